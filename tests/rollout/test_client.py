@@ -276,9 +276,8 @@ def test_what_ran_over_commits_is_used_while_less_than_a_share_of_its_tokens_is_
     client.in_flight(60.0)  # it knows version 2
     committed.set()
     if dropped:
-        # The client drops what is stale when a batch is asked for, the worker what it still has.
-        at = "ready" if dropped == "dropped.stale" else dropped
-        assert wait_until(lambda: client.counters().get(at) == 2 * PER_STEP, 60.0)
+        # The client drops what comes, the worker what it still has.
+        assert wait_until(lambda: client.counters().get(dropped) == 2 * PER_STEP, 60.0)
         with pytest.raises(RolloutStopped, match="0 of 2 groups for version 2"):
             client.next_batch(2, PER_STEP, 0.1)
         assert client.counters()[dropped] == 2 * PER_STEP

@@ -49,6 +49,16 @@ def test_every_message_comes_back_as_it_was(kind: type, direction: Any) -> None:
     comes_back()
 
 
+def test_a_message_has_the_counters_that_changed_since_the_one_before() -> None:
+    counters = messages.Counters()
+    counters.add("requests", 8)
+    counters.set("in_flight.a", 4)
+    assert counters.changed() == {"requests": 8, "in_flight.a": 4}
+    counters.add("requests")
+    assert counters.changed() == {"requests": 9}
+    assert counters.changed() == {}
+
+
 @given(st.lists(NUMBERS))
 def test_numbers_keep_all_their_bits(numbers: list[float]) -> None:
     logprobs = tuple(numbers)

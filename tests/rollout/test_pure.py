@@ -21,7 +21,7 @@ from titan_grpo.rollout import atropos, external
 from titan_grpo.rollout.messages import Cursor
 from titan_grpo.rollout.records import GroupRecorder, ReplayClient
 from titan_grpo.rollout.sampler import completion_fault, made_by, request_seed
-from titan_grpo.rollout.schedule import Pool
+from titan_grpo.rollout.schedule import Pool, Server
 from titan_grpo.rollout.task_runner import TaskOptions
 from titan_grpo.rollout.tasks.functions import load_task
 from titan_grpo.samples import LARGEST_LOGPROB, Completion, Group, Prompt, defect
@@ -127,24 +127,42 @@ def test_request_seeds_are_stable_and_fit_int64() -> None:
     assert request_seed(0, 0, 0, 0) == request_seed(0, 0, 0, 0)
 
 
-def always(_version):
-    return True
-
-
-def test_the_least_loaded_accepting_server_is_picked() -> None:
+def test_the_least_loaded_accepting_server_is_taken() -> None:
     pool = Pool(8)
     pool.set(ServerState("a", 1, True, "1", "vllm")).in_flight = 4
     pool.set(ServerState("b", 1, True, "1", "vllm"))
     pool.set(ServerState("c", 1, False, "1", "vllm"))
     pool.set(ServerState("d", None, True, "", "vllm"))
-    assert pool.pick(4, 0.0, always).url == "b"
-    assert pool.pick(4, 0.0, always, avoid="b").url == "a"
-    assert pool.pick(4, 0.0, lambda v: v > 1) is None
+    room = pool.room(4, 0.0)
+    assert room.newest == 1
+    assert room.take(2) is None
+    assert room.take(1, avoid="b").url == "a"
+    assert [room.take(1).url for _ in range(2)] == ["b", "b"]
+    assert room.take(1) is None
+    assert room.newest is None
+    assert pool.in_flight() == {"a": 8, "b": 8, "c": 0, "d": 0}
 
 
-@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(0, 4))
-def test_a_group_goes_to_a_server_that_may_take_it_and_to_none_that_is_worse_by_load_and_lag(
-    seed, count, needed
+def cheapest(servers: list[Server], requests: int, capacity: int, needed: int, avoid: str):
+    """The server of the rule, by a look at all of them."""
+    able = [
+        s
+        for s in servers
+        if s.accepting and s.version is not None and s.version >= needed and s.health.askable(0.1)
+        if s.in_flight == 0 or s.in_flight + requests <= capacity
+    ]
+    able = [s for s in able if s.url != avoid] or able
+    newest = max((s.version for s in able), default=0)
+    return min(
+        able,
+        key=lambda s: (s.in_flight + (newest - s.version) * requests, newest - s.version, s.url),
+        default=None,
+    )
+
+
+@given(st.integers(0, 2**32), st.integers(1, 6))
+def test_groups_go_one_after_the_other_to_the_cheapest_server_that_may_take_them(
+    seed, count
 ) -> None:
     chance = random.Random(seed)
     pool = Pool(16)
@@ -159,22 +177,14 @@ def test_a_group_goes_to_a_server_that_may_take_it_and_to_none_that_is_worse_by_
         server.in_flight = chance.choice((0, 4, 8, 12, 16))
         if chance.random() < 0.2:
             pool.failed(server, 0.0)
-    able = [s for s in servers if s.accepting and s.version is not None and s.version >= needed]
-    able = [
-        s for s in able if (s.in_flight == 0 or s.in_flight + 4 <= 16) and s.health.askable(0.1)
-    ]
-    avoid = "s0"
-    picked = pool.pick(4, 0.1, lambda v: v >= needed, avoid)
-    if not able:
-        assert picked is None
-        return
-    assert picked in able
-    assert picked.url != avoid or len(able) == 1
-    for other in able:
-        if other.url != avoid and other.version >= picked.version:
-            assert other.in_flight >= picked.in_flight or picked.url == avoid
-        if other.url != avoid and other.in_flight <= picked.in_flight:
-            assert other.version <= picked.version or picked.url == avoid
+    room = pool.room(4, 0.1)
+    for _ in range(12):
+        needed, avoid = chance.choice((0, 2, 3, 4, 5)), chance.choice(("", "s0"))
+        expected = cheapest(servers, 4, 16, needed, avoid)
+        before = expected and expected.in_flight
+        taken = room.take(needed, avoid)
+        assert taken is expected
+        assert taken is None or taken.in_flight == before + 4
 
 
 def test_a_server_behind_by_one_version_is_as_good_as_one_with_one_more_group() -> None:
@@ -182,17 +192,17 @@ def test_a_server_behind_by_one_version_is_as_good_as_one_with_one_more_group() 
     late = pool.set(ServerState("late", 4, True, "4", "vllm"))
     newest = pool.set(ServerState("newest", 5, True, "5", "vllm"))
     newest.in_flight = 4
-    assert pool.pick(8, 0.0, always) is newest
+    assert pool.room(8, 0.0).take(4) is newest
     newest.in_flight = 16
-    assert pool.pick(8, 0.0, always) is late
+    assert pool.room(8, 0.0).take(4) is late
 
 
 def test_a_full_server_takes_nothing_but_an_idle_one_takes_a_group_of_any_size() -> None:
     pool = Pool(8)
     server = pool.set(ServerState("a", 1, True, "1", "vllm"))
-    assert pool.pick(20, 0.0, always) is server
+    assert pool.room(20, 0.0).take(1) is server
     server.in_flight = 5
-    assert pool.pick(4, 0.0, always) is None
+    assert pool.room(4, 0.0).take(1) is None
 
 
 def test_a_failing_server_is_paused_for_longer_and_longer() -> None:
@@ -207,8 +217,8 @@ def test_a_failing_server_is_paused_for_longer_and_longer() -> None:
         115.0,
         115.0,
     ]
-    assert pool.pick(1, 114.0, always) is None
-    assert pool.pick(1, 115.0, always) is server
+    assert pool.room(1, 114.0).take(1) is None
+    assert pool.room(1, 115.0).take(1) is server
     pool.succeeded(server)
     assert pool.failed(server, 0.0) == 0.5
 

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, count, islice
 from typing import Any, cast
@@ -228,14 +228,12 @@ class RolloutClient:
         deadline = time.monotonic() + timeout_s
         self.set_trainer_version(version)
         with self._changed:
-            while True:
-                self._raise_latched()
-                self._drop_stale(version)
-                chosen = self._chosen(count)
-                if chosen:
-                    break
-                if not self._changed.wait(deadline - time.monotonic()):
+            self._drop_stale(tuple(self._ready))
+            self._raise_latched()
+            while not (chosen := self._chosen(count)):
+                if not self._changed.wait_for(self._more(count), deadline - time.monotonic()):
                     raise self._late(version, count, timeout_s)
+                self._raise_latched()
             done = [self._ready.pop(index) for index in chosen]
             for item in done:
                 self._cursor.use(item.ticket.index)
@@ -264,6 +262,24 @@ class RolloutClient:
         sizes = accumulate(len(self._ready[index].group.completions) for index in ready)
         enough = next((n for n, size in enumerate(sizes, 1) if size >= count * spec.group_size), 0)
         return ready[:enough]
+
+    def _more(self, count: int) -> Callable[[], bool]:
+        """Whether there is reason to choose again. It is asked after every message, and a step may
+        have thousands of groups: so it does not look at all of them."""
+        missing = [i for i in self._started_for(count) if i not in self._ready]
+        used, ready = self._cursor.used, len(self._ready)
+        least = count if self._spec.source == "task" else 1
+
+        def more() -> bool:
+            if self._error is not None or self._cursor.used != used:
+                return True
+            if not self._in_order:
+                return len(self._ready) >= max(least, ready + 1)
+            while missing and missing[-1] in self._ready:
+                missing.pop()
+            return not missing
+
+        return more
 
     @property
     def _in_order(self) -> bool:
@@ -344,14 +360,15 @@ class RolloutClient:
                     if not self._calls.answered(message):
                         self._own["late_engine_answers"] += 1
                 case messages.GroupDone(ticket, _, counters):
-                    self._theirs = counters
+                    self._theirs.update(counters)
                     self._ready[ticket.index] = message
+                    self._drop_stale((ticket.index,))
                 case messages.LeftOut(index, rewards, counters):
-                    self._theirs = counters
+                    self._theirs.update(counters)
                     self._cursor.use(index)
                     self._left_out += rewards
                 case messages.Event(text, counters, skipped):
-                    self._theirs = counters
+                    self._theirs.update(counters)
                     if skipped is not None:
                         self._cursor.use(skipped)
                     logger.warning("rollout: %s", text)
@@ -381,14 +398,16 @@ class RolloutClient:
             len(spec.waiting),
         )
 
-    def _drop_stale(self, version: int) -> None:
-        oldest, share = version - self._spec.max_staleness, self._spec.max_stale_token_share
+    def _drop_stale(self, indices: Sequence[int]) -> None:
+        """Have those of the finished groups made again that the trainer can no longer use."""
+        oldest = self._version - self._spec.max_staleness
+        share = self._spec.max_stale_token_share
         stale = [
             index
-            for index, item in self._ready.items()
+            for index in indices
             if not all(
                 fresh_enough(c.version_first, c.token_spans, oldest, share)
-                for c in item.group.completions
+                for c in self._ready[index].group.completions
             )
         ]
         for index in stale:

@@ -2,7 +2,7 @@
 outcomes."""
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -72,12 +72,12 @@ class Dispatcher:
         self._closings: set[asyncio.Task[None]] = set()
         self._drains: dict[int, str] = {}
         self._oldest_usable = spec.base_version - spec.max_staleness
-        self._counts: Counter[str] = Counter()
+        self._counts = messages.Counters()
         self._skips_in_a_row = 0
         self._task_errors: deque[bool] = deque(maxlen=WINDOW)
         """Whether each of the last groups ended with an error of the task; groups that a server
         failed are not among them."""
-        self._closing = False
+        self._closing = self._pumping = False
 
     def on(self, message: messages.ToWorker) -> None:
         """Take one message of the trainer."""
@@ -85,6 +85,7 @@ class Dispatcher:
             case ServerState():
                 self._note_commit(message)
                 self._pool.set(message)
+                self._note_load(message.url)
             case messages.ServerLeft():
                 self._remove(message.url)
             case messages.Drain():
@@ -105,7 +106,7 @@ class Dispatcher:
                 self._starts.note(Used(message.indices))
             case messages.Unversioned():
                 self._starts.note(Unversioned(message.count))
-        self._pump()
+        self._pump_soon()
 
     def _hopeless(self, run: Running, version: int) -> bool:
         """Whether the trainer at ``version`` and later ones can no longer use the group."""
@@ -130,26 +131,33 @@ class Dispatcher:
         for driver in self._drivers.values():
             await driver.close()
 
+    def _pump_soon(self) -> None:
+        """Start what may be, once for all that happens in this turn of the loop: each pump looks at
+        all servers, and as many of them report in a turn as commit."""
+        if not self._pumping:
+            self._pumping = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
     def _pump(self) -> None:
         """Start as many groups as may be."""
-        now = asyncio.get_running_loop().time()
+        self._pumping = False
         newest = self._pool.newest()
         if self._closing or newest is None:
             return
-        for waiting in self._starts.candidates(newest):
-            if self._pool.pick(self._spec.group_size, now, lambda _: True) is None:
-                return
-
-            def may_start(version: int, index: int = waiting.ticket.index) -> bool:
-                return self._starts.may_start(index, version)
-
-            server = self._pool.pick(self._spec.group_size, now, may_start, waiting.avoid)
+        room = self._pool.room(self._spec.group_size, asyncio.get_running_loop().time())
+        while (best := room.newest) is not None:
             # One that holds an older version may still start a group of an earlier step.
-            if server is not None and server.version is not None:
-                self._start(waiting.ticket, server, server.version)
+            waiting = self._starts.most_urgent(newest, best)
+            if waiting is None:
+                return
+            needed = self._starts.needed_version(waiting.ticket.index)
+            server = room.take(needed, waiting.avoid)
+            assert server is not None, "one has room and the best version"
+            self._start(waiting.ticket, server)
 
-    def _start(self, ticket: Ticket, server: Server, version: int) -> None:
-        spec, loop = self._spec, asyncio.get_running_loop()
+    def _start(self, ticket: Ticket, server: Server) -> None:
+        spec, loop, version = self._spec, asyncio.get_running_loop(), server.version
+        assert version is not None, "no group starts on a server of an unknown version"
         used_at = self._starts.start(ticket.index, version)
         had = ticket.parts or (Partial(),) * spec.group_size
         needed = max(self._oldest_usable, used_at - spec.max_staleness)
@@ -160,9 +168,9 @@ class Dispatcher:
         made_by = version if first is None else min(first, version)
         run = Running(ticket, parts, server, made_by, loop.time())
         resumed = [len(p.token_ids) for p in parts if p.token_ids and not p.finish_reason]
-        self._counts["resumed"] += len(resumed)
-        self._counts["resumed_tokens"] += sum(resumed)
-        server.in_flight += spec.group_size
+        self._counts.add("resumed", len(resumed))
+        self._counts.add("resumed_tokens", sum(resumed))
+        self._note_load(server.url)
         task = loop.create_task(self._make(run))
         self._running[task] = run
         task.add_done_callback(self._ended)
@@ -173,20 +181,20 @@ class Dispatcher:
             self._drivers[url] = self._connect(url)
         answers = sum(part.answers for part in run.parts)
         whole = not sampled_tokens(run.parts)
-        self._counts["requests"] += sum(not (p.finish_reason or p.waits) for p in run.parts)
+        self._counts.add("requests", sum(not (p.finish_reason or p.waits) for p in run.parts))
         try:
             group = await self._sampler.group(run.ticket, run.parts, run.server, self._drivers[url])
         finally:
             # Each answer of the task made one more request.
-            self._counts["requests"] += sum(part.answers for part in run.parts) - answers
+            self._counts.add("requests", sum(part.answers for part in run.parts) - answers)
         self._task_gave_a_group()
         tokens = sum(c.num_sampled for c in group.completions)
-        self._counts["tokens"] += tokens
-        self._counts[f"tokens.{url}"] += tokens
+        self._counts.add("tokens", tokens)
+        self._counts.add(f"tokens.{url}", tokens)
         self._count_made(c.num_sampled for c in group.completions)
         if whole:
             self._durations.took(group, asyncio.get_running_loop().time() - run.began_s)
-        self._send(messages.GroupDone(run.ticket.done(), group, self._counters()))
+        self._send(messages.GroupDone(run.ticket.done(), group, self._counts.changed()))
 
     def _task_gave_a_group(self) -> None:
         self._skips_in_a_row = 0
@@ -195,6 +203,7 @@ class Dispatcher:
     def _ended(self, task: asyncio.Task[None]) -> None:
         run = self._running.pop(task)
         run.server.in_flight -= self._spec.group_size
+        self._note_load(run.server.url)
         if self._closing:
             return
         self._answer_drains(run.server.url)
@@ -210,10 +219,10 @@ class Dispatcher:
                 self._leave_out(run, error)
             case PeerError() | GroupDropped() | Interrupted() | asyncio.CancelledError() if moved:
                 # Its server left the run, or commits a version; that costs no budget.
-                self._counts["moved"] += 1
+                self._counts.add("moved")
                 self._settle(ticket.moved(tuple(run.parts)))
             case asyncio.CancelledError():
-                self._counts["dropped.stale_in_flight"] += 1
+                self._counts.add("dropped.stale_in_flight")
                 self._report(f"group of prompt {ticket.index} from {url} is too stale: made again")
                 self._settle(ticket.moved(tuple(run.parts)))
             case GroupDropped():
@@ -223,20 +232,20 @@ class Dispatcher:
             case HttpRefused() if error.status in BAD_REQUEST:
                 self._drop(run, "refused", str(error))
             case PeerError():
-                self._counts["outages"] += 1
+                self._counts.add("outages")
                 loop = asyncio.get_running_loop()
                 loop.call_at(self._pool.failed(run.server, loop.time()), self._pump)
                 self._report(f"prompt {ticket.index} will be retried: {error}")
                 self._settle(ticket.failed(tuple(run.parts)), avoid=url)
             case Interrupted():
                 # The engine's requests were aborted; the server itself needs no rest.
-                self._counts["interrupted"] += 1
+                self._counts.add("interrupted")
                 self._report(f"prompt {ticket.index} goes on: {error}")
                 self._settle(ticket.failed(tuple(run.parts)), avoid=url)
             case _:
                 self._fail(error)
                 return
-        self._pump()
+        self._pump_soon()
 
     def _remove(self, url: str) -> None:
         """A server left the run."""
@@ -265,13 +274,13 @@ class Dispatcher:
                     task.cancel()
 
     def _answer_drains(self, url: str) -> None:
-        if not any(run.server.url == url for run in self._running.values()):
+        if not self._pool.load(url):
             for number in [number for number, drained in self._drains.items() if drained == url]:
                 del self._drains[number]
                 self._send(messages.Drained(number))
 
     def _drop(self, run: Running, reason: str, detail: str = "") -> None:
-        self._counts[f"dropped.{reason}"] += 1
+        self._counts.add(f"dropped.{reason}")
         text = (
             f"group of prompt {run.ticket.index} from {run.server.url} dropped: {detail or reason}"
         )
@@ -291,11 +300,11 @@ class Dispatcher:
     def _leave_out(self, run: Running, verdict: NotAccepted) -> None:
         """The next prompt takes the place of a group that is left out by choice."""
         self._task_gave_a_group()
-        self._counts[f"dropped.{verdict.reason}"] += 1
+        self._counts.add(f"dropped.{verdict.reason}")
         self._throw_away(run.parts)
         self._starts.note(GiveUp(run.ticket.index))
         rewards = tuple(c.reward for c in verdict.group.completions)
-        self._send(messages.LeftOut(run.ticket.index, rewards, self._counters()))
+        self._send(messages.LeftOut(run.ticket.index, rewards, self._counts.changed()))
 
     def _task_error(self, run: Running, failed: TaskFailed) -> None:
         self._task_errors.append(True)
@@ -316,7 +325,7 @@ class Dispatcher:
         self._starts.note(GiveUp(ticket.index))
         self._sampler.forget(ticket.index)
         self._throw_away(ticket.parts)
-        self._counts["skipped"] += 1
+        self._counts.add("skipped")
         self._report(
             f"prompt {ticket.index} skipped after {ticket.drops} drops and {ticket.outages} outages"
             " without a token",
@@ -324,22 +333,21 @@ class Dispatcher:
         )
 
     def _throw_away(self, parts: Sequence[Partial]) -> None:
-        self._counts["thrown_tokens"] += sampled_tokens(parts)
+        self._counts.add("thrown_tokens", sampled_tokens(parts))
         self._count_made(sampled_tokens([part]) for part in parts if part.token_ids)
 
     def _count_made(self, lengths: Iterable[int]) -> None:
         for tokens in lengths:
-            self._counts[f"made.{length_range(tokens)}"] += 1
+            self._counts.add(f"made.{length_range(tokens)}")
 
     def _note_commit(self, state: ServerState) -> None:
         """Count what runs on a server whose commit begins."""
         if state.committing is not None and self._pool.committing(state.url) != state.committing:
-            self._counts["commits"] += 1
-            self._counts["in_flight_at_commits"] += self._pool.in_flight().get(state.url, 0)
+            self._counts.add("commits")
+            self._counts.add("in_flight_at_commits", self._pool.load(state.url))
 
-    def _counters(self) -> dict[str, int]:
-        now = {messages.IN_FLIGHT + url: count for url, count in self._pool.in_flight().items()}
-        return {**self._counts, **now}
+    def _note_load(self, url: str) -> None:
+        self._counts.set(messages.IN_FLIGHT + url, self._pool.load(url))
 
     def _report(self, text: str, skipped: int | None = None) -> None:
-        self._send(messages.Event(text, self._counters(), skipped))
+        self._send(messages.Event(text, self._counts.changed(), skipped))

@@ -7,6 +7,7 @@ hosts each is one JSON text, and what is read can only become one of these messa
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol, TypeVar
@@ -51,6 +52,11 @@ class Cursor:
     def state(self) -> dict[str, Any]:
         """JSON-able: ``{"low": int, "above": sorted list}``."""
         return {"low": self.low, "above": sorted(self._above)}
+
+    @property
+    def used(self) -> int:
+        """How many indices are used."""
+        return self.low + len(self._above)
 
     def use(self, index: int) -> None:
         """Mark an index as used. Raises DataError if it was: a prompt must not be trained on
@@ -177,6 +183,29 @@ IN_FLIGHT = "in_flight."
 so neither added up nor kept."""
 
 
+class Counters:
+    """Counts by name, of which each message has those that changed since the one before: with a
+    thousand servers all of them would be longer than a group."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._changed: set[str] = set()
+
+    def add(self, name: str, count: int = 1) -> None:
+        """So many more."""
+        self.set(name, self._counts[name] + count)
+
+    def set(self, name: str, count: int) -> None:
+        """So many now."""
+        self._counts[name] = count
+        self._changed.add(name)
+
+    def changed(self) -> dict[str, int]:
+        """What changed since the last call, as it is now."""
+        changed, self._changed = self._changed, set()
+        return {name: self._counts[name] for name in changed}
+
+
 def totals(counters: dict[str, int]) -> dict[str, int]:
     """The counters that count up."""
     return {name: n for name, n in counters.items() if not name.startswith(IN_FLIGHT)}
@@ -280,7 +309,7 @@ class Ready(Frame, frozen=True):
 
 
 class GroupDone(Frame, frozen=True):
-    """A checked, rewarded group, with the counters at that moment."""
+    """A checked, rewarded group, with the counters that changed since the message before."""
 
     ticket: Ticket
     group: Group

@@ -2,9 +2,12 @@
 protocol/admission.py, the groups that wait to be started, and how long each is expected to take.
 Bookkeeping without I/O; time is an argument, in seconds of any monotonic clock."""
 
+from bisect import insort
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import takewhile
 
 from titan_grpo.protocol import admission, recovery
 from titan_grpo.protocol.admission import Admission, Admit, GiveUp, Start, Unversioned, Used
@@ -39,6 +42,57 @@ class Server:
         return self.version if self.version is None else max(self.version, self.committing or 0)
 
 
+class Room:
+    """Servers that can take a group of ``requests``, as they are at one moment.
+
+    A server's cost is its load, and a further group's worth for each version that it is behind: so
+    a late server, whose groups go stale first, fills up last. All requests of a group go to one
+    server, which has its prompt in its cache after the first of them.
+    """
+
+    def __init__(self, servers: Iterable[Server], requests: int, capacity: int) -> None:
+        self._requests, self._capacity = requests, capacity
+        self._heaps: dict[int, list[tuple[int, int, str, Server]]] = {}
+        """By version: (cost, less the same for all; lag likewise; URL; server), the least first.
+        One heap for each version: which may start depends on it, and a group must be placed without
+        a look at all servers."""
+        for server in servers:
+            if server.version is not None and self._takes(server):
+                entry = self._entry(server, server.version)
+                self._heaps.setdefault(server.version, []).append(entry)
+        for heap in self._heaps.values():
+            heapify(heap)
+
+    @property
+    def newest(self) -> int | None:
+        """The newest version of a server with room; None without one."""
+        return max((version for version, heap in self._heaps.items() if heap), default=None)
+
+    def take(self, needed: int, avoid: str = "") -> Server | None:
+        """The server of least cost with version ``needed`` or a later one, with the group's
+        requests in flight. ``avoid`` (where the group failed before) is taken only if there is no
+        other."""
+        heaps = [heap for version, heap in self._heaps.items() if version >= needed and heap]
+        aside = [(heap, heappop(heap)) for heap in heaps if heap[0][2] == avoid]
+        others = [heap for heap in heaps if heap]
+        if not others and not aside:
+            return None
+        heap = min(others, key=lambda heap: heap[0]) if others else aside[0][0]
+        server = heappop(heap)[3] if others else aside.pop()[1][3]
+        for of, entry in aside:
+            heappush(of, entry)
+        server.in_flight += self._requests
+        if server.version is not None and self._takes(server):
+            heappush(heap, self._entry(server, server.version))
+        return server
+
+    def _takes(self, server: Server) -> bool:
+        return server.in_flight + self._requests <= self._capacity or server.in_flight == 0
+
+    def _entry(self, server: Server, version: int) -> tuple[int, int, str, Server]:
+        return server.in_flight - version * self._requests, -version, server.url, server
+
+
 class Pool:
     """The servers. ``capacity`` is the number of requests that one server may have in flight."""
 
@@ -64,6 +118,10 @@ class Pool:
         """Requests in flight by server URL."""
         return {url: server.in_flight for url, server in self._servers.items()}
 
+    def load(self, url: str) -> int:
+        """Requests in flight on a server; 0 for one that is not in the run."""
+        return self._servers[url].in_flight if url in self._servers else 0
+
     def committing(self, url: str) -> int | None:
         """The version whose commit runs on a server."""
         return self._servers[url].committing if url in self._servers else None
@@ -74,37 +132,15 @@ class Pool:
             (s.version for s in self._servers.values() if s.version is not None), default=None
         )
 
-    def pick(
-        self, requests: int, now: float, may_start: Callable[[int], bool], avoid: str = ""
-    ) -> Server | None:
-        """The server of least cost that accepts, is not at rest, has room for ``requests`` and a
-        version that may start. Its cost is its load, and a further group's worth for each version
-        that it is behind the newest candidate: so a late server, whose groups go stale first, fills
-        up last.
-
-        ``avoid`` (where the group failed before) is taken only if there is no other. A group larger
-        than the capacity is admitted to an idle server, whose connections then bound what is in
-        flight. All requests of a group go to one server, which has its prompt in its cache after
-        the first of them.
-        """
-        able = [
-            (server, server.version)
-            for server in self._servers.values()
-            if server.version is not None
-            and server.accepting
-            and (server.in_flight + requests <= self._capacity or server.in_flight == 0)
-            and server.health.askable(now)
-            and may_start(server.version)
-        ]
-        newest = max((version for _, version in able), default=0)
-        others = [(server, version) for server, version in able if server.url != avoid]
-
-        def rank(candidate: tuple[Server, int]) -> tuple[int, int, str]:
-            server, version = candidate
-            lag = newest - version
-            return server.in_flight + lag * requests, lag, server.url
-
-        return min(others or able, key=rank)[0] if able else None
+    def room(self, requests: int, now: float) -> "Room":
+        """The servers that can take a group of ``requests`` now: they accept, are not at rest, and
+        have room for it. A group larger than the capacity is admitted to an idle server, whose
+        connections then bound what is in flight."""
+        return Room(
+            (s for s in self._servers.values() if s.accepting and s.health.askable(now)),
+            requests,
+            self._capacity,
+        )
 
     def failed(self, server: Server, now: float) -> float:
         """A request failed on it: no new groups for a while. Returns when that ends."""
@@ -181,6 +217,8 @@ class Starts:
         self._fresh = spec.unused_prompts()
         self._next = next(self._fresh)
         self._waiting: dict[int, Waiting] = {}
+        self._order: list[Waiting] | None = None
+        """The waiting ones by urgency, and some that have started since; None: to be sorted."""
         self._trainer: tuple[int, float] | None = None
         self._step_s = 0.0
 
@@ -190,33 +228,55 @@ class Starts:
             each = (now - self._trainer[1]) / (version - self._trainer[0])
             self._step_s += (each - self._step_s) * (SMOOTHING if self._step_s else 1.0)
         if self._trainer is None or version != self._trainer[0]:
-            self._trainer = version, now
+            self._trainer, self._order = (version, now), None
 
     def note(self, event: Used | Unversioned | GiveUp) -> None:
         """The trainer took groups, used groups made no version, or one will never be made."""
         self._admission, _ = admission.step(self._admission, event)
+        if not isinstance(event, GiveUp):
+            # A place given up moves few groups to an earlier step: not worth sorting all of them
+            # where a user's filter gives up half of the prompts.
+            self._order = None
 
     def again(self, ticket: Ticket, avoid: str = "") -> None:
         """A group that was started has to be made again, in its place."""
-        expected_s = self._expected_s(ticket.index)
-        self._waiting[ticket.index] = Waiting(ticket, avoid, expected_s)
+        waiting = Waiting(ticket, avoid, self._expected_s(ticket.index))
+        self._waiting[ticket.index] = waiting
+        if self._order is not None:
+            insort(self._order, waiting, key=self._urgency)
 
-    def candidates(self, newest: int) -> list[Waiting]:
-        """What may start, most urgent first, where ``newest`` is the newest version of a server."""
+    def most_urgent(self, newest: int, best: int) -> Waiting | None:
+        """The most urgent group that may start on a server that holds ``best``. ``newest``: the
+        newest version of any server."""
         while self._admission.may_start(self._next, newest):
             self._admission, _ = admission.step(self._admission, Admit(self._next, newest))
             self.again(Ticket(self._next))
             self._next = next(self._fresh)
+        if self._order is None:
+            self._order = sorted(self._waiting.values(), key=self._urgency)
+        del self._order[: sum(1 for _ in takewhile(self._started, self._order))]
+        waiting = (each for each in self._order if not self._started(each))
+        first = next(waiting, None)
+        if first is None or self._may_start(first, best):
+            return first
+        # The earliest place first: all others may be waiting for a newer version too.
+        if not self._may_start(self._waiting[min(self._waiting)], best):
+            return None
+        return next((each for each in waiting if self._may_start(each, best)), None)
 
-        def order(waiting: Waiting) -> tuple[float, int]:
-            used_at, index = self._admission.used_at(waiting.ticket.index), waiting.ticket.index
-            return admission.urgency(used_at, waiting.expected_s, self._step_s), index
+    def _started(self, waiting: Waiting) -> bool:
+        return self._waiting.get(waiting.ticket.index) is not waiting
 
-        return sorted(self._waiting.values(), key=order)
+    def _urgency(self, waiting: Waiting) -> tuple[float, int]:
+        used_at, index = self._admission.used_at(waiting.ticket.index), waiting.ticket.index
+        return admission.urgency(used_at, waiting.expected_s, self._step_s), index
 
-    def may_start(self, prompt: int, version: int) -> bool:
-        """Whether a server that holds ``version`` may make its group."""
-        return self._admission.may_start(prompt, version)
+    def _may_start(self, waiting: Waiting, version: int) -> bool:
+        return self._admission.may_start(waiting.ticket.index, version)
+
+    def needed_version(self, prompt: int) -> int:
+        """The oldest version whose server may make its group."""
+        return self._admission.needed_version(prompt)
 
     def start(self, prompt: int, version: int) -> int:
         """Its group starts, for the trainer at the version that is returned."""

@@ -142,7 +142,7 @@ class Session:
         if isinstance(message, TitanGrpoError):
             config = isinstance(message, ConfigError)
             message = messages.Failed("config" if config else "bug", str(message))
-        self.counters = getattr(message, "counters", self.counters)
+        self.counters.update(getattr(message, "counters", {}))
         try:
             text = encode(message)
         except DataError as error:

@@ -481,9 +481,13 @@ class ServerSet:
         holding: list[str] = []
 
         def done() -> bool:
-            lines = {url: server.entry for url, server in self._servers.items()}
-            holding[:] = [u for u, e in lines.items() if e.held is not None and e.held >= version]
-            behind = [u for u, e in lines.items() if u not in holding and e.standing in _KNOWN]
+            holding.clear()
+            behind = False
+            for url, server in self._servers.items():
+                if server.entry.held is not None and server.entry.held >= version:
+                    holding.append(url)
+                else:
+                    behind = behind or server.entry.standing in _KNOWN
             return bool(holding and not (everyone and behind)) or bool(self.unfit())
 
         self.wait(done, timeout_s)
