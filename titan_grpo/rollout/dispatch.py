@@ -202,7 +202,7 @@ class Dispatcher:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         run = self._running.pop(task)
-        run.server.in_flight -= self._spec.group_size
+        self._pool.ended(run.server, self._spec.group_size)
         self._note_load(run.server.url)
         if self._closing:
             return

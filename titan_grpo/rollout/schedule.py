@@ -53,9 +53,9 @@ class Room:
     def __init__(self, servers: Iterable[Server], requests: int, capacity: int) -> None:
         self._requests, self._capacity = requests, capacity
         self._heaps: dict[int, list[tuple[int, int, str, Server]]] = {}
-        """By version: (cost, less the same for all; lag likewise; URL; server), the least first.
-        One heap for each version: which may start depends on it, and a group must be placed without
-        a look at all servers."""
+        """By version: (cost, lag, URL, server), the least first; cost and lag are less by what is
+        the same for all servers. One heap for each version, since a group may start on some
+        versions alone and must be placed without a look at all servers."""
         for server in servers:
             if server.version is not None and self._takes(server):
                 entry = self._entry(server, server.version)
@@ -141,6 +141,10 @@ class Pool:
             requests,
             self._capacity,
         )
+
+    def ended(self, server: Server, requests: int) -> None:
+        """A group that ``Room.take`` placed there runs no more."""
+        server.in_flight -= requests
 
     def failed(self, server: Server, now: float) -> float:
         """A request failed on it: no new groups for a while. Returns when that ends."""
