@@ -1,20 +1,17 @@
-"""Frames delivered once and in order over a way that loses, repeats, delays and reorders them. Two
-pure tables, a pair for one direction of one session; a restart of either end is a new session.
+"""Frames delivered once and in order over a way that loses, repeats, delays and reorders them: two
+ends, a pair for one direction of one session; a restart of either end is a new session. Pure.
 
 ::
 
-    sender    Put(frame) -> kept, until Acknowledged(have)
-              Due(now) -> Post(session, first, frames), as often as wished
-    receiver  Got(session, first, frames) -> Deliver(frames)       without those it has already
-                                          -> Missing(have)       an earlier one is lost: takes none
-                                          -> WrongSession(session)  of another session: takes none
+    sender    put(frame) -> kept, until acknowledged(have)
+              post(now, most) -> Post(session, first, frames), as often as wished
+    receiver  take(post) -> the frames of it that are new and next: none if it has them already,
+                            an earlier one is missing, or the post is of another session
 
-Frames are numbered from 0. ``have`` is how many the receiver has taken, and so the number of the
-one it wants. A post may also answer a poll (frames after ``have``): both are a Post. Time is an
-argument, in seconds of any monotonic clock."""
+Frames are texts, numbered from 0. ``have`` is how many the receiver has taken, and so the number of
+the one it wants. Time is an argument, in seconds of any monotonic clock."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from titan_grpo.errors import ProtocolError
 
@@ -28,9 +25,18 @@ class Kept:
     """One frame that is not acknowledged. ``until``: when it is not worth delivering any more;
     None: never."""
 
-    frame: Any
-    size: int
+    frame: str
     until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Frames on their way, the first of them with that number: the body of ``POST /frames``, and
+    the answer to ``GET /frames``, a poll."""
+
+    session: str
+    first: int
+    frames: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,43 @@ class Outbox:
         """How many frames there were in all."""
         return self.first + len(self.kept)
 
+    def put(self, frame: str, until: float | None = None) -> "Outbox":
+        """With a new frame."""
+        return replace(self, kept=(*self.kept, Kept(frame, until)))
+
+    def acknowledged(self, have: int) -> "Outbox":
+        """Without the first ``have`` frames, which the receiver has taken. Old news are no news.
+        Raises ProtocolError for frames that there never were.
+
+        >>> Outbox("s").put("a").put("b").acknowledged(1)
+        <s: 1 arrived, 1 kept>
+        """
+        if have > self.end:
+            raise ProtocolError(
+                f"{have} frames were acknowledged, there are {self.end} in {self!r}"
+            )
+        gone = max(0, have - self.first)
+        return replace(self, first=self.first + gone, kept=self.kept[gone:])
+
+    def post(self, now: float, most: int) -> tuple["Outbox", Post | None]:
+        """The oldest frames, of at most ``most`` characters together (one frame at least); None
+        without a frame.
+
+        >>> Outbox("s").put("a").put("b", until=5.0).post(7.0, most=9)[1].frames
+        ('a', '')
+        """
+        # Once left out, always left out: a copy of the same number must not say something else
+        # later.
+        kept = tuple(
+            Kept(EMPTY) if k.until is not None and k.until <= now else k for k in self.kept
+        )
+        count, size = 0, 0
+        while count < len(kept) and (count == 0 or size + len(kept[count].frame) <= most):
+            size += len(kept[count].frame)
+            count += 1
+        frames = tuple(k.frame for k in kept[:count])
+        return replace(self, kept=kept), Post(self.session, self.first, frames) if frames else None
+
 
 @dataclass(frozen=True, slots=True)
 class Inbox:
@@ -61,136 +104,18 @@ class Inbox:
     def __repr__(self) -> str:
         return f"<{self.session}: has {self.have}>"
 
+    def take(self, post: Post) -> tuple["Inbox", tuple[str, ...]]:
+        """The frames of a post that are new and next.
 
-# Events of the sender.
-
-
-@dataclass(frozen=True, slots=True)
-class Put:
-    """A new frame, of ``size`` in any unit."""
-
-    frame: Any
-    size: int = 1
-    until: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Acknowledged:
-    """The receiver has taken ``have`` frames. Old news are no news."""
-
-    have: int
-
-
-@dataclass(frozen=True, slots=True)
-class Due:
-    """It is time to post: the oldest frames, of at most ``most`` together (one at least)."""
-
-    now: float
-    most: int
-
-
-Sending = Put | Acknowledged | Due
-
-
-@dataclass(frozen=True, slots=True)
-class Post:
-    """Send these, the first of them with that number."""
-
-    session: str
-    first: int
-    frames: tuple[Any, ...]
-
-
-# Event and actions of the receiver.
-
-
-@dataclass(frozen=True, slots=True)
-class Got:
-    """A Post arrived."""
-
-    session: str
-    first: int
-    frames: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    """These are new, and next."""
-
-    frames: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """Frames from that number on are somewhere else: ask for them."""
-
-    have: int
-
-
-@dataclass(frozen=True, slots=True)
-class WrongSession:
-    """It was for a session that is not this one."""
-
-    session: str
-
-
-Taking = Deliver | Missing | WrongSession
-
-
-def send(box: Outbox, event: Sending) -> tuple[Outbox, Post | None]:
-    """The sender's next state, and what to post.
-
-    Raises ProtocolError for an acknowledgement of frames that there never were.
-
-    >>> box, _ = send(Outbox("s"), Put("a"))
-    >>> box, _ = send(box, Put("b", until=5.0))
-    >>> send(box, Due(7.0, most=9))[1].frames
-    ('a', '')
-    >>> send(box, Acknowledged(1))
-    (<s: 1 arrived, 1 kept>, None)
-    """
-    match event:
-        case Put(frame, size, until):
-            return replace(box, kept=(*box.kept, Kept(frame, size, until))), None
-        case Acknowledged(have):
-            if have > box.end:
-                raise ProtocolError(
-                    f"{have} frames were acknowledged, there are {box.end} in {box!r}"
-                )
-            gone = max(0, have - box.first)
-            return replace(box, first=box.first + gone, kept=box.kept[gone:]), None
-        case Due(now, most):
-            # Once left out, always left out: a copy of the same number must not say something else
-            # later.
-            kept = tuple(
-                Kept(EMPTY, 0) if k.until is not None and k.until <= now else k for k in box.kept
-            )
-            count, size = 0, 0
-            while count < len(kept) and (count == 0 or size + kept[count].size <= most):
-                size += kept[count].size
-                count += 1
-            post = (
-                Post(box.session, box.first, tuple(k.frame for k in kept[:count]))
-                if count
-                else None
-            )
-            return replace(box, kept=kept), post
-
-
-def take(box: Inbox, event: Got) -> tuple[Inbox, Taking]:
-    """The receiver's next state, and what follows.
-
-    >>> box, action = take(Inbox("s"), Got("s", 0, ("a", "b")))
-    >>> box, action.frames
-    (<s: has 2>, ('a', 'b'))
-    >>> take(box, Got("s", 1, ("b", "c")))[1]
-    Deliver(frames=('c',))
-    >>> take(box, Got("s", 3, ("d",)))[1]
-    Missing(have=2)
-    """
-    if event.session != box.session:
-        return box, WrongSession(event.session)
-    if event.first > box.have:
-        return box, Missing(box.have)
-    new = event.frames[box.have - event.first :]
-    return replace(box, have=box.have + len(new)), Deliver(new)
+        >>> box, new = Inbox("s").take(Post("s", 0, ("a", "b")))
+        >>> box, new
+        (<s: has 2>, ('a', 'b'))
+        >>> box.take(Post("s", 1, ("b", "c")))[1]
+        ('c',)
+        >>> box.take(Post("s", 3, ("d",)))[1], box.take(Post("of old", 2, ("c",)))[1]
+        ((), ())
+        """
+        if post.session != self.session or post.first > self.have:
+            return self, ()
+        new = post.frames[self.have - post.first :]
+        return replace(self, have=self.have + len(new)), new

@@ -5,6 +5,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 
 import msgspec
@@ -45,13 +46,6 @@ class Taken(msgspec.Struct):
     """Answer to ``POST /frames``."""
 
     have: int
-
-
-class Given(msgspec.Struct):
-    """Answer to ``GET /frames``."""
-
-    first: int
-    frames: tuple[str, ...]
 
 
 class RemoteTransport:
@@ -120,7 +114,7 @@ class RemoteTransport:
     def _put(self, message: messages.ToWorker, within_s: float | None) -> None:
         text = encode(message)
         until = None if within_s is None else time.monotonic() + within_s
-        self._outbox, _ = frames.send(self._outbox, frames.Put(text, len(text), until))
+        self._outbox = self._outbox.put(text, until)
 
     # The threads.
 
@@ -237,13 +231,11 @@ class RemoteTransport:
 
     def _post(self) -> None:
         with self._changed:
-            due = frames.Due(time.monotonic(), POST_BYTES)
-            self._outbox, post = frames.send(self._outbox, due)
+            self._outbox, post = self._outbox.post(time.monotonic(), POST_BYTES)
         if post is None:
             return
-        body = {"session": post.session, "first": post.first, "frames": post.frames}
         parse = partial(convert, kind=Taken, what="the answer to /frames")
-        have = self._sender.run(Call("POST", "/frames", CALL_S, parse, json=body)).have
+        have = self._sender.run(Call("POST", "/frames", CALL_S, parse, json=asdict(post))).have
         with self._changed:
             if self._outbox.session != post.session:
                 return  # The poll found meanwhile that the session is lost.
@@ -252,23 +244,21 @@ class RemoteTransport:
                     f"of {self._outbox.end} frames it was sent {post.first} and those that follow,"
                     f" it has {have}"
                 )
-            self._outbox, _ = frames.send(self._outbox, frames.Acknowledged(have))
+            self._outbox = self._outbox.acknowledged(have)
 
     def _poll(self) -> None:
         with self._changed:
             session, have, wait_s = self._inbox.session, self._inbox.have, self._poll_s
         query = {"session": session, "after": str(have), "wait": f"{wait_s:g}"}
-        parse = partial(convert, kind=Given, what="the answer to /frames")
+        parse = partial(convert, kind=frames.Post, what="the answer to /frames")
         answer = self._poller.run(Call("GET", "/frames", wait_s + CALL_S, parse, params=query))
         if answer.first > have:
             raise PeerError(f"asked for frame {have}, it gave {answer.first}")
         with self._delivering:
-            inbox, action = frames.take(
-                self._inbox, frames.Got(session, answer.first, answer.frames)
-            )
-            if isinstance(action, frames.Deliver):
-                taken = [decode(text, FromWorker) for text in action.frames if text != frames.EMPTY]
-                with self._changed:
-                    self._inbox = inbox
-                for message in taken:
-                    self._on_message(message)
+            # The session may be lost since, and the inbox be another's, which takes nothing of it.
+            inbox, new = self._inbox.take(answer)
+            taken = [decode(text, FromWorker) for text in new if text != frames.EMPTY]
+            with self._changed:
+                self._inbox = inbox
+            for message in taken:
+                self._on_message(message)

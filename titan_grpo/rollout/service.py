@@ -4,7 +4,7 @@ HTTP.
 ==== ================ ======================================================================
 POST /open            {format, run, session, spec} -> {lease_s}; repeating it does nothing
 POST /frames          {session, first, frames} -> {have}
-GET  /frames          ?session=NAME&after=N&wait=SECONDS -> {first, frames}
+GET  /frames          ?session=NAME&after=N&wait=SECONDS -> {session, first, frames}
 POST /close           {session} -> {}
 GET  /status          -> {format, run}
 GET  /metrics         -> what the rollouts of the session counted, for Prometheus
@@ -19,6 +19,7 @@ service. 410: no such session; open a new one."""
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -62,14 +63,6 @@ class Opening(msgspec.Struct):
     spec: msgspec.Raw = msgspec.Raw(b"{}")
 
 
-class Posted(msgspec.Struct):
-    """Body of ``POST /frames``."""
-
-    session: str
-    first: int
-    frames: tuple[str, ...]
-
-
 class Poll(msgspec.Struct):
     """Query of ``GET /frames``."""
 
@@ -103,19 +96,17 @@ class Session:
         """Start the rollout process."""
         self._worker.start(self._spec, self._on_message, CALL_S)
 
-    def take(self, post: Posted) -> int:
+    def take(self, post: frames.Post) -> int:
         """Take frames of the trainer; returns how many there are now.
 
         Raises PeerError for frames that cannot be read: then none is taken.
         """
         with self._taking:
-            got = frames.Got(self.name, post.first, post.frames)
-            inbox, action = frames.take(self._inbox, got)
-            if isinstance(action, frames.Deliver):
-                taken = [decode(text, ToWorker) for text in action.frames if text != frames.EMPTY]
-                self._inbox = inbox
-                for message in taken:
-                    self._worker.send(message)
+            inbox, new = self._inbox.take(post)
+            taken = [decode(text, ToWorker) for text in new if text != frames.EMPTY]
+            self._inbox = inbox
+            for message in taken:
+                self._worker.send(message)
             return self._inbox.have
 
     def poll(self, have: int, wait_s: float) -> frames.Post:
@@ -124,10 +115,9 @@ class Session:
         with self._changed:
             if have > self._outbox.end:
                 raise PeerError(f"{have} frames were acknowledged, there are {self._outbox.end}")
-            self._outbox, _ = frames.send(self._outbox, frames.Acknowledged(have))
+            self._outbox = self._outbox.acknowledged(have)
             self._changed.wait_for(lambda: self.closing or self._outbox.kept, wait_s)
-            due = frames.Due(time.monotonic(), POST_BYTES)
-            self._outbox, post = frames.send(self._outbox, due)
+            self._outbox, post = self._outbox.post(time.monotonic(), POST_BYTES)
             return post or frames.Post(self.name, have, ())
 
     def close(self, deadline_s: float) -> None:
@@ -152,7 +142,7 @@ class Session:
             if self._failed:
                 return  # A Failed frame is already queued; nothing may follow it.
             self._failed = isinstance(message, messages.Failed)
-            self._outbox, _ = frames.send(self._outbox, frames.Put(text, len(text)))
+            self._outbox = self._outbox.put(text)
             self._changed.notify_all()
 
 
@@ -192,9 +182,8 @@ class Service:
                 case "POST", "/open":
                     return self._open(decode(request.body, Opening))
                 case "POST", "/frames":
-                    post: Posted = decode(request.body, Posted)
-                    session = self._renewed(post.session)
-                    return Reply(200, {"have": session.take(post)})
+                    post: frames.Post = decode(request.body, frames.Post)
+                    return Reply(200, {"have": self._renewed(post.session).take(post)})
                 case "GET", "/frames":
                     return self._poll(request.query)
                 case "POST", "/close":
@@ -271,7 +260,7 @@ class Service:
         post = session.poll(poll.after, min(poll.wait, POLL_S, self._lease.lease_s / 2))
         if session.closing:
             raise _NoSession(poll.session)
-        return Reply(200, {"first": post.first, "frames": post.frames})
+        return Reply(200, asdict(post))
 
     def _close(self, name: str) -> Reply:
         with self._turnover:
