@@ -1,10 +1,10 @@
 """Over Unix sockets: a pipe for calls between two processes of one program, a channel of JSON lines
 between two processes, and requests to a server.
 
-A pipe joins a rank and its sync process, a channel an engine and its receiver process. The server
-answers for the model's process of an engine whose HTTP routes reach that process only while
-generation stands still, and for a running trainer (``titan-grpo servers``). Only the same user and
-root are served.
+A pipe joins a rank and its sync process, and rank 0 and its rollout process; a channel an engine
+and its receiver process. The server answers for the model's process of an engine whose HTTP routes
+reach that process only while generation stands still, and for a running trainer (``titan-grpo
+servers``). Only the same user and root are served.
 """
 
 import itertools
@@ -103,11 +103,13 @@ class Pipe:
 
     def start(self) -> None:
         """Send, on a thread, until ``close`` or the other end is gone."""
-        threading.Thread(target=self._send_all, name="sync pipe", daemon=True).start()
+        self._thread = threading.Thread(target=self._send_all, name="pipe", daemon=True)
+        self._thread.start()
 
-    def close(self) -> None:
-        """Send what was posted, and no more. Does not wait."""
+    def close(self, within_s: float = 0.0) -> None:
+        """Send what was posted, and no more. Waits up to ``within_s`` seconds for that."""
         self._out.put(None)
+        self._thread.join(within_s)
 
     def _send_all(self) -> None:
         with suppress(OSError):  # the other end is gone: the receiving thread finds out
