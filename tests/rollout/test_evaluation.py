@@ -11,13 +11,12 @@ import pytest
 from titan_grpo.config.rollout import Rollout
 from titan_grpo.config.task import Evaluation, inherited
 from titan_grpo.errors import ConfigError, DataError, PeerError
+from titan_grpo.observe.schema import Estimate, Evaluated
 from titan_grpo.rollout import evaluation
 from titan_grpo.rollout.evaluation import (
-    Estimate,
     EvaluationFailed,
     Job,
     Prompted,
-    Scores,
     estimate,
     evaluate,
     line,
@@ -62,7 +61,7 @@ def job(folder, model_dir):
     return make
 
 
-def run(job: Job) -> Scores:
+def run(job: Job) -> Evaluated:
     return asyncio.run(evaluate(job, prepare(job), ""))
 
 
@@ -177,7 +176,7 @@ def test_an_estimate_is_the_mean_with_1_96_standard_errors_to_either_side() -> N
     # deviation sqrt(1 / 3), over sqrt(4) prompts
     assert found.high - 0.5 == pytest.approx(1.959964 * (1 / 3) ** 0.5 / 2)
     assert 0.5 - found.low == pytest.approx(found.high - 0.5)
-    assert estimate([0.25]) == Estimate(0.25), "one prompt says nothing of its spread"
+    assert estimate([0.25]) == Estimate(0.25, None, None), "one prompt says nothing of its spread"
 
 
 def test_completions_of_one_prompt_make_the_interval_no_narrower() -> None:
@@ -210,8 +209,8 @@ def test_only_tokens_of_the_version_on_its_own_kv_count(first, last, spans, kept
 
 
 def test_the_metrics_have_the_evaluations_name_and_no_bound_that_there_is_not() -> None:
-    one = Estimate(0.5)
-    found = Scores("test", 7, "a", 1, 2, one, {2: Estimate(1.0, 0.5, 1.5)}, one, 3, 2.0)
+    one = Estimate(0.5, None, None)
+    found = Evaluated("test", 7, "a", 1, 2, one, {"2": Estimate(1.0, 0.5, 1.5)}, one, 3, 2.0)
     assert metrics(found) == {
         "evaluation/test/version": 7.0,
         "evaluation/test/refused": 3.0,

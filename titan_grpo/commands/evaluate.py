@@ -74,7 +74,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
             job = Job.of(table, spec).on(url, engine, version, label)
             result = asyncio.run(evaluate(job, loaded, key))
             print(evaluation.line(result), flush=True)
-            found.append(msgspec.to_builtins(result, str_keys=True))
+            found.append(msgspec.to_builtins(result))
     if args.out is not None:
         args.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 0

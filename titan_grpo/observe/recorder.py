@@ -78,7 +78,7 @@ class History:
     """First step after each resume."""
 
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    """Each with name, version and figures (rollout.evaluation.Scores), in order."""
+    """Each with name, version and figures (schema.Evaluated), in order."""
 
     def add(self, kind: str, *values: Any) -> None:
         """Apply one entry. Raises KeyError, TypeError or ValueError if it is none."""

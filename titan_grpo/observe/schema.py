@@ -65,6 +65,8 @@ class Evaluated(Record):
     server: str
     prompts: Count
     samples: Count
+    """Completions of each prompt."""
+
     reward: Estimate
     passed: dict[str, Estimate]
     """k -> pass@k."""
@@ -73,7 +75,7 @@ class Evaluated(Record):
     """Sampled tokens of a completion."""
 
     refused: Count
-    """Prompts that the server refused, in no other figure."""
+    """Prompts that the server refused (too long, say): in no other figure."""
 
     seconds: float
 

@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-import msgspec
-
 from titan_grpo.config.task import Evaluation
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.errors import ConfigError, DataError, PeerError, TitanGrpoError
 from titan_grpo.observe import names
+from titan_grpo.observe.schema import Estimate, Evaluated
 from titan_grpo.rollout.dispatch import BAD_REQUEST
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.partial import Partial
@@ -40,34 +39,6 @@ ATTEMPTS = 4
 
 RETRY_S = 1.0
 """Pause before another attempt, in seconds."""
-
-
-class Estimate(msgspec.Struct, frozen=True):
-    """A mean over prompts with its 95 % confidence interval; without bounds where there is one
-    prompt only."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-
-class Scores(msgspec.Struct, frozen=True):
-    """The outcome of one evaluation of one version."""
-
-    name: str
-    version: int
-    server: str
-    prompts: int
-    samples: int
-    """Completions of each prompt."""
-    reward: Estimate
-    passed: dict[int, Estimate]
-    """k -> pass@k."""
-    tokens: Estimate
-    """Sampled tokens of a completion."""
-    refused: int
-    """Prompts that the server refused (too long, say): in no other figure."""
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +77,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     """
     mean = statistics.fmean(values)
     if len(values) < 2:
-        return Estimate(mean)
+        return Estimate(mean, None, None)
     error = statistics.stdev(values) / math.sqrt(len(values))
     return Estimate(mean, mean - Z_95 * error, mean + Z_95 * error)
 
@@ -152,7 +123,7 @@ def next_due(every: int, evaluated: int) -> int | None:
     return (evaluated // every + 1) * every if every else None
 
 
-def metrics(scores: Scores) -> dict[str, float]:
+def metrics(scores: Evaluated) -> dict[str, float]:
     """The values of metrics.jsonl: ``evaluation/NAME/reward``, ``.../reward_low``, ``..._high`` and
     so on."""
     values: dict[str, float | None] = {
@@ -167,7 +138,7 @@ def metrics(scores: Scores) -> dict[str, float]:
     return {f"{names.EVALUATION}/{scores.name}/{k}": v for k, v in values.items() if v is not None}
 
 
-def line(scores: Scores) -> str:
+def line(scores: Evaluated) -> str:
     """For people.
 
     Example: ``evaluation test, version 20: reward 0.412 (0.371 to 0.453), pass@1 0.410 (0.369 to
@@ -244,7 +215,7 @@ def prepare(job: Job) -> Prepared:
     return runner, min(table.rows or rows, rows) if rows else table.rows
 
 
-async def evaluate(job: Job, prepared: Prepared, api_key: str) -> Scores:
+async def evaluate(job: Job, prepared: Prepared, api_key: str) -> Evaluated:
     """Sample and reward every prompt.
 
     Raises as the task does, PeerError where a prompt cannot be finished or
@@ -274,14 +245,14 @@ async def evaluate(job: Job, prepared: Prepared, api_key: str) -> Scores:
     prompts = [each for each in found if each is not None]
     if not prompts:
         raise EvaluationFailed(f"{job.url} refused all {count} prompts: are they too long for it?")
-    return Scores(
+    return Evaluated(
         table.name,
         job.version,
         job.url,
         len(prompts),
         table.samples,
         estimate([sum(p.rewards) / len(p.rewards) for p in prompts]),
-        {k: passes(prompts, k, table.pass_reward) for k in table.pass_at},
+        {str(k): passes(prompts, k, table.pass_reward) for k in table.pass_at},
         estimate([sum(p.tokens) / len(p.tokens) for p in prompts]),
         count - len(prompts),
         time.monotonic() - begin,
@@ -328,7 +299,7 @@ def failure(job: Job, error: BaseException) -> Failure:
 
 def main(sock: socket.socket, _: int) -> int:
     """Read a job without a server from the socket, and send back None once it is loaded, or a
-    Failure; then read the same job on a server, and send back Scores or a Failure."""
+    Failure; then read the same job on a server, and send back Evaluated or a Failure."""
     connection: Connection[Any, Any] = Connection(sock.detach())
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, jobs), daemon=True).start()

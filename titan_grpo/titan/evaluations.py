@@ -21,9 +21,10 @@ from titan_grpo.config.task import Evaluation
 from titan_grpo.errors import ConfigError, TitanGrpoError
 from titan_grpo.observe import names, terminal
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.observe.schema import Evaluated
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import evaluation
-from titan_grpo.rollout.evaluation import Failure, Job, Scores
+from titan_grpo.rollout.evaluation import Failure, Job
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.subprocesses import helper_environment, start_module, wait_process
 from titan_grpo.sync.server_set import ServerObserver
@@ -249,8 +250,8 @@ class Evaluations:
             outcome = Failure(run.broken, True)
         # Before the server goes on: who waits for it then finds the result. Not under the
         # condition, for which lanes would wait while a line is printed.
-        if isinstance(outcome, Scores):
-            self._recorder.evaluated(msgspec.to_builtins(outcome, str_keys=True))
+        if isinstance(outcome, Evaluated):
+            self._recorder.evaluated(msgspec.to_builtins(outcome))
             terminal.print_status(evaluation.line(outcome))
         elif not self._closing:
             what = f"evaluation {job.table.name} of version {job.version}"
@@ -259,7 +260,7 @@ class Evaluations:
             terminal.print_status(text)
         with self._changed:
             table.running = None
-            if isinstance(outcome, Scores):
+            if isinstance(outcome, Evaluated):
                 table.evaluated, table.tries = outcome.version, 0
                 self._values |= evaluation.metrics(outcome)
             else:
@@ -305,7 +306,7 @@ class Evaluations:
         if state is not None and state.version == run.version:
             self._begin(state)
 
-    def _outcome(self, table: _Table, run: _Running, job: Job) -> Scores | Failure:
+    def _outcome(self, table: _Table, run: _Running, job: Job) -> Evaluated | Failure:
         with self._changed:
             process, table.spare = table.spare, None
         if process is not None and process.ended():
@@ -356,14 +357,14 @@ class _Process:
         self._loaded = failure is None
         return failure
 
-    def evaluate(self, job: Job, within_s: float) -> Scores | Failure:
+    def evaluate(self, job: Job, within_s: float) -> Evaluated | Failure:
         """The outcome on the job's server. Raises as ``loaded``."""
         deadline = time.monotonic() + within_s
         if failure := self.loaded(within_s):
             return failure
         os.setpriority(os.PRIO_PROCESS, self._process.pid, NICE)
         self._connection.send(job)
-        outcome: Scores | Failure = self._answer(max(0.0, deadline - time.monotonic()))
+        outcome: Evaluated | Failure = self._answer(max(0.0, deadline - time.monotonic()))
         return outcome
 
     def _answer(self, within_s: float) -> Any:
