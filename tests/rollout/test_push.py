@@ -13,8 +13,8 @@ import pytest
 
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout import external, httpd
-from titan_grpo.rollout.external import PushQueue, PushServer, parse
-from titan_grpo.rollout.httpd import Reply
+from titan_grpo.rollout.external import PushQueue, PushSource, parse
+from titan_grpo.rollout.messages import RolloutSpec
 
 
 def body(**changes):
@@ -170,21 +170,33 @@ def loop():
     loop.close()
 
 
-@pytest.fixture
-def server(loop):
-    queue = PushQueue(capacity=2, max_staleness=1, trainer_version=3, newest_version=3)
-    taken = []
-
-    def take(incoming):
-        reply, groups = queue.take(incoming, len(taken))
-        taken.extend(groups)
-        return reply
-
-    server = PushServer(
-        "127.0.0.1:0", "secret", loop, take, lambda: Reply(200, queue.status(len(taken)))
+def listening(loop, address="127.0.0.1:0"):
+    """A source of a run at version 3 for which four completions may wait, and its server."""
+    spec = RolloutSpec(
+        model_dir="",
+        source="push",
+        push_address=address,
+        push_key_env="PUSH_KEY",
+        prompts_per_step=1,
+        group_size=2,
+        max_staleness=1,
+        base_version=3,
     )
-    yield server
-    server.close()
+
+    async def start():
+        source = PushSource(spec, lambda _: None, lambda _: None)
+        await source.start()
+        return source
+
+    return asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+
+
+@pytest.fixture
+def server(loop, monkeypatch):
+    monkeypatch.setenv("PUSH_KEY", "secret")
+    source = listening(loop)
+    yield source._server
+    asyncio.run_coroutine_threadsafe(source.close(), loop).result(60)
 
 
 @pytest.fixture
@@ -212,8 +224,8 @@ def test_groups_are_taken_until_enough_wait(client) -> None:
         "run": "",
         "trainer_version": 3,
         "oldest_usable_version": 2,
-        "waiting": 2,
-        "capacity": 2,
+        "waiting": 4,
+        "capacity": 4,
     }
 
 
@@ -254,9 +266,16 @@ def test_without_the_key_nothing_is_taken(client) -> None:
 
 
 def test_a_loop_that_has_ended_is_503() -> None:
-    ended = asyncio.new_event_loop()
-    ended.close()
-    server = PushServer("127.0.0.1:0", "", ended, lambda _: Reply(202, {}), lambda: Reply(200, {}))
+    async def start():
+        source = PushSource(
+            RolloutSpec(model_dir="", source="push", push_address="127.0.0.1:0"),
+            lambda _: None,
+            lambda _: None,
+        )
+        await source.start()
+        return source._server
+
+    server = asyncio.run(start())
     try:
         reply = httpx.post(
             f"http://{server.address}/groups", json=body(), trust_env=False, timeout=60
@@ -268,4 +287,4 @@ def test_a_loop_that_has_ended_is_503() -> None:
 
 def test_an_address_that_can_not_be_bound_is_a_wrong_configuration(loop, server) -> None:
     with pytest.raises(ConfigError, match=r"rollout.push_address must be an address of this host"):
-        PushServer(server.address, "", loop, lambda _: Reply(202, {}), lambda: Reply(200, {}))
+        listening(loop, server.address)

@@ -229,63 +229,6 @@ class PushQueue:
         }
 
 
-class PushServer:
-    """Listens from construction to ``close`` at ``host:port`` (port 0: any). Connection threads
-    parse; ``take`` and ``status`` run in ``loop``.
-
-    With a ``key`` every request needs ``Authorization: Bearer KEY``. Raises ConfigError where the
-    address cannot be bound.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        key: str,
-        loop: asyncio.AbstractEventLoop,
-        take: Callable[[list[Incoming]], Reply],
-        status: Callable[[], Reply],
-    ) -> None:
-        self._loop, self._take, self._status = loop, take, status
-        self._server = HttpServer(address, key, self._answer, "rollout.push_address")
-        self.address = self._server.address
-
-    def close(self) -> None:
-        """Take no further request. Idempotent."""
-        self._server.close()
-
-    def _answer(self, request: Request) -> Reply:
-        match request.method, request.path:
-            case "GET", "/schema":
-                return Reply(200, SCHEMA)
-            case "GET", "/status":
-                return self._decide(self._status)
-            case "POST", "/groups":
-                try:
-                    incoming = parse(request.body)
-                except DataError as error:
-                    return Reply(400, {"error": str(error)})
-                return self._decide(lambda: self._take(incoming))
-        known = "GET /schema, GET /status and POST /groups"
-        return Reply(404, {"error": f"there is {known}, got {request.method} {request.path}"})
-
-    def _decide(self, decide: Callable[[], Reply]) -> Reply:
-        """Run ``decide`` in the loop, and wait for its reply."""
-        future: Future[Reply] = Future()
-
-        def run() -> None:
-            # Not after the sender got a 503: it would send the groups again.
-            if future.set_running_or_notify_cancel():
-                future.set_result(decide())
-
-        try:
-            self._loop.call_soon_threadsafe(run)
-            return future.result(DECIDE_S)
-        except (LateError, RuntimeError):  # the loop is busy, or closed
-            future.cancel()
-            text = "the rollout process does not answer; the run may be ending"
-            return Reply(503, {"error": text}, RETRY_AFTER_S)
-
-
 class External:
     """What both sources share: indices of groups, what waits, which versions there are. All methods
     run in the loop."""
@@ -345,7 +288,8 @@ class External:
 
 
 class PushSource(External):
-    """Takes what environments POST, as much as the staleness bound lets the trainer use."""
+    """Takes what environments POST, as much as the staleness bound lets the trainer use. The HTTP
+    server's threads parse; the loop decides."""
 
     def __init__(self, spec: RolloutSpec, send: Send, fail: Fail) -> None:
         super().__init__(spec, send, fail)
@@ -353,20 +297,20 @@ class PushSource(External):
         self._queue = PushQueue(
             capacity, spec.max_staleness, spec.base_version, newest_version=spec.base_version
         )
-        self._server: PushServer | None = None
+        self._loop = asyncio.get_running_loop()
+        self._server: HttpServer | None = None
 
     async def start(self) -> None:
         """Listen. Raises ConfigError where the address cannot be bound."""
-        key = os.environ.get(self._spec.push_key_env, "")
-        loop = asyncio.get_running_loop()
-        self._server = PushServer(self._spec.push_address, key, loop, self.take, self.status)
+        spec, key = self._spec, os.environ.get(self._spec.push_key_env, "")
+        self._server = HttpServer(spec.push_address, key, self._answer, "rollout.push_address")
         self._report(f"environments may push groups to http://{self._server.address}/groups")
 
     async def close(self) -> None:
         """Refuse what still comes, and stop listening."""
         self._queue.closing = True
         if self._server is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._server.close)
+            await self._loop.run_in_executor(None, self._server.close)
 
     def on(self, message: messages.ToWorker) -> None:
         """As the base; and pass the versions to the queue."""
@@ -379,14 +323,43 @@ class PushSource(External):
             [self._trainer_version, *self._versions.values(), self._queue.newest_version]
         )
 
-    def take(self, incoming: list[Incoming]) -> Reply:
-        """One POST."""
+    def _take(self, incoming: list[Incoming]) -> Reply:
         reply, groups = self._queue.take(incoming, self.waiting)
         for group in groups:
             self._deliver(group)
         self._counts[f"pushes.{reply.status}"] += 1
         return reply
 
-    def status(self) -> Reply:
-        """One GET of the status."""
-        return Reply(200, self._queue.status(self.waiting))
+    # What follows runs in the server's threads.
+
+    def _answer(self, request: Request) -> Reply:
+        match request.method, request.path:
+            case "GET", "/schema":
+                return Reply(200, SCHEMA)
+            case "GET", "/status":
+                return self._decide(lambda: Reply(200, self._queue.status(self.waiting)))
+            case "POST", "/groups":
+                try:
+                    incoming = parse(request.body)
+                except DataError as error:
+                    return Reply(400, {"error": str(error)})
+                return self._decide(lambda: self._take(incoming))
+        known = "GET /schema, GET /status and POST /groups"
+        return Reply(404, {"error": f"there is {known}, got {request.method} {request.path}"})
+
+    def _decide(self, decide: Callable[[], Reply]) -> Reply:
+        """Run ``decide`` in the loop, and wait for its reply."""
+        future: Future[Reply] = Future()
+
+        def run() -> None:
+            # Not after the sender got a 503: it would send the groups again.
+            if future.set_running_or_notify_cancel():
+                future.set_result(decide())
+
+        try:
+            self._loop.call_soon_threadsafe(run)
+            return future.result(DECIDE_S)
+        except (LateError, RuntimeError):  # the loop is busy, or closed
+            future.cancel()
+            text = "the rollout process does not answer; the run may be ending"
+            return Reply(503, {"error": text}, RETRY_AFTER_S)
