@@ -50,9 +50,9 @@ from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.distribution import token_logprobs
 from titan_grpo.algorithm.loss import grpo_loss
 from titan_grpo.config import GRPO
+from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.task_runner import Codec
-from titan_grpo.rollout.tasks.functions import codec_of
 from titan_grpo.samples import Group, Prompt
 from titan_grpo.titan.tiny import write_tiny_model
 
@@ -229,7 +229,7 @@ class Learner:
 @lru_cache(1)
 def codec(model_dir: str) -> Codec:
     """Read once in each process."""
-    return codec_of(RolloutSpec(model_dir=model_dir))
+    return TextCodec(model_dir)
 
 
 def run(setting: Setting, seed: int, steps: int, model_dir: str) -> Run:

@@ -48,9 +48,10 @@ from scripts.timed_rollouts import (
 )
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.task_runner import Codec, TaskOptions
-from titan_grpo.rollout.tasks.functions import codec_of, task_of
+from titan_grpo.rollout.tasks.functions import task_of
 from titan_grpo.samples import Prompt
 from titan_grpo.titan.tiny import write_tiny_model
 
@@ -230,7 +231,7 @@ def in_processes(setting: Setting, spec: RolloutSpec) -> Played:
 
 async def simulated(setting: Setting, spec: RolloutSpec) -> Played:
     """The same in simulated time."""
-    task, codec = task_of(spec), codec_of(spec)
+    task, codec = task_of(spec), TextCodec(spec.model_dir, spec)
     return await play(spec, task, codec, server_of(setting), Pace(setting.steps, setting.train_s))
 
 

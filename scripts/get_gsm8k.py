@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for its package
 
+from titan_grpo.config.task import TaskKeys
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.tasks.dataset import open_table
 
@@ -39,7 +40,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def write(source: str, split: str, path: Path) -> int:
     """Write one split; how many rows. Raises ConfigError, DataError."""
-    table = open_table(source or HUB, "" if source else CONFIG, split)
+    table = open_table(
+        TaskKeys(
+            dataset=source or HUB, dataset_config="" if source else CONFIG, dataset_split=split
+        )
+    )
     if missing := [name for name in COLUMNS if name not in table.column_names]:
         raise DataError(f"{source or HUB} has no column {missing[0]!r}: it is not GSM8K")
     for number, row in enumerate(table):

@@ -25,7 +25,6 @@ from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows, ToolParser, hermes
-from titan_grpo.rollout.tasks.functions import codec_of
 from titan_grpo.samples import Group
 from titan_grpo.titan.tiny import write_tiny_model
 
@@ -208,7 +207,7 @@ def group_of(
     ) -> AsyncIterator[tuple[AgentSampler, Agents]]:
         sizes = {"group_size": 1, "max_completion_tokens": 400, "task_timeout_s": timeout_s}
         spec = RolloutSpec(model_dir=model, **(sizes | changes))
-        task, codec = AgentRows(agent, None), codec_of(spec)
+        task, codec = AgentRows(agent, None), TextCodec(spec.model_dir, spec)
         runner = TaskRunner(task, codec, 8, timeout_s)
         agents = Agents(spec, task, runner, codec)
         try:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from titan_grpo.config.task import TaskKeys
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.codec import ChatTemplate, TextCodec, check_messages
 from titan_grpo.titan.tiny import write_tiny_model
@@ -75,7 +76,8 @@ def test_a_template_gives_the_tokens_that_transformers_gives(
 ) -> None:
     path = tmp_path / "template.jinja"
     path.write_text(FEATURES)
-    found = TextCodec(str(model), str(path), variables).chat(messages, tools)
+    keys = TaskKeys(chat_template=str(path), chat_template_kwargs=variables)
+    found = TextCodec(str(model), keys).chat(messages, tools)
     assert found == reference(model, FEATURES, messages, tools, variables)
     assert found.count(1) == 1  # one <bos>
 
@@ -91,7 +93,7 @@ def test_templates_that_engines_ship_give_the_tokens_that_transformers_gives(mod
     paths = sorted((root / ".venv-vllm").glob(folder))
     assert paths, "no templates: has vLLM moved them?"
     for path in paths:
-        codec = TextCodec(str(model), str(path))
+        codec = TextCodec(str(model), TaskKeys(chat_template=str(path)))
         text = path.read_text()
         assert codec.chat(TALK[:2]) == reference(model, text, TALK[:2], None, {}), path.name
 
@@ -136,20 +138,20 @@ def test_a_template_is_found_wherever_models_keep_it(tmp_path, files, tools, exp
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
-    assert ChatTemplate.of_model(str(tmp_path)).render(TALK, tools) == expected
+    assert ChatTemplate.of_model(str(tmp_path), TaskKeys()).render(TALK, tools) == expected
 
 
 def test_a_missing_or_broken_template_is_the_configurations_mistake_in_one_line(tmp_path) -> None:
     with pytest.raises(
         ConfigError, match=r'has none: set rollout\.chat_template to .* or to "none"'
     ):
-        ChatTemplate.of_model(str(tmp_path))
+        ChatTemplate.of_model(str(tmp_path), TaskKeys())
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% if %}")
     with pytest.raises(ConfigError, match=r"broken\.jinja is no template: Expected an expression"):
-        ChatTemplate.of_model(str(tmp_path), str(broken))
+        ChatTemplate.of_model(str(tmp_path), TaskKeys(chat_template=str(broken)))
     with pytest.raises(ConfigError, match=r"rollout\.chat_template cannot be read"):
-        ChatTemplate.of_model(str(tmp_path), str(tmp_path / "absent.jinja"))
+        ChatTemplate.of_model(str(tmp_path), TaskKeys(chat_template=str(tmp_path / "absent.jinja")))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_a_template_cannot_reach_the_interpreter() -> None:
 
 
 def test_a_text_is_left_as_it_is_without_a_template(model) -> None:
-    codec = TextCodec(str(model), "none")
+    codec = TextCodec(str(model), TaskKeys(chat_template="none"))
     assert codec.chat("1+1=") == codec.encode("1+1=")
     with pytest.raises(DataError, match="prompts must be texts"):
         codec.chat(TALK)

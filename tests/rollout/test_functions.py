@@ -12,13 +12,14 @@ import pytest
 from tests.example_files import command_of, lines_written
 from titan_grpo.config import GRPO, JobConfig, Rollout, violations
 from titan_grpo.config.rollout import WorkerKeys
+from titan_grpo.config.task import TaskKeys
 from titan_grpo.errors import ConfigError, DataError, TaskError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskFailed, TaskOptions, TaskRunner
-from titan_grpo.rollout.tasks.dataset import Condition, Rows, open_table
+from titan_grpo.rollout.tasks.dataset import Condition, open_rows, open_table
 from titan_grpo.rollout.tasks.functions import FunctionTask, Reward, load_task, read_rewards
 from titan_grpo.samples import Completion
 from titan_grpo.titan.tiny import write_tiny_model
@@ -46,11 +47,9 @@ def task(tmp_path):
     def make(rows, *functions, weights=None, **options):
         path = write_rows(tmp_path / "rows.jsonl", rows)
         chosen = WorkerKeys(dataset=path, **options)
-        conditions = [Condition.parse(text) for text in chosen.dataset_filter]
-        table = Rows(open_table(path), "rows", conditions, chosen.seed, chosen.dataset_shuffle)
         weights = weights or [1.0] * len(functions)
         rewards = [Reward(f.__name__, f, w) for f, w in zip(functions, weights, strict=True)]
-        return FunctionTask(chosen, rewards, table)
+        return FunctionTask(chosen, rewards, open_rows(chosen))
 
     return make
 
@@ -144,7 +143,7 @@ def test_rewards_are_weighted_and_a_function_may_not_apply(task, codec) -> None:
     assert rewards_of(made, codec, ["12", "12345", "a"]) == [11.0, 2.5, 10.0]
     with pytest.raises(TaskFailed, match=r"every reward function returned None.*'12345'") as caught:
         rewards_of(task(SUMS, short), codec, ["1", "12345"])
-    assert "of rows: {'prompt'" in caught.value.report
+    assert "rows.jsonl: {'prompt'" in caught.value.report
 
 
 def test_plain_functions_run_in_threads_and_all_functions_of_a_group_at_once(task, codec) -> None:
@@ -231,7 +230,7 @@ def test_only_rows_that_pass_all_filters_are_asked(task, codec, filters, rows) -
 )
 def test_a_filter_that_cannot_be_read_is_one_line(text, message) -> None:
     with pytest.raises(ConfigError, match=message):
-        Condition.parse(text)
+        Condition.parse(text, "rollout.dataset_filter")
 
 
 @pytest.mark.parametrize(
@@ -251,27 +250,27 @@ def test_a_dataset_without_what_is_asked_of_it_is_one_line(task, options, error,
     assert "\n" not in str(caught.value)
 
 
-def test_a_function_that_asks_for_a_column_that_is_not_there_is_one_line(task) -> None:
+def test_a_function_that_asks_for_a_column_that_is_not_there_is_one_line(task, tmp_path) -> None:
     def wrong(completions, solution, weight=1.0):
         """Solution is no column, and weight has a default."""
 
     with pytest.raises(ConfigError) as caught:
         task(SUMS, wrong)
     assert str(caught.value) == (
-        "rollout.reward 'wrong' asks for 'solution', a column that rollout.dataset 'rows' must"
-        " have; it has prompt, answer, level"
+        "rollout.reward 'wrong' asks for 'solution', a column that rollout.dataset"
+        f" '{tmp_path}/rows.jsonl' must have; it has prompt, answer, level"
     )
     with pytest.raises(ConfigError, match=r"asks for 'prompt' or 'messages'.*it has question"):
         task([{"question": "x"}], right_or_wrong)
 
 
 def test_files_of_all_kinds_and_patterns_are_read(tmp_path) -> None:
-    table = open_table(write_rows(tmp_path / "a.jsonl", SUMS))
+    table = open_table(TaskKeys(dataset=write_rows(tmp_path / "a.jsonl", SUMS)))
     for name, write in (("b.parquet", table.to_parquet), ("c.csv", table.to_csv)):
         write(tmp_path / name)
-        assert open_table(str(tmp_path / name))[3] == SUMS[3]
+        assert open_table(TaskKeys(dataset=str(tmp_path / name)))[3] == SUMS[3]
     (tmp_path / "b2.parquet").write_bytes((tmp_path / "b.parquet").read_bytes())
-    assert len(open_table(str(tmp_path / "*.parquet"))) == 2 * len(SUMS)
+    assert len(open_table(TaskKeys(dataset=str(tmp_path / "*.parquet")))) == 2 * len(SUMS)
 
 
 @pytest.mark.parametrize(
@@ -289,21 +288,21 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path, content, message) -> N
     if content is not None:
         path.write_text(content)
     with pytest.raises((ConfigError, DataError), match=message):
-        open_table(str(path))
+        open_table(TaskKeys(dataset=str(path)))
 
 
 def test_a_file_of_another_kind_is_not_looked_for_on_the_hub(tmp_path) -> None:
     (tmp_path / "rows.txt").write_text("hello\n")
     with pytest.raises(ConfigError, match=r"must be a file of \.jsonl, .*, got '.*rows\.txt'"):
-        open_table(str(tmp_path / "rows.txt"))
+        open_table(TaskKeys(dataset=str(tmp_path / "rows.txt")))
 
 
 def test_a_text_that_is_not_utf8_is_one_line_with_its_row(tmp_path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes('{"prompt": "a"}\n{"prompt": "\xe9"}\n'.encode("latin-1"))
-    rows = Rows(open_table(str(path)), "rows")
+    rows = open_rows(WorkerKeys(dataset=str(path)))
     assert rows[0] == {"prompt": "a"}
-    with pytest.raises(DataError, match=r"row 1 of rollout\.dataset 'rows' must be UTF-8"):
+    with pytest.raises(DataError, match=r"row 1 of rollout\.dataset '.*rows\.jsonl' must be UTF-8"):
         rows[1]
 
 
@@ -337,7 +336,7 @@ def test_a_row_that_is_no_prompt_is_named(task, codec) -> None:
     talk = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "2"}]
     made = task([{"messages": talk}], right_or_wrong)
     with pytest.raises(
-        DataError, match=r"row 0 of rows: column 'messages' must have .* ends with the"
+        DataError, match=r"row 0 of .*rows\.jsonl: column 'messages' must have .* ends with the"
     ):
         made.prompt(0, codec)
 
@@ -353,7 +352,8 @@ def test_a_row_that_is_no_prompt_is_named(task, codec) -> None:
 )
 def test_a_row_that_does_not_fit_is_named(task, codec, prompt, tools, message) -> None:
     made = task([{"prompt": "2?", "tools": tools}], right_or_wrong, prompt=prompt)
-    with pytest.raises(DataError, match=f"row 0 of rows: .*{re.escape(message)}") as caught:
+    expected = f"row 0 of .*rows.jsonl: .*{re.escape(message)}"
+    with pytest.raises(DataError, match=expected) as caught:
         made.prompt(0, codec)
     assert "\n" not in str(caught.value)
 

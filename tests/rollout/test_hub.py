@@ -29,10 +29,11 @@ ANSWERS = {
 SCRIPT = """
 import json
 from titan_grpo.errors import ConfigError
+from titan_grpo.config.task import TaskKeys
 from titan_grpo.rollout.tasks.dataset import open_table
-print(json.dumps(list(open_table("me/sums"))))
+print(json.dumps(list(open_table(TaskKeys(dataset="me/sums")))))
 try:
-    open_table("me/nothing")
+    open_table(TaskKeys(dataset="me/nothing"))
 except ConfigError as error:
     print(error)
 """

@@ -7,16 +7,16 @@ from dataclasses import replace
 from titan_grpo.commands.doctor_host import Finding, ok, problem
 from titan_grpo.config import Evaluation
 from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.evaluation import Job
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.task_runner import AnyTask, TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows, load_parser
+from titan_grpo.rollout.tasks.dataset import open_rows
 from titan_grpo.rollout.tasks.functions import (
     FunctionTask,
     Reward,
-    codec_of,
     load_function,
-    open_rows,
     task_of,
 )
 
@@ -89,7 +89,7 @@ def _agent(spec: RolloutSpec) -> Iterator[Finding]:
         return
     yield ok("agent", f"{spec.agent}, with {str(task.row(0))[:SHOWN]}")
     try:
-        text = codec_of(spec).render([{"role": "user", "content": "hello"}])
+        text = TextCodec(spec.model_dir, spec).render([{"role": "user", "content": "hello"}])
     except (ConfigError, DataError) as error:
         yield problem("chat template", str(error), "set rollout.chat_template")
     else:
@@ -107,7 +107,7 @@ def _filter(path: str) -> Finding:
 def _prompt(spec: RolloutSpec, task: AnyTask) -> Finding:
     """The first prompt, which takes the tokenizer and the chat template."""
     try:
-        codec = codec_of(spec)
+        codec = TextCodec(spec.model_dir, spec)
         prompt = TaskRunner(task, codec, 1, spec.task_timeout_s).prompt(0)
     except ConfigError as error:
         return problem("first prompt", str(error), "correct the model's directory")

@@ -10,7 +10,7 @@ from typing import Any
 from titan_grpo.commands import read_toml
 from titan_grpo.config import older
 from titan_grpo.config.rollout import server_url
-from titan_grpo.config.task import TEXT
+from titan_grpo.config.task import TEXT, TaskKeys
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe.terminal import next_command
 from titan_grpo.rollout.codec import ChatTemplate
@@ -151,7 +151,7 @@ def new(args: argparse.Namespace, out: Path) -> dict[Path, str]:
             raise ConfigError(f"init needs --{name} (or --from OLD.toml); see --help")
     folder = Path(args.model)
     settings = _sizes(folder)
-    columns = list(open_table(args.data).column_names)
+    columns = list(open_table(TaskKeys(dataset=args.data)).column_names)
     files: dict[Path, str] = {}
     if not args.reward:
         column = _first(ANSWERS, columns)
@@ -222,7 +222,7 @@ def _prompt(columns: list[str], data: str) -> str:
 
 def _template(model: str) -> str:
     try:
-        ChatTemplate.of_model(model)
+        ChatTemplate.of_model(model, TaskKeys())
     except ConfigError:
         return f'# The model has no chat template: it gets plain text.\nchat_template = "{TEXT}"\n'
     return ""

@@ -175,7 +175,7 @@ def _check_tasks(job: Any, model: str) -> None:
     or TaskFailed."""
     from titan_grpo.rollout.evaluation import Job, prepare
     from titan_grpo.rollout.messages import RolloutSpec
-    from titan_grpo.rollout.tasks.loading import load
+    from titan_grpo.rollout.tasks.agent import load
 
     rollout, spec = job.rollout, RolloutSpec.from_config(job.rollout, model)
     if rollout.source == "task" and rollout.controller == "local" and not rollout.replay_path:

@@ -16,7 +16,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from titan_grpo.config.task import ROLLOUT, TEXT
+from titan_grpo.config.task import TEXT, TaskKeys
 from titan_grpo.errors import ConfigError, DataError
 
 
@@ -24,15 +24,9 @@ class TextCodec:
     """The tokenizer of a model directory (its ``tokenizer.json``), without special tokens. Uses
     ``tokenizers`` alone: the rollout process loads no transformers."""
 
-    def __init__(
-        self,
-        model_dir: str,
-        chat_template: str = "",
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        section: str = ROLLOUT,
-    ) -> None:
-        """The template is read when a prompt first asks for it: a task that makes its own text
-        needs none. ``section``: of the keys that name it, for messages, here and below."""
+    def __init__(self, model_dir: str, keys: TaskKeys | None = None) -> None:
+        """``keys``: of the chat template; None: the model's own. It is read when a prompt first
+        asks for it: a task that makes its own text needs none."""
         # Imported here: the trainer's side of this room needs no tokenizer.
         from tokenizers import Tokenizer
 
@@ -43,9 +37,7 @@ class TextCodec:
                 f" {model_dir!r}"
             )
         self._tokenizer = Tokenizer.from_file(str(path))
-        self._model_dir, self._chat_template = model_dir, chat_template
-        self._section = section
-        self._variables = dict(chat_template_kwargs or {})
+        self._model_dir, self._keys = model_dir, keys or TaskKeys()
         self._template: ChatTemplate | None = None
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -64,10 +56,10 @@ class TextCodec:
 
         Raises ConfigError without a template, DataError for messages that it refuses.
         """
-        if self._chat_template == TEXT:
+        if self._keys.chat_template == TEXT:
             if not isinstance(said, str):
                 raise DataError(
-                    f'prompts must be texts with {self._section}.chat_template = "{TEXT}", got'
+                    f'prompts must be texts with {self._keys.section}.chat_template = "{TEXT}", got'
                     f" {said!r:.200}"
                 )
             return self.encode(said)
@@ -84,10 +76,8 @@ class TextCodec:
         """The text of messages in the chat template; with ``ask`` up to where the model answers.
         Raises as ``chat``."""
         if self._template is None:
-            self._template = ChatTemplate.of_model(
-                self._model_dir, self._chat_template, self._section
-            )
-        variables = {"add_generation_prompt": ask, **self._variables}
+            self._template = ChatTemplate.of_model(self._model_dir, self._keys)
+        variables = {"add_generation_prompt": ask, **self._keys.chat_template_kwargs}
         return self._template.render(messages, tools, **variables)
 
     def spell(self, token_ids: Sequence[int]) -> str:
@@ -121,19 +111,19 @@ class ChatTemplate:
             raise ConfigError(f"the chat template of {source} is no template: {error}") from error
 
     @classmethod
-    def of_model(cls, model_dir: str, override: str = "", section: str = ROLLOUT) -> "ChatTemplate":
-        """The template of a directory in the Hugging Face layout, or of the file ``override``.
-        Raises ConfigError where there is none."""
-        folder = Path(model_dir)
+    def of_model(cls, model_dir: str, keys: TaskKeys) -> "ChatTemplate":
+        """The template of the file that the keys name, or of a directory in the Hugging Face
+        layout. Raises ConfigError where there is none."""
+        folder, own, key = Path(model_dir), keys.chat_template, f"{keys.section}.chat_template"
         settings = _json_file(folder / "tokenizer_config.json")
         tokens = _special_tokens(_json_file(folder / "special_tokens_map.json") | settings)
-        if override:
-            return cls({DEFAULT: _read(override, f"{section}.chat_template")}, tokens, override)
+        if own:
+            return cls({DEFAULT: _read(own, key)}, tokens, own)
         templates = _templates(folder, settings)
         if not templates:
             raise ConfigError(
                 "the model must have a chat template (chat_template.jinja, or chat_template in"
-                f" tokenizer_config.json), {model_dir!r} has none: set {section}.chat_template to a"
+                f" tokenizer_config.json), {model_dir!r} has none: set {key} to a"
                 f' Jinja file, or to "{TEXT}" for a base model that gets plain text'
             )
         return cls(templates, tokens, model_dir)

@@ -21,8 +21,7 @@ from titan_grpo.rollout.external import External, PushSource
 from titan_grpo.rollout.messages import OnMessage, RolloutSpec, RolloutStopped
 from titan_grpo.rollout.sampler import Sampler
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
-from titan_grpo.rollout.tasks.agent import AgentRows, load_parser
-from titan_grpo.rollout.tasks.loading import load
+from titan_grpo.rollout.tasks.agent import AgentRows, load, load_parser
 from titan_grpo.subprocesses import helper_environment, start_module, wait_process
 from titan_grpo.unix_rpc import Pipe
 

@@ -274,6 +274,6 @@ def _check_prompts(keys: TaskKeys, model_dir: str) -> None:
     task is found by the process that loads it."""
     if not keys.reward:
         return
-    files_of(keys.dataset, keys.section)
+    files_of(keys)
     if keys.chat_template != TEXT:
-        ChatTemplate.of_model(model_dir, keys.chat_template, keys.section)
+        ChatTemplate.of_model(model_dir, keys)

@@ -1,5 +1,6 @@
 """A task whose completions an agent makes, by calls of a chat endpoint: ``rollout.agent``
-(docs/agents.md); and the calls of tools in a model's text, by the format that the model writes."""
+(docs/agents.md); the calls of tools in a model's text, by the format that the model writes; and
+what the rollout process loads before it asks for a completion, of an agent or any other task."""
 
 import json
 import re
@@ -9,10 +10,11 @@ from typing import Any
 from titan_grpo.config.task import ENGINE, OUTSIDE
 from titan_grpo.engines.generation import ToolCalls
 from titan_grpo.errors import ConfigError
+from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
-from titan_grpo.rollout.task_runner import Codec
-from titan_grpo.rollout.tasks.dataset import Rows
-from titan_grpo.rollout.tasks.functions import load_function, open_rows
+from titan_grpo.rollout.task_runner import AnyTask, Codec, Filter
+from titan_grpo.rollout.tasks.dataset import Rows, open_rows
+from titan_grpo.rollout.tasks.functions import filter_of, load_function, ready
 from titan_grpo.samples import Prompt
 
 
@@ -119,3 +121,20 @@ def _read(value: Any) -> tuple[str, dict[str, Any]] | None:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     return (value["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def load(spec: RolloutSpec) -> tuple["AnyTask | AgentRows", TextCodec, Filter | None]:
+    """What asks and rewards, the tokenizer, and the filter of finished groups. The commands load
+    the same before they start a server.
+
+    Raises ConfigError or DataError for a mistake in what the keys name, TaskFailed where the user's
+    code breaks.
+    """
+    task: AnyTask | AgentRows
+    if spec.agent:
+        task, codec = AgentRows.load(spec), TextCodec(spec.model_dir, spec)
+        codec.chat("")  # raises without a chat template
+        load_parser(spec.tool_parser)
+    else:
+        task, codec = ready(spec)
+    return task, codec, filter_of(spec, task)

@@ -11,7 +11,8 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from titan_grpo.config.task import ROLLOUT
+from titan_grpo.config.rollout import WorkerKeys
+from titan_grpo.config.task import TaskKeys
 from titan_grpo.errors import ConfigError, DataError
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -40,17 +41,16 @@ class Condition:
     value: Any
 
     @classmethod
-    def parse(cls, text: str, section: str = ROLLOUT) -> "Condition":
-        """From "COLUMN OPERATOR VALUE". Raises ConfigError. ``section``: of the key that has it,
-        for messages, here and below.
+    def parse(cls, text: str, key: str) -> "Condition":
+        """From "COLUMN OPERATOR VALUE". Raises ConfigError naming ``key``.
 
-        >>> Condition.parse('subject in ["algebra", "geometry"]')
+        >>> Condition.parse('subject in ["algebra", "geometry"]', "rollout.dataset_filter")
         Condition(column='subject', operator='in', value=['algebra', 'geometry'])
         """
         found = _CONDITION.fullmatch(text)
         if not found:
             raise ConfigError(
-                f'{section}.dataset_filter must hold conditions "COLUMN OPERATOR VALUE" with one of'
+                f'{key} must hold conditions "COLUMN OPERATOR VALUE" with one of'
                 f" {' '.join(OPERATORS)}, got {text!r}"
             )
         column, sign, shown = found.groups()
@@ -58,14 +58,12 @@ class Condition:
             value = json.loads(shown)
         except ValueError as error:
             raise ConfigError(
-                f"{section}.dataset_filter must compare with a JSON value (a text in double"
-                f" quotes), got {shown!r} in {text!r}"
+                f"{key} must compare with a JSON value (a text in double quotes), got {shown!r} in"
+                f" {text!r}"
             ) from error
         sign = " ".join(sign.split())
         if sign.endswith("in") and not isinstance(value, list):
-            raise ConfigError(
-                f"{section}.dataset_filter must have a list after {sign}, got {text!r}"
-            )
+            raise ConfigError(f"{key} must have a list after {sign}, got {text!r}")
         return cls(column, sign, value)
 
     def holds(self, value: Any) -> bool:
@@ -76,28 +74,24 @@ class Condition:
 
 
 class Rows:
-    """Rows of a table that pass ``conditions``: an endless sequence, an epoch after the other."""
+    """Rows of a table that pass a run's filters: an endless sequence, an epoch after the other."""
 
-    def __init__(
-        self,
-        table: Any,
-        name: str,
-        conditions: Sequence[Condition] = (),
-        seed: int = 0,
-        shuffle: bool = True,
-        section: str = ROLLOUT,
-    ) -> None:
-        """``table``: a ``datasets.Dataset``. ``name``: of the dataset, for messages. Raises
-        ConfigError for an unknown column, DataError where no row passes."""
+    def __init__(self, table: Any, keys: WorkerKeys) -> None:
+        """``table``: a ``datasets.Dataset``. Raises ConfigError for an unknown column, DataError
+        where no row passes."""
         self.columns: list[str] = list(table.column_names)
-        self.name, self._table, self._section = name, table, section
+        self.name, self._table, self._section = keys.dataset, table, keys.section
         self._kept: Sequence[int] = range(len(table))
-        for condition in conditions:
-            self.want(condition.column, f"{section}.dataset_filter asks for {condition.column!r}")
+        filter_key = f"{keys.section}.dataset_filter"
+        for text in keys.dataset_filter:
+            condition = Condition.parse(text, filter_key)
+            self.want(condition.column, f"{filter_key} asks for {condition.column!r}")
             self._kept = self._passing(condition)
         if not self._kept:
-            raise DataError(f"{section}.dataset {name!r} has no row that passes its filters")
-        self._seed, self._shuffle = seed, shuffle
+            raise DataError(
+                f"{keys.section}.dataset {self.name!r} has no row that passes its filters"
+            )
+        self._seed, self._shuffle = keys.seed, keys.dataset_shuffle
         # Two: groups of the last epoch may be made again when the next one has begun.
         self._order = lru_cache(maxsize=2)(self._epoch)
 
@@ -149,22 +143,27 @@ class Rows:
         return kept
 
 
-def files_of(name: str, section: str = ROLLOUT) -> list[str]:
+def files_of(keys: TaskKeys) -> list[str]:
     """The files that a dataset's name means; empty for a directory or a name on the Hub. Raises
     ConfigError where there is none, or one that cannot be read."""
+    name, key = keys.dataset, f"{keys.section}.dataset"
     if Path(name).suffix not in BUILDERS or Path(name).is_dir():
         if Path(name).is_file():
-            known = ", ".join(BUILDERS)
-            raise ConfigError(f"{section}.dataset must be a file of {known}, got {name!r}")
+            raise ConfigError(f"{key} must be a file of {', '.join(BUILDERS)}, got {name!r}")
         return []
     # Sorted: the order of rows, and so of prompts, must not be that of a directory.
     files = [name] if Path(name).is_file() else sorted(glob(name, recursive=True))
     if not files:
-        raise ConfigError(f"{section}.dataset must be an existing file or pattern, got {name!r}")
+        raise ConfigError(f"{key} must be an existing file or pattern, got {name!r}")
     return files
 
 
-def open_table(name: str, config: str = "", split: str = "train", section: str = ROLLOUT) -> Any:
+def open_rows(keys: WorkerKeys) -> Rows:
+    """The rows that pass the filters. Raises ConfigError or DataError."""
+    return Rows(open_table(keys), keys)
+
+
+def open_table(keys: TaskKeys) -> Any:
     """A ``datasets.Dataset``: of files, of a directory, or of the Hugging Face Hub.
 
     Raises ConfigError where it is not there, DataError where it cannot be read.
@@ -173,10 +172,10 @@ def open_table(name: str, config: str = "", split: str = "train", section: str =
     import datasets  # type: ignore[import-untyped]
 
     datasets.disable_progress_bars()
-    files = files_of(name, section)
+    files, name, key = files_of(keys), keys.dataset, f"{keys.section}.dataset"
     options: dict[str, Any] = {"data_files": files, "split": "train"}
     if not files:
-        options = {"name": config or None, "split": split}
+        options = {"name": keys.dataset_config or None, "split": keys.dataset_split}
     source = BUILDERS[Path(name).suffix] if files else name
     try:
         return datasets.load_dataset(source, **options)
@@ -186,14 +185,12 @@ def open_table(name: str, config: str = "", split: str = "train", section: str =
             empty = "corresponds to no data" in str(error)
             unread = "has no rows" if empty else f"cannot be read: {_cause(error)}"
             why = _bad_line(files) or f"{name!r} {unread}"
-            raise DataError(f"{section}.dataset {why}") from error
+            raise DataError(f"{key} {why}") from error
         # Not found, no such configuration or split, no way to the Hub.
-        raise ConfigError(
-            f"{section}.dataset {name!r} cannot be loaded: {_cause(error)}"
-        ) from error
+        raise ConfigError(f"{key} {name!r} cannot be loaded: {_cause(error)}") from error
     except StopIteration as error:
         # What ``datasets`` does with a file of no bytes.
-        raise DataError(f"{section}.dataset {name!r} has no rows") from error
+        raise DataError(f"{key} {name!r} has no rows") from error
 
 
 def _bad_line(files: Sequence[str]) -> str:

@@ -28,7 +28,7 @@ from titan_grpo.rollout.task_runner import (
     TaskOptions,
     call,
 )
-from titan_grpo.rollout.tasks.dataset import Condition, Rows, open_table
+from titan_grpo.rollout.tasks.dataset import Rows, open_rows
 from titan_grpo.samples import Prompt
 
 BUILT_IN = {
@@ -299,26 +299,13 @@ def filter_of(spec: RolloutSpec, task: AnyTask) -> Filter | None:
     return getattr(task, "should_accept", None)
 
 
-def codec_of(spec: RolloutSpec) -> TextCodec:
-    """The model's tokenizer and chat template. Raises ConfigError."""
-    return TextCodec(spec.model_dir, spec.chat_template, spec.chat_template_kwargs, spec.section)
-
-
 def ready(spec: RolloutSpec) -> tuple[AnyTask, TextCodec]:
     """The task that a run names, and the model's tokenizer. Raises as ``task_of``, also for a first
     row that makes no prompt: a missing chat template ends the start, not the first group."""
-    task, codec = task_of(spec), codec_of(spec)
+    task, codec = task_of(spec), TextCodec(spec.model_dir, spec)
     if isinstance(task, FunctionTask):
         task.prompt(0, codec)
     return task, codec
-
-
-def open_rows(keys: WorkerKeys) -> Rows:
-    """The rows that pass the filters. Raises ConfigError or DataError."""
-    section = keys.section
-    conditions = [Condition.parse(text, section) for text in keys.dataset_filter]
-    table = open_table(keys.dataset, keys.dataset_config, keys.dataset_split, section)
-    return Rows(table, keys.dataset, conditions, keys.seed, keys.dataset_shuffle, section)
 
 
 def read_rewards(answer: Any, count: int) -> list[float | None]:
