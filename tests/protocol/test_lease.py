@@ -1,65 +1,41 @@
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol import lease as T
+from titan_grpo.protocol.lease import Lease
 
-TAKEN = T.step(T.Lease(10.0), T.Open("run5", "a", 0.0))[0]
+TAKEN = Lease(10.0).open("run5", "a", 0.0)
 
 
-def test_a_trainer_that_is_heard_of_keeps_the_service_and_a_silent_one_loses_it():
-    heard, actions = T.step(TAKEN, T.Renewed("a", 8.0))
-    assert (heard.due, actions) == (18.0, ())
-    assert T.step(heard, T.Ticked(17.9)) == (heard, ())
-    free, actions = T.step(heard, T.Ticked(18.0))
-    assert (repr(free), actions) == ("<free>", (T.End("a"),))
-    assert T.step(free, T.Renewed("a", 19.0)) == (free, (T.Unknown(),))
-    assert T.step(free, T.Renewed("", 19.0)) == (free, (T.Unknown(),))
+def test_a_trainer_whose_requests_come_keeps_the_service_and_a_silent_one_loses_it():
+    renewed = TAKEN.renew("a", 8.0)
+    assert renewed.due == 18.0
+    assert renewed.expire(17.9) is None
+    free = renewed.expire(18.0)
+    assert (repr(free), free.due) == ("<free>", None)
+    assert free.renew("a", 19.0) is None
+    assert free.renew("", 19.0) is None
+    assert free.expire(99.0) is None
 
 
 def test_a_newer_run_replaces_an_older_one_which_is_refused_until_the_newer_one_is_done():
-    newer, actions = T.step(TAKEN, T.Open("run6", "b", 1.0))
-    assert actions == (T.End("a"), T.Begin("b"))
-    assert T.step(newer, T.Renewed("a", 2.0)) == (newer, (T.Unknown(),))
-    assert T.step(newer, T.Close("a")) == (newer, (T.Unknown(),))
-    assert T.step(newer, T.Open("run5", "c", 2.0)) == (newer, (T.Refuse("run6"),))
-    free, actions = T.step(newer, T.Close("b"))
-    assert actions == (T.End("b"),)
-    assert T.step(free, T.Open("run5", "c", 3.0))[1] == (T.Begin("c"),)
+    newer = TAKEN.open("run6", "b", 1.0)
+    assert newer.session == "b"
+    assert newer.renew("a", 2.0) is None
+    assert newer.close("a") is None
+    assert newer.open("run5", "c", 2.0) is None
+    free = newer.close("b")
+    assert repr(free) == "<free>"
+    assert free.open("run5", "c", 3.0).run == "run5"
 
 
-def test_a_run_may_open_anew_and_a_session_needs_a_name_of_its_own():
-    again, actions = T.step(TAKEN, T.Open("run5", "b", 1.0))
-    assert (again.session, actions) == ("b", (T.End("a"), T.Begin("b")))
-    for run, session in (("run5", "a"), ("", "b"), ("run5", "")):
-        with pytest.raises(ProtocolError, match="not listed"):
-            T.step(TAKEN, T.Open(run, session, 1.0))
+def test_a_run_may_open_anew():
+    assert TAKEN.open("run5", "b", 1.0).session == "b"
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["open", "heard", "close", "tick"]), st.integers(0, 3), st.floats(0, 9)
-        ),
-        max_size=40,
-    )
-)
-def test_there_is_one_session_at_most_and_each_that_began_ends_once(events):
-    state, running, now = T.Lease(5.0), set(), 0.0
-    for number, (kind, run, passes) in enumerate(events):
-        now += passes
-        last = state.session or "none"
-        event = {
-            "open": T.Open(f"run{run}", f"s{number}", now),
-            "heard": T.Renewed(last if run else "other", now),
-            "close": T.Close(last if run else "other"),
-            "tick": T.Ticked(now),
-        }[kind]
-        state, actions = T.step(state, event)
-        for action in actions:
-            if isinstance(action, T.Begin):
-                running.add(action.session)
-            elif isinstance(action, T.End):
-                running.remove(action.session)
-        assert running == ({state.session} if state.session else set())
+@given(st.lists(st.floats(0, 20), min_size=1, max_size=20))
+def test_a_lease_is_never_shortened(times):
+    lease = TAKEN
+    for now in times:
+        renewed = lease.renew("a", now)
+        assert renewed.until == max(lease.until, now + 10.0)
+        lease = renewed

@@ -1,19 +1,17 @@
-"""Which run has the rollout service: the newest, while its lease lasts. A pure table.
+"""Which run has the rollout service: the newest, while its lease lasts. Pure.
 
 ::
 
-    FREE --Open--> TAKEN by that run, until --Renewed--> later --Close--> FREE
-                     |  --Open of the same or of a newer run--> TAKEN by that one
-                     |  --Open of an older run--> Refuse
-                     `--Ticked past the lease--> FREE
+    free --open--> taken by that run, until --renew--> later --close--> free
+                     |  --open by the same or a newer run--> taken by that one
+                     |  --open by an older run--> refused
+                     `--past the lease--> free
 
 The lexicographic order of run ids is their age (messages.new_run_id). An older run is refused only
 while a newer one has the service: the clocks in the ids belong to several hosts. Time is an
 argument, in seconds of any monotonic clock."""
 
 from dataclasses import dataclass, replace
-
-from titan_grpo.errors import ProtocolError
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,112 +24,36 @@ class Lease:
     until: float = 0.0
 
     def __repr__(self) -> str:
-        return (
-            f"<{self.run} until {self.until:.1f}, session {self.session}>"
-            if self.session
-            else "<free>"
-        )
+        taken = f"<{self.run} until {self.until:.1f}, session {self.session}>"
+        return taken if self.session else "<free>"
 
     @property
     def due(self) -> float | None:
-        """When ``Ticked`` will do something."""
+        """When it ends; None while the service is free."""
         return self.until if self.session else None
 
+    def open(self, run: str, session: str, now: float) -> "Lease | None":
+        """The lease of a run's new session, in place of the one that there is; None: a newer run
+        has the service.
 
-@dataclass(frozen=True, slots=True)
-class Open:
-    """A run asks for the service, under a new session name."""
+        >>> taken = Lease(10.0).open("run1", "a", 0.0)
+        >>> taken, taken.open("run2", "b", 1.0), taken.open("run0", "b", 1.0)
+        (<run1 until 10.0, session a>, <run2 until 11.0, session b>, None)
+        """
+        if self.session and run < self.run:
+            return None
+        return replace(self, run=run, session=session, until=now + self.lease_s)
 
-    run: str
-    session: str
-    now: float
+    def renew(self, session: str, now: float) -> "Lease | None":
+        """After a request of the session; None: it has no lease, or no longer."""
+        if not session or session != self.session:
+            return None
+        return replace(self, until=max(self.until, now + self.lease_s))
 
+    def close(self, session: str) -> "Lease | None":
+        """The free service after the session's end; None: it has no lease."""
+        return Lease(self.lease_s) if session and session == self.session else None
 
-@dataclass(frozen=True, slots=True)
-class Renewed:
-    """A request of the session arrived."""
-
-    session: str
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """The trainer ends its session."""
-
-    session: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ticked:
-    """Time has passed."""
-
-    now: float
-
-
-Event = Open | Renewed | Close | Ticked
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """The session has the service."""
-
-    session: str
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Abort what the session runs, and forget it."""
-
-    session: str
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """A newer run has the service."""
-
-    run: str
-
-
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """There is no such session, or no longer."""
-
-
-Action = Begin | End | Refuse | Unknown
-
-
-def step(t: Lease, event: Event) -> tuple[Lease, tuple[Action, ...]]:
-    """The next state and what follows.
-
-    >>> t, actions = step(Lease(10.0), Open("run1", "a", 0.0))
-    >>> t, actions
-    (<run1 until 10.0, session a>, (Begin(session='a'),))
-    >>> step(t, Open("run2", "b", 1.0))[1]
-    (End(session='a'), Begin(session='b'))
-    >>> step(t, Open("run0", "b", 1.0))[1]
-    (Refuse(run='run1'),)
-    >>> step(t, Ticked(10.0))
-    (<free>, (End(session='a'),))
-    """
-    end: tuple[Action, ...] = (End(t.session),) if t.session else ()
-    match event:
-        case Open(run, session, now):
-            if not (run and session) or session == t.session:
-                raise ProtocolError(
-                    f"event {event!r} is not listed for {t!r}: a session has a name, and one of"
-                    " its own"
-                )
-            if t.session and run < t.run:
-                return t, (Refuse(t.run),)
-            return replace(t, run=run, session=session, until=now + t.lease_s), (
-                *end,
-                Begin(session),
-            )
-        case Renewed(session, now) if t.session and session == t.session:
-            return replace(t, until=max(t.until, now + t.lease_s)), ()
-        case Close(session) if t.session and session == t.session:
-            return Lease(t.lease_s), end
-        case Ticked(now):
-            return (Lease(t.lease_s), end) if t.session and now >= t.until else (t, ())
-    return t, (Unknown(),)
+    def expire(self, now: float) -> "Lease | None":
+        """The free service past the lease; None before."""
+        return Lease(self.lease_s) if self.session and now >= self.until else None

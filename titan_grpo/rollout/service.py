@@ -26,7 +26,8 @@ import msgspec
 
 from titan_grpo.errors import ConfigError, DataError, PeerError, TitanGrpoError
 from titan_grpo.observe import dashboards
-from titan_grpo.protocol import frames, lease
+from titan_grpo.protocol import frames
+from titan_grpo.protocol.lease import Lease
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.httpd import RETRY_AFTER_S, HttpServer, Reply, Request
 from titan_grpo.rollout.messages import (
@@ -156,7 +157,7 @@ class Service:
     def __init__(self, address: str, key: str, lease_s: float, say: Callable[[str], None]) -> None:
         self._say = say
         self._changed = threading.Condition()
-        self._lease = lease.Lease(lease_s)
+        self._lease = Lease(lease_s)
         self._session: Session | None = None
         self._closing = False
         self._turnover = threading.Lock()
@@ -228,14 +229,13 @@ class Service:
             answer = Reply(200, {"lease_s": self._lease.lease_s})
             if name == self._lease.session:
                 return answer  # Its first answer was lost.
-            opening = lease.Open(run, name, time.monotonic())
-            self._lease, actions = lease.step(self._lease, opening)
+            lease = self._lease.open(run, name, time.monotonic())
+            if lease is None:
+                text = f"the newer run {self._lease.run} has this service"
+                return Reply(409, {"error": text})
+            self._lease = lease
             self._changed.notify_all()
-        for action in actions:
-            if isinstance(action, lease.Refuse):
-                return Reply(409, {"error": f"the newer run {action.run} has this service"})
-            if isinstance(action, lease.End):
-                self._end("replaced by a newer session")
+        self._end("replaced by a newer session")
         session = Session(name, spec)
         with self._changed:
             self._session = session
@@ -243,14 +243,14 @@ class Service:
             session.start()
         except OSError as error:
             with self._changed:
-                self._lease, _ = lease.step(self._lease, lease.Close(name))
+                self._lease = self._lease.close(name) or self._lease
             self._end("it did not start")
             text = f"the rollout process could not be started: {error}"
             return Reply(503, {"error": text}, RETRY_AFTER_S)
         self._say(f"run {run} has this service")
         with self._changed:
             # The lease begins when the trainer can know of it.
-            self._lease, _ = lease.step(self._lease, lease.Renewed(name, time.monotonic()))
+            self._lease = self._lease.renew(name, time.monotonic()) or self._lease
         return answer
 
     def _poll(self, query: Mapping[str, str]) -> Reply:
@@ -265,19 +265,19 @@ class Service:
     def _close(self, name: str) -> Reply:
         with self._turnover:
             with self._changed:
-                self._lease, actions = lease.step(self._lease, lease.Close(name))
-            if any(isinstance(action, lease.Unknown) for action in actions):
-                raise _NoSession(name)
+                if (free := self._lease.close(name)) is None:
+                    raise _NoSession(name)
+                self._lease = free
             self._end("its run is over")
         return Reply(200, {})
 
     def _renewed(self, name: str) -> Session:
         """The session of that name, with its lease renewed."""
         with self._changed:
-            self._lease, actions = lease.step(self._lease, lease.Renewed(name, time.monotonic()))
-            session = self._session
-            if actions or session is None or session.name != name:
+            lease, session = self._lease.renew(name, time.monotonic()), self._session
+            if lease is None or session is None or session.name != name:
                 raise _NoSession(name)
+            self._lease = lease
             return session
 
     def _watch(self) -> None:
@@ -290,10 +290,10 @@ class Service:
                     return
             with self._turnover:
                 with self._changed:
-                    ticked = lease.Ticked(time.monotonic())
-                    self._lease, actions = lease.step(self._lease, ticked)
-                if actions:
-                    self._end(f"its trainer was silent for {self._lease.lease_s:g} s")
+                    free = self._lease.expire(time.monotonic())
+                    self._lease = free or self._lease
+                if free is not None:
+                    self._end(f"its trainer was silent for {free.lease_s:g} s")
 
     def _end(self, why: str) -> None:
         with self._changed:
