@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from titan_grpo.errors import ServerRefused
 from titan_grpo.rollout.atropos import (
-    Answer,
     Rejected,
-    batch_call,
+    batch_of,
     group_of,
     register_call,
 )
@@ -149,15 +148,13 @@ def test_every_sampled_token_keeps_its_place_and_its_log_probability(prompt, res
 
 
 def test_the_answers_of_the_api_are_told_apart() -> None:
-    parse = batch_call().parse
-    assert parse({"batch": None}) == Answer()
-    assert parse({"status": "error", "message": "Trainer not registered.", "batch": []}) == Answer(
-        registered=False
-    )
-    assert parse({"batch": [item()]}) == Answer((item(),))
+    assert batch_of({"batch": None}) == ()
+    refusal = {"status": "error", "message": "Trainer not registered.", "batch": []}
+    assert batch_of(refusal) is None
+    assert batch_of({"batch": [item()]}) == (item(),)
     for answer in ({}, None, {"batch": 3}, {"batch": [3]}):
         with pytest.raises(ServerRefused, match="list of groups or null"):
-            parse(answer)
+            batch_of(answer)
 
 
 def test_a_registration_is_sent_as_it_is() -> None:

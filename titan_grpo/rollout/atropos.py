@@ -41,15 +41,6 @@ CALL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Of ``GET /batch``: the groups of one batch, none while there are too few; or the server knows
-    no trainer."""
-
-    groups: tuple[Mapping[str, Any], ...] = ()
-    registered: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Waiting:
     """The oldest version that a group without one can be of, however long it waited in the API.
 
@@ -108,46 +99,42 @@ class Item(msgspec.Struct):
     env_id: Any = None
 
 
-def register_call(registration: Mapping[str, Any]) -> Call[int]:
-    """Register with these fields; the answer is a number without a use. Raises ServerRefused for
-    another answer."""
-    return Call(
-        "POST",
-        "/register",
-        CALL_S,
-        lambda a: int(want(a, "uuid", int, "/register")),
-        json=dict(registration),
-    )
+Batch = tuple[Mapping[str, Any], ...] | None
+"""Groups of one batch, none while there are too few; None: no trainer is registered."""
 
 
-def reset_call() -> Call[None]:
-    """Throw away all that the server holds."""
-    return Call("GET", "/reset_data", CALL_S, ignore)
-
-
-def batch_call() -> Call[Answer]:
-    """Take one batch. The first one lets environments register. Raises ServerRefused for an answer
-    of another form."""
-    return Call("GET", "/batch", CALL_S, _answer)
-
-
-def left_call() -> Call[int]:
-    """How many groups wait outside of batches."""
-    path = "/status"
-    return Call("GET", path, CALL_S, lambda a: int(want(a, "queue_size", int, path)))
-
-
-def _answer(answer: Any) -> Answer:
+def batch_of(answer: Any) -> Batch:
+    """The answer to ``GET /batch``. Raises ServerRefused for one of another form."""
     if isinstance(answer, Mapping) and answer.get("status") == "error":
-        return Answer(registered=False)
+        return None
     batch = answer.get("batch", ...) if isinstance(answer, Mapping) else ...
     if batch is None:
-        return Answer()
+        return ()
     if not isinstance(batch, list) or not all(isinstance(group, Mapping) for group in batch):
         raise ServerRefused(
             f"/batch must answer with 'batch', a list of groups or null, got {str(answer)[:200]!r}"
         )
-    return Answer(tuple(batch))
+    return tuple(batch)
+
+
+BATCH = Call("GET", "/batch", CALL_S, batch_of)
+"""Take one batch. The first one lets environments register."""
+
+RESET = Call("GET", "/reset_data", CALL_S, ignore)
+"""Throw away all that the server holds."""
+
+LEFT = Call("GET", "/status", CALL_S, lambda a: int(want(a, "queue_size", int, "/status")))
+"""How many groups wait outside of batches."""
+
+
+def register_call(registration: Mapping[str, Any]) -> Call[int]:
+    """Register with these fields; the answer is a number without a use. Raises ServerRefused for
+    another answer."""
+
+    def number(answer: Any) -> int:
+        return int(want(answer, "uuid", int, "/register"))
+
+    return Call("POST", "/register", CALL_S, number, json=dict(registration))
 
 
 def group_of(data: Mapping[str, Any], version: int) -> Group:
@@ -298,12 +285,12 @@ class AtroposSource(External):
             # no deadline: room for a batch, when the trainer takes one; or close(), by cancelling
             await self._room.wait()
             try:
-                answer = await (self._driver.run(batch_call()) if known else self._register())
-                known = answer.registered
-                if known and not answer.groups:
+                batch = await (self._driver.run(BATCH) if known else self._register())
+                known = batch is not None
+                if known and not batch:
                     # The servers first: a group that comes meanwhile is not older than that.
-                    held = self._oldest_held
-                    self._age = self._age.none(held, await self._driver.run(left_call()))
+                    held = min(self._versions.values(), default=self._trainer_version)
+                    self._age = self._age.none(held, await self._driver.run(LEFT))
             except PeerError as error:
                 if isinstance(error, HttpRefused) and error.status < 500:
                     raise ConfigError(
@@ -316,34 +303,31 @@ class AtroposSource(External):
                 self._report(f"{self._driver.url} gave no batch: {error}")
                 pause = await _pause(max(pause, OUTAGE_S[0]), OUTAGE_S[1])
                 continue
-            if not known:
+            if batch is None:
                 continue
-            for item in answer.groups:
+            for item in batch:
                 self._take(item)
-            self._age = self._age.batch() if answer.groups else self._age
-            pause = POLL_S[0] if answer.groups else await _pause(pause, POLL_S[1])
+            self._age = self._age.batch() if batch else self._age
+            pause = POLL_S[0] if batch else await _pause(pause, POLL_S[1])
 
-    @property
-    def _oldest_held(self) -> int:
-        return min(self._versions.values(), default=self._trainer_version)
-
-    async def _register(self) -> Answer:
+    async def _register(self) -> Batch:
         """Register (repeating it does no harm) and ask for a batch."""
-        await self._driver.run(register_call(self._registration))
-        answer = await self._driver.run(batch_call())
-        if not answer.registered:
+        register = register_call(self._registration)
+        await self._driver.run(register)
+        batch = await self._driver.run(BATCH)
+        if batch is None:
             # It was given groups before a trainer, so it takes no registration any more and would
             # never hand them out.
             self._report(
                 f"{self._driver.url} held groups from before its registration, and has to throw"
                 " them away"
             )
-            await self._driver.run(reset_call())
-            await self._driver.run(register_call(self._registration))
-            answer = await self._driver.run(batch_call())
-        if not answer.registered:
+            await self._driver.run(RESET)
+            await self._driver.run(register)
+            batch = await self._driver.run(BATCH)
+        if batch is None:
             raise ServerRefused(f"{self._driver.url} does not take our registration")
-        return answer
+        return batch
 
     def _take(self, item: Mapping[str, Any]) -> None:
         try:
