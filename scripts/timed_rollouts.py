@@ -244,7 +244,7 @@ class LoopTransport:
         await asyncio.wait_for(self._drained[number].wait(), DEADLINE_S)
 
     def _out(self, message: messages.FromWorker) -> None:
-        if isinstance(message, messages.Drained):
+        if isinstance(message, messages.Answer):
             self._drained[message.number].set()
         self._on_message(message)
         self.came.set()

@@ -23,7 +23,7 @@ from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.engine_calls import RemoteControl, value_of
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
 from titan_grpo.rollout.messages import (
-    EngineAnswer,
+    Answer,
     EngineCall,
     FromWorker,
     RolloutSpec,
@@ -259,7 +259,7 @@ def test_an_outcome_that_is_late_is_dropped_and_what_waited_too_long_is_not_call
     control(client, server).resume()
     assert "POST /pause" not in server.paths
     # What is late before it is sent has no answer at all.
-    assert 1 <= client.counters()["late_engine_answers"] <= 3
+    assert 1 <= client.counters()["late_answers"] <= 3
 
 
 def test_no_call_is_made_after_the_end(client, engine) -> None:
@@ -307,7 +307,7 @@ def test_calls_and_outcomes_are_json_and_hold_no_key(spec, engine) -> None:
 
         def engine_call(self, url, method, arguments, within_s, generation):
             asked.append(EngineCall(len(asked), url, method, arguments, within_s))
-            return EngineAnswer(0, None)
+            return Answer(0, None)
 
     one = RemoteControl(
         Caller(), "auto", ServerAccess("http://a:1", 60.0, None, ENGINE_KEY, ENGINE_KEY)
@@ -323,9 +323,9 @@ def test_calls_and_outcomes_are_json_and_hold_no_key(spec, engine) -> None:
     assert [decode(text, ToWorker) for text in texts] == asked
     assert ENGINE_KEY not in "".join(texts)
     for answer in (
-        EngineAnswer(1, True, "vllm"),
-        EngineAnswer(2, ["a"]),
-        EngineAnswer(3, None, "", "no", "ServerRefused"),
+        Answer(1, True, "vllm"),
+        Answer(2, ["a"]),
+        Answer(3, None, "", "no", "ServerRefused"),
     ):
         assert decode(encode(answer), FromWorker) == answer
 

@@ -72,7 +72,7 @@ def test_each_row_is_asked_as_often_as_there_are_samples_and_its_reward_counts_o
     found = run(job(server.url))
     assert (found.prompts, found.samples, found.refused, found.version) == (ROWS, SAMPLES, 0, 7)
     assert found.reward.value == sum(range(ROWS)) / ROWS
-    assert found.passed[1].value == found.passed[2].value == 2 / ROWS, "rows 3 and 4"
+    assert found.passed["1"].value == found.passed["2"].value == 2 / ROWS, "rows 3 and 4"
     assert found.tokens.value == 4
     asked = Counter(tuple(body["prompt"]) for body in server.bodies)
     assert sorted(asked.values()) == [SAMPLES] * ROWS

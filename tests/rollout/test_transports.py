@@ -265,9 +265,9 @@ def test_a_poll_is_answered_by_the_next_frame_and_not_before(cluster) -> None:
         with ThreadPoolExecutor(1) as pool:
             pending = pool.submit(poll, 1)
             assert not wait([pending], 0.3).done
-            asked = {"session": "s", "first": 0, "frames": [encode(AskLoad())]}
+            asked = {"session": "s", "first": 0, "frames": [encode(AskLoad(1))]}
             assert http.post("/frames", json=asked).json() == {"have": 1}
-            assert pending.result(60) == ["Load"]
+            assert pending.result(60) == ["Answer"]
 
 
 def test_what_is_lost_doubled_delayed_and_reordered_on_the_way_changes_nothing(

@@ -6,6 +6,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, count, islice
 from typing import Any, cast
@@ -21,7 +23,7 @@ from titan_grpo.errors import (
 )
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
-from titan_grpo.rollout.engine_calls import Outstanding, RemoteControl
+from titan_grpo.rollout.engine_calls import RemoteControl
 from titan_grpo.rollout.messages import (
     Cursor,
     Message,
@@ -69,12 +71,13 @@ class RolloutClient:
         self._record = GroupRecorder(record_path, spec.base_version) if record_path else None
         self._ready: dict[int, messages.GroupDone] = {}
         self._left_out: list[float] = []
-        self._load: dict[str, int] | None = None
         self._error: TitanGrpoError | None = None
         self._running = self._started = self._closing = self._skip_drains = False
         self._numbers = count()
-        self._drains: dict[int, str] = {}
-        self._calls = Outstanding()
+        self._asked: dict[int, tuple[messages.ToWorker, Future[messages.Answer]]] = {}
+        """Messages whose answer is waited for, by number."""
+        self.generation = 0
+        """Number of the session: what the worker has open belongs to one of them."""
         self._servers: dict[str, ServerState] = {}
         self._version = spec.base_version
         self._places = 0
@@ -118,37 +121,28 @@ class RolloutClient:
         """Wait up to ``within_s`` seconds for the server's running requests; those still running
         then are cancelled and made again. The ledger keeps new ones away meanwhile. Any thread.
         Returns at once when the run is ending, or the worker is gone."""
-        with self._changed:
-            number = next(self._numbers)
-            self._drains[number] = url
-            self._transport.send(
-                messages.Drain(url, number, 0.0 if self._skip_drains else within_s),
-                within_s + DRAIN_MARGIN_S,
-            )
-            self._changed.wait_for(
-                lambda: number not in self._drains or self._error is not None or self._closing,
-                within_s + DRAIN_MARGIN_S,
-            )
-            self._drains.pop(number, None)
+
+        def drain(number: int) -> messages.Drain:
+            return messages.Drain(url, number, 0.0 if self._skip_drains else within_s)
+
+        with suppress(ServerUnreachable):
+            self._call(url, "drain", drain, within_s + DRAIN_MARGIN_S)
 
     def skip_drains(self) -> None:
         """No batch will be taken any more: drains wait for nothing, also those under way. Any
         thread; never blocks."""
         with self._changed:
             self._skip_drains = True
-            for number, url in self._drains.items():
-                self._transport.send(messages.Drain(url, number, 0.0), DRAIN_MARGIN_S)
+            for asked, _ in self._asked.values():
+                if isinstance(asked, messages.Drain):
+                    at_once = messages.Drain(asked.url, asked.number, 0.0)
+                    self._transport.send(at_once, DRAIN_MARGIN_S)
 
     def control(self, engine: str, access: ServerAccess) -> ServerControl:
         """A server's control plane, as make_control's, whose calls the worker makes with its own
         keys."""
         # Its methods are looked up by name in the interface.
         return cast(ServerControl, RemoteControl(self, engine, access))
-
-    @property
-    def generation(self) -> int:
-        """Number of the session: what the worker has open belongs to one of them."""
-        return self._calls.generation
 
     def engine_call(
         self,
@@ -157,37 +151,49 @@ class RolloutClient:
         arguments: tuple[Any, ...],
         within_s: float,
         generation: int | None = None,
-    ) -> messages.EngineAnswer:
+    ) -> messages.Answer:
         """Have the worker call a server (messages.EngineCall), and wait for the outcome. Any
         thread.
 
         Raises ServerUnreachable if that is not known within ``within_s`` seconds, or never will be;
         also if ``generation`` is over.
         """
-        with self._changed:
-            if self._error is not None or not self._running:
-                raise ServerUnreachable(
-                    f"{url}: {method} was not called: the rollouts have ended, and engine calls"
-                    " with them"
-                )
-            if generation is not None and generation != self._calls.generation:
+
+        def call(number: int) -> messages.EngineCall:
+            if generation not in (None, self.generation):
                 raise ServerUnreachable(
                     f"{url}: {method} was not called: the rollout service lost the session in which"
                     " it was open"
                 )
+            return messages.EngineCall(number, url, method, arguments, within_s)
+
+        return self._call(url, method, call, within_s)
+
+    def _call(
+        self, url: str, what: str, ask: Callable[[int], messages.ToWorker], within_s: float
+    ) -> messages.Answer:
+        """Send the message that ``ask`` makes of a number, and wait for its answer. Raises
+        ServerUnreachable where none comes within ``within_s`` seconds, or never will."""
+        future: Future[messages.Answer] = Future()
+        with self._changed:
+            if self._error is not None or self._closing or not self._running:
+                raise ServerUnreachable(
+                    f"{url}: {what} was not called: the rollouts have ended, and engine calls with"
+                    " them"
+                )
             number = next(self._numbers)
-            future = self._calls.begin(number)
-            self._transport.send(
-                messages.EngineCall(number, url, method, arguments, within_s), within_s
-            )
+            message = ask(number)
+            self._asked[number] = message, future
+            self._transport.send(message, within_s)
         try:
             return future.result(within_s)
         except TimeoutError:
-            with self._changed:
-                self._calls.give_up(number)
             raise ServerUnreachable(
-                f"{url}: no outcome of {method} came from the rollouts within {within_s:g} s"
+                f"{url}: no outcome of {what} came from the rollouts within {within_s:g} s"
             ) from None
+        finally:
+            with self._changed:
+                self._asked.pop(number, None)
 
     def engine_tell(self, url: str, method: str, arguments: tuple[Any, ...]) -> None:
         """The same without an outcome. Never blocks."""
@@ -201,13 +207,10 @@ class RolloutClient:
     def in_flight(self, timeout_s: float = 1.0) -> dict[str, int]:
         """Requests in flight by server URL; empty without an answer within ``timeout_s``
         seconds."""
-        with self._changed:
-            self._load = None
-            self._transport.send(messages.AskLoad(), timeout_s)
-            self._changed.wait_for(
-                lambda: self._load is not None or self._error is not None, timeout_s
-            )
-            return dict(self._load or {})
+        try:
+            return dict(self._call("all servers", "in_flight", messages.AskLoad, timeout_s).value)
+        except ServerUnreachable:
+            return {}
 
     def set_trainer_version(self, version: int) -> None:
         """The version the trainer is at: groups in flight that can no longer be used are aborted.
@@ -329,10 +332,14 @@ class RolloutClient:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+            # A lane in a drain would hold up the end; an engine's answer may still come.
+            for asked, future in self._asked.values():
+                if isinstance(asked, messages.Drain) and not future.done():
+                    future.set_result(messages.Answer(asked.number))
         self._transport.close(deadline_s)
         with self._changed:
             self._running = False
-            self._calls.lose("the rollouts have ended, and engine calls with them")
+            self._lose("the rollouts have ended, and engine calls with them")
         if self._record is not None:
             self._record.close()
 
@@ -352,13 +359,12 @@ class RolloutClient:
             match message:
                 case messages.Ready():
                     self._started = True
-                case messages.Load(in_flight):
-                    self._load = in_flight
-                case messages.Drained(number):
-                    self._drains.pop(number, None)
-                case messages.EngineAnswer():
-                    if not self._calls.answered(message):
-                        self._own["late_engine_answers"] += 1
+                case messages.Answer(number):
+                    _, future = self._asked.pop(number, (None, None))
+                    if future is None:
+                        self._own["late_answers"] += 1
+                    elif not future.done():
+                        future.set_result(message)
                 case messages.GroupDone(ticket, _, counters):
                     self._theirs.update(counters)
                     self._ready[ticket.index] = message
@@ -378,8 +384,7 @@ class RolloutClient:
         with self._changed:
             self._own.update(messages.totals(self._theirs))
             self._theirs = {}
-            self._drains.clear()  # Nothing runs any more.
-            self._calls.lose(
+            self._lose(
                 "the rollout service lost this run's session while it made the call: its outcome is"
                 " unknown"
             )
@@ -431,8 +436,16 @@ class RolloutClient:
         with self._changed:
             if self._error is None and not self._closing:
                 self._error = error
-            self._calls.lose(f"the rollouts have ended, and engine calls with them: {error}")
+            self._lose(f"the rollouts have ended, and engine calls with them: {error}")
             self._changed.notify_all()
+
+    def _lose(self, why: str) -> None:
+        """No answer to what was asked will come: whether a server did it is unknown."""
+        self.generation += 1
+        asked, self._asked = self._asked, {}
+        for _, future in asked.values():
+            if not future.done():
+                future.set_exception(ServerUnreachable(why))
 
     def _raise_latched(self) -> None:
         if self._error is not None:

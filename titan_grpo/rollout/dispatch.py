@@ -93,7 +93,7 @@ class Dispatcher:
                 asyncio.get_running_loop().call_later(message.within_s, self._end_drain, message)
                 self._answer_drains(message.url)
             case messages.AskLoad():
-                self._send(messages.Load(self._pool.in_flight()))
+                self._send(messages.Answer(message.number, self._pool.in_flight()))
             case messages.TrainerVersion():
                 self._oldest_usable = message.version - self._spec.max_staleness
                 self._starts.trainer_at(message.version, asyncio.get_running_loop().time())
@@ -277,7 +277,7 @@ class Dispatcher:
         if not self._pool.load(url):
             for number in [number for number, drained in self._drains.items() if drained == url]:
                 del self._drains[number]
-                self._send(messages.Drained(number))
+                self._send(messages.Answer(number))
 
     def _drop(self, run: Running, reason: str, detail: str = "") -> None:
         self._counts.add(f"dropped.{reason}")

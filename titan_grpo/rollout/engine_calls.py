@@ -12,7 +12,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 import msgspec
@@ -27,7 +26,7 @@ from titan_grpo.errors import (
     TitanGrpoError,
     kind_of,
 )
-from titan_grpo.rollout.messages import EngineAnswer, EngineCall, RolloutSpec
+from titan_grpo.rollout.messages import Answer, EngineCall, RolloutSpec
 
 if TYPE_CHECKING:
     from titan_grpo.rollout.client import RolloutClient
@@ -70,7 +69,7 @@ METHODS = methods_of(ServerControl) | {
 }
 
 
-def value_of(answer: EngineAnswer) -> Any:
+def value_of(answer: Answer) -> Any:
     """What a call returned, or raises what it raised."""
     if answer.kind:
         raise CROSSING.get(answer.kind, ServerUnreachable)(answer.error)
@@ -84,7 +83,7 @@ class EngineCalls:
     """Makes the calls of all servers. ``answer`` must not block; it is called by the servers'
     threads."""
 
-    def __init__(self, spec: RolloutSpec, answer: Callable[[EngineAnswer], None]) -> None:
+    def __init__(self, spec: RolloutSpec, answer: Callable[[Answer], None]) -> None:
         self._spec, self._answer = spec, answer
         self._lock = threading.Lock()
         self._queues: dict[tuple[str, bool], queue.SimpleQueue[tuple[EngineCall, float] | None]]
@@ -131,7 +130,7 @@ class EngineCalls:
         server.close(stock)
 
 
-def _outcome(server: "_Server", call: EngineCall, came: float) -> EngineAnswer:
+def _outcome(server: "_Server", call: EngineCall, came: float) -> Answer:
     try:
         if time.monotonic() - came > call.within_s:
             raise ServerUnreachable(
@@ -139,13 +138,13 @@ def _outcome(server: "_Server", call: EngineCall, came: float) -> EngineAnswer:
                 f" {call.within_s:.1f} s"
             )
         value = server.call(call)
-        return EngineAnswer(call.number, value, server.engine)
+        return Answer(call.number, value, server.engine)
     except TitanGrpoError as error:
-        return EngineAnswer(call.number, None, server.engine, str(error), kind_of(error))
+        return Answer(call.number, None, server.engine, str(error), kind_of(error))
     except Exception as error:  # top of a thread: a lane waits for the answer
         logger.exception("engine call %s of %s", call.method, call.url)
         text = f"{call.method} of {call.url} failed by a bug of ours: {error!r}"
-        return EngineAnswer(call.number, None, server.engine, text, kind_of(error))
+        return Answer(call.number, None, server.engine, text, kind_of(error))
 
 
 class _Server:
@@ -211,39 +210,6 @@ class _Server:
 
 
 # The trainer's side.
-
-
-class Outstanding:
-    """Calls without an outcome, by number. Used under the client's lock; their futures are waited
-    for without it."""
-
-    def __init__(self) -> None:
-        self._futures: dict[int, Future[EngineAnswer]] = {}
-        self.generation = 0
-        """Number of the session: what the service holds between two calls, it holds within one."""
-
-    def begin(self, number: int) -> "Future[EngineAnswer]":
-        """A call is about to be sent."""
-        self._futures[number] = Future()
-        return self._futures[number]
-
-    def answered(self, answer: EngineAnswer) -> bool:
-        """False for the outcome of a call that was given up."""
-        future = self._futures.pop(answer.number, None)
-        if future is not None:
-            future.set_result(answer)
-        return future is not None
-
-    def give_up(self, number: int) -> None:
-        """Past its deadline."""
-        self._futures.pop(number, None)
-
-    def lose(self, why: str) -> None:
-        """No outcome of what is open will come: whether the server did it is unknown."""
-        self.generation += 1
-        lost, self._futures = self._futures, {}
-        for future in lost.values():
-            future.set_exception(ServerUnreachable(why))
 
 
 def _encode(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -256,8 +256,8 @@ class External:
                 self._versions[url] = version
             case messages.ServerLeft(url):
                 self._versions.pop(url, None)
-            case messages.AskLoad():
-                self._send(messages.Load({}))
+            case messages.AskLoad(number):
+                self._send(messages.Answer(number, {}))
             case messages.TrainerVersion(version):
                 self._trainer_version = version
             case messages.Used(indices):

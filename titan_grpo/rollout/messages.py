@@ -249,8 +249,8 @@ class ServerLeft(Frame, frozen=True):
 
 
 class Drain(Frame, frozen=True):
-    """Answer ``Drained`` once nothing runs on the server. Its ``ServerState`` keeps new groups
-    away. What still runs after ``within_s`` seconds is cancelled and made elsewhere, or later."""
+    """Answer once nothing runs on the server. Its ``ServerState`` keeps new groups away. What still
+    runs after ``within_s`` seconds is cancelled and made elsewhere, or later."""
 
     url: str
     number: int
@@ -264,7 +264,9 @@ class TrainerVersion(Frame, frozen=True):
 
 
 class AskLoad(Frame, frozen=True):
-    """Answer with ``Load``."""
+    """Answer with the requests in flight by server URL."""
+
+    number: int
 
 
 class GiveBack(Frame, frozen=True):
@@ -324,24 +326,13 @@ class LeftOut(Frame, frozen=True):
     counters: dict[str, int]
 
 
-class Load(Frame, frozen=True):
-    """Requests in flight by server URL."""
-
-    in_flight: dict[str, int]
-
-
-class Drained(Frame, frozen=True):
-    """Nothing runs on the server of that Drain."""
+class Answer(Frame, frozen=True):
+    """The outcome of the message with that number, as a JSON value. ``kind``: empty, or the name of
+    the error that ``error`` is the text of. ``engine``: of an EngineCall what answers at its URL,
+    empty before the first call."""
 
     number: int
-
-
-class EngineAnswer(Frame, frozen=True):
-    """The outcome of an EngineCall, as a JSON value. ``kind``: empty, or the name of the error that
-    ``error`` is the text of. ``engine``: what answers at that URL, empty before the first call."""
-
-    number: int
-    value: Any
+    value: Any = None
     engine: str = ""
     error: str = ""
     kind: str = ""
@@ -374,7 +365,7 @@ ToWorker = (
     | EngineCall
     | Stop
 )
-FromWorker = Ready | GroupDone | LeftOut | Load | Drained | EngineAnswer | Event | Failed
+FromWorker = Ready | GroupDone | LeftOut | Answer | Event | Failed
 
 
 class RolloutStopped(TitanGrpoError):
