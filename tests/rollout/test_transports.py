@@ -408,7 +408,7 @@ def test_a_wrong_key_and_a_url_of_something_else_are_mistakes_of_the_configurati
     cluster, completion_server
 ) -> None:
     cluster.serve()
-    with pytest.raises(ConfigError, match=r"wants another key.*rollout\.controller_key_env"):
+    with pytest.raises(ConfigError, match=r"refuses the key.*rollout\.controller_key_env"):
         cluster.client(cluster.transport(key="other")).start(60)
     other = HttpServer(ANY, "", lambda request: Reply(404, {}), "a test")
     cluster.closing.append(other.close)

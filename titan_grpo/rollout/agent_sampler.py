@@ -107,10 +107,10 @@ class AgentSampler(Sampler):
             parts.append(Partial())
         at = trajectory.part
         # Longer where a server failed after it had sampled this answer whole.
-        if parts[at].waits and len(parts[at].token_ids) == trajectory.told:
+        if parts[at].waits and len(parts[at].token_ids) == trajectory.delivered:
             parts[at] = parts[at].answered(call.context, self._budget)
         # The part's end where no token of the answer came yet.
-        before = trajectory.told + len(call.context)
+        before = trajectory.delivered + len(call.context)
         most = call.request.max_tokens or self._budget
         while not parts[at].waits:
             left = min(parts[at].left(self._budget), before + most - len(parts[at].token_ids))
@@ -121,9 +121,9 @@ class AgentSampler(Sampler):
             call.reason = await self._sample(job, at, ask)
             if not parts[at].waits:
                 raise Interrupted(f"{job.server.url} cut an answer to an agent short")
-        await self._tell(job, episode, call, before)
+        await self._deliver(job, episode, call, before)
 
-    async def _tell(self, job: Job, episode: Episode, call: Call, before: int) -> None:
+    async def _deliver(self, job: Job, episode: Episode, call: Call, before: int) -> None:
         """Answer a call with what its trajectory's part has from token ``before`` on. Raises
         PeerError where the server is to read calls of tools, and fails."""
         codec, part, reason = self._agents.codec, job.parts[call.trajectory.part], call.reason
@@ -173,14 +173,14 @@ class AgentSampler(Sampler):
             ids = unended(codec, ids, call.request.stop)
         if not ids:
             return text, []
-        speak, within_s = dialect(job.server.engine), self._spec.request_timeout_s
+        engine, within_s = dialect(job.server.engine), self._spec.request_timeout_s
         where = job.server.url, job.server.engine
         if where not in self._parser_names:
-            question = speak.tool_parser(within_s)
+            question = engine.tool_parser(within_s)
             name = "" if question is None else await job.driver.run(question)
             self._parser_names[where] = name
         name, tools = self._parser_names[where], call.request.tools
-        asked = speak.parse_tool_calls(name, ids, codec.spell(ids), tools, within_s)
+        asked = engine.parse_tool_calls(name, ids, codec.spell(ids), tools, within_s)
         content, calls = await job.driver.run(asked)
         return (content, calls) if calls else (text, [])
 
@@ -189,20 +189,20 @@ class AgentSampler(Sampler):
         common. Raises GroupDropped, TaskFailed."""
         made: list[tuple[Trajectory, Completion]] = []
         for episode in episodes:
-            told = [each for each in episode.trajectories if each.told]
-            if not told:
+            delivered = [each for each in episode.trajectories if each.delivered]
+            if not delivered:
                 text = f"an agent must make a call, one of row {episode.row!r:.200} made none"
                 raise TaskFailed("agent", DataError(text))
             # no deadline: it is done
             reward = episode.over.result()
-            for trajectory in told:
-                # A call whose answer the agent did not wait for taught it nothing.
-                part = job.parts[trajectory.part].first_tokens(trajectory.told)
+            for trajectory in delivered:
+                # The agent has not seen what came after the last answer that it waited for.
+                part = job.parts[trajectory.part].first_tokens(trajectory.delivered)
                 part = replace(part, finish_reason=trajectory.finish_reason)
                 completion = replace(
                     part.completion(job.server.url),
                     reward=reward,
-                    episode=episode.number if len(told) > 1 else -1,
+                    episode=episode.number if len(delivered) > 1 else -1,
                 )
                 prompt = Prompt(job.prompt.index, trajectory.prompt)
                 if fault := completion_fault(prompt, completion, self._budget):

@@ -1,4 +1,4 @@
-"""The endpoint that agents speak to, and the episodes behind it (docs/agents.md).
+"""The endpoint that agents call, and the episodes behind it (docs/agents.md).
 
 ===== ========================== ================================================================
 POST  /v1/chat/completions       a call of an episode, whose key the client shows as its API key
@@ -65,8 +65,8 @@ class Trajectory:
 
     ``messages``: those of its last call and the answer to it, as the template gets them: clients
     write the JSON of a tool call's arguments in their own way. ``rendered``: the text of that
-    call's prompt. ``part``: its place among the group's parts; -1 before it has one. ``told``: how
-    many tokens of that part its agent knows of. ``tail``: the end of these, as text.
+    call's prompt. ``part``: its place among the group's parts; -1 before it has one.
+    ``delivered``: how many tokens of that part its agent has got. ``tail``: their end, as text.
     """
 
     prompt: tuple[int, ...]
@@ -74,7 +74,7 @@ class Trajectory:
     tools: tuple[Any, ...] = ()
     messages: tuple[Message, ...] = ()
     rendered: str = ""
-    told: int = 0
+    delivered: int = 0
     tail: str = ""
     finish_reason: str = ""
     busy: bool = True
@@ -119,11 +119,11 @@ class Episode:
         context: tuple[int, ...] = ()
         if going is not None:
             trajectory, context = going
-            if trajectory.told + len(context) >= budget:
+            if trajectory.delivered + len(context) >= budget:
                 raise Refused(
                     400,
                     f"the episode must fit rollout.max_completion_tokens = {budget} after its"
-                    f" prompt: it has {trajectory.told} tokens, this call adds {len(context)}",
+                    f" prompt: it has {trajectory.delivered} tokens, this call adds {len(context)}",
                     "messages",
                     TOO_LONG,
                 )
@@ -150,7 +150,7 @@ class Episode:
         for trajectory in sorted(self.trajectories, key=lambda t: -len(t.messages)):
             count = len(trajectory.messages)
             same = trajectory.tools == request.tools and not trajectory.busy
-            if same and trajectory.messages == tuple(messages[:count]) and trajectory.told:
+            if same and trajectory.messages == tuple(messages[:count]) and trajectory.delivered:
 
                 def render(messages: Sequence[Message], tools: Any = request.tools) -> str:
                     return codec.render(messages, tools, ask=False)
@@ -160,11 +160,11 @@ class Episode:
                     return trajectory, codec.encode(added)
         return None
 
-    def answered(self, call: Call, told: int, tail: str, answer: ChatAnswer) -> None:
-        """Answer a call; ``told``: tokens of its trajectory's part, whose end reads ``tail``."""
+    def answered(self, call: Call, delivered: int, tail: str, answer: ChatAnswer) -> None:
+        """Answer a call; ``delivered``: tokens of its trajectory's part, which ends in ``tail``."""
         trajectory = call.trajectory
         trajectory.messages = tuple(map(for_template, (*call.request.messages, answer.message)))
-        trajectory.rendered, trajectory.told, trajectory.tail = call.rendered, told, tail
+        trajectory.rendered, trajectory.delivered, trajectory.tail = call.rendered, delivered, tail
         trajectory.finish_reason = "length" if answer.finish_reason == "length" else "stop"
         trajectory.busy = False
         self.calls.remove(call)
@@ -172,12 +172,12 @@ class Episode:
             call.answer.set_result(answer)
 
     def lost(self, parts: Sequence[Partial]) -> bool:
-        """Whether tokens that the agent knows of are no longer among the group's parts."""
+        """Whether tokens that the agent has got are no longer among the group's parts."""
         return any(
-            trajectory.told
+            trajectory.delivered
             and (
                 trajectory.part >= len(parts)
-                or len(parts[trajectory.part].token_ids) < trajectory.told
+                or len(parts[trajectory.part].token_ids) < trajectory.delivered
             )
             for trajectory in self.trajectories
         )
@@ -199,7 +199,7 @@ class Episode:
         return self._changed
 
     def notice(self) -> None:
-        """Let those know who wait for a change."""
+        """Wake what waits for a change."""
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 

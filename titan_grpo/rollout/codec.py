@@ -222,8 +222,8 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What templates of the Hugging Face layout may use. Sandboxed: a template is a stranger's
-    code."""
+    """What templates of the Hugging Face layout may use. Sandboxed: a template is code of
+    unknown origin."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )

@@ -28,7 +28,7 @@ MAX_SKIPS_IN_A_ROW = 16
 fault, and going on would burn through the whole sequence."""
 
 BAD_REQUEST = frozenset({400, 413, 422})
-"""Status codes that blame the request (a prompt too long, say), not the server."""
+"""Status codes of a fault of the request (a prompt too long, say), not of the server."""
 
 
 @dataclass(slots=True)

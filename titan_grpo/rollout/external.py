@@ -219,7 +219,7 @@ class PushQueue:
         return Reply(202, {"taken": len(taken), "duplicates": len(incoming) - len(taken)}), taken
 
     def status(self, waiting: int) -> dict[str, Any]:
-        """What an environment wants to know before it makes groups."""
+        """What an environment needs before it makes groups."""
         return {
             "run": self.run,
             "trainer_version": self.trainer_version,

@@ -80,8 +80,8 @@ class Cursor:
 
 @dataclass(kw_only=True)
 class RolloutSpec(WorkerKeys):
-    """Everything the rollout process needs to know. Small, and without secrets (keys are named, not
-    held). Not changed once it is made.
+    """What the rollout process starts with. Small, and without secrets (keys are named, not held).
+    Not changed once it is made.
 
     ``base_version`` is the trainer's version at the start or at the resume; ``state`` what
     ``RolloutClient.state`` returned when the checkpoint was written (empty: from the first prompt).

@@ -2,8 +2,8 @@
 
 https://platform.openai.com/docs/api-reference/chat. A field that would change the distribution
 that tokens are sampled from, or that nothing here can do, is refused by its name: the trainer
-recomputes the log-probabilities of what was sampled, and an agent must not be led to believe that
-its wish was met.
+recomputes the log-probabilities of what was sampled, and an agent must learn that its option has no
+effect.
 """
 
 import json

@@ -183,7 +183,7 @@ class RemoteTransport:
                 raise self._refusal(error) from error
         except PeerError as error:
             raise RolloutStopped(
-                f"{self._url} does not speak as a rollout service does: {error}"
+                f"{self._url} does not answer as a rollout service does: {error}"
             ) from error
         else:
             with self._changed:
@@ -206,7 +206,7 @@ class RemoteTransport:
     def _refusal(self, error: HttpRefused) -> TitanGrpoError:
         if error.status == 401:
             return ConfigError(
-                f"the rollout service {self._url} wants another key: the variable that"
+                f"the rollout service {self._url} refuses the key: the variable that"
                 " rollout.controller_key_env names must hold the one that the service was started"
                 " with"
             )

@@ -145,7 +145,7 @@ class Sampler:
         sampling = Sampling(
             ask.tokens, spec.temperature, seed, salt, *stops, routes=spec.router_replay
         )
-        speak, token_ids = dialect(server.engine), (*ask.prompt_ids, *part.token_ids)
+        engine, token_ids = dialect(server.engine), (*ask.prompt_ids, *part.token_ids)
 
         def added(sampled: Sampled, last: int | None) -> Partial:
             # None: the ledger lost track of the server meanwhile, so which weights made the tokens
@@ -160,11 +160,11 @@ class Sampler:
         if not spec.stream_completions or spec.router_replay:
             # The engines send routes at an answer's end, vLLM not among a stream's events: pieces
             # that a broken stream leaves would be without.
-            call = speak.generate(token_ids, sampling, spec.request_timeout_s)
+            call = engine.generate(token_ids, sampling, spec.request_timeout_s)
             sampled = await job.driver.run(call)
             job.parts[sample] = added(sampled, server.newest)
             return sampled.finish_reason
-        stream = speak.stream(token_ids, sampling, spec.request_timeout_s)
+        stream = engine.stream(token_ids, sampling, spec.request_timeout_s)
         tokens = TokenStream(Answer(stream), server)
         try:
             await job.driver.stream(stream.call, tokens)

@@ -161,7 +161,7 @@ class Service:
         self._session: Session | None = None
         self._closing = False
         self._turnover = threading.Lock()
-        """Held while one session ends and the next begins: both could want the same address."""
+        """Held while one session ends and the next begins: both may bind the same address."""
         self._server = HttpServer(address, key, self._answer, "--bind")
         self.address = self._server.address
         self._thread = threading.Thread(target=self._watch, name="lease", daemon=True)
@@ -249,7 +249,7 @@ class Service:
             return Reply(503, {"error": text}, RETRY_AFTER_S)
         self._say(f"run {run} has this service")
         with self._changed:
-            # The lease begins when the trainer can know of it.
+            # The lease begins with the answer: starting the process has taken seconds of it.
             self._lease = self._lease.renew(name, time.monotonic()) or self._lease
         return answer
 

@@ -1,4 +1,4 @@
-"""What a person should know about a run, in words: a table of rules over its figures. Pure."""
+"""What stands out in a run, in words: a table of rules over its figures. Pure."""
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -85,7 +85,7 @@ class Rows:
         filter_key = f"{keys.section}.dataset_filter"
         for text in keys.dataset_filter:
             condition = Condition.parse(text, filter_key)
-            self.want(condition.column, f"{filter_key} asks for {condition.column!r}")
+            self.require(condition.column, f"{filter_key} asks for {condition.column!r}")
             self._kept = self._passing(condition)
         if not self._kept:
             raise DataError(
@@ -108,11 +108,11 @@ class Rows:
                 f"row {number} of {self._section}.dataset {self.name!r} must be UTF-8: {error}"
             ) from error
 
-    def want(self, column: str, who: str) -> None:
-        """Raise ConfigError if there is no such column; ``who`` asks for it."""
+    def require(self, column: str, user: str) -> None:
+        """Raise ConfigError, which begins with ``user``, if there is no such column."""
         if column not in self.columns:
             raise ConfigError(
-                f"{who}, a column that {self._section}.dataset {self.name!r} must have; it has"
+                f"{user}, a column that {self._section}.dataset {self.name!r} must have; it has"
                 f" {', '.join(self.columns)}"
             )
 

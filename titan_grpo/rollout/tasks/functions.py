@@ -69,7 +69,7 @@ class Reward:
                 parameter.VAR_POSITIONAL,
             )
             if demanded and name not in GIVEN:
-                rows.want(name, f"{self.section}.reward {self.path!r} asks for {name!r}")
+                rows.require(name, f"{self.section}.reward {self.path!r} asks for {name!r}")
 
     def wanted(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Those of the arguments that the function takes: all, if it has ``**kwargs``."""
@@ -207,7 +207,7 @@ class FunctionTask:
         prompt, key = keys.prompt, f"{keys.section}.prompt"
         if not prompt:
             if MESSAGES not in rows.columns:
-                rows.want(TEXTS, f"without {key} a run asks for {TEXTS!r} or {MESSAGES!r}")
+                rows.require(TEXTS, f"without {key} a run asks for {TEXTS!r} or {MESSAGES!r}")
             return
         try:
             names = [name for _, name, _, _ in Formatter().parse(prompt) if name is not None]
@@ -218,7 +218,7 @@ class FunctionTask:
             ) from error
         for name in names:
             column = name.partition(".")[0].partition("[")[0]
-            rows.want(column, f"{key} asks for {column!r}")
+            rows.require(column, f"{key} asks for {column!r}")
 
 
 def with_system(said: Any, system_prompt: str) -> list[Any]:
