@@ -74,19 +74,15 @@ class Completion:
     sampled: tuple[bool, ...] = ()
     """Which of ``token_ids`` the policy sampled; the others (a tool's answer) are context, and
     their ``logprobs`` mean nothing. Empty: all of them."""
-
     zero_advantage: bool = False
     """The reward counts for the others of its group, but this completion is not trained on."""
-
     spans: tuple[Span, ...] = ()
     """Which version sampled which of ``token_ids``, in order; the numbers of tokens add up to
     theirs. Context has the version before it. Empty: all are of ``version_first``, or later ones
     up to ``version_last``."""
-
     routes: bytes = field(default=b"", repr=False)
     """Which experts the engine sent each token of prompt and completion to, but for the last token:
     uint16, little-endian, [tokens, layers, experts of a token]. Empty: it did not say."""
-
     episode: int = -1
     """Where an agent's history changed, its episode is several completions, which have this number
     in common: their reward counts once in the group. -1: it is one of its own."""

@@ -386,11 +386,9 @@ class Software:
     oldest: str
     why: str
     """Why no version before ``oldest`` works."""
-
     config_key: str
     routes: str
     """Remedy for closed routes."""
-
     resume: str
     start_with: str
 

@@ -94,7 +94,6 @@ class Needs:
     options: Options = Options()
     tokens: Sequence[int] | None = None
     """Ids of TEXT by the trainer's tokenizer; None: not known."""
-
     tool_calls: bool = False
     """Servers have to read calls of tools in what they sample."""
 
@@ -110,7 +109,6 @@ class Access:
     run_key: Key | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
     """See Hello."""
-
     needs: Needs | None = None
     """None: without a job."""
 
@@ -128,18 +126,14 @@ class ServerFacts:
     backend: str | None = None
     joined: Joined | None = None
     """The receiver's answer to a probe; only a server whose backend is ours is asked."""
-
     errors: dict[str, str] = field(default_factory=dict)
     our_key: bool = False
     """Whether this end has a run key, and so proved it."""
-
     engine: str = vllm.NAME
     middleware: bool | None = None
     """Whether a vLLM has our middleware; None: unknown."""
-
     clock_ahead_s: float = 0.0
     """By how much the server's clock is ahead of this host's."""
-
     options: Options | None = None
     tokens: list[int] | None = None
     """Ids of TEXT by its own tokenizer."""

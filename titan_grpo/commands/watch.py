@@ -82,6 +82,7 @@ def _check(args: argparse.Namespace) -> int:
     from titan_grpo.observe import alerts
     from titan_grpo.observe.recorder import read_metrics
     from titan_grpo.views.live import Follower
+    from titan_grpo.views.run import summary_of
 
     thresholds = [alerts.Threshold.parse(text, "--alert") for text in args.alert]
     thresholds += _of_job(args.config)
@@ -105,7 +106,7 @@ def _check(args: argparse.Namespace) -> int:
     if args.stalled is not None and not ended and silent_s > args.stalled:
         print(f"no step after step {rows[-1]['step']} for {silent_s:.0f} s")
         return STALLED
-    if ended and run.summary() is None:
+    if ended and summary_of(args.run) is None:
         print(f"the run ended after step {rows[-1]['step']} without a summary; its log says why")
         return 1
     return 0
@@ -162,8 +163,9 @@ def _print_steps(follower: "Follower", rows: list[dict[str, Any]]) -> None:
 def _end(follower: "Follower") -> int:
     from titan_grpo.observe.report import final_table
     from titan_grpo.observe.terminal import next_command
+    from titan_grpo.views.run import summary_of
 
-    summary = follower.summary()
+    summary = summary_of(follower.folder)
     if summary is None:
         print(f"the run ended after step {follower.state.step} without a summary; its log says why")
         return 1

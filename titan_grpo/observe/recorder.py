@@ -72,11 +72,9 @@ class History:
     commits: dict[str, list[int]] = field(default_factory=dict)
     membership: list[tuple[str, str, int]] = field(default_factory=list)
     """(server, "joined" or "left", trainer version), in order."""
-
     errors: list[str] = field(default_factory=list)
     resumes: list[int] = field(default_factory=list)
     """First step after each resume."""
-
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """Each with name, version and figures (schema.Evaluated), in order."""
 

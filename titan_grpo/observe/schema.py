@@ -66,17 +66,13 @@ class Evaluated(Record):
     prompts: Count
     samples: Count
     """Completions of each prompt."""
-
     reward: Estimate
     passed: dict[str, Estimate]
     """k -> pass@k."""
-
     tokens: Estimate
     """Sampled tokens of a completion."""
-
     refused: Count
     """Prompts that the server refused (too long, say): in no other figure."""
-
     seconds: float
 
 
@@ -88,39 +84,30 @@ class Summary(Record):
     steps: Count
     resumes: list[Count]
     """First step after each resume."""
-
     reward_first: Number
     reward_last: Number
     reward_window: Count
     """Steps that either of the two is a mean of."""
-
     versions_committed: dict[str, Server]
     """By the server's URL. A resumed run commits the versions that it repeats once more."""
-
     membership: list[Change]
     sync_count: Count
     skipped_versions: Count
     digest_mismatches: Count
     sync_bytes: Count
     """To all servers."""
-
     spared_bytes: Count
     """That they did not read, since patches made them."""
-
     sync_failures: Count
     """Transfers and commits."""
-
     quarantines: Count
     skipped_optimizer_steps: Count
     requests: Count
     """Of generation, to all servers."""
-
     outages: Count
     """Groups that a failing server interrupted."""
-
     generated_tokens_per_s: Number
     """Mean over steps, all servers."""
-
     blocked_s: MedianP95
     copy_s: MedianP95
     send_s: MedianP95
@@ -134,18 +121,15 @@ class Summary(Record):
     drain_s: MedianP95
     steps_per_s: Number
     """Without start-up and the first step of each process, which compiles and connects."""
-
     staleness: MeanMax
     logprob_gap: MeanMax
     logprob_gap_on_policy: MeanMax
     dropped: dict[str, Count]
     """Groups by reason."""
-
     lengths: dict[str, dict[str, Count]]
     """Completions by length, as "made" (or begun, and thrown away) and as "trained": the key is the
     greatest number of sampled tokens of a range, which begins above half of it. Where the shares
     differ, training does not see what was sampled."""
-
     evaluations: list[Evaluated]
     errors: list[str]
 

@@ -69,7 +69,6 @@ class Cause:
 
     exitcode: int | None = None
     """Of the rank that failed first, as torchrun reports it; negative: the signal that ended it."""
-
     _error: str = ""
     _exception: str = ""
     _consequence: str = ""

@@ -52,7 +52,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Prompted:
-    """Rewards and lengths (sampled tokens) of one prompt's completions."""
+    """Rewards and lengths (sampled tokens) of one prompt's completions: the tokens of thousands of
+    prompts would be kept for nothing."""
 
     rewards: tuple[float, ...]
     tokens: tuple[int, ...]

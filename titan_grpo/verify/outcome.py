@@ -36,7 +36,6 @@ class Made:
     digest: str
     fingerprint: str
     """Of its image."""
-
     tensors: dict[str, str]
 
 
@@ -80,13 +79,11 @@ class Run:
     made: tuple[Made, ...]
     claimed: tuple[int, ...]
     """Versions that the trainer's summary calls committed."""
-
     commits: tuple[Committed, ...]
     probes: tuple[Probe, ...]
     references: tuple[Reference, ...]
     probe_errors: tuple[str, ...] = ()
     """Why requests got no answer."""
-
     final_file: str = ""
     """SHA-256 of the trained weights' file."""
 

@@ -19,7 +19,7 @@ from rich.text import Text
 from titan_grpo.observe import names
 from titan_grpo.observe.report import number
 from titan_grpo.views.findings import duration, percent
-from titan_grpo.views.run import band, edges, in_order, short
+from titan_grpo.views.run import band, edges, in_order, short, summary_of
 
 TAIL_BYTES = 1 << 22
 """Of a file that is there already when watching begins: its end, which has what is new, and as much
@@ -157,16 +157,7 @@ class Follower:
         """Whether the run is over: its trainer is gone, or (where another host has it) summary.json
         is newer than the last step."""
         alive = trainer_lives(self.folder / "run.lock")
-        return not alive if alive is not None else self.summary() is not None
-
-    def summary(self) -> Path | None:
-        """summary.json of the run; None while there is none that is newer than the last step."""
-        summary, metrics = self.folder / "summary.json", self.folder / "metrics.jsonl"
-        with suppress(FileNotFoundError):
-            written = summary.stat().st_mtime
-            if not metrics.is_file() or written >= metrics.stat().st_mtime:
-                return summary
-        return None
+        return not alive if alive is not None else summary_of(self.folder) is not None
 
 
 def trainer_lives(lock: Path) -> bool | None:

@@ -148,7 +148,7 @@ def read_run(folder: Path) -> Run:
             read_metrics(metrics) if metrics.is_file() else [],
             read_trace(trace) if trace.is_file() else Trace(),
             read_samples(folder / "samples.jsonl"),
-            _summary(folder / "summary.json", newest=metrics),
+            _summary(folder),
         )
     except OSError as error:
         raise ConfigError(f"RUN must be readable, {folder} is not: {error.strerror}") from error
@@ -213,12 +213,21 @@ def read_samples(path: Path) -> list[ShownStep]:
     return out
 
 
-def _summary(path: Path, newest: Path) -> Summary | None:
-    """Read summary.json, unless a later run in the same folder has gone past it."""
-    with suppress(FileNotFoundError, msgspec.DecodeError):
-        summary = msgspec.json.decode(path.read_bytes(), type=Summary)
-        if not newest.is_file() or path.stat().st_mtime >= newest.stat().st_mtime:
+def summary_of(folder: Path) -> Path | None:
+    """summary.json of a run; None while there is none that is newer than the last step: it may be
+    of an earlier run in the same folder."""
+    summary, metrics = folder / "summary.json", folder / "metrics.jsonl"
+    with suppress(FileNotFoundError):
+        written = summary.stat().st_mtime
+        if not metrics.is_file() or written >= metrics.stat().st_mtime:
             return summary
+    return None
+
+
+def _summary(folder: Path) -> Summary | None:
+    with suppress(FileNotFoundError, msgspec.DecodeError):
+        if (path := summary_of(folder)) is not None:
+            return msgspec.json.decode(path.read_bytes(), type=Summary)
     return None
 
 
