@@ -1,4 +1,4 @@
-"""Requests over a Unix socket: answers, refusals, other users, deadlines."""
+"""Requests over a Unix socket: answers, refusals, other users, deadlines; and the end of a pipe."""
 
 import os
 import secrets
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from titan_grpo.errors import DataError, ServerRefused, ServerUnreachable
-from titan_grpo.unix_rpc import Server, abstract_address, call
+from titan_grpo.unix_rpc import Pipe, Server, abstract_address, call
 
 
 @pytest.fixture
@@ -128,3 +128,15 @@ def test_a_client_that_hangs_up_or_sends_no_object_costs_nothing(serve) -> None:
             client.connect(address)
             client.sendall(raw)
     assert call(address, {"still": "there"}, 60.0) == {"still": "there"}
+
+
+def test_both_ends_of_a_pipe_end_when_a_call_cannot_be_pickled() -> None:
+    ends = [Pipe(sock, None) for sock in socket.socketpair()]
+    readers = [threading.Thread(target=end.receive, daemon=True) for end in ends]
+    for reader in readers:
+        reader.start()
+    ends[0].post("take", lambda: None)
+    ends[0].start()
+    for reader in readers:
+        reader.join(60)
+        assert not reader.is_alive()

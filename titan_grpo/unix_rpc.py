@@ -112,16 +112,22 @@ class Pipe:
         self._thread.join(within_s)
 
     def _send_all(self) -> None:
-        with suppress(OSError):  # the other end is gone: the receiving thread finds out
-            while True:
+        calls: list[_Call | None] = []
+        try:
+            while None not in calls:
                 # no deadline: close() puts None into the queue; the thread is a daemon
                 calls = [self._out.get()]
                 while not self._out.empty() and len(calls) < BATCH:
                     # no deadline: only this thread takes from the queue
                     calls.append(self._out.get())
                 self._connection.send([call for call in calls if call is not None])
-                if None in calls:
-                    return
+        except OSError:
+            pass  # the other end is gone: the receiving thread finds out
+        except Exception:  # top of a thread: a call that has no pickle, a task's payload say
+            log.exception("a pipe ends, since a call over it cannot be pickled")
+            # Without this both ends would wait for calls that never come.
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as both:
+                both.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> None:
         """Perform what the other end posts, on this thread, until its end."""
