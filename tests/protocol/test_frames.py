@@ -127,12 +127,12 @@ def test_a_frame_past_its_time_is_never_sent_and_its_number_is(frames, data):
 
 
 def test_posts_are_bounded_and_never_empty():
-    box = S.Outbox("s").put("of 5.").put("1").put("2").put("of nine..")
+    box = S.Outbox("s").put("of 5.").put("12").put("34").put("of nine..")
     sizes = []
     while (post := box.post(0.0, most=4)[1]) is not None:
         sizes.append(post.frames)
         box = box.acknowledged(post.first + len(post.frames))
-    assert sizes == [("of 5.",), ("1", "2"), ("of nine..",)]
+    assert sizes == [("of 5.",), ("12", "34"), ("of nine..",)]
 
 
 def test_an_acknowledgement_of_what_was_never_sent_is_refused():

@@ -185,7 +185,7 @@ def listening(loop, address="127.0.0.1:0"):
 
     async def start():
         source = PushSource(spec, lambda _: None, lambda _: None)
-        await source.start()
+        source.start()
         return source
 
     return asyncio.run_coroutine_threadsafe(start(), loop).result(60)
@@ -272,7 +272,7 @@ def test_a_loop_that_has_ended_is_503() -> None:
             lambda _: None,
             lambda _: None,
         )
-        await source.start()
+        source.start()
         return source._server
 
     server = asyncio.run(start())

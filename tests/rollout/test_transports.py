@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import queue
 import random
 import threading
 import time
@@ -21,7 +22,15 @@ from titan_grpo.errors import ConfigError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
-from titan_grpo.rollout.messages import FORMAT, AskLoad, RolloutSpec, RolloutStopped, encode
+from titan_grpo.rollout.messages import (
+    FORMAT,
+    Answer,
+    AskLoad,
+    Ready,
+    RolloutSpec,
+    RolloutStopped,
+    encode,
+)
 from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.rollout.service import Service
 from titan_grpo.rollout.worker import LocalTransport
@@ -223,6 +232,16 @@ def test_a_worker_that_cannot_serve_says_why(start, cluster, tmp_path) -> None:
         start(model_dir=str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match=r"rollout\.task"):
         start(task="nonsense")
+
+
+def test_what_is_sent_while_the_process_loads_is_taken_once_it_has(cluster) -> None:
+    transport, came = LocalTransport(), queue.SimpleQueue()
+    transport.start(cluster.spec, came.put, 60)
+    transport.send(ServerState("http://127.0.0.1:9", None, False, ""))
+    transport.send(AskLoad(7))
+    assert isinstance(came.get(timeout=60), Ready)
+    assert came.get(timeout=60) == Answer(7, {"http://127.0.0.1:9": 0})
+    transport.close(WAIT_S)
 
 
 def test_a_closed_transport_leaves_no_process(start, completion_server) -> None:

@@ -254,7 +254,7 @@ class AtroposSource(External):
         self._rejected_in_a_row = 0
         self._age = Waiting(spec.base_version, spec.base_version)
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Register and take batches, in a task of its own."""
         self._room.set()
         self._task = asyncio.get_running_loop().create_task(self._take_batches())

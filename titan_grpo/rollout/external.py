@@ -243,7 +243,7 @@ class External:
         self._per_step = spec.prompts_per_step * spec.group_size
         """Completions of one step."""
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Begin."""
 
     async def close(self) -> None:
@@ -300,7 +300,7 @@ class PushSource(External):
         self._loop = asyncio.get_running_loop()
         self._server: HttpServer | None = None
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Listen. Raises ConfigError where the address cannot be bound."""
         spec, key = self._spec, os.environ.get(self._spec.push_key_env, "")
         self._server = HttpServer(spec.push_address, key, self._answer, "rollout.push_address")

@@ -35,18 +35,28 @@ class Worker:
     def __init__(self, sock: socket.socket) -> None:
         self._pipe = Pipe(sock, self)
         self._loop = asyncio.get_running_loop()
-        self._spec: asyncio.Future[RolloutSpec] = self._loop.create_future()
+        self._source: Dispatcher | External | None = None
         self._stop = asyncio.Event()
         self._error: BaseException | None = None
 
     async def run(self) -> int:
         """Serve until Stop, a closed connection (the trainer is gone) or an error; returns the exit
         code."""
+        # Without it a bug in a callback would only be logged, and the trainer would wait for its
+        # deadline.
+        self._loop.set_exception_handler(
+            lambda _loop, context: self._fail(
+                context.get("exception") or RuntimeError(context["message"])
+            )
+        )
         self._pipe.start()
         threading.Thread(target=self._read, name="read", daemon=True).start()
+        # no deadline: Stop, an error, or the end of the trainer, which `_read` turns into Stop
+        await self._stop.wait()
         try:
-            # no deadline: ends with the trainer, whose end ends this process
-            await self._serve(await self._spec)
+            if self._source is not None:
+                self._calls.close()
+                await self._source.close()
         except Exception as error:  # noqa: BLE001 - top of the process: the trainer raises it
             self._fail(error)
         if self._error is not None:
@@ -57,7 +67,9 @@ class Worker:
     def begin(self, spec: RolloutSpec) -> None:
         """The first of the trainer's calls."""
         self._calls = EngineCalls(spec, self._send)
-        self._loop.call_soon_threadsafe(self._spec.set_result, spec)
+        # In a callback, not in a task that waits for it: messages that have come by then are
+        # callbacks too, and a task would go on after them.
+        self._loop.call_soon_threadsafe(self._load, spec)
 
     def take(self, message: messages.ToWorker) -> None:
         """Each message of the trainer."""
@@ -82,34 +94,22 @@ class Worker:
     def _send(self, message: messages.FromWorker) -> None:
         self._pipe.post("on_message", message)
 
-    async def _serve(self, spec: RolloutSpec) -> None:
-        # Loading does not yield to the loop: the trainer's messages wait there for it.
-        self._source = await self._load(spec)
-        # Without it a bug in a callback would only be logged, and the trainer would wait for its
-        # deadline.
-        self._loop.set_exception_handler(
-            lambda _loop, context: self._fail(
-                context.get("exception") or RuntimeError(context["message"])
-            )
-        )
-        self._send(messages.Ready())
-        # no deadline: Stop, an error, or the end of the trainer, which `_read` turns into Stop
-        await self._stop.wait()
-        self._calls.close()
-        await self._source.close()
-
     def _on(self, message: messages.ToWorker) -> None:
         if isinstance(message, messages.Stop):
             self._stop.set()
-        elif not self._stop.is_set():
+        elif self._source is not None and not self._stop.is_set():
             self._source.on(message)
 
-    async def _load(self, spec: RolloutSpec) -> Dispatcher | External:
-        """Where groups come from, started."""
+    def _load(self, spec: RolloutSpec) -> None:
+        self._source = self._started(spec)
+        self._send(messages.Ready())
+
+    def _started(self, spec: RolloutSpec) -> Dispatcher | External:
+        """Where groups come from, started. Takes seconds: loads task, dataset and tokenizer."""
         if spec.source != "task":
             kind = AtroposSource if spec.source == "atropos" else PushSource
             source = kind(spec, self._send, self._fail)
-            await source.start()
+            source.start()
             return source
         task, codec, accept = load(spec)
         runner = TaskRunner(task, codec, spec.task_concurrency, spec.task_timeout_s, accept)
