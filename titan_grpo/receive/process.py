@@ -24,7 +24,6 @@ from titan_grpo.protocol.server import (
     FenceEvent,
     Loaded,
     OpenEpoch,
-    Refuse,
     fence,
 )
 from titan_grpo.receive.receiver import CERTIFICATE, CERTIFICATE_KEY, Place, Receiver
@@ -293,8 +292,8 @@ class ReceiverHandle:
 
     def _step(self, event: FenceEvent) -> str:
         """Why the fence refuses; empty if it does not."""
-        self.state, actions = fence(self.state, event)
-        return next((action.reason for action in actions if isinstance(action, Refuse)), "")
+        self.state, refusal = fence(self.state, event)
+        return refusal
 
     def _keys(self, run_id: str, epoch: int) -> EpochKeys | None:
         return EpochKeys.of(self._run_key, run_id, epoch) if self._run_key is not None else None

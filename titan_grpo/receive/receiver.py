@@ -535,10 +535,9 @@ class Receiver:
 
     def _step(self, event: server.StagingEvent) -> None:
         """Under ``_turn``. PeerError if the table refuses."""
-        self._staging, actions = server.staging(self._staging, event)
-        for action in actions:
-            if isinstance(action, server.Refuse):
-                raise PeerError(action.reason)
+        self._staging, refusal = server.staging(self._staging, event)
+        if refusal:
+            raise PeerError(refusal)
 
 
 def _staged(

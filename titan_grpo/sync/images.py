@@ -329,10 +329,10 @@ class ImageSlots:
             self._published = {v: p for v, p in self._published.items() if p.slot != slot}
             self._reserve()
 
-    def copied(self, version: int, rank: int) -> bool:
-        """The part of ``rank`` is in the image; whether that was the last one."""
+    def copied(self, version: int, rank: int) -> None:
+        """The part of ``rank`` is in the image."""
         with self._lock:
-            return bool(self._step(image_slots.Copied(version, rank)))
+            self._step(image_slots.Copied(version, rank))
 
     def complete(self, published: Published) -> None:
         """All bytes and digests of a version are there: lanes may pin it."""

@@ -30,10 +30,10 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lane as table
-from titan_grpo.protocol import ledger, recovery
+from titan_grpo.protocol import ledger
 from titan_grpo.protocol.lane import LaneEvent, Observer, Point
 from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Label, Staged
-from titan_grpo.protocol.recovery import settle
+from titan_grpo.protocol.recovery import Health, settle
 from titan_grpo.sync.images import ImageSlots, Parts, Published
 from titan_grpo.sync.link import LaneLink, LinkOptions, answer_s
 from titan_grpo.sync.pause_guard_main import perform
@@ -116,7 +116,8 @@ class ServerLane:
         config = self._config = context.link.config
         self._streamed = config.apply == "streamed"
         self._state = table.Lane(epoch=epoch, streamed=self._streamed)
-        self._health = recovery.Health(recovery.Backoff(config.backoff_s, config.backoff_max_s))
+        self._health = Health(config.backoff_s, config.backoff_max_s)
+        self._resting = False
         self._label = self._held = Label(context.run_id, -1, "")
         self._before = ""
         self._published_s = self._paused_s = 0.0
@@ -492,7 +493,7 @@ class ServerLane:
         # update on it
         self._ping()
         self._held, self._seen_s = self._label, time.monotonic()
-        self._health, _ = recovery.step(self._health, recovery.Answered())
+        self._health = self._health.answered()
         self._pass(Point.HELD)
         now = recorder.now()
         recorder.record_span(names.COMMIT_S, self._paused_s, now, self.url, version=version)
@@ -506,13 +507,12 @@ class ServerLane:
         self._open_link().ping(self._number, answer_s(self._config.commit_deadline_s))
 
     def _rest(self) -> table.Event | _Idle:
-        if self._health.phase is not recovery.Phase.AWAY:  # else it rests already
+        if not self._resting:
             self._close_link()
-            self._health, _ = recovery.step(self._health, recovery.Silent(time.monotonic()))
-        if not self._stopping.is_set():
-            if not self._health.askable(now := time.monotonic()):
-                return _Idle(self._health.until)
-            self._health, _ = recovery.step(self._health, recovery.Rested(now))
+            self._health, self._resting = self._health.silent(time.monotonic()), True
+        if not (self._stopping.is_set() or self._health.askable(time.monotonic())):
+            return _Idle(self._health.until)
+        self._resting = False
         return table.Rested()
 
     def _leave(self) -> None:

@@ -407,8 +407,7 @@ class Reporting:
     def apply(self, url: str, event: ledger.Event, label: Label | None = None) -> None:
         """See Reports. Before a commit it waits until rank 0 knows: from then on the server's
         version is not certain, and rollouts must not ask it."""
-        entry, _ = ledger.step(self._entries[url], event)
-        self._entries[url] = entry
+        entry = self._entries[url] = ledger.step(self._entries[url], event)
         if entry.held is not None:
             self._refusals.pop(url, None)
         said = (url, event, label, self.lanes[url].engine)

@@ -277,7 +277,7 @@ class ServerSet:
     def _joins(self, url: str) -> None:
         server = self._servers.setdefault(url, _Server())
         if server.entry.standing is Standing.GONE:
-            server.entry, _ = ledger.step(server.entry, ledger.Came())
+            server.entry = ledger.step(server.entry, ledger.Came())
         server.label = server.refusal = server.taken_by = ""
         server.final = False
         self._observer.set_server(ServerState(url, None, False, "", ""))
@@ -285,7 +285,7 @@ class ServerSet:
     def _leaves(self, url: str) -> None:
         # GONE first: what the lane reports on its way out must not bring the server back.
         server = self._servers[url]
-        server.entry, _ = ledger.step(server.entry, ledger.Left())
+        server.entry = ledger.step(server.entry, ledger.Left())
         self._observer.remove_server(url)
 
     def _open(self, url: str) -> None:
@@ -316,14 +316,16 @@ class ServerSet:
         """Apply a lane's event to its server's line, and show the observer what changed."""
         with self._changed:
             server = self._servers[url]
-            server.entry, actions = ledger.step(server.entry, event)
+            before = server.entry.accepting, server.entry.held
+            server.entry = ledger.step(server.entry, event)
             if label is not None:
                 server.label = str(label)
             held = server.entry.held
             if held is not None:
                 server.highest = max(held, server.highest or held)
                 server.refusal, server.final = "", False
-            if actions and server.entry.standing is not Standing.GONE and not self._ended:
+            changed = before != (server.entry.accepting, held)
+            if changed and server.entry.standing is not Standing.GONE and not self._ended:
                 engine = server.lane.engine if server.lane is not None else ""
                 # Under the lock: a state that crosses a departure would bring the server back.
                 entry = server.entry
