@@ -108,7 +108,10 @@ class ServerLane:
         self._turn = threading.Lock()
         self._stopping, self._ended = threading.Event(), threading.Event()
         self._idle: table.Action | None = None  # the work it goes on with; None: not started
-        self._seen_s = 0.0  # when the server was as the ledger has it (monotonic clock)
+        self._entry = ledger.Entry()
+        """The server's line, as this lane's own events make it."""
+        self._refusal = ""
+        self._seen_s = 0.0  # when the server was as its line says (monotonic clock)
         self._link: LaneLink | StockLink | None = None
         self._published: Published | None = None
         self._staged: Staged | None = None
@@ -213,10 +216,11 @@ class ServerLane:
         match action:
             case table.Release():
                 self._unpin()
-            case table.Note(ledger.Holds() as event):
-                self._servers.apply(self.url, event, self._held)
             case table.Note(event):
-                self._servers.apply(self.url, event)
+                self._entry, label = ledger.step(self._entry, event), None
+                if isinstance(event, ledger.Holds):
+                    self._refusal, label = "", self._held
+                self._servers.apply(self.url, event, label)
 
     def _perform(self, work: table.Action) -> table.Event | _Idle:
         try:
@@ -247,14 +251,14 @@ class ServerLane:
                 self._stopping.set()
                 self._servers.taken(self.url, taken.run_id)
             elif not earlier:
-                self._servers.refused(self.url, str(taken), final=False)
+                self._refused(str(taken), final=False)
                 self._latch(f"another run has this server: {taken}")
             return table.Outranked(taken.term, earlier)
         except TitanGrpoError as error:
             final, known = isinstance(error, ServerUnfit), False
             connecting = self._state.phase is table.Phase.CONNECTING
             if final or (connecting and isinstance(error, ServerRefused)):
-                known = self._servers.refused(self.url, str(error), final)
+                known = self._refused(str(error), final)
             # A refusal that stays is an error once: it lasts until the server is started anew.
             if not (final and known):
                 self._latch(
@@ -262,6 +266,13 @@ class ServerLane:
                 )
             return table.Failed()
         raise AssertionError(f"the lane table asked for {work!r}, which no lane performs")
+
+    def _refused(self, reason: str, final: bool) -> bool:
+        """Report a refusal, unless the server gave the same one before; whether it did."""
+        known, self._refusal = reason == self._refusal, reason
+        if not known:
+            self._servers.refused(self.url, reason, final)
+        return known
 
     def _latch(self, cause: str, block: int | None = None) -> None:
         if not self._stopping.is_set():
@@ -327,7 +338,7 @@ class ServerLane:
     def _await_newer(self) -> table.Event | _Idle:
         if self._stopping.is_set():
             return table.Failed()
-        entry = self._servers.entry(self.url)
+        entry = self._entry
         self._published = self._c.slots.pin_newer(self.url, entry.held, self._wake)
         if self._published is not None:
             self._label, self._published_s = self._published.label, self._published.published_s
@@ -339,16 +350,17 @@ class ServerLane:
             if isinstance(link, LaneLink):
                 link.check()
             if time.monotonic() >= self._seen_s + every_s:
-                self._look(entry)
+                self._look()
                 self._seen_s = time.monotonic()
         except TitanGrpoError:
             self._c.slots.leave(self.url)
             raise
         return _Idle(self._seen_s + every_s)
 
-    def _look(self, entry: ledger.Entry) -> None:
-        """Raise ServerRefused if an idle server is not as the ledger has it: the next connection
+    def _look(self) -> None:
+        """Raise ServerRefused if an idle server is not as its line says: the next connection
         settles it."""
+        entry = self._entry
         if entry.standing is ledger.Standing.QUARANTINED and not self._control.paused():
             raise ServerRefused("it is half loaded, and another client resumed it")
         if isinstance(self._link, LaneLink):
@@ -423,7 +435,7 @@ class ServerLane:
             )
             return table.Loaded(version, ok=False, intact=False)
         if applied.final:
-            self._servers.refused(self.url, applied.error, final=True)
+            self._refused(applied.error, final=True)
         if applied.ok:
             self._c.recorder.observe(names.LOAD_S, applied.load_s)
         else:

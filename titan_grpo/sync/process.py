@@ -31,7 +31,6 @@ from titan_grpo.observe import names, terminal
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import ledger
 from titan_grpo.protocol.lane import LaneEvent, Point, no_observer
-from titan_grpo.protocol.ledger import Entry
 from titan_grpo.protocol.messages import NIXL, Label
 from titan_grpo.runkey import Key
 from titan_grpo.sync.child import END_S, Child, Launched, Performer, perform
@@ -387,45 +386,68 @@ class PipeControl:
         return call
 
 
-class Reporting:
-    """Reports of the lanes, for rank 0. Each server's line is known here too: by the events of its
-    lane alone."""
+class Main(Performer):
+    """Performs what rank 0 posts, calls of ``lanes`` and ``slots`` among it, and posts what the
+    lanes report (server_set.Reports)."""
 
-    def __init__(self, pipe: Pipe, keep: Callable[[str], object] | None) -> None:
-        """``keep`` is called before rank 0 knows that a server holds a version: it says when the
-        server may go on. None: it always may."""
-        self._pipe, self._keep = pipe, keep
-        self.lanes: dict[str, ServerLane] = {}
-        self._entries: dict[str, Entry] = {}
-        self._refusals: dict[str, str] = {}
+    def begin(self, b: Begin) -> None:
+        """The first of all calls."""
+        pipe = self._pipe
+        pool = b.pool.open(b.config.connect_deadline_s)
+        self._servers: dict[str, ServerLane] = {}
+        self._keeps = b.options.keeps
+        self.slots = ImageSlots(b.config.slots, Reserved(*b.reserved), b.taken, b.complete)
+        options = replace(
+            b.options,
+            run_key=Key.parse(b.run_key, "rank 0's run key") if b.run_key else None,
+            # Its methods are looked up by name in the interface.
+            make_control=(lambda url: cast(ServerControl, PipeControl(pipe, url)))
+            if b.forwarded
+            else None,
+            drain=(lambda url: pipe.ask("drain", url)) if b.drains else None,
+            lane_observer=self._passing,
+        )
+        recorder = PipeRecorder(pipe, b.run_dir)
+        self.lanes = SyncLanes(pool, b.config, recorder, options, self, self.slots)
+        self.lanes.start()
 
-    def opened(self, lane: ServerLane) -> None:
-        """A lane of whose server nothing is known."""
-        self.lanes[lane.url], self._entries[lane.url] = lane, Entry()
-        self._refusals.pop(lane.url, None)
+    def open_lane(self, url: str, epoch: int) -> None:
+        """A server has come."""
+        lane = self._servers[url] = self.lanes.open_lane(url, epoch)
+        lane.start()
+
+    def stop_lane(self, url: str) -> None:
+        """A server leaves. The lane's end is posted to rank 0."""
+        self._servers[url].stop()
+
+    def abort_lane(self, url: str) -> None:
+        self._servers[url].abort()
+
+    def end(self) -> None:
+        """The last of all calls, after the lanes have ended, or were given up."""
+        self.lanes.end(time.monotonic() + JOIN_S)
+        self.exit()
+
+    # Lanes' threads.
+
+    def _passing(self, event: LaneEvent) -> None:
+        if event.point is Point.GREET:
+            self._pipe.post("connecting", event.url, self._servers[event.url].epoch)
 
     def apply(self, url: str, event: ledger.Event, label: Label | None = None) -> None:
-        """See Reports. Before a commit it waits until rank 0 knows: from then on the server's
-        version is not certain, and rollouts must not ask it."""
-        entry = self._entries[url] = ledger.step(self._entries[url], event)
-        if entry.held is not None:
-            self._refusals.pop(url, None)
-        said = (url, event, label, self.lanes[url].engine)
+        said = (url, event, label, self._servers[url].engine)
         if isinstance(event, ledger.Committing):
+            # Until rank 0 has noted it: from then on the server's version is not certain, and
+            # rollouts must not ask it.
             self._pipe.ask("apply", *said)
             return
-        if isinstance(event, ledger.Holds) and self._keep is not None:
-            self._keep(url)
+        if self._keeps and isinstance(event, ledger.Holds):
+            # Before rank 0 has noted it: that one says when the server may go on.
+            self.slots.keep(url)
         self._pipe.post("apply", *said)
 
-    def entry(self, url: str) -> Entry:
-        return self._entries[url]
-
-    def refused(self, url: str, reason: str, final: bool) -> bool:
-        known = self._refusals.get(url) == reason
-        self._refusals[url] = reason
+    def refused(self, url: str, reason: str, final: bool) -> None:
         self._pipe.post("servers.refused", url, reason, final)
-        return known
 
     def taken(self, url: str, run: str) -> None:
         self._pipe.post("servers.taken", url, run)
@@ -440,63 +462,6 @@ class Reporting:
 
     def lane_ended(self, url: str) -> None:
         self._pipe.post("lane_ended", url)
-
-
-class Main(Performer):
-    """Performs what rank 0 posts, calls of ``lanes`` and ``slots`` among it."""
-
-    def answered(self, number: int, value: Any, error: Any) -> None:
-        self._pipe.answered(number, value, error)
-
-    def begin(self, b: Begin) -> None:
-        """The first of all calls."""
-        pipe = self._pipe
-        pool = b.pool.open(b.config.connect_deadline_s)
-        reserved = Reserved(*b.reserved)
-        self.slots = ImageSlots(b.config.slots, reserved, b.taken, b.complete)
-        self._reports = Reporting(pipe, self.slots.keep if b.options.keeps else None)
-        options = replace(
-            b.options,
-            run_key=Key.parse(b.run_key, "rank 0's run key") if b.run_key else None,
-            make_control=self._control if b.forwarded else None,
-            drain=(lambda url: pipe.ask("drain", url)) if b.drains else None,
-            lane_observer=self._passing,
-        )
-        self.lanes = SyncLanes(
-            pool,
-            b.config,
-            PipeRecorder(pipe, b.run_dir),
-            options,
-            self._reports,
-            self.slots,
-        )
-        self.lanes.start()
-
-    def _control(self, url: str) -> ServerControl:
-        # Its methods are looked up by name in the interface.
-        return cast(ServerControl, PipeControl(self._pipe, url))
-
-    def _passing(self, event: LaneEvent) -> None:
-        if event.point is Point.GREET:
-            self._pipe.post("connecting", event.url, self._reports.lanes[event.url].epoch)
-
-    def open_lane(self, url: str, epoch: int) -> None:
-        """A server has come."""
-        lane = self.lanes.open_lane(url, epoch)
-        self._reports.opened(lane)
-        lane.start()
-
-    def stop_lane(self, url: str) -> None:
-        """A server leaves. The lane's end is posted to rank 0."""
-        self._reports.lanes[url].stop()
-
-    def abort_lane(self, url: str) -> None:
-        self._reports.lanes[url].abort()
-
-    def end(self) -> None:
-        """The last of all calls, after the lanes have ended, or were given up."""
-        self.lanes.end(time.monotonic() + JOIN_S)
-        self.exit()
 
 
 def main(sock: socket.socket, parent: int) -> None:

@@ -70,11 +70,8 @@ class Reports(Protocol):
     def apply(self, url: str, event: ledger.Event, label: Label | None = None) -> None:
         """Apply a lane's event to its server's line."""
 
-    def entry(self, url: str) -> Entry:
-        """One server's line."""
-
-    def refused(self, url: str, reason: str, final: bool) -> bool:
-        """A server does not serve this run. Whether that was known."""
+    def refused(self, url: str, reason: str, final: bool) -> None:
+        """A server does not serve this run."""
 
     def taken(self, url: str, run: str) -> None:
         """Another run took a server from this one."""
@@ -395,9 +392,9 @@ class ServerSet:
 
     # Refusals.
 
-    def refused(self, url: str, reason: str, final: bool) -> bool:
+    def refused(self, url: str, reason: str, final: bool) -> None:
         """A server does not serve this run; ``final``: nor will it as it was started. Said at once,
-        not at the next step boundary: the first one may never come. Whether it was known."""
+        not at the next step boundary: the first one may never come."""
         with self._changed:
             server = self._servers[url]
             known = reason == server.refusal
@@ -405,7 +402,6 @@ class ServerSet:
             self._changed.notify_all()
         if not known:
             terminal.print_status(f"{url} refuses this run: {reason}")
-        return known
 
     def taken(self, url: str, run: str) -> None:
         """Another run took a server from this one. The last one ends the run."""
