@@ -19,7 +19,7 @@ from functools import partial
 from typing import Protocol
 
 from titan_grpo.errors import SyncError, TransferFailed
-from titan_grpo.layout.image import ImageAddress, SharedImage, digest_block, open_memfd
+from titan_grpo.layout.image import Hashing, ImageAddress, SharedImage, open_memfd
 from titan_grpo.layout.manifest import Manifest, Part
 from titan_grpo.protocol.messages import RangeSource
 from titan_grpo.runkey import Key
@@ -167,19 +167,17 @@ Moved = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What the image must hold: ``digests`` of the manifest's blocks, and how they are hashed (see
-    layout.image)."""
+    """What the image must hold: ``digests`` of the manifest's blocks."""
 
     manifest: Manifest
     digests: Sequence[bytes]
-    algorithm: str
-    key: bytes | None
+    hashing: Hashing
 
     def first_bad(self, image: memoryview, blocks: range) -> int | None:
         """The first of these blocks of ``image`` that differs; None if none does."""
         for index in blocks:
             pieces = [image[a:b] for a, b in self.manifest.block(index)]
-            if digest_block(pieces, self.algorithm, self.key) != self.digests[index]:
+            if self.hashing.block(pieces) != self.digests[index]:
                 return index
         return None
 

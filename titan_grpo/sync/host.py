@@ -21,11 +21,11 @@ from functools import partial
 
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, PeerError, SyncError, TitanGrpoError
+from titan_grpo.layout.image import Hashing
 from titan_grpo.protocol.messages import Hashed, RangeSource
 from titan_grpo.runkey import Key
 from titan_grpo.sync.child import END_S, Child, Performer, perform
 from titan_grpo.sync.images import (
-    Hashing,
     ImagePool,
     PoolAddress,
     hashed_key,
@@ -233,7 +233,7 @@ class HostPart:
             self._server.revoke(ticket)
         read.extend(wait_copied(pool, version, rank, self._timeout_s) for rank in self._ranks)
         image = pool.images[slot]
-        digests = self._hashing.digests(image.buffer, manifest, pool.part)
+        digests = self._hashing.blocks(image.buffer, manifest, pool.part)
         if self._newest[slot] != version:
             # rank 0 has given this version up
             raise SyncError("its slot was given to a newer version before it was hashed")

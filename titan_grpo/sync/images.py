@@ -23,7 +23,7 @@ import torch.distributed as dist
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout import delta
-from titan_grpo.layout.image import ImageAddress, SharedImage, block_digests, digest_block
+from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import image_slots
 from titan_grpo.protocol.image_slots import SlotTable
@@ -138,35 +138,6 @@ class PoolAddress:
         store = join_store(LOOPBACK, self.store, timeout_s)
         hashed = None if self.hashed is None else join_store(*self.hashed, timeout_s)
         return ImagePool(self.run_id, manifest, self.part, images, store, hashed)
-
-
-@dataclass(frozen=True, slots=True)
-class Hashing:
-    """How a run's blocks are hashed, and who may read them. ``key``: EpochKeys.blocks."""
-
-    algorithm: str
-    key: Key | None
-
-    @property
-    def digest_bytes(self) -> int:
-        """Length of one digest."""
-        return len(digest_block((), self.algorithm))
-
-    def digests(
-        self, image: memoryview, manifest: Manifest, part: int | None = None
-    ) -> tuple[bytes, ...]:
-        """Of an image's blocks (uint8), or of those of one part, in order."""
-        return block_digests(image, manifest, self.algorithm, self.block_key, part)
-
-    @property
-    def block_key(self) -> bytes | None:
-        """As layout.image takes it."""
-        return self.key.raw if self.key is not None else None
-
-    @property
-    def range_key(self) -> Key | None:
-        """EpochKeys.ranges."""
-        return self.key.derive("ranges") if self.key is not None else None
 
 
 def own_certificate(config: WeightSync) -> Certificate | None:

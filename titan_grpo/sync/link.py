@@ -22,7 +22,7 @@ from titan_grpo.errors import (
     ServerUnfit,
     TransferFailed,
 )
-from titan_grpo.layout.image import KEYED, ImageAddress, SharedImage
+from titan_grpo.layout.image import KEYED, Hashing, ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import lane
 from titan_grpo.protocol.messages import (
@@ -112,19 +112,14 @@ class LinkOptions:
         """Deadline of a transfer of ``nbytes``, in seconds."""
         return self.config.lane_deadline_s + nbytes / self.config.min_rate
 
-    @property
-    def algorithm(self) -> str:
-        """How blocks are hashed."""
-        return self.config.digest if self.run_key is None else KEYED
-
     def keys(self, run_id: str, epoch: int) -> EpochKeys | None:
         """The keys of one epoch, None without a run key."""
         return None if self.run_key is None else EpochKeys.of(self.run_key, run_id, epoch)
 
-    def block_key(self, run_id: str) -> bytes | None:
-        """Key of the digests of all blocks of a run (layout.image), None without a run key."""
+    def hashing(self, run_id: str) -> Hashing:
+        """How the blocks of a run are hashed."""
         keys = self.keys(run_id, 0)
-        return None if keys is None else keys.blocks.raw
+        return Hashing(self.config.digest) if keys is None else Hashing(KEYED, keys.blocks)
 
 
 class LaneLink:
@@ -185,7 +180,7 @@ class LaneLink:
             ticket=channel.ticket.hex(),
             transport=o.transport,
             manifest_digest=self._manifest.digest,
-            digest_algorithm=o.algorithm,
+            digest_algorithm=o.hashing(self._run_id).algorithm,
             block_bytes=self._manifest.block_bytes,
             bucket_bytes=config.bucket_bytes,
             timeout_s=self._transfer_s,

@@ -36,7 +36,7 @@ from titan_grpo.runkey import Key
 from titan_grpo.sync.child import END_S, Child, Launched, Performer, perform
 from titan_grpo.sync.images import ImagePool, ImageSlots, PoolAddress, Published, Reserved
 from titan_grpo.sync.lane import ServerLane
-from titan_grpo.sync.lanes import SyncLanes, SyncOptions, hashing_of, server_set
+from titan_grpo.sync.lanes import SyncLanes, SyncOptions, server_set
 from titan_grpo.sync.publisher import Announcer, Copy
 from titan_grpo.sync.server_set import JOIN_S, ServerSet
 from titan_grpo.sync.transports.nixl import nixl_problem
@@ -156,7 +156,7 @@ class SyncProcess(Child):
         link = options.link(config)
         if link.transport == NIXL and (problem := nixl_problem()):
             raise ConfigError(problem)  # now: there it would end a process again and again
-        self.hashing = hashing_of(link, pool.run_id)
+        self.hashing = link.hashing(pool.run_id)
         self.servers: ServerSet = server_set(
             config, recorder, options, lambda _, url, epoch: RemoteLane(self, url, epoch)
         )
@@ -196,7 +196,7 @@ class SyncProcess(Child):
 
     def fingerprint(self, image: memoryview) -> str:
         """The fingerprint of a version with these bytes, under this run's key."""
-        return fingerprint(self.manifest.digest, self.hashing.digests(image, self.manifest))
+        return fingerprint(self.manifest.digest, self.hashing.blocks(image, self.manifest))
 
     def flush(self, version: int, timeout_s: float) -> list[str]:
         """No version follows; see ServerSet."""
