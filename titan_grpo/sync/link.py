@@ -45,12 +45,12 @@ from titan_grpo.sync.relay import Relay
 from titan_grpo.sync.transports.broadcast import (
     Transport,
     TransportOptions,
+    beside,
     broadcast_image,
     host_store,
     nccl_version,
     open_transport,
     outcome,
-    request_beside,
 )
 from titan_grpo.sync.transports.channel import Frame, LaneChannel
 from titan_grpo.sync.transports.nixl import NixlSource
@@ -378,7 +378,7 @@ class LaneLink:
                 self.cancel()
             return applied
 
-        call = request_beside(load, self.cancel)
+        call = beside(load, "load", self.cancel)
         failure: TransferFailed | None = None
         try:
             self.stream(image, moved)

@@ -21,10 +21,10 @@ from titan_grpo.sync.link import LinkOptions, Moved
 from titan_grpo.sync.transports.broadcast import (
     Transport,
     TransportOptions,
+    beside,
     host_store,
     open_transport,
     outcome,
-    request_beside,
 )
 
 TRAINER_RANK = 0
@@ -88,9 +88,7 @@ class StockLink:
         name = f"titan_grpo-{self._run_id}-{self._epoch}-{number}"
         size = 1 + self._workers
         group = Group(name, o.bind_host, host.port, size, o.transport)
-        joining = request_beside(
-            lambda: self._routes.init_group(group, timeout_s), failed=self.cancel
-        )
+        joining = beside(lambda: self._routes.init_group(group, timeout_s), "join", self.cancel)
         # torch nests the prefixes in this way, and the server's torch looks for rank 0 there
         device = "cuda" if o.transport == "nccl" else "cpu"
         store = dist.PrefixStore(
@@ -180,8 +178,8 @@ class StockLink:
         announced = Announced(
             [spec.name for spec in bucket], [spec.dtype for spec in bucket], shapes
         )
-        update = request_beside(
-            lambda: self._routes.update(self._group, announced, left), failed=transport.abort
+        update = beside(
+            lambda: self._routes.update(self._group, announced, left), "load", transport.abort
         )
         failure: TransferFailed | None = None
         try:
