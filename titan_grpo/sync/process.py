@@ -74,10 +74,14 @@ class RemoteLane:
         self.stopping = False
 
     def start(self) -> None:
-        self._owner.open_lane(self)
+        with self._owner.lock:
+            self._owner.lanes[self.url] = self
+            self._owner.post("open_lane", self.url, self.epoch)
 
     def stop(self) -> None:
-        self._owner.stop_lane(self)
+        with self._owner.lock:
+            self.stopping = True
+            self._owner.post("stop_lane", self.url)
 
     def abort(self) -> None:
         self._owner.post("abort_lane", self.url)
@@ -161,7 +165,7 @@ class SyncProcess(Child):
             config, recorder, options, lambda _, url, epoch: RemoteLane(self, url, epoch)
         )
         self.slots = MainSlots(self, Reserved())
-        self._lanes: dict[str, RemoteLane] = {}
+        self.lanes: dict[str, RemoteLane] = {}
         self._jobs: dict[int, tuple[int, float]] = {}
         """Version that is not complete -> slot, and when it was published."""
         self.complete: Published | None = None
@@ -210,7 +214,7 @@ class SyncProcess(Child):
         if not (deadline := self.servers.close(within_s)):
             return
         self._end(max(END_S, deadline - time.monotonic()))
-        for lane in list(self._lanes.values()):
+        for lane in list(self.lanes.values()):
             self.lane_ended(lane.url)
         self._announcer.close(END_S)
         self.slots.reserved.close()
@@ -250,7 +254,7 @@ class SyncProcess(Child):
             self._pipe.post("lanes.publish", version, *job)
         for url in self.slots.kept:
             self._pipe.post("slots.keep", url)
-        for lane in self._lanes.values():
+        for lane in self.lanes.values():
             self._pipe.post("open_lane", lane.url, lane.epoch)
             if lane.stopping:
                 self._pipe.post("stop_lane", lane.url)
@@ -262,29 +266,15 @@ class SyncProcess(Child):
         self.recorder.error(text)
         terminal.print_status(text)
 
-    # Lanes.
-
-    def open_lane(self, lane: RemoteLane) -> None:
-        """Have the process open it. Does not wait."""
-        with self.lock:
-            self._lanes[lane.url] = lane
-            self.post("open_lane", lane.url, lane.epoch)
-
-    def stop_lane(self, lane: RemoteLane) -> None:
-        """Have the process stop it. Does not wait."""
-        with self.lock:
-            lane.stopping = True
-            self.post("stop_lane", lane.url)
-
     # What the process posts, one after the other, beside calls of ``servers`` and ``recorder``.
 
     def connecting(self, url: str, epoch: int) -> None:
         """A lane opens its ``epoch``-th connection."""
-        if lane := self._lanes.get(url):
+        if lane := self.lanes.get(url):
             lane.epoch = epoch
 
     def apply(self, url: str, event: ledger.Event, label: Label | None, engine: str) -> None:
-        if lane := self._lanes.get(url):
+        if lane := self.lanes.get(url):
             lane.engine = engine
         self.servers.apply(url, event, label)
         if self._o.keeps and isinstance(event, ledger.Holds) and url not in self.slots.kept:
@@ -296,7 +286,7 @@ class SyncProcess(Child):
     def lane_ended(self, url: str) -> None:
         """A lane has ended."""
         with self.lock:
-            lane = self._lanes.pop(url, None)
+            lane = self.lanes.pop(url, None)
         if lane is not None:
             lane.ended.set()
 
