@@ -81,7 +81,7 @@ class Pipe:
         """The same, and wait for the outcome: the other end's ``request``. Any thread but the
         receiving one."""
         number, future = next(self._numbers), Future[Any]()
-        self._asked[number] = future
+        self._asked[number] = future  # first: the answer may be here before post() returns
         self.post("request", number, method, *arguments)
         # no deadline: the other end has one for what it does, and its own end ends this process
         return future.result()

@@ -251,8 +251,8 @@ class EngineSide:
         if isinstance(data, dict) and "attach" in data:
             self.map_ahead(self._workers.share(self.place(data["attach"])))
             return
-        # on every worker: the hello may end the receiver, whose memory must not be held beside that
-        # of the next one
+        # On every worker, before the answer: the hello may end the receiver, whose memory must not
+        # be held beside that of the next one.
         self._unmap()
         if self.receiver is None:
             return

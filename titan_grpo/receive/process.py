@@ -83,6 +83,7 @@ class ReceiverProcess:
         self._sent += 1
         self._channel.send({"id": self._sent, **message}, ANSWER_S)
         while (answer := self._channel.receive(timeout_s)) is not None:
+            # of a request that was given up at its deadline, or the last line
             if answer["id"] != self._sent:
                 self._note(answer)
                 continue
@@ -184,6 +185,7 @@ class ReceiverHandle:
         if refusal or problem or probe:
             self.answer(hello, problem or refusal, keys if hello.proof else None, final)
             return refusal or problem
+        # Its memory goes before the next one takes as much, and no two receivers answer one engine.
         self._kill_serving()
         self._greeting = hello
         self._serving = ReceiverProcess(self._first("serve", hello, problem, keys))
@@ -430,6 +432,7 @@ def serve(channel: Channel) -> None:
 def main(sock: socket.socket, parent: int) -> None:
     """Entry point."""
     end_with_parent()
+    # after the call: an engine that ended before it sends no signal any more
     if os.getppid() != parent:
         leave(0)  # the engine had ended before
     logging.basicConfig(level=logging.INFO, format="titan_grpo receiver %(process)d: %(message)s")

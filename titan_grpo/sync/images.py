@@ -199,6 +199,7 @@ class Reserved:
             os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             if not pid
             else (
+                # reading ends in both processes, of one pipe: each byte is read once
                 os.open(f"/proc/{pid}/fd/{read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC),
                 os.open(f"/proc/{pid}/fd/{write}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC),
             )
@@ -428,6 +429,7 @@ class ImageSlots:
         next one. But the next one may need rollouts from that very lane's server, and would never
         come.
         """
+        # The kernel decides: the main thread has read it by now, or never will.
         slot = self.take_reserved()
         if slot is not None:
             self._step(image_slots.Revoke(slot))

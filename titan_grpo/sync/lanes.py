@@ -391,6 +391,7 @@ class LaneThreads:
 
     def wake(self, lane: ServerLane) -> None:
         """Have the lane work now, or again if it works. Any thread; never waits."""
+        # Callers hold the slots' lock: nothing under this one may ask the slots.
         with self._changed:
             self._due[lane] = -math.inf
             if self._thread is None:
@@ -417,6 +418,7 @@ class LaneThreads:
                     return
             for lane in ready:
                 name = f"lane {lane.url}"
+                # daemon: a lane may wait for its server when the process ends
                 thread = threading.Thread(target=self._work, args=(lane,), name=name, daemon=True)
                 try:
                     thread.start()

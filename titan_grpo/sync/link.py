@@ -169,7 +169,7 @@ class LaneLink:
             self._store = host_store(o.bind_host)
         with self._lock:
             self._channel = channel
-            aborted = self._aborted
+            aborted = self._aborted  # an abort before this line found no channel to abort
         if aborted:
             channel.abort()
         hello = Hello(
@@ -388,6 +388,7 @@ class LaneLink:
         # start and finish of an update, the load and the report each have a deadline of their own
         transfer_s = self._options.config.lane_deadline_s
         load_s = lane.step_s(lane.Phase.LOADING, commit_deadline_s, transfer_s)
+        # Also after a failed broadcast: the engine's report says what it holds now.
         applied = outcome(call, load_s, f"the load call of transfer {staged.number}")
         if failure is not None and applied.ok:
             raise failure  # the two ends disagree about the bytes

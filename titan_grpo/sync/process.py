@@ -74,6 +74,7 @@ class RemoteLane:
         self.stopping = False
 
     def start(self) -> None:
+        # One piece: a process that is started in between gets the lane once, by its handover.
         with self._owner.lock:
             self._owner.lanes[self.url] = self
             self._owner.post("open_lane", self.url, self.epoch)
@@ -222,8 +223,10 @@ class SyncProcess(Child):
     # The process.
 
     def _begin(self) -> None:
+        # What the last process had reserved: two processes' slots in one pipe would be written
+        # twice at once.
         while self.slots.reserved.take() is not None:
-            pass  # what the last process had reserved
+            pass
         slots = {slot for slot, _ in self._jobs.values()}
         slots |= {self.slots.taken} if self.slots.taken is not None else set()
         if self.complete is not None and self.complete.slot in slots:
@@ -305,6 +308,7 @@ class SyncProcess(Child):
             # Here, in order with all else.
             pipe.answer(number, lambda: self.apply(url, *arguments))
             return
+        # On a thread: it may take a commit's deadline, and what ends it may be posted meanwhile.
         work: Callable[..., Any] = self._drain if what == "drain" else self._call
         threading.Thread(
             target=pipe.answer,
