@@ -74,7 +74,7 @@ class FarMain(HostMain):
     def begin(self, b: HostBegin) -> None:
         """See HostMain."""
         super().begin(b)
-        for image in self.part.images:
+        for image in self._pool.images:
             image.address = replace(image.address, pid=0)
         self._pipe.post("ready")
 
