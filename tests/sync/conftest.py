@@ -164,7 +164,7 @@ class Rig:
 
     def publish(self, version: int) -> int:
         """Publish as the trainer does; the slot."""
-        slot = self.slots.wait_reserved(WAIT_S)
+        slot = self.slots.reserved.wait(WAIT_S)
         assert slot is not None, f"no slot became free for version {version}: {self.slots!r}"
         self.publish_into(version, slot)
         return slot

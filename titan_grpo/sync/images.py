@@ -222,18 +222,14 @@ class Reserved:
         except BlockingIOError:
             return None
 
-    def wait(self, timeout_s: float) -> int | None:
-        """``take`` that waits."""
-        deadline = time.monotonic() + timeout_s
-        while (slot := self.take()) is None and (left_s := deadline - time.monotonic()) > 0:
-            self.poll(left_s)
-        return slot
-
-    def poll(self, timeout_s: float) -> None:
-        """Wait until there may be a slot."""
+    def wait(self, timeout_s: float, take: Callable[[], int | None] | None = None) -> int | None:
+        """``take``, or another one, that waits: for the end of a run only."""
+        deadline, take = time.monotonic() + timeout_s, take or self.take
         poll = select.poll()
         poll.register(self._read, select.POLLIN)
-        poll.poll(timeout_s * 1000.0)
+        while (slot := take()) is None and (left_s := deadline - time.monotonic()) > 0:
+            poll.poll(left_s * 1000.0)
+        return slot
 
     def close(self) -> None:
         """Close both ends. Idempotent."""
@@ -265,31 +261,16 @@ class ImageSlots:
         self._stopping: set[str] = set()
         self._kept: set[str] = set()
         """Lanes that get no newer version for now."""
-        self._reserved = reserved or Reserved()
+        self.reserved = reserved or Reserved()
         with self._lock:
             self._reserve()
 
     def __repr__(self) -> str:
         return f"<ImageSlots {self._table!r}>"
 
-    # Main thread.
-
-    def take_reserved(self) -> int | None:
-        """The slot for the next version, or None: every slot is in use, so the version is skipped.
-        Never waits."""
-        return self._reserved.take()
-
-    def put_back(self, slot: int) -> None:
-        """Return a slot that was taken and not written: it is the next one again. Never waits."""
-        self._reserved.put(slot)
-
-    def wait_reserved(self, timeout_s: float) -> int | None:
-        """``take_reserved`` that waits. For shutdown only."""
-        return self._reserved.wait(timeout_s)
-
     def close(self) -> None:
         """Close the pipe. Idempotent."""
-        self._reserved.close()
+        self.reserved.close()
 
     # Sealer.
 
@@ -420,7 +401,7 @@ class ImageSlots:
         )
         for action in self._step(image_slots.Reserve(wanted)):
             if isinstance(action, image_slots.Promise):
-                self._reserved.put(action.slot)
+                self.reserved.put(action.slot)
 
     def _revoke(self) -> None:
         """Cancel the reservation if it is still in the queue: a lane wants what the slot holds.
@@ -430,7 +411,7 @@ class ImageSlots:
         come.
         """
         # The kernel decides: the main thread has read it by now, or never will.
-        slot = self.take_reserved()
+        slot = self.reserved.take()
         if slot is not None:
             self._step(image_slots.Revoke(slot))
 

@@ -104,23 +104,19 @@ class MainSlots:
         self.kept: set[str] = set()
 
     def take_reserved(self) -> int | None:
-        return self.wait_reserved(0.0)
+        """The slot for the next version, or None: every slot is in use, so the version is skipped.
+        Never waits."""
+        # One piece for a restart, which must know who has each slot.
+        with self._owner.lock:
+            slot = self.reserved.take()
+            self.taken = self.taken if slot is None else slot
+            return slot
 
     def wait_reserved(self, timeout_s: float) -> int | None:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            # One piece for a restart, which must know who has each slot. It is never held over a
-            # wait.
-            with self._owner.lock:
-                slot = self.reserved.take()
-                if slot is not None:
-                    self.taken = slot
-                    return slot
-            if (left_s := deadline - time.monotonic()) <= 0:
-                return None
-            self.reserved.poll(left_s)
+        return self.reserved.wait(timeout_s, self.take_reserved)
 
     def put_back(self, slot: int) -> None:
+        """Return a slot that was taken and not written: it is the next one again. Never waits."""
         with self._owner.lock:
             self.taken = None
             self.reserved.put(slot)
