@@ -218,7 +218,10 @@ class Mapped:
 
 
 def _release(mapping: Future[Mapped]) -> None:
+    """Callback of a mapping that has ended."""
+    # no deadline: it has
     if mapping.exception() is None:
+        # no deadline: it has
         mapping.result().release()
 
 
@@ -423,6 +426,7 @@ class EngineSide:
             # no deadline: the commit would do the same work itself, for as long
             error = mapping.exception()
             if error is None:
+                # no deadline: it has ended
                 return mapping.result()
             log.warning("the staged weights could not be mapped before a commit: %s", error)
         else:

@@ -80,12 +80,6 @@ class LaneContext:
     run over a commit."""
 
 
-def fresh_label(run_id: str, text: str | None) -> Label | None:
-    """The label a server shows, if it is of this run; None: its weights are unknown."""
-    label = Label.parse(text)
-    return label if label is not None and label.run_id == run_id else None
-
-
 @dataclass(frozen=True, slots=True)
 class _Idle:
     """The work goes on when something wakes the lane, or at ``until_s`` (monotonic clock)."""
@@ -108,9 +102,7 @@ class ServerLane:
         self._turn = threading.Lock()
         self._stopping, self._ended = threading.Event(), threading.Event()
         self._idle: table.Action | None = None  # the work it goes on with; None: not started
-        self._entry = ledger.Entry()
-        """The server's line, as this lane's own events make it."""
-        self._refusal = ""
+        self._entry = ledger.Entry()  # the server's line, as this lane's own events make it
         self._seen_s = 0.0  # when the server was as its line says (monotonic clock)
         self._link: LaneLink | StockLink | None = None
         self._published: Published | None = None
@@ -120,9 +112,8 @@ class ServerLane:
         self._streamed = config.apply == "streamed"
         self._state = table.Lane(epoch=epoch, streamed=self._streamed)
         self._health = Health(config.backoff_s, config.backoff_max_s)
-        self._resting = False
         self._label = self._held = Label(context.run_id, -1, "")
-        self._before = ""
+        self._before, self._refusal, self._resting = "", "", False
         self._published_s = self._paused_s = 0.0
 
     def __repr__(self) -> str:
@@ -285,11 +276,8 @@ class ServerLane:
     def _pass(self, point: Point) -> None:
         version = -1 if self._state.version is None else self._state.version
         label = str(self._label) if version >= 0 else ""
-        self._c.observer(
-            LaneEvent(
-                point, self.url, self._c.run_id, wire_epoch(self._state.epoch), version, label
-            )
-        )
+        epoch = wire_epoch(self._state.epoch)
+        self._c.observer(LaneEvent(point, self.url, self._c.run_id, epoch, version, label))
 
     def _connect(self, epoch: int, term: int) -> table.Event:
         with self._c.recorder.span(names.CONNECT_S, self.url, epoch=epoch):
@@ -367,8 +355,8 @@ class ServerLane:
             self._ping()  # a host that vanished closes no connection
         if entry.held is None:
             return
-        label = fresh_label(self._c.run_id, self._control.label())
-        if label is None or label.version != entry.held:
+        label = Label.parse(self._control.label())
+        if label is None or (label.run_id, label.version) != (self._c.run_id, entry.held):
             raise ServerRefused(
                 f"it serves {label or 'weights of its own'} instead of v{entry.held}: was it"
                 " restarted?"
