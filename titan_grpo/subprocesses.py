@@ -70,11 +70,13 @@ def start_module(
 
     ``new_session``: signals to our group or terminal do not reach the process. Raises OSError.
     """
+    # Neither is inherited but by pass_fds: another child that held our end would keep it open after
+    # our own end, and this process would wait for ever.
     ours, theirs = socket.socketpair()
     ends = str(theirs.fileno()), str(os.getpid())
     command = [sys.executable, "-m", "titan_grpo.run_main", module, *ends, *arguments]
     try:
-        with theirs:
+        with theirs:  # only the child may hold it: then its end closes ours
             process = subprocess.Popen(
                 command,
                 env=dict(env),

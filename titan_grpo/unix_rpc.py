@@ -36,6 +36,9 @@ from titan_grpo.errors import (
 BATCH = 256
 """Most calls in one message."""
 
+ANSWERED = "<answered>"
+"""In place of a method: the outcome of an ``ask``."""
+
 READ_BYTES = 1 << 16
 
 GREET_S = 5.0
@@ -78,13 +81,13 @@ class Pipe:
         """The same, and wait for the outcome: the other end's ``request``. Any thread but the
         receiving one."""
         number, future = next(self._numbers), Future[Any]()
-        self._asked[number] = future
+        self._asked[number] = future  # first: the answer may be here before post() returns
         self.post("request", number, method, *arguments)
         # no deadline: the other end has one for what it does, and its own end ends this process
         return future.result()
 
-    def answered(self, number: int, value: Any, error: TitanGrpoError | None) -> None:
-        """The outcome of an ``ask``, as the other end posts it."""
+    def _answered(self, number: int, value: Any, error: TitanGrpoError | None) -> None:
+        """The outcome of an ``ask``."""
         future = self._asked.pop(number)
         if error is None:
             future.set_result(value)
@@ -99,7 +102,7 @@ class Pipe:
         except Exception as raised:  # noqa: BLE001 - top of a thread: `ask` must not hang
             text = str(raised) if isinstance(raised, TitanGrpoError) else repr(raised)
             error = CROSSING[kind_of(raised)](text)
-        self.post("answered", number, value, error)
+        self.post(ANSWERED, number, value, error)
 
     def start(self) -> None:
         """Send, on a thread, until ``close`` or the other end is gone."""
@@ -138,7 +141,10 @@ class Pipe:
             except (EOFError, OSError):
                 return
             for method, arguments in calls:
-                attrgetter(method)(self._target)(*arguments)
+                if method == ANSWERED:
+                    self._answered(*arguments)
+                else:
+                    attrgetter(method)(self._target)(*arguments)
 
 
 def abstract_address(name: str) -> str:

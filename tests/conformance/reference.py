@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from titan_grpo.layout.image import block_digests, fingerprint
+from titan_grpo.layout.image import fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.sync.link import LinkOptions
 
@@ -73,7 +73,5 @@ class Weights:
                 tensors[spec.name].flatten().view(torch.uint8)
             )
         image = self.image.numpy().data
-        self.digests = block_digests(
-            image, self.manifest, options.algorithm, options.block_key(run_id)
-        )
+        self.digests = options.hashing(run_id).blocks(image, self.manifest)
         self.fingerprint = fingerprint(self.manifest.digest, self.digests)

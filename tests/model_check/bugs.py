@@ -15,7 +15,7 @@ from titan_grpo.protocol.recovery import Relabel, settle
 
 Laned = tuple[lanes.Lane, tuple[lanes.Action, ...]]
 Slotted = tuple[image_slots.SlotTable, tuple[Any, ...]]
-Fenced = tuple[server.EngineState, tuple[Any, ...]]
+Fenced = server.FenceOutcome
 Admitted = tuple[admission.Admission, tuple[Any, ...]]
 """What a table makes of an event: the state after it, and actions."""
 
@@ -191,7 +191,7 @@ def _any_epoch_may_commit(h: server.EngineState, e: Any) -> Fenced:
 @_seeded("fence", "an older hello is served", "a zombie cannot take a server")
 def _older_greetings_accepted(h: server.EngineState, e: Any) -> Fenced:
     if isinstance(e, server.OpenEpoch):
-        return replace(h, in_force=(e.run_id, e.epoch), term=e.term), (server.Serve(),)
+        return replace(h, in_force=(e.run_id, e.epoch), term=e.term), ""
     return server.fence(h, e)
 
 
@@ -203,13 +203,13 @@ def _broken_loads_forgotten(h: server.EngineState, e: Any) -> Fenced:
 
 
 @_seeded("staging", "bytes are lent unchecked", "no mixed weights")
-def _unchecked_bytes(s: server.Staging, e: Any) -> tuple[server.Staging, tuple[Any, ...]]:
+def _unchecked_bytes(s: server.Staging, e: Any) -> server.StagingOutcome:
     if isinstance(e, server.LendRequested) and s.phase in (
         server.Phase.STAGED,
         server.Phase.EMPTY,
         server.Phase.WRITING,
     ):
-        return replace(s, phase=server.Phase.LENT), (server.Grant(),)
+        return replace(s, phase=server.Phase.LENT), ""
     return server.staging(s, e)
 
 

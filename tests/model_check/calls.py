@@ -30,9 +30,9 @@ def execute(s: Server, r: Request, t: Tables, mine: bool) -> Server:
 
     match r.kind:
         case "greet":
-            engine, actions = t.fence(s.engine, server.OpenEpoch(r.run, r.epoch, r.term))
+            engine, refused = t.fence(s.engine, server.OpenEpoch(r.run, r.epoch, r.term))
             run_in_force = s.engine.in_force[0]
-            if not isinstance(actions[0], server.Serve):
+            if refused:
                 if run_in_force == r.run:
                     return answer(s._replace(engine=engine), "no")
                 return answer(s._replace(engine=engine), "outranked", engine.term)
@@ -76,22 +76,22 @@ def execute(s: Server, r: Request, t: Tables, mine: bool) -> Server:
 def _begin(s: Server, r: Request, t: Tables) -> Server:
     if s.receiver != (r.run, r.epoch):
         return s._replace(answer=("no",))
-    memory, actions = t.staging(s.memory, server.Begin(r.version, r.version))
-    if not isinstance(actions[0], server.Write):
+    memory, refused = t.staging(s.memory, server.Begin(r.version, r.version))
+    if refused:
         return s._replace(memory=memory, answer=("no",))
     return s._replace(memory=memory, request=r._replace(kind="sending"))
 
 
 def _load(s: Server, r: Request, t: Tables, mine: bool) -> Server:
     s = s._replace(session=True)
-    engine, actions = t.fence(s.engine, server.CommitRequested(r.run, r.epoch, r.version))
-    granted = isinstance(actions[0], server.Grant)
+    engine, refused = t.fence(s.engine, server.CommitRequested(r.run, r.epoch, r.version))
+    granted = not refused
     memory, lent = s.memory, False
     if granted and s.receiver is not None:
         # whichever epoch it serves: number, version and fingerprint (here: the run) must be those
         # of what is staged
-        memory, did = t.staging(s.memory, server.LendRequested(r.version, r.version, r.run))
-        lent = isinstance(did[0], server.Grant)
+        memory, refused = t.staging(s.memory, server.LendRequested(r.version, r.version, r.run))
+        lent = not refused
     if lent:
         half = (r.run, r.version)
         return s._replace(engine=engine, memory=memory, loading=r, weights=(half, s.weights[1]))
@@ -156,8 +156,8 @@ def stray_executed(s: Server, t: Tables) -> Server:
     says."""
     r = s.stray
     assert r is not None
-    refused = r.kind == "load" and not isinstance(
-        t.fence(s.engine, server.CommitRequested(r.run, r.epoch, r.version))[1][0], server.Grant
+    refused = (
+        r.kind == "load" and t.fence(s.engine, server.CommitRequested(r.run, r.epoch, r.version))[1]
     )
     after = execute(s._replace(stray=None), r, t, mine=False) if r.kind not in HARMLESS else s
     if r.run == NOW or after is s:
@@ -183,7 +183,7 @@ def advance(s: Server, event: lanes.Event, t: Tables, name: str) -> Move:
         if isinstance(action, lanes.Release):
             effect = "unpin"
         else:
-            entry, _ = t.ledger(entry, action.event)
+            entry = t.ledger(entry, action.event)
     s = s._replace(lane=lane, entry=entry, request=None, answer=None, joined=None, plan=())
     return Move(name, _ask(s, actions[-1]), effect)
 

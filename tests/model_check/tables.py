@@ -10,7 +10,8 @@ from titan_grpo.protocol.recovery import settle
 BACKWARDS = {"1": "-", "0": "0", "-": "1"}
 """Run ids (server.py) with the age turned round."""
 
-Step = Callable[[Any, Any], tuple[Any, tuple[Any, ...]]]
+Step = Callable[[Any, Any], Any]
+"""(state, event) -> the next state, and with most tables the actions, or why it is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,12 @@ class Tables:
             if not isinstance(event, server.OpenEpoch):
                 return step(state, event)
             run, epoch = state.in_force
-            new, actions = step(
+            new, refused = step(
                 replace(state, in_force=(BACKWARDS.get(run, run), epoch)),
                 replace(event, run_id=BACKWARDS[event.run_id]),
             )
             run, epoch = new.in_force
-            return replace(new, in_force=(BACKWARDS.get(run, run), epoch)), actions
+            return replace(new, in_force=(BACKWARDS.get(run, run), epoch)), refused
 
         return cls(fence=reversed_step, clocks_behind=True, **changed)
 

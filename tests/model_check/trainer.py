@@ -172,8 +172,8 @@ def _sealer(t: Trainer, versions: int, tables: Tables) -> list[Move]:
 
 
 def _note(t: Trainer, version: int, rank: int, tables: Tables) -> Move:
-    table, actions = tables.boundary(t.table, b.Copied(version, rank))
-    if actions:
+    table, _ = tables.boundary(t.table, b.Copied(version, rank))
+    if not table.slots[table.slot_of(version)].missing:
         table, _ = tables.boundary(table, b.Complete(version))
     return Move(
         f"rank {rank}'s part is noted", t._replace(table=table, notes=t.notes - {(version, rank)})

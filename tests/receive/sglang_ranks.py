@@ -57,7 +57,7 @@ def mapped() -> int:
     """How many mappings of a receiver's image this process has, once those under way are done."""
     for side in sides:
         if side._ahead is not None:
-            side._ahead.join(WAIT_S)
+            side._ahead[1].result(WAIT_S)
     return Path("/proc/self/maps").read_text().count("titan_grpo staging")
 
 

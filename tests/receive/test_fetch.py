@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from titan_grpo.errors import TransferFailed
-from titan_grpo.layout.image import SharedImage, block_digests
+from titan_grpo.layout.image import Hashing, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import RangeSource, marks
 from titan_grpo.receive import fetch as module
@@ -27,8 +27,9 @@ class Site:
     def __init__(self) -> None:
         self.manifest = Manifest.build([("a", "uint8", (BLOCK * BLOCKS - 100,))], BLOCK)
         self.good = torch.randint(0, 256, (self.manifest.total_bytes,), dtype=torch.uint8)
-        digests = block_digests(memoryview(self.good.numpy()), self.manifest, "xxh3")
-        self.content = Content(self.manifest, digests, "xxh3", None)
+        hashing = Hashing("xxh3")
+        digests = hashing.blocks(memoryview(self.good.numpy()), self.manifest)
+        self.content = Content(self.manifest, digests, hashing)
         self.image = SharedImage.create(self.manifest.total_bytes, "test fetch")
         self.server = RangeServer()
         self.port = self.server.listen("127.0.0.1")

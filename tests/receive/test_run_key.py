@@ -35,9 +35,10 @@ def guarded(make_site) -> Iterator:
 
 
 def block_key(site, run_id: str | None = None) -> bytes:
-    key = LinkOptions(WeightSync(), "gloo", "", run_key=RUN_KEY).block_key(run_id or site.run_id)
+    options = LinkOptions(WeightSync(), "gloo", "", run_key=RUN_KEY)
+    key = options.hashing(run_id or site.run_id).key
     assert key is not None
-    return key
+    return key.raw
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from titan_grpo.errors import TransferFailed
-from titan_grpo.layout.image import SharedImage, block_digests
+from titan_grpo.layout.image import Hashing, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import RangeSource
 from titan_grpo.receive.fetch import (
@@ -67,7 +67,8 @@ class Server:
 
 
 good = torch.randint(0, 256, (manifest.total_bytes,), dtype=torch.uint8)
-content = Content(manifest, block_digests(memoryview(good.numpy()), manifest, "xxh3"), "xxh3", None)
+hashing = Hashing("xxh3")
+content = Content(manifest, hashing.blocks(memoryview(good.numpy()), manifest), hashing)
 
 
 @pytest.fixture

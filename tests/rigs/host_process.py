@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from titan_grpo.config import WeightSync
+from titan_grpo.layout.image import Hashing
 from titan_grpo.layout.infer import infer_layout
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import CopyOp, copy_ops
 from titan_grpo.runkey import Key
 from titan_grpo.sync.child import perform
 from titan_grpo.sync.host import HostBegin, HostMain, HostSync
-from titan_grpo.sync.images import Hashing, ImagePool
+from titan_grpo.sync.images import ImagePool
 from titan_grpo.sync.publisher import Publisher, Snapshotter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +74,7 @@ class FarMain(HostMain):
     def begin(self, b: HostBegin) -> None:
         """See HostMain."""
         super().begin(b)
-        for image in self.part.images:
+        for image in self._pool.images:
             image.address = replace(image.address, pid=0)
         self._pipe.post("ready")
 

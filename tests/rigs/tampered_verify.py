@@ -22,7 +22,7 @@ from titan_grpo.config import WeightSync
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.server import AUTO, make_control
 from titan_grpo.errors import TransferFailed
-from titan_grpo.layout.image import SharedImage, block_digests, fingerprint
+from titan_grpo.layout.image import SharedImage, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import TCP, new_run_id
 from titan_grpo.runkey import Key
@@ -63,9 +63,7 @@ def commit_foreign(
             bytes_[spec.offset : spec.offset + spec.nbytes] = (
                 tensors[spec.name].contiguous().flatten().view(torch.uint8)
             )
-        digests = block_digests(
-            image.buffer, manifest, options.algorithm, options.block_key(run_id)
-        )
+        digests = options.hashing(run_id).blocks(image.buffer, manifest)
         try:
             control.greet(link.open().to_dict())
             link.wait_joined(DEADLINE_S)

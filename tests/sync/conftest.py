@@ -136,7 +136,7 @@ class Rig:
     def _host(self, part: int, hosts: int) -> HostProcess:
         link = self.lanes._link
         assert self.pool.hashed is not None
-        keys = link.keys(self.pool.run_id, 0)
+        hashing = link.hashing(self.pool.run_id)
         return HostProcess(
             {
                 "shapes": SHAPES,
@@ -146,8 +146,8 @@ class Rig:
                 "slots": self.config.slots,
                 "store_port": self.pool.hashed.port,
                 "address": f"127.0.0.{part + 1}",
-                "algorithm": link.algorithm,
-                "key": keys.blocks.hex() if keys is not None else "",
+                "algorithm": hashing.algorithm,
+                "key": hashing.key.hex() if hashing.key is not None else "",
                 "config": msgspec.to_builtins(self.config),
             }
         )
@@ -164,7 +164,7 @@ class Rig:
 
     def publish(self, version: int) -> int:
         """Publish as the trainer does; the slot."""
-        slot = self.slots.wait_reserved(WAIT_S)
+        slot = self.slots.reserved.wait(WAIT_S)
         assert slot is not None, f"no slot became free for version {version}: {self.slots!r}"
         self.publish_into(version, slot)
         return slot

@@ -19,7 +19,7 @@ which it could wait here."""
 
 def published(run, version: int) -> None:
     """Publish as the trainer does, which must wait for nobody."""
-    slot = run.slots.wait_reserved(120.0)
+    slot = run.slots.reserved.wait(120.0)
     assert slot is not None
     began = time.monotonic()
     run.publish_into(version, slot)

@@ -24,18 +24,18 @@ def ask(slots: ImageSlots, lane: str, held: int | None) -> Published | None:
 
 def publish(slots: ImageSlots, version: int) -> int:
     """Take the reserved slot, write and complete ``version``; the slot."""
-    slot = slots.take_reserved()
+    slot = slots.reserved.take()
     assert slot is not None
     slots.writing(version, slot, frozenset({0}))
-    assert slots.copied(version, 0)
+    slots.copied(version, 0)
     slots.complete(Published(Label("run", version, "f"), slot, (), 0.0))
     return slot
 
 
 def test_the_first_slot_is_reserved_from_the_start_and_only_once() -> None:
     slots = ImageSlots(2)
-    assert slots.take_reserved() == 0
-    assert slots.take_reserved() is None
+    assert slots.reserved.take() == 0
+    assert slots.reserved.take() is None
 
 
 def test_an_idle_lane_is_woken_by_a_new_version() -> None:
@@ -65,9 +65,9 @@ def test_a_version_that_an_idle_lane_wants_is_not_written_over_until_it_leaves()
     slots.unpin("idle")
     slots.pin_newer("idle", 1, lambda: None)
     publish(slots, 2)
-    assert slots.take_reserved() is None
+    assert slots.reserved.take() is None
     slots.leave("idle")
-    assert slots.take_reserved() == 1
+    assert slots.reserved.take() == 1
 
 
 def test_a_lane_gets_the_newest_version_and_skips_what_came_between() -> None:
@@ -83,11 +83,11 @@ def test_no_slot_is_given_while_each_one_is_read_and_an_unpin_gives_it() -> None
     slots = ImageSlots(2)
     publish(slots, 1)
     assert ask(slots, "slow", None).version == 1
-    slot = slots.take_reserved()
+    slot = slots.reserved.take()
     slots.writing(2, slot, frozenset({0}))  # from here on slot 0 is pinned and slot 1 is written
-    assert slots.take_reserved() is None
+    assert slots.reserved.take() is None
     slots.unpin("slow")
-    assert slots.wait_reserved(0.0) == 0
+    assert slots.reserved.wait(0.0) == 0
 
 
 def test_a_version_that_no_lane_waits_for_gives_way_to_the_next_one() -> None:
@@ -105,7 +105,7 @@ def test_a_late_lane_gets_the_newest_version_though_its_slot_was_promised_to_the
     assert slots.newest().version == 1
     slots.unpin("stuck")
     assert ask(slots, "stuck", 1).version == 2
-    assert slots.take_reserved() == 0
+    assert slots.reserved.take() == 0
 
 
 def test_a_reservation_that_the_trainer_has_taken_is_not_revoked() -> None:
@@ -113,7 +113,7 @@ def test_a_reservation_that_the_trainer_has_taken_is_not_revoked() -> None:
     publish(slots, 1)
     ask(slots, "stuck", None)
     publish(slots, 2)
-    assert slots.take_reserved() == 1
+    assert slots.reserved.take() == 1
     slots.unpin("stuck")
     assert ask(slots, "stuck", 1) is None
     slots.writing(3, 1, frozenset({0}))
@@ -124,23 +124,23 @@ def test_a_slot_that_was_put_back_is_the_next_one_again_or_a_late_lanes() -> Non
     publish(slots, 1)
     ask(slots, "stuck", None)
     publish(slots, 2)
-    slots.put_back(slots.take_reserved())
-    assert slots.take_reserved() == 1
-    slots.put_back(1)
+    slots.reserved.put(slots.reserved.take())
+    assert slots.reserved.take() == 1
+    slots.reserved.put(1)
     slots.unpin("stuck")
     assert ask(slots, "stuck", 1).version == 2
-    assert slots.take_reserved() == 0
+    assert slots.reserved.take() == 0
 
 
 def test_a_discarded_version_is_never_seen_and_its_slot_comes_back() -> None:
     slots = ImageSlots(2)
-    slot = slots.take_reserved()
+    slot = slots.reserved.take()
     slots.writing(1, slot, frozenset({0}))
-    other = slots.take_reserved()
+    other = slots.reserved.take()
     slots.discard(1)
     assert slots.newest() is None
     slots.writing(2, other, frozenset({0}))
-    assert slots.take_reserved() == slot
+    assert slots.reserved.take() == slot
 
 
 def test_a_stopped_lane_pins_nothing_any_more_and_wants_no_slot() -> None:
@@ -150,7 +150,7 @@ def test_a_stopped_lane_pins_nothing_any_more_and_wants_no_slot() -> None:
     slots.pin_newer("lane", 1, lambda: None)
     slots.stop("lane")
     publish(slots, 2)
-    assert slots.take_reserved() == 1
+    assert slots.reserved.take() == 1
     assert ask(slots, "lane", None) is None
 
 
@@ -161,7 +161,7 @@ def test_a_sealed_set_of_slots_keeps_the_newest_version_and_gives_no_slot() -> N
     slots.seal()
     assert ask(slots, "late", None).version == 2
     slots.unpin("late")
-    assert slots.take_reserved() is None
+    assert slots.reserved.take() is None
     assert slots.newest().version == 2
 
 
@@ -197,7 +197,7 @@ IMAGE = 8 << 20
 
 def publish_counted(rig: Rig, version: int) -> None:
     """A version whose first elements count versions, and all others are 0."""
-    slot = rig.slots.wait_reserved(WAIT_S)
+    slot = rig.slots.reserved.wait(WAIT_S)
     assert slot is not None
     shards = {fqn: torch.zeros(shape) for fqn, shape in SHAPES.items()}
     for tensor in shards.values():

@@ -14,7 +14,7 @@ import torch
 
 from tests.receive.site import Site, Weights
 from titan_grpo.errors import ServerUnfit, TransferFailed
-from titan_grpo.layout.image import SharedImage, block_digests
+from titan_grpo.layout.image import Hashing, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import RangeSource
 from titan_grpo.receive.fetch import Content, Fetch, Open, TcpReader
@@ -33,7 +33,8 @@ SOON_S = 60.0
 BLOCK, BLOCKS = 4096, 600
 manifest = Manifest.build([("a", "uint8", (BLOCK * BLOCKS - 100,))], BLOCK)
 good = torch.randint(0, 256, (manifest.total_bytes,), dtype=torch.uint8)
-content = Content(manifest, block_digests(memoryview(good.numpy()), manifest, "xxh3"), "xxh3", None)
+hashing = Hashing("xxh3")
+content = Content(manifest, hashing.blocks(memoryview(good.numpy()), manifest), hashing)
 
 ELSEWHERE = """
 import sys, torch

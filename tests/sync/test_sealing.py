@@ -22,7 +22,7 @@ def test_a_version_is_skipped_when_every_slot_is_being_read_and_the_next_one_is_
     r.servers["b"].freeze_receiver()
     r.publish(3)
     r.until(lambda: r.server_set.entry("b").incoming == 3)
-    assert r.slots.take_reserved() is None
+    assert r.slots.reserved.take() is None
     for server in r.servers.values():
         server.thaw_receiver()
     r.publish(5)
@@ -44,7 +44,7 @@ def test_a_version_is_sealed_only_when_the_other_ranks_have_written_their_part(r
 def test_a_part_that_never_arrives_discards_the_version_latches_an_error_and_frees_the_slot(rig):
     r = rig("a", remote_writers=(1,), lane_deadline_s=8.0)
     slot = r.publish(1)
-    assert {r.slots.wait_reserved(WAIT_S), r.slots.wait_reserved(0.0)} == {
+    assert {r.slots.reserved.wait(WAIT_S), r.slots.reserved.wait(0.0)} == {
         1 - slot,
         None,
     }  # one reservation at a time

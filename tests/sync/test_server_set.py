@@ -14,7 +14,6 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import ledger, members
 from titan_grpo.protocol.ledger import Standing
 from titan_grpo.protocol.messages import Label, ServerState
-from titan_grpo.sync.lane import fresh_label
 from titan_grpo.sync.server_set import ServerSet
 
 WAIT_S = 90.0
@@ -223,11 +222,6 @@ def test_a_run_whose_servers_commit_nothing_for_max_lag_versions_stops(tmp_path:
     with pytest.raises(SyncError, match=r"committed anything for 2 versions .*a unknown"):
         servers.reached(3)
     recorder.close()
-
-
-def test_a_label_of_another_run_or_of_the_engine_says_nothing_about_this_run() -> None:
-    assert fresh_label("run", "run:3:f") == Label("run", 3, "f")
-    assert [fresh_label("run", text) for text in ("other:3:f", "default", "", None)] == [None] * 4
 
 
 def test_nobody_who_looks_at_the_servers_waits_for_a_lane_that_is_being_opened(site):

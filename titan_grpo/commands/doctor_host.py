@@ -8,7 +8,6 @@ import json
 import math
 import os
 import socket
-import struct
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Literal
 
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import sglang, vllm
+from titan_grpo.receive.checkpoint import checkpoint_shapes
 from titan_grpo.subprocesses import TORCHRUN
 
 Status = Literal["ok", "warning", "problem"]
@@ -338,20 +338,9 @@ def shm_size() -> int | None:
 
 
 def model_elements(directory: Path) -> int | None:
-    """Elements of all tensors of a HF directory, from the headers of its safetensors files; None
-    without such files.
-
-    Format: 8 bytes little-endian length, then a JSON object name -> {"dtype", "shape",
-    "data_offsets"}.
-    """
-    files = sorted(directory.glob("*.safetensors"))
-    total = 0
-    for path in files:
-        with path.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length))
-        total += sum(math.prod(e["shape"]) for n, e in header.items() if n != "__metadata__")
-    return total if files else None
+    """Elements of all tensors of a HF directory; None without safetensors files."""
+    shapes = checkpoint_shapes(directory)
+    return sum(map(math.prod, shapes.values())) if shapes else None
 
 
 ENGINE_QUESTION = """

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from titan_grpo.engines.generation import (
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 NAME = "vllm"
 COMPLETIONS = "/v1/completions"
 RENDER, DERENDER = "/v1/chat/completions/render", "/v1/chat/completions/derender"
+FINISH = "/finish_weight_update"
 BAD_REQUEST = 400
 QUERY_S = 10.0
 """Longest deadline of a question that needs no work of the engine, in seconds."""
@@ -92,39 +94,9 @@ def pause(timeout_s: float, mode: str = "keep") -> Call[None]:
     return _post("/pause", timeout_s, mode=mode, clear_cache="false")
 
 
-def reset_kv(timeout_s: float) -> Call[bool]:
-    """Drop all KV: running requests go back to the queue with their tokens, and the prefix cache is
-    emptied. Whether vLLM confirms it."""
-    path, params = "/reset_prefix_cache", {"reset_running_requests": "true"}
-    return Call(
-        "POST", path, timeout_s, lambda a: bool(want(a, "success", bool, path)), params=params
-    )
-
-
 def resume(timeout_s: float) -> Call[None]:
     """Go on after pause."""
     return _post("/resume", timeout_s)
-
-
-def start_weight_update(timeout_s: float) -> Call[None]:
-    """Open an update; an error while one is open."""
-    return _post("/start_weight_update", timeout_s)
-
-
-def update_weights(info: Mapping[str, Any], timeout_s: float) -> Call[None]:
-    """Run our commit in every worker; returns when all of them are through."""
-    return _post("/update_weights", timeout_s, {"update_info": dict(info)})
-
-
-def finish_weight_update(new_label: str | None, timeout_s: float) -> Call[None]:
-    """Close the update and set the label; None leaves the label as it is."""
-    body = {} if new_label is None else {"weight_version": new_label}
-    return _post("/finish_weight_update", timeout_s, body)
-
-
-def update_weight_version(new_label: str, timeout_s: float) -> Call[None]:
-    """Set the label outside of an update."""
-    return _post("/update_weight_version", timeout_s, {"new_version": new_label})
 
 
 def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> Call[Sampled]:
@@ -364,27 +336,33 @@ class VllmControl:
         self._run(pause(self._deadline_s))
 
     def drop_kv(self) -> None:
-        """A vLLM without this reset answers 200 without "success", which is refused too."""
-        if not self._run(reset_kv(self._deadline_s)):
+        """Running requests go back to the queue with their tokens, and the prefix cache is emptied.
+        A vLLM without this reset answers 200 without "success", which is refused too."""
+        path, running = "/reset_prefix_cache", {"reset_running_requests": "true"}
+        parse = partial(want, key="success", kind=bool, path=path)
+        if not self._run(Call("POST", path, self._deadline_s, parse, params=running)):
             raise ServerRefused(
                 f"{self._driver.url}: vLLM did not throw its KV cache away: {NOT_RECOMPUTED}"
             )
 
     def load(self, info: Mapping[str, Any]) -> None:
+        start = _post("/start_weight_update", self._deadline_s)
         try:
-            self._run(start_weight_update(self._deadline_s))
+            self._run(start)
         except ServerRefused:
             # A lane that died between start and finish left its session open, and vLLM has no route
-            # to abort one.
-            self._run(finish_weight_update(None, self._deadline_s))
-            self._run(start_weight_update(self._deadline_s))
-        self._run(update_weights(info, self._load_deadline_s))
+            # to abort one: an end without a label leaves the label as it is.
+            self._run(_post(FINISH, self._deadline_s, {}))
+            self._run(start)
+        # Our commit in every worker; the answer comes when all of them are through.
+        update = _post("/update_weights", self._load_deadline_s, {"update_info": dict(info)})
+        self._run(update)
 
     def finish(self, label: str) -> None:
-        self._run(finish_weight_update(label, self._deadline_s))
+        self._run(_post(FINISH, self._deadline_s, {"weight_version": label}))
 
     def relabel(self, label: str) -> None:
-        self._run(update_weight_version(label, self._deadline_s))
+        self._run(_post("/update_weight_version", self._deadline_s, {"new_version": label}))
 
     def resume(self) -> None:
         self._run(resume(self._deadline_s))

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 from blake3 import blake3
 
-from titan_grpo.errors import ConfigError, ProtocolError, SyncError
+from titan_grpo.errors import ConfigError, PeerError, ProtocolError, SyncError
 from titan_grpo.layout.manifest import Extent, Manifest, whole_pages
 from titan_grpo.layout.memory import require_memory
+from titan_grpo.runkey import Key
 
 if TYPE_CHECKING:
     import torch
@@ -294,6 +295,39 @@ def block_digests(
     numbers = range(manifest.num_blocks) if part is None else manifest.blocks(part)
     with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash") as pool:
         return tuple(pool.map(digest, numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class Hashing:
+    """How a run's blocks are hashed. ``key``: EpochKeys.blocks, None without a run key."""
+
+    algorithm: str
+    key: Key | None = None
+
+    @property
+    def range_key(self) -> Key | None:
+        """EpochKeys.ranges."""
+        return self.key.derive("ranges") if self.key is not None else None
+
+    def block(self, pieces: Sequence[memoryview]) -> bytes:
+        """See digest_block."""
+        return digest_block(pieces, self.algorithm, self.key.raw if self.key is not None else None)
+
+    def blocks(
+        self, image: memoryview, manifest: Manifest, part: int | None = None
+    ) -> tuple[bytes, ...]:
+        """See block_digests."""
+        key = self.key.raw if self.key is not None else None
+        return block_digests(image, manifest, self.algorithm, key, part)
+
+    def split(self, raw: bytes | bytearray, count: int) -> list[bytes]:
+        """``count`` digests that travelled as one. PeerError if they are not as many."""
+        size = len(self.block(()))
+        if len(raw) != size * count:
+            raise PeerError(
+                f"{count} {self.algorithm} digests must be {size * count} bytes, got {len(raw)}"
+            )
+        return [bytes(raw[i : i + size]) for i in range(0, len(raw), size)]
 
 
 def fingerprint(manifest_digest: str, digests: Iterable[bytes]) -> str:

@@ -17,7 +17,7 @@ import json
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -317,6 +317,21 @@ PARTS = {".qkv_proj.": 3, ".gate_up_proj.": 2}
 alone, and says success."""
 
 SHOWN = 4
+"""Names under one heading of a message."""
+
+
+def listed(found: Mapping[str, Sequence[str]]) -> str:
+    """The first names under each heading; empty if there are none.
+
+    >>> listed({"missing": ["a", "b"], "unknown": []})
+    'missing: a, b'
+    """
+    return "; ".join(
+        f"{what}: {', '.join(names[:SHOWN])}"
+        + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        for what, names in found.items()
+        if names
+    )
 
 
 def buckets(manifest: Manifest, bucket_bytes: int) -> list[tuple[TensorSpec, ...]]:
@@ -373,20 +388,11 @@ def names_problem(sent: Iterable[str], served: Collection[str]) -> str:
         for piece, number in PARTS.items()
         if piece in name and count[name] != number
     )
-    parts = [
-        f"{what}: {', '.join(names[:SHOWN])}"
-        + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-        for what, names in (
-            ("unknown to the server", unknown),
-            ("missing", missing),
-            ("sent in part", partly),
-        )
-        if names
-    ]
-    if not parts:
+    found = {"unknown to the server": unknown, "missing": missing, "sent in part": partly}
+    if not (differ := listed(found)):
         return ""
     return (
-        f"the trainer's tensors are not those of the server's model ({'; '.join(parts)}): serve the"
-        " model that is trained, or, if the engine only has other names for them, install"
+        f"the trainer's tensors are not those of the server's model ({differ}): serve the model"
+        " that is trained, or, if the engine only has other names for them, install"
         " titan_grpo in the server's environment"
     )

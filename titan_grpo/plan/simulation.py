@@ -89,12 +89,10 @@ class Simulation:
         self._heap: list[tuple[float, int, str, int, int, lane.Event | None]] = []
         self._count = 0
         self._todo: deque[tuple[_Server, lane.Event]] = deque()
-        backoff = recovery.Backoff(s.sync.backoff_s, s.sync.backoff_max_s)
+        health = recovery.Health(s.sync.backoff_s, s.sync.backoff_max_s)
         num_slow = round(s.slow * s.servers)
         slow = set(self._random.sample(range(s.servers), num_slow))
-        self._servers = [
-            _Server(n, n in slow, lane.Lane(), recovery.Health(backoff)) for n in range(s.servers)
-        ]
+        self._servers = [_Server(n, n in slow, lane.Lane(), health) for n in range(s.servers)]
         # Images.
         self._slots = SlotTable.of(s.sync.slots)
         self._reserved: int | None = None
@@ -197,7 +195,7 @@ class Simulation:
                         self._step_slots(image_slots.Unpin(str(server.number)))
                         self._reserve()
                     case lane.Note(note):
-                        server.entry, _ = ledger.step(server.entry, note)
+                        server.entry = ledger.step(server.entry, note)
                         self._fill(server)
             self._perform(server, actions[-1])
 
@@ -239,7 +237,7 @@ class Simulation:
                 self._work(server, s.call_s, lane.ReadBack(server.engine))
             case lane.Rest():
                 self._resumed(server)
-                server.health, _ = recovery.step(server.health, recovery.Silent(self._now))
+                server.health = server.health.silent(self._now)
                 self._work(server, server.health.until - self._now, lane.Rested())
             case _:
                 raise ProtocolError(f"no plan performs {work!r}")
@@ -252,11 +250,8 @@ class Simulation:
         match event:
             case lane.Failed() if server.lane.phase is lane.Phase.SENDING:
                 self._stop_transfer(server)
-            case lane.Rested():
-                now = max(self._now, server.health.until)
-                server.health, _ = recovery.step(server.health, recovery.Rested(now))
             case lane.ReadBack(version) if version is not None:
-                server.health, _ = recovery.step(server.health, recovery.Answered())
+                server.health = server.health.answered()
                 if self._first_step is not None:
                     self.result.commit_s.append(self._now - self._published[version])
         self._todo.append((server, event))

@@ -201,14 +201,7 @@ class Read:
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Hash:
-    """Every part of ``version`` is there: compute its digests."""
-
-    version: int
-
-
-Action = Promise | Read | Hash
+Action = Promise | Read
 _Result = tuple[SlotTable, tuple[Action, ...]]
 
 
@@ -274,9 +267,7 @@ def step(b: SlotTable, event: Event) -> _Result:
             index, slot = _writing(b, version, "copied")
             if rank not in slot.missing:
                 raise ProtocolError(f"rank {rank} owes no part of version {version}: {slot!r}")
-            missing = slot.missing - {rank}
-            after = _put(b, index, replace(slot, missing=missing))
-            return after, () if missing else (Hash(version),)
+            return _put(b, index, replace(slot, missing=slot.missing - {rank})), ()
         case Complete(version):
             index, slot = _writing(b, version, "completed")
             if slot.missing:

@@ -104,21 +104,6 @@ class Came:
 Event = Receiving | Committing | Holds | TransferFailed | Forgotten | Quarantined | Left | Came
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
-    """Rollouts may be sent to it: it serves ``version`` and nothing else."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Withhold:
-    """No new rollouts."""
-
-
-Action = Admit | Withhold
-
-
 def _receiving(e: Entry, event: Receiving) -> Entry:
     if e.held is not None and event.version <= e.held:
         raise ProtocolError(
@@ -177,8 +162,8 @@ TRANSITIONS: dict[Standing, dict[type, Callable[[Entry, Any], Entry]]] = {
 }
 
 
-def step(entry: Entry, event: Event) -> tuple[Entry, tuple[Action, ...]]:
-    """The next line, and what changes for the rollouts.
+def step(entry: Entry, event: Event) -> Entry:
+    """The next line.
 
     An event that the standing does not list, or a version that would go back, raises ProtocolError
     and changes nothing.
@@ -186,12 +171,7 @@ def step(entry: Entry, event: Event) -> tuple[Entry, tuple[Action, ...]]:
     transition = TRANSITIONS[entry.standing].get(type(event))
     if transition is None:
         raise ProtocolError(f"event {event!r} is not listed for {entry!r}")
-    after = transition(entry, event)
-    if (after.accepting, after.held) == (entry.accepting, entry.held):
-        return after, ()
-    return after, (
-        (Admit(after.held),) if after.accepting and after.held is not None else (Withhold(),)
-    )
+    return transition(entry, event)
 
 
 @dataclass(frozen=True, slots=True)

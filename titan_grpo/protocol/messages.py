@@ -118,7 +118,6 @@ REPLY_S = 10.0
 TCP = "tcp"
 NIXL = "nixl"
 RANGES = (TCP, NIXL)
-"""Transports by which receivers read ranges."""
 """``Hello.transport`` of an epoch whose receiver reads the versions from sources, in ranges."""
 
 

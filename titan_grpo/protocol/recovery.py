@@ -1,20 +1,11 @@
 """Recovery of a server whose lane, trainer or receiver died, and health of a peer. Pure.
 
 Recovery is used by a connecting lane and by the pause guard. The rule: a label is a promise about
-the weights. Set it right before generation goes on, and resume over one whole version only.
+the weights. Set it right before generation goes on, and resume over one whole version only."""
 
-Health says when a peer may be asked again::
-
-    UNPROVEN --Answered--> ALIVE --Silent--> AWAY (until) --Rested--> UNPROVEN
-        `---------Silent--------------------->'  ^-- Silent again: twice as long, bounded
-
-Time is an argument, in seconds of any monotonic clock. Health says nothing about weights: a peer
-that answers again may have restarted, so it stays unproven until a read-back."""
-
+import math
 from dataclasses import dataclass, replace
-from enum import Enum
 
-from titan_grpo.errors import ProtocolError
 from titan_grpo.protocol.messages import UNUSABLE, Label
 
 
@@ -53,102 +44,36 @@ def settle(held: Label | None, intact: bool, shown: str, paused: bool) -> tuple[
     return ((Relabel(str(held)),) if wrong else ()) + ((Resume(),) if paused else ())
 
 
-class Phase(Enum):
-    """How a peer has answered lately."""
-
-    UNPROVEN = "unproven"
-    ALIVE = "alive"
-    AWAY = "away"
-
-
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """The first rest after a failure doubles up to the longest; both in seconds."""
-
-    first_s: float
-    longest_s: float
-
-
 @dataclass(frozen=True, slots=True)
 class Health:
-    """``failures`` in a row; while AWAY it is left alone before ``until``."""
+    """When a peer may be asked again, in seconds of any monotonic clock: after ``failures`` in a
+    row not before ``until``. The first rest doubles up to the longest. It says nothing about
+    weights: a peer that answers again may have restarted.
 
-    pace: Backoff
-    phase: Phase = Phase.UNPROVEN
-    failures: int = 0
-    until: float = 0.0
-
-    def __repr__(self) -> str:
-        rest = (
-            f" {self.failures} failures, until {self.until:.1f}" if self.phase is Phase.AWAY else ""
-        )
-        return f"<{self.phase.value}{rest}>"
-
-    def askable(self, now: float) -> bool:
-        """Whether it may be asked something at ``now``."""
-        return self.phase is not Phase.AWAY or now >= self.until
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """It did what was asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Silent:
-    """No answer at ``now``, or a wrong one."""
-
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Rested:
-    """Its rest is over at ``now``."""
-
-    now: float
-
-
-Event = Answered | Silent | Rested
-
-
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """Leave it alone until then."""
-
-    until: float
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Find out what it holds."""
-
-
-Action = Rest | Ask
-
-
-def step(h: Health, event: Event) -> tuple[Health, tuple[Action, ...]]:
-    """The next state and what follows.
-
-    Raises ProtocolError for Rested of a peer that is not away, or before its time.
-
-    >>> h = Health(Backoff(0.5, 3.0))
+    >>> h = Health(first_s=0.5, longest_s=3.0)
     >>> for _ in range(4):
-    ...     h, rest = step(h, Silent(0.0))
-    ...     print(rest[0].until)
+    ...     h = h.silent(0.0)
+    ...     print(h.until)
     0.5
     1.0
     2.0
     3.0
     """
-    match event:
-        case Answered():
-            return Health(h.pace, Phase.ALIVE), ()
-        case Silent(now):
-            until = now + min(h.pace.longest_s, h.pace.first_s * 2 ** min(h.failures, 30))
-            return replace(h, phase=Phase.AWAY, failures=h.failures + 1, until=until), (
-                Rest(until),
-            )
-        case Rested(now):
-            if h.phase is not Phase.AWAY or now < h.until:
-                raise ProtocolError(f"event {event!r} is not listed for peer {h!r}")
-            return replace(h, phase=Phase.UNPROVEN), (Ask(),)
+
+    first_s: float
+    longest_s: float
+    failures: int = 0
+    until: float = -math.inf
+
+    def askable(self, now: float) -> bool:
+        """Whether it may be asked something at ``now``."""
+        return now >= self.until
+
+    def answered(self) -> "Health":
+        """After it did what was asked."""
+        return Health(self.first_s, self.longest_s)
+
+    def silent(self, now: float) -> "Health":
+        """After no answer at ``now``, or a wrong one."""
+        rest_s = min(self.longest_s, self.first_s * 2 ** min(self.failures, 30))
+        return replace(self, failures=self.failures + 1, until=now + rest_s)

@@ -91,25 +91,9 @@ class Loaded:
     intact: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Serve:
-    """Start a receiver for the epoch; the one of the epoch before ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """Hand the image to the engine."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Answer no; the state is as it was."""
-
-    reason: str
-
-
 FenceEvent = OpenEpoch | CommitRequested | Loaded
-FenceOutcome = tuple[EngineState, tuple[Serve | Grant | Refuse, ...]]
+FenceOutcome = tuple[EngineState, str]
+"""The next state, and why the event is refused; empty if it is not."""
 
 
 def _open_epoch(s: EngineState, e: OpenEpoch) -> FenceOutcome:
@@ -118,7 +102,7 @@ def _open_epoch(s: EngineState, e: OpenEpoch) -> FenceOutcome:
     if e.epoch > epoch if e.run_id == run else later:
         # A pause guard does not know its lane's term: its epoch must not lower the term.
         term = max(e.term, s.term) if e.run_id == run else e.term
-        return replace(s, in_force=(e.run_id, e.epoch), term=term), (Serve(),)
+        return replace(s, in_force=(e.run_id, e.epoch), term=term), ""
     reason = (
         f"epoch {e.epoch} of run {e.run_id} (term {e.term}) is not newer than epoch {epoch} of run"
         f" {run} (term {s.term}), which is in force: "
@@ -129,30 +113,28 @@ def _open_epoch(s: EngineState, e: OpenEpoch) -> FenceOutcome:
         )
     else:
         reason += "a trainer that was replaced, or two trainers with the same server"
-    return s, (Refuse(reason),)
+    return s, reason
 
 
 def _commit_requested(s: EngineState, e: CommitRequested) -> FenceOutcome:
     run, epoch = s.in_force
-    reason = ""
     if (e.run_id, e.epoch) != (run, epoch):
-        reason = (
+        return s, (
             f"commit for epoch {e.epoch} of run {e.run_id}, but epoch {epoch} of run {run} is in"
             " force"
         )
     # the same version again is allowed: it is what repairs a broken load
-    elif e.run_id == s.run and e.version < s.version:
-        reason = f"version {e.version} is older than version {s.version}, which the engine holds"
-    elif s.granted is not None:
-        reason = f"version {s.granted[1]} of run {s.granted[0]} is being loaded"
-    if reason:
-        return s, (Refuse(reason),)
-    return replace(s, granted=(e.run_id, e.version)), (Grant(),)
+    if e.run_id == s.run and e.version < s.version:
+        return s, f"version {e.version} is older than version {s.version}, which the engine holds"
+    if s.granted is not None:
+        return s, f"version {s.granted[1]} of run {s.granted[0]} is being loaded"
+    return replace(s, granted=(e.run_id, e.version)), ""
 
 
 def fence(s: EngineState, event: FenceEvent) -> FenceOutcome:
-    """The next state and what to do. ProtocolError for the end of a load that was not granted, or
-    that went well and left no whole weights."""
+    """See FenceOutcome. Opened, an epoch gets a receiver of its own; requested and not refused, a
+    commit is granted. ProtocolError for the end of a load that was not granted, or that went well
+    and left no whole weights."""
     match event:
         case OpenEpoch():
             return _open_epoch(s, event)
@@ -169,8 +151,8 @@ def fence(s: EngineState, event: FenceEvent) -> FenceOutcome:
                 )
             if not ok:
                 # a load that touched nothing makes broken weights no better
-                return replace(s, intact=s.intact and intact, granted=None), ()
-            return EngineState(s.in_force, s.term, run_id, version, fingerprint), ()
+                return replace(s, intact=s.intact and intact, granted=None), ""
+            return EngineState(s.in_force, s.term, run_id, version, fingerprint), ""
 
 
 # The staging memory.
@@ -244,69 +226,55 @@ class Spent:
     """Streamed: the window's bytes have passed, or will not come."""
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
-    """The memory may be written from now on."""
-
-
 StagingEvent = Begin | Arrived | LendRequested | Returned | Spent
-StagingOutcome = tuple[Staging, tuple[Write | Grant | Refuse, ...]]
+StagingOutcome = tuple[Staging, str]
+"""The next state, and why the event is refused; empty if it is not."""
 
 
 def _begin(s: Staging, e: Begin) -> StagingOutcome:
     if e.number <= s.number:
         raise ProtocolError(f"transfers count up: {e!r} reached {s!r}")
-    return replace(s, phase=Phase.WRITING, number=e.number, version=e.version, fingerprint=""), (
-        Write(),
-    )
+    return Staging(s.streamed, Phase.WRITING, e.number, e.version), ""
 
 
 def _begin_lent(s: Staging, _: Any) -> StagingOutcome:
-    return s, (
-        Refuse(
-            "the engine still loads the previous version; the next one cannot be received over it"
-        ),
-    )
+    return s, "the engine still loads the previous version; the next one cannot be received over it"
 
 
 def _arrived(s: Staging, e: Arrived) -> StagingOutcome:
     if (e.number, e.version) != (s.number, s.version):
         raise ProtocolError(f"event {e!r} is not about the transfer under way: {s!r}")
     if not e.ok:
-        return _emptied(s), ()
-    return replace(s, phase=Phase.STAGED, fingerprint=e.fingerprint), ()
+        return _emptied(s), ""
+    return replace(s, phase=Phase.STAGED, fingerprint=e.fingerprint), ""
 
 
 def _lend(s: Staging, e: LendRequested) -> StagingOutcome:
     asked, here = (e.number, e.version, e.fingerprint), (s.number, s.version, s.fingerprint)
     if asked != here:
-        return s, (
-            Refuse(f"commit asks for (number, version, fingerprint) {asked}, staged is {here}"),
-        )
-    return replace(s, phase=Phase.LENT), (Grant(),)
+        return s, f"commit asks for (number, version, fingerprint) {asked}, staged is {here}"
+    return replace(s, phase=Phase.LENT), ""
 
 
 def _lend_nothing(s: Staging, e: LendRequested) -> StagingOutcome:
-    return s, (
-        Refuse(f"version {e.version} is not staged here: nothing is, or a transfer is under way"),
-    )
+    return s, f"version {e.version} is not staged here: nothing is, or a transfer is under way"
 
 
 def _lend_lent(s: Staging, _: Any) -> StagingOutcome:
-    return s, (Refuse(f"version {s.version} is lent already"),)
+    return s, f"version {s.version} is lent already"
 
 
 def _returned(s: Staging, _: Any) -> StagingOutcome:
     # an image may be committed again; a window's bytes are gone
-    return (_emptied(s) if s.streamed else replace(s, phase=Phase.STAGED)), ()
+    return (_emptied(s) if s.streamed else replace(s, phase=Phase.STAGED)), ""
 
 
 def _spent(s: Staging, _: Any) -> StagingOutcome:
-    return _emptied(s), ()
+    return _emptied(s), ""
 
 
 def _same(s: Staging, _: Any) -> StagingOutcome:
-    return s, ()
+    return s, ""
 
 
 def _emptied(s: Staging) -> Staging:
@@ -346,8 +314,8 @@ TRANSITIONS: dict[Phase, dict[type, _Transition]] = {
 
 
 def staging(s: Staging, event: StagingEvent) -> StagingOutcome:
-    """The next state and what to do. An event that the state does not list raises ProtocolError and
-    changes nothing."""
+    """See StagingOutcome. An event that the state does not list raises ProtocolError and changes
+    nothing."""
     transition = TRANSITIONS[s.phase].get(type(event))
     if transition is None:
         raise ProtocolError(f"event {event!r} is not listed for staging {s!r}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_grpo.errors import DataError
-from titan_grpo.layout.manifest import Manifest
+from titan_grpo.layout.manifest import Manifest, listed
 
 Shape = tuple[int, ...]
 
@@ -24,9 +24,6 @@ MAX_HEADER = 100 << 20
 
 NEVER_SENT = (".inv_freq", ".masked_bias", ".attn.bias")
 """Ends of names that old checkpoints hold and every engine computes itself."""
-
-SHOWN = 4
-"""Names per message."""
 
 
 log = logging.getLogger("titan_grpo.receive")
@@ -123,16 +120,11 @@ def coverage_problem(manifest: Manifest, wanted: Mapping[str, Shape], tied: bool
         if sent[n] != wanted[n]
     ]
     found = {"unknown to the server": unknown, "missing": missing, "of another shape": other}
-    parts = []
-    for what, names in found.items():
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        if names:
-            parts.append(f"{what}: {', '.join(names[:SHOWN])}{more}")
-    if not parts:
+    if not (differ := listed(found)):
         return ""
     return (
-        f"the trainer's tensors are not those of the server's model ({'; '.join(parts)}): serve the"
-        " model that is trained"
+        f"the trainer's tensors are not those of the server's model ({differ}): serve the model"
+        " that is trained"
     )
 
 

@@ -2,10 +2,10 @@
 raise."""
 
 import logging
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from titan_grpo.receive.checkpoint import difference, essential
 from titan_grpo.receive.process import ReceiverHandle
 from titan_grpo.receive.window import Tensors, WindowReader
 from titan_grpo.runkey import Key
+from titan_grpo.sync.transports.broadcast import beside
 
 log = logging.getLogger("titan_grpo.receive")
 
@@ -216,47 +217,12 @@ class Mapped:
             self._unpin = None
 
 
-class Ahead(threading.Thread):
-    """Maps and pins an epoch's memory while the engine generates and the first version is on its
-    way: both take seconds for large models."""
-
-    def __init__(self, grant: Mapping[str, Any], device: WorkerDevice) -> None:
-        super().__init__(name="map", daemon=True)
-        self.grant = dict(grant)
-        self._device = device
-        self._turn = threading.Lock()
-        self._mapped: Mapped | None = None
-        self._dropped = False
-
-    def run(self) -> None:
-        """Thread."""
-        try:
-            mapped = Mapped(self.grant, self._device)
-        except Exception as error:  # noqa: BLE001 - top of a thread: the commit tries again
-            log.warning("the staged weights could not be mapped before a commit: %s", error)
-            return
-        with self._turn:
-            self._mapped = mapped
-            if self._dropped:
-                self._release()
-
-    def take(self) -> Mapped | None:
-        """What was mapped, once it is; None if that failed."""
-        # no deadline: the commit would do the same work itself, for as long
-        self.join()
-        mapped, self._mapped = self._mapped, None
-        return mapped
-
-    def drop(self) -> None:
-        """Let go of it, now or as soon as it is mapped."""
-        with self._turn:
-            self._dropped = True
-            self._release()
-
-    def _release(self) -> None:
-        mapped, self._mapped = self._mapped, None
-        if mapped is not None:
-            mapped.release()
+def _release(mapping: Future[Mapped]) -> None:
+    """Callback of a mapping that has ended."""
+    # no deadline: it has
+    if mapping.exception() is None:
+        # no deadline: it has
+        mapping.result().release()
 
 
 class EngineSide:
@@ -275,7 +241,9 @@ class EngineSide:
         self._engine, self._workers, self._problem = engine, workers, problem
         self._device = WorkerDevice()
         self._mapped: Mapped | None = None
-        self._ahead: Ahead | None = None
+        self._ahead: tuple[dict[str, Any], Future[Mapped]] | None = None
+        """A grant that is mapped and pinned while the engine generates and the first version is on
+        its way: both take seconds for large models."""
         self.receiver: ReceiverHandle | None = None
         if workers.rank == 0:
             self.receiver = ReceiverHandle(package_version(), run_key, self._device.name)
@@ -286,8 +254,8 @@ class EngineSide:
         if isinstance(data, dict) and "attach" in data:
             self.map_ahead(self._workers.share(self.place(data["attach"])))
             return
-        # on every worker: the hello may end the receiver, whose memory must not be held beside that
-        # of the next one
+        # On every worker, before the answer: the hello may end the receiver, whose memory must not
+        # be held beside that of the next one.
         self._unmap()
         if self.receiver is None:
             return
@@ -338,8 +306,7 @@ class EngineSide:
         is mapped."""
         self._unmap()
         if grant:
-            self._ahead = Ahead(grant, self._device)
-            self._ahead.start()
+            self._ahead = grant, beside(lambda: Mapped(grant, self._device), "map")
 
     def commit(self, data: dict[str, Any]) -> Applied | None:
         """Body of POST /update_weights: load the version if all of it is right; how that ended.
@@ -454,12 +421,17 @@ class EngineSide:
 
     def _map(self, grant: dict[str, Any]) -> Mapped:
         """The memory of a grant that was not mapped for a commit before."""
-        ahead = self._ahead if self._ahead is not None and self._ahead.grant == grant else None
-        if ahead is None:
-            self._unmap()  # before the next one is mapped
+        if self._ahead is not None and self._ahead[0] == grant:
+            (_, mapping), self._ahead = self._ahead, None
+            # no deadline: the commit would do the same work itself, for as long
+            error = mapping.exception()
+            if error is None:
+                # no deadline: it has ended
+                return mapping.result()
+            log.warning("the staged weights could not be mapped before a commit: %s", error)
         else:
-            self._ahead = None
-        return (ahead.take() if ahead is not None else None) or Mapped(grant, self._device)
+            self._unmap()  # before the next one is mapped
+        return Mapped(grant, self._device)
 
     def _unmap(self) -> None:
         mapped, self._mapped = self._mapped, None
@@ -467,7 +439,8 @@ class EngineSide:
         if mapped is not None:
             mapped.release()
         if ahead is not None:
-            ahead.drop()
+            # now, or on its thread as soon as it is mapped: the end of a mapping unpins nothing
+            ahead[1].add_done_callback(_release)
 
     def _take(self, consumed: int) -> int:
         assert self.receiver is not None

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Protocol
 
 from titan_grpo.errors import SyncError, TransferFailed
-from titan_grpo.layout.image import ImageAddress, SharedImage, digest_block, open_memfd
+from titan_grpo.layout.image import Hashing, ImageAddress, SharedImage, open_memfd
 from titan_grpo.layout.manifest import Manifest, Part
 from titan_grpo.protocol.messages import RangeSource
 from titan_grpo.runkey import Key
@@ -167,19 +167,17 @@ Moved = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What the image must hold: ``digests`` of the manifest's blocks, and how they are hashed (see
-    layout.image)."""
+    """What the image must hold: ``digests`` of the manifest's blocks."""
 
     manifest: Manifest
     digests: Sequence[bytes]
-    algorithm: str
-    key: bytes | None
+    hashing: Hashing
 
     def first_bad(self, image: memoryview, blocks: range) -> int | None:
         """The first of these blocks of ``image`` that differs; None if none does."""
         for index in blocks:
             pieces = [image[a:b] for a, b in self.manifest.block(index)]
-            if digest_block(pieces, self.algorithm, self.key) != self.digests[index]:
+            if self.hashing.block(pieces) != self.digests[index]:
                 return index
         return None
 
@@ -267,7 +265,9 @@ class Fetch:
         """Threads per part that read a range of it."""
         self._count = sum(map(len, self._left))
         self._arrived = 0
-        self._unusable: dict[tuple[int, int], str] = {}
+        self._others = frozenset[Open]() if relaying is None else relaying.others
+        self._unusable: dict[Open, str] = {}
+        """Sources that are asked no more in this transfer, and why."""
         self._running = 0
         self._deadline = 0.0
         self.error = ""
@@ -313,7 +313,7 @@ class Fetch:
 
     def _work(self) -> None:
         """Thread: one range after the other."""
-        readers: dict[tuple[int, int], RangeReader] = {}
+        readers: dict[Open, RangeReader] = {}
         try:
             while (range_ := self._take()) is not None:
                 try:
@@ -357,7 +357,7 @@ class Fetch:
                 return
         self._fail(str(lost), lost.bad_block)
 
-    def _range(self, range_: _Range, readers: dict[tuple[int, int], RangeReader]) -> None:
+    def _range(self, range_: _Range, readers: dict[Open, RangeReader]) -> None:
         """Read and check one range; _RangeLost if no source has it."""
         part, manifest = range_.part, self._content.manifest
         pieces = manifest.parts[part].pieces(range_.start, range_.stop)
@@ -366,15 +366,13 @@ class Fetch:
             self._done(range_)
             return
         reason, bad = "", -1
-        for number in list(range(len(self._sources.get(part, ())))) * ATTEMPTS:
-            source = part, number
-            other = self._other(source)
+        for source in [*self._sources.get(part, ())] * ATTEMPTS:
             if source in self._unusable:
                 reason = reason or self._unusable[source]
                 continue
             try:
                 if source not in readers:
-                    readers[source] = self._open(source)
+                    readers[source] = self._open(part, source)
                 readers[source].read_into(range_.start, *views)
             except TransferFailed as error:
                 if (reader := readers.pop(source, None)) is not None:
@@ -387,7 +385,7 @@ class Fetch:
             with self._turn:
                 self.verify_s += time.monotonic() - began
                 self.read_bytes += range_.stop - range_.start
-                if other is not None and wrong is None:
+                if source in self._others and wrong is None:
                     self.relay_bytes += range_.stop - range_.start
             if wrong is None:
                 self._done(range_)
@@ -397,28 +395,20 @@ class Fetch:
             self._strike(source, reason)
         raise _RangeLost(reason or "the trainer named no source", bad)
 
-    def _other(self, source: tuple[int, int]) -> Open | None:
-        """The source, if it is another server."""
-        part, number = source
-        opens = self._sources[part][number]
-        return opens if self._relaying is not None and opens in self._relaying.others else None
-
-    def _strike(self, source: tuple[int, int], reason: str) -> None:
+    def _strike(self, source: Open, reason: str) -> None:
         """Ask another server that failed no more in this transfer: each try may take its wait."""
-        if (other := self._other(source)) is not None:
+        if source in self._others:
             with self._turn:
                 self._unusable[source] = reason
-                self.lost.add(other)
+                self.lost.add(source)
 
-    def _open(self, source: tuple[int, int]) -> RangeReader:
-        part, number = source
+    def _open(self, part: int, source: Open) -> RangeReader:
         try:
-            return self._sources[part][number]()
+            return source()
         except TransferFailed as error:
             # not asked again in this transfer: each try may take a connection's deadline
             with self._turn:
-                unusable = sum(of == part for of, _ in self._unusable)
-                if unusable + 1 < len(self._sources[part]):
+                if any(s not in self._unusable for s in self._sources[part] if s is not source):
                     self._unusable[source] = str(error)
             raise
 

@@ -24,7 +24,6 @@ from titan_grpo.protocol.server import (
     FenceEvent,
     Loaded,
     OpenEpoch,
-    Refuse,
     fence,
 )
 from titan_grpo.receive.receiver import CERTIFICATE, CERTIFICATE_KEY, Place, Receiver
@@ -84,6 +83,7 @@ class ReceiverProcess:
         self._sent += 1
         self._channel.send({"id": self._sent, **message}, ANSWER_S)
         while (answer := self._channel.receive(timeout_s)) is not None:
+            # of a request that was given up at its deadline, or the last line
             if answer["id"] != self._sent:
                 self._note(answer)
                 continue
@@ -185,6 +185,7 @@ class ReceiverHandle:
         if refusal or problem or probe:
             self.answer(hello, problem or refusal, keys if hello.proof else None, final)
             return refusal or problem
+        # Its memory goes before the next one takes as much, and no two receivers answer one engine.
         self._kill_serving()
         self._greeting = hello
         self._serving = ReceiverProcess(self._first("serve", hello, problem, keys))
@@ -293,8 +294,8 @@ class ReceiverHandle:
 
     def _step(self, event: FenceEvent) -> str:
         """Why the fence refuses; empty if it does not."""
-        self.state, actions = fence(self.state, event)
-        return next((action.reason for action in actions if isinstance(action, Refuse)), "")
+        self.state, refusal = fence(self.state, event)
+        return refusal
 
     def _keys(self, run_id: str, epoch: int) -> EpochKeys | None:
         return EpochKeys.of(self._run_key, run_id, epoch) if self._run_key is not None else None
@@ -431,6 +432,7 @@ def serve(channel: Channel) -> None:
 def main(sock: socket.socket, parent: int) -> None:
     """Entry point."""
     end_with_parent()
+    # after the call: an engine that ended before it sends no signal any more
     if os.getppid() != parent:
         leave(0)  # the engine had ended before
     logging.basicConfig(level=logging.INFO, format="titan_grpo receiver %(process)d: %(message)s")

@@ -22,10 +22,9 @@ from msgspec.structs import replace
 from titan_grpo.errors import ConfigError, PeerError, TitanGrpoError, TransferFailed
 from titan_grpo.layout.image import (
     KEYED,
+    Hashing,
     ImageAddress,
     SharedImage,
-    block_digests,
-    digest_block,
     fingerprint,
     first_difference,
 )
@@ -106,7 +105,8 @@ class Receiver:
         self._sharing: Sharing | None = None
         self._hello, self._joined = hello, replace(joined, pid=os.getpid())
         self._key = keys.messages if keys is not None else None
-        self._block_key = keys.blocks.raw if keys is not None else None
+        blocks = keys.blocks if keys is not None else None
+        self._hashing = Hashing(hello.digest_algorithm, blocks)
         self._range_key = keys.ranges if keys is not None else None
         self._turn = threading.Condition()
         self.streamed = hello.apply == "streamed"
@@ -361,7 +361,7 @@ class Receiver:
         from titan_grpo.receive.window import Window
 
         image, manifest = self._reserve(order, streamed=True)
-        expected = self._digests(digests, manifest)
+        expected = self._hashing.split(digests, manifest.num_blocks)
         found = fingerprint(manifest.digest, expected)
         if found != order.fingerprint:
             raise PeerError(f"the fingerprint must be {order.fingerprint}, got {found}")
@@ -374,10 +374,10 @@ class Receiver:
     def _fill(self, transport: "Transport") -> None:
         """The bytes of a windowed transfer. A failure reaches the lane as the engine's report; then
         the lane ends the epoch."""
-        window, algorithm = self._window, self._hello.digest_algorithm
+        window = self._window
         assert window is not None
         try:
-            window.fill(transport, self._expected, algorithm, self.timeout_s, self._block_key)
+            window.fill(transport, self._expected, self._hashing, self.timeout_s)
         except TransferFailed as error:
             window.fail(str(error))
             transport.close()  # ends the lane's broadcast too
@@ -388,7 +388,7 @@ class Receiver:
         """Read the version from its sources. The lane sees each bucket that has arrived."""
         hello, began = self._hello, time.monotonic()
         image, manifest = self._reserve(order, streamed=False)
-        expected = self._digests(digests, manifest)
+        expected = self._hashing.split(digests, manifest.num_blocks)
         print_ = fingerprint(manifest.digest, expected)
         error, bad, verify_s, read, relay_bytes = "", -1, 0.0, 0, 0
         lost: tuple[int, ...] = ()
@@ -396,7 +396,7 @@ class Receiver:
         if print_ != order.fingerprint:
             error = f"the fingerprint must be {order.fingerprint}, got {print_}"
         else:
-            content = Content(manifest, expected, hello.digest_algorithm, self._block_key)
+            content = Content(manifest, expected, self._hashing)
             patched = self._patch(image, order.patches)
             others = [self._other(source, manifest) for source in order.relays]
             relaying = None
@@ -485,8 +485,8 @@ class Receiver:
         image, manifest = self._reserve(order, streamed=False)
         receive_s = broadcast_image(transport, image.tensor(), hello.bucket_bytes, hello.timeout_s)
         start = time.monotonic()
-        expected = self._digests(digests, manifest)
-        found = block_digests(image.buffer, manifest, hello.digest_algorithm, self._block_key)
+        expected = self._hashing.split(digests, manifest.num_blocks)
+        found = self._hashing.blocks(image.buffer, manifest)
         bad = first_difference(expected, found)
         print_ = fingerprint(manifest.digest, found)
         error = ""
@@ -521,24 +521,11 @@ class Receiver:
             self._step(server.Begin(order.number, order.version))
             return self._image, self._manifest
 
-    def _digests(self, blob: bytes | bytearray, manifest: Manifest) -> list[bytes]:
-        """The digests that the trainer's blocks have."""
-        raw = bytes(blob)
-        algorithm = self._hello.digest_algorithm
-        size = len(digest_block((), algorithm))
-        if len(raw) != size * manifest.num_blocks:
-            raise PeerError(
-                f"{manifest.num_blocks} {algorithm} digests must be {size * manifest.num_blocks}"
-                f" bytes, got {len(raw)}"
-            )
-        return [raw[i : i + size] for i in range(0, len(raw), size)]
-
     def _step(self, event: server.StagingEvent) -> None:
         """Under ``_turn``. PeerError if the table refuses."""
-        self._staging, actions = server.staging(self._staging, event)
-        for action in actions:
-            if isinstance(action, server.Refuse):
-                raise PeerError(action.reason)
+        self._staging, refusal = server.staging(self._staging, event)
+        if refusal:
+            raise PeerError(refusal)
 
 
 def _staged(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from titan_grpo.errors import PeerError, TransferFailed
-from titan_grpo.layout.image import SharedImage, digest_block
+from titan_grpo.layout.image import Hashing, SharedImage
 from titan_grpo.layout.manifest import Manifest, TensorSpec
 from titan_grpo.sync.transports.broadcast import Transport
 
@@ -86,12 +86,11 @@ class Window:
         self,
         transport: Transport,
         expected: Sequence[bytes],
-        algorithm: str,
+        hashing: Hashing,
         timeout_s: float,
-        key: bytes | None = None,
     ) -> None:
         """Receive the whole version, once the engine has opened; each part waits at most
-        ``timeout_s`` seconds. ``algorithm`` and ``key`` are digest_block's.
+        ``timeout_s`` seconds.
 
         TransferFailed if the engine does not come or stops taking, the lane fails, or a block
         differs from ``expected``.
@@ -108,23 +107,21 @@ class Window:
             at = start % ring.numel()
             transport.broadcast(ring[at : at + stop - start], max(0.0, deadline - began))
             received = time.monotonic()
-            self._verify(start, stop, expected, algorithm, key)
+            self._verify(start, stop, expected, hashing)
             self.receive_s += received - began
             self.verify_s += time.monotonic() - received
             with self._turn:
                 self._filled = stop
                 self._turn.notify_all()
 
-    def _verify(
-        self, start: int, stop: int, expected: Sequence[bytes], algorithm: str, key: bytes | None
-    ) -> None:
+    def _verify(self, start: int, stop: int, expected: Sequence[bytes], hashing: Hashing) -> None:
         manifest, buffer = self._manifest, self._ring.buffer
         shift = start - start % buffer.nbytes
         for index in range(start // manifest.block_bytes, -(-stop // manifest.block_bytes)):
             # streamed versions have one part, whose blocks are in one piece
             ((low, high),) = manifest.block(index)
             block = buffer[low - shift : high - shift]
-            if digest_block([block], algorithm, key) != expected[index]:
+            if hashing.block([block]) != expected[index]:
                 self.bad_block = index
                 raise TransferFailed(
                     f"block {index} of {manifest.num_blocks} differs from what the trainer"

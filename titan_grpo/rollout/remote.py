@@ -12,8 +12,9 @@ import msgspec
 
 from titan_grpo.engines.http import Call, HttpRefused, SyncDriver, ignore
 from titan_grpo.errors import ConfigError, PeerError, ServerUnreachable, TitanGrpoError
-from titan_grpo.protocol import frames, recovery
+from titan_grpo.protocol import frames
 from titan_grpo.protocol.messages import new_run_id
+from titan_grpo.protocol.recovery import Health
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.messages import (
     FORMAT,
@@ -32,7 +33,7 @@ from titan_grpo.rollout.service import CALL_S, POLL_S, POST_BYTES
 OPEN_S = 40.0
 """Deadline of opening a session, in seconds: another one may have to end first."""
 
-PACE = recovery.Backoff(first_s=0.25, longest_s=2.0)
+HEALTH = Health(first_s=0.25, longest_s=2.0)
 """How long a service that did not answer is left alone, in seconds."""
 
 
@@ -69,7 +70,7 @@ class RemoteTransport:
         """Guards what is below; taken after the client's lock."""
         self._inbox, self._outbox = frames.Inbox(""), frames.Outbox("")
         self._opened = self._closing = False
-        self._health = recovery.Health(PACE)
+        self._health = HEALTH
         self._silent_since: float | None = None
         self._threads: list[threading.Thread] = []
 
@@ -188,7 +189,7 @@ class RemoteTransport:
         else:
             with self._changed:
                 self._silent_since = None
-                self._health, _ = recovery.step(self._health, recovery.Answered())
+                self._health = self._health.answered()
 
     def _silent(self, due: float, error: PeerError) -> None:
         with self._changed:
@@ -201,7 +202,7 @@ class RemoteTransport:
                     f" (rollout.controller_deadline_s): {error}. Start it again (titan-grpo"
                     " rollouts --bind HOST:PORT) and resume from the last checkpoint"
                 ) from error
-            self._health, _ = recovery.step(self._health, recovery.Silent(now))
+            self._health = self._health.silent(now)
 
     def _refusal(self, error: HttpRefused) -> TitanGrpoError:
         if error.status == 401:

@@ -5,18 +5,19 @@ Bookkeeping without I/O; time is an argument, in seconds of any monotonic clock.
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
 
-from titan_grpo.protocol import admission, recovery
+from titan_grpo.protocol import admission
 from titan_grpo.protocol.admission import Admission, Admit, GiveUp, Start, Unversioned, Used
 from titan_grpo.protocol.messages import ServerState
+from titan_grpo.protocol.recovery import Health
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.samples import Group
 
-PACE = recovery.Backoff(first_s=0.5, longest_s=15.0)
+HEALTH = Health(first_s=0.5, longest_s=15.0)
 """How long a server that failed to generate gets no new groups, in seconds."""
 
 
@@ -33,7 +34,7 @@ class Server:
     committing: int | None = None
     in_flight: int = 0
     left: bool = False
-    health: recovery.Health = field(default_factory=lambda: recovery.Health(PACE))
+    health: Health = HEALTH
 
     @property
     def newest(self) -> int | None:
@@ -148,12 +149,12 @@ class Pool:
 
     def failed(self, server: Server, now: float) -> float:
         """A request failed on it: no new groups for a while. Returns when that ends."""
-        server.health, _ = recovery.step(server.health, recovery.Silent(now))
+        server.health = server.health.silent(now)
         return server.health.until
 
     def succeeded(self, server: Server) -> None:
         """A group came back whole."""
-        server.health, _ = recovery.step(server.health, recovery.Answered())
+        server.health = server.health.answered()
 
 
 REMEMBERED = 100_000

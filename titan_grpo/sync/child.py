@@ -93,9 +93,10 @@ class Child:
         try:
             status = wait_process(self._process, END_S)
         except subprocess.TimeoutExpired:
+            # Its end of the pipe is closed and it runs: the next one must not meet it at a server.
             self._process.kill()
             status = wait_process(self._process, END_S)
-        pipe.close()
+        pipe.close()  # ends its sending thread, which would wait for ever
         if self._ending.is_set():
             return
         self._ended(f"the {self.NAME} ended with exit code {status}: it is started again")
@@ -156,5 +157,5 @@ def perform(sock: socket.socket, parent: int, make: type[Performer]) -> None:
     torch.set_num_threads(1)
     os.nice(NICE)
     make(sock).run()
-    # The rank is gone. Lanes may wait for their servers.
+    # The rank is gone. Lanes may wait for their servers: sys.exit would join their threads.
     os._exit(1)

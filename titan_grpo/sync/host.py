@@ -15,17 +15,16 @@ import queue
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, PeerError, SyncError, TitanGrpoError
+from titan_grpo.layout.image import Hashing
 from titan_grpo.protocol.messages import Hashed, RangeSource
 from titan_grpo.runkey import Key
 from titan_grpo.sync.child import END_S, Child, Performer, perform
 from titan_grpo.sync.images import (
-    Hashing,
     ImagePool,
     PoolAddress,
     hashed_key,
@@ -109,7 +108,7 @@ class HostSync(Child):
         with self.lock:
             self._jobs.pop(slot, None)  # in order of the versions
             self._jobs[slot] = job
-            self.post("part.publish", job)
+            self.post("publish", job)
         self._announcer(version, slot, copy)
 
     def take_error(self) -> SyncError | None:
@@ -125,7 +124,7 @@ class HostSync(Child):
     def _begin(self) -> None:
         self._pipe.post("begin", self._handed)
         for job in self._jobs.values():
-            self._pipe.post("part.publish", job)
+            self._pipe.post("publish", job)
 
     def _ended(self, text: str) -> None:
         self.failed(f"part {self._handed.pool.part}: {text}; servers read nothing here until then")
@@ -148,33 +147,30 @@ class HostSync(Child):
         self._error = self._error or SyncError(text)
 
 
-class HostPart:
+class HostMain(Performer):
     """A thread that hashes the host's part of each version, and the range server's.
 
     A version's ticket ends when its slot is written again. Rank 0 decides when that is: its slot
     table knows every lane that reads.
     """
 
-    def __init__(
-        self, b: HostBegin, announced: Callable[[int, int], None], failed: Callable[[str], None]
-    ) -> None:
-        """``announced`` and ``failed``: see HostSync."""
+    def begin(self, b: HostBegin) -> None:
+        """The first of all calls."""
         self._pool = b.pool.open(b.config.connect_deadline_s)
-        self.images = self._pool.images
         assert self._pool.hashed is not None
         self._store = self._pool.hashed
         key = Key.parse(b.key, "the run's key for blocks") if b.key else None
         self._hashing = Hashing(b.algorithm, key)
         self._ranks, self._timeout_s = b.ranks, b.config.lane_deadline_s
-        self._announced, self._fail = announced, failed
         self._server = RangeServer(certificate=own_certificate(b.config))
-        self._host, self.port = b.address, self._listen(b.address, b.port)
+        self._host, self._port = b.address, self._listen(b.address, b.port)
         self._tickets: dict[int, str] = {}
         self._newest: dict[int, int] = {}
         """The version that each slot gets, or has."""
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="host part", daemon=True)
+        self._thread = threading.Thread(target=self._hash, name="host part", daemon=True)
         self._thread.start()
+        self._pipe.post("listens", self._port)
 
     def _listen(self, address: str, port: int) -> int:
         try:
@@ -190,13 +186,14 @@ class HostPart:
         self._newest[job.slot] = job.version
         self._jobs.put(job)
 
-    def close(self) -> None:
-        """End the thread and serve no more."""
+    def end(self) -> None:
+        """The last of all calls: serve no more."""
         self._jobs.put(None)
         self._thread.join(END_S)
         self._server.close()
+        self.exit()
 
-    def _run(self) -> None:
+    def _hash(self) -> None:
         # no deadline: close() puts None into the queue; the thread is a daemon
         while (job := self._jobs.get()) is not None:
             if job.announced:
@@ -209,7 +206,7 @@ class HostPart:
             # RuntimeError: from a store that closes
             except (TitanGrpoError, RuntimeError) as error:
                 self._failed(version, error)
-                source = RangeSource(self._host, self.port, "", part=part)
+                source = RangeSource(self._host, self._port, "", part=part)
                 message = Hashed(version, part, source, "", error=str(error))
             try:
                 with store_errors(f"announcing version {version}"):
@@ -221,10 +218,10 @@ class HostPart:
             # It must not end the thread: rank 0 would wait for every later version.
             except (PeerError, RuntimeError) as error:
                 self._failed(version, error)
-            self._announced(job.slot, version)
+            self._pipe.post("announced", job.slot, version)
 
     def _failed(self, version: int, error: Exception) -> None:
-        self._fail(f"part {self._pool.part} of version {version}: {error}")
+        self._pipe.post("failed", f"part {self._pool.part} of version {version}: {error}")
 
     def _sealed(self, job: Job, read: list[str]) -> Hashed:
         version, slot = job.version, job.slot
@@ -233,14 +230,14 @@ class HostPart:
             self._server.revoke(ticket)
         read.extend(wait_copied(pool, version, rank, self._timeout_s) for rank in self._ranks)
         image = pool.images[slot]
-        digests = self._hashing.digests(image.buffer, manifest, pool.part)
+        digests = self._hashing.blocks(image.buffer, manifest, pool.part)
         if self._newest[slot] != version:
             # rank 0 has given this version up
             raise SyncError("its slot was given to a newer version before it was hashed")
         self._serve(job)
         source = RangeSource(
             self._host,
-            self.port,
+            self._port,
             job.ticket,
             image.address.to_json(),
             pool.part,
@@ -253,21 +250,6 @@ class HostPart:
         image, part = pool.images[job.slot], pool.manifest.parts[pool.part]
         key, fd = self._hashing.range_key, image.address.fd
         self._tickets[job.slot] = self._server.grant(image.buffer, fd, key, part, job.ticket)
-
-
-class HostMain(Performer):
-    """Performs what the leader posts, calls of ``part`` among it."""
-
-    def begin(self, b: HostBegin) -> None:
-        """The first of all calls."""
-        post = self._pipe.post
-        self.part = HostPart(b, partial(post, "announced"), partial(post, "failed"))
-        post("listens", self.part.port)
-
-    def end(self) -> None:
-        """The last of all calls."""
-        self.part.close()
-        self.exit()
 
 
 def main(sock: socket.socket, parent: int) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout import delta
-from titan_grpo.layout.image import ImageAddress, SharedImage, block_digests, digest_block
+from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import image_slots
 from titan_grpo.protocol.image_slots import SlotTable
@@ -140,35 +140,6 @@ class PoolAddress:
         return ImagePool(self.run_id, manifest, self.part, images, store, hashed)
 
 
-@dataclass(frozen=True, slots=True)
-class Hashing:
-    """How a run's blocks are hashed, and who may read them. ``key``: EpochKeys.blocks."""
-
-    algorithm: str
-    key: Key | None
-
-    @property
-    def digest_bytes(self) -> int:
-        """Length of one digest."""
-        return len(digest_block((), self.algorithm))
-
-    def digests(
-        self, image: memoryview, manifest: Manifest, part: int | None = None
-    ) -> tuple[bytes, ...]:
-        """Of an image's blocks (uint8), or of those of one part, in order."""
-        return block_digests(image, manifest, self.algorithm, self.block_key, part)
-
-    @property
-    def block_key(self) -> bytes | None:
-        """As layout.image takes it."""
-        return self.key.raw if self.key is not None else None
-
-    @property
-    def range_key(self) -> Key | None:
-        """EpochKeys.ranges."""
-        return self.key.derive("ranges") if self.key is not None else None
-
-
 def own_certificate(config: WeightSync) -> Certificate | None:
     """What this host of the trainer shows to servers. ConfigError: see Certificate.load."""
     names = "weight_sync.tls_certificate", "weight_sync.tls_key"
@@ -228,6 +199,7 @@ class Reserved:
             os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             if not pid
             else (
+                # reading ends in both processes, of one pipe: each byte is read once
                 os.open(f"/proc/{pid}/fd/{read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC),
                 os.open(f"/proc/{pid}/fd/{write}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC),
             )
@@ -250,18 +222,14 @@ class Reserved:
         except BlockingIOError:
             return None
 
-    def wait(self, timeout_s: float) -> int | None:
-        """``take`` that waits."""
-        deadline = time.monotonic() + timeout_s
-        while (slot := self.take()) is None and (left_s := deadline - time.monotonic()) > 0:
-            self.poll(left_s)
-        return slot
-
-    def poll(self, timeout_s: float) -> None:
-        """Wait until there may be a slot."""
+    def wait(self, timeout_s: float, take: Callable[[], int | None] | None = None) -> int | None:
+        """``take``, or another one, that waits: for the end of a run only."""
+        deadline, take = time.monotonic() + timeout_s, take or self.take
         poll = select.poll()
         poll.register(self._read, select.POLLIN)
-        poll.poll(timeout_s * 1000.0)
+        while (slot := take()) is None and (left_s := deadline - time.monotonic()) > 0:
+            poll.poll(left_s * 1000.0)
+        return slot
 
     def close(self) -> None:
         """Close both ends. Idempotent."""
@@ -293,31 +261,16 @@ class ImageSlots:
         self._stopping: set[str] = set()
         self._kept: set[str] = set()
         """Lanes that get no newer version for now."""
-        self._reserved = reserved or Reserved()
+        self.reserved = reserved or Reserved()
         with self._lock:
             self._reserve()
 
     def __repr__(self) -> str:
         return f"<ImageSlots {self._table!r}>"
 
-    # Main thread.
-
-    def take_reserved(self) -> int | None:
-        """The slot for the next version, or None: every slot is in use, so the version is skipped.
-        Never waits."""
-        return self._reserved.take()
-
-    def put_back(self, slot: int) -> None:
-        """Return a slot that was taken and not written: it is the next one again. Never waits."""
-        self._reserved.put(slot)
-
-    def wait_reserved(self, timeout_s: float) -> int | None:
-        """``take_reserved`` that waits. For shutdown only."""
-        return self._reserved.wait(timeout_s)
-
     def close(self) -> None:
         """Close the pipe. Idempotent."""
-        self._reserved.close()
+        self.reserved.close()
 
     # Sealer.
 
@@ -329,10 +282,10 @@ class ImageSlots:
             self._published = {v: p for v, p in self._published.items() if p.slot != slot}
             self._reserve()
 
-    def copied(self, version: int, rank: int) -> bool:
-        """The part of ``rank`` is in the image; whether that was the last one."""
+    def copied(self, version: int, rank: int) -> None:
+        """The part of ``rank`` is in the image."""
         with self._lock:
-            return bool(self._step(image_slots.Copied(version, rank)))
+            self._step(image_slots.Copied(version, rank))
 
     def complete(self, published: Published) -> None:
         """All bytes and digests of a version are there: lanes may pin it."""
@@ -448,7 +401,7 @@ class ImageSlots:
         )
         for action in self._step(image_slots.Reserve(wanted)):
             if isinstance(action, image_slots.Promise):
-                self._reserved.put(action.slot)
+                self.reserved.put(action.slot)
 
     def _revoke(self) -> None:
         """Cancel the reservation if it is still in the queue: a lane wants what the slot holds.
@@ -457,7 +410,8 @@ class ImageSlots:
         next one. But the next one may need rollouts from that very lane's server, and would never
         come.
         """
-        slot = self.take_reserved()
+        # The kernel decides: the main thread has read it by now, or never will.
+        slot = self.reserved.take()
         if slot is not None:
             self._step(image_slots.Revoke(slot))
 

@@ -30,10 +30,10 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lane as table
-from titan_grpo.protocol import ledger, recovery
+from titan_grpo.protocol import ledger
 from titan_grpo.protocol.lane import LaneEvent, Observer, Point
 from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Label, Staged
-from titan_grpo.protocol.recovery import settle
+from titan_grpo.protocol.recovery import Health, settle
 from titan_grpo.sync.images import ImageSlots, Parts, Published
 from titan_grpo.sync.link import LaneLink, LinkOptions, answer_s
 from titan_grpo.sync.pause_guard_main import perform
@@ -80,12 +80,6 @@ class LaneContext:
     run over a commit."""
 
 
-def fresh_label(run_id: str, text: str | None) -> Label | None:
-    """The label a server shows, if it is of this run; None: its weights are unknown."""
-    label = Label.parse(text)
-    return label if label is not None and label.run_id == run_id else None
-
-
 @dataclass(frozen=True, slots=True)
 class _Idle:
     """The work goes on when something wakes the lane, or at ``until_s`` (monotonic clock)."""
@@ -108,7 +102,8 @@ class ServerLane:
         self._turn = threading.Lock()
         self._stopping, self._ended = threading.Event(), threading.Event()
         self._idle: table.Action | None = None  # the work it goes on with; None: not started
-        self._seen_s = 0.0  # when the server was as the ledger has it (monotonic clock)
+        self._entry = ledger.Entry()  # the server's line, as this lane's own events make it
+        self._seen_s = 0.0  # when the server was as its line says (monotonic clock)
         self._link: LaneLink | StockLink | None = None
         self._published: Published | None = None
         self._staged: Staged | None = None
@@ -116,9 +111,9 @@ class ServerLane:
         config = self._config = context.link.config
         self._streamed = config.apply == "streamed"
         self._state = table.Lane(epoch=epoch, streamed=self._streamed)
-        self._health = recovery.Health(recovery.Backoff(config.backoff_s, config.backoff_max_s))
+        self._health = Health(config.backoff_s, config.backoff_max_s)
         self._label = self._held = Label(context.run_id, -1, "")
-        self._before = ""
+        self._before, self._refusal, self._resting = "", "", False
         self._published_s = self._paused_s = 0.0
 
     def __repr__(self) -> str:
@@ -212,10 +207,11 @@ class ServerLane:
         match action:
             case table.Release():
                 self._unpin()
-            case table.Note(ledger.Holds() as event):
-                self._servers.apply(self.url, event, self._held)
             case table.Note(event):
-                self._servers.apply(self.url, event)
+                self._entry, label = ledger.step(self._entry, event), None
+                if isinstance(event, ledger.Holds):
+                    self._refusal, label = "", self._held
+                self._servers.apply(self.url, event, label)
 
     def _perform(self, work: table.Action) -> table.Event | _Idle:
         try:
@@ -246,14 +242,14 @@ class ServerLane:
                 self._stopping.set()
                 self._servers.taken(self.url, taken.run_id)
             elif not earlier:
-                self._servers.refused(self.url, str(taken), final=False)
+                self._refused(str(taken), final=False)
                 self._latch(f"another run has this server: {taken}")
             return table.Outranked(taken.term, earlier)
         except TitanGrpoError as error:
             final, known = isinstance(error, ServerUnfit), False
             connecting = self._state.phase is table.Phase.CONNECTING
             if final or (connecting and isinstance(error, ServerRefused)):
-                known = self._servers.refused(self.url, str(error), final)
+                known = self._refused(str(error), final)
             # A refusal that stays is an error once: it lasts until the server is started anew.
             if not (final and known):
                 self._latch(
@@ -261,6 +257,13 @@ class ServerLane:
                 )
             return table.Failed()
         raise AssertionError(f"the lane table asked for {work!r}, which no lane performs")
+
+    def _refused(self, reason: str, final: bool) -> bool:
+        """Report a refusal, unless the server gave the same one before; whether it did."""
+        known, self._refusal = reason == self._refusal, reason
+        if not known:
+            self._servers.refused(self.url, reason, final)
+        return known
 
     def _latch(self, cause: str, block: int | None = None) -> None:
         if not self._stopping.is_set():
@@ -273,11 +276,8 @@ class ServerLane:
     def _pass(self, point: Point) -> None:
         version = -1 if self._state.version is None else self._state.version
         label = str(self._label) if version >= 0 else ""
-        self._c.observer(
-            LaneEvent(
-                point, self.url, self._c.run_id, wire_epoch(self._state.epoch), version, label
-            )
-        )
+        epoch = wire_epoch(self._state.epoch)
+        self._c.observer(LaneEvent(point, self.url, self._c.run_id, epoch, version, label))
 
     def _connect(self, epoch: int, term: int) -> table.Event:
         with self._c.recorder.span(names.CONNECT_S, self.url, epoch=epoch):
@@ -326,7 +326,7 @@ class ServerLane:
     def _await_newer(self) -> table.Event | _Idle:
         if self._stopping.is_set():
             return table.Failed()
-        entry = self._servers.entry(self.url)
+        entry = self._entry
         self._published = self._c.slots.pin_newer(self.url, entry.held, self._wake)
         if self._published is not None:
             self._label, self._published_s = self._published.label, self._published.published_s
@@ -338,24 +338,25 @@ class ServerLane:
             if isinstance(link, LaneLink):
                 link.check()
             if time.monotonic() >= self._seen_s + every_s:
-                self._look(entry)
+                self._look()
                 self._seen_s = time.monotonic()
         except TitanGrpoError:
             self._c.slots.leave(self.url)
             raise
         return _Idle(self._seen_s + every_s)
 
-    def _look(self, entry: ledger.Entry) -> None:
-        """Raise ServerRefused if an idle server is not as the ledger has it: the next connection
+    def _look(self) -> None:
+        """Raise ServerRefused if an idle server is not as its line says: the next connection
         settles it."""
+        entry = self._entry
         if entry.standing is ledger.Standing.QUARANTINED and not self._control.paused():
             raise ServerRefused("it is half loaded, and another client resumed it")
         if isinstance(self._link, LaneLink):
             self._ping()  # a host that vanished closes no connection
         if entry.held is None:
             return
-        label = fresh_label(self._c.run_id, self._control.label())
-        if label is None or label.version != entry.held:
+        label = Label.parse(self._control.label())
+        if label is None or (label.run_id, label.version) != (self._c.run_id, entry.held):
             raise ServerRefused(
                 f"it serves {label or 'weights of its own'} instead of v{entry.held}: was it"
                 " restarted?"
@@ -422,7 +423,7 @@ class ServerLane:
             )
             return table.Loaded(version, ok=False, intact=False)
         if applied.final:
-            self._servers.refused(self.url, applied.error, final=True)
+            self._refused(applied.error, final=True)
         if applied.ok:
             self._c.recorder.observe(names.LOAD_S, applied.load_s)
         else:
@@ -492,7 +493,7 @@ class ServerLane:
         # update on it
         self._ping()
         self._held, self._seen_s = self._label, time.monotonic()
-        self._health, _ = recovery.step(self._health, recovery.Answered())
+        self._health = self._health.answered()
         self._pass(Point.HELD)
         now = recorder.now()
         recorder.record_span(names.COMMIT_S, self._paused_s, now, self.url, version=version)
@@ -506,13 +507,12 @@ class ServerLane:
         self._open_link().ping(self._number, answer_s(self._config.commit_deadline_s))
 
     def _rest(self) -> table.Event | _Idle:
-        if self._health.phase is not recovery.Phase.AWAY:  # else it rests already
+        if not self._resting:
             self._close_link()
-            self._health, _ = recovery.step(self._health, recovery.Silent(time.monotonic()))
-        if not self._stopping.is_set():
-            if not self._health.askable(now := time.monotonic()):
-                return _Idle(self._health.until)
-            self._health, _ = recovery.step(self._health, recovery.Rested(now))
+            self._health, self._resting = self._health.silent(time.monotonic()), True
+        if not (self._stopping.is_set() or self._health.askable(time.monotonic())):
+            return _Idle(self._health.until)
+        self._resting = False
         return table.Rested()
 
     def _leave(self) -> None:

@@ -37,7 +37,6 @@ from titan_grpo.protocol.messages import NIXL, RANGES, TCP, Hashed, Label, Range
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.runkey import Key
 from titan_grpo.sync.images import (
-    Hashing,
     ImagePool,
     Images,
     ImageSlots,
@@ -180,12 +179,6 @@ def server_set(
     )
 
 
-def hashing_of(link: LinkOptions, run_id: str) -> Hashing:
-    """How the blocks of a run are hashed."""
-    keys = link.keys(run_id, 0)
-    return Hashing(link.algorithm, keys.blocks if keys is not None else None)
-
-
 class SyncLanes:
     """Seals images (all ranks' bytes are there, blocks hashed) and has the lanes, which report to
     ``servers``. ``slots`` is for its users too."""
@@ -215,7 +208,7 @@ class SyncLanes:
         if link.transport == NIXL:
             link = replace(link, nixl=NixlSource())
         self._link = link
-        self.hashing = hashing_of(link, pool.run_id)
+        self.hashing = link.hashing(pool.run_id)
         self._read: list[tuple[int, dist.TCPStore, str]] = []
         """Version, store and key of what other ranks have said."""
         self._complete = -1
@@ -317,7 +310,7 @@ class SyncLanes:
             self.slots.copied(job.version, rank)
         with self._recorder.span(names.DIGEST_S, "sealer", version=job.version):
             image = self.pool.images[job.slot].buffer
-            digests = self.hashing.digests(image, self.manifest, self.pool.part)
+            digests = self.hashing.blocks(image, self.manifest, self.pool.part)
         others = self._others(job.version)
         digests += tuple(digest for _, theirs in others for digest in theirs)
         label = Label(self.run_id, job.version, fingerprint(self.manifest.digest, digests))
@@ -372,20 +365,11 @@ class SyncLanes:
             hashed.require_proof(self.hashing.key)
             if why := hashed.problem(version, part):
                 raise SyncError(f"part {part} of rank {rank}'s host failed: {why}")
-            out.append((hashed.source, self._split(hashed)))
+            count = len(self.manifest.blocks(part))
+            digests = self.hashing.split(bytes.fromhex(hashed.digests), count)
+            out.append((hashed.source, digests))
             self.slots.copied(version, rank)
         return out
-
-    def _split(self, hashed: Hashed) -> list[bytes]:
-        """A part's digests, one by one. SyncError if they are not as many as its blocks."""
-        raw, size = bytes.fromhex(hashed.digests), self.hashing.digest_bytes
-        count = len(self.manifest.blocks(hashed.part))
-        if len(raw) != size * count:
-            raise SyncError(
-                f"part {hashed.part} must have {count} digests of {size} bytes, got {len(raw)}"
-                " bytes"
-            )
-        return [raw[i : i + size] for i in range(0, len(raw), size)]
 
 
 class LaneThreads:
@@ -407,6 +391,7 @@ class LaneThreads:
 
     def wake(self, lane: ServerLane) -> None:
         """Have the lane work now, or again if it works. Any thread; never waits."""
+        # Callers hold the slots' lock: nothing under this one may ask the slots.
         with self._changed:
             self._due[lane] = -math.inf
             if self._thread is None:
@@ -433,6 +418,7 @@ class LaneThreads:
                     return
             for lane in ready:
                 name = f"lane {lane.url}"
+                # daemon: a lane may wait for its server when the process ends
                 thread = threading.Thread(target=self._work, args=(lane,), name=name, daemon=True)
                 try:
                     thread.start()

@@ -22,7 +22,7 @@ from titan_grpo.errors import (
     ServerUnfit,
     TransferFailed,
 )
-from titan_grpo.layout.image import KEYED, ImageAddress, SharedImage
+from titan_grpo.layout.image import KEYED, Hashing, ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import lane
 from titan_grpo.protocol.messages import (
@@ -45,12 +45,12 @@ from titan_grpo.sync.relay import Relay
 from titan_grpo.sync.transports.broadcast import (
     Transport,
     TransportOptions,
+    beside,
     broadcast_image,
     host_store,
     nccl_version,
     open_transport,
     outcome,
-    request_beside,
 )
 from titan_grpo.sync.transports.channel import Frame, LaneChannel
 from titan_grpo.sync.transports.nixl import NixlSource
@@ -112,19 +112,14 @@ class LinkOptions:
         """Deadline of a transfer of ``nbytes``, in seconds."""
         return self.config.lane_deadline_s + nbytes / self.config.min_rate
 
-    @property
-    def algorithm(self) -> str:
-        """How blocks are hashed."""
-        return self.config.digest if self.run_key is None else KEYED
-
     def keys(self, run_id: str, epoch: int) -> EpochKeys | None:
         """The keys of one epoch, None without a run key."""
         return None if self.run_key is None else EpochKeys.of(self.run_key, run_id, epoch)
 
-    def block_key(self, run_id: str) -> bytes | None:
-        """Key of the digests of all blocks of a run (layout.image), None without a run key."""
+    def hashing(self, run_id: str) -> Hashing:
+        """How the blocks of a run are hashed."""
         keys = self.keys(run_id, 0)
-        return None if keys is None else keys.blocks.raw
+        return Hashing(self.config.digest) if keys is None else Hashing(KEYED, keys.blocks)
 
 
 class LaneLink:
@@ -174,7 +169,7 @@ class LaneLink:
             self._store = host_store(o.bind_host)
         with self._lock:
             self._channel = channel
-            aborted = self._aborted
+            aborted = self._aborted  # an abort before this line found no channel to abort
         if aborted:
             channel.abort()
         hello = Hello(
@@ -185,7 +180,7 @@ class LaneLink:
             ticket=channel.ticket.hex(),
             transport=o.transport,
             manifest_digest=self._manifest.digest,
-            digest_algorithm=o.algorithm,
+            digest_algorithm=o.hashing(self._run_id).algorithm,
             block_bytes=self._manifest.block_bytes,
             bucket_bytes=config.bucket_bytes,
             timeout_s=self._transfer_s,
@@ -383,7 +378,7 @@ class LaneLink:
                 self.cancel()
             return applied
 
-        call = request_beside(load, self.cancel)
+        call = beside(load, "load", self.cancel)
         failure: TransferFailed | None = None
         try:
             self.stream(image, moved)
@@ -393,6 +388,7 @@ class LaneLink:
         # start and finish of an update, the load and the report each have a deadline of their own
         transfer_s = self._options.config.lane_deadline_s
         load_s = lane.step_s(lane.Phase.LOADING, commit_deadline_s, transfer_s)
+        # Also after a failed broadcast: the engine's report says what it holds now.
         applied = outcome(call, load_s, f"the load call of transfer {staged.number}")
         if failure is not None and applied.ok:
             raise failure  # the two ends disagree about the bytes

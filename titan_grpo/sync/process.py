@@ -31,13 +31,12 @@ from titan_grpo.observe import names, terminal
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import ledger
 from titan_grpo.protocol.lane import LaneEvent, Point, no_observer
-from titan_grpo.protocol.ledger import Entry
 from titan_grpo.protocol.messages import NIXL, Label
 from titan_grpo.runkey import Key
 from titan_grpo.sync.child import END_S, Child, Launched, Performer, perform
 from titan_grpo.sync.images import ImagePool, ImageSlots, PoolAddress, Published, Reserved
 from titan_grpo.sync.lane import ServerLane
-from titan_grpo.sync.lanes import SyncLanes, SyncOptions, hashing_of, server_set
+from titan_grpo.sync.lanes import SyncLanes, SyncOptions, server_set
 from titan_grpo.sync.publisher import Announcer, Copy
 from titan_grpo.sync.server_set import JOIN_S, ServerSet
 from titan_grpo.sync.transports.nixl import nixl_problem
@@ -75,10 +74,15 @@ class RemoteLane:
         self.stopping = False
 
     def start(self) -> None:
-        self._owner.open_lane(self)
+        # One piece: a process that is started in between gets the lane once, by its handover.
+        with self._owner.lock:
+            self._owner.lanes[self.url] = self
+            self._owner.post("open_lane", self.url, self.epoch)
 
     def stop(self) -> None:
-        self._owner.stop_lane(self)
+        with self._owner.lock:
+            self.stopping = True
+            self._owner.post("stop_lane", self.url)
 
     def abort(self) -> None:
         self._owner.post("abort_lane", self.url)
@@ -100,23 +104,19 @@ class MainSlots:
         self.kept: set[str] = set()
 
     def take_reserved(self) -> int | None:
-        return self.wait_reserved(0.0)
+        """The slot for the next version, or None: every slot is in use, so the version is skipped.
+        Never waits."""
+        # One piece for a restart, which must know who has each slot.
+        with self._owner.lock:
+            slot = self.reserved.take()
+            self.taken = self.taken if slot is None else slot
+            return slot
 
     def wait_reserved(self, timeout_s: float) -> int | None:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            # One piece for a restart, which must know who has each slot. It is never held over a
-            # wait.
-            with self._owner.lock:
-                slot = self.reserved.take()
-                if slot is not None:
-                    self.taken = slot
-                    return slot
-            if (left_s := deadline - time.monotonic()) <= 0:
-                return None
-            self.reserved.poll(left_s)
+        return self.reserved.wait(timeout_s, self.take_reserved)
 
     def put_back(self, slot: int) -> None:
+        """Return a slot that was taken and not written: it is the next one again. Never waits."""
         with self._owner.lock:
             self.taken = None
             self.reserved.put(slot)
@@ -157,12 +157,12 @@ class SyncProcess(Child):
         link = options.link(config)
         if link.transport == NIXL and (problem := nixl_problem()):
             raise ConfigError(problem)  # now: there it would end a process again and again
-        self.hashing = hashing_of(link, pool.run_id)
+        self.hashing = link.hashing(pool.run_id)
         self.servers: ServerSet = server_set(
             config, recorder, options, lambda _, url, epoch: RemoteLane(self, url, epoch)
         )
         self.slots = MainSlots(self, Reserved())
-        self._lanes: dict[str, RemoteLane] = {}
+        self.lanes: dict[str, RemoteLane] = {}
         self._jobs: dict[int, tuple[int, float]] = {}
         """Version that is not complete -> slot, and when it was published."""
         self.complete: Published | None = None
@@ -197,7 +197,7 @@ class SyncProcess(Child):
 
     def fingerprint(self, image: memoryview) -> str:
         """The fingerprint of a version with these bytes, under this run's key."""
-        return fingerprint(self.manifest.digest, self.hashing.digests(image, self.manifest))
+        return fingerprint(self.manifest.digest, self.hashing.blocks(image, self.manifest))
 
     def flush(self, version: int, timeout_s: float) -> list[str]:
         """No version follows; see ServerSet."""
@@ -211,7 +211,7 @@ class SyncProcess(Child):
         if not (deadline := self.servers.close(within_s)):
             return
         self._end(max(END_S, deadline - time.monotonic()))
-        for lane in list(self._lanes.values()):
+        for lane in list(self.lanes.values()):
             self.lane_ended(lane.url)
         self._announcer.close(END_S)
         self.slots.reserved.close()
@@ -219,8 +219,10 @@ class SyncProcess(Child):
     # The process.
 
     def _begin(self) -> None:
+        # What the last process had reserved: two processes' slots in one pipe would be written
+        # twice at once.
         while self.slots.reserved.take() is not None:
-            pass  # what the last process had reserved
+            pass
         slots = {slot for slot, _ in self._jobs.values()}
         slots |= {self.slots.taken} if self.slots.taken is not None else set()
         if self.complete is not None and self.complete.slot in slots:
@@ -251,7 +253,7 @@ class SyncProcess(Child):
             self._pipe.post("lanes.publish", version, *job)
         for url in self.slots.kept:
             self._pipe.post("slots.keep", url)
-        for lane in self._lanes.values():
+        for lane in self.lanes.values():
             self._pipe.post("open_lane", lane.url, lane.epoch)
             if lane.stopping:
                 self._pipe.post("stop_lane", lane.url)
@@ -263,29 +265,15 @@ class SyncProcess(Child):
         self.recorder.error(text)
         terminal.print_status(text)
 
-    # Lanes.
-
-    def open_lane(self, lane: RemoteLane) -> None:
-        """Have the process open it. Does not wait."""
-        with self.lock:
-            self._lanes[lane.url] = lane
-            self.post("open_lane", lane.url, lane.epoch)
-
-    def stop_lane(self, lane: RemoteLane) -> None:
-        """Have the process stop it. Does not wait."""
-        with self.lock:
-            lane.stopping = True
-            self.post("stop_lane", lane.url)
-
     # What the process posts, one after the other, beside calls of ``servers`` and ``recorder``.
 
     def connecting(self, url: str, epoch: int) -> None:
         """A lane opens its ``epoch``-th connection."""
-        if lane := self._lanes.get(url):
+        if lane := self.lanes.get(url):
             lane.epoch = epoch
 
     def apply(self, url: str, event: ledger.Event, label: Label | None, engine: str) -> None:
-        if lane := self._lanes.get(url):
+        if lane := self.lanes.get(url):
             lane.engine = engine
         self.servers.apply(url, event, label)
         if self._o.keeps and isinstance(event, ledger.Holds) and url not in self.slots.kept:
@@ -297,7 +285,7 @@ class SyncProcess(Child):
     def lane_ended(self, url: str) -> None:
         """A lane has ended."""
         with self.lock:
-            lane = self._lanes.pop(url, None)
+            lane = self.lanes.pop(url, None)
         if lane is not None:
             lane.ended.set()
 
@@ -316,6 +304,7 @@ class SyncProcess(Child):
             # Here, in order with all else.
             pipe.answer(number, lambda: self.apply(url, *arguments))
             return
+        # On a thread: it may take a commit's deadline, and what ends it may be posted meanwhile.
         work: Callable[..., Any] = self._drain if what == "drain" else self._call
         threading.Thread(
             target=pipe.answer,
@@ -387,46 +376,68 @@ class PipeControl:
         return call
 
 
-class Reporting:
-    """Reports of the lanes, for rank 0. Each server's line is known here too: by the events of its
-    lane alone."""
+class Main(Performer):
+    """Performs what rank 0 posts, calls of ``lanes`` and ``slots`` among it, and posts what the
+    lanes report (server_set.Reports)."""
 
-    def __init__(self, pipe: Pipe, keep: Callable[[str], object] | None) -> None:
-        """``keep`` is called before rank 0 knows that a server holds a version: it says when the
-        server may go on. None: it always may."""
-        self._pipe, self._keep = pipe, keep
-        self.lanes: dict[str, ServerLane] = {}
-        self._entries: dict[str, Entry] = {}
-        self._refusals: dict[str, str] = {}
+    def begin(self, b: Begin) -> None:
+        """The first of all calls."""
+        pipe = self._pipe
+        pool = b.pool.open(b.config.connect_deadline_s)
+        self._servers: dict[str, ServerLane] = {}
+        self._keeps = b.options.keeps
+        self.slots = ImageSlots(b.config.slots, Reserved(*b.reserved), b.taken, b.complete)
+        options = replace(
+            b.options,
+            run_key=Key.parse(b.run_key, "rank 0's run key") if b.run_key else None,
+            # Its methods are looked up by name in the interface.
+            make_control=(lambda url: cast(ServerControl, PipeControl(pipe, url)))
+            if b.forwarded
+            else None,
+            drain=(lambda url: pipe.ask("drain", url)) if b.drains else None,
+            lane_observer=self._passing,
+        )
+        recorder = PipeRecorder(pipe, b.run_dir)
+        self.lanes = SyncLanes(pool, b.config, recorder, options, self, self.slots)
+        self.lanes.start()
 
-    def opened(self, lane: ServerLane) -> None:
-        """A lane of whose server nothing is known."""
-        self.lanes[lane.url], self._entries[lane.url] = lane, Entry()
-        self._refusals.pop(lane.url, None)
+    def open_lane(self, url: str, epoch: int) -> None:
+        """A server has come."""
+        lane = self._servers[url] = self.lanes.open_lane(url, epoch)
+        lane.start()
+
+    def stop_lane(self, url: str) -> None:
+        """A server leaves. The lane's end is posted to rank 0."""
+        self._servers[url].stop()
+
+    def abort_lane(self, url: str) -> None:
+        self._servers[url].abort()
+
+    def end(self) -> None:
+        """The last of all calls, after the lanes have ended, or were given up."""
+        self.lanes.end(time.monotonic() + JOIN_S)
+        self.exit()
+
+    # Lanes' threads.
+
+    def _passing(self, event: LaneEvent) -> None:
+        if event.point is Point.GREET:
+            self._pipe.post("connecting", event.url, self._servers[event.url].epoch)
 
     def apply(self, url: str, event: ledger.Event, label: Label | None = None) -> None:
-        """See Reports. Before a commit it waits until rank 0 knows: from then on the server's
-        version is not certain, and rollouts must not ask it."""
-        entry, _ = ledger.step(self._entries[url], event)
-        self._entries[url] = entry
-        if entry.held is not None:
-            self._refusals.pop(url, None)
-        said = (url, event, label, self.lanes[url].engine)
+        said = (url, event, label, self._servers[url].engine)
         if isinstance(event, ledger.Committing):
+            # Until rank 0 has noted it: from then on the server's version is not certain, and
+            # rollouts must not ask it.
             self._pipe.ask("apply", *said)
             return
-        if isinstance(event, ledger.Holds) and self._keep is not None:
-            self._keep(url)
+        if self._keeps and isinstance(event, ledger.Holds):
+            # Before rank 0 has noted it: that one says when the server may go on.
+            self.slots.keep(url)
         self._pipe.post("apply", *said)
 
-    def entry(self, url: str) -> Entry:
-        return self._entries[url]
-
-    def refused(self, url: str, reason: str, final: bool) -> bool:
-        known = self._refusals.get(url) == reason
-        self._refusals[url] = reason
+    def refused(self, url: str, reason: str, final: bool) -> None:
         self._pipe.post("servers.refused", url, reason, final)
-        return known
 
     def taken(self, url: str, run: str) -> None:
         self._pipe.post("servers.taken", url, run)
@@ -441,63 +452,6 @@ class Reporting:
 
     def lane_ended(self, url: str) -> None:
         self._pipe.post("lane_ended", url)
-
-
-class Main(Performer):
-    """Performs what rank 0 posts, calls of ``lanes`` and ``slots`` among it."""
-
-    def answered(self, number: int, value: Any, error: Any) -> None:
-        self._pipe.answered(number, value, error)
-
-    def begin(self, b: Begin) -> None:
-        """The first of all calls."""
-        pipe = self._pipe
-        pool = b.pool.open(b.config.connect_deadline_s)
-        reserved = Reserved(*b.reserved)
-        self.slots = ImageSlots(b.config.slots, reserved, b.taken, b.complete)
-        self._reports = Reporting(pipe, self.slots.keep if b.options.keeps else None)
-        options = replace(
-            b.options,
-            run_key=Key.parse(b.run_key, "rank 0's run key") if b.run_key else None,
-            make_control=self._control if b.forwarded else None,
-            drain=(lambda url: pipe.ask("drain", url)) if b.drains else None,
-            lane_observer=self._passing,
-        )
-        self.lanes = SyncLanes(
-            pool,
-            b.config,
-            PipeRecorder(pipe, b.run_dir),
-            options,
-            self._reports,
-            self.slots,
-        )
-        self.lanes.start()
-
-    def _control(self, url: str) -> ServerControl:
-        # Its methods are looked up by name in the interface.
-        return cast(ServerControl, PipeControl(self._pipe, url))
-
-    def _passing(self, event: LaneEvent) -> None:
-        if event.point is Point.GREET:
-            self._pipe.post("connecting", event.url, self._reports.lanes[event.url].epoch)
-
-    def open_lane(self, url: str, epoch: int) -> None:
-        """A server has come."""
-        lane = self.lanes.open_lane(url, epoch)
-        self._reports.opened(lane)
-        lane.start()
-
-    def stop_lane(self, url: str) -> None:
-        """A server leaves. The lane's end is posted to rank 0."""
-        self._reports.lanes[url].stop()
-
-    def abort_lane(self, url: str) -> None:
-        self._reports.lanes[url].abort()
-
-    def end(self) -> None:
-        """The last of all calls, after the lanes have ended, or were given up."""
-        self.lanes.end(time.monotonic() + JOIN_S)
-        self.exit()
 
 
 def main(sock: socket.socket, parent: int) -> None:

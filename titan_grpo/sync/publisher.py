@@ -14,7 +14,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +24,7 @@ from titan_grpo.layout.cuda_runtime import Block, CudaRuntime
 from titan_grpo.layout.infer import matrix_shape
 from titan_grpo.layout.peft import MergedRows
 from titan_grpo.layout.plan import CopyOp, written_pages
-from titan_grpo.sync.transports.broadcast import LOOPBACK, join_store, store_errors
+from titan_grpo.sync.transports.broadcast import LOOPBACK, beside, join_store, store_errors
 
 logger = logging.getLogger(__name__)
 
@@ -94,21 +93,14 @@ class CudaCopy(Copy):
     def wait(self, timeout_s: float) -> float:
         """Sleep until the event is done. CUDA has no wait with a deadline: another thread waits,
         and ends when CUDA does."""
-        done: Future[None] = Future()
 
         def synchronize() -> None:
-            try:
-                # a new thread's device is GPU 0, where CUDA would make a context of its own
-                with torch.cuda.device(self._device):
-                    self._ended.synchronize()
-            except Exception as error:  # noqa: BLE001 - top of a thread: wait() raises it
-                done.set_exception(error)
-            else:
-                done.set_result(None)
+            # a new thread's device is GPU 0, where CUDA would make a context of its own
+            with torch.cuda.device(self._device):
+                self._ended.synchronize()
 
-        threading.Thread(target=synchronize, name="device copy", daemon=True).start()
         try:
-            done.result(timeout_s)
+            beside(synchronize, "device copy").result(timeout_s)
         except TimeoutError:
             raise SyncError(
                 f"the copy of this rank's weights must end within {timeout_s:g} s, it did not: this"

@@ -70,11 +70,8 @@ class Reports(Protocol):
     def apply(self, url: str, event: ledger.Event, label: Label | None = None) -> None:
         """Apply a lane's event to its server's line."""
 
-    def entry(self, url: str) -> Entry:
-        """One server's line."""
-
-    def refused(self, url: str, reason: str, final: bool) -> bool:
-        """A server does not serve this run. Whether that was known."""
+    def refused(self, url: str, reason: str, final: bool) -> None:
+        """A server does not serve this run."""
 
     def taken(self, url: str, run: str) -> None:
         """Another run took a server from this one."""
@@ -277,7 +274,7 @@ class ServerSet:
     def _joins(self, url: str) -> None:
         server = self._servers.setdefault(url, _Server())
         if server.entry.standing is Standing.GONE:
-            server.entry, _ = ledger.step(server.entry, ledger.Came())
+            server.entry = ledger.step(server.entry, ledger.Came())
         server.label = server.refusal = server.taken_by = ""
         server.final = False
         self._observer.set_server(ServerState(url, None, False, "", ""))
@@ -285,7 +282,7 @@ class ServerSet:
     def _leaves(self, url: str) -> None:
         # GONE first: what the lane reports on its way out must not bring the server back.
         server = self._servers[url]
-        server.entry, _ = ledger.step(server.entry, ledger.Left())
+        server.entry = ledger.step(server.entry, ledger.Left())
         self._observer.remove_server(url)
 
     def _open(self, url: str) -> None:
@@ -316,14 +313,16 @@ class ServerSet:
         """Apply a lane's event to its server's line, and show the observer what changed."""
         with self._changed:
             server = self._servers[url]
-            server.entry, actions = ledger.step(server.entry, event)
+            before = server.entry.accepting, server.entry.held
+            server.entry = ledger.step(server.entry, event)
             if label is not None:
                 server.label = str(label)
             held = server.entry.held
             if held is not None:
                 server.highest = max(held, server.highest or held)
                 server.refusal, server.final = "", False
-            if actions and server.entry.standing is not Standing.GONE and not self._ended:
+            changed = before != (server.entry.accepting, held)
+            if changed and server.entry.standing is not Standing.GONE and not self._ended:
                 engine = server.lane.engine if server.lane is not None else ""
                 # Under the lock: a state that crosses a departure would bring the server back.
                 entry = server.entry
@@ -393,9 +392,9 @@ class ServerSet:
 
     # Refusals.
 
-    def refused(self, url: str, reason: str, final: bool) -> bool:
+    def refused(self, url: str, reason: str, final: bool) -> None:
         """A server does not serve this run; ``final``: nor will it as it was started. Said at once,
-        not at the next step boundary: the first one may never come. Whether it was known."""
+        not at the next step boundary: the first one may never come."""
         with self._changed:
             server = self._servers[url]
             known = reason == server.refusal
@@ -403,7 +402,6 @@ class ServerSet:
             self._changed.notify_all()
         if not known:
             terminal.print_status(f"{url} refuses this run: {reason}")
-        return known
 
     def taken(self, url: str, run: str) -> None:
         """Another run took a server from this one. The last one ends the run."""

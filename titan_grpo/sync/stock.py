@@ -21,10 +21,10 @@ from titan_grpo.sync.link import LinkOptions, Moved
 from titan_grpo.sync.transports.broadcast import (
     Transport,
     TransportOptions,
+    beside,
     host_store,
     open_transport,
     outcome,
-    request_beside,
 )
 
 TRAINER_RANK = 0
@@ -88,9 +88,8 @@ class StockLink:
         name = f"titan_grpo-{self._run_id}-{self._epoch}-{number}"
         size = 1 + self._workers
         group = Group(name, o.bind_host, host.port, size, o.transport)
-        joining = request_beside(
-            lambda: self._routes.init_group(group, timeout_s), failed=self.cancel
-        )
+        # Beside: the server answers when all ranks are there, and this one is the last.
+        joining = beside(lambda: self._routes.init_group(group, timeout_s), "join", self.cancel)
         # torch nests the prefixes in this way, and the server's torch looks for rank 0 there
         device = "cuda" if o.transport == "nccl" else "cpu"
         store = dist.PrefixStore(
@@ -99,6 +98,7 @@ class StockLink:
         options = TransportOptions(timeout_s, o.bind_host, o.config.bucket_bytes, o.device)
         transport = open_transport(o.transport, store, TRAINER_RANK, size, options)
         with self._lock:
+            # an abort before this line found no transport to abort
             self._transport, self._group, aborted = transport, name, self._aborted
         if aborted:
             transport.abort()
@@ -180,8 +180,9 @@ class StockLink:
         announced = Announced(
             [spec.name for spec in bucket], [spec.dtype for spec in bucket], shapes
         )
-        update = request_beside(
-            lambda: self._routes.update(self._group, announced, left), failed=transport.abort
+        # Beside: the server answers when it has the bytes, which this thread sends.
+        update = beside(
+            lambda: self._routes.update(self._group, announced, left), "load", transport.abort
         )
         failure: TransferFailed | None = None
         try:

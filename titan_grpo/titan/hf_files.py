@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, TransferFailed
-from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.image import Hashing, SharedImage
 from titan_grpo.layout.peft import adapter_config, has_adapters
 from titan_grpo.receive.commit import tensor_views
 from titan_grpo.receive.fetch import Content, Fetch, MemfdReader, Open, TcpReader
-from titan_grpo.sync.images import Hashing, ImagePool, Published
+from titan_grpo.sync.images import ImagePool, Published
 from titan_grpo.sync.process import SyncProcess
 
 ASSETS = (
@@ -156,7 +156,7 @@ def whole_image(
         for source in published.elsewhere
     }
     sources[0] = [partial(MemfdReader, mine.address.to_json(), manifest.parts[0])]
-    content = Content(manifest, published.digests, hashing.algorithm, hashing.block_key)
+    content = Content(manifest, published.digests, hashing)
     with SharedImage.create(total, "titan_grpo whole image") as image:
         fetch = Fetch(image, content, sources, config.bucket_bytes)
         within_s = config.lane_deadline_s + total / config.min_rate

@@ -17,7 +17,7 @@ from titan_grpo.config import WeightSync
 from titan_grpo.config.rollout import is_loopback
 from titan_grpo.engines.http import address_towards
 from titan_grpo.errors import ConfigError, SyncError
-from titan_grpo.layout.image import KEYED, ImageAddress, SharedImage, open_memfd
+from titan_grpo.layout.image import KEYED, Hashing, ImageAddress, SharedImage, open_memfd
 from titan_grpo.layout.infer import Layout, ToHF, infer_layout, strip_prefixes
 from titan_grpo.layout.manifest import ALIGNMENT, Extent, Manifest, parts_of
 from titan_grpo.layout.memory import require_memory
@@ -33,7 +33,7 @@ from titan_grpo.layout.plan import (
 from titan_grpo.observe.terminal import waiting
 from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.sync.host import HostSync
-from titan_grpo.sync.images import Hashing, ImagePool
+from titan_grpo.sync.images import ImagePool
 from titan_grpo.sync.lanes import ANYWHERE
 from titan_grpo.sync.publisher import Announce, Announcer, Publisher, Snapshotter, local_shards
 from titan_grpo.sync.transports.broadcast import LOOPBACK

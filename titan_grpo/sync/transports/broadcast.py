@@ -177,19 +177,21 @@ def broadcast_image(
     return time.monotonic() - start
 
 
-def request_beside(call: Callable[[], T], failed: Callable[[], object]) -> Future[T]:
-    """Make a request, on a thread of its own, that is answered only after this thread has sent
-    bytes. ``failed`` is called if it fails: nothing would take them."""
+def beside(
+    call: Callable[[], T], name: str, failed: Callable[[], object] = lambda: None
+) -> Future[T]:
+    """Make a call on a daemon thread of its own. ``failed`` is called if it fails: of a request
+    that is answered only after this thread has sent bytes, which nothing would take then."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(call())
-        except Exception as error:  # noqa: BLE001 - top of a thread: the lane waits for it
+        except Exception as error:  # noqa: BLE001 - top of a thread: the caller waits for it
             future.set_exception(error)
             failed()
 
-    threading.Thread(target=run, name="load", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return future
 
 

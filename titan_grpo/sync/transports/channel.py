@@ -235,7 +235,7 @@ class Inbox:
     def answered(self, ask: Callable[[], None], timeout_s: float) -> bool:
         """Call ``ask`` and wait for any frame; whether one came in time."""
         with self._turn:
-            before = self._count
+            before = self._count  # before asking: the answer may be here when ask() returns
         ask()
         with self._turn:
             self._turn.wait_for(lambda: self._count > before or bool(self._end), timeout_s)

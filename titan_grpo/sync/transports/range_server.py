@@ -241,6 +241,7 @@ class RangeServer:
                 return
             self._closing = True
             thread = self._thread
+            # before the thread has ended: it looks a grant up under the lock, and finds none
             for grant in self._grants.values():
                 if grant.fd >= 0:
                     os.close(grant.fd)
@@ -378,6 +379,7 @@ class RangeServer:
                 return
         nonce = secrets.token_bytes(NONCE_BYTES)
         peer = _Peer(sock, nonce, time.monotonic(), out=memoryview(nonce))
+        # Without a proof it holds a descriptor for GREET_S at most: see _tidy.
         self._unproven.add(peer)
         selector.register(sock, selectors.EVENT_READ, peer)
         self._serve(selector, peer)
