@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.e2e.conftest import RECIPE
 from tests.rigs.ranks import run_ranks
 from tests.rigs.sockets import free_port
 from titan_grpo.titan.tiny import write_tiny_model
@@ -238,3 +240,58 @@ def test_resumed_ranks_on_03_end_with_the_very_weights_of_ranks_that_went_on(ste
     first, second = steps("parts", 2, python03, *job), steps("parts", 4, python03, *job)
     assert [*first["losses"], *second["losses"]] == whole["losses"]
     assert second["digest"] == whole["digest"] != first["digest"]
+
+
+STEPS = 12
+
+
+def run_script(root: Path, *words: str) -> str:
+    """What a script says with torchtitan 0.3, which must succeed."""
+    said = subprocess.run(
+        [f"scripts/{words[0]}", "--torchtitan", "0.3", *words[1:]],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert said.returncode == 0, said.stdout[-3000:] + said.stderr[-3000:]
+    return said.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("vllm_python", "sglang_python")
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_quickstart_learns_on_03_and_exports_what_the_server_had(
+    engine, root, runs, python03, tmp_path
+):
+    out, exported = tmp_path / "run", tmp_path / "exported"
+    words = ("--engine", engine, "--steps", str(STEPS), "--out", str(out))
+    run_script(root, "quickstart.sh", *words)
+    summary = runs.summary(out)
+    print({key: summary[key] for key in ("reward_first", "reward_last", "logprob_gap_on_policy")})
+    assert (summary["steps"], summary["digest_mismatches"]) == (STEPS, 0)
+    assert summary["reward_last"] > 2 * summary["reward_first"]
+    assert [each["last"] for each in summary["versions_committed"].values()] == [STEPS]
+    assert summary["logprob_gap_on_policy"]["mean"] <= 0.01
+    job = [f"--job.config_file={RECIPE}", f"--job.dump_folder={out}"]
+    job += [f"--model.hf_assets_path={out / 'model'}"]
+    command = [python03, "-m", "titan_grpo.cli", "export", f"--version={STEPS}", *job]
+    done = subprocess.run([*command, f"--out={exported}"], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    served, written = runs.weights(out / "hf"), runs.weights(exported)
+    assert served.keys() == written.keys()
+    assert all(torch.equal(served[name], written[name]) for name in served)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("vllm_python", "python03")
+def test_a_server_is_shown_to_serve_the_very_weights_of_ranks_on_03(root, tmp_path):
+    found = tmp_path / "result.json"
+    words = ["--device=cpu", "--steps=4", f"--json={found}", f"--out={tmp_path / 'run'}"]
+    said = run_script(root, "verify_grpo_2gpu.sh", *words)
+    result = json.loads(found.read_text())
+    assert result["passed"], said
+    assert result["violations"] == []
+    assert len({run["final_digest"] for run in result["runs"]}) == 1
