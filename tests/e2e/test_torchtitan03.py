@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.e2e.conftest import RECIPE
-from tests.rigs.ranks import run_ranks
 from tests.rigs.sockets import free_port
+from tests.rigs.titan_ranks import train
 from titan_grpo.titan.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -164,26 +164,13 @@ print(json.dumps([order, os.path.exists("run/checkpoint")]))
     assert found == [["fence", "step"] * 4, False]
 
 
-RANK = Path(__file__).parents[1] / "titan/engine_rank.py"
-
-
 @pytest.fixture
 def steps(python03, tmp_path):
-    """``steps(folder, count, python, kind, ranks, *options)``: what ranks say that trained there up
-    to a step."""
+    """``steps(folder, count, python, kind, ranks, *options)``: as tests.rigs.titan_ranks.train, in
+    a folder of the test, on 0.3 where no other interpreter is named."""
 
-    def run(
-        folder: str,
-        count: int,
-        python: str = python03,
-        kind: str = "qwen3",
-        ranks: int = 2,
-        *options: str,
-    ) -> dict:
-        write_tiny_model(kind, tmp_path / folder / "model", seed=1)
-        job = (str(ranks), str(free_port()), kind, str(tmp_path / folder), str(count), *options)
-        said = run_ranks(RANK, ranks, *job, python=python)[0]
-        return json.loads(said.splitlines()[-1])
+    def run(folder: str, count: int, python: str = python03, *job: Any) -> dict[str, Any]:
+        return train(tmp_path / folder, count, python, *job)
 
     return run
 
