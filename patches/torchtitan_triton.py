@@ -1,4 +1,4 @@
-"""Import torchtitan where there is no triton."""
+"""Import torchtitan where there is no triton, and route tokens to experts where it has no GPU."""
 
 import importlib.util
 import sys
@@ -6,11 +6,13 @@ import types
 from pathlib import Path
 
 from titan_grpo.errors import UpstreamError
+from titan_grpo.patches.torchtitan_cpu_device import no_accelerator
 from titan_grpo.patches.versions import Range, require
 
 WHY = (
     "`import torchtitan` reaches models/moe/kernels.py, which imports triton unconditionally; the"
-    " CPU build of torch brings none, so nothing of torchtitan can be imported"
+    " CPU build of torch brings none, so nothing of torchtitan can be imported. A CUDA build brings"
+    " it, and on a machine without a GPU expert parallel ranks end in its kernel: 0 active drivers"
 )
 APPLIES_TO: Range = ("torchtitan", "0.2.2", "0.3")
 DELETE_WHEN = "torchtitan guards that import, or < 0.3 is no longer supported"
@@ -52,8 +54,8 @@ def _unloaded_module() -> types.ModuleType:
 
 
 def apply() -> bool:
-    """Load kernels.py with a throw-away triton and use upstream's CPU reference; nothing where
-    triton is installed.
+    """Load kernels.py, without triton with a throw-away one, and use upstream's CPU reference;
+    nothing where triton is installed and an accelerator present.
 
     Must run before torchtitan is imported.
 
@@ -62,11 +64,12 @@ def apply() -> bool:
     """
     if _MODULE in sys.modules:
         return getattr(sys.modules[_MODULE], "fill_indices_wrapper", None) is _fill_indices
-    if importlib.util.find_spec("triton") is not None:
+    installed = importlib.util.find_spec("triton") is not None
+    if installed and not no_accelerator():
         return False
     require(APPLIES_TO, __name__)
     module = _unloaded_module()
-    placeholder = _placeholder()
+    placeholder = {} if installed else _placeholder()
     sys.modules.update(placeholder)
     try:
         module.__loader__.exec_module(module)  # type: ignore[union-attr]

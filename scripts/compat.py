@@ -8,6 +8,12 @@ An engine's row lays its version over the environment that scripts/setup.sh made
 other requirements. Then a real server starts with other weights, gets two versions through a real
 lane, and its log-probabilities are compared with transformers' in fp32 after each (as in
 bench_agreement.py). A row of Python imports what a server loads of titan_grpo and needs no torch.
+
+A row of torch trains two ranks for two steps, compares their losses with those of the default
+environment (.venv), and their image with torchtitan's own state dict. It takes the checkout's
+environment of that torchtitan where that has this torch, else it makes one: 6.5 GB with a CUDA
+build of torch, which runs without a GPU too.
+
 Exit code 1 if a row failed; what is absent here is said, and fails nothing.
 """
 
@@ -17,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, fo
 
 from scripts.bench_agreement import measure
 from scripts.common import ROOT, options_of, python_of, write_json
+from tests.rigs.titan_ranks import train
 from titan_grpo.errors import TitanGrpoError
 
 ENGINES = {
@@ -37,6 +45,15 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 ROOMS = ("receive", "layout", "protocol", "engines", "sync/transports", "observe", "config")
 """What a server imports."""
 
+TRAINERS = {"0.2": (".venv", "train"), "0.3": (".venv-titan03", "train03")}
+"""torchtitan -> the environment that scripts/setup.sh makes for it, and the extra that it has."""
+
+TORCHES = (("0.3", "2.13.0"), ("0.3", "2.14.1"), ("0.2", "2.14.1"))
+"""Pairs of torchtitan and torch, beside 0.2 with 2.13.0, with which the others are compared."""
+
+LOSSES_APART = 1e-5
+"""Nats."""
+
 PINNED = ("transformers", "tokenizers")
 """Requirements of an engine that come with its version."""
 
@@ -46,7 +63,7 @@ ABSENT = "absent"
 @dataclass(frozen=True)
 class Row:
     """``result``: ok, absent (nothing to run it with), or what went wrong, in one line.
-    ``difference``: the largest of the log-probabilities after a commit, nats."""
+    ``difference``: the largest of the log-probabilities after a commit, or of the losses, nats."""
 
     name: str
     result: str
@@ -147,12 +164,49 @@ def python_row(version: str) -> Row:
     return Row(name, said or "ok", time.monotonic() - began)
 
 
+def trainer_python(torchtitan: str, torch: str, folder: Path) -> str:
+    """Interpreter of an environment with both: the checkout's own, or one that is made in
+    ``folder``."""
+    own, extra = TRAINERS[torchtitan]
+    python = str(ROOT / own / "bin" / "python")
+    asked = "import importlib.metadata as m; print(m.version('torch'))"
+    if Path(python).exists() and run(python, "-c", asked).strip().partition("+")[0] == torch:
+        return python
+    run(sys.executable, "-m", "venv", str(folder))
+    python = str(folder / "bin" / "python")
+    run(python, "-m", "pip", "install", "--quiet", f"torch=={torch}", f"{ROOT}[{extra}]")
+    return python
+
+
+def torch_row(torchtitan: str, torch: str) -> Row:
+    """Install, train, compare."""
+    name, began = f"torchtitan-{torchtitan}-torch-{torch}", time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            python = trainer_python(torchtitan, torch, Path(folder) / "environment")
+            found = train(Path(folder) / "found", 2, python)
+            usual = train(Path(folder) / "usual", 2, str(ROOT / ".venv/bin/python"))
+        except (RuntimeError, AssertionError, OSError, ValueError) as error:
+            said = (str(error).strip() or type(error).__name__).splitlines()
+            return Row(name, said[-1][:200], time.monotonic() - began)
+    apart = max(abs(a - b) for a, b in zip(found["losses"], usual["losses"], strict=True))
+    if not found["same_bytes"]:
+        result = "the image has other bytes than torchtitan's state dict"
+    else:
+        result = "ok" if apart <= LOSSES_APART else "other losses"
+    return Row(name, result, time.monotonic() - began, apart)
+
+
 def main() -> int:
     """Print the table; 1 if a row failed."""
     parser = options_of(__doc__)
-    rows = {f"python-{version}": (python_row, (version,)) for version in PYTHONS}
+    rows: dict[str, tuple[Callable[..., Row], tuple[str, ...]]] = {
+        f"python-{version}": (python_row, (version,)) for version in PYTHONS
+    }
+    for titan, torch in TORCHES:
+        rows[f"torchtitan-{titan}-torch-{torch}"] = torch_row, (titan, torch)
     for engine, (_, versions) in ENGINES.items():
-        rows |= {f"{engine}-{v}": (engine_row, (engine, v)) for v in versions}  # type: ignore[misc]
+        rows |= {f"{engine}-{v}": (engine_row, (engine, v)) for v in versions}
     parser.add_argument("--only", nargs="+", choices=list(rows), default=list(rows))
     options = parser.parse_args()
     done: list[Row] = []
@@ -161,7 +215,7 @@ def main() -> int:
         row = make(*arguments)
         done.append(row)
         apart = "" if row.difference is None else f"{row.difference:9.4f} nats"
-        print(f"{row.name:16}{row.seconds:8.0f} s{apart:>16}  {row.result}", flush=True)
+        print(f"{row.name:30}{row.seconds:8.0f} s{apart:>16}  {row.result}", flush=True)
         write_json(options.json, [asdict(each) for each in done])
     return 1 if [row for row in done if row.result not in ("ok", ABSENT)] else 0
 

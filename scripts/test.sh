@@ -4,7 +4,7 @@
 #
 #   scripts/test.sh [--fast|--long] [arguments for pytest]      e.g. scripts/test.sh -m "not e2e" tests/observe
 #   --fast   formatting, lint, types, and the tests that need neither a server nor torchtitan: a few minutes
-#   --long   those tests too that take longest
+#   --long   those tests too that take longest, and those of torchtitan 0.3, whose environment is made
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Where it is set (some containers do), Python keeps no compiled code, and set-up leaves compiling to the first import: then each
@@ -14,9 +14,9 @@ unset PYTHONDONTWRITEBYTECODE
 case "${1:-}" in -h | --help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
 # Three workers on two cores: most of the time is spent waiting for servers and processes to start.
-marks=() states=yes workers=3
+marks=() states=yes workers=3 long=no
 case "${1:-}" in
-  --long) shift; marks=(-m "") ;;
+  --long) shift; marks=(-m "") long=yes ;;
   --fast) shift; marks=(-m "not e2e and not long and not slow"); states=no workers=2 ;;
 esac
 [ $# -eq 0 ] || states=no
@@ -25,6 +25,7 @@ step() { printf '\n== %s\n' "$*"; }
 
 step "set-up"
 scripts/setup.sh
+if [ $long = yes ]; then scripts/setup.sh --torchtitan 0.3 --only trainer; fi
 
 if [ $states = yes ]; then
   # One core's work, beside all that follows: the tests leave more than that of the cores unused.

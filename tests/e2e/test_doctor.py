@@ -1,11 +1,16 @@
 """The doctor looks at real servers with our plugin."""
 
+import json
+from pathlib import Path
+
 import pytest
 
+from tests.e2e.conftest import RECIPE
 from titan_grpo import cli
 from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.http import SyncDriver
 from titan_grpo.runkey import KEY_VARIABLE
+from titan_grpo.titan.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -25,6 +30,25 @@ def test_a_server_that_runs_our_plugin_passes_and_is_left_as_it_was(
         assert "vLLM finds the receiver there" in out
         assert driver.run(vllm.label()) == before
         driver.run(vllm.health())
+
+
+def test_the_fields_in_which_the_trainers_model_is_another_than_the_servers_are_named(
+    keyed_server, root, tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, keyed_server.spec.run_key.hex())
+    model = write_tiny_model("qwen3", tmp_path / "model")
+    served = json.loads((Path(keyed_server.spec.model) / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    other = {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "rope_scaling": yarn}
+    (model / "config.json").write_text(json.dumps(served | other))
+    job = [f"--job.config_file={root / RECIPE}", f"--model.hf_assets_path={model}"]
+    arguments = ["doctor", "--timeout", "60", *job, f"--rollout.servers={keyed_server.url}"]
+    assert cli.main(arguments) == 1
+    assert (
+        "this server computes another model: rms_norm_eps 1e-06 (the trainer: 1e-05),"
+        " rope.rope_theta 1000000.0 (the trainer: 10000.0), rope.rope_type 'default' (the trainer:"
+        " 'yarn'); start it with the trainer's config.json"
+    ) in capsys.readouterr().out
 
 
 def test_a_paused_server_and_a_run_key_that_is_missing_here_are_warnings_with_remedies(

@@ -204,6 +204,20 @@ def test_the_quickstart_sets_up_what_its_engines_need_and_no_more(
     assert sorted(looked_at) == sorted(environments)
 
 
+@pytest.mark.parametrize(("option", "environments"), [("--fast", 4), ("--long", 5)])
+def test_the_long_suite_alone_sets_up_torchtitan_03(option, environments, checkout, tmp_path):
+    (tmp_path / "bin").mkdir()
+    ruff = tmp_path / "bin" / "ruff"
+    ruff.write_text("#!/bin/sh\nexit 9\n")  # what follows the set-up
+    ruff.chmod(0o755)
+    for name in (".venv", ".venv-vllm", ".venv-sglang", ".venv-atropos", ".venv-titan03"):
+        (checkout / name).symlink_to(tmp_path)
+    lines = said_by(["scripts/test.sh", option], checkout, 9).splitlines()
+    looked_at = [line.split()[2] for line in lines if "is a link" in line]
+    assert len(set(looked_at)) == environments
+    assert (".venv-titan03" in looked_at) == (option == "--long")
+
+
 def test_a_set_up_that_fails_says_why_in_a_few_lines_and_keeps_pips_in_a_log(checkout) -> None:
     env = os.environ | {"TORCH": "torch==0.0.1", "PIP_NO_INDEX": "1"}
     lines = said_by(["scripts/setup.sh", "--only", "trainer"], checkout, 1, env).splitlines()

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.rigs.ranks import run_ranks
+from tests.e2e.conftest import RECIPE
 from tests.rigs.sockets import free_port
+from tests.rigs.titan_ranks import train
 from titan_grpo.titan.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -162,26 +164,13 @@ print(json.dumps([order, os.path.exists("run/checkpoint")]))
     assert found == [["fence", "step"] * 4, False]
 
 
-RANK = Path(__file__).parents[1] / "titan/engine_rank.py"
-
-
 @pytest.fixture
 def steps(python03, tmp_path):
-    """``steps(folder, count, python, kind, ranks, *options)``: what ranks say that trained there up
-    to a step."""
+    """``steps(folder, count, python, kind, ranks, *options)``: as tests.rigs.titan_ranks.train, in
+    a folder of the test, on 0.3 where no other interpreter is named."""
 
-    def run(
-        folder: str,
-        count: int,
-        python: str = python03,
-        kind: str = "qwen3",
-        ranks: int = 2,
-        *options: str,
-    ) -> dict:
-        write_tiny_model(kind, tmp_path / folder / "model", seed=1)
-        job = (str(ranks), str(free_port()), kind, str(tmp_path / folder), str(count), *options)
-        said = run_ranks(RANK, ranks, *job, python=python)[0]
-        return json.loads(said.splitlines()[-1])
+    def run(folder: str, count: int, python: str = python03, *job: Any) -> dict[str, Any]:
+        return train(tmp_path / folder, count, python, *job)
 
     return run
 
@@ -238,3 +227,58 @@ def test_resumed_ranks_on_03_end_with_the_very_weights_of_ranks_that_went_on(ste
     first, second = steps("parts", 2, python03, *job), steps("parts", 4, python03, *job)
     assert [*first["losses"], *second["losses"]] == whole["losses"]
     assert second["digest"] == whole["digest"] != first["digest"]
+
+
+STEPS = 12
+
+
+def run_script(root: Path, *words: str) -> str:
+    """What a script says with torchtitan 0.3, which must succeed."""
+    said = subprocess.run(
+        [f"scripts/{words[0]}", "--torchtitan", "0.3", *words[1:]],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert said.returncode == 0, said.stdout[-3000:] + said.stderr[-3000:]
+    return said.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("vllm_python", "sglang_python")
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_quickstart_learns_on_03_and_exports_what_the_server_had(
+    engine, root, runs, python03, tmp_path
+):
+    out, exported = tmp_path / "run", tmp_path / "exported"
+    words = ("--engine", engine, "--steps", str(STEPS), "--out", str(out))
+    run_script(root, "quickstart.sh", *words)
+    summary = runs.summary(out)
+    print({key: summary[key] for key in ("reward_first", "reward_last", "logprob_gap_on_policy")})
+    assert (summary["steps"], summary["digest_mismatches"]) == (STEPS, 0)
+    assert summary["reward_last"] > 2 * summary["reward_first"]
+    assert [each["last"] for each in summary["versions_committed"].values()] == [STEPS]
+    assert summary["logprob_gap_on_policy"]["mean"] <= 0.01
+    job = [f"--job.config_file={RECIPE}", f"--job.dump_folder={out}"]
+    job += [f"--model.hf_assets_path={out / 'model'}"]
+    command = [python03, "-m", "titan_grpo.cli", "export", f"--version={STEPS}", *job]
+    done = subprocess.run([*command, f"--out={exported}"], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    served, written = runs.weights(out / "hf"), runs.weights(exported)
+    assert served.keys() == written.keys()
+    assert all(torch.equal(served[name], written[name]) for name in served)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("vllm_python", "python03")
+def test_a_server_is_shown_to_serve_the_very_weights_of_ranks_on_03(root, tmp_path):
+    found = tmp_path / "result.json"
+    words = ["--device=cpu", "--steps=4", f"--json={found}", f"--out={tmp_path / 'run'}"]
+    said = run_script(root, "verify_grpo_2gpu.sh", *words)
+    result = json.loads(found.read_text())
+    assert result["passed"], said
+    assert result["violations"] == []
+    assert len({run["final_digest"] for run in result["runs"]}) == 1

@@ -13,8 +13,8 @@ import torch
 from titan_grpo.patches import torchtitan_slow_imports
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+def python(code: str, **more: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", **more}
     return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -80,6 +80,36 @@ def test_with_the_patch_torchtitan_imports_and_triton_stays_absent(patched) -> N
 
 def test_tokens_are_grouped_by_expert_with_upstreams_own_reference(patched) -> None:
     assert patched["grouped"]
+
+
+TRITON = """
+from triton import language
+class jit:
+    def __init__(self, function):
+        pass
+    def __getitem__(self, grid):
+        raise RuntimeError("0 active drivers ([]). There should only be one.")
+"""
+"""What kernels.py sees of the one that a CUDA build of torch brings, on a machine without a GPU."""
+
+GROUPED = """
+import sys, torch
+from titan_grpo.patches import torchtitan_triton
+assert torchtitan_triton.apply()
+assert "triton" in sys.modules
+group = sys.modules["torchtitan.models.moe.kernels"].generate_permute_indices
+counts = torch.tensor([4, 2, 1, 3, 1, 2, 3, 4])
+ours, reference = group(counts, 4, 2, 64, 8), group(counts, 4, 2, 64, 8, use_cpu=True)
+print(all(torch.equal(a, b) for a, b in zip(ours, reference)))
+"""
+
+
+def test_where_triton_finds_no_gpu_tokens_are_grouped_by_that_reference_too(tmp_path) -> None:
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text(TRITON)
+    (tmp_path / "triton" / "language.py").write_text("constexpr = object\n")
+    run = python(GROUPED, PYTHONPATH=str(tmp_path))
+    assert run.stdout == "True\n", run.stderr
 
 
 def test_with_the_device_patch_torchtitan_sees_a_cpu_with_an_index_and_a_memory_monitor(

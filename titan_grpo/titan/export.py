@@ -17,11 +17,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.layout.infer import Layout, ToHF, infer_layout, strip_prefixes
+from titan_grpo.layout.infer import Layout, ToHF, strip_prefixes
 from titan_grpo.layout.peft import MergedRows, adapter_config
 from titan_grpo.titan import compat, lora
 from titan_grpo.titan.flavors import disable_unexported_buffers
 from titan_grpo.titan.hf_files import Written, copy_assets, write_adapter, write_weights
+from titan_grpo.titan.weight_sync import layout_of
 
 PREFIX = "step-"
 """torchtitan's name of a checkpoint's folder, before the step; a version is a number of optimizer
@@ -144,32 +145,27 @@ def hf_tensors(
             )
 
 
-def _read_model(
-    config: Any, checkpoint: Path
-) -> tuple[torch.nn.Module, ToHF, Layout, dict[str, tuple[int, ...]]]:
-    """(model without memory, its to_hf, layout of the base model, full shapes of what it exports).
+def _read_model(config: Any, checkpoint: Path) -> tuple[torch.nn.Module, ToHF, Layout]:
+    """(model without memory, its to_hf, layout of the base model).
 
     Raises ConfigError if the checkpoint is of another model, or has adapters where the job has
     none.
     """
     model, to_hf = skeleton(config)
-    upstream = compat.upstream("models")
-    weights = upstream.stored_tensors(model, to_hf)
-    shapes = {fqn: tuple(tensor.shape) for fqn, tensor in weights}
-    tied = upstream.TIED if getattr(model, "enable_weight_tying", False) else set()
-    layout = infer_layout(to_hf, shapes, tied)
+    layout = layout_of(model, compat.upstream("models").stored_tensors(model, to_hf), to_hf)
     stored = stored_shapes(checkpoint)
     if reason := compat.other_saver(stored.keys(), compat.require_torchtitan()):
         raise ConfigError(f"{checkpoint} {reason}")
-    needed = {fqn: s for fqn, s in shapes.items() if layout.by_fqn[fqn]}
-    check_same_model(needed | lora.adapter_shapes(model), stored, checkpoint)
-    extra = sorted(set(filter(lora.is_adapter, stored)) - set(lora.adapter_shapes(model)))
+    needed = {fqn: shape for fqn, shape in layout.shapes.items() if layout.by_fqn[fqn]}
+    adapters = lora.adapter_shapes(model)
+    check_same_model(needed | adapters, stored, checkpoint)
+    extra = sorted(set(filter(lora.is_adapter, stored)) - adapters.keys())
     if extra:
         raise ConfigError(
             f"{checkpoint} must have the adapters that the job's [lora] asks for, it also has"
             f" {extra[0]}: what is exported would lack it; name the job's own --job.config_file"
         )
-    return model, to_hf, layout, shapes
+    return model, to_hf, layout
 
 
 @contextmanager
@@ -204,8 +200,8 @@ def export_version(config: Any, checkpoint: Path, out: Path, dtype: str) -> Writ
         files are missing. DataError: weights that are not finite.
     """
     with _whole_or_not_at_all(out) as draft:
-        model, to_hf, layout, shapes = _read_model(config, checkpoint)
-        keep = set(shapes) & {strip_prefixes(fqn) for fqn, _ in model.named_buffers()}
+        model, to_hf, layout = _read_model(config, checkpoint)
+        keep = layout.shapes.keys() & {strip_prefixes(fqn) for fqn, _ in model.named_buffers()}
         scales = {name: layer.scale for name, layer in lora.adapted(model)}
         copy_assets(Path(config.model.hf_assets_path), draft, dtype)
         return write_weights(
@@ -220,7 +216,7 @@ def export_adapter(config: Any, checkpoint: Path, out: Path, dtype: str) -> Writ
     if not config.lora.rank:
         raise ConfigError("--adapter needs a job with [lora], this one trains every weight")
     with _whole_or_not_at_all(out) as draft:
-        model, _, base, _ = _read_model(config, checkpoint)
+        model, _, base = _read_model(config, checkpoint)
         layout = lora.adapter_layout(base, lora.adapter_shapes(model))
         stored = stored_shapes(checkpoint)
         tensors = {}

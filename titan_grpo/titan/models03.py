@@ -290,7 +290,6 @@ def violations(config: Any) -> list[str]:
     allowed: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         ("parallelism.pipeline_parallel_degree", (1,), f" ({never})"),
         ("grpo.ptx_mixin_batchsize", (0,), f" ({never})"),
-        ("optimizer.name", ("Adam", "AdamW"), ""),
         ("activation_checkpoint.mode", ("none", "selective", "full"), f" ({never})"),
         # "2", 0.2.2's default, is as good as left out
         ("activation_checkpoint.selective_ac_option", ("op", "2"), " (0.3 selects operations)"),

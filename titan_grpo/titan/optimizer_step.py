@@ -371,7 +371,7 @@ class Stepper:
         total = torch.zeros((), device=t.device)
         for inputs, labels in pairs:
             with t.computing():
-                logits = self._t.logits(t.model_parts[0], {"input": inputs, "labels": labels})
+                logits = t.logits(t.model_parts[0], {"input": inputs, "labels": labels})
                 summed = -token_logprobs(logits, labels, 1.0, CHUNK_TOKENS).sum()
                 del logits
                 (weight * summed).backward()

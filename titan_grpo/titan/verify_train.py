@@ -61,32 +61,7 @@ class VerifyTrainer(GRPOTrainer):
         """Collective: gather, export, cast; rank 0 digests and saves."""
         began = time.perf_counter()
         with torch.no_grad():
-            named = compat.upstream("models").stored_tensors(self.weights, self.to_hf)
-            buffers = {
-                strip_prefixes(name)
-                for part in self.model_parts
-                for name, _ in part.named_buffers()
-            }
-            wire = getattr(torch, self.job_config.weight_sync.wire_dtype)
-            layers = dict(adapted(self.model_parts[0]))
-            full: dict[str, torch.Tensor] = {}
-            for fqn, tensor in named:
-                whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-                layer = layers.get(fqn.removesuffix(".weight"))
-                if layer is not None:
-                    # B A of the whole matrices, added in float64
-                    pair = (layer.lora_b, layer.lora_a)
-                    up, down = (
-                        p.full_tensor().double() if isinstance(p, DTensor) else p.double()
-                        for p in pair
-                    )
-                    whole = whole.double() + layer.scale * (up @ down)
-                cast = fqn not in buffers and whole.is_floating_point()
-                full[fqn] = (whole.to(wire) if cast else whole).cpu()
-            if self.pipeline is not None:
-                stages: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(stages, full, group=self.loader.group)
-                full = {fqn: tensor for stage in stages for fqn, tensor in stage.items()}
+            full = self._gathered()
             if self.controller is None:
                 return
             exported = {name: t.contiguous() for name, t in self.to_hf(full).items()}
@@ -106,6 +81,34 @@ class VerifyTrainer(GRPOTrainer):
         line["gather_s"] = time.perf_counter() - began
         with (self._evidence / TRAINER_EVIDENCE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+    def _gathered(self) -> dict[str, torch.Tensor]:
+        """Every tensor that servers get, by its name here: whole, adapters merged, in the type that
+        is sent, on the host. Collective."""
+        buffers = {
+            strip_prefixes(name) for part in self.model_parts for name, _ in part.named_buffers()
+        }
+        wire = getattr(torch, self.job_config.weight_sync.wire_dtype)
+        layers = dict(adapted(self.model_parts[0]))
+        full: dict[str, torch.Tensor] = {}
+        for fqn, tensor in compat.upstream("models").stored_tensors(self.weights, self.to_hf):
+            whole = _whole(tensor)
+            layer = layers.get(fqn.removesuffix(".weight"))
+            if layer is not None:
+                # B A of the whole matrices, added in float64
+                up, down = (_whole(p).double() for p in (layer.lora_b, layer.lora_a))
+                whole = whole.double() + layer.scale * (up @ down)
+            cast = fqn not in buffers and whole.is_floating_point()
+            full[fqn] = (whole.to(wire) if cast else whole).cpu()
+        if self.pipeline is None:
+            return full
+        stages: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(stages, full, group=self.loader.group)
+        return {fqn: tensor for stage in stages for fqn, tensor in stage.items()}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def image_of(tensors: dict[str, torch.Tensor], manifest: Manifest) -> bytearray:

@@ -212,6 +212,15 @@ def _exported(to_hf: ToHF, fqn: str, buffer: torch.Tensor) -> bool:
         return False
 
 
+def layout_of(
+    model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], to_hf: ToHF
+) -> Layout:
+    """Where these tensors of a model go in a Hugging Face checkpoint."""
+    shapes = {fqn: tuple(tensor.shape) for fqn, tensor in tensors}
+    tied = compat.upstream("models").TIED if getattr(model, "enable_weight_tying", False) else set()
+    return infer_layout(to_hf, shapes, tied)
+
+
 def plan_writes(
     model: Parts,
     to_hf: ToHF,
@@ -229,9 +238,7 @@ def plan_writes(
     weights = exported_tensors(model, to_hf)
     seen = model.whole if isinstance(model, Stages) else model
     described = exported_tensors(seen, to_hf)
-    shapes = {fqn: tuple(tensor.shape) for fqn, tensor in described}
-    tied = compat.upstream("models").TIED if getattr(seen, "enable_weight_tying", False) else set()
-    layout = infer_layout(to_hf, shapes, tied)
+    layout = layout_of(seen, described, to_hf)
     parameters = {name for name, _ in _parameters(seen)}
     keep = {f: str(t.dtype).removeprefix("torch.") for f, t in described if f not in parameters}
     if adapters_only:
