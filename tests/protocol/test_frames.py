@@ -85,7 +85,7 @@ MOVES = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(MOVES)
-def test_every_frame_is_delivered_once_and_in_order(moves):
+def test_every_frame_is_delivered_once_and_in_order(moves: list[tuple[str, int, bool]]) -> None:
     wires = Wires()
     for kind, number, keep in moves:
         match kind:
@@ -112,7 +112,9 @@ def test_every_frame_is_delivered_once_and_in_order(moves):
     ),
     st.data(),
 )
-def test_a_frame_past_its_time_is_never_sent_and_its_number_is(frames, data):
+def test_a_frame_past_its_time_is_never_sent_and_its_number_is(
+    frames: list[tuple[int | None, int]], data: st.DataObject
+) -> None:
     wires, now = Wires(), 0
     for until, passes in frames:
         wires.put_one(None if until is None else float(now + until))
@@ -127,7 +129,7 @@ def test_a_frame_past_its_time_is_never_sent_and_its_number_is(frames, data):
             wires.check()
 
 
-def test_posts_are_bounded_and_never_empty():
+def test_posts_are_bounded_and_never_empty() -> None:
     box = S.Outbox("s")
     for size in (5, 1, 1, 9):
         box, _ = S.send(box, S.Put(f"of {size}", size))
@@ -138,7 +140,7 @@ def test_posts_are_bounded_and_never_empty():
     assert sizes == [("of 5",), ("of 1", "of 1"), ("of 9",)]
 
 
-def test_an_acknowledgement_of_what_was_never_sent_is_refused():
+def test_an_acknowledgement_of_what_was_never_sent_is_refused() -> None:
     box, _ = S.send(S.Outbox("s"), S.Put("a"))
     with pytest.raises(ProtocolError, match="2 frames were acknowledged, there are 1"):
         S.send(box, S.Acknowledged(2))
