@@ -3,9 +3,12 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 
 import pytest
+
+from tests.conftest import Source
 
 BASE = {
     "errors",
@@ -50,8 +53,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 """Room -> rooms that it may import besides itself. Rooms of one level do not see each other."""
 
-NO_TORCH = ("errors", "samples", "config", "runkey", "subprocesses", "unix_rpc", "run_main")
-NO_TORCH += ("protocol", "observe", "views", "plan", "engines", "rollout")
+NO_TORCH = {"errors", "samples", "config", "runkey", "subprocesses", "unix_rpc", "run_main"}
+NO_TORCH |= {"protocol", "observe", "views", "plan", "engines", "rollout"}
 """Rooms that run without torch: the rollout process, the tools, and everything that must start
 fast."""
 
@@ -111,7 +114,7 @@ def imports(nodes: Iterable[ast.AST], module: str, is_package: bool) -> Iterator
 
 
 @pytest.fixture(scope="module")
-def all_edges(sources) -> list[tuple[str, str, str, int]]:
+def all_edges(sources: list[Source]) -> list[tuple[str, str, str, int]]:
     """(importing path, importing module, imported name, line) of all files."""
     return [
         (source.path, module_of(source.path), name, line)
@@ -123,7 +126,7 @@ def all_edges(sources) -> list[tuple[str, str, str, int]]:
 
 
 @pytest.fixture(scope="module")
-def edges(all_edges) -> list[tuple[str, str, str, int]]:
+def edges(all_edges: list[tuple[str, str, str, int]]) -> list[tuple[str, str, str, int]]:
     """Those of the package's own files."""
     return [edge for edge in all_edges if edge[0].startswith(("titan_grpo/", "patches/"))]
 
@@ -144,7 +147,7 @@ def wrong_arrows(edges: list[tuple[str, str, str, int]]) -> list[str]:
     return wrong
 
 
-def test_imports_point_downwards_only(edges) -> None:
+def test_imports_point_downwards_only(edges: list[tuple[str, str, str, int]]) -> None:
     assert wrong_arrows(edges) == []
 
 
@@ -175,19 +178,21 @@ PURE = {
 makes a run id's digits.)"""
 
 
-def test_the_protocol_imports_msgspec_and_the_pure_part_of_the_standard_library_only(edges) -> None:
+def test_the_protocol_imports_msgspec_and_the_pure_part_of_the_standard_library_only(
+    edges: list[tuple[str, str, str, int]],
+) -> None:
     found = {
         name.split(".")[0] for path, _, name, _ in edges if path.startswith("titan_grpo/protocol/")
     }
     assert found - PURE == {"titan_grpo", "msgspec"}
 
 
-def test_every_room_is_in_the_table(edges) -> None:
+def test_every_room_is_in_the_table(edges: list[tuple[str, str, str, int]]) -> None:
     rooms = {room_of(module) for _, module, _, _ in edges} - {""}
     assert rooms <= set(ALLOWED), "a new room needs its line in ALLOWED and in docs/design.md"
 
 
-def test_modules_do_not_import_each_other_in_a_circle(sources) -> None:
+def test_modules_do_not_import_each_other_in_a_circle(sources: list[Source]) -> None:
     ours = {module_of(s.path): s for s in sources if s.path.startswith(("titan_grpo/", "patches/"))}
     graph: dict[str, set[str]] = {module: set() for module in ours}
     for module, source in ours.items():
@@ -210,7 +215,9 @@ def test_modules_do_not_import_each_other_in_a_circle(sources) -> None:
         walk(module, ())
 
 
-def test_an_upstream_package_is_imported_in_its_own_place_only(all_edges) -> None:
+def test_an_upstream_package_is_imported_in_its_own_place_only(
+    all_edges: list[tuple[str, str, str, int]],
+) -> None:
     wrong = [
         f"{path}:{line} imports {name}"
         for path, _, name, line in all_edges
@@ -232,16 +239,16 @@ def loaded_by(modules: list[str], suspect: str) -> str:
     ).stdout.strip()
 
 
-def modules_of(rooms: tuple[str, ...], sources) -> list[str]:
+def modules_of(rooms: Collection[str], sources: list[Source]) -> list[str]:
     names = [module_of(s.path) for s in sources if s.path.startswith(("titan_grpo/", "patches/"))]
     return [n for n in names if room_of(n) in rooms or n == "titan_grpo"]
 
 
-def test_rooms_that_must_start_fast_load_no_torch(sources) -> None:
+def test_rooms_that_must_start_fast_load_no_torch(sources: list[Source]) -> None:
     assert loaded_by(modules_of(NO_TORCH, sources), "torch") == ""
 
 
-def test_the_receiver_loads_no_torchtitan(sources) -> None:
+def test_the_receiver_loads_no_torchtitan(sources: list[Source]) -> None:
     modules = [
         m
         for m in modules_of(("receive",), sources)
@@ -260,7 +267,7 @@ NEWER = {
 """What Python 3.10 has not: module -> names, none of them: the whole module."""
 
 
-def test_what_a_server_imports_needs_no_more_than_python_3_10(root) -> None:
+def test_what_a_server_imports_needs_no_more_than_python_3_10(root: Path) -> None:
     """SGLang 0.5.21 runs on 3.10. scripts/compat.py imports it there."""
     late = []
     for room in ("receive", "layout", "protocol", "engines", "sync/transports"):

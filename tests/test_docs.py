@@ -27,7 +27,7 @@ servers = []
 """
 
 
-def test_the_site_builds_without_a_warning(root, tmp_path) -> None:
+def test_the_site_builds_without_a_warning(root: Path, tmp_path: Path) -> None:
     """A link or an anchor that leads nowhere, and a page that is in no menu, are warnings."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
     done = subprocess.run(
@@ -43,12 +43,12 @@ def test_the_site_builds_without_a_warning(root, tmp_path) -> None:
     assert not re.search(r'(src|href)="https?://fonts', page), "it needs no network"
 
 
-def test_the_metrics_page_is_what_the_command_prints(root) -> None:
+def test_the_metrics_page_is_what_the_command_prints(root: Path) -> None:
     page = (root / "docs" / "metrics.md").read_text()
     assert page == config.metrics_page(), "run: titan-grpo config --metrics > docs/metrics.md"
 
 
-def test_every_subject_of_the_doctor_has_a_row(root) -> None:
+def test_every_subject_of_the_doctor_has_a_row(root: Path) -> None:
     code = "".join(
         (root / "titan_grpo" / "commands" / f"{name}.py").read_text()
         for name in ("doctor", "doctor_host", "doctor_servers", "doctor_task")
@@ -59,7 +59,7 @@ def test_every_subject_of_the_doctor_has_a_row(root) -> None:
     assert {subject for subject in subjects if f"`{subject}`" not in page} == set()
 
 
-def test_the_keys_that_pages_write_exist(root) -> None:
+def test_the_keys_that_pages_write_exist(root: Path) -> None:
     known = set(re.findall(r"^\| `(\w+)` \|", (root / "docs/configuration.md").read_text(), re.M))
     wrong = []
     for page in ("first_job", "cluster", "when", "faq", "comparison", "contributing"):
@@ -69,7 +69,7 @@ def test_the_keys_that_pages_write_exist(root) -> None:
     assert wrong == []
 
 
-def test_the_kubernetes_manifest_starts_a_job_that_is_one(root, tmp_path) -> None:
+def test_the_kubernetes_manifest_starts_a_job_that_is_one(root: Path, tmp_path: Path) -> None:
     text = (root / "examples" / "cluster" / "kubernetes.yaml").read_text()
     parts = {each["kind"]: each for each in yaml.safe_load_all(text)}
     assert set(parts) == {"Service", "ConfigMap", "StatefulSet", "Job"}
@@ -95,7 +95,7 @@ def test_the_kubernetes_manifest_starts_a_job_that_is_one(root, tmp_path) -> Non
     assert json.loads(backend) == {"backend": "titan_grpo"}
 
 
-def test_the_slurm_script_is_one_and_names_what_there_is(root, tmp_path) -> None:
+def test_the_slurm_script_is_one_and_names_what_there_is(root: Path, tmp_path: Path) -> None:
     script = root / "examples" / "cluster" / "slurm.sh"
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
     text = re.sub(r"\\\n\s*", "", script.read_text())
@@ -108,7 +108,7 @@ def test_the_slurm_script_is_one_and_names_what_there_is(root, tmp_path) -> None
     assert text.count("#SBATCH hetjob") == 1
 
 
-def test_the_script_of_one_box_is_one_and_starts_a_job(root, tmp_path) -> None:
+def test_the_script_of_one_box_is_one_and_starts_a_job(root: Path, tmp_path: Path) -> None:
     script = root / "examples" / "outside" / "one_box.sh"
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
     text = re.sub(r"\\\n\s*", "", script.read_text())
@@ -158,7 +158,7 @@ PRINTS = '#!/usr/bin/env bash\necho "$0 $* hosts=$SERVER_HOSTS"\n'
     ],
 )
 def test_the_slurm_script_starts_a_torchrun_and_two_servers_on_each_host(
-    root, tmp_path, environment, serve, hosts
+    root: Path, tmp_path: Path, environment: dict[str, str], serve: str, hosts: str
 ) -> None:
     """With programs of Slurm, torchrun and vLLM that only note how they were called."""
     (tmp_path / "out").mkdir()
@@ -199,14 +199,16 @@ def test_the_slurm_script_starts_a_torchrun_and_two_servers_on_each_host(
     ]
 
 
-def test_the_evaluation_example_is_a_job_with_the_quickstarts_recipe(root, tmp_path) -> None:
+def test_the_evaluation_example_is_a_job_with_the_quickstarts_recipe(
+    root: Path, tmp_path: Path
+) -> None:
     parts = ("train_configs/quickstart_cpu.toml", "examples/evaluation/digits.toml")
     (tmp_path / "job.toml").write_text("".join((root / part).read_text() for part in parts))
     (table,) = jobconfig.parse([f"--job.config_file={tmp_path / 'job.toml'}"]).evaluation
     assert (table.name, table.every, table.pass_at) == ("digits", 4, [1, 4])
 
 
-def test_every_example_begins_with_its_command(root) -> None:
+def test_every_example_begins_with_its_command(root: Path) -> None:
     """In its first comment: what a person copies."""
     starts = ("scripts/", "titan-grpo ", "torchrun ", "python ", "sbatch ", "kubectl ", "curl ")
     for folder in sorted(path for path in (root / "examples").iterdir() if path.is_dir()):

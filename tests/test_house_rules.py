@@ -8,7 +8,10 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.conftest import SLOW
+import pytest
+
+from tests.conftest import SLOW, Source
+from tests.rigs.present import present
 
 MAX_FILE = 550
 MAX_FUNCTION = 80
@@ -31,31 +34,34 @@ FORBIDDEN_IN_TESTS = {
 }
 
 
-def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    yield from (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def length(node: ast.AST) -> int:
-    return node.end_lineno - node.lineno + 1
+def functions(tree: ast.Module) -> Iterator[Function]:
+    yield from (n for n in ast.walk(tree) if isinstance(n, Function))
 
 
-def arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def length(node: Function) -> int:
+    return present(node.end_lineno) - node.lineno + 1
+
+
+def arguments(node: Function) -> int:
     a = node.args
     names = [x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)]
     return len([n for n in names if n not in ("self", "cls")]) + (a.vararg is not None)
 
 
-def ours(sources) -> list:
+def ours(sources: list[Source]) -> list[Source]:
     return [s for s in sources if s.path.startswith(("titan_grpo/", "patches/", "scripts/"))]
 
 
-def test_files_are_short(sources) -> None:
+def test_files_are_short(sources: list[Source]) -> None:
     lengths = {s.path: s.text.count("\n") for s in sources}
     assert {path: n for path, n in lengths.items() if n > MAX_FILE} == {}
     assert statistics.median(lengths[s.path] for s in ours(sources)) <= 260
 
 
-def test_functions_are_short_and_take_few_arguments(sources) -> None:
+def test_functions_are_short_and_take_few_arguments(sources: list[Source]) -> None:
     long = [
         f"{s.path}:{f.lineno} {f.name}: {length(f)} lines"
         for s in sources
@@ -81,7 +87,7 @@ def public(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef 
             yield node
 
 
-def test_public_modules_classes_and_functions_have_docstrings(sources) -> None:
+def test_public_modules_classes_and_functions_have_docstrings(sources: list[Source]) -> None:
     package = [s for s in sources if s.path.startswith(("titan_grpo/", "patches/"))]
     missing = [s.path for s in package if s.text.strip() and ast.get_docstring(s.tree) is None]
     missing += [
@@ -116,7 +122,7 @@ def handlers_without_reason(text: str, tree: ast.Module) -> list[int]:
     return out
 
 
-def test_broad_handlers_give_their_reason(sources) -> None:
+def test_broad_handlers_give_their_reason(sources: list[Source]) -> None:
     assert [
         f"{s.path}:{line}"
         for s in ours(sources)
@@ -150,14 +156,16 @@ def found(pattern: str, paths: list[Path], root: Path) -> list[str]:
     return out
 
 
-def test_files_speak_of_the_project_only(tracked, root) -> None:
+def test_files_speak_of_the_project_only(tracked: list[Path], root: Path) -> None:
     paths = [p for p in tracked if p.name != Path(__file__).name]
     assert {
         what: hits for what, pattern in FORBIDDEN.items() if (hits := found(pattern, paths, root))
     } == {}
 
 
-def test_tests_use_neither_sleeps_nor_mocks_of_our_own_code(tracked, root) -> None:
+def test_tests_use_neither_sleeps_nor_mocks_of_our_own_code(
+    tracked: list[Path], root: Path
+) -> None:
     paths = [
         p
         for p in tracked
@@ -176,7 +184,7 @@ def test_the_argument_and_length_counts_are_what_they_say() -> None:
     assert (arguments(f), length(f)) == (4, 3)
 
 
-def test_commands_and_files_that_the_readme_names_exist(root) -> None:
+def test_commands_and_files_that_the_readme_names_exist(root: Path) -> None:
     text = (root / "README.md").read_text()
     paths = set(re.findall(r"(?<![\w/])((?:scripts|train_configs|docs|patches)/[\w./-]*\w)", text))
     assert {p for p in paths if not (root / p).exists()} == set()
@@ -188,7 +196,7 @@ def test_commands_and_files_that_the_readme_names_exist(root) -> None:
     )
 
 
-def test_a_script_that_needs_the_checkout_puts_it_on_its_path(root) -> None:
+def test_a_script_that_needs_the_checkout_puts_it_on_its_path(root: Path) -> None:
     """Run as a file, a script has its own folder on the path, and not the checkout."""
     needs = {
         path.name
@@ -204,11 +212,11 @@ def test_a_script_that_needs_the_checkout_puts_it_on_its_path(root) -> None:
     assert needs <= finds
 
 
-def test_what_the_fast_check_leaves_out_exists(root) -> None:
+def test_what_the_fast_check_leaves_out_exists(root: Path) -> None:
     assert [path for path in SLOW if not (root / path).exists()] == []
 
 
-def test_scripts_are_executable_and_strict(root) -> None:
+def test_scripts_are_executable_and_strict(root: Path) -> None:
     scripts = sorted((root / "scripts").glob("*.sh"))
     assert scripts
     for script in scripts:
@@ -216,14 +224,14 @@ def test_scripts_are_executable_and_strict(root) -> None:
         assert "set -euo pipefail" in script.read_text(), f"{script.name} goes on after an error"
 
 
-def test_files_that_share_a_server_stay_on_one_worker(request) -> None:
+def test_files_that_share_a_server_stay_on_one_worker(request: pytest.FixtureRequest) -> None:
     """Where the plugin does not see the groups, every server is started by every worker, in
     silence."""
     if os.environ.get("PYTEST_XDIST_WORKER") and request.config.getvalue("loadgroup"):
         assert request.node.nodeid.endswith("@tests/test_house_rules.py")
 
 
-def test_files_that_the_design_and_the_protocol_name_exist(root) -> None:
+def test_files_that_the_design_and_the_protocol_name_exist(root: Path) -> None:
     missing = {}
     for page in ("docs/design.md", "docs/protocol.md"):
         text = (root / page).read_text()
@@ -239,7 +247,7 @@ def test_files_that_the_design_and_the_protocol_name_exist(root) -> None:
     assert missing == {}
 
 
-def test_every_room_of_the_design_exists(root) -> None:
+def test_every_room_of_the_design_exists(root: Path) -> None:
     table = (root / "docs/design.md").read_text().partition("## Rooms")[2]
     rooms = set(re.findall(r"`(\w+)/`", table)) - {"tests", "patches"}
     there = {p.name for p in (root / "titan_grpo").iterdir() if p.is_dir() and p.name[0] != "_"}

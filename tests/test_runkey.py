@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import traceback
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from titan_grpo.runkey import KEY_FILE_VARIABLE, KEY_VARIABLE, EpochKeys, Key, f
 KEY = Key(bytes(range(32)))
 
 
-def test_a_key_is_found_in_the_environment_or_in_a_file(tmp_path) -> None:
+def test_a_key_is_found_in_the_environment_or_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text(KEY.hex() + "\n")
     assert find_run_key({}) is None
@@ -26,14 +27,14 @@ def test_a_key_is_found_in_the_environment_or_in_a_file(tmp_path) -> None:
         assert found.raw == KEY.raw
 
 
-def test_two_places_for_one_key_are_refused(tmp_path) -> None:
+def test_two_places_for_one_key_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"TITAN_GRPO_RUN_KEY and weight_sync.run_key_file are set"
     ):
         find_run_key({KEY_VARIABLE: KEY.hex()}, str(tmp_path / "key"))
 
 
-def test_a_missing_file_is_named_with_its_setting(tmp_path) -> None:
+def test_a_missing_file_is_named_with_its_setting(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"weight_sync.run_key_file must name a readable file .* No such file"
     ):
@@ -45,7 +46,7 @@ def test_a_missing_file_is_named_with_its_setting(tmp_path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "zz" * 32, "ab" * 31, "ab" * 33, "correct horse battery staple"]
 )
-def test_what_is_no_key_is_refused_without_being_shown(text, tmp_path) -> None:
+def test_what_is_no_key_is_refused_without_being_shown(text: str, tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text(text)
     with pytest.raises(ConfigError, match="64 hexadecimal digits") as caught:

@@ -190,7 +190,8 @@ def test_the_shared_memory_of_a_command_goes_with_it_and_that_of_others_stays(
             for _ in range(2)
         ]
         paths = [Path(file.name) for file in files]
-        stack.callback(lambda: [path.unlink(missing_ok=True) for path in paths])
+        for path in paths:
+            stack.callback(path.unlink, missing_ok=True)
         for file in files:
             file.truncate(4096)
         stack.enter_context(mmap.mmap(files[1].fileno(), 4096))
@@ -214,7 +215,7 @@ def test_a_named_semaphore_of_a_command_goes_with_it(guarded: list[Guarded]) -> 
     assert not (SHARED / f"sem.{name}").exists()
 
 
-def test_ctrl_c_does_not_end_a_process_that_still_loads_its_module(tmp_path) -> None:
+def test_ctrl_c_does_not_end_a_process_that_still_loads_its_module(tmp_path: Path) -> None:
     (tmp_path / "loading.py").write_text(
         "import os, signal\n"
         "os.kill(os.getpid(), signal.SIGINT)\n"
@@ -235,7 +236,7 @@ def test_a_guarded_command_takes_ctrl_c_as_any_other_does(guarded: list[Guarded]
     assert wait_process(one.guard, END_S) == 128 + signal.SIGINT
 
 
-def test_a_module_that_is_started_is_there_once(tmp_path) -> None:
+def test_a_module_that_is_started_is_there_once(tmp_path: Path) -> None:
     """Loaded again, under its name, its records would be of other classes than its own."""
     (tmp_path / "started.py").write_text(
         "import pickle\n"

@@ -6,7 +6,9 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,10 +17,10 @@ from titan_grpo.unix_rpc import Pipe, Server, abstract_address, call
 
 
 @pytest.fixture
-def serve():
+def serve() -> Iterator[Serve]:
     servers = []
 
-    def start(handler, concurrent=False) -> tuple[Server, str]:
+    def start(handler: Handler, concurrent: bool = False) -> tuple[Server, str]:
         address = abstract_address(secrets.token_hex(8))
         server = Server(address, handler, concurrent)
         server.start()
@@ -32,7 +34,7 @@ def serve():
         assert not server.is_alive()
 
 
-def test_a_request_brings_the_handlers_answer(serve) -> None:
+def test_a_request_brings_the_handlers_answer(serve: Serve) -> None:
     _, address = serve(lambda request: {"twice": 2 * request["number"]})
     answers = [call(address, {"number": n}, 60.0) for n in (1, 2)]
     assert answers == [{"twice": 2}, {"twice": 4}]
@@ -54,7 +56,9 @@ except (ServerUnreachable, ServerRefused):
 @pytest.mark.parametrize(
     ("user", "printed"), [("same", "{'from': 'outside'}"), ("another", "refused")]
 )
-def test_another_process_is_served_if_it_is_the_same_users(serve, user, printed) -> None:
+def test_another_process_is_served_if_it_is_the_same_users(
+    serve: Serve, user: str, printed: str
+) -> None:
     if user == "another" and os.getuid() != 0:
         pytest.skip("only root can become another user")
     _, address = serve(lambda request: request)
@@ -68,16 +72,16 @@ def test_another_process_is_served_if_it_is_the_same_users(serve, user, printed)
     assert done.stdout.strip() == printed, done.stderr
 
 
-def test_all_answers_come_from_one_thread_that_lives_as_long_as_the_server(serve) -> None:
+def test_all_answers_come_from_one_thread_that_lives_as_long_as_the_server(serve: Serve) -> None:
     server, address = serve(lambda _: {"thread": threading.current_thread().name})
     assert {call(address, {}, 60.0)["thread"] for _ in range(3)} == {server.name}
     assert server.is_alive()
 
 
-def test_a_concurrent_server_answers_while_another_request_waits(serve) -> None:
+def test_a_concurrent_server_answers_while_another_request_waits(serve: Serve) -> None:
     release, asked = threading.Event(), threading.Event()
 
-    def handler(request) -> dict[str, bool]:
+    def handler(request: dict[str, Any]) -> dict[str, bool]:
         if request["wait"]:
             asked.set()
             release.wait(120)
@@ -97,8 +101,8 @@ def test_an_address_without_a_server_is_named_at_once() -> None:
         call(abstract_address(secrets.token_hex(8)), {}, 60.0)
 
 
-def test_a_refusal_of_the_handler_reaches_the_client(serve) -> None:
-    def handler(request) -> dict[str, str]:
+def test_a_refusal_of_the_handler_reaches_the_client(serve: Serve) -> None:
+    def handler(request: dict[str, Any]) -> dict[str, str]:
         raise DataError("not like this")
 
     _, address = serve(handler)
@@ -106,14 +110,14 @@ def test_a_refusal_of_the_handler_reaches_the_client(serve) -> None:
         call(address, {}, 60.0)
 
 
-def test_a_handlers_bug_costs_one_answer_and_not_the_server(serve) -> None:
+def test_a_handlers_bug_costs_one_answer_and_not_the_server(serve: Serve) -> None:
     _, address = serve(lambda request: {"value": 1 / request["divisor"]})
     with pytest.raises(ServerUnreachable, match="without an answer"):
         call(address, {"divisor": 0}, 60.0)
     assert call(address, {"divisor": 1}, 60.0) == {"value": 1.0}
 
 
-def test_a_handler_that_takes_too_long_is_given_up(serve) -> None:
+def test_a_handler_that_takes_too_long_is_given_up(serve: Serve) -> None:
     release = threading.Event()
     _, address = serve(lambda _: {"late": release.wait(120)})
     with pytest.raises(ServerUnreachable, match="deadline"):
@@ -121,7 +125,7 @@ def test_a_handler_that_takes_too_long_is_given_up(serve) -> None:
     release.set()
 
 
-def test_a_client_that_hangs_up_or_sends_no_object_costs_nothing(serve) -> None:
+def test_a_client_that_hangs_up_or_sends_no_object_costs_nothing(serve: Serve) -> None:
     _, address = serve(lambda request: request)
     for raw in (b"", b"[1, 2]\n", b"no json\n"):
         with socket.socket(socket.AF_UNIX) as client:

@@ -3,6 +3,8 @@
 import ast
 from collections.abc import Iterator
 
+from tests.conftest import Source
+
 POSITION = {
     "wait": 0,
     "join": 0,
@@ -92,7 +94,9 @@ def excused(tree: ast.AST, lines: list[str], line: int) -> bool:
     return False
 
 
-def test_every_wait_has_a_deadline_or_a_comment_that_says_what_ends_it(sources) -> None:
+def test_every_wait_has_a_deadline_or_a_comment_that_says_what_ends_it(
+    sources: list[Source],
+) -> None:
     unnamed = [
         f"{source.path}:{line}: {call}"
         for source in sources

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
 LIMIT = 10
 """rollout.max_completion_tokens of the data."""
 
@@ -20,8 +21,8 @@ LIMIT = 10
 class Sample:
     """One completion: the tokens that its own follow, and log-probabilities [n]."""
 
-    before: Array
-    tokens: Array
+    before: Ints
+    tokens: Ints
     engine: Array
     old: Array
     reference: Array

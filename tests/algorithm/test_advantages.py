@@ -1,11 +1,14 @@
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.algorithm.papers import Array
 from titan_grpo.algorithm.advantages import (
     Scored,
     has_spread,
@@ -27,7 +30,7 @@ LONGEST = 40
 rewards = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=16)
 
 
-def one(values, options=GROUP):
+def one(values: Sequence[float], options: GRPO = GROUP) -> tuple[float, ...]:
     (out,) = step_advantages([[Scored(float(value), 5, 5) for value in values]], options, LONGEST)
     return out
 
@@ -41,7 +44,9 @@ def test_the_docstring_example() -> None:
 
 @pytest.mark.parametrize("options", [GROUP, NONE, BATCH])
 @pytest.mark.parametrize("group", [(), (3.0,), (0.1, 0.1, 0.1), (1e9,) * 7])
-def test_a_group_without_differences_has_exact_zeros(group, options) -> None:
+def test_a_group_without_differences_has_exact_zeros(
+    group: tuple[float, ...], options: GRPO
+) -> None:
     assert one(group, options) == (0.0,) * len(group)
     assert not has_spread([Scored(r, 5, 5) for r in group], options, LONGEST)
 
@@ -51,13 +56,15 @@ def test_nearly_equal_rewards_are_not_blown_up() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite_is_refused(bad) -> None:
+def test_a_reward_that_is_not_finite_is_refused(bad: float) -> None:
     with pytest.raises(DataError, match="finite"):
         one((0.0, bad))
 
 
 @given(rewards, st.sampled_from([GROUP, NONE, BATCH]))
-def test_advantages_sum_to_zero_and_keep_the_order_of_rewards(group, options) -> None:
+def test_advantages_sum_to_zero_and_keep_the_order_of_rewards(
+    group: list[float], options: GRPO
+) -> None:
     advantages = one(group, options)
     assert sum(advantages) == pytest.approx(0, abs=1e-6)
     for a, r in zip(advantages, group, strict=True):
@@ -65,12 +72,12 @@ def test_advantages_sum_to_zero_and_keep_the_order_of_rewards(group, options) ->
 
 
 @given(rewards)
-def test_normalized_advantages_have_a_mean_square_of_one_at_most(group) -> None:
+def test_normalized_advantages_have_a_mean_square_of_one_at_most(group: list[float]) -> None:
     advantages = one(group)
     assert sum(a * a for a in advantages) / len(advantages) <= 1 + 1e-9
 
 
-def reference(groups, options):
+def reference(groups: list[list[tuple[float, int]]], options: GRPO) -> list[Array]:
     """The formulas of the papers on arrays; ``groups`` of (reward, tokens)."""
     centred, deviations = [], []
     for group in groups:
@@ -98,7 +105,10 @@ def reference(groups, options):
 @pytest.mark.parametrize("normalization", ["group", "batch", "none"])
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 def test_advantages_are_those_of_the_formulas(
-    baseline, normalization, scale_by_len, overlong
+    baseline: Literal["mean", "leave_one_out"],
+    normalization: str,
+    scale_by_len: bool,
+    overlong: int,
 ) -> None:
     rng = np.random.default_rng(5)
     groups = [

@@ -1,6 +1,7 @@
 import itertools
 import random
 import statistics
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import example, given, settings
@@ -24,7 +25,7 @@ budget = st.integers(64, 512)
 at_least = st.integers(1, 12)
 
 
-def loads_of(parts, costs):
+def loads_of(parts: list[list[int]], costs: Sequence[float]) -> list[float]:
     return [sum(costs[item] for item in part) for part in parts]
 
 
@@ -42,7 +43,9 @@ def test_a_padded_length_never_exceeds_the_greatest_length() -> None:
 
 
 @given(costs, num_parts, st.booleans())
-def test_every_item_is_in_one_part_and_equal_counts_are_equal(costs, parts, equal) -> None:
+def test_every_item_is_in_one_part_and_equal_counts_are_equal(
+    costs: list[float], parts: int, equal: bool
+) -> None:
     found = partition(costs, parts, equal)
     assert len(found) == parts
     assert sorted(item for part in found for item in part) == list(range(len(costs)))
@@ -56,7 +59,9 @@ def test_every_item_is_in_one_part_and_equal_counts_are_equal(costs, parts, equa
 @settings(deadline=None)
 @given(st.lists(st.floats(0.01, 1000), min_size=1, max_size=7), st.integers(1, 3))
 @example([8.0, 7.0, 6.0, 5.0, 4.0], 2)
-def test_the_costliest_part_is_within_a_third_of_the_best_possible(costs, parts) -> None:
+def test_the_costliest_part_is_within_a_third_of_the_best_possible(
+    costs: list[float], parts: int
+) -> None:
     best = min(
         max(
             sum(c for c, at in zip(costs, places, strict=True) if at == part)
@@ -68,19 +73,19 @@ def test_the_costliest_part_is_within_a_third_of_the_best_possible(costs, parts)
 
 
 @given(st.lists(st.floats(0.01, 1000), min_size=1, max_size=40), num_parts)
-def test_balanced_shares_are_not_worse_than_dealt_ones(costs, parts) -> None:
+def test_balanced_shares_are_not_worse_than_dealt_ones(costs: list[float], parts: int) -> None:
     assert max(loads_of(partition(costs, parts), costs)) <= max(
         loads_of(deal(len(costs), parts), costs)
     ) * (1 + 1e-9)
 
 
 @given(st.lists(st.floats(1, 1000), min_size=1, max_size=8))
-def test_fewer_items_than_parts_are_alone(costs) -> None:
+def test_fewer_items_than_parts_are_alone(costs: list[float]) -> None:
     found = partition(costs, 9)
     assert sorted(map(len, found)) == [0] * (9 - len(costs)) + [1] * len(costs)
 
 
-DISTRIBUTIONS = {
+DISTRIBUTIONS: dict[str, Callable[[random.Random], int]] = {
     "uniform": lambda r: r.randint(50, 8192),
     "long tail": lambda r: min(32768, max(16, int(r.lognormvariate(7, 1)))),
     "short or long": lambda r: r.choice((r.randint(100, 300), r.randint(15000, 16384))),
@@ -93,7 +98,7 @@ DISTRIBUTIONS = {
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**6), quadratic=st.sampled_from((0.0, 1e-5, 1e-4)))
 def test_4096_sequences_over_64_ranks_are_within_one_percent_of_the_mean(
-    name, equal, seed, quadratic
+    name: str, equal: bool, seed: int, quadratic: float
 ) -> None:
     source, cost = random.Random(seed), TokenCost(1.0, quadratic)
     costs = [cost.of(DISTRIBUTIONS[name](source)) for _ in range(4096)]
@@ -105,7 +110,7 @@ def test_4096_sequences_over_64_ranks_are_within_one_percent_of_the_mean(
 
 @given(lengths, budget, at_least)
 def test_padded_micro_batches_keep_the_budget_and_come_longest_first(
-    padded, token_budget, wanted
+    padded: list[int], token_budget: int, wanted: int
 ) -> None:
     cuts = cut_padded(padded, token_budget, wanted)
     assert sorted(row for cut in cuts for row in cut) == list(range(len(padded)))
@@ -117,7 +122,7 @@ def test_padded_micro_batches_keep_the_budget_and_come_longest_first(
 
 @given(lengths, budget, at_least)
 def test_packed_micro_batches_keep_the_budget_and_come_fullest_first(
-    lengths, token_budget, wanted
+    lengths: list[int], token_budget: int, wanted: int
 ) -> None:
     cuts = cut_packed(lengths, token_budget, wanted)
     assert sorted(row for cut in cuts for row in cut) == list(range(len(lengths)))

@@ -1,5 +1,7 @@
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,16 +18,26 @@ from titan_grpo.samples import Completion, Group, Prompt
 OPTIONS = BatchOptions(token_budget=64, max_len=32, pad_id=1)
 
 
-def completion(tokens=(7, 8), logprobs=None, reward=0.0, version=3):
-    logprobs = tuple(-0.5 * (i + 1) for i in range(len(tokens))) if logprobs is None else logprobs
-    return Completion(tuple(tokens), logprobs, "stop", version, version + 1, "http://s", reward)
+def completion(
+    tokens: Sequence[int] = (7, 8),
+    logprobs: Sequence[float] | None = None,
+    reward: float = 0.0,
+    version: int = 3,
+) -> Completion:
+    if logprobs is None:
+        logprobs = [-0.5 * (i + 1) for i in range(len(tokens))]
+    return Completion(
+        tuple(tokens), tuple(logprobs), "stop", version, version + 1, "http://s", reward
+    )
 
 
-def group(*completions, prompt=(5, 6), index=0):
+def group(*completions: Completion, prompt: Sequence[int] = (5, 6), index: int = 0) -> Group:
     return Group(Prompt(index, tuple(prompt)), completions)
 
 
-def only_micro_batch(groups, options=OPTIONS):
+def only_micro_batch(
+    groups: list[Group], options: BatchOptions = OPTIONS
+) -> dict[str, torch.Tensor]:
     [[micro_batch]] = plan(groups, 1, options).micro_batches()
     return micro_batch
 
@@ -78,7 +90,9 @@ def test_spans_that_do_not_cover_a_completion_are_no_lengths_of_it() -> None:
     ("normalization", "one_token", "three_tokens"),
     [("token", 1 / 4, 1 / 4), ("sequence", 1 / 2, 1 / 6), ("constant", 1 / 20, 1 / 20)],
 )
-def test_the_weights_of_the_docstring_example(normalization, one_token, three_tokens) -> None:
+def test_the_weights_of_the_docstring_example(
+    normalization: Literal["token", "sequence", "constant"], one_token: float, three_tokens: float
+) -> None:
     options = replace(OPTIONS, grpo=GRPO(loss_normalization=normalization), longest=10)
     weights = only_micro_batch([group(completion((7,)), completion((7, 8, 9)))], options)["weights"]
     by_count = {int((row != 0).sum()): row[row != 0] for row in weights}
@@ -101,7 +115,9 @@ def test_the_weights_of_the_docstring_example(normalization, one_token, three_to
         ("bad_reward", completion((7, 8), reward=-1.7e308)),
     ],
 )
-def test_a_defective_completion_takes_its_group_out_and_no_other(reason, bad) -> None:
+def test_a_defective_completion_takes_its_group_out_and_no_other(
+    reason: str, bad: Completion
+) -> None:
     good = (completion(reward=1.0), completion(reward=0.25))
     batch = plan([group(*good), group(*good, bad, index=1)], 1, OPTIONS)
     assert batch.dropped == {reason: 1, "group_of_defective": 2}
@@ -193,7 +209,7 @@ def test_a_packed_row_may_be_longer_than_any_sequence_but_not_than_the_budget() 
     assert max(int(mb["positions"].max()) for mb in batch.micro_batches()[0]) == 28
 
 
-def sequences_of(micro_batches):
+def sequences_of(micro_batches: list[dict[str, torch.Tensor]]) -> list[tuple[tuple[Any, ...], ...]]:
     """(inputs, labels, rollout log-probabilities, weights, advantages) of every sequence, by its
     own tokens."""
     names = ("inputs", "labels", "rollout_logprobs", "weights", "advantages", "versions")
@@ -205,12 +221,12 @@ def sequences_of(micro_batches):
     return sorted(out)
 
 
-def prompts_of(micro_batches):
+def prompts_of(micro_batches: list[dict[str, torch.Tensor]]) -> set[tuple[int, ...]]:
     return {tuple(inputs[:1]) for inputs, *_ in sequences_of(micro_batches)}
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_a_group_stays_on_one_rank_unless_it_may_be_split(pack) -> None:
+def test_a_group_stays_on_one_rank_unless_it_may_be_split(pack: bool) -> None:
     groups = [
         group(*[completion((7,) * (n + 1)) for n in range(4)], prompt=(50 + g, 60), index=g)
         for g in range(5)
@@ -283,7 +299,7 @@ a_group = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(a_group, min_size=1, max_size=6), st.integers(1, 5), st.booleans(), st.booleans())
 def test_packed_and_padded_batches_hold_the_same_sequences_with_the_same_weights(
-    groups, num_ranks, split, balance
+    groups: list[Group], num_ranks: int, split: bool, balance: bool
 ) -> None:
     options = replace(OPTIONS, grpo=GRPO(balance_split_groups=split, balance_batch=balance))
     try:
@@ -310,7 +326,7 @@ def test_packed_and_padded_batches_hold_the_same_sequences_with_the_same_weights
     st.sampled_from(["token", "sequence", "constant"]),
 )
 def test_a_batch_holds_every_short_enough_completion_once_within_the_budget(
-    groups, num_ranks, normalization
+    groups: list[Group], num_ranks: int, normalization: Literal["token", "sequence", "constant"]
 ) -> None:
     fits = [
         (g, c)
@@ -358,9 +374,7 @@ def test_a_batch_holds_every_short_enough_completion_once_within_the_budget(
         assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_with_pipeline_stages_every_rank_has_a_multiple_of_them_and_padding_counts_in_full() -> (
-    None
-):
+def test_with_pipeline_stages_each_rank_has_a_multiple_of_them_and_padding_counts_in_full() -> None:
     groups = [
         group(*(completion(range(4, 4 + n)) for n in (3, 17)), index=index) for index in range(3)
     ]

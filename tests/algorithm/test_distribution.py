@@ -2,6 +2,7 @@
 Sharded logits: test_two_ranks.py."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ LABELS[0, :2] = -100
 LABELS[-1] = -100
 
 
-def plain_logprobs(z, temperature):
+def plain_logprobs(z: torch.Tensor, temperature: float) -> torch.Tensor:
     out = torch.log_softmax(z / temperature, -1).gather(-1, LABELS.clamp(min=0).unsqueeze(-1))
     return out.squeeze(-1).masked_fill(LABELS == -100, 0)
 
 
-READERS = {
+Read = Callable[[torch.Tensor, float, int], torch.Tensor]
+Plain = Callable[[torch.Tensor, float], torch.Tensor]
+
+READERS: dict[str, tuple[Read, Plain]] = {
     "logprobs": (
         lambda z, temperature, chunk: token_logprobs(z, LABELS, temperature, chunk),
         plain_logprobs,
@@ -34,7 +38,7 @@ READERS = {
 }
 
 
-def make(dtype=torch.float64):
+def make(dtype: torch.dtype = torch.float64) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     logits = 3 * torch.randn(3, 5, 11, generator=generator, dtype=torch.float64)
     return logits.to(dtype).requires_grad_()
@@ -44,7 +48,7 @@ def make(dtype=torch.float64):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("reader", READERS)
 def test_values_and_gradients_are_torchs_own_for_every_chunk_size(
-    reader, temperature, chunk_tokens
+    reader: str, temperature: float, chunk_tokens: int
 ) -> None:
     read, plain = READERS[reader]
     logits, other = make(), make()
@@ -57,22 +61,30 @@ def test_values_and_gradients_are_torchs_own_for_every_chunk_size(
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_low_precision_logits_give_float32_and_gradients_of_their_own_type(reader) -> None:
+def test_low_precision_logits_give_float32_and_gradients_of_their_own_type(reader: str) -> None:
     read, plain = READERS[reader]
     logits, other = make(torch.bfloat16), make(torch.bfloat16)
     out = read(logits, 0.7, 4)
     assert out.dtype == torch.float32
     out.sum().backward()
     plain(other.float(), 0.7).sum().backward()
+    assert logits.grad is not None
     assert logits.grad.dtype == torch.bfloat16
     torch.testing.assert_close(logits.grad, other.grad, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_only_the_logits_as_they_are_and_numbers_per_token_are_kept_for_backward(reader) -> None:
+def test_only_the_logits_as_they_are_and_numbers_per_token_are_kept_for_backward(
+    reader: str,
+) -> None:
     logits = make(torch.bfloat16)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         READERS[reader][0](logits, 1.0, 4)
     big = [t for t in kept if t.numel() >= logits.numel()]
     assert [t.data_ptr() for t in big] == [logits.data_ptr()]
@@ -84,6 +96,7 @@ def test_ignored_positions_give_zero_and_no_gradient_even_from_a_bad_upstream_gr
     out = token_logprobs(logits, LABELS, 1.0, 4)
     assert not out[ignored].any()
     out.backward(torch.where(ignored, torch.nan, 1.0))
+    assert logits.grad is not None
     assert not logits.grad[ignored].any()
     assert logits.grad.isfinite().all()
 
@@ -97,5 +110,6 @@ def test_extreme_logits_stay_finite() -> None:
     assert logprobs[0].tolist() == pytest.approx([-2e4, -math.log(3)])
     assert entropy[0].tolist() == pytest.approx([0, math.log(3)])
     (logprobs.sum() + entropy.sum()).backward()
+    assert logits.grad is not None
     assert logits.grad[0, 0].tolist() == [-1.0, 1.0, 0.0]
     assert logits.grad.isfinite().all()

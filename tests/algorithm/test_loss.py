@@ -50,7 +50,7 @@ def make_sequences(seed: int = 0, count: int = 9) -> tuple[list[Sequence], list[
         weights = torch.rand(n, generator=generator, dtype=torch.float64)
         # A completion that ran over commits has tokens of several versions.
         staleness = torch.randint(0, 3, (n,), generator=generator).sort(descending=True).values
-        out.append(Sequence(tokens, old, engine, reference, weights, float(randn(())), staleness))
+        out.append(Sequence(tokens, old, engine, reference, weights, float(randn(1)), staleness))
         logits.append(z)
     out[1].engine = out[1].engine + 12.0
     out[2].advantage = 0.0
@@ -331,8 +331,9 @@ def test_interpolation_follows_the_staleness() -> None:
 
 @pytest.mark.parametrize("key", ["kl_beta", "entropy_loss_weight", "logit_loss_weight"])
 def test_a_weight_without_what_it_weights_is_refused(key: str) -> None:
+    weight: dict[str, Any] = {key: 0.1}
     with pytest.raises(ConfigError, match=rf"grpo\.{key} = 0\.1 needs"):
-        grpo_loss(torch.zeros(2, 3), micro_batch(), replace(GRPO(), **{key: 0.1}))
+        grpo_loss(torch.zeros(2, 3), micro_batch(), replace(GRPO(), **weight))
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -384,6 +385,7 @@ def test_the_mean_kl_gradient_over_the_engines_tokens_is_that_of_the_divergence(
     }
     loss, metrics = grpo_loss(normalised(z)[:, None], batch, g, reference[:, None])
     loss.backward()
+    assert z.grad is not None
     assert (z.grad - wanted).norm() <= 0.01 * wanted.norm()
     if estimator == "k3":
         assert metrics["kl_loss_sum"].item() == pytest.approx(exact.item(), rel=0.01)

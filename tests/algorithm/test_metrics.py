@@ -67,7 +67,7 @@ BAD = (math.nan, math.inf, -math.inf)
     ],
 )
 def test_bad_numbers_are_named_and_a_large_gradient_counts_only_with_a_limit(
-    loss, norm, limit, collapsed, expected
+    loss: float, norm: float, limit: float, collapsed: bool, expected: tuple[str, ...]
 ) -> None:
     found = flags(torch.tensor(loss), torch.tensor(norm), limit, collapsed)
     assert reasons(found.tolist()) == expected
@@ -75,7 +75,7 @@ def test_bad_numbers_are_named_and_a_large_gradient_counts_only_with_a_limit(
 
 @pytest.mark.parametrize(("limit", "collapses"), [(2, [3, 4]), (0, [])])
 def test_rewards_collapse_after_equal_ones_in_a_row_and_never_without_a_limit(
-    limit, collapses
+    limit: int, collapses: list[int]
 ) -> None:
     state, seen = Collapse(limit), []
     for rewards in ((1, 1), (1, 2), (3, 3), (0, 0), (0, 0), (0, 1)):

@@ -4,11 +4,13 @@ attention."""
 import pickle
 import random
 from array import array
+from random import Random
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.rows import IGNORE_INDEX, Layout, Row, attention_rows, build, compact
@@ -19,7 +21,7 @@ from titan_grpo.samples import Completion, Group, Prompt
 OPTIONS = BatchOptions(token_budget=64, max_len=32, pad_id=1)
 
 
-def completion(source):
+def completion(source: Random) -> Completion:
     ids = tuple(source.randrange(200_000) for _ in range(source.randint(1, 30)))
     sampled = tuple(source.random() < 0.6 for _ in ids) if source.random() < 0.3 else ()
     version = source.randrange(2**40)
@@ -39,7 +41,7 @@ def completion(source):
     )
 
 
-def step(seed):
+def step(seed: int) -> list[Group]:
     source = random.Random(seed)
     prompts = [
         tuple(source.randrange(200_000) for _ in range(source.randint(1, 6)))
@@ -54,7 +56,7 @@ def step(seed):
 steps = st.integers(0, 10**9).map(step)
 
 
-def same(one, other):
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
@@ -63,7 +65,7 @@ def same(one, other):
 @settings(max_examples=60)
 @given(steps, st.integers(1, 5), st.booleans(), st.integers(1, 2))
 def test_a_rank_builds_from_what_it_is_sent_the_very_tensors_that_rank_0_builds_for_it(
-    groups, num_ranks, pack, minibatches
+    groups: list[Group], num_ranks: int, pack: bool, minibatches: int
 ) -> None:
     grpo = GRPO(num_microbatches=minibatches, loss_normalization="sequence")
     options = BatchOptions(64, 32, 1, pack=pack, grpo=grpo)
@@ -82,7 +84,9 @@ def test_a_rank_builds_from_what_it_is_sent_the_very_tensors_that_rank_0_builds_
 
 @settings(max_examples=30)
 @given(steps, st.booleans())
-def test_tensors_are_copies_that_leave_the_rows_as_they_were(groups, pack) -> None:
+def test_tensors_are_copies_that_leave_the_rows_as_they_were(
+    groups: list[Group], pack: bool
+) -> None:
     rows = compact(
         [[Row(0, g.prompt, c, 0.5, 0.25) for g in groups for c in g.completions]],
         Layout(10**4, 64, 0, 8, pack),
@@ -117,7 +121,7 @@ def test_rows_say_which_tokens_were_sampled_only_where_some_were_not() -> None:
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_what_float32_can_not_hold_becomes_infinite_and_not_an_error(pack) -> None:
+def test_what_float32_can_not_hold_becomes_infinite_and_not_an_error(pack: bool) -> None:
     large = Row(0, Prompt(0, (5, 6)), Completion((7,), (-0.5,), "stop", 3, 3, "s"), 4.5e38, 1.0)
     [mb] = build(compact([[large]], Layout(64, 32, 0, 8, pack)))
     assert mb["advantages"][0, :2].tolist() == [float("inf")] * 2
@@ -140,7 +144,9 @@ a_row = st.lists(st.integers(1, 20), max_size=6)
 
 
 @given(st.lists(a_row, min_size=1, max_size=4), st.sampled_from((1, 8)))
-def test_every_token_is_at_its_place_in_a_row_of_its_own_sequence_alone(packed, multiple) -> None:
+def test_every_token_is_at_its_place_in_a_row_of_its_own_sequence_alone(
+    packed: list[list[int]], multiple: int
+) -> None:
     longest = max(1, *[sum(lengths) for lengths in packed])
     sequence, number = torch.full((len(packed), longest), -1), 0
     for row, lengths in enumerate(packed):

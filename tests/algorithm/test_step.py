@@ -6,6 +6,7 @@ The model is a table: the logits after a token are that token's row.
 
 import random
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -97,7 +98,7 @@ def measured(
 @pytest.mark.parametrize("old_given", [False, True], ids=["first step of a batch", "later step"])
 @pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
 def test_loss_and_gradient_of_a_step_are_the_references_on_one_rank_and_on_many(
-    normalization, old_given, grpo
+    normalization: Literal["token", "sequence", "constant"], old_given: bool, grpo: GRPO
 ) -> None:
     loss, gradient = expected(grpo, normalization, old_given)
     assert gradient.abs().max() > 1e-3

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,13 +11,15 @@ SCRIPT = Path(__file__).with_name("rank_of_two.py")
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory):
+def figures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     store = tmp_path_factory.mktemp("two_ranks") / "store"
     return [json.loads(out.splitlines()[-1]) for out in run_ranks(SCRIPT, 2, str(store))]
 
 
 @pytest.mark.e2e
-def test_logits_sharded_over_the_vocabulary_give_the_same_values_and_gradients(figures) -> None:
+def test_logits_sharded_over_the_vocabulary_give_the_same_values_and_gradients(
+    figures: list[dict[str, Any]],
+) -> None:
     for rank in figures:
         assert rank["vocabulary"].keys() == {"logprobs", "entropy", "mean_square"}
         for reader, differences in rank["vocabulary"].items():
@@ -24,7 +27,9 @@ def test_logits_sharded_over_the_vocabulary_give_the_same_values_and_gradients(f
 
 
 @pytest.mark.e2e
-def test_logits_sharded_over_the_sequence_are_refused_with_the_remedy(figures) -> None:
+def test_logits_sharded_over_the_sequence_are_refused_with_the_remedy(
+    figures: list[dict[str, Any]],
+) -> None:
     for rank in figures:
         assert "disable_loss_parallel" in rank["refusal"]
 
@@ -32,7 +37,7 @@ def test_logits_sharded_over_the_sequence_are_refused_with_the_remedy(figures) -
 @pytest.mark.e2e
 @pytest.mark.parametrize("layout", ["rows", "packed"])
 def test_two_ranks_and_one_give_the_same_loss_gradient_and_metrics_with_every_term(
-    figures, layout
+    figures: list[dict[str, Any]], layout: str
 ) -> None:
     for rank in figures:
         found = rank[layout]
@@ -41,6 +46,6 @@ def test_two_ranks_and_one_give_the_same_loss_gradient_and_metrics_with_every_te
 
 
 @pytest.mark.e2e
-def test_one_rank_with_bad_numbers_stops_the_step_of_all(figures) -> None:
+def test_one_rank_with_bad_numbers_stops_the_step_of_all(figures: list[dict[str, Any]]) -> None:
     for rank in figures:
         assert tuple(rank["health"]) == (REASONS[0], REASONS[3])

@@ -1,10 +1,12 @@
 import re
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from titan_grpo.commands import doctor_host
-from titan_grpo.commands.doctor_host import RANGES, numbers
+from titan_grpo.commands.doctor_host import RANGES, Gpu, numbers
 from titan_grpo.commands.doctor_servers import Needs, Options, ServerFacts, server
 from titan_grpo.config import WeightSync
 from titan_grpo.protocol.messages import Joined
@@ -15,7 +17,7 @@ TORCHRUN_ENV |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 JOINED = Joined(True, "", "0.1.0", 4242, "0000000003e8-00000000", 7, "f" * 32, True)
 
 
-def facts(**changes) -> ServerFacts:
+def facts(**changes: Any) -> ServerFacts:
     good = {"version": "0.32.0", "label": "7", "paused": False, "backend": "titan_grpo"}
     return ServerFacts("http://s:8000", **{**good, "joined": JOINED, **changes})
 
@@ -49,7 +51,7 @@ def test_the_numbers_of_a_version_are_its_leading_ones(
     ],
 )
 def test_a_package_outside_its_range_is_named_with_the_command_that_mends_it(
-    name, version, status
+    name: str, version: str | None, status: str
 ) -> None:
     finding = doctor_host.package(name, version, RANGES[name])
     assert finding.status == status
@@ -66,14 +68,16 @@ def test_a_package_outside_its_range_is_named_with_the_command_that_mends_it(
         ({"ok": False, "error": "this end has none"}, True, "problem", "this end has none"),
     ],
 )
-def test_what_a_server_says_about_run_keys(said, ours, status, words) -> None:
+def test_what_a_server_says_about_run_keys(
+    said: dict[str, bool | str], ours: bool, status: str, words: str
+) -> None:
     joined = msgspec.structs.replace(JOINED, **said)
     finding = server(facts(joined=joined, our_key=ours))[-1]
     assert (finding.status, words in finding.text) == (status, True)
     assert bool(finding.remedy) == (status != "ok")
 
 
-def test_the_ranges_are_those_of_the_packaging(root) -> None:
+def test_the_ranges_are_those_of_the_packaging(root: Path) -> None:
     text = (root / "pyproject.toml").read_text()
     for name, allowed in RANGES.items():
         # torchtitan 0.2.2 and 0.3 are asked for by two extras
@@ -100,7 +104,9 @@ def test_torchrun_variables_are_fine_if_all_or_none_are_set(missing: str) -> Non
     ("size", "accelerators", "status"),
     [(64 << 20, 0, "ok"), (64 << 20, 1, "ok"), (64 << 20, 2, "problem"), (None, 0, "warning")],
 )
-def test_shared_memory_matters_to_several_gpus_only(size, accelerators, status) -> None:
+def test_shared_memory_matters_to_several_gpus_only(
+    size: int | None, accelerators: int, status: str
+) -> None:
     assert doctor_host.shared_memory(size, accelerators).status == status
 
 
@@ -109,7 +115,7 @@ def test_shared_memory_matters_to_several_gpus_only(size, accelerators, status) 
     [(10, 2, ""), (10, 3, "use fewer weight_sync.slots"), (7, 2, "more memory")],
 )
 def test_memory_counts_every_slot_and_says_whether_fewer_would_fit(
-    available, slots, remedy
+    available: int, slots: int, remedy: str
 ) -> None:
     found = doctor_host.memory(available << 30, 4 << 30, slots)
     assert remedy in found.remedy
@@ -123,7 +129,9 @@ GIB = 1 << 30
     ("nbytes", "startup_s", "status"),
     [(16 * GIB, 600.0, "ok"), (16 * GIB, 500.0, "warning"), (160 * GIB, 600.0, "warning")],
 )
-def test_the_start_waits_as_long_as_a_first_version_may_take(nbytes, startup_s, status) -> None:
+def test_the_start_waits_as_long_as_a_first_version_may_take(
+    nbytes: int, startup_s: float, status: str
+) -> None:
     sync = WeightSync(min_rate=50 << 20, startup_deadline_s=startup_s)
     finding = doctor_host.first_version(nbytes, sync)
     assert finding is not None
@@ -145,7 +153,7 @@ def test_the_deadline_that_is_advised_is_enough() -> None:
     [(1024, 2, 256, "ok"), (1024, 4, 256, "warning"), (-1, 256, 256, "ok"), (1024, 40, 1, "ok")],
 )
 def test_open_files_are_compared_with_servers_and_their_requests(
-    limit, servers, requests, status
+    limit: int, servers: int, requests: int, status: str
 ) -> None:
     assert doctor_host.descriptors(limit, servers, requests).status == status
 
@@ -172,7 +180,7 @@ FREE, USED = doctor_host.Gpu(80 * GIB, 80 * GIB), doctor_host.Gpu(10 * GIB, 80 *
     ],
 )
 def test_gpus_of_ranks_and_of_launched_servers_are_told_apart(
-    found, launched, statuses, words
+    found: list[Gpu], launched: list[int], statuses: list[str], words: str
 ) -> None:
     findings = doctor_host.gpus(found, launched, 16 * GIB)
     assert [finding.status for finding in findings] == statuses
@@ -188,7 +196,7 @@ def test_two_versions_of_nccl_are_a_problem_that_names_both() -> None:
 
 SGLANG = {"engine": "sglang", "version": "0.5.23"}
 SERVES = [("ok", "server"), ("ok", "server routes")]
-SERVERS: dict[str, tuple[dict, list[tuple[str, str]], str]] = {
+SERVERS: dict[str, tuple[dict[str, Any], list[tuple[str, str]], str]] = {
     "good": ({}, [*SERVES, ("ok", "server plugin")], ""),
     "good sglang": (SGLANG, [*SERVES, ("ok", "server plugin")], ""),
     "dead": (
@@ -255,7 +263,7 @@ def test_the_findings_about_a_server_that_is(state: str) -> None:
     ],
 )
 def test_an_engine_environment_has_a_new_enough_engine_and_the_receiver(
-    name, version, plugin, statuses
+    name: str, version: str, plugin: str, statuses: list[str]
 ) -> None:
     found = doctor_host.engine("p", {name: version, f"{name}_plugin": plugin}, name)
     assert [f.status for f in found] == statuses
@@ -274,13 +282,13 @@ NEEDED = {
 }
 
 
-def of_options(needed: Options, found: Options, **changes) -> list[tuple[str, str]]:
+def of_options(needed: Options, found: Options, **changes: str) -> list[tuple[str, str]]:
     findings = server(facts(options=found, **changes), Needs(needed))
     return [(f.status, f.line()) for f in findings if f.subject == "options"]
 
 
 @pytest.mark.parametrize("lacking", NEEDED)
-def test_an_option_that_the_job_needs_and_the_server_lacks_is_a_problem(lacking) -> None:
+def test_an_option_that_the_job_needs_and_the_server_lacks_is_a_problem(lacking: str) -> None:
     needed, found, text = NEEDED[lacking]
     [(status, line)] = of_options(needed, found)
     assert status == "problem"
@@ -314,7 +322,7 @@ def test_a_server_that_reads_no_calls_of_tools_is_a_problem_where_agents_need_it
         ([1, 2, 3], "warning", "4 tokens here, 3 there"),
     ],
 )
-def test_ids_that_differ_are_a_warning(there, status, words) -> None:
+def test_ids_that_differ_are_a_warning(there: list[int], status: str, words: str) -> None:
     found = server(facts(tokens=there), Needs(tokens=[1, 2, 3, 4]))[-1]
     assert (found.subject, found.status, words in found.text) == ("tokenizer", status, True)
     assert bool(found.remedy) == (status == "warning")

@@ -33,7 +33,7 @@ sys.exit(code)
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_is_help_and_works_without_torch_and_without_an_engine(command):
+def test_help_is_help_and_works_without_torch_and_without_an_engine(command: str) -> None:
     """And is not what the command prints without it."""
     done = subprocess.run(
         [sys.executable, "-c", HELP, *filter(None, [command, "--help"])],
@@ -54,7 +54,9 @@ def test_help_is_help_and_works_without_torch_and_without_an_engine(command):
         (["scripts/count.py", "--rooms"], -signal.SIGPIPE),
     ],
 )
-def test_a_reader_that_goes_away_ends_a_command_without_a_word(command, code, root):
+def test_a_reader_that_goes_away_ends_a_command_without_a_word(
+    command: list[str], code: int, root: Path
+) -> None:
     reader, writer = os.pipe()
     os.close(reader)  # before the command has written anything
     with open(writer, "wb") as ended:
@@ -93,7 +95,7 @@ def completed(tmp_path: Path, *words: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_a_shell_completes_commands_options_and_a_jobs_keys(tmp_path) -> None:
+def test_a_shell_completes_commands_options_and_a_jobs_keys(tmp_path: Path) -> None:
     assert completed(tmp_path, "qu") == ["quickstart"]
     assert completed(tmp_path, "") == list(COMMANDS)
     assert completed(tmp_path, "watch", "--int") == ["--interval"]
@@ -102,7 +104,7 @@ def test_a_shell_completes_commands_options_and_a_jobs_keys(tmp_path) -> None:
     assert completed(tmp_path, "nonsense", "--") == []
 
 
-def test_zsh_completes_them_too(tmp_path) -> None:
+def test_zsh_completes_them_too(tmp_path: Path) -> None:
     """In a terminal, where the word is completed in its line."""
     shell = shutil.which("zsh")
     if shell is None:
@@ -144,7 +146,7 @@ def test_zsh_completes_them_too(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("script", ["quickstart.sh", "verify_grpo_2gpu.sh"])
-def test_a_scripts_help_makes_no_environment(root, tmp_path, script) -> None:
+def test_a_scripts_help_makes_no_environment(root: Path, tmp_path: Path, script: str) -> None:
     (tmp_path / "scripts").mkdir()
     # As in an empty clone, and without setup.sh, which would be called.
     copied = shutil.copy(root / "scripts" / script, tmp_path / "scripts")

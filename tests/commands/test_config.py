@@ -7,13 +7,13 @@ from titan_grpo.commands import config as command
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_key_is_documented_once():
+def test_every_key_is_documented_once() -> None:
     for section in (config.GRPO, config.Rollout, config.WeightSync):
         keys = sorted(key.name for key in command.keys(section))
         assert keys == sorted(field.name for field in fields(section))
         assert all(key.meaning for key in command.keys(section))
 
 
-def test_the_configuration_page_is_what_the_command_prints():
+def test_the_configuration_page_is_what_the_command_prints() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
     assert page == command.page(), "run: titan-grpo config > docs/configuration.md"

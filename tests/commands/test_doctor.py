@@ -2,12 +2,13 @@ import json
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from tests.rigs.board import Board
+from tests.rigs.board import Board, Reply
 from tests.rigs.sockets import free_port
 from titan_grpo import cli
 from titan_grpo.commands import doctor_host
@@ -23,26 +24,32 @@ from titan_grpo.commands.doctor_servers import (
 from titan_grpo.titan.tiny import write_tiny_model
 
 
+def says(answer: object) -> Reply:
+    return lambda _: (200, answer)
+
+
 @contextmanager
 def http_server(
-    answers: dict[str, object], ahead_s: float = 0.0
+    answers: Mapping[str, object], ahead_s: float = 0.0
 ) -> Iterator[tuple[str, list[str]]]:
     """A server that knows these paths and answers 404 to the rest; yields its URL and the requests
     it got."""
     board = Board(ahead_s=ahead_s)
     for path, answer in answers.items():
         for method in ("GET", "POST"):
-            board.routes[f"{method} {path}"] = lambda _, answer=answer: (200, answer)
+            board.routes[f"{method} {path}"] = says(answer)
     yield board.url, board.paths
     board.close()
 
 
-def test_the_doctor_passes_this_environment(capsys) -> None:
+def test_the_doctor_passes_this_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     assert "problem " not in capsys.readouterr().out
 
 
-def test_a_server_that_is_not_there_is_named_with_its_url_and_the_exit_code_is_1(capsys) -> None:
+def test_a_server_that_is_not_there_is_named_with_its_url_and_the_exit_code_is_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     assert cli.main(["doctor", "--server", url]) == 1
     out = capsys.readouterr().out
@@ -65,14 +72,18 @@ def test_a_server_with_another_backend_is_never_greeted() -> None:
     assert [request for request in seen if request.startswith("POST")] == []
 
 
-def test_a_server_without_its_rl_routes_is_told_to_open_them(capsys) -> None:
+def test_a_server_without_its_rl_routes_is_told_to_open_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with http_server({"/health": None, "/version": {"version": "0.32.0"}}) as (url, _):
         assert cli.main(["doctor", "--server", url]) == 1
     assert "VLLM_SERVER_DEV_MODE=1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("ahead_s", "words"), [(60, "ahead of"), (-60, "behind"), (3, "")])
-def test_a_server_whose_clock_is_off_by_five_seconds_is_a_warning(ahead_s, words, capsys) -> None:
+def test_a_server_whose_clock_is_off_by_five_seconds_is_a_warning(
+    ahead_s: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with http_server({"/health": None, "/version": {"version": "0.32.0"}}, ahead_s) as (url, _):
         found = server(server_facts(url, Access(60)))
     clocks = [f for f in found if f.subject == "clocks"]
@@ -80,7 +91,9 @@ def test_a_server_whose_clock_is_off_by_five_seconds_is_a_warning(ahead_s, words
     assert all(words in f.text and "NTP" in f.remedy for f in clocks)
 
 
-def test_an_engine_that_is_too_old_is_refused_once_and_by_its_version(capsys) -> None:
+def test_an_engine_that_is_too_old_is_refused_once_and_by_its_version(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     answers = {**SGLANG, "/server_info": {"version": "0.5.20"}}
     with http_server(answers) as (url, _):
         assert cli.main(["doctor", "--server", url]) == 1
@@ -89,7 +102,7 @@ def test_an_engine_that_is_too_old_is_refused_once_and_by_its_version(capsys) ->
 
 
 @pytest.mark.parametrize(("status", "lacking"), [(404, 1), (405, 0), (500, 0)])
-def test_a_vllm_without_our_middleware_is_told_what_it_lacks(status, lacking) -> None:
+def test_a_vllm_without_our_middleware_is_told_what_it_lacks(status: int, lacking: int) -> None:
     board = Board()
     board.routes |= {"GET /health": 200, "GET /generate": status}
     answers = {
@@ -97,7 +110,7 @@ def test_a_vllm_without_our_middleware_is_told_what_it_lacks(status, lacking) ->
         "/server_info": {"vllm_config": {"weight_transfer_config": {"backend": "nccl"}}},
     }
     for path, answer in answers.items():
-        board.routes[f"GET {path}"] = lambda _, answer=answer: (200, answer)
+        board.routes[f"GET {path}"] = says(answer)
     found = server(server_facts(board.url, Access(60)))
     board.close()
     said = [each for each in found if each.subject == "middleware"]
@@ -119,13 +132,15 @@ def test_a_receiver_that_never_calls_back_is_reported_by_the_deadline() -> None:
     assert "the deadline of 3.0 s passed" in found.errors["joined"]
 
 
-SGLANG = {
+SGLANG: dict[str, dict[str, str]] = {
     "/model_info": {"weight_version": "7"},
     "/server_info": {"version": "0.5.23", "api_key": "its-own-secret"},
 }
 
 
-def test_an_sglang_without_our_plugin_is_told_so_and_its_health_is_not_asked(capsys) -> None:
+def test_an_sglang_without_our_plugin_is_told_so_and_its_health_is_not_asked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with http_server({**SGLANG, "/health": None}) as (url, seen):
         assert cli.main(["doctor", "--server", url]) == 1
     out = capsys.readouterr().out
@@ -135,7 +150,9 @@ def test_an_sglang_without_our_plugin_is_told_so_and_its_health_is_not_asked(cap
     assert not [request for request in seen if request.startswith("POST")]
 
 
-def test_the_keys_that_sglang_tells_everybody_are_not_shown(capsys) -> None:
+def test_the_keys_that_sglang_tells_everybody_are_not_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     answers = {**SGLANG, "/server_info": {"api_key": "its-own-secret"}}
     with http_server(answers) as (url, _):
         cli.main(["doctor", "--server", url])
@@ -143,12 +160,14 @@ def test_the_keys_that_sglang_tells_everybody_are_not_shown(capsys) -> None:
 
 
 @pytest.fixture
-def job(root) -> list[str]:
+def job(root: Path) -> list[str]:
     """A doctor of the quickstart's job."""
     return ["doctor", "--job.config_file", str(root / "train_configs" / "quickstart_cpu.toml")]
 
 
-def test_servers_of_a_file_are_looked_at_too(tmp_path, job, capsys) -> None:
+def test_servers_of_a_file_are_looked_at_too(
+    tmp_path: Path, job: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
     listed = tmp_path / "servers"
     listed.write_text(f"{urls[1]}\n")
@@ -160,7 +179,9 @@ def test_servers_of_a_file_are_looked_at_too(tmp_path, job, capsys) -> None:
     assert "line 1: a server must be a URL" in capsys.readouterr().out
 
 
-def test_both_engines_of_a_launched_fleet_are_looked_for(job, capsys) -> None:
+def test_both_engines_of_a_launched_fleet_are_looked_for(
+    job: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     job += ["--rollout.servers=launch", "--rollout.launch_engines=vllm,sglang"]
     job += ["--rollout.launch_python=/no/v", "--rollout.launch_sglang_python=/no/s"]
     assert cli.main(job) == 1
@@ -169,7 +190,9 @@ def test_both_engines_of_a_launched_fleet_are_looked_for(job, capsys) -> None:
     assert "/no/s does not run" in out
 
 
-def test_a_missing_api_key_variable_exits_with_2_and_one_line(monkeypatch, capsys) -> None:
+def test_a_missing_api_key_variable_exits_with_2_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     assert cli.main(["doctor", "--api-key-env", "NO_SUCH_KEY"]) == 2
     err = capsys.readouterr().err
@@ -179,11 +202,12 @@ def test_a_missing_api_key_variable_exits_with_2_and_one_line(monkeypatch, capsy
 
 def test_the_engine_interpreter_is_asked_for_its_plugin() -> None:
     answer = doctor_host.engine_answer(sys.executable)
+    assert isinstance(answer, dict)
     assert (answer["vllm_plugin"], answer["sglang_plugin"]) == ("yes", "yes")
     assert isinstance(doctor_host.engine_answer("/no/such/python"), str)
 
 
-def test_model_elements_are_read_from_the_headers_of_all_files(tmp_path) -> None:
+def test_model_elements_are_read_from_the_headers_of_all_files(tmp_path: Path) -> None:
     for number, shape in enumerate([(4, 8), (3,)]):
         header = json.dumps(
             {
@@ -206,7 +230,7 @@ def test_the_way_to_a_local_server_is_the_loopback_address() -> None:
 
 @pytest.mark.parametrize(("argv", "code"), [([], 2), (["--help"], 0), (["no-such-command"], 2)])
 def test_the_command_line_without_a_command_says_what_there_is(
-    argv: list[str], code: int, capsys
+    argv: list[str], code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(argv) == code
     captured = capsys.readouterr()
@@ -234,7 +258,9 @@ def test_both_engines_descriptions_are_read() -> None:
     assert Options.of_server("sglang", None) == Options()
 
 
-def test_a_server_is_asked_for_its_tokens_and_options_where_a_job_needs_them(tmp_path) -> None:
+def test_a_server_is_asked_for_its_tokens_and_options_where_a_job_needs_them(
+    tmp_path: Path,
+) -> None:
     here = tokens_here(str(write_tiny_model("qwen3", tmp_path / "model", seed=1)))
     assert here
     assert tokens_here(str(tmp_path)) is None

@@ -1,6 +1,9 @@
 """What the doctor says about reward functions, dataset and chat template: one line each."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +14,9 @@ REWARDS = "def right(completions, answer):\n    return [1.0] * len(completions)\
 
 
 @pytest.fixture
-def diagnosis(tmp_path, monkeypatch, capsys):
+def diagnosis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., list[str]]:
     """A factory: changes of a sound job's files and keys -> the doctor's lines about its task."""
     model = write_tiny_model("qwen3", tmp_path / "model")
     (tmp_path / "doctored_rewards.py").write_text(REWARDS)
@@ -21,7 +26,7 @@ def diagnosis(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(tmp_path))
     subjects = ("reward", "dataset", "first prompt", "chat template", "task", "agent")
 
-    def run(**changes):
+    def run(**changes: Any) -> list[str]:
         job = changes.pop("job", "")
         keys = {"reward": "doctored_rewards:right", "dataset": "rows.jsonl"} | changes
         arguments = [f"--job.config_file={job}"] if job else []
@@ -39,7 +44,9 @@ def diagnosis(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_a_sound_task_shows_its_rows_and_its_first_prompt(diagnosis) -> None:
+def test_a_sound_task_shows_its_rows_and_its_first_prompt(
+    diagnosis: Callable[..., list[str]],
+) -> None:
     reward, dataset, prompt = diagnosis()
     assert reward == "ok       reward        doctored_rewards:right"
     assert dataset == "ok       dataset       rows.jsonl: 5 rows with prompt, answer"
@@ -73,7 +80,9 @@ def test_a_sound_task_shows_its_rows_and_its_first_prompt(diagnosis) -> None:
         ),
     ],
 )
-def test_each_thing_that_is_wrong_is_one_line(diagnosis, changes, lines) -> None:
+def test_each_thing_that_is_wrong_is_one_line(
+    diagnosis: Callable[..., list[str]], changes: dict[str, str], lines: list[str]
+) -> None:
     found = diagnosis(**changes)
     assert len(found) == len(lines)
     for line, start in zip(found, lines, strict=True):
@@ -81,14 +90,16 @@ def test_each_thing_that_is_wrong_is_one_line(diagnosis, changes, lines) -> None
 
 
 def test_a_function_that_asks_for_a_column_that_is_not_there_is_one_line(
-    diagnosis, tmp_path
+    diagnosis: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
     _, dataset = diagnosis()
     assert "rollout.reward 'doctored_rewards:right' asks for 'answer', a column" in dataset
 
 
-def test_a_model_without_a_chat_template_is_one_line(diagnosis, tmp_path) -> None:
+def test_a_model_without_a_chat_template_is_one_line(
+    diagnosis: Callable[..., list[str]], tmp_path: Path
+) -> None:
     settings = tmp_path / "model" / "tokenizer_config.json"
     settings.write_text("{}")
     *_, template = diagnosis()
@@ -97,7 +108,9 @@ def test_a_model_without_a_chat_template_is_one_line(diagnosis, tmp_path) -> Non
     assert prompt.startswith("ok       first prompt  4 tokens: '")
 
 
-def test_an_agent_is_imported_and_shown_its_first_row(diagnosis, tmp_path) -> None:
+def test_an_agent_is_imported_and_shown_its_first_row(
+    diagnosis: Callable[..., list[str]], tmp_path: Path
+) -> None:
     (tmp_path / "doctored_agent.py").write_text(
         "def solve(base_url, api_key, row):\n    return 1\n"
     )
@@ -119,7 +132,9 @@ dataset = "rows.jsonl"
 """
 
 
-def test_an_evaluation_is_looked_at_like_the_run(diagnosis, tmp_path) -> None:
+def test_an_evaluation_is_looked_at_like_the_run(
+    diagnosis: Callable[..., list[str]], tmp_path: Path
+) -> None:
     job = tmp_path / "job.toml"
     given = {"reward": "doctored_rewards:right", "job": str(job)}
     job.write_text(EVALUATION.format(reward="doctored_rewards:right"))

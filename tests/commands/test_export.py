@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from titan_grpo.errors import ConfigError
 from titan_grpo.titan.export import checkpoint_of, versions_in
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.hf_files import copy_assets, write_weights
-from titan_grpo.titan.tiny import write_tiny_model
+from titan_grpo.titan.tiny import Kind, write_tiny_model
 
 CLI = (
     "import json, sys; from titan_grpo import cli; print([cli.main(argv) for argv in"
@@ -31,7 +32,7 @@ sys.exit(cli.main(export))
 """
 
 
-def job(kind: str, model: Path, dump: Path) -> list[str]:
+def job(kind: Kind, model: Path, dump: Path) -> list[str]:
     name, flavor = FLAVORS[kind]
     return [
         *(f"--job.dump_folder={dump}", f"--model.name={name}", f"--model.flavor={flavor}"),
@@ -65,7 +66,7 @@ def assert_equal(folder: Path, model: Path) -> None:
 @pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.long)])
 def test_an_exported_checkpoint_is_bit_for_bit_the_model_it_was_loaded_from(
-    kind: str, tmp_path
+    kind: Kind, tmp_path: Path
 ) -> None:
     model = write_tiny_model(kind, tmp_path / "model", seed=3)
     arguments = job(kind, model, tmp_path / "dump")
@@ -80,14 +81,17 @@ def test_an_exported_checkpoint_is_bit_for_bit_the_model_it_was_loaded_from(
         assert (tmp_path / "out" / name).exists()
     from transformers import AutoModelForCausalLM
 
-    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    load: Any = AutoModelForCausalLM.from_pretrained  # its types know no output_loading_info
+    _, info = load(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
 
 
 @pytest.mark.e2e
 @pytest.mark.long
-def test_a_checkpoint_that_two_sharded_ranks_wrote_is_exported_whole(tmp_path, root) -> None:
+def test_a_checkpoint_that_two_sharded_ranks_wrote_is_exported_whole(
+    tmp_path: Path, root: Path
+) -> None:
     # Learning rate 0: the trained weights are those of the start, but they went through FSDP2,
     # AdamW and two ranks' files.
     model = write_tiny_model("llama3", tmp_path / "model", seed=5)
@@ -119,7 +123,7 @@ def test_a_checkpoint_that_two_sharded_ranks_wrote_is_exported_whole(tmp_path, r
     assert not (tmp_path / "new").exists()
 
 
-def test_a_missing_version_is_named_with_those_that_are_there(tmp_path) -> None:
+def test_a_missing_version_is_named_with_those_that_are_there(tmp_path: Path) -> None:
     for step in (5, 10):
         (tmp_path / "checkpoint" / f"step-{step}").mkdir(parents=True)
     (tmp_path / "checkpoint" / "step-5" / ".metadata").touch()
@@ -133,7 +137,7 @@ def test_a_missing_version_is_named_with_those_that_are_there(tmp_path) -> None:
         checkpoint_of(tmp_path / "elsewhere", 5)
 
 
-def test_large_models_are_written_in_shards_that_their_index_finds(tmp_path) -> None:
+def test_large_models_are_written_in_shards_that_their_index_finds(tmp_path: Path) -> None:
     tensors = {f"w{i}": torch.full((64, 4), float(i)) for i in range(5)}
     written = write_weights(tensors.items(), tmp_path, shard_bytes=2 * 1024)
     assert (written.tensors, written.nbytes, written.shards) == (5, 5 * 1024, 3)
@@ -146,12 +150,12 @@ def test_large_models_are_written_in_shards_that_their_index_finds(tmp_path) -> 
             assert torch.equal(stored.get_tensor(name), tensors[name])
 
 
-def test_views_of_one_stacked_parameter_are_written_as_tensors_of_their_own(tmp_path) -> None:
+def test_views_of_one_stacked_parameter_are_written_as_tensors_of_their_own(tmp_path: Path) -> None:
     stacked = torch.arange(24.0).view(3, 2, 4)
     write_weights(((f"expert.{i}", stacked[i]) for i in range(3)), tmp_path)
     assert torch.equal(load_file(tmp_path / "model.safetensors")["expert.2"], stacked[2])
 
 
-def test_a_base_directory_without_a_config_is_refused(tmp_path) -> None:
+def test_a_base_directory_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         copy_assets(tmp_path, tmp_path, "bfloat16")

@@ -4,6 +4,7 @@ import json
 import os
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ grpo_by_token = true
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with a model and data."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -52,7 +53,7 @@ def make(*more: str) -> int:
 
 
 def test_the_doctor_finds_nothing_wrong_with_it_but_servers_that_are_not_there(
-    folder, capsys
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert make() == 0
     assert "titan-grpo doctor --job.config_file train.toml" in capsys.readouterr().out
@@ -65,7 +66,7 @@ def test_the_doctor_finds_nothing_wrong_with_it_but_servers_that_are_not_there(
     assert "user: 7?" in subjects["first prompt"].text or "8?" in subjects["first prompt"].text
 
 
-def test_every_key_it_writes_has_an_effect_and_a_word(folder) -> None:
+def test_every_key_it_writes_has_an_effect_and_a_word(folder: Path) -> None:
     make("--reward", "examples.own_reward.rewards:number", "--out", "jobs/mine.toml")
     job = jobconfig.read(["--job.config_file", "jobs/mine.toml"])
     assert job.notes == ()
@@ -74,16 +75,16 @@ def test_every_key_it_writes_has_an_effect_and_a_word(folder) -> None:
     assert not (folder / "rewards.py").exists(), "a reward was named"
 
 
-def test_a_reward_that_is_there_is_kept_and_can_be_named(folder) -> None:
+def test_a_reward_that_is_there_is_kept_and_can_be_named(folder: Path) -> None:
     make()
     with pytest.raises(ConfigError, match=r"rewards\.py does: name its function \(--reward\)"):
         make("--out", "second.toml")
     assert make("--out", "second.toml", "--reward", "rewards:holds_answer") == 0
 
 
-def test_its_first_reward_looks_at_the_last_line(folder) -> None:
+def test_its_first_reward_looks_at_the_last_line(folder: Path) -> None:
     make()
-    names: dict = {}
+    names: dict[str, Any] = {}
     exec((folder / "rewards.py").read_text(), names)
     said = ["I think\nso 7\n", "7\nno, 8", ""]
     assert names["holds_answer"](said, ["7", "7", 7]) == [1.0, 0.0, 0.0]
@@ -105,7 +106,7 @@ def test_its_first_reward_looks_at_the_last_line(folder) -> None:
     ],
 )
 def test_what_it_cannot_use_is_said_in_one_line_and_nothing_is_written(
-    folder, arguments, message
+    folder: Path, arguments: list[str], message: str
 ) -> None:
     (folder / "text.jsonl").write_text('{"text": "a"}\n')
     before = sorted(folder.iterdir())
@@ -114,7 +115,7 @@ def test_what_it_cannot_use_is_said_in_one_line_and_nothing_is_written(
     assert sorted(folder.iterdir()) == before
 
 
-def test_an_older_job_keeps_its_meaning(folder) -> None:
+def test_an_older_job_keeps_its_meaning(folder: Path) -> None:
     (folder / "old.toml").write_text(OLDER_JOB)
     assert init.run(["--from", "old.toml", "--out", "new.toml"], os.environ) == 0
     table = tomllib.loads((folder / "new.toml").read_text())
@@ -127,7 +128,7 @@ def test_an_older_job_keeps_its_meaning(folder) -> None:
     assert "sglang_tp: has no value here" in (folder / "new.toml").read_text()
 
 
-def test_an_older_jobs_adapters_are_ours_and_what_has_no_counterpart_is_named(folder) -> None:
+def test_an_older_jobs_adapters_are_ours_and_what_has_no_counterpart_is_named(folder: Path) -> None:
     peft = "[peft]\nenable_peft = true\nuse_lora = true\nlora_rank = 8\nlora_alpha = 32\n"
     (folder / "old.toml").write_text(OLDER_JOB + peft + "lora_dropout = 0.1\n")
     assert init.run(["--from", "old.toml", "--out", "new.toml"], os.environ) == 0
@@ -172,13 +173,13 @@ def test_every_key_here_that_the_table_names_exists() -> None:
         ("rollout.sglang_urls", "is not a key .*; it is rollout.servers here"),
     ],
 )
-def test_an_older_key_is_refused_with_what_it_is_here(key, said, folder) -> None:
+def test_an_older_key_is_refused_with_what_it_is_here(key: str, said: str, folder: Path) -> None:
     section, _, name = key.partition(".")
     (folder / "job.toml").write_text(f'[{section}]\n{name} = "x"\n')
     with pytest.raises(ConfigError, match=said):
         jobconfig.parse(["--job.config_file", "job.toml"])
 
 
-def test_the_page_is_what_the_table_says(root) -> None:
+def test_the_page_is_what_the_table_says(root: Path) -> None:
     page = (root / "docs" / "from_the_older_trainer.md").read_text()
     assert page == older.page(), "run: titan-grpo config --older > docs/from_the_older_trainer.md"

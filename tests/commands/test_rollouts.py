@@ -27,18 +27,20 @@ from titan_grpo.rollout.service import Service
         ),
     ],
 )
-def test_a_service_that_anybody_could_use_and_what_can_not_be_bound_are_refused(arguments, message):
+def test_a_service_that_anybody_could_use_and_what_can_not_be_bound_are_refused(
+    arguments: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         rollouts.run(arguments, {})
 
 
-def test_with_a_key_an_address_of_another_host_is_only_impossible():
+def test_with_a_key_an_address_of_another_host_is_only_impossible() -> None:
     with pytest.raises(ConfigError, match="--bind must be an address of this host"):
         rollouts.run(["--bind", "192.0.2.1:0"], {rollouts.KEY_VARIABLE: "secret"})
 
 
-def test_the_doctor_looks_at_the_service_of_a_job():
-    service = Service("127.0.0.1:0", "secret", 60.0, str)
+def test_the_doctor_looks_at_the_service_of_a_job() -> None:
+    service = Service("127.0.0.1:0", "secret", 60.0, lambda _: None)
     url = f"http://{service.address}"
     try:
         assert controller(url, "secret", 60.0).line().endswith("is free")

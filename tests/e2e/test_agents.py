@@ -100,7 +100,11 @@ def answers(
     ],
 )
 def test_a_conversation_is_of_the_engines_own_tokens_and_log_probabilities(
-    agent, shared, request, tmp_path, monkeypatch
+    agent: str,
+    shared: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     site = request.getfixturevalue(shared)
     (tmp_path / "talking.py").write_text(agent)
@@ -175,7 +179,9 @@ def served(root: Path, run: Path) -> Models:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_example_learns_to_ask_its_calculator_for_numbers(engine, root, tmp_path) -> None:
+def test_the_example_learns_to_ask_its_calculator_for_numbers(
+    engine: str, root: Path, tmp_path: Path
+) -> None:
     arguments = command_of(root / "examples" / "agent" / "agent.py")
     out, record = tmp_path / "run", tmp_path / "record.jsonl"
     arguments[arguments.index("--out") + 1] = str(out)

@@ -5,15 +5,16 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.e2e.conftest import keys
+from tests.e2e.conftest import Replay, Runs, keys
 from tests.rigs.server_handle import ServerProcess
 from titan_grpo.commands.processes import run_logged, torchrun
 from titan_grpo.runkey import Key, with_run_key
-from titan_grpo.titan.verify_train import TRAINER_EVIDENCE
+from titan_grpo.verify.outcome import TRAINER_EVIDENCE
 
 RECIPE = "train_configs/verify_2gpu.toml"
 STEPS = 8
@@ -26,7 +27,7 @@ pytestmark = [
 
 
 def test_every_committed_version_has_the_bytes_that_training_had(
-    runs, make_replay, tmp_path: Path
+    runs: Runs, make_replay: type[Replay], tmp_path: Path
 ) -> None:
     replay = make_replay(tmp_path / "replay.jsonl", 4, 8, 16).write(STEPS)
     record, out = tmp_path / "commits.jsonl", tmp_path / "run"
@@ -56,5 +57,5 @@ def test_every_committed_version_has_the_bytes_that_training_had(
     print([commit["version"] for commit in commits], file=sys.stderr)
 
 
-def rows(path: Path) -> list[dict]:
+def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -9,6 +9,7 @@ from tests.e2e.conftest import RECIPE
 from titan_grpo import cli
 from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.http import SyncDriver
+from titan_grpo.engines.launch import Server
 from titan_grpo.runkey import KEY_VARIABLE
 from titan_grpo.titan.tiny import write_tiny_model
 
@@ -16,9 +17,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 def test_a_server_that_runs_our_plugin_passes_and_is_left_as_it_was(
-    keyed_server, vllm_python, capsys, monkeypatch
+    keyed_server: Server,
+    vllm_python: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, keyed_server.spec.run_key.hex())
+    monkeypatch.setenv(KEY_VARIABLE, present(keyed_server.spec.run_key).hex())
     with SyncDriver(keyed_server.url) as driver:
         before = driver.run(vllm.label())
         arguments = ["doctor", "--server", keyed_server.url, "--timeout", "60"]
@@ -52,7 +56,7 @@ def test_the_fields_in_which_the_trainers_model_is_another_than_the_servers_are_
 
 
 def test_a_paused_server_and_a_run_key_that_is_missing_here_are_warnings_with_remedies(
-    keyed_server, capsys
+    keyed_server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with SyncDriver(keyed_server.url) as driver:
         driver.run(vllm.pause(30))
@@ -67,7 +71,10 @@ def test_a_paused_server_and_a_run_key_that_is_missing_here_are_warnings_with_re
 
 
 def test_a_real_sglang_with_its_two_keys_passes_and_is_left_as_it_was(
-    sglang_site, sglang_python, capsys, monkeypatch
+    sglang_site: Site,
+    sglang_python: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec = sglang_site.server.spec
     monkeypatch.setenv("A_KEY", spec.api_key)

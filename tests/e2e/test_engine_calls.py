@@ -1,10 +1,14 @@
 """Versions are committed to real servers by calls that a rollout service makes: checks of the
 engines' suite, through it."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from tests.conformance import commits, streaming
 from tests.conformance.engine import EngineUnderTest
+from tests.e2e.conftest import Site
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -18,13 +22,18 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
     ],
     ids=lambda check: check.__name__,
 )
-def test_vllm(check, site, through_service, tmp_path) -> None:
+def test_vllm(
+    check: Callable[[EngineUnderTest], None],
+    site: Site,
+    through_service: Callable[[EngineUnderTest], EngineUnderTest],
+    tmp_path: Path,
+) -> None:
     server = EngineUnderTest.of(site.server, tmp_path, site.access)
     check(through_service(server))
 
 
 def test_sglang_which_takes_pauses_and_weights_with_the_admin_key_only(
-    sglang_site, through_service, tmp_path
+    sglang_site: Site, through_service: Callable[[EngineUnderTest], EngineUnderTest], tmp_path: Path
 ) -> None:
     server = through_service(EngineUnderTest.of(sglang_site.server, tmp_path))
     commits.the_server_computes_what_was_committed_also_the_second_time(server)

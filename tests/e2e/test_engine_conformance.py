@@ -4,15 +4,17 @@ a third engine needs."""
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conformance import commits, crowd, engine, kv, pieces, streaming
 from tests.conformance.engine import EngineUnderTest, remake
 from tests.conformance.reference import Reference
+from tests.e2e.conftest import Site
 from tests.rigs.trainer_handle import TrainerProcess
 from tests.rigs.trainer_process import Settings
 from titan_grpo.engines.generation import INTERVAL, Sampling
@@ -26,7 +28,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def vllm(site, tmp_path_factory) -> EngineUnderTest:
+def vllm(site: Site, tmp_path_factory: pytest.TempPathFactory) -> EngineUnderTest:
     """The server that all end-to-end tests share."""
     e = EngineUnderTest.of(site.server, tmp_path_factory.mktemp("vllm"), site.access)
     commits.bring_back(e)
@@ -34,7 +36,7 @@ def vllm(site, tmp_path_factory) -> EngineUnderTest:
 
 
 @pytest.fixture(scope="module")
-def sglang(sglang_site, tmp_path_factory) -> EngineUnderTest:
+def sglang(sglang_site: Site, tmp_path_factory: pytest.TempPathFactory) -> EngineUnderTest:
     """The same, of SGLang."""
     folder = tmp_path_factory.mktemp("sglang")
     e = EngineUnderTest.of(sglang_site.server, folder, restart=sglang_site.restart)
@@ -46,21 +48,23 @@ def remake_without_end(seed: int, folder: Path) -> Path:
     return crowd.without_end(remake(seed, folder))
 
 
-def named(checks) -> dict:
+def named(checks: tuple[Callable[[EngineUnderTest], None], ...]) -> dict[str, Any]:
     return {"argvalues": checks, "ids": [check.__name__ for check in checks]}
 
 
 @pytest.mark.parametrize(
     "check", **named(engine.CHECKS + pieces.CHECKS + commits.CHECKS + kv.CHECKS)
 )
-def test_vllm(check, vllm) -> None:
+def test_vllm(check: Callable[[EngineUnderTest], None], vllm: EngineUnderTest) -> None:
     check(vllm)
 
 
 @pytest.mark.parametrize(
     "check", **named(engine.CHECKS + pieces.CHECKS + commits.CHECKS + kv.CHECKS)
 )
-def test_sglang(check, sglang, sglang_site) -> None:
+def test_sglang(
+    check: Callable[[EngineUnderTest], None], sglang: EngineUnderTest, sglang_site: Site
+) -> None:
     check(sglang)
     assert sglang_site.kernel_calls == [], (
         "the stand-in for SGLang's compiled kernels takes part in nothing"
@@ -69,13 +73,15 @@ def test_sglang(check, sglang, sglang_site) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("check", **named(streaming.CHECKS + streaming.DIGEST_CHECKS))
-def test_vllm_with_streamed_weights(check, vllm) -> None:
+def test_vllm_with_streamed_weights(
+    check: Callable[[EngineUnderTest], None], vllm: EngineUnderTest
+) -> None:
     check(vllm)
 
 
 @pytest.mark.long
 def test_what_a_trainer_killed_half_way_through_a_streamed_version_left_the_next_one_repairs(
-    vllm, tmp_path
+    vllm: EngineUnderTest, tmp_path: Path
 ) -> None:
     url, model = vllm.access.url, remake(61, tmp_path / "model")
     settings = Settings(str(model), [url], str(tmp_path / "run"), 1, apply="streamed")
@@ -108,7 +114,7 @@ killed."""
 
 
 @pytest.fixture
-def client(sglang, monkeypatch) -> Iterator[RolloutClient]:
+def client(sglang: EngineUnderTest, monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutClient]:
     monkeypatch.setenv(KEY_VARIABLE, sglang.access.api_key)
     one = RolloutClient(replace(SAMPLED, model_dir=str(sglang.model)))
     one.start(WAIT_S)
@@ -117,7 +123,7 @@ def client(sglang, monkeypatch) -> Iterator[RolloutClient]:
 
 
 def test_sglang_killed_under_requests_which_vllm_finishes_and_restarted(
-    sglang, sglang_site, vllm, client
+    sglang: EngineUnderTest, sglang_site: Site, vllm: EngineUnderTest, client: RolloutClient
 ) -> None:
     """The server dies in a pause of a commit, by SIGKILL. What it has sent goes on elsewhere, and
     it is another one later."""

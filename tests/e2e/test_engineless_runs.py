@@ -3,6 +3,7 @@ of the run elsewhere; and one whose sync process is killed and stopped."""
 
 import signal
 from contextlib import suppress
+from pathlib import Path
 
 import httpx
 import psutil
@@ -11,8 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.conformance.engine import furthest
 from tests.conformance.reference import Reference
-from tests.e2e.conftest import WAIT_S
+from tests.e2e.conftest import WAIT_S, Replay, Runs, Training
 from tests.faults.site import engineless_launcher
+from tests.rigs.present import present
 from tests.rigs.server_handle import ServerProcess, served
 from tests.rigs.sockets import free_port
 from tests.rigs.trainer_handle import wait_until
@@ -34,7 +36,9 @@ def wanted_in(page: str, url: str) -> bool:
 
 
 @pytest.mark.parametrize("pack", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_kept_completions_have_the_trainers_log_probabilities(runs, make_replay, tmp_path, pack):
+def test_kept_completions_have_the_trainers_log_probabilities(
+    runs: Runs, make_replay: type[Replay], tmp_path: Path, pack: bool
+) -> None:
     replay = make_replay(tmp_path / "replay.jsonl", 4, 4, 16).write(MANY)
     server = engineless_launcher(runs.model)(tmp_path / "server")
     out = tmp_path / "run"
@@ -67,7 +71,7 @@ def test_kept_completions_have_the_trainers_log_probabilities(runs, make_replay,
     reference = Reference(runs.model)
     for kept in first:
         own = reference.logprobs([*kept.prompt, *kept.tokens])[len(kept.prompt) - 1 :]
-        assert furthest(own, kept.trainer) < 2e-3
+        assert furthest(own, [present(value) for value in kept.trainer]) < 2e-3
         assert kept.engine == [-4.85] * len(kept.tokens)
     row = run.rows[0]
     assert row[names.LAG_MAX] == 0
@@ -82,7 +86,7 @@ def test_kept_completions_have_the_trainers_log_probabilities(runs, make_replay,
 STEPS = 160
 
 
-def sync_process(training, after: int = 0) -> psutil.Process:
+def sync_process(training: Training, after: int = 0) -> psutil.Process:
     """The one that runs now, which is not ``after``: the run says that it starts another one just
     before it does."""
     found: list[psutil.Process] = []
@@ -100,8 +104,8 @@ def sync_process(training, after: int = 0) -> psutil.Process:
 
 @pytest.mark.long
 def test_a_run_whose_sync_process_is_killed_takes_all_steps_and_ends_on_the_newest_version(
-    runs, make_replay, tmp_path
-):
+    runs: Runs, make_replay: type[Replay], tmp_path: Path
+) -> None:
     replay = make_replay(tmp_path / "replay.jsonl", prompts=2, group=4, tokens=8).write(STEPS)
     arguments = [*replay.arguments, f"--training.steps={STEPS}"]
     with ServerProcess() as server:

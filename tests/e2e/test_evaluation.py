@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import API_KEY_VARIABLE, Training, keys, run_cli
+from tests.e2e.conftest import API_KEY_VARIABLE, Runs, Site, Training, keys, run_cli
 from titan_grpo.commands.processes import torchrun
 from titan_grpo.observe.recorder import read_metrics
 
@@ -15,14 +15,14 @@ STEPS, ROWS, SAMPLES = 12, 12, 4
 """Of the run; of the example's table."""
 
 
-def job(runs, folder: Path) -> Path:
+def job(runs: Runs, folder: Path) -> Path:
     """The example's, put together as its first comment says."""
     path, example = folder / "job.toml", runs.root / "examples" / "evaluation" / "digits.toml"
     path.write_text(runs.recipe.read_text() + example.read_text())
     return path
 
 
-def arguments(runs, site, out: Path) -> list[str]:
+def arguments(runs: Runs, site: Site, out: Path) -> list[str]:
     settings = {
         "job.dump_folder": out,
         "model.hf_assets_path": runs.model,
@@ -34,8 +34,8 @@ def arguments(runs, site, out: Path) -> list[str]:
 
 
 def test_a_run_is_evaluated_at_its_start_in_between_and_at_its_end_and_its_weights_alone_as_well(
-    runs, site, tmp_path
-):
+    runs: Runs, site: Site, tmp_path: Path
+) -> None:
     path, out = job(runs, tmp_path), tmp_path / "out"
     command = torchrun(1, str(path), arguments(runs, site, out))
     with Training(command, runs.root) as training:

@@ -1,10 +1,11 @@
 """Trainers and servers whose ranks have some of the experts each, in one run."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import keys
+from tests.e2e.conftest import Runs, keys
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
@@ -22,7 +23,9 @@ SPREAD = {"vllm": "Local/global number of experts: 4/8", "sglang": "TP1 EP1"}
 
 
 @pytest.mark.parametrize("engine", OPTIONS)
-def test_expert_parallel_trainers_and_servers_agree(runs, request, tmp_path, engine):
+def test_expert_parallel_trainers_and_servers_agree(
+    runs: Runs, request: pytest.FixtureRequest, tmp_path: Path, engine: str
+) -> None:
     model = tmp_path / "model"
     tiny.write_tiny_model("qwen3_moe", model, seed=3)
     name, flavor = flavors.FLAVORS["qwen3_moe"]

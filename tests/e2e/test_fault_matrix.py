@@ -11,11 +11,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.e2e.conftest import Runs
+from tests.e2e.conftest import Site as SharedSite
 from tests.faults.bench import SETTLE_S, Bench, site_bench
 from tests.faults.cases import select
 from tests.faults.report import Result
@@ -24,6 +25,7 @@ from tests.faults.site import Launch, Process, Site, engineless_launcher
 from tests.rigs.proxy import Act
 from tests.rigs.trainer_handle import wait_until
 from tests.rigs.trainer_process import Settings
+from titan_grpo.engines.launch import Server
 from titan_grpo.protocol.lane import Point
 from titan_grpo.verify.server import recorded
 
@@ -34,7 +36,7 @@ CAUGHT = {"labelled v0 of run", "its label went back"}
 NASTIEST = "receiver-kill@staged,engine-freeze@load,link-lose@load:update,trainer-kill@load"
 
 
-def bench_on(stack: ExitStack, runs, folder: Path, victim: Launch | None = None) -> Bench:
+def bench_on(stack: ExitStack, runs: Runs, folder: Path, victim: Launch | None = None) -> Bench:
     """Servers without an engine, but for the victim if it is given, and a run on them."""
     tensors = load_file(runs.model / "model.safetensors")
     base = {name: tensor.float() for name, tensor in tensors.items()}
@@ -44,7 +46,7 @@ def bench_on(stack: ExitStack, runs, folder: Path, victim: Launch | None = None)
 
 
 @pytest.mark.long
-def test_faults_without_an_engine_through_the_command(root, tmp_path):
+def test_faults_without_an_engine_through_the_command(root: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.faults", "--servers", "engineless"]
     command += ["--faults", ENGINELESS, "--out", str(tmp_path / "out")]
     command += ["--json", str(tmp_path / "faults.json")]
@@ -61,7 +63,7 @@ def test_faults_without_an_engine_through_the_command(root, tmp_path):
 class Shared:
     """The tests' own server, lent to a site: whoever started it ends it."""
 
-    def __init__(self, server: Any) -> None:
+    def __init__(self, server: Server) -> None:
         self._server = server
         self.url, self.group = server.url, server.group
 
@@ -76,7 +78,7 @@ class Shared:
 
 
 @pytest.fixture
-def results(runs, site, tmp_path) -> Iterator[list[Result]]:
+def results(runs: Runs, site: SharedSite, tmp_path: Path) -> Iterator[list[Result]]:
     """The nastiest cases, struck at the shared server; the other server has no engine."""
 
     def shared(folder: Path) -> Process:
@@ -93,12 +95,14 @@ def results(runs, site, tmp_path) -> Iterator[list[Result]]:
     site.assert_serves()
 
 
-def test_the_nastiest_faults_on_a_real_server(results):
+def test_the_nastiest_faults_on_a_real_server(results: list[Result]) -> None:
     assert {result.case.name for result in results} == {case.name for case in select(NASTIEST)}
     assert [f"{result.case.name}: {result.note}" for result in results if result.violations] == []
 
 
-def test_a_server_that_shows_another_label_than_that_of_its_weights_is_caught(runs, tmp_path):
+def test_a_server_that_shows_another_label_than_that_of_its_weights_is_caught(
+    runs: Runs, tmp_path: Path
+) -> None:
     with ExitStack() as stack:
         bench = bench_on(stack, runs, tmp_path)
         trainer, mark = bench.trainer, bench.mark()

@@ -2,10 +2,12 @@
 
 import signal
 import subprocess
+from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.e2e.conftest import Replay, Runs, Site, Training
 from tests.rigs.trainer_handle import wait_until
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.observe.recorder import read_metrics
@@ -16,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 WAIT_S = 60.0
 
 
-def wait_idle(site, training) -> None:
+def wait_idle(site: Site, training: Training) -> None:
     """Until the server holds what the last finished step made, so that nothing is on its way for a
     whole step."""
     assert wait_until(
@@ -32,8 +34,8 @@ def receiver_of(server: Server) -> psutil.Process:
 
 @pytest.mark.long
 def test_a_trainer_killed_in_mid_transfer_leaves_the_old_version_and_the_next_one_resumes(
-    runs, site, make_replay, tmp_path
-):
+    runs: Runs, site: Site, make_replay: type[Replay], tmp_path: Path
+) -> None:
     # Steps so long that a commit is over well before the next one.
     replay = make_replay(tmp_path / "replay.jsonl", prompts=8, group=8, tokens=440).write(40)
     settings = ["--training.seq_len=512", "--checkpoint.interval=1"]
@@ -77,8 +79,8 @@ IN_SMALL_SHM = 'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
 def small_shm(size: str) -> tuple[str, ...]:
     """A command line that runs its arguments with a /dev/shm of that size; skips where namespaces
     are not permitted."""
-    command = ("unshare", "--mount", "--propagation", "private")
-    command += ("bash", "-c", IN_SMALL_SHM.format(size=size), "bash")
+    inside = ("bash", "-c", IN_SMALL_SHM.format(size=size), "bash")
+    command = ("unshare", "--mount", "--propagation", "private", *inside)
     tried = subprocess.run([*command, "true"], capture_output=True, text=True, check=False)
     if tried.returncode:
         pytest.skip(f"mount namespaces are not permitted here: {tried.stderr.strip()}")
@@ -86,7 +88,9 @@ def small_shm(size: str) -> tuple[str, ...]:
 
 
 @pytest.mark.long
-def test_a_run_does_not_need_dev_shm(runs, site, small_replay, tmp_path):
+def test_a_run_does_not_need_dev_shm(
+    runs: Runs, site: Site, small_replay: Replay, tmp_path: Path
+) -> None:
     # One image of this model is 1 MB: what 64 MB are to a real one.
     arguments = [*small_replay.arguments, "--training.steps=2"]
     summary = runs.complete(tmp_path, [site.url], *arguments, nproc=2, inside=small_shm("128k"))
@@ -96,8 +100,8 @@ def test_a_run_does_not_need_dev_shm(runs, site, small_replay, tmp_path):
 
 @pytest.mark.long
 def test_one_of_two_servers_is_killed_and_training_goes_on_with_the_other(
-    runs, site, vllm_python, tmp_path
-):
+    runs: Runs, site: Site, vllm_python: str, tmp_path: Path
+) -> None:
     python = vllm_python
     wrapper = tmp_path / "python"
     # This one lives with the 64 MB of /dev/shm that containers have by default, if we may.

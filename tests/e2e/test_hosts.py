@@ -3,18 +3,22 @@ servers on a third. Needs root."""
 
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conformance.commits import difference
 from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest
+from tests.e2e.conftest import Replay, Runs
 from tests.faults.netns import Hosts, NotAllowed
-from tests.faults.site import Record, engineless_launcher, launcher, recorded
+from tests.faults.site import Record, engineless_launcher, launcher
+from titan_grpo.engines.launch import Server
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify.recording import tensor_digest
-from titan_grpo.verify.server import Devices
+from titan_grpo.verify.server import Devices, recorded
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -23,7 +27,7 @@ STEPS = 3
 
 
 @pytest.fixture
-def hosts(nothing_outlives_the_tests):
+def hosts(nothing_outlives_the_tests: None) -> Iterator[Hosts]:
     if os.geteuid() != 0:
         pytest.skip("namespaces of hosts need root")
     try:
@@ -44,7 +48,9 @@ def meeting(rendezvous: str, first: str, own: str, number: int) -> tuple[str, ..
     return ("--nnodes=2", *node.split())
 
 
-def train(runs, hosts, rendezvous, out, urls, arguments) -> None:
+def train(
+    runs: Runs, hosts: Hosts, rendezvous: str, out: Path, urls: list[str], arguments: list[str]
+) -> None:
     """Two ranks on each of the two hosts, to the end."""
     with ExitStack() as stack:
         nodes = []
@@ -57,8 +63,8 @@ def train(runs, hosts, rendezvous, out, urls, arguments) -> None:
 
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_servers_hold_every_version_of_a_run_on_two_hosts(
-    runs, make_replay, hosts, tmp_path, rendezvous
-):
+    runs: Runs, make_replay: type[Replay], hosts: Hosts, tmp_path: Path, rendezvous: str
+) -> None:
     replay = make_replay(tmp_path / "replay.jsonl", 4, 4, 16).write(STEPS)
     launch = engineless_launcher(runs.model, hosts.address)
     folders = [tmp_path / "a", tmp_path / "b"]
@@ -86,8 +92,8 @@ def test_servers_hold_every_version_of_a_run_on_two_hosts(
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_run_of_two_hosts_is_resumed_on_one_and_ends_with_the_same_weights(
-    runs, make_replay, hosts, tmp_path, ranks
-):
+    runs: Runs, make_replay: type[Replay], hosts: Hosts, tmp_path: Path, ranks: int
+) -> None:
     replay = make_replay(tmp_path / "replay.jsonl", 4, 3, 16).write(STEPS)
     arguments = [*replay.arguments, f"--training.steps={STEPS}", "--checkpoint.interval=2"]
     server = engineless_launcher(runs.model, hosts.address)(tmp_path / "server")
@@ -118,8 +124,13 @@ def test_a_run_of_two_hosts_is_resumed_on_one_and_ends_with_the_same_weights(
 
 
 def test_both_engines_compute_what_two_hosts_train_and_what_one_host_goes_on_with(
-    runs, make_replay, hosts, tmp_path, vllm_python, sglang_python
-):
+    runs: Runs,
+    make_replay: type[Replay],
+    hosts: Hosts,
+    tmp_path: Path,
+    vllm_python: str,
+    sglang_python: str,
+) -> None:
     replay = make_replay(tmp_path / "replay.jsonl", 4, 3, 16).write(STEPS)
     arguments = [*replay.arguments, f"--training.steps={STEPS}", "--checkpoint.interval=2"]
     other = write_tiny_model("qwen3", tmp_path / "other", seed=2)
@@ -128,8 +139,10 @@ def test_both_engines_compute_what_two_hosts_train_and_what_one_host_goes_on_wit
         servers = []
         for engine, python in (("vllm", vllm_python), ("sglang", sglang_python)):
             start = launcher(engine, python, other, Devices("cpu"), hosts.address, "")
-            servers.append(start(tmp_path / engine))
-            stack.callback(servers[-1].stop)
+            server = start(tmp_path / engine)
+            assert isinstance(server, Server)
+            servers.append(server)
+            stack.callback(server.stop)
         for server in servers:
             server.wait_healthy(280)
         urls = [server.url for server in servers]

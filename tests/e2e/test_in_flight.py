@@ -6,14 +6,14 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
 from tests.conformance.commits import Sender, sender
 from tests.conformance.crowd import without_end
 from tests.conformance.engine import EngineUnderTest, remake
-from tests.rigs.proxy import Proxy
+from tests.e2e.conftest import Runs, Site
+from tests.rigs.proxy import Headers, Proxy, address_of
 from titan_grpo.engines.generation import Sampling
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
@@ -42,14 +42,14 @@ def endless(seed: int, folder: Path) -> Path:
 
 
 @pytest.fixture
-def trainer(site, tmp_path) -> Iterator[Sender]:
+def trainer(site: Site, tmp_path: Path) -> Iterator[Sender]:
     with sender(EngineUnderTest.of(site.server, tmp_path, site.access, remake=endless)) as one:
         one.sync(BEFORE, BEFORE)
         yield one
 
 
 @pytest.fixture
-def client(site, monkeypatch) -> Iterator[RolloutClient]:
+def client(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutClient]:
     monkeypatch.setenv(API_KEY_VARIABLE, site.access.api_key)
     one = RolloutClient(replace(SPEC, model_dir=site.server.spec.model))
     one.start(WAIT_S)
@@ -67,14 +67,15 @@ class Witness(Proxy):
 
     upstream_s = WAIT_S
 
-    def __init__(self, site) -> None:
+    def __init__(self, site: Site) -> None:
         self.asked: list[int] = []
         self.answered: list[int] = []
         self._changed = threading.Condition()
-        parts = urlsplit(site.url)
-        super().__init__((parts.hostname, parts.port))
+        super().__init__(address_of(site.url))
 
-    def forward(self, method, target, headers, body):
+    def forward(
+        self, method: str, target: str, headers: Headers, body: bytes
+    ) -> tuple[int, Headers, bytes]:
         seed = json.loads(body)["seed"]
         with self._changed:
             self.asked.append(seed)
@@ -100,8 +101,9 @@ class Witness(Proxy):
 
 
 @pytest.fixture
-def witness(site) -> Iterator[Witness]:
-    with Witness(site) as one:
+def witness(site: Site) -> Iterator[Witness]:
+    one = Witness(site)
+    with one:
         yield one
 
 
@@ -122,8 +124,8 @@ def bounds_of_all(client: RolloutClient) -> list[tuple[int, int]]:
 
 
 def test_an_update_under_64_running_requests_loses_none_and_makes_none_twice(
-    trainer, client, witness, site
-):
+    trainer: Sender, client: RolloutClient, witness: Witness, site: Site
+) -> None:
     weights, _ = trainer.make(AFTER)
     with trainer.link(weights) as link:
         # Staged before they start, the commit meets most of them.
@@ -142,8 +144,8 @@ def test_an_update_under_64_running_requests_loses_none_and_makes_none_twice(
 
 
 def test_a_server_that_finishes_its_requests_first_has_completions_of_one_version_only(
-    trainer, client, witness
-):
+    trainer: Sender, client: RolloutClient, witness: Witness
+) -> None:
     weights, _ = trainer.make(AFTER)
     with trainer.link(weights) as link:
         client.set_server(ServerState(witness.url, BEFORE, True, trainer.label(BEFORE)))
@@ -157,7 +159,9 @@ def test_a_server_that_finishes_its_requests_first_has_completions_of_one_versio
 
 
 @pytest.mark.long
-def test_a_run_that_finishes_requests_before_each_commit_and_computes_kv_anew(runs, site, tmp_path):
+def test_a_run_that_finishes_requests_before_each_commit_and_computes_kv_anew(
+    runs: Runs, site: Site, tmp_path: Path
+) -> None:
     """The whole path: lanes ask the rollouts to drain, the engine is asked to drop its KV, and
     training goes on."""
     out = tmp_path / "run"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.conformance.engine import furthest
 from tests.conformance.reference import Reference
-from tests.e2e.conftest import API_KEY, Site, running
+from tests.e2e.conftest import API_KEY, Replay, Runs, Site, running
 from titan_grpo.config import LINEAR
 from titan_grpo.engines.generation import Sampling
 from titan_grpo.engines.http import Call
@@ -34,12 +35,14 @@ PROBE = [1, *range(20, 52)]
 
 
 @pytest.fixture(scope="module")
-def arguments(small_replay):
+def arguments(small_replay: Replay) -> list[str]:
     return [*small_replay.arguments, *STEPS, *LORA]
 
 
 @pytest.fixture(scope="module")
-def whole(runs, site, arguments, tmp_path_factory):
+def whole(
+    runs: Runs, site: Site, arguments: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, tuple[float, ...]]:
     """Its folder after four steps on two ranks, and what the server then gives to a sequence."""
     out = tmp_path_factory.mktemp("whole")
     summary = runs.complete(out, [site.url], *arguments, nproc=2)
@@ -58,7 +61,7 @@ for argv in json.loads(sys.argv[1]):
 """``titan-grpo`` several times in one interpreter: each start costs seconds."""
 
 
-def exported(root, commands):
+def exported(root: Path, commands: list[list[str]]) -> list[Any]:
     """Exit code and complaints of each command."""
     done = subprocess.run(
         [sys.executable, "-c", EXPORTS, json.dumps(commands)],
@@ -71,21 +74,25 @@ def exported(root, commands):
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
 
-def export(out, whole, runs, arguments, *options):
+def export(out: Path, whole: Path, runs: Runs, arguments: list[str], *options: str) -> list[str]:
     """Command that writes the last version."""
     job = [f"--job.config_file={runs.recipe}", f"--job.dump_folder={whole}"]
     job += [f"--model.hf_assets_path={runs.model}", *map(str, arguments)]
     return ["export", "--version=4", f"--out={out}", *options, *job]
 
 
-def test_a_server_of_other_weights_gives_the_merged_models_log_probabilities(runs, whole):
+def test_a_server_of_other_weights_gives_the_merged_models_log_probabilities(
+    runs: Runs, whole: tuple[Path, tuple[float, ...]]
+) -> None:
     out, served = whole
     trained, before = (Reference(folder).logprobs(PROBE) for folder in (out / "hf", runs.model))
     assert furthest(trained, before) > 0.1, "training must have changed the policy"
     assert furthest(trained, served) < 0.01
 
 
-def test_only_the_weights_with_adapters_move_and_only_adapters_have_optimizer_state(runs, whole):
+def test_only_the_weights_with_adapters_move_and_only_adapters_have_optimizer_state(
+    runs: Runs, whole: tuple[Path, tuple[float, ...]]
+) -> None:
     out, _ = whole
     base, trained = runs.weights(runs.model), runs.weights(out / "hf")
     moved = {name for name in base if not torch.equal(base[name], trained[name])}
@@ -97,8 +104,12 @@ def test_only_the_weights_with_adapters_move_and_only_adapters_have_optimizer_st
 
 
 def test_a_checkpoint_is_exported_merged_and_as_the_adapter_that_peft_reads(
-    root, runs, whole, arguments, tmp_path
-):
+    root: Path,
+    runs: Runs,
+    whole: tuple[Path, tuple[float, ...]],
+    arguments: list[str],
+    tmp_path: Path,
+) -> None:
     out, _ = whole
     merged = export(tmp_path / "merged", out, runs, arguments)
     alone = export(tmp_path / "peft", out, runs, arguments, "--adapter", "--dtype=float32")
@@ -127,8 +138,12 @@ def test_a_checkpoint_is_exported_merged_and_as_the_adapter_that_peft_reads(
 
 @pytest.mark.long
 def test_a_resumed_run_ends_with_the_very_weights_of_one_in_one_go(
-    runs, site, whole, arguments, tmp_path
-):
+    runs: Runs,
+    site: Site,
+    whole: tuple[Path, tuple[float, ...]],
+    arguments: list[str],
+    tmp_path: Path,
+) -> None:
     out, _ = whole
     shutil.copytree(out / "checkpoint/step-2", tmp_path / "checkpoint/step-2")
     summary = runs.complete(tmp_path, [site.url], *arguments, nproc=2)
@@ -138,7 +153,10 @@ def test_a_resumed_run_ends_with_the_very_weights_of_one_in_one_go(
 
 @pytest.fixture(scope="module")
 def lora_site(
-    nothing_outlives_the_tests, tmp_path_factory, vllm_python: str, runs
+    nothing_outlives_the_tests: None,
+    tmp_path_factory: pytest.TempPathFactory,
+    vllm_python: str,
+    runs: Runs,
 ) -> Iterator[Site]:
     """A server of the trainer's own base model, with vLLM's LoRA."""
     log = str(tmp_path_factory.mktemp("lora_site") / "server.log")
@@ -164,7 +182,7 @@ def merged(base: Path, adapter: Path, out: Path) -> Path:
 
 @pytest.mark.long
 def test_a_server_computes_the_base_with_the_adapter_of_its_label_and_has_no_older_one(
-    runs, lora_site, small_replay, tmp_path
+    runs: Runs, lora_site: Site, small_replay: Replay, tmp_path: Path
 ) -> None:
     site, arguments = lora_site, [*small_replay.arguments, *STEPS, *LORA, ADAPTER]
     summary = runs.complete(tmp_path, [site.url], *arguments, nproc=2)
@@ -182,7 +200,9 @@ def test_a_server_computes_the_base_with_the_adapter_of_its_label_and_has_no_old
 
 
 @pytest.mark.long
-def test_a_server_without_lora_is_refused_with_what_to_start(runs, site, small_replay, tmp_path):
+def test_a_server_without_lora_is_refused_with_what_to_start(
+    runs: Runs, site: Site, small_replay: Replay, tmp_path: Path
+) -> None:
     arguments = [*small_replay.arguments, *STEPS, *LORA, ADAPTER]
     arguments.append("--weight_sync.startup_deadline_s=60")
     with runs.start(tmp_path, [site.url], *arguments) as training:

@@ -4,13 +4,16 @@ trainer go on; one joins late, the first one leaves and comes back."""
 import json
 import signal
 import statistics
+import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import WAIT_S, Site, run_cli
-from tests.rigs.proxy import Proxy
+from tests.e2e.conftest import WAIT_S, Replay, Runs, Site, run_cli
+from tests.rigs.proxy import Proxy, address_of
 from titan_grpo.engines.sglang import GENERATE
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
@@ -30,11 +33,11 @@ DEADLINES = {
 """A receiver starts with an import of torch, which takes its time where cores are shared."""
 
 
-def rows(out: Path, first: int, last: int) -> list[dict]:
+def rows(out: Path, first: int, last: int) -> list[dict[str, Any]]:
     return [row for row in read_metrics(out / "metrics.jsonl") if first <= row["step"] <= last]
 
 
-def busy_seconds(found: list[dict]) -> list[float]:
+def busy_seconds(found: list[dict[str, Any]]) -> list[float]:
     """Per step: training, and what the weight sync cost the main thread; without the wait for
     rollouts."""
     return [row[names.TRAIN_S] + row[names.BLOCKED_S] for row in found]
@@ -46,9 +49,18 @@ def shown(server: Site) -> tuple[str, int]:
     return ("", -1) if label is None else (label.run_id, label.version)
 
 
+def reached(server: Site, least: tuple[str, int]) -> bool:
+    return shown(server) >= least
+
+
 def test_a_frozen_server_costs_the_trainer_and_the_other_engine_nothing(
-    runs, site, sglang_site, make_replay, tmp_path, record_property
-):
+    runs: Runs,
+    site: Site,
+    sglang_site: Site,
+    make_replay: type[Replay],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
     replay = make_replay(tmp_path / "replay.jsonl", prompts=2, group=4, tokens=8).write(12000)
     deadlines = [f"--weight_sync.{name}={seconds}" for name, seconds in DEADLINES.items()]
     # steps are short here: a freeze is hundreds of versions long
@@ -67,15 +79,13 @@ def test_a_frozen_server_costs_the_trainer_and_the_other_engine_nothing(
             training.run_on(FREEZE_S)
             training.wait_step(began + STEPS)
             ended = training.step
-            assert training.wait_until(lambda at=ended, to=other: shown(to) >= (run, at)), (
+            assert training.wait_until(partial(reached, other, (run, ended))), (
                 f"versions of {other.url} stand still: {training.log}"
             )
             frozen.server.signal(signal.SIGCONT)
             spans.append((began + 1, ended))
             # a new lane, and on it the newest version whole
-            assert training.wait_until(lambda at=ended, to=frozen: shown(to) >= (run, at)), (
-                training.log
-            )
+            assert training.wait_until(partial(reached, frozen, (run, ended))), training.log
         training.stop()
     quiet, *frozen_spans = (rows(tmp_path, *span) for span in spans)
     usual = statistics.median(busy_seconds(quiet))
@@ -118,18 +128,18 @@ def no_spread(out: Path) -> float:
 
 
 def test_a_late_server_gets_the_newest_version_before_its_first_rollout_and_the_first_one_may_leave(
-    runs, site, sglang_site, tmp_path
-):
-    out, parts = tmp_path / "out", urlsplit(sglang_site.url)
+    runs: Runs, site: Site, sglang_site: Site, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
 
-    def servers(*words, run=out):
+    def servers(*words: str, run: Path = out) -> "subprocess.CompletedProcess[str]":
         return run_cli(runs.root, "servers", *words, "--run", run)
 
     arguments = [*SPARSE, "--grpo.dynamic_sampling", "--training.steps=5000"]
     assert servers("list", run=tmp_path).returncode == 1, "no run yet"
     # The proxy notes what the late server is asked, and in which order.
     with (
-        Proxy((parts.hostname, parts.port)) as late,
+        Proxy(address_of(sglang_site.url)) as late,
         runs.start(out, [site.url], *arguments) as training,
     ):
         training.wait_step(2)

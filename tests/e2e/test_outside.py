@@ -7,10 +7,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import API_KEY
+from tests.e2e.conftest import API_KEY, Runs, Site
 from tests.rigs.atropos_api import AtroposApi
 from tests.rigs.sockets import free_port
 from titan_grpo.engines.server import make_control
@@ -41,7 +42,9 @@ def environment(
         end(process, END_S)
 
 
-def trained(runs, site, out: Path, example: str, where: str, **source: str) -> list[dict]:
+def trained(
+    runs: Runs, site: Site, out: Path, example: str, where: str, **source: str
+) -> list[dict[str, Any]]:
     """The steps of a run that an example feeds, which brings its groups to ``where``; ``source``:
     what [rollout] says of it."""
     settings = source | {
@@ -64,7 +67,7 @@ def trained(runs, site, out: Path, example: str, where: str, **source: str) -> l
     return read_metrics(out / "metrics.jsonl")
 
 
-def check(metrics: list[dict]) -> None:
+def check(metrics: list[dict[str, Any]]) -> None:
     """What every step has, and the first: it is on-policy, and moved by one token the gap would be
     that of two different tokens."""
     assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
@@ -74,15 +77,15 @@ def check(metrics: list[dict]) -> None:
 
 
 def test_a_run_trains_on_what_an_environment_posts_to_an_atropos_api(
-    runs, site, atropos_python, tmp_path
-):
+    runs: Runs, site: Site, atropos_python: str, tmp_path: Path
+) -> None:
     with AtroposApi(atropos_python) as api:
         source = {"source": "atropos", "atropos_url": api.url}
         check(trained(runs, site, tmp_path, "atropos", api.url, **source))
 
 
 @pytest.mark.long
-def test_a_run_trains_on_what_an_environment_pushes(runs, site, tmp_path):
+def test_a_run_trains_on_what_an_environment_pushes(runs: Runs, site: Site, tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     source = {"source": "push", "push_address": address}
     check(trained(runs, site, tmp_path, "pushing", f"http://{address}", **source))

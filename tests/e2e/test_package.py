@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.present import present
 from tests.views.runs import Made, make_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -46,7 +47,7 @@ def said_by(
 
 
 @pytest.fixture(scope="module")
-def built(root, tmp_path_factory) -> Path:
+def built(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the sdist and the wheel that is made of it."""
     folder = tmp_path_factory.mktemp("package")
     # A copy: a build leaves files beside its sources.
@@ -62,18 +63,20 @@ def built(root, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(built) -> Path:
+def wheel(built: Path) -> Path:
     (found,) = built.glob("*.whl")
     return found
 
 
-def test_both_pass_twine_check(built) -> None:
+def test_both_pass_twine_check(built: Path) -> None:
     files = sorted(map(str, built.iterdir()))
     assert [Path(file).suffix for file in files] == [".whl", ".gz"]
     said_by([sys.executable, "-m", "twine", "check", "--strict", *files], built)
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel, root, tracked) -> None:
+def test_the_wheel_holds_the_package_and_nothing_else(
+    wheel: Path, root: Path, tracked: list[Path]
+) -> None:
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
     paths = {path.relative_to(root).as_posix() for path in tracked}
@@ -86,7 +89,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel, root, tracked) -> N
     assert inside == ours
 
 
-def test_its_commands_work_without_torch_and_torchtitan(wheel, tmp_path) -> None:
+def test_its_commands_work_without_torch_and_torchtitan(wheel: Path, tmp_path: Path) -> None:
     """Also the page of a run, with what the extra "report" names."""
     bare = partial(said_by, cwd=tmp_path, env=BARE)
     environment = tmp_path / "environment"
@@ -122,7 +125,7 @@ def test_its_commands_work_without_torch_and_torchtitan(wheel, tmp_path) -> None
     assert "open it in a browser" in bare([command, "report", "run"])
 
 
-def test_the_extras_name_what_the_package_imports(root) -> None:
+def test_the_extras_name_what_the_package_imports(root: Path) -> None:
     table = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     assert set(table["optional-dependencies"]) >= {"train", "vllm", "sglang", "agents", "report"}
     train = {re.split(r"[<>=]", need)[0] for need in table["optional-dependencies"]["train"]}
@@ -130,11 +133,11 @@ def test_the_extras_name_what_the_package_imports(root) -> None:
     assert report <= train, "a trainer's environment can make the page"
 
 
-def test_the_changelog_begins_with_this_version(root) -> None:
+def test_the_changelog_begins_with_this_version(root: Path) -> None:
     from titan_grpo import __version__
 
     text = (root / "CHANGELOG.md").read_text()
-    assert re.search(r"^## (\S+)", text, re.MULTILINE)[1] == __version__
+    assert present(re.search(r"^## (\S+)", text, re.MULTILINE))[1] == __version__
 
 
 @pytest.mark.parametrize(
@@ -147,13 +150,13 @@ def test_the_changelog_begins_with_this_version(root) -> None:
         "titan_grpo/patches",
     ],
 )
-def test_what_is_in_two_places_is_a_link(path, root) -> None:
+def test_what_is_in_two_places_is_a_link(path: str, root: Path) -> None:
     """Edit what it leads to: an editor that writes another file in its place makes two texts."""
     assert (root / path).is_symlink()
     assert (root / path).exists()
 
 
-def test_the_dockerfiles_copy_what_there_is(root) -> None:
+def test_the_dockerfiles_copy_what_there_is(root: Path) -> None:
     """Linting as far as it needs no tool: known instructions, pinned bases, existing sources."""
     known = {"ARG", "FROM", "RUN", "COPY", "WORKDIR", "ENTRYPOINT", "ENV", "USER"}
     files = sorted((root / "docker").glob("*.Dockerfile"))
@@ -172,7 +175,7 @@ def test_the_dockerfiles_copy_what_there_is(root) -> None:
 
 
 @pytest.fixture
-def checkout(root, tmp_path) -> Path:
+def checkout(root: Path, tmp_path: Path) -> Path:
     """What the set-up reads of this checkout, without an environment."""
     folder = tmp_path / "checkout"
     shutil.copytree(root / "scripts", folder / "scripts")
@@ -192,7 +195,7 @@ def checkout(root, tmp_path) -> Path:
     ],
 )
 def test_the_quickstart_sets_up_what_its_engines_need_and_no_more(
-    arguments, environments, checkout, root
+    arguments: list[str], environments: list[str], checkout: Path, root: Path
 ) -> None:
     # All are there as links, which the set-up leaves alone: it names what it looks at.
     for name in (".venv", ".venv-vllm", ".venv-sglang", ".venv-atropos"):
@@ -231,7 +234,7 @@ def test_a_set_up_that_fails_says_why_in_a_few_lines_and_keeps_pips_in_a_log(che
     assert not (checkout / ".venv" / ".titan_grpo_stamp").exists()
 
 
-def test_cuda_is_refused_in_one_line_where_there_is_no_gpu(checkout, tmp_path) -> None:
+def test_cuda_is_refused_in_one_line_where_there_is_no_gpu(checkout: Path, tmp_path: Path) -> None:
     fake = tmp_path / "bin"
     fake.mkdir()
     (fake / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")

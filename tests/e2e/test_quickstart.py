@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,9 +19,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # That command starts an engine and a run of its own. What it adds to the quickstart is the task,
-# which tests/rollout/test_functions.py runs in a rollout process.
-from tests.e2e.conftest import RECIPE, run_cli
+# which tests/rollout/test_function_runs.py runs in a rollout process.
+from tests.e2e.conftest import RECIPE, Runs, run_cli
 from tests.example_files import command_of
+from tests.rigs.present import present
 from tests.rigs.trainer_handle import wait_until
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.runkey import Key, with_run_key
@@ -86,8 +88,8 @@ def start(
 
 
 def test_the_reward_rises_beside_both_engines_and_every_promised_file_is_there(
-    runs, mark, tmp_path
-):
+    runs: Runs, mark: str, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     run_key = Key.generate()
     words = ["--engine", "both", "--steps", str(STEPS), "--out", str(out)]
@@ -145,9 +147,9 @@ def test_the_reward_rises_beside_both_engines_and_every_promised_file_is_there(
         pytest.param("step", id="training", marks=pytest.mark.long),
     ],
 )
-def test_ctrl_c_ends_everything_soon(moment, runs, mark, tmp_path):
+def test_ctrl_c_ends_everything_soon(moment: str, runs: Runs, mark: str, tmp_path: Path) -> None:
     with start(runs.root, mark, "--steps", "1000", "--out", str(tmp_path / "run")) as process:
-        for line in process.stdout:
+        for line in present(process.stdout):
             if line.startswith(moment):
                 break
         # the line comes before what it speaks of
@@ -176,8 +178,8 @@ def test_ctrl_c_ends_everything_soon(moment, runs, mark, tmp_path):
     ],
 )
 def test_a_mistake_is_said_in_one_line_before_the_servers_are_up(
-    arguments, words, runs, mark, tmp_path
-):
+    arguments: list[str], words: str, runs: Runs, mark: str, tmp_path: Path
+) -> None:
     dataset = ["--rollout.dataset=examples/own_reward/data.jsonl"] * ("reward" in arguments[0])
     with start(runs.root, mark, "--out", str(tmp_path / "run"), *arguments, *dataset) as process:
         said, _ = process.communicate(timeout=100)
@@ -188,9 +190,9 @@ def test_a_mistake_is_said_in_one_line_before_the_servers_are_up(
 
 
 @pytest.mark.long
-def test_a_killed_quickstart_leaves_nothing(runs, mark, tmp_path) -> None:
+def test_a_killed_quickstart_leaves_nothing(runs: Runs, mark: str, tmp_path: Path) -> None:
     with start(runs.root, mark, "--steps", "1000", "--out", str(tmp_path / "run")) as process:
-        for line in process.stdout:
+        for line in present(process.stdout):
             if line.startswith("step"):
                 break
         left = processes(mark)
@@ -207,7 +209,7 @@ EXAMPLE_STEPS = 16
 
 @pytest.mark.long
 def test_an_own_reward_on_own_rows_trains_the_quickstarts_model_in_its_chat_template(
-    root, tmp_path
+    root: Path, tmp_path: Path
 ) -> None:
     source = root / "examples" / "own_reward" / "rewards.py"
     arguments = command_of(source)
@@ -236,7 +238,7 @@ def test_an_own_reward_on_own_rows_trains_the_quickstarts_model_in_its_chat_temp
     assert len({group["prompt"]["payload"]["row"] for group in groups[: len(rows)]}) == len(rows)
 
 
-def groups_of(record):
+def groups_of(record: Path) -> list[dict[str, Any]]:
     """The groups of a record, in the order of their prompts."""
     groups = [
         group for line in record.read_text().splitlines() for group in json.loads(line)["groups"]

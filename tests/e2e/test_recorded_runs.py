@@ -5,11 +5,15 @@ packed, which end in the same weights."""
 import json
 import shutil
 import sys
+from collections.abc import Collection, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import keys
+from tests.e2e.conftest import Replay, Runs, Site, keys
+from tests.rigs.present import present
 from tests.rigs.server_handle import ServerProcess, served
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
@@ -26,13 +30,13 @@ SMOOTH = ["--optimizer.eps=1e-2", "--weight_sync.wire_dtype=float32"]
 
 
 @pytest.fixture(scope="module")
-def server():
+def server() -> Iterator[ServerProcess]:
     with ServerProcess() as process:
         yield process
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Plain text for torchtitan's own loader."""
     folder = tmp_path_factory.mktemp("text")
     lines = [
@@ -43,7 +47,7 @@ def text(tmp_path_factory):
     return folder
 
 
-def every_term(text):
+def every_term(text: Path) -> list[str]:
     settings = {
         "grpo.num_microbatches": 2,
         "grpo.num_epochs": 2,
@@ -69,27 +73,33 @@ def every_term(text):
     return [*keys(settings), "--grpo.dynamic_sampling"]
 
 
-def committed(summary):
+def committed(summary: dict[str, Any]) -> list[int]:
     (server,) = summary["versions_committed"].values()
-    return server["committed"]
+    versions: list[int] = server["committed"]
+    return versions
 
 
 @pytest.fixture(scope="module")
-def arguments(small_replay, text):
+def arguments(small_replay: Replay, text: Path) -> list[str]:
     """Every term, packed, with a checkpoint in the middle of four steps."""
     steps = ["--training.steps=4", "--checkpoint.interval=2"]
     return [*small_replay.arguments, *SMOOTH, *every_term(text), "--grpo.pack_sequences", *steps]
 
 
 @pytest.fixture(scope="module")
-def whole(runs, server, arguments, tmp_path_factory):
+def whole(
+    runs: Runs,
+    server: ServerProcess,
+    arguments: list[str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
     """Its folder after four steps on two ranks in one go."""
     out = tmp_path_factory.mktemp("whole")
     runs.complete(out, [server.url], *arguments, nproc=2)
     return out
 
 
-def test_a_run_with_every_term_makes_one_version_per_batch(runs, whole):
+def test_a_run_with_every_term_makes_one_version_per_batch(runs: Runs, whole: Path) -> None:
     versions = committed(runs.summary(whole))
     assert versions[0] == 0
     assert versions[-1] == 4, "two optimizer steps of a batch are one version"
@@ -101,8 +111,8 @@ def test_a_run_with_every_term_makes_one_version_per_batch(runs, whole):
 
 
 def test_a_resumed_run_ends_with_the_very_weights_of_one_in_one_go(
-    runs, server, whole, arguments, tmp_path
-):
+    runs: Runs, server: ServerProcess, whole: Path, arguments: list[str], tmp_path: Path
+) -> None:
     before = server.run(served())["label"]
     shutil.copytree(whole / "checkpoint/step-2", tmp_path / "checkpoint/step-2")
     # And in the other mode: in the whole run rank 0 builds the tensors of both.
@@ -114,14 +124,14 @@ def test_a_resumed_run_ends_with_the_very_weights_of_one_in_one_go(
         "the resumed version is published first, and again: it is another run's"
     )
     label = server.run(served())["label"]
-    assert (label != before, Label.parse(label).version) == (True, 4)
+    assert (label != before, present(Label.parse(label)).version) == (True, 4)
     assert runs.same_weights(whole, tmp_path)
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [3, 4]
 
 
 def test_a_finished_job_that_is_started_again_says_so_and_keeps_its_files(
-    runs, server, whole, arguments
-):
+    runs: Runs, server: ServerProcess, whole: Path, arguments: list[str]
+) -> None:
     kept = ("trace.json", "metrics.jsonl", "summary.json", "hf/model.safetensors")
     before = {name: (whole / name).read_bytes() for name in kept}
     with runs.start(whole, [server.url], *arguments, nproc=2) as training:
@@ -132,8 +142,8 @@ def test_a_finished_job_that_is_started_again_says_so_and_keeps_its_files(
 
 @pytest.mark.long
 def test_every_term_is_the_same_with_the_vocabulary_sharded_over_two_ranks(
-    runs, server, small_replay, text, tmp_path
-):
+    runs: Runs, server: ServerProcess, small_replay: Replay, text: Path, tmp_path: Path
+) -> None:
     name, flavor = FLAVORS["llama3"]
     others = replace(runs, model=write_tiny_model("llama3", tmp_path / "model", seed=1))
     arguments = [
@@ -161,7 +171,13 @@ HUGE = (3e38, -3e38, -3e38, -3e38)
 """Rewards of a group that a float32 holds, while it does not hold the first one less their mean."""
 
 
-def rewritten(small_replay, path, batches, flat=(), huge=()):
+def rewritten(
+    small_replay: Replay,
+    path: Path,
+    batches: Collection[int],
+    flat: Collection[int] = (),
+    huge: Collection[int] = (),
+) -> list[str]:
     """A recording of these batches of another, each the next version; in those named ``flat`` every
     reward is the same, in those named ``huge`` one group has HUGE rewards."""
     source = ReplayClient(str(small_replay.path))
@@ -185,8 +201,8 @@ def rewritten(small_replay, path, batches, flat=(), huge=()):
 
 
 def test_a_skipped_step_changes_nothing_publishes_nothing_and_the_next_one_goes_on(
-    runs, server, small_replay, tmp_path
-):
+    runs: Runs, server: ServerProcess, small_replay: Replay, tmp_path: Path
+) -> None:
     arguments = [
         *small_replay.arguments,
         *SMOOTH,
@@ -214,8 +230,8 @@ def test_a_skipped_step_changes_nothing_publishes_nothing_and_the_next_one_goes_
 
 
 def test_a_run_without_a_healthy_step_stops_on_every_rank_and_says_why(
-    runs, server, small_replay, tmp_path
-):
+    runs: Runs, server: ServerProcess, small_replay: Replay, tmp_path: Path
+) -> None:
     arguments = [
         *small_replay.arguments,
         "--grpo.grad_norm_limit=1e-9",
@@ -230,7 +246,12 @@ def test_a_run_without_a_healthy_step_stops_on_every_rank_and_says_why(
 
 
 @pytest.fixture(scope="module")
-def plain(runs, server, small_replay, tmp_path_factory):
+def plain(
+    runs: Runs,
+    server: ServerProcess,
+    small_replay: Replay,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
     """Six steps of one term on two ranks."""
     out = tmp_path_factory.mktemp("plain")
     arguments = [*small_replay.arguments, *SMOOTH, "--training.steps=6"]
@@ -238,7 +259,9 @@ def plain(runs, server, small_replay, tmp_path_factory):
     return out
 
 
-def assert_trained_alike(runs, one, other):
+def assert_trained_alike(
+    runs: Runs, one: Path, other: Path
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Apart by what is rounded otherwise, and no more; the rows of their steps."""
     a, b, begun = (runs.weights(folder) for folder in (one / "hf", other / "hf", runs.model))
     apart, moved = (max(float((x[n] - b[n]).abs().max()) for n in b) for x in (a, begun))
@@ -254,8 +277,8 @@ os.execvp(sys.argv[1], sys.argv[1:])"""
 
 
 def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_one_line_and_a_report(
-    runs, server, small_replay, tmp_path
-):
+    runs: Runs, server: ServerProcess, small_replay: Replay, tmp_path: Path
+) -> None:
     # A limit on the size of files fails in the place where a full disk does.
     arguments = [*small_replay.arguments, "--checkpoint.interval=1", "--training.steps=3"]
     inside = (sys.executable, "-c", SMALL_FILES)
@@ -267,7 +290,9 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_one_line_and_a_report
 
 
 @pytest.mark.long
-def test_a_resumed_run_goes_on_with_the_prompts_where_it_stopped(runs, site, tmp_path):
+def test_a_resumed_run_goes_on_with_the_prompts_where_it_stopped(
+    runs: Runs, site: Site, tmp_path: Path
+) -> None:
     record = tmp_path / "record.jsonl"
     arguments = [
         f"--rollout.record_path={record}",
@@ -287,8 +312,8 @@ def test_a_resumed_run_goes_on_with_the_prompts_where_it_stopped(runs, site, tmp
 
 @pytest.mark.long
 def test_one_rank_with_many_micro_batches_trains_like_two_ranks_with_one_each(
-    runs, server, small_replay, plain, tmp_path
-):
+    runs: Runs, server: ServerProcess, small_replay: Replay, plain: Path, tmp_path: Path
+) -> None:
     arguments = [*small_replay.arguments, *SMOOTH, "--training.steps=6", "--grpo.token_budget=64"]
     runs.complete(tmp_path, [server.url], *arguments)
     for a, b in assert_trained_alike(runs, tmp_path, plain):
@@ -298,8 +323,8 @@ def test_one_rank_with_many_micro_batches_trains_like_two_ranks_with_one_each(
 
 @pytest.mark.long
 def test_kl_to_a_reference_starts_at_zero_and_grows_as_the_policy_moves(
-    runs, server, small_replay, tmp_path
-):
+    runs: Runs, server: ServerProcess, small_replay: Replay, tmp_path: Path
+) -> None:
     arguments = [*small_replay.arguments, "--training.steps=4", "--grpo.kl_beta=0.1"]
     runs.complete(tmp_path, [server.url], *arguments, nproc=2)
     kl = [row[names.KL] for row in read_metrics(tmp_path / "metrics.jsonl")]
@@ -309,8 +334,8 @@ def test_kl_to_a_reference_starts_at_zero_and_grows_as_the_policy_moves(
 
 @pytest.mark.long
 def test_packed_rows_train_like_padded_ones_and_the_balance_is_reported(
-    runs, server, small_replay, plain, tmp_path
-):
+    runs: Runs, server: ServerProcess, small_replay: Replay, plain: Path, tmp_path: Path
+) -> None:
     arguments = [*small_replay.arguments, *SMOOTH, "--training.steps=6", "--grpo.pack_sequences"]
     runs.complete(tmp_path, [server.url], *arguments, nproc=2)
     for step, other in assert_trained_alike(runs, tmp_path, plain):
@@ -319,7 +344,9 @@ def test_packed_rows_train_like_padded_ones_and_the_balance_is_reported(
 
 
 @pytest.mark.long
-def test_every_version_of_two_stages_is_committed(runs, server, small_replay, tmp_path):
+def test_every_version_of_two_stages_is_committed(
+    runs: Runs, server: ServerProcess, small_replay: Replay, tmp_path: Path
+) -> None:
     model, out = write_tiny_model("qwen3_untied", tmp_path / "model", seed=1), tmp_path / "out"
     arguments = [
         *small_replay.arguments,

@@ -4,10 +4,11 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import keys
+from tests.e2e.conftest import Replay, Runs, keys
 from tests.rigs.server_handle import ServerProcess
 from tests.rigs.sockets import free_port
 from titan_grpo.titan.flavors import FLAVORS
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 STARTUP_S = 15
 
 
-def train(runs, *arguments: str) -> tuple[int, list[str]]:
+def train(runs: Runs, *arguments: str) -> tuple[int, list[str]]:
     """Exit code and complaints of one rank without torchrun: the configuration is read before any
     rank meets another."""
     command = [sys.executable, "-m", "titan_grpo.train", f"--job.config_file={runs.recipe}"]
@@ -51,14 +52,16 @@ def train(runs, *arguments: str) -> tuple[int, list[str]]:
     ],
     ids=["unknown key", "no torchrun"],
 )
-def test_a_mistake_in_the_configuration_is_one_line_and_exit_code_2(runs, argument, words):
+def test_a_mistake_in_the_configuration_is_one_line_and_exit_code_2(
+    runs: Runs, argument: str, words: list[str]
+) -> None:
     code, complaints = train(runs, argument.format(model=runs.model))
     assert code == 2
     assert len(complaints) == 1, complaints
     assert all(word in complaints[0] for word in words), complaints
 
 
-def test_under_torchrun_one_rank_says_it(runs, tmp_path):
+def test_under_torchrun_one_rank_says_it(runs: Runs, tmp_path: Path) -> None:
     arguments = ["--parallelism.context_parallel_degree=2"]
     with runs.start(tmp_path, ["http://127.0.0.1:9"], *arguments, nproc=2) as training:
         assert training.finish() != 0
@@ -69,7 +72,9 @@ def test_under_torchrun_one_rank_says_it(runs, tmp_path):
     assert training.exitcode == 2
 
 
-def test_a_second_run_in_the_dump_folder_of_a_live_one_is_refused(runs, tmp_path):
+def test_a_second_run_in_the_dump_folder_of_a_live_one_is_refused(
+    runs: Runs, tmp_path: Path
+) -> None:
     with held(tmp_path):
         before = set(tmp_path.iterdir())
         with runs.start(tmp_path, ["http://127.0.0.1:9"]) as training:
@@ -80,7 +85,7 @@ def test_a_second_run_in_the_dump_folder_of_a_live_one_is_refused(runs, tmp_path
 
 
 @pytest.mark.long
-def test_a_dump_folder_that_is_a_file_is_one_line(runs, tmp_path):
+def test_a_dump_folder_that_is_a_file_is_one_line(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     with runs.start(tmp_path / "out", ["http://127.0.0.1:9"]) as training:
         assert training.finish() != 0
@@ -88,7 +93,9 @@ def test_a_dump_folder_that_is_a_file_is_one_line(runs, tmp_path):
     assert training.exitcode == 2
 
 
-def test_a_server_that_is_not_there_is_named_with_what_was_tried(runs, small_replay, tmp_path):
+def test_a_server_that_is_not_there_is_named_with_what_was_tried(
+    runs: Runs, small_replay: Replay, tmp_path: Path
+) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     arguments = [
         *small_replay.arguments,
@@ -106,11 +113,13 @@ def test_a_server_that_is_not_there_is_named_with_what_was_tried(runs, small_rep
 
 
 @pytest.mark.long
-def test_a_run_ends_at_once_where_every_server_refuses_it_for_good(runs, tmp_path):
+def test_a_run_ends_at_once_where_every_server_refuses_it_for_good(
+    runs: Runs, tmp_path: Path
+) -> None:
     write_tiny_model("qwen3_moe", tmp_path / "model", seed=1)
     name, flavor = FLAVORS["qwen3_moe"]
     settings = {"model.name": name, "model.flavor": flavor}
-    settings["weight_sync.startup_deadline_s"] = 3600
+    settings |= {"weight_sync.startup_deadline_s": "3600"}
     words = [*keys(settings), "--grpo.router_replay"]
     run = replace(runs, model=tmp_path / "model")
     with (

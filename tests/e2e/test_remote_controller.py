@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.e2e.conftest import Runs, Site
 from tests.rigs.sockets import free_port
 from titan_grpo.commands.rollouts import KEY_VARIABLE
 from titan_grpo.observe import names
@@ -73,7 +74,7 @@ class ServiceProcess:
 
 
 @pytest.fixture
-def gate(tmp_path, monkeypatch) -> Path:
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that lets the task of this run go on."""
     path = tmp_path / "gate"
     (tmp_path / "gated.py").write_text(GATED.format(first=3 * PROMPTS, gate=str(path)))
@@ -82,7 +83,9 @@ def gate(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def service(tmp_path, site, gate, monkeypatch) -> Iterator[ServiceProcess]:
+def service(
+    tmp_path: Path, site: Site, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ServiceProcess]:
     monkeypatch.setenv(KEY_VARIABLE, "the-controllers-key")
     one = ServiceProcess(tmp_path, {"TITAN_GRPO_TEST_API_KEY": site.access.api_key})
     yield one
@@ -90,7 +93,9 @@ def service(tmp_path, site, gate, monkeypatch) -> Iterator[ServiceProcess]:
         one.stop()
 
 
-def test_a_run_outlives_the_service_that_makes_its_rollouts(runs, site, service, gate, tmp_path):
+def test_a_run_outlives_the_service_that_makes_its_rollouts(
+    runs: Runs, site: Site, service: ServiceProcess, gate: Path, tmp_path: Path
+) -> None:
     out, record = tmp_path / "out", tmp_path / "record.jsonl"
     arguments = [
         f"--rollout.controller=http://{service.address}",

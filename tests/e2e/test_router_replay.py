@@ -4,11 +4,12 @@ the run of the quickstart."""
 import json
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.e2e.conftest import Replay, keys
+from tests.e2e.conftest import Replay, Runs, keys
 from tests.rigs.server_handle import ServerProcess
 from tests.rigs.tiny_model import loaded
 from titan_grpo.algorithm.distribution import token_logprobs
@@ -38,7 +39,7 @@ def torchtitans() -> torch.nn.Module:
 
 
 @pytest.mark.long
-def test_on_the_engines_routes_the_gap_is_arithmetic(sglang_python, tmp_path):
+def test_on_the_engines_routes_the_gap_is_arithmetic(sglang_python: str, tmp_path: Path) -> None:
     tiny.write_tiny_model("qwen3_moe", tmp_path / "model", SEED, std=STD)
     log = str(tmp_path / "server.log")
     spec = ServerSpec(sglang_python, str(tmp_path / "model"), log, "sglang", routes=True)
@@ -80,7 +81,9 @@ def test_on_the_engines_routes_the_gap_is_arithmetic(sglang_python, tmp_path):
     [("tensors", 1), ("rows", 1), ("rows", 2)],
     ids=["tensors", "rows", "expert parallel"],
 )
-def test_a_run_trains_on_recorded_routes_and_leaves_out_what_has_none(runs, tmp_path, load, ranks):
+def test_a_run_trains_on_recorded_routes_and_leaves_out_what_has_none(
+    runs: Runs, tmp_path: Path, load: str, ranks: int
+) -> None:
     out, model = tmp_path / "run", tmp_path / "model"
     tiny.write_tiny_model("qwen3_moe", model, SEED)
     record = GroupRecorder(str(tmp_path / "groups.jsonl"), 0)
@@ -132,7 +135,9 @@ def group_of(version: int, index: int) -> Group:
 
 
 @pytest.mark.long
-def test_the_quickstart_trains_an_moe_on_the_routes_that_it_sampled_on(root, tmp_path):
+def test_the_quickstart_trains_an_moe_on_the_routes_that_it_sampled_on(
+    root: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     words = ["scripts/quickstart.sh", "--engine", "sglang", "--model", "qwen3_moe"]
     words += ["--router-replay", "--steps", "6", "--out", str(out)]

@@ -22,6 +22,8 @@ from tests.conformance.engine import (
     assert_sound,
     remake,
 )
+from tests.e2e.conftest import Site
+from tests.rigs.present import present
 from titan_grpo.engines.generation import Sampling
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.protocol.messages import Hello, new_run_id
@@ -47,7 +49,9 @@ def cpu_seconds(group: int) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes(group))
 
 
-def test_its_keys_are_in_no_command_line_and_in_no_file_that_others_can_read(sglang_site):
+def test_its_keys_are_in_no_command_line_and_in_no_file_that_others_can_read(
+    sglang_site: Site,
+) -> None:
     spec = sglang_site.server.spec
     shown = [" ".join(process.cmdline()) for process in processes(sglang_site.server.group)]
     assert len(shown) >= 3, "HTTP server, scheduler, detokenizer"
@@ -60,7 +64,7 @@ def test_its_keys_are_in_no_command_line_and_in_no_file_that_others_can_read(sgl
     assert not [text for text in shown if spec.api_key in text or spec.admin_key in text]
 
 
-def test_an_idle_one_leaves_the_cores_to_others(sglang_site):
+def test_an_idle_one_leaves_the_cores_to_others(sglang_site: Site) -> None:
     group = sglang_site.server.group
 
     def share() -> float:
@@ -84,8 +88,8 @@ STALL_S = 3.0
     ids=["killed", "frozen"],
 )
 def test_a_sender_struck_in_mid_transfer_costs_no_request_and_no_version(
-    number, lasts_s, sglang_site, tmp_path
-):
+    number: int, lasts_s: float, sglang_site: Site, tmp_path: Path
+) -> None:
     e = EngineUnderTest.of(sglang_site.server, tmp_path)
     with sender(e) as before:
         path, label = before.sync(1, 1), before.label(1)
@@ -94,8 +98,8 @@ def test_a_sender_struck_in_mid_transfer_costs_no_request_and_no_version(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as struck:
             try:
-                before.control.greet(Hello.from_json(struck.stdout.readline()).to_dict())
-                assert struck.stdout.readline().strip() == "half"
+                before.control.greet(Hello.from_json(present(struck.stdout).readline()).to_dict())
+                assert present(struck.stdout).readline().strip() == "half"
                 with e.crowd(label) as crowd:
 
                     def ask() -> None:
@@ -152,8 +156,8 @@ def start():
 
 @pytest.mark.long
 def test_a_load_that_raises_half_way_is_reported_and_the_next_version_is_whole(
-    sglang_python, tmp_path
-):
+    sglang_python: str, tmp_path: Path
+) -> None:
     info = tmp_path / "plugins" / "breaking-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: breaking\nVersion: 0\n")

@@ -2,7 +2,7 @@
 safely as these allow."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -22,7 +22,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def stock(nothing_outlives_the_tests, tmp_path_factory, sglang_python) -> Iterator[EngineUnderTest]:
+def stock(
+    nothing_outlives_the_tests: None, tmp_path_factory: pytest.TempPathFactory, sglang_python: str
+) -> Iterator[EngineUnderTest]:
     folder = tmp_path_factory.mktemp("stock")
     model = remake(100, folder / "model")
     spec = ServerSpec(
@@ -44,15 +46,17 @@ def stock(nothing_outlives_the_tests, tmp_path_factory, sglang_python) -> Iterat
 @pytest.mark.parametrize(
     "check", streaming.CHECKS, ids=[check.__name__ for check in streaming.CHECKS]
 )
-def test_stock_sglang(check, stock) -> None:
+def test_stock_sglang(check: Callable[[EngineUnderTest], None], stock: EngineUnderTest) -> None:
     check(stock)
 
 
-def test_a_rollout_service_calls_its_routes_for_a_lane_elsewhere(stock, through_service) -> None:
+def test_a_rollout_service_calls_its_routes_for_a_lane_elsewhere(
+    stock: EngineUnderTest, through_service: Callable[[EngineUnderTest], EngineUnderTest]
+) -> None:
     streaming.streamed_weights_are_computed_also_the_second_time(through_service(stock))
 
 
-def test_a_staged_lane_says_what_is_missing(stock) -> None:
+def test_a_staged_lane_says_what_is_missing(stock: EngineUnderTest) -> None:
     with commits.sender(stock) as trainer:
         weights, _ = trainer.make(1)
         with pytest.raises(
@@ -62,7 +66,9 @@ def test_a_staged_lane_says_what_is_missing(stock) -> None:
             trainer.link(weights).__enter__()
 
 
-def test_a_run_with_a_run_key_does_not_write_to_a_server_that_can_not_prove_it(stock) -> None:
+def test_a_run_with_a_run_key_does_not_write_to_a_server_that_can_not_prove_it(
+    stock: EngineUnderTest,
+) -> None:
     before = stock.run(sglang.label())
     with streaming.trainer(stock, key=Key.generate()) as run:
         weights, _ = run.make(1)
@@ -72,7 +78,9 @@ def test_a_run_with_a_run_key_does_not_write_to_a_server_that_can_not_prove_it(s
     assert stock.run(sglang.label()) == before
 
 
-def test_a_group_whose_trainer_is_gone_is_refused_and_the_server_goes_on(stock) -> None:
+def test_a_group_whose_trainer_is_gone_is_refused_and_the_server_goes_on(
+    stock: EngineUnderTest,
+) -> None:
     routes = StockRoutes(stock.access)
     store = host_store("127.0.0.1")
     answers: list[HttpRefused] = []

@@ -2,11 +2,13 @@
 next step, and stops where it is told to."""
 
 import sys
-from urllib.parse import urlsplit
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.rigs.proxy import Act, Proxy
+from tests.e2e.conftest import Replay, Runs, Site
+from tests.rigs.proxy import Act, Proxy, address_of
 from tests.rigs.server_handle import ServerProcess
 from tests.rigs.sockets import free_port
 from titan_grpo.observe.recorder import read_metrics
@@ -18,10 +20,9 @@ MAX_LAG = 200
 
 
 @pytest.fixture
-def between(site):
+def between(site: Site) -> Iterator[Proxy]:
     """A proxy in front of the shared server."""
-    parts = urlsplit(site.url)
-    with Proxy((parts.hostname, parts.port)) as proxy:
+    with Proxy(address_of(site.url)) as proxy:
         yield proxy
         proxy.open()
         site.assert_serves()
@@ -36,15 +37,15 @@ def newest_held(lines: list[str]) -> int:
 
 
 @pytest.fixture
-def endless(make_replay, tmp_path) -> list[str]:
+def endless(make_replay: type[Replay], tmp_path: Path) -> list[str]:
     """Arguments of a run on more recorded steps than any test waits for."""
     replay = make_replay(tmp_path / "replay.jsonl", prompts=2, group=4, tokens=8).write(3000)
     return [*replay.arguments, "--training.steps=3000"]
 
 
 def test_with_stop_the_first_failed_sync_ends_the_run_with_server_and_version(
-    runs, between, endless, tmp_path
-):
+    runs: Runs, between: Proxy, endless: list[str], tmp_path: Path
+) -> None:
     with runs.start(
         tmp_path, [between.url], *endless, "--weight_sync.on_sync_error=stop"
     ) as training:
@@ -58,7 +59,9 @@ def test_with_stop_the_first_failed_sync_ends_the_run_with_server_and_version(
 
 
 @pytest.mark.long
-def test_with_continue_it_is_said_counted_and_tried_again(runs, between, endless, tmp_path):
+def test_with_continue_it_is_said_counted_and_tried_again(
+    runs: Runs, between: Proxy, endless: list[str], tmp_path: Path
+) -> None:
     with runs.start(
         tmp_path, [between.url], *endless, "--weight_sync.on_sync_error=continue"
     ) as training:
@@ -78,8 +81,8 @@ def test_with_continue_it_is_said_counted_and_tried_again(runs, between, endless
 
 
 def test_a_server_without_the_last_version_at_the_end_is_an_error_of_the_summary(
-    runs, small_replay, tmp_path
-):
+    runs: Runs, small_replay: Replay, tmp_path: Path
+) -> None:
     absent = f"http://127.0.0.1:{free_port()}"
     steps = ["--training.steps=2", "--weight_sync.backoff_s=0.2"]
     with (
@@ -98,8 +101,8 @@ def test_a_server_without_the_last_version_at_the_end_is_an_error_of_the_summary
 
 @pytest.mark.long
 def test_a_fleet_that_commits_nothing_for_max_lag_versions_stops_the_run_naming_every_server(
-    runs, between, endless, tmp_path
-):
+    runs: Runs, between: Proxy, endless: list[str], tmp_path: Path
+) -> None:
     with runs.start(
         tmp_path, [between.url], *endless, f"--weight_sync.max_lag={MAX_LAG}"
     ) as training:
@@ -118,7 +121,9 @@ def test_a_fleet_that_commits_nothing_for_max_lag_versions_stops_the_run_naming_
 
 
 @pytest.mark.long
-def test_a_run_that_an_alert_stops_saves_its_state_and_goes_on_from_it(runs, site, tmp_path):
+def test_a_run_that_an_alert_stops_saves_its_state_and_goes_on_from_it(
+    runs: Runs, site: Site, tmp_path: Path
+) -> None:
     out, told = tmp_path / "out", tmp_path / "told"
     script = tmp_path / "tell.py"
     script.write_text(f"import sys\nopen({str(told)!r}, 'a').write(sys.argv[1] + '\\n')\n")

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="session")
-def python03(root) -> str:
+def python03(root: Path) -> str:
     python = root / ".venv-titan03/bin/python"
     if not python.exists():
         pytest.skip("no environment with torchtitan 0.3: scripts/setup.sh --torchtitan 0.3")
@@ -28,7 +29,7 @@ def python03(root) -> str:
 
 
 @pytest.fixture(scope="session")
-def ask(root, python03):
+def ask(root: Path, python03: str) -> Callable[[Path, str], Any]:
     """``ask(folder, code)``: the JSON that Python code with torchtitan 0.3 prints last."""
 
     def run(folder: Path, code: str) -> Any:
@@ -98,12 +99,12 @@ print(json.dumps([parts, [sorted(kinds), graphs, backend], said]))
 
 
 @pytest.fixture(scope="module")
-def found(ask, tmp_path_factory) -> Any:
+def found(ask: Callable[[Path, str], Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Answers of one process: its imports take most of the time."""
     return ask(tmp_path_factory.mktemp("found"), FOUND)
 
 
-def test_every_element_of_a_fused_projection_reaches_the_servers(found):
+def test_every_element_of_a_fused_projection_reaches_the_servers(found: Any) -> None:
     assert len(found[0]) == 3
     for each in found[0].values():
         assert each["fused"] == 2, "0.3 fuses q, k and v of each layer"
@@ -111,12 +112,12 @@ def test_every_element_of_a_fused_projection_reaches_the_servers(found):
         assert each["equal"], "as upstream's own state dict splits them"
 
 
-def test_attention_is_plain_causal_attention_and_cuda_graphs_are_off(found):
+def test_attention_is_plain_causal_attention_and_cuda_graphs_are_off(found: Any) -> None:
     # Not 0.3's spmd types, with which tensor parallel weights are plain tensors that hold a part.
     assert found[1] == [["ScaledDotProductAttention.Config"], True, "partial_dtensor"]
 
 
-def test_what_has_no_counterpart_or_was_never_run_is_refused_by_its_name(found):
+def test_what_has_no_counterpart_or_was_never_run_is_refused_by_its_name(found: Any) -> None:
     keys = (
         "parallelism.expert_tensor_parallel_degree",
         "parallelism.enable_async_tensor_parallel",
@@ -130,7 +131,9 @@ def test_what_has_no_counterpart_or_was_never_run_is_refused_by_its_name(found):
 
 
 @pytest.mark.long
-def test_the_fence_is_before_each_optimizer_step_where_nothing_is_saved(ask, tmp_path):
+def test_the_fence_is_before_each_optimizer_step_where_nothing_is_saved(
+    ask: Callable[[Path, str], Any], tmp_path: Path
+) -> None:
     write_tiny_model("qwen3", tmp_path / "model", seed=1)
     arguments = [
         f"--job.config_file={QUICK}",
@@ -197,7 +200,9 @@ SPLIT = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("job", SPLIT.values(), ids=SPLIT)
-def test_ranks_train_the_same_on_both_torchtitans_and_publish_every_element(steps, python03, job):
+def test_ranks_train_the_same_on_both_torchtitans_and_publish_every_element(
+    steps: Callable[..., dict[str, Any]], python03: str, job: tuple[Any, ...]
+) -> None:
     older, newer = steps("older", 2, sys.executable, *job), steps("newer", 2, python03, *job)
     assert newer["losses"] == pytest.approx(older["losses"], abs=1e-5)
     for each in (older, newer):
@@ -213,7 +218,7 @@ OF_BOTH = ("test_modules", "test_recipes")
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", OF_BOTH)
-def test_models_of_03_pass_the_tests_of_022s(root, python03, name):
+def test_models_of_03_pass_the_tests_of_022s(root: Path, python03: str, name: str) -> None:
     env = {**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
     words = [python03, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/titan/{name}.py"]
     done = subprocess.run(words, cwd=root, env=env, capture_output=True, text=True)
@@ -222,7 +227,9 @@ def test_models_of_03_pass_the_tests_of_022s(root, python03, name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("job", SPLIT.values(), ids=SPLIT)
-def test_resumed_ranks_on_03_end_with_the_very_weights_of_ranks_that_went_on(steps, python03, job):
+def test_resumed_ranks_on_03_end_with_the_very_weights_of_ranks_that_went_on(
+    steps: Callable[..., dict[str, Any]], python03: str, job: tuple[Any, ...]
+) -> None:
     whole = steps("whole", 4, python03, *job)
     first, second = steps("parts", 2, python03, *job), steps("parts", 4, python03, *job)
     assert [*first["losses"], *second["losses"]] == whole["losses"]

@@ -27,7 +27,7 @@ def verify(
 
 @pytest.mark.usefixtures("vllm_python", "sglang_python")
 @pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.long)])
-def test_a_good_run_passes_with_all_its_evidence(engine, root, tmp_path) -> None:
+def test_a_good_run_passes_with_all_its_evidence(engine: str, root: Path, tmp_path: Path) -> None:
     done, result = verify(root, tmp_path, "--engine", engine)
     assert done.returncode == 0, done.stdout + done.stderr
     assert result["engine"] == engine
@@ -49,7 +49,7 @@ def test_a_good_run_passes_with_all_its_evidence(engine, root, tmp_path) -> None
 
 @pytest.fixture(scope="module")
 def tampered(
-    root, tmp_path_factory, vllm_python
+    root: Path, tmp_path_factory: pytest.TempPathFactory, vllm_python: str
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """One verification, on one server, in which every kind of violation is caused."""
     out = tmp_path_factory.mktemp("tampered")
@@ -71,7 +71,12 @@ def tampered(
         ("modes", "async live and sync replay", "versions [2, 3, 4] differ"),
     ],
 )
-def test_a_violation_is_named(tampered, kind: str, run: str, words: str) -> None:
+def test_a_violation_is_named(
+    tampered: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
+    kind: str,
+    run: str,
+    words: str,
+) -> None:
     done, result = tampered
     assert done.returncode == 1, done.stdout + done.stderr
     found = [v for v in result["violations"] if (v["kind"], v["run"]) == (kind, run)]
@@ -80,7 +85,9 @@ def test_a_violation_is_named(tampered, kind: str, run: str, words: str) -> None
 
 
 @pytest.mark.long
-def test_what_was_done_to_one_run_is_not_held_against_another(tampered) -> None:
+def test_what_was_done_to_one_run_is_not_held_against_another(
+    tampered: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
+) -> None:
     _, result = tampered
     assert "async replay" not in {v["run"] for v in result["violations"]}
     # The file is written from the image with the flipped bit, the versions are what the trainer

@@ -4,7 +4,7 @@ middleware adds: the two routes that Atropos asks for."""
 
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,11 @@ from tests.conformance.commits import difference, sender
 from tests.conformance.crowd import REQUEST_S, prompt
 from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest, furthest, refusal, remake
 from tests.conformance.reference import Reference
+from tests.e2e.conftest import Site
 from titan_grpo.engines.http import Call, HttpRefused, ServerAccess, SyncDriver, ignore
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.runkey import EpochKeys, Key
-from titan_grpo.titan.tiny import KINDS
+from titan_grpo.titan.tiny import KINDS, Kind
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -30,7 +31,7 @@ API_KEY, RUN_KEY = "the-engines-own-key", Key(bytes(range(32)))
 
 @contextmanager
 def served(
-    kind: str, python: str, folder: Path, run_key: Key | None = RUN_KEY, **settings: Any
+    kind: Kind, python: str, folder: Path, run_key: Key | None = RUN_KEY, **settings: Any
 ) -> Iterator[EngineUnderTest]:
     """A server that starts with weights and an API key of its own; ``settings`` go to
     ServerSpec."""
@@ -51,7 +52,7 @@ ELSEWHERE = {"qwen3", "qwen3_moe"}
 
 
 @pytest.fixture(scope="module")
-def experts(keyed_server, tmp_path_factory) -> EngineUnderTest:
+def experts(keyed_server: Server, tmp_path_factory: pytest.TempPathFactory) -> EngineUnderTest:
     """A mixture of experts behind a run key."""
     folder = tmp_path_factory.mktemp("experts")
     return EngineUnderTest.of(keyed_server, folder, remake=partial(remake, kind="qwen3_moe"))
@@ -66,13 +67,17 @@ def experts(keyed_server, tmp_path_factory) -> EngineUnderTest:
     ],
     ids=lambda check: check.__name__,
 )
-def test_a_mixture_of_experts_behind_a_run_key(check, experts):
+def test_a_mixture_of_experts_behind_a_run_key(
+    check: Callable[[EngineUnderTest], None], experts: EngineUnderTest
+) -> None:
     check(experts)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ELSEWHERE])
-def test_a_server_of_each_architecture_computes_what_was_committed(kind, vllm_python, tmp_path):
+def test_a_server_of_each_architecture_computes_what_was_committed(
+    kind: Kind, vllm_python: str, tmp_path: Path
+) -> None:
     with served(kind, vllm_python, tmp_path) as e:
         commits.the_server_computes_what_was_committed_also_the_second_time(e)
         commits.a_version_with_a_tensor_that_the_model_has_not_is_refused_whole(e)
@@ -80,8 +85,8 @@ def test_a_server_of_each_architecture_computes_what_was_committed(kind, vllm_py
 
 @pytest.mark.long
 def test_two_tensor_parallel_workers_load_their_halves_refuse_together_and_show_no_key(
-    vllm_python, tmp_path
-):
+    vllm_python: str, tmp_path: Path
+) -> None:
     args = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
     with served("qwen3", vllm_python, tmp_path, args=args) as e:
         commits.the_server_computes_what_was_committed_also_the_second_time(e)
@@ -121,8 +126,8 @@ def register():
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_without_the_cpu_patch_the_server_computes_other_weights_and_says_nothing(
-    kind, vllm_python, tmp_path
-):
+    kind: Kind, vllm_python: str, tmp_path: Path
+) -> None:
     info = tmp_path / "plugins" / "unrepaired-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: unrepaired\nVersion: 0\n")
@@ -150,7 +155,7 @@ ENVIRONMENT_S = 120.0
 
 
 def test_atroposs_own_server_class_samples_and_scores_by_the_weights_that_are_served(
-    site, atropos_python, root: Path, tmp_path: Path
+    site: Site, atropos_python: str, root: Path, tmp_path: Path
 ) -> None:
     vllm, ids = EngineUnderTest.of(site.server, tmp_path, site.access), prompt(3)
     with commits.sender(vllm) as trainer:
@@ -182,7 +187,7 @@ def test_atroposs_own_server_class_samples_and_scores_by_the_weights_that_are_se
     assert furthest(values, reference.logprobs(ids)) <= MAX_DIFFERENCE
 
 
-def test_both_routes_ask_for_the_servers_key(site, tmp_path: Path) -> None:
+def test_both_routes_ask_for_the_servers_key(site: Site, tmp_path: Path) -> None:
     vllm = EngineUnderTest.of(site.server, tmp_path, site.access)
     body = {"prompt": {"prompt_token_ids": prompt(3)}, "max_tokens": 1}
     health = Call("GET", "/health_generate", REQUEST_S, ignore)
@@ -190,6 +195,6 @@ def test_both_routes_ask_for_the_servers_key(site, tmp_path: Path) -> None:
     with SyncDriver(site.server.url) as stranger:
         for call in (generate, health):
             vllm.run(call)
-            refused = refusal(lambda call=call: stranger.run(call))
+            refused = refusal(partial(stranger.run, call))
             assert isinstance(refused, HttpRefused)
             assert refused.status == 401

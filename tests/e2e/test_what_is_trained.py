@@ -4,10 +4,12 @@ rewards only."""
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.e2e.conftest import Runs, Site
 from tests.rigs.tasks import FLAT, SLOW, is_flat, is_slow
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
@@ -18,14 +20,14 @@ PROMPTS, GROUP = 8, 8
 """The defaults of rollout.prompts_per_step and group_size."""
 
 
-def recorded(path: Path) -> list[list[dict]]:
+def recorded(path: Path) -> list[list[dict[str, Any]]]:
     """The groups of each step."""
     return [json.loads(line)["groups"] for line in path.read_text().splitlines()]
 
 
 def test_prompts_whose_reward_takes_seconds_are_trained_on_as_often_as_they_are_offered(
-    runs, site, tmp_path
-):
+    runs: Runs, site: Site, tmp_path: Path
+) -> None:
     steps, record = 20, tmp_path / "record.jsonl"
     summary = runs.complete(
         tmp_path,
@@ -46,8 +48,8 @@ def test_prompts_whose_reward_takes_seconds_are_trained_on_as_often_as_they_are_
 
 
 def test_dynamic_sampling_shows_both_mean_rewards_and_its_record_trains_the_same_weights_again(
-    runs, site, tmp_path
-):
+    runs: Runs, site: Site, tmp_path: Path
+) -> None:
     steps, record = 3, tmp_path / "record.jsonl"
     arguments = [
         f"--rollout.task={FLAT}",

@@ -1,8 +1,12 @@
 """Control planes over real HTTP: which engine is met, what a commit asks for, when a server counts
 as paused."""
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 
+from tests.rigs.board import Board, Reply
 from titan_grpo.engines.http import HttpRefused, ServerAccess, SyncDriver
 from titan_grpo.engines.server import detect, make_control
 from titan_grpo.engines.sglang import SglangControl
@@ -11,20 +15,24 @@ from titan_grpo.errors import ConfigError, ServerRefused, ServerUnfit, ServerUnr
 
 CALL_S = 60.0
 
-SGLANG = {"GET /model_info": lambda _: (200, {"weight_version": "default", "model_path": "m"})}
-VLLM = {
+Routes = dict[str, int | Reply]
+
+SGLANG: Routes = {
+    "GET /model_info": lambda _: (200, {"weight_version": "default", "model_path": "m"})
+}
+VLLM: Routes = {
     "GET /weight_info": lambda _: (200, {"weight_version": "7"}),
     "POST /init_weight_transfer_engine": 200,
 }
 
 
-def backend(name):
+def backend(name: str | None) -> Routes:
     """The transfer backend that a vLLM was started with."""
     config = {"weight_transfer_config": None if name is None else {"backend": name}}
     return {"GET /server_info": lambda _: (200, {"vllm_config": config})}
 
 
-def plugin(**state):
+def plugin(**state: object) -> Routes:
     return {
         "GET /titan_grpo/state": lambda _: (
             200,
@@ -38,23 +46,23 @@ TOKEN = {
     "meta_info": {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 1, None]]},
 }
 
-UPDATE = {"POST /titan_grpo/load": 200, "POST /titan_grpo/finish": 200}
-STOCK_END = {"POST /end_weight_update": 200, "POST /update_weight_version": 200}
+UPDATE: Routes = {"POST /titan_grpo/load": 200, "POST /titan_grpo/finish": 200}
+STOCK_END: Routes = {"POST /end_weight_update": 200, "POST /update_weight_version": 200}
 
 
 @pytest.fixture
-def sglang(board):
+def sglang(board: Board) -> Iterator[SglangControl]:
     control = SglangControl(ServerAccess(board.url, CALL_S, None, "api", "admin"))
     yield control
     control.close()
 
 
-def ask(board) -> str:
+def ask(board: Board) -> str:
     with SyncDriver(board.url) as driver:
         return detect(driver, CALL_S)
 
 
-def test_each_engine_is_recognised_by_what_only_it_answers(board) -> None:
+def test_each_engine_is_recognised_by_what_only_it_answers(board: Board) -> None:
     board.routes = SGLANG
     assert ask(board) == "sglang"
     board.routes = VLLM
@@ -64,7 +72,9 @@ def test_each_engine_is_recognised_by_what_only_it_answers(board) -> None:
 @pytest.mark.parametrize(
     "routes", [{}, {"GET /model_info": 200}, {"GET /weight_info": lambda _: (200, ["7"])}]
 )
-def test_a_stranger_is_refused_with_what_both_engines_would_need(board, routes) -> None:
+def test_a_stranger_is_refused_with_what_both_engines_would_need(
+    board: Board, routes: Routes
+) -> None:
     board.routes = routes
     with pytest.raises(
         ServerRefused, match=r"VLLM_SERVER_DEV_MODE=1.*SGLang >= 0\.5\.21"
@@ -74,14 +84,16 @@ def test_a_stranger_is_refused_with_what_both_engines_would_need(board, routes) 
 
 
 @pytest.mark.parametrize("status", [401, 500, 503])
-def test_a_refused_key_or_a_server_in_trouble_is_not_taken_for_a_stranger(board, status) -> None:
+def test_a_refused_key_or_a_server_in_trouble_is_not_taken_for_a_stranger(
+    board: Board, status: int
+) -> None:
     board.routes = {"GET /model_info": status}
     with pytest.raises(HttpRefused) as refusal:
         ask(board)
     assert refusal.value.status == status
 
 
-def test_a_server_that_came_back_as_another_engine_is_met_as_that_one(board) -> None:
+def test_a_server_that_came_back_as_another_engine_is_met_as_that_one(board: Board) -> None:
     control = make_control("auto", ServerAccess(board.url, CALL_S))
     assert control.engine == ""
     board.routes = SGLANG | {"POST /titan_grpo/hello": 200}
@@ -93,7 +105,7 @@ def test_a_server_that_came_back_as_another_engine_is_met_as_that_one(board) -> 
     control.close()
 
 
-def test_a_named_engine_is_not_asked_for(board) -> None:
+def test_a_named_engine_is_not_asked_for(board: Board) -> None:
     for engine, kind in (("vllm", VllmControl), ("sglang", SglangControl)):
         control = make_control(engine, ServerAccess(board.url, CALL_S))
         assert isinstance(control, kind)
@@ -105,10 +117,15 @@ def test_a_named_engine_is_not_asked_for(board) -> None:
 
 
 def test_a_commit_is_one_call_for_the_load_and_one_for_the_label_with_the_admin_key(
-    board, sglang
+    board: Board, sglang: SglangControl
 ) -> None:
-    sent = []
-    board.routes = {path: lambda body: sent.append(body) or (200, {}) for path in UPDATE}
+    sent: list[Any] = []
+
+    def keep(body: Any) -> tuple[int, Any]:
+        sent.append(body)
+        return 200, {}
+
+    board.routes = dict.fromkeys(UPDATE, keep)
     sglang.load({"number": 1})
     sglang.finish("r:1:f")
     assert board.paths == list(UPDATE)
@@ -118,7 +135,7 @@ def test_a_commit_is_one_call_for_the_load_and_one_for_the_label_with_the_admin_
 
 @pytest.mark.parametrize("absent", [401, 404])
 def test_without_the_plugin_sglangs_own_calls_end_an_update_and_set_the_label(
-    board, sglang, absent
+    board: Board, sglang: SglangControl, absent: int
 ) -> None:
     board.routes = STOCK_END | {"POST /titan_grpo/finish": absent}
     sglang.finish("r:1:f")
@@ -135,7 +152,7 @@ def test_without_the_plugin_sglangs_own_calls_end_an_update_and_set_the_label(
     ],
 )
 def test_a_vllm_that_can_never_take_our_weights_is_unfit_with_the_remedy(
-    board, routes, words
+    board: Board, routes: Routes, words: str
 ) -> None:
     board.routes = routes
     control = VllmControl(ServerAccess(board.url, CALL_S, None, "api"))
@@ -144,7 +161,7 @@ def test_a_vllm_that_can_never_take_our_weights_is_unfit_with_the_remedy(
     control.close()
 
 
-def test_a_vllm_whose_plugin_failed_is_asked_again(board) -> None:
+def test_a_vllm_whose_plugin_failed_is_asked_again(board: Board) -> None:
     board.routes = {"POST /init_weight_transfer_engine": 500, **backend("titan_grpo")}
     control = VllmControl(ServerAccess(board.url, CALL_S, None, "api"))
     with pytest.raises(HttpRefused) as refusal:
@@ -153,7 +170,9 @@ def test_a_vllm_whose_plugin_failed_is_asked_again(board) -> None:
     control.close()
 
 
-def test_dropping_kv_is_believed_only_where_the_engine_says_that_it_did(board, sglang) -> None:
+def test_dropping_kv_is_believed_only_where_the_engine_says_that_it_did(
+    board: Board, sglang: SglangControl
+) -> None:
     board.routes = {"POST /pause_generation": 200, "POST /flush_cache": 200}
     sglang.drop_kv()
     assert board.paths == ["POST /pause_generation", "POST /flush_cache"]
@@ -163,7 +182,9 @@ def test_dropping_kv_is_believed_only_where_the_engine_says_that_it_did(board, s
 
 
 @pytest.mark.parametrize("answer", [{"success": False}, {}])
-def test_a_vllm_that_does_not_say_that_it_dropped_kv_is_refused(board, answer) -> None:
+def test_a_vllm_that_does_not_say_that_it_dropped_kv_is_refused(
+    board: Board, answer: dict[str, bool]
+) -> None:
     control = VllmControl(ServerAccess(board.url, CALL_S))
     board.routes = {"POST /reset_prefix_cache": lambda _: (200, {"success": True})}
     control.drop_kv()
@@ -173,7 +194,7 @@ def test_a_vllm_that_does_not_say_that_it_dropped_kv_is_refused(board, answer) -
     control.close()
 
 
-def test_a_restarted_server_does_not_take_the_label(board, sglang) -> None:
+def test_a_restarted_server_does_not_take_the_label(board: Board, sglang: SglangControl) -> None:
     board.routes = STOCK_END | {"POST /end_weight_update": 400}
     with pytest.raises(ServerRefused, match="end_weight_update"):
         sglang.finish("r:1:f")
@@ -181,9 +202,12 @@ def test_a_restarted_server_does_not_take_the_label(board, sglang) -> None:
 
 
 @pytest.mark.parametrize("absent", [401, 404])
-def test_a_server_without_the_plugin_says_what_to_install(board, sglang, absent) -> None:
+def test_a_server_without_the_plugin_says_what_to_install(
+    board: Board, sglang: SglangControl, absent: int
+) -> None:
     board.routes = dict.fromkeys(("POST /titan_grpo/hello", "POST /titan_grpo/load"), absent)
-    for act in (lambda: sglang.greet({}), lambda: sglang.load({})):
+    calls: tuple[Callable[[], object], ...] = (lambda: sglang.greet({}), lambda: sglang.load({}))
+    for act in calls:
         with pytest.raises(
             ServerRefused,
             match=r"--custom-weight-loader titan_grpo\.receive\.sglang_plugin\.commit",
@@ -191,26 +215,30 @@ def test_a_server_without_the_plugin_says_what_to_install(board, sglang, absent)
             act()
 
 
-def test_the_plugin_says_whether_the_server_is_paused(board, sglang) -> None:
+def test_the_plugin_says_whether_the_server_is_paused(board: Board, sglang: SglangControl) -> None:
     for paused in (True, False):
         board.routes = plugin(paused=paused)
         assert sglang.paused() is paused
     assert set(board.paths) == {"GET /titan_grpo/state"}
 
 
-def test_without_the_plugin_a_ready_server_is_not_paused(board, sglang) -> None:
+def test_without_the_plugin_a_ready_server_is_not_paused(
+    board: Board, sglang: SglangControl
+) -> None:
     board.routes = {"GET /ready": 200}
     assert sglang.paused() is False
 
 
 def test_without_the_plugin_a_server_that_was_thought_ill_and_generates_is_not_paused(
-    board, sglang
+    board: Board, sglang: SglangControl
 ) -> None:
     board.routes = {"GET /ready": 503, "POST /generate": lambda _: (200, TOKEN)}
     assert sglang.paused() is False
 
 
-def test_without_the_plugin_a_server_that_gives_no_token_and_answers_is_paused(board) -> None:
+def test_without_the_plugin_a_server_that_gives_no_token_and_answers_is_paused(
+    board: Board,
+) -> None:
     control = SglangControl(ServerAccess(board.url, 4.0))
     board.routes = SGLANG | {"GET /ready": 503}
     board.silent = {"POST /generate"}
@@ -229,7 +257,7 @@ NO_PARSER = {"error": {"message": '"auto" tool choice requires --tool-call-parse
     "answer", [(403, {"error": {"message": "disabled"}}), (404, {}), (400, NO_PARSER)]
 )
 def test_a_vllm_that_cannot_read_calls_of_tools_is_unfit_with_the_options_to_add(
-    board, answer
+    board: Board, answer: tuple[int, dict[str, dict[str, str]]]
 ) -> None:
     board.routes = {RENDER: lambda _: answer}
     control = VllmControl(ServerAccess(board.url, CALL_S, None, "api"))
@@ -243,14 +271,18 @@ def test_a_vllm_that_cannot_read_calls_of_tools_is_unfit_with_the_options_to_add
 
 
 @pytest.mark.parametrize("answer", [(200, {}), (400, {"error": {"message": "no chat template"}})])
-def test_a_vllm_with_a_parser_is_fit_whatever_its_chat_template_says(board, answer) -> None:
+def test_a_vllm_with_a_parser_is_fit_whatever_its_chat_template_says(
+    board: Board, answer: tuple[int, dict[str, dict[str, str]]]
+) -> None:
     board.routes = {RENDER: lambda _: answer}
     control = VllmControl(ServerAccess(board.url, CALL_S))
     control.check_tool_parser()
     control.close()
 
 
-def test_an_sglang_reads_calls_of_tools_where_it_names_its_parser(board, sglang) -> None:
+def test_an_sglang_reads_calls_of_tools_where_it_names_its_parser(
+    board: Board, sglang: SglangControl
+) -> None:
     board.routes = {"GET /server_info": lambda _: (200, {"tool_call_parser": "hermes"})}
     sglang.check_tool_parser()
     board.routes = {"GET /server_info": lambda _: (200, {"tool_call_parser": None})}

@@ -28,8 +28,11 @@ def both(url: str, call: Call[Any], *keys: str) -> list[Any]:
         finally:
             await driver.close()
 
+    def run_sync() -> Any:
+        return SyncDriver(url, *keys).run(call)
+
     outcomes: list[Any] = []
-    for attempt in (lambda: SyncDriver(url, *keys).run(call), lambda: asyncio.run(run())):
+    for attempt in (run_sync, lambda: asyncio.run(run())):
         try:
             outcomes.append(attempt())
         except (ServerUnreachable, HttpRefused) as error:

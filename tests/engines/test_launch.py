@@ -8,6 +8,8 @@ import socket
 import sys
 import textwrap
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from titan_grpo.patches import sglang_cpu
 from titan_grpo.runkey import KEY_FILE_VARIABLE, KEY_VARIABLE, Key
 
 
-def stand_in(tmp_path, body: str) -> str:
+def stand_in(tmp_path: Path, body: str) -> str:
     """An executable that takes an engine's command line and runs ``body`` in place of a server."""
     path = tmp_path / "python"
     path.write_text(f"#!{sys.executable}\n{textwrap.dedent(body)}")
@@ -26,13 +28,13 @@ def stand_in(tmp_path, body: str) -> str:
     return str(path)
 
 
-def spec(tmp_path, body: str) -> ServerSpec:
+def spec(tmp_path: Path, body: str) -> ServerSpec:
     return ServerSpec(
         python=stand_in(tmp_path, body), model="m", log_path=str(tmp_path / "log" / "server.log")
     )
 
 
-def sglang_spec(**settings) -> ServerSpec:
+def sglang_spec(**settings: Any) -> ServerSpec:
     return ServerSpec("py", "m", "log", engine="sglang", port=1, **settings)
 
 
@@ -59,7 +61,7 @@ def test_torchrun_variables_do_not_reach_the_server() -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_run_key_goes_by_environment_in_place_of_any_other_and_is_not_shown(engine) -> None:
+def test_a_run_key_goes_by_environment_in_place_of_any_other_and_is_not_shown(engine: str) -> None:
     key = Key.generate()
     spec = ServerSpec("py", "m", "log", engine=engine, port=1, run_key=key)
     out = environment({KEY_VARIABLE: "the trainer's", KEY_FILE_VARIABLE: "file"}, spec)
@@ -108,7 +110,7 @@ def test_sglang_gets_the_stand_ins_on_a_cpu_only_and_before_any_other_path() -> 
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_start_commands_of_the_readme_are_those_that_we_use(engine, root) -> None:
+def test_the_start_commands_of_the_readme_are_those_that_we_use(engine: str, root: Path) -> None:
     readme = (root / "README.md").read_text().replace("\\\n", " ")
     module = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}[
         engine
@@ -188,7 +190,7 @@ READS_ITS_KEYS = (
 )
 
 
-def test_sglangs_keys_are_in_a_file_of_ours_alone_and_only_until_it_runs(tmp_path) -> None:
+def test_sglangs_keys_are_in_a_file_of_ours_alone_and_only_until_it_runs(tmp_path: Path) -> None:
     log = tmp_path / "log" / "server.log"
     with Server(replace(spec(tmp_path, READS_ITS_KEYS), engine="sglang", api_key="ours")) as server:
         server.wait_healthy(90)
@@ -197,7 +199,7 @@ def test_sglangs_keys_are_in_a_file_of_ours_alone_and_only_until_it_runs(tmp_pat
     assert log.stat().st_mode & 0o077 == 0, "SGLang writes its arguments, so its keys, into its log"
 
 
-def test_the_port_of_a_server_that_starts_is_nobody_elses(tmp_path) -> None:
+def test_the_port_of_a_server_that_starts_is_nobody_elses(tmp_path: Path) -> None:
     def take(port: int) -> None:
         with socket.socket() as other:
             other.bind(("127.0.0.1", port))
@@ -210,7 +212,7 @@ def test_the_port_of_a_server_that_starts_is_nobody_elses(tmp_path) -> None:
     take(server.spec.port)
 
 
-def test_a_server_that_ends_at_once_is_reported_with_the_end_of_its_log(tmp_path) -> None:
+def test_a_server_that_ends_at_once_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     dying = "import sys; print('no such model', flush=True); sys.exit(3)"
     with (
         Server(spec(tmp_path, dying)) as server,

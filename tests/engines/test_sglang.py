@@ -7,15 +7,17 @@ import json
 import math
 import pickle
 from array import array
+from typing import Any
 
 import pytest
 import torch
 
 from titan_grpo.engines import sglang, sglang_stock
 from titan_grpo.engines.generation import Sampled, Sampling, salt
+from titan_grpo.engines.http import Call
 from titan_grpo.errors import ServerRefused, ServerUnfit
 
-ANSWER = {
+ANSWER: dict[str, Any] = {
     "text": "<rkI",
     "output_ids": [33, 87, 80],
     "meta_info": {
@@ -33,7 +35,7 @@ ANSWER = {
 }
 
 
-def changed(**meta):
+def changed(**meta: object) -> dict[str, Any]:
     return ANSWER | {"meta_info": ANSWER["meta_info"] | meta}
 
 
@@ -110,7 +112,9 @@ def test_an_answer_without_spans_or_values_is_told_apart_from_a_whole_one() -> N
         changed(weight_versions=[{"version": "x"}]),
     ],
 )
-def test_an_answer_of_another_form_is_refused(answer) -> None:
+def test_an_answer_of_another_form_is_refused(
+    answer: object,
+) -> None:
     with pytest.raises(ServerRefused, match="/generate must"):
         sglang.parse_sampled(answer)
 
@@ -126,7 +130,7 @@ def test_scores_are_of_all_tokens_but_the_first() -> None:
 
 
 def test_what_changes_the_server_goes_with_the_admin_key_and_what_asks_it_does_not() -> None:
-    changing = [
+    changing: list[Call[Any]] = [
         sglang.pause(1.0),
         sglang.resume(1.0),
         sglang.load({}, 1.0),
@@ -135,7 +139,7 @@ def test_what_changes_the_server_goes_with_the_admin_key_and_what_asks_it_does_n
         sglang.update_weight_version("x", 1.0),
     ]
     changing += [sglang.hello({}, 1.0), sglang.paused()]
-    asking = [
+    asking: list[Call[Any]] = [
         sglang.generate([1], Sampling(1), 1.0),
         sglang.score([1, 2], 1.0),
         sglang.label(),
@@ -156,13 +160,13 @@ def test_nothing_is_aborted_by_a_commit() -> None:
 class ServersUnpickler(pickle.Unpickler):
     """Lets in what SGLang's does of what is needed here."""
 
-    def find_class(self, module, name):
+    def find_class(self, module: str, name: str) -> type[torch.Tensor]:
         assert (module, name) == ("torch", "ByteTensor")
         return torch.ByteTensor
 
 
 @pytest.mark.parametrize("info", [{"number": 3, "error": "ü" * 40_000}, {}])
-def test_a_commit_travels_as_the_name_of_an_empty_tensor(info) -> None:
+def test_a_commit_travels_as_the_name_of_an_empty_tensor(info: dict[str, int | str]) -> None:
     ((name, tensor),) = ServersUnpickler(io.BytesIO(sglang.commit_payload(info))).load()
     assert json.loads(name) == info
     assert tensor.to("cpu").numel() == 0
@@ -187,9 +191,7 @@ def test_the_plugins_state_says_whether_it_is_paused() -> None:
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
-def test_calls_of_tools_are_read_in_the_text_by_the_parser_that_the_server_was_started_with() -> (
-    None
-):
+def test_calls_of_tools_are_read_in_the_text_by_the_parser_that_the_server_started_with() -> None:
     name = sglang.tool_parser(1.0).parse({"tool_call_parser": "qwen3_coder", "api_key": "secret"})
     call = sglang.parse_tool_calls(name, (7, 8), "ab", TOOLS, 1.0)
     assert (call.method, call.path) == ("POST", "/parse_function_call")
@@ -197,7 +199,9 @@ def test_calls_of_tools_are_read_in_the_text_by_the_parser_that_the_server_was_s
 
 
 @pytest.mark.parametrize("answer", [{"tool_call_parser": None, "api_key": "secret"}, None])
-def test_a_server_without_a_parser_is_unfit_and_none_of_its_keys_is_shown(answer) -> None:
+def test_a_server_without_a_parser_is_unfit_and_none_of_its_keys_is_shown(
+    answer: object,
+) -> None:
     with pytest.raises(ServerUnfit, match="start the server with --tool-call-parser") as refusal:
         sglang.tool_parser(1.0).parse(answer)
     assert "secret" not in str(refusal.value)

@@ -8,17 +8,21 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.generation import INTERVAL, Answer, Events, Sampled, Sampling
+from titan_grpo.engines.generation import INTERVAL, Answer, Events, Sampled, Sampling, StreamedCall
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 
 IDS, LOGPROBS = tuple(range(40, 49)), tuple(-0.5 - i for i in range(9))
 VLLM, SGLANG = (engine.stream([1, 2], Sampling(9, seed=3), 1.0) for engine in (vllm, sglang))
-SPANS = [{"version": "r:7:f", "start": 0, "end": 5}, {"version": "r:8:f", "start": 5, "end": 9}]
+SPANS: list[dict[str, Any]] = [
+    {"version": "r:7:f", "start": 0, "end": 5},
+    {"version": "r:8:f", "start": 5, "end": 9},
+]
 CUTS = ((0, 1), (1, 5), (5, 9))
 
 
@@ -32,7 +36,7 @@ def events(*contents: object, end: bytes = b"\n\n") -> bytes:
     )
 
 
-def of_vllm(start: int, end: int, reason: str | None = None) -> dict:
+def of_vllm(start: int, end: int, reason: str | None = None) -> dict[str, Any]:
     """An event of vLLM: what is new, with text of several bytes a character."""
     logprobs = {"token_logprobs": LOGPROBS[start:end], "tokens": ["Î"] * (end - start)}
     spans = {"weight_versions": SPANS} if reason else {}
@@ -45,7 +49,9 @@ def of_vllm(start: int, end: int, reason: str | None = None) -> dict:
     return {"id": "cmpl-1", "choices": [choice | {"finish_reason": reason} | spans]}
 
 
-def of_sglang(start: int, end: int, reason: dict | None = None, late: int = 0) -> dict:
+def of_sglang(
+    start: int, end: int, reason: dict[str, Any] | None = None, late: int = 0
+) -> dict[str, Any]:
     """An event of SGLang: the tokens from ``start`` on. ``late``: so many tokens came after its
     numbers were written."""
     meta = {
@@ -99,7 +105,7 @@ def whole(answer: Answer) -> Sampled:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_wherever_a_body_is_cut_its_tokens_are_the_same(name) -> None:
+def test_wherever_a_body_is_cut_its_tokens_are_the_same(name: str) -> None:
     call, body = BODIES[name]
     wanted = Sampled(IDS, LOGPROBS, "length", VERSIONS, 1 if call is SGLANG else None)
     chance = random.Random(3)
@@ -120,7 +126,9 @@ def test_payloads_come_when_their_line_is_whole_and_other_lines_say_nothing() ->
 
 
 @pytest.mark.parametrize("call", [VLLM, SGLANG], ids=["vllm", "sglang"])
-def test_a_streamed_request_differs_from_the_other_one_in_nothing_but_that(call) -> None:
+def test_a_streamed_request_differs_from_the_other_one_in_nothing_but_that(
+    call: StreamedCall,
+) -> None:
     dialect = vllm if call is VLLM else sglang
     plain = dialect.generate([1, 2], Sampling(9, seed=3), 1.0)
     asked = dict(call.call.json)
@@ -148,7 +156,7 @@ def test_a_streamed_request_differs_from_the_other_one_in_nothing_but_that(call)
     ],
 )
 def test_an_error_among_the_events_is_a_refusal_and_what_came_before_it_stays(
-    call, event, status
+    call: StreamedCall, event: dict[str, Any], status: int
 ) -> None:
     answer = Answer(call)
     answer.take(events(of_vllm(0, 5) if call is VLLM else of_sglang(0, 5)))
@@ -165,7 +173,9 @@ def test_an_error_among_the_events_is_a_refusal_and_what_came_before_it_stays(
         (SGLANG, of_sglang(0, 6, {"type": "abort", "message": "Aborted"})),
     ],
 )
-def test_an_abort_is_an_end_with_what_there_is(call, event) -> None:
+def test_an_abort_is_an_end_with_what_there_is(
+    call: StreamedCall, event: dict[str, object]
+) -> None:
     answer = Answer(call)
     answer.take(events(of_vllm(0, 5) if call is VLLM else of_sglang(0, 5), event, b"[DONE]"))
     sampled = whole(answer)
@@ -176,9 +186,7 @@ def test_an_abort_is_an_end_with_what_there_is(call, event) -> None:
     )
 
 
-def test_an_abort_in_sglangs_queue_repeats_the_last_token_with_the_log_probabilities_of_all() -> (
-    None
-):
+def test_an_abort_in_sglangs_queue_repeats_the_last_token_with_all_log_probabilities() -> None:
     answer, last = Answer(SGLANG), of_sglang(0, 5, {"type": "abort", "message": "Aborted"})
     answer.take(events(of_sglang(0, 1), of_sglang(1, 5), last | {"output_ids": IDS[4:5]}))
     sampled = whole(answer)
@@ -203,7 +211,7 @@ def test_what_is_kept_of_an_answer_has_the_spans_of_its_tokens_only() -> None:
         b'data: {"choices": [{}]}\n\n',
     ],
 )
-def test_an_event_of_another_form_is_refused(body) -> None:
+def test_an_event_of_another_form_is_refused(body: bytes) -> None:
     for call in (VLLM, SGLANG):
         with pytest.raises(ServerRefused, match="must"):
             Answer(call).take(body)
@@ -231,23 +239,23 @@ def test_an_answer_that_comes_whole_all_the_same_is_read() -> None:
     assert whole(answer) == Sampled(IDS, LOGPROBS, "stop")
 
 
-Send = Callable[[bytes], None]
+Send = Callable[[bytes], object]
 
 
 @pytest.fixture
-def speaker() -> Iterator[Callable[[Callable[[Send], None]], str]]:
+def speaker() -> Iterator[Callable[[Callable[[Send], object]], str]]:
     """Starts a real server that answers as a test writes it, and then drops the connection; its
     URL."""
     servers: list[http.server.ThreadingHTTPServer] = []
 
-    def start(speak: Callable[[Send], None]) -> str:
+    def start(speak: Callable[[Send], object]) -> str:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
                 self.send_response(200)
                 self.send_header("Content-Length", "1000000")
                 self.end_headers()
-                speak(lambda data: (self.wfile.write(data), self.wfile.flush()))
+                speak(self.wfile.write)
 
             def log_message(self, format: str, *args: object) -> None:
                 """Quiet."""
@@ -264,7 +272,7 @@ def speaker() -> Iterator[Callable[[Callable[[Send], None]], str]]:
         server.server_close()
 
 
-def listen(url: str, answer: Answer, call=VLLM) -> None:
+def listen(url: str, answer: Answer, call: StreamedCall = VLLM) -> None:
     async def run() -> None:
         driver = AsyncDriver(url)
         try:
@@ -275,7 +283,9 @@ def listen(url: str, answer: Answer, call=VLLM) -> None:
     asyncio.run(run())
 
 
-def test_a_connection_that_breaks_leaves_what_came(speaker) -> None:
+def test_a_connection_that_breaks_leaves_what_came(
+    speaker: Callable[[Callable[[Send], object]], str],
+) -> None:
     url, answer = speaker(lambda send: send(events(of_vllm(0, 5)))), Answer(VLLM)
     with pytest.raises(ServerUnreachable, match="broke off") as broken:
         listen(url, answer)
@@ -283,13 +293,17 @@ def test_a_connection_that_breaks_leaves_what_came(speaker) -> None:
     assert answer.sampled(answer.count, "abort").token_ids == IDS[:5]
 
 
-def test_a_connection_that_breaks_after_the_last_token_has_broken_nothing(speaker) -> None:
+def test_a_connection_that_breaks_after_the_last_token_has_broken_nothing(
+    speaker: Callable[[Callable[[Send], object]], str],
+) -> None:
     answer = Answer(VLLM)
     listen(speaker(lambda send: send(events(of_vllm(0, 9, "length")))), answer)
     assert whole(answer).token_ids == IDS
 
 
-def test_silence_counts_as_broken_and_slowness_does_not(speaker) -> None:
+def test_silence_counts_as_broken_and_slowness_does_not(
+    speaker: Callable[[Callable[[Send], object]], str],
+) -> None:
     over = threading.Event()
     call = vllm.stream([1], Sampling(9), 3.0)
 

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,13 +93,13 @@ def test_null_and_floored_log_probabilities_become_nan_and_minus_infinity() -> N
 @pytest.mark.parametrize(
     "answer", [None, {}, {"choices": []}, {"choices": [{"token_ids": [1]}]}, [], {"choices": "x"}]
 )
-def test_an_answer_of_another_form_is_refused(answer) -> None:
+def test_an_answer_of_another_form_is_refused(answer: object) -> None:
     with pytest.raises(ServerRefused, match="/v1/completions must"):
         vllm.parse_sampled(answer)
 
 
 @pytest.mark.parametrize("ids", [["7"], [None], [1.5], [-1], [True], [1 << 40]])
-def test_an_answer_with_what_is_no_token_id_is_refused(ids) -> None:
+def test_an_answer_with_what_is_no_token_id_is_refused(ids: list[object]) -> None:
     answer = {"choices": [ANSWER["choices"][0] | {"token_ids": ids}]}
     with pytest.raises(ServerRefused, match="/v1/completions must answer with token ids"):
         vllm.parse_sampled(answer)
@@ -125,7 +126,7 @@ def test_messages_show_no_credentials() -> None:
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
-def read_by_vllm(message: dict) -> tuple[str, list]:
+def read_by_vllm(message: dict[str, Any]) -> tuple[str, list[Any]]:
     """As vLLM 0.32 answered a derender."""
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
     answer = {"id": "a76a", "object": "chat.completion", "created": 1, "choices": [choice]}
@@ -137,7 +138,6 @@ def test_calls_of_tools_are_read_in_the_tokens_with_the_tools_of_the_request() -
     assert (call.method, call.path) == ("POST", "/v1/chat/completions/derender")
     assert call.json["generate_response"]["choices"] == [{"index": 0, "token_ids": [7, 8]}]
     assert call.json["chat_request"]["tools"] == TOOLS
-    assert vllm.tool_parser(1.0) is None
 
 
 def test_what_vllm_read_is_a_text_and_its_calls() -> None:

@@ -13,14 +13,13 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlsplit
 
 import torch
 from safetensors import safe_open
 
 from tests.faults.judge import Sample
 from tests.rigs.census import descendants
-from tests.rigs.proxy import Proxy
+from tests.rigs.proxy import Proxy, address_of
 from tests.rigs.server_handle import ServerProcess
 from tests.rigs.trainer import digests
 from titan_grpo.engines.http import ServerAccess, SyncDriver
@@ -164,8 +163,7 @@ class Instance:
     @property
     def address(self) -> tuple[str, int]:
         """Where it listens."""
-        parts = urlsplit(self.url)
-        return parts.hostname or "", parts.port or 0
+        return address_of(self.url)
 
     @property
     def commits(self) -> list[Committed]:

@@ -14,7 +14,7 @@ ENGINES = tuple(CALLS)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_combination_is_a_case_or_has_a_written_reason(engine):
+def test_every_combination_is_a_case_or_has_a_written_reason(engine: str) -> None:
     places = list(product())
     assert len(places) == len(set(places)) == len(Who) * len(Point) * len(Kind)
     for place in places:
@@ -27,7 +27,7 @@ def test_every_combination_is_a_case_or_has_a_written_reason(engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_kind_and_every_who_strikes_somewhere_and_every_point_is_struck(engine):
+def test_every_kind_and_every_who_strikes_somewhere_and_every_point_is_struck(engine: str) -> None:
     cases = all_cases(engine)
     assert {case.kind for case in cases} == set(Kind)
     # a server whose HTTP process outlives its engine is struck as a whole too
@@ -37,7 +37,7 @@ def test_every_kind_and_every_who_strikes_somewhere_and_every_point_is_struck(en
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_trainer_and_an_engine_can_die_freeze_and_be_replaced_at_every_point(engine):
+def test_a_trainer_and_an_engine_can_die_freeze_and_be_replaced_at_every_point(engine: str) -> None:
     names = {case.name for case in all_cases(engine)}
     both = [f"{who}-{kind}" for who in ("trainer", "sync", "engine") for kind in ("kill", "freeze")]
     for what in (*both, "trainer-zombie", "engine-old", "engine-other", "engine-end"):
@@ -45,7 +45,7 @@ def test_a_trainer_and_an_engine_can_die_freeze_and_be_replaced_at_every_point(e
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_control_call_meets_every_fault_of_a_call(engine):
+def test_every_control_call_meets_every_fault_of_a_call(engine: str) -> None:
     struck = {
         (case.kind, case.point, case.call) for case in all_cases(engine) if case.who is Who.LINK
     }
@@ -55,7 +55,7 @@ def test_every_control_call_meets_every_fault_of_a_call(engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_case_has_a_name_of_its_own_and_somebody_who_performs_it(engine):
+def test_every_case_has_a_name_of_its_own_and_somebody_who_performs_it(engine: str) -> None:
     cases = all_cases(engine)
     assert len({case.name for case in cases}) == len(cases)
     for name, group in groups(cases).items():
@@ -77,11 +77,13 @@ def test_every_case_has_a_name_of_its_own_and_somebody_who_performs_it(engine):
         ),
     ],
 )
-def test_cases_are_selected_by_name_or_pattern_in_the_matrix_order(text, names):
+def test_cases_are_selected_by_name_or_pattern_in_the_matrix_order(
+    text: str, names: list[str]
+) -> None:
     assert [case.name for case in select(text)] == names
 
 
-def test_all_selects_the_whole_matrix():
+def test_all_selects_the_whole_matrix() -> None:
     assert select("all") == all_cases()
 
 
@@ -93,20 +95,20 @@ def test_all_selects_the_whole_matrix():
         (" , ", "got nothing"),
     ],
 )
-def test_a_name_that_selects_nothing_is_refused_with_the_reason(text, words):
+def test_a_name_that_selects_nothing_is_refused_with_the_reason(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as refused:
         select(text)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_listing_names_every_case_and_every_reason(engine):
+def test_the_listing_names_every_case_and_every_reason(engine: str) -> None:
     text = listing(all_cases(engine), engine)
     assert all(case.name in text for case in all_cases(engine))
     assert all(reason in text for reason in reasons(engine).values())
 
 
-def test_a_whole_server_is_struck_only_where_its_parts_do_not_end_together():
+def test_a_whole_server_is_struck_only_where_its_parts_do_not_end_together() -> None:
     assert [case.name for case in select("server-kill@load", "sglang")] == ["server-kill@load"]
     with pytest.raises(ConfigError, match="vLLM's HTTP process ends with its engine"):
         select("server-kill@load", "vllm")
@@ -121,8 +123,8 @@ def test_a_whole_server_is_struck_only_where_its_parts_do_not_end_together():
     ],
 )
 def test_the_command_refuses_a_mistake_in_one_line_and_lists_without_running_anything(
-    arguments, code, words, capsys
-):
+    arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert guarded(main, [*arguments, "--servers", "engineless"], "verify") == code
     said = capsys.readouterr()
     assert words in (said.err if code else said.out)

@@ -39,7 +39,9 @@ def patched(base: np.ndarray, patch: bytes) -> np.ndarray:
     share=st.sampled_from([0.0, 1e-5, 3e-4, 0.01, 0.2, 1.0]),
     most=st.sampled_from([1, 2, 40_000]),
 )
-def test_a_patch_makes_exactly_the_new_image(seed, words, share, most) -> None:
+def test_a_patch_makes_exactly_the_new_image(
+    seed: int, words: int, share: float, most: int
+) -> None:
     base = image(seed, words)
     new = changed(base, seed + 1, share, most)
     patch = delta.encode(base, new, 1 << 30)
@@ -50,7 +52,7 @@ def test_a_patch_makes_exactly_the_new_image(seed, words, share, most) -> None:
 
 
 @given(places=st.sets(st.integers(0, delta.CHUNK - 1)), up=st.booleans())
-def test_words_at_any_distance_are_found_again(places, up) -> None:
+def test_words_at_any_distance_are_found_again(places: set[int], up: bool) -> None:
     base = np.zeros(2 * delta.CHUNK, dtype=np.uint8)  # two chunks, CHUNK words
     new = base.copy()
     new.view(np.uint16)[sorted(places)] = 1 if up else 0xFFFF
@@ -62,7 +64,7 @@ def test_words_at_any_distance_are_found_again(places, up) -> None:
 @pytest.mark.parametrize(
     "gap", [0, 1, 62, 63, 64, 125, 126, 63 * 64, 63 * 64 + 1, 63 * 65, 200_000]
 )
-def test_a_gap_at_the_codes_borders_is_exact(gap) -> None:
+def test_a_gap_at_the_codes_borders_is_exact(gap: int) -> None:
     base = np.zeros(delta.CHUNK, dtype=np.uint8)
     new = base.copy()
     new.view(np.uint16)[[0, gap + 1]] = 1, 7
@@ -89,7 +91,7 @@ def test_a_patch_over_its_limit_is_none() -> None:
 
 @given(data=st.binary(max_size=200), words=st.integers(1, 300))
 def test_bytes_that_are_no_patch_are_the_peers_mistake_or_change_the_image_only(
-    data, words
+    data: bytes, words: int
 ) -> None:
     """Never an index outside, nor any other error: patches may come from other servers."""
     memory = np.zeros(2 * words + 32, dtype=np.uint8)
@@ -100,7 +102,7 @@ def test_bytes_that_are_no_patch_are_the_peers_mistake_or_change_the_image_only(
 
 
 @given(cut=st.integers(0, 10_000), seed=st.integers(0, 100))
-def test_a_patch_that_is_cut_short_or_too_long_is_refused(cut, seed) -> None:
+def test_a_patch_that_is_cut_short_or_too_long_is_refused(cut: int, seed: int) -> None:
     base = image(seed, 40_000)
     patch = delta.encode(base, changed(base, seed + 1, 0.05, 3), 1 << 30)
     assert patch is not None

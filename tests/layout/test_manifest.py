@@ -155,7 +155,7 @@ SERVED = [
 ]
 
 
-def test_the_worked_example_of_the_docstring():
+def test_the_worked_example_of_the_docstring() -> None:
     shapes = [(128,), (128,), (15,), (256,)]
     manifest = Manifest.build(
         [(f"t{i}", "bfloat16", shape) for i, shape in enumerate(shapes)], 4096
@@ -172,7 +172,9 @@ def test_the_worked_example_of_the_docstring():
     ),
     st.integers(1, 5000),
 )
-def test_buckets_are_gapless_aligned_slices_that_hold_every_tensor_once(entries, bucket_bytes):
+def test_buckets_are_gapless_aligned_slices_that_hold_every_tensor_once(
+    entries: list[tuple[str, int]], bucket_bytes: int
+) -> None:
     manifest = Manifest.build(
         [(f"t{i}", dtype, (n,)) for i, (dtype, n) in enumerate(entries)], 4096
     )
@@ -199,11 +201,11 @@ def test_buckets_are_gapless_aligned_slices_that_hold_every_tensor_once(entries,
         (f"{LAYER}mlp.gate.weight", f"{LAYER}mlp.gate.weight"),
     ],
 )
-def test_tensors_find_the_parameter_that_takes_them(name, parameter):
+def test_tensors_find_the_parameter_that_takes_them(name: str, parameter: str) -> None:
     assert fused(name) == parameter
 
 
-def test_the_right_model_has_no_problem_with_a_tied_head_on_either_side_or_none():
+def test_the_right_model_has_no_problem_with_a_tied_head_on_either_side_or_none() -> None:
     sent = ["model.embed_tokens.weight", *QKV, *MLP]
     assert names_problem(sent, SERVED) == ""
     assert names_problem([*sent, "lm_head.weight"], SERVED) == ""
@@ -211,7 +213,7 @@ def test_the_right_model_has_no_problem_with_a_tied_head_on_either_side_or_none(
     assert names_problem([*sent, "lm_head.weight"], [*SERVED, "lm_head.weight"]) == ""
 
 
-def test_unknown_and_missing_names_are_named():
+def test_unknown_and_missing_names_are_named() -> None:
     problem = names_problem(["model.embed_tokens.weight", *QKV, "model.nope.weight"], SERVED)
     assert "unknown to the server: model.nope.weight" in problem
     assert (
@@ -220,7 +222,7 @@ def test_unknown_and_missing_names_are_named():
     )
 
 
-def test_a_part_of_a_fused_parameter_alone_is_not_enough():
+def test_a_part_of_a_fused_parameter_alone_is_not_enough() -> None:
     sent = ["model.embed_tokens.weight", *QKV[:2], *MLP]
     assert "sent in part: model.layers.0.self_attn.qkv_proj.weight" in names_problem(sent, SERVED)
 
@@ -244,13 +246,13 @@ def test_padding_belongs_to_the_bytes_before_it() -> None:
         [[], []],
     ],
 )
-def test_bytes_that_no_host_or_two_write_are_refused(written) -> None:
+def test_bytes_that_no_host_or_two_write_are_refused(written: list[list[tuple[int, int]]]) -> None:
     with pytest.raises(ConfigError):
         parts_of(written, 1024, 256)
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 700))
-def test_the_blocks_of_all_parts_are_every_byte_once(owners, block_bytes) -> None:
+def test_the_blocks_of_all_parts_are_every_byte_once(owners: list[int], block_bytes: int) -> None:
     total = 64 * len(owners)
     manifest = Manifest.build([("a", "uint8", (total,))], block_bytes)
     written = [

@@ -2,6 +2,7 @@
 them."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -17,6 +18,7 @@ from tests.model_check.hosts import explore_hosts
 from tests.model_check.relay import BOUNDS, explore_relay
 from tests.model_check.rollouts import explore_rollouts
 from tests.model_check.search import Bounds, Explorer
+from tests.model_check.small import Bug
 from tests.model_check.tables import Tables
 from titan_grpo.cli import guarded
 from titan_grpo.protocol import lane as lanes
@@ -24,39 +26,39 @@ from titan_grpo.protocol import ledger
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["staged", "streamed"])
-def test_one_server_with_a_fault_at_every_step_breaks_no_rule(streamed):
+def test_one_server_with_a_fault_at_every_step_breaks_no_rule(streamed: bool) -> None:
     result = Explorer(Bounds(servers=1, versions=2, faults=1, streamed=streamed)).run()
     assert result.complete
     assert (result.violation, result.trace) == ("", [])
     assert result.states > 10_000
 
 
-def test_trainers_whose_clocks_are_behind_take_over_and_the_ones_before_stay_refused():
+def test_trainers_whose_clocks_are_behind_take_over_and_the_ones_before_stay_refused() -> None:
     result = Explorer(Bounds(servers=1, versions=2, faults=1), Tables.with_clocks_behind()).run()
     assert (result.violation, result.trace, result.complete) == ("", [], True)
     assert result.states > 10_000
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["staged", "streamed"])
-def test_two_faults_on_one_server_break_no_rule(streamed):
+def test_two_faults_on_one_server_break_no_rule(streamed: bool) -> None:
     result = Explorer(Bounds(servers=1, versions=1, faults=2, streamed=streamed)).run()
     assert (result.violation, result.trace, result.complete) == ("", [], True)
     assert result.states > 20_000
 
 
-def test_two_servers_without_faults_reach_the_newest_version_in_every_order():
+def test_two_servers_without_faults_reach_the_newest_version_in_every_order() -> None:
     result = Explorer(Bounds(servers=2, versions=3, faults=0)).run()
     assert (result.violation, result.complete) == ("", True)
     assert result.states > 10_000
 
 
-def test_two_trainer_hosts_offer_and_stage_only_whole_versions_and_cost_each_other_one_at_most():
+def test_two_trainer_hosts_offer_and_stage_whole_versions_and_cost_each_other_one_at_most() -> None:
     result = explore_hosts(versions=4, faults=2)
     assert (result.violation, result.trace) == ("", [])
     assert result.states > 20_000
 
 
-def test_servers_that_read_from_each_other_with_faults_at_every_step_break_no_rule():
+def test_servers_that_read_from_each_other_with_faults_at_every_step_break_no_rule() -> None:
     # scripts/explore.sh takes the large bounds too
     result = explore_relay(bounds=(BOUNDS[0], BOUNDS[2], BOUNDS[3]))
     assert (result.violation, result.trace) == ("", [])
@@ -64,28 +66,30 @@ def test_servers_that_read_from_each_other_with_faults_at_every_step_break_no_ru
 
 
 @pytest.mark.parametrize("bug", command.ALL_BUGS, ids=lambda bug: bug.name)
-def test_a_seeded_bug_is_caught(bug):
+def test_a_seeded_bug_is_caught(bug: Bug) -> None:
     result = bug.find()
     assert result.violation
     assert result.trace
 
 
-def test_there_is_a_seeded_bug_for_each_rule_of_the_protocol():
+def test_there_is_a_seeded_bug_for_each_rule_of_the_protocol() -> None:
     broken = {bug.breaks.partition(":")[0] for bug in BUGS}
     assert {f"rule {n}" for n in range(1, 9)} <= broken
 
 
-def test_the_bound_on_staleness_holds_at_use_in_every_schedule():
+def test_the_bound_on_staleness_holds_at_use_in_every_schedule() -> None:
     result = explore_rollouts(servers=2, versions=2)
     assert (result.violation, result.complete) == ("", True)
 
 
-def test_the_order_of_servers_and_ranks_makes_no_other_states():
+def test_the_order_of_servers_and_ranks_makes_no_other_states() -> None:
     one, two = (Explorer(Bounds(ranks=r, servers=1, versions=2, faults=0)).run() for r in (2, 3))
     assert one.states < two.states < 3 * one.states
 
 
-def test_the_command_ends_with_a_summary_of_states_and_seeded_bugs(capsys, tmp_path, monkeypatch):
+def test_the_command_ends_with_a_summary_of_states_and_seeded_bugs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command, "ALL_BUGS", BUGS[:2])
     monkeypatch.setattr(command, "BOUNDS", BOUNDS[:1])
     path = tmp_path / "out.json"
@@ -98,12 +102,16 @@ def test_the_command_ends_with_a_summary_of_states_and_seeded_bugs(capsys, tmp_p
     assert all(bug["caught"] and bug["trace"] for bug in report["bugs"])
 
 
-def test_an_exploration_that_ran_out_of_time_does_not_pass(capsys):
+def test_an_exploration_that_ran_out_of_time_does_not_pass(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert guarded(command.run, ["--seconds", "0.01", "--no-bugs"], "explore") == 1
     assert "explored NOT all" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_a_bound_out_of_range_is_a_mistake_of_the_caller(capsys):
+def test_a_bound_out_of_range_is_a_mistake_of_the_caller(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert guarded(command.run, ["--servers", "0"], "explore") == 2
     assert "--servers must be from 1 to 4, got 0" in capsys.readouterr().err
 
@@ -137,7 +145,7 @@ class LongRun(RuleBasedStateMachine):
             if version is not None:
                 self.servers[index] = steps.pin(state, version, self.tables)
 
-    @precondition(lambda self: trn.moves(self.side, self.versions, self.tables))
+    @precondition(lambda self: bool(trn.moves(self.side, self.versions, self.tables)))
     @rule(choice=st.integers(0, 99))
     def trainer_moves(self, choice: int) -> None:
         moves = trn.moves(self.side, self.versions, self.tables)
@@ -166,7 +174,8 @@ class LongRun(RuleBasedStateMachine):
                 self.newest[index] = None
             held = state.entry.held
             if held is not None:
-                assert self.newest[index] is None or held >= self.newest[index]
+                newest = self.newest[index]
+                assert newest is None or held >= newest
                 self.newest[index] = held
 
 

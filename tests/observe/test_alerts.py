@@ -1,6 +1,7 @@
 """Thresholds on metrics: how they are read, when they are crossed, and the check from outside."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,8 @@ from titan_grpo.observe.recorder import Recorder
 
 def crossings(text: str, values: list[float | None]) -> list[int]:
     """At which of the steps a threshold on the KL is given."""
-    state, found = (Threshold.parse(text, "key"),), []
+    state: tuple[Threshold, ...] = (Threshold.parse(text, "key"),)
+    found: list[int] = []
     for number, value in enumerate(values):
         state, crossed = step(state, {} if value is None else {names.KL: value})
         found += [number] * len(crossed)
@@ -31,7 +33,8 @@ def test_a_threshold_is_given_when_it_is_crossed_and_again_after_it_ceased_to_ho
 def test_every_run_is_told_of_a_gap_on_the_same_weights_with_its_likely_cause() -> None:
     values = {names.ON_POLICY_GAP: 0.06, names.gap("position", 16): 0.01}
     values[names.gap("position", 1024)] = 0.3
-    state, crossed = (alerts.GAP,), ()
+    state: tuple[Threshold, ...] = (alerts.GAP,)
+    crossed: tuple[Threshold, ...] = ()
     for _ in range(3):
         assert crossed == ()
         state, crossed = step(state, values)
@@ -55,7 +58,7 @@ def test_steps_without_the_metric_change_nothing() -> None:
         "loss/kl > 1 for 0",
     ],
 )
-def test_a_threshold_that_cannot_be_read_names_its_key_and_the_form(text) -> None:
+def test_a_threshold_that_cannot_be_read_names_its_key_and_the_form(text: str) -> None:
     with pytest.raises(ConfigError, match=r"alerts\.warn must be like .* got") as failed:
         watched(Alerts(warn=[text]))
     assert repr(text) in str(failed.value)
@@ -86,14 +89,14 @@ def test_each_threshold_has_the_action_of_its_key() -> None:
         (Alerts(command_timeout_s=float("nan")), "alerts.command_timeout_s must be greater"),
     ],
 )
-def test_a_mistake_in_the_section_is_one_line(section, rule) -> None:
+def test_a_mistake_in_the_section_is_one_line(section: Alerts, rule: str) -> None:
     (found,) = rules(section)
     assert rule in found
     assert list(rules(Alerts(run=["loss/kl > 1"], command="mail 'm e'"))) == []
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path: Path) -> Path:
     """A run of three steps whose KL rises, by a process that has ended."""
     recorder = Recorder(tmp_path)
     for number in (1, 2, 3):
@@ -113,18 +116,24 @@ def run(tmp_path):
         (["--stalled", "60"], 0),
     ],
 )
-def test_a_check_from_outside_has_an_exit_code_for_a_scheduler(run, arguments, code) -> None:
+def test_a_check_from_outside_has_an_exit_code_for_a_scheduler(
+    run: Path, arguments: list[str], code: int
+) -> None:
     assert watch.run([str(run), "--check", *arguments], {}) == code
 
 
-def test_a_check_takes_the_thresholds_of_a_job(run, tmp_path, capsys) -> None:
+def test_a_check_takes_the_thresholds_of_a_job(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = tmp_path / "job.toml"
     job.write_text('[alerts]\nwarn = ["loss/kl > 10"]\nstop = ["loss/kl >= 3"]\n')
     assert watch.run([str(run), "--check", "--config", str(job)], {}) == 3
     assert capsys.readouterr().out == "step 3: loss/kl >= 3 (3)\n"
 
 
-def test_a_run_that_stands_still_is_found_and_one_that_has_ended_does_not(run, capsys) -> None:
+def test_a_run_that_stands_still_is_found_and_one_that_has_ended_does_not(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     metrics, summary = run / "metrics.jsonl", run / "summary.json"
     old = metrics.stat().st_mtime - 1000
     for path in (metrics, summary):
@@ -135,7 +144,9 @@ def test_a_run_that_stands_still_is_found_and_one_that_has_ended_does_not(run, c
     assert "no step after step 3 for 10" in capsys.readouterr().out
 
 
-def test_a_check_needs_something_to_look_for_and_a_step_to_look_at(run, tmp_path) -> None:
+def test_a_check_needs_something_to_look_for_and_a_step_to_look_at(
+    run: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="RUN must be the folder of a run"):
         watch.run([str(run / "metrics.jsonl"), "--check", "--stalled", "60"], {})
     with pytest.raises(ConfigError, match="--check needs"):

@@ -3,6 +3,7 @@ import os
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,11 +25,11 @@ class Clock:
         return self.now
 
 
-def bars(path: Path) -> list[dict]:
+def bars(path: Path) -> list[dict[str, Any]]:
     return [e for e in json.loads(path.read_text()) if e["ph"] == "X"]
 
 
-def test_a_span_is_a_bar_in_the_trace_and_a_value_in_its_series(tmp_path) -> None:
+def test_a_span_is_a_bar_in_the_trace_and_a_value_in_its_series(tmp_path: Path) -> None:
     clock = Clock()
     recorder = Recorder(tmp_path, clock=clock)
     with recorder.span(names.SEND_S, track="lane a", version=3):
@@ -47,7 +48,9 @@ def test_a_span_is_a_bar_in_the_trace_and_a_value_in_its_series(tmp_path) -> Non
 
 
 @pytest.mark.parametrize(("again", "left"), [(3, [1, 2, 3]), (1, [1])])
-def test_a_step_that_comes_again_replaces_all_from_it_on(tmp_path, again, left) -> None:
+def test_a_step_that_comes_again_replaces_all_from_it_on(
+    tmp_path: Path, again: int, left: list[int]
+) -> None:
     for steps in ((1, 2, 3, 4), (again,)):
         recorder = Recorder(tmp_path)
         for step in steps:
@@ -56,7 +59,7 @@ def test_a_step_that_comes_again_replaces_all_from_it_on(tmp_path, again, left) 
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == left
 
 
-def test_what_is_known_after_the_last_step_is_in_its_line(tmp_path) -> None:
+def test_what_is_known_after_the_last_step_is_in_its_line(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     recorder.after_last_step({names.REWARD: 9.0})
     for step in (1, 2):
@@ -69,8 +72,8 @@ def test_what_is_known_after_the_last_step_is_in_its_line(tmp_path) -> None:
     assert recorder.last_row() == rows[1]
 
 
-def test_of_each_step_only_what_the_summary_needs_stays_in_memory(tmp_path) -> None:
-    def described(recorder) -> tuple[object, list[dict[str, object]]]:
+def test_of_each_step_only_what_the_summary_needs_stays_in_memory(tmp_path: Path) -> None:
+    def described(recorder: Recorder) -> tuple[dict[str, Any], list[dict[str, object]]]:
         return summarize(recorder, "run", "async"), recorder.rows()
 
     recorder = Recorder(tmp_path)
@@ -87,7 +90,7 @@ def test_of_each_step_only_what_the_summary_needs_stays_in_memory(tmp_path) -> N
     assert summary["blocked_s"]["median"] == 0.75
 
 
-def test_each_step_is_one_line_of_valid_json_even_with_nan(tmp_path) -> None:
+def test_each_step_is_one_line_of_valid_json_even_with_nan(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     recorder.step(1, {names.REWARD: 0.5, names.KL: float("nan")})
     recorder.step(2, {names.REWARD: 0.75})
@@ -101,7 +104,7 @@ def test_each_step_is_one_line_of_valid_json_even_with_nan(tmp_path) -> None:
     assert recorder.series(names.REWARD) == [0.5, 0.75]
 
 
-def test_a_resumed_run_goes_on_after_the_line_that_a_kill_tore(tmp_path) -> None:
+def test_a_resumed_run_goes_on_after_the_line_that_a_kill_tore(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(
         '{"step": 1, "reward/mean": 0.1}\n{"step": 2, "reward/mean": 0.2}\n{"step": 3, "rew'
@@ -116,7 +119,7 @@ def test_a_resumed_run_goes_on_after_the_line_that_a_kill_tore(tmp_path) -> None
 
 
 @pytest.mark.parametrize("torn", [0, 3, 25])
-def test_a_process_that_follows_another_keeps_its_trace(tmp_path, torn) -> None:
+def test_a_process_that_follows_another_keeps_its_trace(tmp_path: Path, torn: int) -> None:
     path = tmp_path / "trace.json"
     for version in (1, 2):
         recorder = Recorder(tmp_path)
@@ -132,7 +135,7 @@ def test_a_process_that_follows_another_keeps_its_trace(tmp_path, torn) -> None:
     assert first["tid"] != second["tid"], "both have a row of their own"
 
 
-def test_the_history_of_a_run_spans_its_processes_also_after_a_kill(tmp_path) -> None:
+def test_the_history_of_a_run_spans_its_processes_also_after_a_kill(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         recorder = Recorder(tmp_path)
         recorder.known_server(SERVER)
@@ -160,7 +163,7 @@ def test_the_history_of_a_run_spans_its_processes_also_after_a_kill(tmp_path) ->
     assert [row["step"] for row in again.rows()] == [1]
 
 
-def test_many_threads_record_at_once_and_nothing_is_lost(tmp_path) -> None:
+def test_many_threads_record_at_once_and_nothing_is_lost(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
 
     def work(lane: int) -> None:
@@ -182,7 +185,7 @@ def test_many_threads_record_at_once_and_nothing_is_lost(tmp_path) -> None:
     assert sorted(rows.values()) == [200] * 8
 
 
-def test_a_disk_that_hangs_does_not_hold_up_the_caller(tmp_path) -> None:
+def test_a_disk_that_hangs_does_not_hold_up_the_caller(tmp_path: Path) -> None:
     # Opening a FIFO without a reader blocks for ever, as a dead network file system does.
     os.mkfifo(tmp_path / "trace.json")
     recorder = Recorder(tmp_path)
@@ -195,7 +198,7 @@ def test_a_disk_that_hangs_does_not_hold_up_the_caller(tmp_path) -> None:
     os.close(reader)
 
 
-def test_a_full_disk_is_one_error_of_the_run_and_the_other_files_are_whole(tmp_path) -> None:
+def test_a_full_disk_is_one_error_of_the_run_and_the_other_files_are_whole(tmp_path: Path) -> None:
     (tmp_path / "trace.json").symlink_to("/dev/full")
     recorder = Recorder(tmp_path)
     for step in range(1, 2001):
@@ -207,7 +210,7 @@ def test_a_full_disk_is_one_error_of_the_run_and_the_other_files_are_whole(tmp_p
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2000
 
 
-def test_a_run_directory_that_is_a_file_is_a_mistake_in_the_configuration(tmp_path) -> None:
+def test_a_run_directory_that_is_a_file_is_a_mistake_in_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(ConfigError, match=r"job\.dump_folder must be a directory"):
@@ -226,7 +229,9 @@ def test_blocked_time_and_work_time_never_share_a_name() -> None:
     assert [n for n in names.MEANING if n.endswith("blocked_s")] == [names.BLOCKED_S]
 
 
-def test_a_step_gets_the_mean_of_what_ended_since_the_one_before_and_all_totals(tmp_path) -> None:
+def test_a_step_gets_the_mean_of_what_ended_since_the_one_before_and_all_totals(
+    tmp_path: Path,
+) -> None:
     recorder = Recorder(tmp_path)
     recorder.observe(names.SYNC_S, 1.0)
     recorder.observe(names.SYNC_S, 3.0)
@@ -244,7 +249,7 @@ def test_a_step_gets_the_mean_of_what_ended_since_the_one_before_and_all_totals(
     recorder.close()
 
 
-def test_the_totals_of_a_resumed_run_go_on(tmp_path) -> None:
+def test_the_totals_of_a_resumed_run_go_on(tmp_path: Path) -> None:
     for step in (1, 2):
         recorder = Recorder(tmp_path)
         recorder.count(names.SYNC_BYTES, 50)

@@ -1,5 +1,7 @@
 import json
 import math
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,7 @@ SERVERS = ("http://127.0.0.1:8000", "http://127.0.0.1:8001")
 
 
 @pytest.fixture
-def recorder(tmp_path):
+def recorder(tmp_path: Path) -> Iterator[Recorder]:
     """A run of ten steps of half a second: one server committed every second version, the other one
     nothing."""
     ticks = iter([t / 2 for t in range(1000)])
@@ -45,7 +47,7 @@ def recorder(tmp_path):
     recorder.close()
 
 
-def test_the_summary_of_a_run_keeps_its_schema_and_says_what_happened(recorder) -> None:
+def test_the_summary_of_a_run_keeps_its_schema_and_says_what_happened(recorder: Recorder) -> None:
     summary = report.summarize(recorder, "run", "async")
     schema.check(summary)
     assert summary["steps"] == 10
@@ -77,7 +79,7 @@ def test_the_summary_of_a_run_keeps_its_schema_and_says_what_happened(recorder) 
     assert "100 % to 16 tokens" in table
 
 
-def test_a_run_that_died_before_its_first_step_has_a_valid_summary_too(tmp_path) -> None:
+def test_a_run_that_died_before_its_first_step_has_a_valid_summary_too(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     recorder.error("server gone")
     summary = report.write_report(recorder, "run", "sync")
@@ -86,7 +88,7 @@ def test_a_run_that_died_before_its_first_step_has_a_valid_summary_too(tmp_path)
     assert "server gone" in report.final_table(summary)
 
 
-def test_the_report_writes_a_summary_that_reads_back_and_a_picture(recorder) -> None:
+def test_the_report_writes_a_summary_that_reads_back_and_a_picture(recorder: Recorder) -> None:
     summary = report.write_report(recorder, "run", "async")
     written = json.loads((recorder.run_dir / "summary.json").read_text())
     assert written == summary
@@ -107,7 +109,11 @@ def test_the_report_writes_a_summary_that_reads_back_and_a_picture(recorder) -> 
     ],
 )
 def test_a_broken_summary_is_refused_with_its_key_and_rule(
-    recorder, tmp_path, key, value, words
+    recorder: Recorder,
+    tmp_path: Path,
+    key: str,
+    value: object,
+    words: str,
 ) -> None:
     summary = {**report.summarize(recorder, "run", "async"), key: value}
     with pytest.raises(DataError, match=words):
@@ -115,7 +121,7 @@ def test_a_broken_summary_is_refused_with_its_key_and_rule(
     assert not (tmp_path / "summary.json").exists()
 
 
-def test_the_summary_of_a_resumed_run_describes_the_whole_run(tmp_path) -> None:
+def test_the_summary_of_a_resumed_run_describes_the_whole_run(tmp_path: Path) -> None:
     now = iter(float(t) for t in range(1000))
     for first in (1, 4):
         recorder = Recorder(tmp_path, clock=lambda: next(now))
@@ -135,7 +141,9 @@ def test_the_summary_of_a_resumed_run_describes_the_whole_run(tmp_path) -> None:
     assert again == summary
 
 
-def test_a_report_that_cannot_be_written_is_an_error_of_the_run_and_no_second_one(tmp_path) -> None:
+def test_a_report_that_cannot_be_written_is_an_error_of_the_run_and_no_second_one(
+    tmp_path: Path,
+) -> None:
     recorder = Recorder(tmp_path)
     (tmp_path / "summary.json").mkdir()
     summary = report.write_report(recorder, "run", "sync")
@@ -143,7 +151,7 @@ def test_a_report_that_cannot_be_written_is_an_error_of_the_run_and_no_second_on
     assert list(tmp_path.glob("*.partial")) == []
 
 
-def test_the_final_table_names_every_server_and_every_drop(recorder) -> None:
+def test_the_final_table_names_every_server_and_every_drop(recorder: Recorder) -> None:
     text = report.final_table(report.summarize(recorder, "run", "async"))
     for words in (
         *SERVERS,
@@ -185,6 +193,6 @@ def test_a_quantile_between_two_ranks_is_interpolated_and_nan_is_left_out() -> N
     ],
 )
 def test_the_ends_of_a_series_are_means_over_a_fifth_of_it_at_most_five_values(
-    values, expected
+    values: list[float], expected: tuple[float | None, float | None, int]
 ) -> None:
     assert ends(values) == expected

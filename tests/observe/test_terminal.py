@@ -1,6 +1,9 @@
 """What a watcher of a run sees, and which line is the cause of its failure."""
 
 import sys
+from pathlib import Path
+
+import pytest
 
 from titan_grpo.observe.terminal import (
     Cause,
@@ -26,14 +29,14 @@ def cause(*lines: str) -> Cause:
     return found
 
 
-def test_only_marked_lines_are_shown(capsys):
+def test_only_marked_lines_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     print_status("a table\nof two lines")
     print_error("no such key")
     lines = [*capsys.readouterr().err.splitlines(), "[titan] 2026 - root - INFO - step 1", ""]
     assert [status_of(line) for line in lines] == ["a table", "of two lines", None, None, None]
 
 
-def test_the_first_complaint_is_the_cause_whatever_the_other_ranks_say():
+def test_the_first_complaint_is_the_cause_whatever_the_other_ranks_say() -> None:
     lost = "[rank1]: RuntimeError: gloo/transport/tcp/pair.cc: Connection closed by peer"
     found = cause(
         *TRACEBACK,
@@ -46,14 +49,14 @@ def test_the_first_complaint_is_the_cause_whatever_the_other_ranks_say():
     assert found.exitcode == 1
 
 
-def test_an_exception_counts_more_than_the_connections_it_cut():
+def test_an_exception_counts_more_than_the_connections_it_cut() -> None:
     lost = "[rank1]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:5"
     found = cause(*TRACEBACK, "[rank0]: ValueError: shape (2, 3)", lost, *TORCHRUN)
     assert found.text == "ValueError: shape (2, 3)"
     assert cause(lost, *TORCHRUN).text.startswith("RuntimeError: [pair.cc:553]")
 
 
-def test_a_rank_that_was_killed_without_a_word_is_said_to_be():
+def test_a_rank_that_was_killed_without_a_word_is_said_to_be() -> None:
     found = cause(
         "E0101 failed (exitcode: -9) local_rank: 1 (pid: 5) of binary: python", *TORCHRUN[1:]
     )
@@ -61,7 +64,9 @@ def test_a_rank_that_was_killed_without_a_word_is_said_to_be():
     assert cause("nothing").text == "no rank gave a reason"
 
 
-def test_the_next_command_is_one_that_the_shell_finds(tmp_path, monkeypatch) -> None:
+def test_the_next_command_is_one_that_the_shell_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "env" / "bin" / "titan-grpo"
     program.parent.mkdir(parents=True)
     program.write_text("#!/bin/sh\n")

@@ -46,5 +46,7 @@ def test_a_wait_that_fails_passes_its_error_on_and_is_silent() -> None:
         (130, 120, f"x: 130 s of at most 120 s [{'#' * 20}]"),
     ],
 )
-def test_the_bar_is_the_part_of_the_deadline_that_is_used_up(passed, deadline, end) -> None:
+def test_the_bar_is_the_part_of_the_deadline_that_is_used_up(
+    passed: float, deadline: int | None, end: str
+) -> None:
     assert waiting_line("x", passed, deadline) == f"waiting for {end}"

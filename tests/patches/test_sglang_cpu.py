@@ -4,6 +4,7 @@ interpreter."""
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def python(
 
 
 @pytest.fixture
-def installed(tmp_path):
+def installed(tmp_path: Path) -> Callable[[str], Path]:
     """Makes a directory in which SGLang of some version seems to be installed."""
 
     def make(version: str) -> Path:
@@ -42,7 +43,9 @@ def installed(tmp_path):
     return make
 
 
-def test_any_function_can_be_imported_and_none_computes(installed, tmp_path):
+def test_any_function_can_be_imported_and_none_computes(
+    installed: Callable[[str], Path], tmp_path: Path
+) -> None:
     calls = tmp_path / "calls"
     run = python(
         "import sgl_kernel\n"
@@ -66,24 +69,26 @@ def test_any_function_can_be_imported_and_none_computes(installed, tmp_path):
     ]
 
 
-def test_installed_kernels_are_preferred(installed, tmp_path):
+def test_installed_kernels_are_preferred(installed: Callable[[str], Path], tmp_path: Path) -> None:
     (tmp_path / "sgl_kernel.py").write_text("rmsnorm = 'compiled'\n")
     run = python("from sgl_kernel import rmsnorm; print(rmsnorm)", installed("0.5.23"))
     assert run.stdout == "compiled\n", run.stderr
 
 
-def test_another_version_of_sglang_gets_no_stand_in_but_the_remedy(installed):
+def test_another_version_of_sglang_gets_no_stand_in_but_the_remedy(
+    installed: Callable[[str], Path],
+) -> None:
     run = python("import sgl_kernel", installed("0.6.0"))
     assert run.returncode != 0
     assert "is written for sglang >=0.5.20,<0.5.24, found 0.6.0" in run.stderr
 
 
-def test_without_sglang_a_package_that_looks_for_the_kernels_finds_none():
+def test_without_sglang_a_package_that_looks_for_the_kernels_finds_none() -> None:
     run = python("try: import sgl_kernel\nexcept ImportError: print('none')")
     assert run.stdout == "none\n", run.stderr
 
 
-def test_the_sitecustomize_that_it_hides_runs_and_may_fail(tmp_path):
+def test_the_sitecustomize_that_it_hides_runs_and_may_fail(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "print('theirs')\nraise RuntimeError('theirs broke')\n"
     )
@@ -92,14 +97,14 @@ def test_the_sitecustomize_that_it_hides_runs_and_may_fail(tmp_path):
     assert "theirs broke" in run.stderr
 
 
-def test_nothing_is_imported_for_a_process_that_does_not_ask():
+def test_nothing_is_imported_for_a_process_that_does_not_ask() -> None:
     loaded = python(
         "import sys; print([m for m in ('torch', 'titan_grpo', 'sgl_kernel') if m in sys.modules])"
     )
     assert loaded.stdout == "[]\n", loaded.stderr
 
 
-def test_torchvision_imports_beside_torch_for_cpu_and_only_so(sglang_python):
+def test_torchvision_imports_beside_torch_for_cpu_and_only_so(sglang_python: str) -> None:
     code = "import torchvision, torch; print(torch.ops.torchvision.nms.default._schema)"
     bare = subprocess.run(
         [sglang_python, "-c", code], capture_output=True, text=True, timeout=120, check=False
@@ -113,7 +118,7 @@ def test_torchvision_imports_beside_torch_for_cpu_and_only_so(sglang_python):
     ), run.stderr
 
 
-def test_it_says_why_for_which_versions_and_until_when():
+def test_it_says_why_for_which_versions_and_until_when() -> None:
     assert len(sglang_cpu.WHY) > 40
     assert len(sglang_cpu.DELETE_WHEN) > 20
     assert versions.release(sglang_cpu.APPLIES_TO[1]) < versions.release(sglang_cpu.APPLIES_TO[2])

@@ -70,15 +70,16 @@ def patched() -> dict[str, Any]:
     """What an interpreter finds that imports torchtitan after our patches."""
     run = python(PATCHED)
     assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.mark.usefixtures("without_triton")
-def test_with_the_patch_torchtitan_imports_and_triton_stays_absent(patched) -> None:
+def test_with_the_patch_torchtitan_imports_and_triton_stays_absent(patched: dict[str, Any]) -> None:
     assert patched["triton"] is False
 
 
-def test_tokens_are_grouped_by_expert_with_upstreams_own_reference(patched) -> None:
+def test_tokens_are_grouped_by_expert_with_upstreams_own_reference(patched: dict[str, Any]) -> None:
     assert patched["grouped"]
 
 
@@ -113,14 +114,14 @@ def test_where_triton_finds_no_gpu_tokens_are_grouped_by_that_reference_too(tmp_
 
 
 def test_with_the_device_patch_torchtitan_sees_a_cpu_with_an_index_and_a_memory_monitor(
-    patched,
+    patched: dict[str, Any],
 ) -> None:
     assert patched["device"] == ["cpu", 0]
     assert patched["ooms"] == 0
 
 
 def test_torchtitan_is_imported_without_the_compiler_and_the_text_data_sets_which_come_at_first_use(
-    patched,
+    patched: dict[str, Any],
 ) -> None:
     assert patched["slow"] == []
     assert patched["compiler"]

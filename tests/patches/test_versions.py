@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,7 @@ TORCHTITAN_PATCHES = [
         ("2.11", (2, 11)),
     ],
 )
-def test_a_release_is_its_leading_numbers(text, expected) -> None:
+def test_a_release_is_its_leading_numbers(text: str, expected: tuple[int, ...]) -> None:
     assert versions.release(text) == expected
 
 
@@ -40,7 +41,7 @@ def test_a_version_without_numbers_is_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"), [("2.10.9", False), ("2.11", True), ("2.15.3", True), ("2.16.0", False)]
 )
-def test_a_range_holds_its_first_version_and_not_its_last(text, expected) -> None:
+def test_a_range_holds_its_first_version_and_not_its_last(text: str, expected: bool) -> None:
     assert versions.inside(text, ("torch", "2.11", "2.16")) is expected
 
 
@@ -52,7 +53,7 @@ def test_an_installed_version_outside_the_range_is_refused_with_the_remedy() -> 
 
 
 @pytest.mark.parametrize("name", TORCHTITAN_PATCHES)
-def test_a_patch_says_why_for_which_versions_and_until_when(name, root) -> None:
+def test_a_patch_says_why_for_which_versions_and_until_when(name: str, root: Path) -> None:
     patch = importlib.import_module(f"titan_grpo.patches.{name}")
     assert len(patch.WHY) > 40
     assert len(patch.DELETE_WHEN) > 20
@@ -61,7 +62,7 @@ def test_a_patch_says_why_for_which_versions_and_until_when(name, root) -> None:
     assert versions.release(first) < versions.release(beyond)
 
 
-def test_the_table_of_patches_is_complete(root) -> None:
+def test_the_table_of_patches_is_complete(root: Path) -> None:
     table = (root / "patches" / "README.md").read_text()
     named = set(re.findall(r"^\| `(\w+)(?:\.py|/)`", table, re.MULTILINE))
     patches = root / "patches"

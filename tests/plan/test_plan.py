@@ -2,6 +2,8 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,12 +187,15 @@ def test_a_run_that_is_well_gets_no_advice() -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("servers", 0), ("slow", 1.5), ("step_s", float("nan")), ("slow", -0.1)]
 )
-def test_sizes_that_make_no_sense_are_refused_by_name(field, value) -> None:
+def test_sizes_that_make_no_sense_are_refused_by_name(field: str, value: float) -> None:
+    change: dict[str, Any] = {field: value}
     with pytest.raises(ConfigError, match=field):
-        replace(SMALL, **{field: value})
+        replace(SMALL, **change)
 
 
-def test_the_command_reads_a_file_of_options_and_writes_every_figure(tmp_path, capsys) -> None:
+def test_the_command_reads_a_file_of_options_and_writes_every_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sizes, out = tmp_path / "sizes.toml", tmp_path / "plan.json"
     sizes.write_text('model = "5e8"\nservers = 3\nhours = 0.1\nstep_s = 5\n')
     assert command(["plan", str(sizes), "--servers", "2", "--json", str(out)]) == 0
@@ -209,7 +214,9 @@ def test_the_command_reads_a_file_of_options_and_writes_every_figure(tmp_path, c
         ("servers =\n", "FILE must be a TOML file, got"),
     ],
 )
-def test_a_bad_sizes_file_is_one_line_and_exit_code_2(tmp_path, capsys, content, said) -> None:
+def test_a_bad_sizes_file_is_one_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, said: str
+) -> None:
     sizes = tmp_path / "sizes.toml"
     sizes.write_text(content)
     assert command(["plan", str(sizes)]) == 2
@@ -218,6 +225,6 @@ def test_a_bad_sizes_file_is_one_line_and_exit_code_2(tmp_path, capsys, content,
     assert err.count("\n") == 1
 
 
-def test_a_model_is_a_number_or_torchtitans_name(capsys) -> None:
+def test_a_model_is_a_number_or_torchtitans_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["plan", "--model", "eight billion"]) == 2
     assert "--model must be NAME/FLAVOR" in capsys.readouterr().err

@@ -11,6 +11,8 @@ from titan_grpo.errors import ProtocolError
 from titan_grpo.protocol.admission import (
     Admission,
     Admit,
+    Event,
+    Generate,
     GiveUp,
     Start,
     Unversioned,
@@ -28,7 +30,7 @@ class Places:
         self.state = Admission(base, per_step, max_staleness)
         self.next = 0
 
-    def does(self, event) -> tuple:
+    def does(self, event: Event) -> tuple[Generate, ...]:
         self.state, actions = step(self.state, event)
         return actions
 
@@ -41,7 +43,7 @@ class Places:
         return True
 
 
-def test_the_worked_example_of_the_docstring():
+def test_the_worked_example_of_the_docstring() -> None:
     places = Places(base=10, per_step=4, max_staleness=1)
     while places.admit(10):
         pass
@@ -58,7 +60,7 @@ def test_the_worked_example_of_the_docstring():
     assert places.admit(11)
 
 
-def test_a_group_that_is_made_again_has_its_place_however_many_started_after_it():
+def test_a_group_that_is_made_again_has_its_place_however_many_started_after_it() -> None:
     places = Places(base=0, per_step=2, max_staleness=1)
     while places.admit(0):
         pass
@@ -66,7 +68,7 @@ def test_a_group_that_is_made_again_has_its_place_however_many_started_after_it(
     assert places.does(Start(0, 0))[0].used_at == 0
 
 
-def test_a_prompt_given_up_and_a_group_without_a_version_move_the_others_forward():
+def test_a_prompt_given_up_and_a_group_without_a_version_move_the_others_forward() -> None:
     places = Places(base=0, per_step=2, max_staleness=1)
     while places.admit(0):
         pass
@@ -78,7 +80,7 @@ def test_a_prompt_given_up_and_a_group_without_a_version_move_the_others_forward
     assert [places.state.used_at(prompt) for prompt in (3, 4)] == [0, 1]
 
 
-def test_a_prompt_that_is_made_again_after_a_restart_has_its_place_before_finished_later_ones():
+def test_a_prompt_made_again_after_a_restart_has_its_place_before_finished_later_ones() -> None:
     places = Places(base=0, per_step=2, max_staleness=1)
     places.state = Admission(0, 2, 1, open=(2, 3))  # finished before the restart, and kept
     assert places.admit(0)
@@ -87,7 +89,7 @@ def test_a_prompt_that_is_made_again_after_a_restart_has_its_place_before_finish
 
 
 @pytest.mark.parametrize("event", [Used((3,)), GiveUp(3), Start(3, 9)])
-def test_what_has_no_place_cannot_be_started_used_or_given_up(event):
+def test_what_has_no_place_cannot_be_started_used_or_given_up(event: Event) -> None:
     with pytest.raises(ProtocolError):
         Places(0, 1, 9).does(event)
 
@@ -100,15 +102,18 @@ def test_what_has_no_place_cannot_be_started_used_or_given_up(event):
     seed=st.integers(0, 2**32),
 )
 def test_a_step_gets_its_own_groups_within_the_bound_in_every_schedule(
-    base, per_step, bound, servers, seed
-):
+    base: int, per_step: int, bound: int, servers: int, seed: int
+) -> None:
     """Random schedules: servers lag, groups end out of order, fail, are given up, and come back."""
     chance = random.Random(seed)
     places = Places(base, per_step, bound)
     held = [base] * servers
-    trainer, waiting, running, ready = base, [], {}, {}
-    used = []
-    given_up = set()
+    trainer = base
+    waiting: list[int] = []
+    running: dict[int, int] = {}
+    ready: dict[int, int] = {}
+    used: list[int] = []
+    given_up: set[int] = set()
 
     def train(versioned: bool) -> int:
         lowest = list(places.state.open[:per_step])
@@ -159,7 +164,7 @@ def test_a_step_gets_its_own_groups_within_the_bound_in_every_schedule(
     assert set(used) | given_up | set(places.state.open) == set(range(places.next))
 
 
-def test_a_group_starts_early_by_as_much_as_it_is_expected_to_take_longer():
+def test_a_group_starts_early_by_as_much_as_it_is_expected_to_take_longer() -> None:
     later = [urgency(10 + ahead, expected, 2.0) for ahead, expected in ((0, 1), (1, 1), (1, 4))]
     assert sorted(later) == [later[2], later[0], later[1]]
     assert urgency(10, 0.0, 0.0) == urgency(11, 0.0, 0.0)

@@ -26,18 +26,18 @@ EVENTS = st.one_of(
 NEW = EngineState()
 
 
-def after(*events, start=NEW):
+def after(*events: FenceEvent, start: EngineState = NEW) -> EngineState:
     """The state after these events, all of which are listed."""
     for event in events:
         start, _ = step(start, event)
     return start
 
 
-def loaded(run: str, epoch: int, version: int) -> tuple:
+def loaded(run: str, epoch: int, version: int) -> tuple[CommitRequested, Loaded]:
     return CommitRequested(run, epoch, version), Loaded(run, version, f"f{version}", True, True)
 
 
-def refusal(holding: EngineState, event) -> str:
+def refusal(holding: EngineState, event: FenceEvent) -> str:
     """Why the event is refused; fails if it is not, or if it changes the state."""
     same, refused = step(holding, event)
     assert same == holding
@@ -45,7 +45,7 @@ def refusal(holding: EngineState, event) -> str:
     return refused
 
 
-def test_a_state_shows_whom_it_obeys_and_what_it_holds():
+def test_a_state_shows_whom_it_obeys_and_what_it_holds() -> None:
     assert repr(EngineState()) == "<in force no epoch, holds its own weights>"
     held = after(OpenEpoch("r", 2, 1), *loaded("r", 2, 5))
     assert repr(held) == "<in force r/2 term 1, holds r v5 f5>"
@@ -59,7 +59,7 @@ def test_a_state_shows_whom_it_obeys_and_what_it_holds():
 
 
 @given(st.lists(st.builds(OpenEpoch, RUNS, st.integers(1, 4), TERMS), max_size=12))
-def test_admitted_epochs_only_ever_get_newer(hellos):
+def test_admitted_epochs_only_ever_get_newer(hellos: list[OpenEpoch]) -> None:
     state, admitted = EngineState(), []
     for hello in hellos:
         state, refused = step(state, hello)
@@ -69,14 +69,14 @@ def test_admitted_epochs_only_ever_get_newer(hellos):
     assert admitted == sorted(set(admitted))
 
 
-def test_a_run_whose_clock_is_behind_takes_over_with_a_higher_term_and_keeps_the_server():
+def test_a_run_whose_clock_is_behind_takes_over_with_a_higher_term_and_keeps_the_server() -> None:
     behind = after(OpenEpoch("r", 5, 3), OpenEpoch("q", 1, 4))
     assert (behind.in_force, behind.term) == (("q", 1), 4)
     assert "term 4" in refusal(behind, OpenEpoch("r", 6, 3))
     assert after(OpenEpoch("q", 2, 4), start=behind).in_force == ("q", 2)
 
 
-def test_a_refusal_by_the_own_run_says_so_and_not_that_there_are_two_trainers():
+def test_a_refusal_by_the_own_run_says_so_and_not_that_there_are_two_trainers() -> None:
     state, _ = step(EngineState(), OpenEpoch("r", 2, 1))
     own, other = (refusal(state, OpenEpoch(run, 2, 1)) for run in ("r", "q"))
     assert "another of its lanes" in own
@@ -84,48 +84,48 @@ def test_a_refusal_by_the_own_run_says_so_and_not_that_there_are_two_trainers():
     assert "two trainers" in other
 
 
-def test_a_pause_guard_that_knows_no_term_opens_an_epoch_of_the_run_in_force_alone():
+def test_a_pause_guard_that_knows_no_term_opens_an_epoch_of_the_run_in_force_alone() -> None:
     lane = after(OpenEpoch("r", 2, 3))
     assert after(OpenEpoch("r", 3, 0), start=lane) == EngineState(("r", 3), 3)
     assert "not newer" in refusal(lane, OpenEpoch("s", 3, 0))
     assert after(OpenEpoch("r", 3, 0)).in_force == ("r", 3)
 
 
-def test_a_replayed_hello_is_refused():
+def test_a_replayed_hello_is_refused() -> None:
     assert "not newer than epoch 3 of run r" in refusal(
         after(OpenEpoch("r", 3, 1)), OpenEpoch("r", 3, 1)
     )
 
 
-def test_an_older_run_is_refused_whatever_its_epoch():
+def test_an_older_run_is_refused_whatever_its_epoch() -> None:
     assert "a trainer that was replaced" in refusal(
         after(OpenEpoch("r", 1, 1)), OpenEpoch("q", 99, 1)
     )
 
 
-def test_versions_go_forward_within_a_run_and_may_repeat():
+def test_versions_go_forward_within_a_run_and_may_repeat() -> None:
     held = after(OpenEpoch("r", 1, 1), *loaded("r", 1, 5))
     assert after(CommitRequested("r", 1, 5), start=held).granted == ("r", 5)
     assert "older than version 5" in refusal(held, CommitRequested("r", 1, 4))
 
 
-def test_a_new_run_may_start_at_a_lower_version_and_ends_the_old_one():
+def test_a_new_run_may_start_at_a_lower_version_and_ends_the_old_one() -> None:
     held = after(OpenEpoch("r", 1, 1), *loaded("r", 1, 5), OpenEpoch("s", 1, 1))
     assert after(CommitRequested("s", 1, 0), start=held).granted == ("s", 0)
     assert "in force" in refusal(held, CommitRequested("r", 1, 6))
 
 
-def test_a_commit_before_any_hello_is_refused():
+def test_a_commit_before_any_hello_is_refused() -> None:
     assert "in force" in refusal(EngineState(), CommitRequested("r", 1, 1))
 
 
-def test_a_second_commit_during_a_load_is_refused():
+def test_a_second_commit_during_a_load_is_refused() -> None:
     assert "version 6 of run r is being loaded" in refusal(
         after(OpenEpoch("r", 1, 1), CommitRequested("r", 1, 6)), CommitRequested("r", 1, 7)
     )
 
 
-def test_a_failed_load_keeps_the_version_and_says_whether_it_is_whole():
+def test_a_failed_load_keeps_the_version_and_says_whether_it_is_whole() -> None:
     held = after(OpenEpoch("r", 1, 1), *loaded("r", 1, 5))
     untouched = after(CommitRequested("r", 1, 6), Loaded("r", 6, "", False, True), start=held)
     assert untouched == held
@@ -134,7 +134,7 @@ def test_a_failed_load_keeps_the_version_and_says_whether_it_is_whole():
     assert after(*loaded("r", 1, 6), start=broken).intact
 
 
-def test_a_load_that_touched_nothing_does_not_mend_broken_weights():
+def test_a_load_that_touched_nothing_does_not_mend_broken_weights() -> None:
     broken = after(
         OpenEpoch("r", 1, 1), CommitRequested("r", 1, 6), Loaded("r", 6, "", False, False)
     )
@@ -143,7 +143,7 @@ def test_a_load_that_touched_nothing_does_not_mend_broken_weights():
     ).intact
 
 
-def test_a_hello_during_a_load_does_not_hide_what_was_loaded():
+def test_a_hello_during_a_load_does_not_hide_what_was_loaded() -> None:
     held = after(
         OpenEpoch("r", 1, 1),
         CommitRequested("r", 1, 5),
@@ -158,12 +158,12 @@ def test_a_hello_during_a_load_does_not_hide_what_was_loaded():
     [EngineState(), after(OpenEpoch("r", 1, 1), CommitRequested("r", 1, 5))],
     ids=["nothing lent", "another"],
 )
-def test_the_end_of_a_load_that_was_not_lent_is_our_bug(start):
+def test_the_end_of_a_load_that_was_not_lent_is_our_bug(start: EngineState) -> None:
     with pytest.raises(ProtocolError, match="not about a commit that was granted"):
         step(start, Loaded("r", 4, "f", True, True))
 
 
-def test_a_good_load_of_broken_weights_is_our_bug():
+def test_a_good_load_of_broken_weights_is_our_bug() -> None:
     with pytest.raises(ProtocolError, match="leaves whole weights"):
         step(
             after(OpenEpoch("r", 1, 1), CommitRequested("r", 1, 5)),
@@ -172,7 +172,7 @@ def test_a_good_load_of_broken_weights_is_our_bug():
 
 
 @given(st.lists(EVENTS, max_size=30))
-def test_what_is_held_never_goes_back_and_changes_by_loads_only(events):
+def test_what_is_held_never_goes_back_and_changes_by_loads_only(events: list[FenceEvent]) -> None:
     holding = EngineState()
     for event in events:
         try:

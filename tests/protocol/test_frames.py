@@ -84,7 +84,7 @@ MOVES = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(MOVES)
-def test_every_frame_is_delivered_once_and_in_order(moves):
+def test_every_frame_is_delivered_once_and_in_order(moves: list[tuple[str, int, bool]]) -> None:
     wires = Wires()
     for kind, number, keep in moves:
         match kind:
@@ -111,7 +111,9 @@ def test_every_frame_is_delivered_once_and_in_order(moves):
     ),
     st.data(),
 )
-def test_a_frame_past_its_time_is_never_sent_and_its_number_is(frames, data):
+def test_a_frame_past_its_time_is_never_sent_and_its_number_is(
+    frames: list[tuple[int | None, int]], data: st.DataObject
+) -> None:
     wires, now = Wires(), 0
     for until, passes in frames:
         wires.put_one(None if until is None else float(now + until))

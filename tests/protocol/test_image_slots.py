@@ -15,18 +15,18 @@ def do(b: B.SlotTable, *events: B.Event) -> B.SlotTable:
     return b
 
 
-def promised(b: B.SlotTable) -> tuple[B.SlotTable, int | None]:
-    b, actions = B.step(b, B.Reserve(newest_wanted=False))
-    return b, actions[0].slot if actions else None
+def promised(b: B.SlotTable) -> tuple[B.SlotTable, int]:
+    b, (action,) = B.step(b, B.Reserve(newest_wanted=False))
+    assert isinstance(action, B.Promise)
+    return b, action.slot
 
 
 def published(b: B.SlotTable, version: int) -> B.SlotTable:
     b, slot = promised(b)
-    assert slot is not None
     return do(b, B.Write(slot, version, ONE), B.Copied(version, 0), B.Complete(version))
 
 
-def test_a_version_goes_from_reserved_to_complete():
+def test_a_version_goes_from_reserved_to_complete() -> None:
     b, slot = promised(B.SlotTable.of(2))
     assert (slot, repr(b)) == (0, "[reserved | free]")
     b = do(b, B.Write(slot, 1, ONE))
@@ -34,7 +34,7 @@ def test_a_version_goes_from_reserved_to_complete():
     assert repr(do(b, B.Copied(1, 0), B.Complete(1))) == "[complete v1 | free]"
 
 
-def test_a_version_is_whole_only_when_every_rank_has_copied_its_part():
+def test_a_version_is_whole_only_when_every_rank_has_copied_its_part() -> None:
     b, slot = promised(B.SlotTable.of(2))
     b = do(b, B.Write(slot, 1, frozenset({0, 3})))
     b = do(b, B.Copied(1, 3))
@@ -46,13 +46,13 @@ def test_a_version_is_whole_only_when_every_rank_has_copied_its_part():
     assert do(b, B.Copied(1, 0), B.Complete(1)).newest == 1
 
 
-def test_versions_only_grow():
+def test_versions_only_grow() -> None:
     b, slot = promised(published(B.SlotTable.of(2), 5))
     with pytest.raises(ProtocolError, match="only grow"):
         B.step(b, B.Write(slot, 5, ONE))
 
 
-def test_a_lane_pins_only_what_is_newer():
+def test_a_lane_pins_only_what_is_newer() -> None:
     b = published(B.SlotTable.of(2), 4)
     assert B.step(b, B.Pin("a", 4)) == (b, ())
     b, actions = B.step(b, B.Pin("a", 3))
@@ -64,7 +64,7 @@ def test_a_lane_pins_only_what_is_newer():
         B.step(b, B.Unpin("b"))
 
 
-def test_a_revoked_reservation_is_what_it_was_before():
+def test_a_revoked_reservation_is_what_it_was_before() -> None:
     b, slot = promised(published(B.SlotTable.of(2), 1))
     assert do(b, B.Revoke(slot)) == published(B.SlotTable.of(2), 1)
     b = published(published(B.SlotTable.of(2), 1), 2)
@@ -92,16 +92,20 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(wanted=st.booleans())
     def reserve(self, wanted: bool) -> None:
         self.b, actions = B.step(self.b, B.Reserve(wanted))
-        self.slot = actions[0].slot if actions else self.slot
+        for action in actions:
+            assert isinstance(action, B.Promise)
+            self.slot = action.slot
 
     @precondition(lambda self: self.slot is not None)
     @rule()
     def revoke(self) -> None:
+        assert self.slot is not None
         self.b, self.slot = do(self.b, B.Revoke(self.slot)), None
 
     @precondition(lambda self: self.slot is not None)
     @rule()
     def write(self) -> None:
+        assert self.slot is not None
         self.version += 1
         self.b, self.slot = do(self.b, B.Write(self.slot, self.version, frozenset({0, 1}))), None
 
@@ -109,12 +113,14 @@ class AnyOrder(RuleBasedStateMachine):
     def copy(self, rank: int) -> None:
         for slot in self.b.slots:
             if rank in slot.missing:
+                assert slot.version is not None
                 self.b = do(self.b, B.Copied(slot.version, rank))
 
     @rule(good=st.booleans())
     def settle(self, good: bool) -> None:
         for slot in self.b.slots:
             if slot.phase is B.Phase.WRITING and not slot.missing:
+                assert slot.version is not None
                 self.b = do(self.b, B.Complete(slot.version) if good else B.Discard(slot.version))
 
     @rule(lane=st.sampled_from("abc"))
@@ -122,8 +128,10 @@ class AnyOrder(RuleBasedStateMachine):
         if lane in self.reading:
             return
         self.b, actions = B.step(self.b, B.Pin(lane, self.held[lane]))
+        held = self.held[lane]
         for read in actions:
-            assert self.held[lane] is None or read.version > self.held[lane]
+            assert isinstance(read, B.Read)
+            assert held is None or read.version > held
             assert read.version == self.b.newest
             self.reading[lane] = (read.version, read.slot)
 

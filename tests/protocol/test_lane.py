@@ -19,7 +19,8 @@ LOADING = GOOD[:5]
 
 
 def drive(*events: L.Event, streamed: bool = False) -> tuple[L.Lane, list[L.Action]]:
-    state, done = L.Lane(streamed=streamed), []
+    state = L.Lane(streamed=streamed)
+    done: list[L.Action] = []
     for event in events:
         state, actions = L.step(state, event)
         done += actions
@@ -34,7 +35,7 @@ def notes(actions: list[L.Action]) -> list[ledger.Event]:
     return [a.event for a in actions if isinstance(a, L.Note)]
 
 
-def test_a_good_sync_sends_pauses_loads_labels_resumes_and_reads_back():
+def test_a_good_sync_sends_pauses_loads_labels_resumes_and_reads_back() -> None:
     state, actions = drive(*GOOD, L.ReadBack(3))
     begin = [L.Connect(1, 1), L.AwaitNewer(), L.Send(3), L.Pause(), L.Load(3)]
     assert work(actions) == [
@@ -54,7 +55,7 @@ def test_a_good_sync_sends_pauses_loads_labels_resumes_and_reads_back():
 
 
 @pytest.mark.parametrize("so_far", range(1, 9))
-def test_a_failure_anywhere_rests_and_connects_again_in_a_new_epoch(so_far):
+def test_a_failure_anywhere_rests_and_connects_again_in_a_new_epoch(so_far: int) -> None:
     state, actions = drive(*GOOD[:so_far], L.Failed(), L.Rested())
     assert work(actions)[-2:] == [L.Rest(), L.Connect(2, 1)]
     assert repr(state) == "<connecting epoch 2>"
@@ -62,7 +63,7 @@ def test_a_failure_anywhere_rests_and_connects_again_in_a_new_epoch(so_far):
     assert notes(actions)[-1] == (ledger.TransferFailed() if sending else ledger.Forgotten())
 
 
-def test_holds_is_said_after_the_read_back_only():
+def test_holds_is_said_after_the_read_back_only() -> None:
     _, actions = drive(*GOOD)
     assert ledger.Holds(3) not in notes(actions)
     state, actions = drive(*GOOD, L.ReadBack(None))
@@ -70,21 +71,21 @@ def test_holds_is_said_after_the_read_back_only():
     assert repr(state) == "<backoff epoch 1>"
 
 
-def test_a_refused_load_shows_the_old_label_and_resumes_before_the_lane_rests():
+def test_a_refused_load_shows_the_old_label_and_resumes_before_the_lane_rests() -> None:
     state, actions = drive(*LOADING, L.Loaded(3, False, True), L.Labelled(), L.Resumed())
     assert work(actions)[-3:] == [L.SetLabel(L.Outcome.OLD, 3), L.Resume(), L.Rest()]
     assert (repr(state), notes(actions)[-1]) == ("<backoff epoch 1>", ledger.Forgotten())
 
 
 @pytest.mark.parametrize("labelled", [L.Labelled(), L.Failed()])
-def test_a_half_loaded_server_is_never_resumed(labelled):
+def test_a_half_loaded_server_is_never_resumed(labelled: L.Labelled | L.Failed) -> None:
     _, actions = drive(*LOADING, L.Loaded(3, False, False), labelled)
     assert work(actions)[-2:] == [L.SetLabel(L.Outcome.BROKEN, 3), L.Rest()]
     assert L.Resume() not in actions
     assert notes(actions)[-1] == ledger.Quarantined()
 
 
-def test_a_joining_server_is_quarantined_unless_intact_and_else_held_for_what_it_holds():
+def test_a_joining_server_is_quarantined_unless_intact_and_else_held_for_what_it_holds() -> None:
     assert notes(drive(L.Started(), L.Connected(5, False))[1]) == [ledger.Quarantined()]
     assert notes(drive(L.Started(), L.Connected(5, True))[1]) == [
         ledger.Forgotten(),
@@ -93,17 +94,19 @@ def test_a_joining_server_is_quarantined_unless_intact_and_else_held_for_what_it
 
 
 @pytest.mark.parametrize(("streamed", "released_by"), [(False, L.Staged), (True, L.Loaded)])
-def test_the_image_is_released_as_soon_as_its_bytes_are_through(streamed, released_by):
+def test_the_image_is_released_as_soon_as_its_bytes_are_through(
+    streamed: bool, released_by: type[L.Event]
+) -> None:
     state = L.Lane(streamed=streamed)
     for event in GOOD:
         state, actions = L.step(state, event)
         assert (L.Release() in actions) == isinstance(event, released_by)
     for so_far in (3, 4, 5):
-        state, actions = drive(*GOOD[:so_far], streamed=streamed)
+        state, _ = drive(*GOOD[:so_far], streamed=streamed)
         assert (L.Release() in L.step(state, L.Failed())[1]) == state.pinned
 
 
-def test_a_lane_can_stop_unless_a_commit_runs_and_then_as_soon_as_that_has_ended():
+def test_a_lane_can_stop_unless_a_commit_runs_and_then_as_soon_as_that_has_ended() -> None:
     for phase in L.Phase:
         state = L.Lane(phase=phase, version=1)
         if state.stoppable:
@@ -114,31 +117,32 @@ def test_a_lane_can_stop_unless_a_commit_runs_and_then_as_soon_as_that_has_ended
     assert {p for p in L.Phase if not L.Lane(phase=p).stoppable} == L.COMMITTING | {L.Phase.STOPPED}
 
 
-def test_a_first_epoch_that_an_earlier_run_refuses_is_opened_again_with_a_higher_term():
-    state, actions = drive(L.Started(), L.Outranked(4, earlier=True))
-    assert actions[-2:] == [L.Note(ledger.Forgotten()), L.Connect(2, 5)]
+def test_a_first_epoch_that_an_earlier_run_refuses_is_opened_again_with_a_higher_term() -> None:
+    state, done = drive(L.Started(), L.Outranked(4, earlier=True))
+    assert done[-2:] == [L.Note(ledger.Forgotten()), L.Connect(2, 5)]
     state, actions = L.step(state, L.Outranked(7, earlier=True))
     assert actions[-1] == L.Connect(3, 8)
     assert (L.step(state, JOINED)[0].term, L.step(state, JOINED)[0].admitted) == (8, True)
 
 
 @pytest.mark.parametrize("earlier", [True, False])
-def test_a_replaced_trainer_rests_and_keeps_its_term(earlier):
+def test_a_replaced_trainer_rests_and_keeps_its_term(earlier: bool) -> None:
     first = (L.Started(),) if not earlier else (L.Started(), JOINED, L.Failed(), L.Rested())
     state, actions = drive(*first, L.Outranked(4, earlier=earlier))
     assert actions[-2:] == [L.Note(ledger.Forgotten()), L.Rest()]
     assert L.step(state, L.Rested())[1] == (L.Connect(state.epoch + 1, 1),)
 
 
-def test_the_deadlines_of_a_commit_are_the_sum_of_its_steps():
+def test_the_deadlines_of_a_commit_are_the_sum_of_its_steps() -> None:
     assert set(L.CALLS) == L.COMMITTING | {L.Phase.CONNECTING}
     assert L.step_s(L.Phase.RESUMING, 10.0, 60.0) == 10.0
     assert L.commit_s(10.0, 60.0) == 170.0 + 60.0
 
 
-def test_an_event_that_a_state_does_not_list_raises_and_changes_nothing():
-    events = [*GOOD, L.ReadBack(1), L.Failed(), L.Rested(), L.Stopped()]
-    events = [type(e)(1) if isinstance(e, (L.Newer, L.Staged)) else e for e in events]
+def test_an_event_that_a_state_does_not_list_raises_and_changes_nothing() -> None:
+    known: list[L.Event] = [*GOOD, L.ReadBack(1), L.Failed(), L.Rested(), L.Stopped()]
+    changed: dict[type[L.Event], L.Event] = {L.Newer: L.Newer(1), L.Staged: L.Staged(1)}
+    events = [changed.get(type(event), event) for event in known]
     for phase in L.Phase:
         for event in events:
             state = L.Lane(phase=phase, version=3 if isinstance(event, L.Loaded) else 1)
@@ -149,7 +153,7 @@ def test_an_event_that_a_state_does_not_list_raises_and_changes_nothing():
                 L.step(state, event)
 
 
-def test_an_answer_for_another_version_is_refused():
+def test_an_answer_for_another_version_is_refused() -> None:
     state, _ = drive(*GOOD[:3])
     with pytest.raises(ProtocolError, match="version 2"):
         L.step(state, L.Staged(2))

@@ -17,7 +17,7 @@ def do(*events: L.Event) -> Entry:
     return entry
 
 
-def test_a_server_holds_a_version_only_after_its_read_back():
+def test_a_server_holds_a_version_only_after_its_read_back() -> None:
     e = do(L.Receiving(3), L.Committing())
     assert (repr(e), e.accepting) == ("committing(? <- v3)", False)
     e = L.step(e, L.Holds(3))
@@ -30,7 +30,7 @@ def test_a_receiving_server_goes_on_serving_what_it_holds():
     assert repr(L.step(e, L.TransferFailed())) == "holds(v3)"
 
 
-def test_a_commit_in_doubt_makes_the_server_unknown():
+def test_a_commit_in_doubt_makes_the_server_unknown() -> None:
     e = do(L.Holds(3), L.Receiving(4), L.Committing(), L.Forgotten())
     assert (repr(e), e.accepting) == ("unknown(?)", False)
 
@@ -39,20 +39,20 @@ def test_rollouts_are_withheld_when_the_commit_begins():
     assert not do(L.Holds(3), L.Receiving(4), L.Committing()).accepting
 
 
-def test_a_half_loaded_server_takes_nothing_until_a_full_sync():
+def test_a_half_loaded_server_takes_nothing_until_a_full_sync() -> None:
     e = do(L.Holds(3), L.Quarantined(), L.Receiving(4))
     assert (e.standing, e.accepting) == (Standing.QUARANTINED, False)
     assert repr(do(L.Quarantined(), L.Receiving(4), L.Committing(), L.Holds(4))) == "holds(v4)"
 
 
-def test_a_servers_version_never_goes_back():
+def test_a_servers_version_never_goes_back() -> None:
     with pytest.raises(ProtocolError, match="never goes back"):
         L.step(do(L.Holds(3)), L.Receiving(3))
     with pytest.raises(ProtocolError, match="never goes back"):
         L.step(do(L.Holds(3)), L.Holds(2))
 
 
-def test_a_server_that_left_stays_gone_whatever_its_lane_still_says_until_it_comes_again():
+def test_a_server_that_left_stays_gone_whatever_its_lane_still_says_until_it_comes_again() -> None:
     gone = do(L.Holds(3), L.Receiving(4), L.Left())
     for late in (
         L.Receiving(5),
@@ -67,8 +67,8 @@ def test_a_server_that_left_stays_gone_whatever_its_lane_still_says_until_it_com
     assert repr(L.step(gone, L.Came())) == "unknown(?)"
 
 
-def test_an_event_that_a_standing_does_not_list_raises_and_changes_nothing():
-    events = [
+def test_an_event_that_a_standing_does_not_list_raises_and_changes_nothing() -> None:
+    events: list[L.Event] = [
         L.Receiving(9),
         L.Committing(),
         L.Holds(9),
@@ -89,7 +89,7 @@ def test_an_event_that_a_standing_does_not_list_raises_and_changes_nothing():
             assert entry == Entry(standing, incoming=9)
 
 
-def test_labels_round_trip_and_foreign_ones_are_not_ours():
+def test_labels_round_trip_and_foreign_ones_are_not_ours() -> None:
     label = Label("018bcfe56800-00ff", 12, "abcd")
     assert Label.parse(str(label)) == label
     for foreign in (None, "", "default", "a:b:c", "unusable", "7"):
@@ -114,7 +114,7 @@ def test_a_run_that_is_resumed_counts_from_its_own_first_boundary() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=40))
-def test_it_counts_the_versions_since_the_last_commit(commits) -> None:
+def test_it_counts_the_versions_since_the_last_commit(commits: list[bool]) -> None:
     held, boundaries, expected, quiet = 0, [], [], 0
     for version, commit in enumerate(commits):
         held += commit

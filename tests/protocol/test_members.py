@@ -6,8 +6,10 @@ from hypothesis import strategies as st
 
 from titan_grpo.errors import ProtocolError
 from titan_grpo.protocol.members import (
+    Action,
     Add,
     Ended,
+    Event,
     Join,
     Leave,
     Listed,
@@ -23,8 +25,8 @@ def urls(*names: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def run(members: Members, *events: object) -> tuple[Members, list[object]]:
-    out: list[object] = []
+def run(members: Members, *events: Event) -> tuple[Members, list[Action]]:
+    out: list[Action] = []
     for event in events:
         members, actions = step(members, event)
         out += actions
@@ -72,10 +74,11 @@ def test_a_server_added_by_command_stays_when_the_file_changes() -> None:
         (Listed(urls()), "without a server"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_a_reason(event, words) -> None:
+def test_what_makes_no_sense_is_refused_with_a_reason(event: Event, words: str) -> None:
     members = start(urls("a", "b"))
     after, (refusal,) = step(members, event)
     assert after == members
+    assert isinstance(refusal, Refuse)
     assert words in refusal.reason
 
 
@@ -109,7 +112,9 @@ EVENTS = st.one_of(
 
 
 @given(st.frozensets(NAMES, min_size=1, max_size=2), st.lists(EVENTS, max_size=40))
-def test_lanes_follow_the_wish_and_no_server_ever_has_two(fixed, events) -> None:
+def test_lanes_follow_the_wish_and_no_server_ever_has_two(
+    fixed: frozenset[str], events: list[Event]
+) -> None:
     members, lanes = start(fixed), set(fixed)
     for event in events:
         if isinstance(event, Ended) and event.url not in members.leaving:

@@ -3,6 +3,7 @@ refused."""
 
 import json
 import re
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from titan_grpo.protocol.messages import (
     Commit,
     Hello,
     Joined,
+    Message,
     Order,
     Patch,
     RangeSource,
@@ -40,13 +42,13 @@ names = [type(m).__name__ for m in MESSAGES]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=names)
-def test_a_message_is_read_back_as_it_was_written(message):
+def test_a_message_is_read_back_as_it_was_written(message: Message) -> None:
     assert type(message).from_json(message.to_json()) == message
     assert type(message).from_dict(message.to_dict()) == message
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=names)
-def test_a_missing_key_is_named(message):
+def test_a_missing_key_is_named(message: Message) -> None:
     for field in msgspec.structs.fields(message):
         data = message.to_dict()
         del data[field.name]
@@ -56,19 +58,19 @@ def test_a_missing_key_is_named(message):
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=names)
-def test_an_unknown_key_is_named(message):
+def test_an_unknown_key_is_named(message: Message) -> None:
     with pytest.raises(PeerError, match="unknown field `surprise`"):
         type(message).from_dict(message.to_dict() | {"surprise": 1})
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=names)
-def test_a_value_of_a_wrong_type_is_refused(message):
+def test_a_value_of_a_wrong_type_is_refused(message: Message) -> None:
     for field in msgspec.structs.fields(message):
         with pytest.raises(PeerError, match=field.name):
             type(message).from_dict(message.to_dict() | {field.name: [None]})
 
 
-def test_true_is_not_a_number_and_a_whole_number_is_a_float():
+def test_true_is_not_a_number_and_a_whole_number_is_a_float() -> None:
     with pytest.raises(PeerError, match="epoch"):
         Hello.from_dict(HELLO.to_dict() | {"epoch": True})
     assert Hello.from_dict(HELLO.to_dict() | {"timeout_s": 30}).timeout_s == 30
@@ -84,23 +86,23 @@ def test_true_is_not_a_number_and_a_whole_number_is_a_float():
         ("block_bytes", 0, ">= 1 - at `$.block_bytes`"),
     ],
 )
-def test_an_impossible_hello_is_refused_with_its_rule(key, value, rule):
+def test_an_impossible_hello_is_refused_with_its_rule(key: str, value: object, rule: str) -> None:
     with pytest.raises(PeerError, match=re.escape(rule)):
         Hello.from_dict(HELLO.to_dict() | {key: value})
 
 
-def test_an_unknown_order_is_refused():
+def test_an_unknown_order_is_refused() -> None:
     with pytest.raises(PeerError, match="Invalid enum value"):
         Order.from_json(json.dumps(MESSAGES[2].to_dict() | {"op": "delete"}))
 
 
 @given(st.one_of(st.text(), st.binary()))
-def test_anything_else_is_refused_and_never_crashes(text):
+def test_anything_else_is_refused_and_never_crashes(text: str | bytes) -> None:
     with pytest.raises(PeerError):
         Staged.from_json(text)
 
 
-def test_two_runs_of_the_same_millisecond_differ():
+def test_two_runs_of_the_same_millisecond_differ() -> None:
     assert len({new_run_id(1.0) for _ in range(100)}) == 100
 
 
@@ -108,13 +110,13 @@ KEY = Key(bytes(32))
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=names)
-def test_a_proof_survives_the_journey_and_a_changed_value_does_not(message):
+def test_a_proof_survives_the_journey_and_a_changed_value_does_not(message: Message) -> None:
     arrived = type(message).from_json(message.proven(KEY).to_json())
     arrived.require_proof(KEY)
     for field in msgspec.structs.fields(message):
         value = getattr(message, field.name)
         # values that are valid in another message of the same type
-        valid = {"op": "stream", "apply": "streamed"}
+        valid: dict[str, Any] = {"op": "stream", "apply": "streamed"}
         valid |= {"bucket_bytes": 8192, "block_bytes": 8192}
         valid |= {"sources": (RangeSource("elsewhere", 1, "00"),)}
         valid |= {"relays": valid["sources"], "serve": ("00",), "lost": (1,)}
@@ -127,7 +129,7 @@ def test_a_proof_survives_the_journey_and_a_changed_value_does_not(message):
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=names)
-def test_both_ends_have_the_same_key_or_neither_has_one(message):
+def test_both_ends_have_the_same_key_or_neither_has_one(message: Message) -> None:
     message.require_proof(None)
     with pytest.raises(PeerError, match="carries no proof of the run key"):
         message.require_proof(KEY)
@@ -138,12 +140,12 @@ def test_both_ends_have_the_same_key_or_neither_has_one(message):
     assert KEY.hex() not in str(caught.value)
 
 
-def test_a_proof_of_one_message_proves_no_other():
+def test_a_proof_of_one_message_proves_no_other() -> None:
     proofs = {message.proven(KEY).proof for message in MESSAGES}
     assert len(proofs) == len(MESSAGES)
 
 
-def test_a_hello_of_another_version_can_be_answered():
+def test_a_hello_of_another_version_can_be_answered() -> None:
     data = HELLO.to_dict() | {"invented_later": 1}
     del data["apply"], data["proof"]
     address = reply_address(data)
@@ -153,7 +155,7 @@ def test_a_hello_of_another_version_can_be_answered():
 
 
 @pytest.mark.parametrize("data", [None, [], {}, {"port": 4000}, HELLO.to_dict() | {"port": -1}])
-def test_what_has_no_address_gets_no_answer(data):
+def test_what_has_no_address_gets_no_answer(data: object) -> None:
     assert reply_address(data) is None
 
 
@@ -163,5 +165,5 @@ def test_what_has_no_address_gets_no_answer(data):
         st.integers() | st.text() | st.none(),
     )
 )
-def test_no_body_makes_the_address_crash(data):
+def test_no_body_makes_the_address_crash(data: dict[str, int | str | None]) -> None:
     reply_address(HELLO.to_dict() | data)

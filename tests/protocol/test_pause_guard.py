@@ -5,9 +5,11 @@ import pytest
 from titan_grpo.errors import ProtocolError
 from titan_grpo.protocol.lane import LaneEvent, Point
 from titan_grpo.protocol.pause_guard import (
+    Action,
     CancelRecovery,
     Deadlines,
     Ended,
+    Event,
     Failed,
     GiveUp,
     GuardState,
@@ -27,47 +29,48 @@ def passed(point: Point, now: float, epoch: int = 2, url: str = URL) -> LaneRepo
     return LaneReported(LaneEvent(point, url, "run", epoch, 7, "run:7:ab"), now)
 
 
-def drive(*events) -> tuple[GuardState, list]:
+def drive(*events: Event) -> tuple[GuardState, tuple[Action, ...]]:
     """The state after all events, and all actions of the last one."""
-    state, actions = GuardState(DEADLINES), ()
+    state = GuardState(DEADLINES)
+    actions: tuple[Action, ...] = ()
     for event in events:
         state, actions = step(state, event)
-    return state, list(actions)
+    return state, actions
 
 
-def test_a_commit_in_time_leaves_nothing_open():
+def test_a_commit_in_time_leaves_nothing_open() -> None:
     state, actions = drive(
         passed(Point.GREET, 0),
         passed(Point.CONNECTED, 1),
         passed(Point.PAUSE, 2),
         passed(Point.RESUMED, 3),
     )
-    assert (repr(state), actions) == ("<nothing open>", [])
+    assert (repr(state), actions) == ("<nothing open>", ())
     assert step(state, Ended(clean=False, now=4.0))[0].done
 
 
-def test_points_outside_a_commit_change_nothing():
+def test_points_outside_a_commit_change_nothing() -> None:
     before, _ = drive(passed(Point.PAUSE, 0))
     for point in (Point.BEGIN, Point.EXTENT, Point.SENT, Point.STAGED):
         assert step(before, passed(point, 1)) == (before, ())
 
 
 @pytest.mark.parametrize("point", [Point.LOAD, Point.LABEL, Point.RESUME])
-def test_each_step_of_a_commit_has_a_lease_of_its_own(point: Point):
+def test_each_step_of_a_commit_has_a_lease_of_its_own(point: Point) -> None:
     state, actions = drive(passed(Point.PAUSE, 0), passed(point, 2.9), Ticked(5.8))
-    assert (state.due, actions) == (5.9, [])
+    assert (state.due, actions) == (5.9, ())
 
 
-def test_a_pause_past_its_lease_is_settled_once():
+def test_a_pause_past_its_lease_is_settled_once() -> None:
     state, actions = drive(passed(Point.PAUSE, 0), Ticked(2.9))
-    assert (state.due, actions) == (3.0, [])
+    assert (state.due, actions) == (3.0, ())
     state, actions = step(state, Ticked(3.0))
     assert actions == (Recover(URL, "run", 2, doubtful=False),)
     assert repr(state) == "<http://a settling epoch 2 due 3.0>"
     assert step(state, Ticked(9.0)) == (state, ())
 
 
-def test_a_frozen_trainers_server_is_looked_at_again_as_long_as_its_lane_is_silent():
+def test_a_frozen_trainers_server_is_looked_at_again_as_long_as_its_lane_is_silent() -> None:
     state, _ = drive(passed(Point.PAUSE, 0), Ticked(3.0), Recovered(URL, 2, 4.0))
     assert repr(state) == "<http://a settled epoch 2 due 7.0>"
     for _ in range(5):
@@ -79,15 +82,15 @@ def test_a_frozen_trainers_server_is_looked_at_again_as_long_as_its_lane_is_sile
 
 
 @pytest.mark.parametrize("point", [Point.GREET, Point.PAUSE, Point.CONNECTED, Point.RESUMED])
-def test_a_look_is_called_off_when_the_lane_speaks(point: Point):
+def test_a_look_is_called_off_when_the_lane_speaks(point: Point) -> None:
     state, actions = drive(passed(Point.PAUSE, 0), Ticked(3.0), passed(point, 3.5, epoch=4))
-    assert actions == [CancelRecovery(URL)]
+    assert actions == (CancelRecovery(URL),)
     assert step(state, Recovered(URL, 2, 4.0)) == (state, ())
     assert step(state, Failed(URL, 2, 4.0)) == (state, ())
     assert step(state, Superseded(URL, 2)) == (state, ())
 
 
-def test_a_pause_stays_open_while_the_lane_connects_anew():
+def test_a_pause_stays_open_while_the_lane_connects_anew() -> None:
     state, _ = drive(
         passed(Point.PAUSE, 0),
         passed(Point.GREET, 1, epoch=4),
@@ -98,14 +101,14 @@ def test_a_pause_stays_open_while_the_lane_connects_anew():
     assert actions == (Recover(URL, "run", 4, doubtful=False),)
 
 
-def test_a_dead_trainers_servers_are_looked_at_twice_and_the_others_are_not():
+def test_a_dead_trainers_servers_are_looked_at_twice_and_the_others_are_not() -> None:
     events = [
         passed(Point.PAUSE, 0),
         passed(Point.PAUSE, 0, url="http://b"),
         passed(Point.RESUMED, 1, url="http://b"),
     ]
     state, actions = drive(*events, Ended(clean=False, now=1.0), Ticked(1.0))
-    assert actions == [Recover(URL, "run", 2, doubtful=False)]
+    assert actions == (Recover(URL, "run", 2, doubtful=False),)
     state, _ = step(state, Recovered(URL, 2, 1.5))
     assert step(state, Ticked(3.4))[1] == ()
     state, actions = step(state, Ticked(3.5))
@@ -115,7 +118,7 @@ def test_a_dead_trainers_servers_are_looked_at_twice_and_the_others_are_not():
     assert state.done
 
 
-def test_a_look_of_before_the_trainers_death_is_followed_by_one_after():
+def test_a_look_of_before_the_trainers_death_is_followed_by_one_after() -> None:
     state, _ = drive(
         passed(Point.PAUSE, 0), Ticked(3.0), Ended(clean=False, now=3.1), Recovered(URL, 2, 3.2)
     )
@@ -125,19 +128,19 @@ def test_a_look_of_before_the_trainers_death_is_followed_by_one_after():
     assert step(state, Recovered(URL, 2, 5.3))[0].done
 
 
-def test_a_server_whose_lane_was_still_connecting_may_have_been_found_paused():
+def test_a_server_whose_lane_was_still_connecting_may_have_been_found_paused() -> None:
     _, actions = drive(passed(Point.GREET, 0), Ended(clean=False, now=1.0), Ticked(1.0))
-    assert actions == [Recover(URL, "run", 2, doubtful=True)]
+    assert actions == (Recover(URL, "run", 2, doubtful=True),)
 
 
-def test_after_a_clean_end_a_server_that_never_joined_is_asked_once():
+def test_after_a_clean_end_a_server_that_never_joined_is_asked_once() -> None:
     state, _ = drive(passed(Point.GREET, 0), Ended(clean=True, now=1.0), Ticked(1.0))
     state, actions = step(state, Failed(URL, 2, 1.1))
     assert actions == (GiveUp(URL),)
     assert state.done
 
 
-def test_a_silent_server_is_given_up_after_its_tries_with_growing_rests():
+def test_a_silent_server_is_given_up_after_its_tries_with_growing_rests() -> None:
     state, _ = drive(passed(Point.PAUSE, 0), Ended(clean=False, now=0.0))
     rests = []
     for now in (0.0, 10.0):
@@ -152,14 +155,14 @@ def test_a_silent_server_is_given_up_after_its_tries_with_growing_rests():
     assert (actions, state.done) == ((GiveUp(URL),), True)
 
 
-def test_a_server_that_a_newer_trainer_has_is_left_to_it():
+def test_a_server_that_a_newer_trainer_has_is_left_to_it() -> None:
     state, _ = drive(
         passed(Point.PAUSE, 0), Ended(clean=False, now=1.0), Ticked(1.0), Superseded(URL, 2)
     )
     assert state.done
 
 
-def test_a_lane_after_the_trainers_end_is_a_bug():
+def test_a_lane_after_the_trainers_end_is_a_bug() -> None:
     state, _ = drive(Ended(clean=True, now=0.0))
     for event in (passed(Point.PAUSE, 1.0), Ended(clean=True, now=1.0)):
         with pytest.raises(ProtocolError, match="not listed"):

@@ -82,7 +82,9 @@ def test_a_server_half_as_fast_as_its_parent_is_a_leaf_and_those_behind_it_are_n
 
 
 @pytest.mark.parametrize(("rate", "slow"), [(6.0, False), (4.0, True)])
-def test_one_that_reads_from_the_trainer_is_slow_beside_the_fastest_other(rate, slow) -> None:
+def test_one_that_reads_from_the_trainer_is_slow_beside_the_fastest_other(
+    rate: float, slow: bool
+) -> None:
     table = Table(a="1", b="2")
     table.asks("a", 1)
     table.do(Answered("a", 1, True, 10.0))

@@ -22,7 +22,7 @@ STAGED = (Begin(1, 7), Arrived(1, 7, "ff", True))
 LENT = (*STAGED, LendRequested(1, 7, "ff"))
 
 
-def after(*events, streamed: bool = False) -> Staging:
+def after(*events: StagingEvent, streamed: bool = False) -> Staging:
     state = Staging(streamed=streamed)
     for event in events:
         state, refused = step(state, event)
@@ -37,7 +37,7 @@ def refusal(state: Staging, event) -> str:
     return refused
 
 
-def test_a_state_shows_what_is_staged():
+def test_a_state_shows_what_is_staged() -> None:
     assert repr(Staging()) == "<empty -, transfer 0>"
     assert repr(after(Begin(1, 7))) == "<writing v7 -, transfer 1>"
     assert repr(after(*LENT)) == "<lent v7 ff, transfer 1>"
@@ -54,11 +54,11 @@ def test_a_checked_transfer_is_lent_and_may_be_lent_again_after_its_return():
 @pytest.mark.parametrize(
     "asked", [LendRequested(2, 7, "ff"), LendRequested(1, 8, "ff"), LendRequested(1, 7, "gg")]
 )
-def test_anything_but_what_is_staged_is_refused(asked):
+def test_anything_but_what_is_staged_is_refused(asked: LendRequested) -> None:
     assert "staged is (1, 7, 'ff')" in refusal(after(*STAGED), asked)
 
 
-def test_nothing_is_lent_before_the_bytes_are_checked_or_after_a_bad_check():
+def test_nothing_is_lent_before_the_bytes_are_checked_or_after_a_bad_check() -> None:
     for state in (Staging(), after(Begin(1, 7)), after(Begin(1, 7), Arrived(1, 7, "ff", False))):
         assert "not staged here" in refusal(state, LendRequested(1, 7, "ff"))
 
@@ -75,12 +75,12 @@ def test_a_transfer_begins_over_one_that_broke_off():
     assert after(Begin(1, 7), Begin(2, 8)) == after(Begin(2, 8))
 
 
-def test_a_report_about_a_refused_commit_returns_nothing():
+def test_a_report_about_a_refused_commit_returns_nothing() -> None:
     for events in ((), (Begin(1, 7),), STAGED):
         assert step(after(*events), Returned()) == (after(*events), "")
 
 
-def test_a_window_is_lent_once():
+def test_a_window_is_lent_once() -> None:
     assert "not staged here" in refusal(
         after(*LENT, Returned(), streamed=True), LendRequested(1, 7, "ff")
     )
@@ -102,12 +102,14 @@ def test_a_window_is_lent_once():
         (LENT, Arrived(1, 7, "ff", True), "not listed"),
     ],
 )
-def test_an_event_that_a_state_does_not_list_is_our_bug(events, event, words):
+def test_an_event_that_a_state_does_not_list_is_our_bug(
+    events: tuple[StagingEvent, ...], event: StagingEvent, words: str
+) -> None:
     with pytest.raises(ProtocolError, match=words):
         step(after(*events), event)
 
 
-def test_every_phase_has_a_row():
+def test_every_phase_has_a_row() -> None:
     assert set(TRANSITIONS) == set(Phase)
 
 
@@ -121,7 +123,9 @@ EVENTS = st.one_of(
 
 
 @given(st.booleans(), st.lists(EVENTS, max_size=30))
-def test_what_is_lent_was_checked_and_stays_as_it_is_until_it_returns(streamed, events):
+def test_what_is_lent_was_checked_and_stays_as_it_is_until_it_returns(
+    streamed: bool, events: list[StagingEvent]
+) -> None:
     state, checked = Staging(streamed=streamed), set()
     for event in events:
         try:

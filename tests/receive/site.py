@@ -11,6 +11,7 @@ from titan_grpo.layout.image import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import PROBE, Applied, Joined, new_run_id
 from titan_grpo.receive.commit import EngineSide, Workers
+from titan_grpo.receive.process import ReceiverHandle
 from titan_grpo.runkey import Key
 from titan_grpo.sync.link import LaneLink, LinkOptions
 from titan_grpo.sync.probe import ask_receiver
@@ -90,14 +91,27 @@ class Site:
     def __init__(self, run_key: Key | None = None, engine: Any = None, **options: Any) -> None:
         """``options``: of LinkOptions, or of its config."""
         self.run_key = run_key
-        self.engine = engine or DictEngine()
+        self.engine: Any = engine or DictEngine()
         self.side = EngineSide(self.engine, Workers(), "", run_key)
         self.run_id = new_run_id(1_700_000_000.0)
         self.epoch = 0
         self.transport = options.get("transport", "tcp")
         self.links: list[LaneLink] = []
-        self.joined: Joined | None = None
+        self.joined: Joined
+        """Of the last lane that connected."""
         self._options = {"run_key": run_key} | options
+
+    @property
+    def receiver(self) -> ReceiverHandle:
+        """Of the epoch in force."""
+        assert self.side.receiver is not None
+        return self.side.receiver
+
+    @property
+    def receiver_pid(self) -> int:
+        pid = self.receiver.pid
+        assert pid is not None
+        return pid
 
     def link(
         self,

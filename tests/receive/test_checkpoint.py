@@ -1,6 +1,7 @@
 """Names, shapes, and what of config.json no shape shows, are compared before weights change."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def test_a_long_list_of_names_is_cut() -> None:
 
 
 @pytest.mark.parametrize("sent", [True, False])
-def test_a_tied_head_may_be_sent_or_not(sent) -> None:
+def test_a_tied_head_may_be_sent_or_not(sent: bool) -> None:
     shapes = {"lm_head__weight": (4, 2)} if sent else {}
     wanted = {"a": (1,)} | ({} if sent else {"lm_head.weight": (4, 2)})
     assert coverage_problem(manifest(a=(1,), **shapes), wanted, tied=True) == ""
@@ -55,7 +56,7 @@ def test_what_engines_compute_themselves_need_not_be_sent() -> None:
     )
 
 
-def test_names_and_shapes_are_read_from_one_file(tmp_path) -> None:
+def test_names_and_shapes_are_read_from_one_file(tmp_path: Path) -> None:
     save_file(
         {"x": torch.zeros(2, 3), "y": torch.zeros(1)},
         tmp_path / "model.safetensors",
@@ -64,7 +65,7 @@ def test_names_and_shapes_are_read_from_one_file(tmp_path) -> None:
     assert checkpoint_shapes(tmp_path) == {"x": (2, 3), "y": (1,)}
 
 
-def test_only_the_files_of_the_index_are_read(tmp_path) -> None:
+def test_only_the_files_of_the_index_are_read(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(2)}, tmp_path / "model-1.safetensors")
     save_file({"y": torch.zeros(3)}, tmp_path / "model-2.safetensors")
     save_file({"z": torch.zeros(4)}, tmp_path / "consolidated.safetensors")
@@ -73,11 +74,11 @@ def test_only_the_files_of_the_index_are_read(tmp_path) -> None:
     assert checkpoint_shapes(tmp_path) == {"x": (2,), "y": (3,)}
 
 
-def test_a_directory_without_safetensors_gives_nothing(tmp_path) -> None:
+def test_a_directory_without_safetensors_gives_nothing(tmp_path: Path) -> None:
     assert checkpoint_shapes(tmp_path) == {}
 
 
-def test_a_file_that_is_no_safetensors_is_refused(tmp_path) -> None:
+def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"abc")
     with pytest.raises(
         DataError, match=r"model\.safetensors must be a file of a safetensors checkpoint"
@@ -113,7 +114,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         {k: v for k, v in QWEN.items() if k != "rms_norm_eps"},
     ],
 )
-def test_the_same_model_in_another_form_does_not_differ(other) -> None:
+def test_the_same_model_in_another_form_does_not_differ(other: dict[str, object]) -> None:
     assert difference(essential(QWEN), essential(other)) == ""
 
 
@@ -136,7 +137,9 @@ def test_the_same_model_in_another_form_does_not_differ(other) -> None:
         ),
     ],
 )
-def test_another_model_of_the_same_shapes_is_named_by_its_fields(other, words) -> None:
+def test_another_model_of_the_same_shapes_is_named_by_its_fields(
+    other: dict[str, object], words: str
+) -> None:
     assert words in difference(essential(QWEN), essential(other))
 
 

@@ -49,7 +49,8 @@ def overwritten(site: Site) -> float:
     link = site.connect(one)
     assert site.deliver(link, 1, 1, one).ok
     assert link.send(2, 2, two.image, two.digests, two.fingerprint).ok
-    return site.engine.value()
+    value: float = site.engine.value()
+    return value
 
 
 def test_the_next_transfer_changes_nothing_of_what_was_loaded(gpu: Site) -> None:

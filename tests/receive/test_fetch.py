@@ -37,7 +37,7 @@ class Site:
 
     def source(self, content: torch.Tensor) -> tuple[str, Open]:
         """A source of these bytes: its ticket, and how to open it."""
-        ticket = self.server.grant(memoryview(content.numpy()), None, None)
+        ticket = self.server.grant(content.numpy().data, None, None)
         return ticket, partial(TcpReader, RangeSource("127.0.0.1", self.port, ticket), None, SOON_S)
 
     def fetch(self, *sources: Open, threads: int = 3) -> Fetch:
@@ -50,7 +50,7 @@ class Site:
 
 
 @pytest.fixture
-def site(monkeypatch) -> Iterator[Site]:
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setattr(module, "RANGE_BYTES", 2 * BLOCK)  # 12 ranges in an image of 96 KiB
     made = Site()
     yield made
@@ -73,17 +73,17 @@ class Hooked:
 
 
 @pytest.mark.parametrize("threads", [1, 3, 50])
-def test_a_version_arrives_and_every_mark_is_passed_in_order(site, threads) -> None:
+def test_a_version_arrives_and_every_mark_is_passed_in_order(site: Site, threads: int) -> None:
     fetch = site.fetch(site.source(site.good)[1], threads=threads)
     assert (fetch.error, fetch.bad_block) == ("", -1)
     assert site.whole()
     assert site.marks == list(marks(site.manifest.total_bytes, 4 * BLOCK))
 
 
-def test_a_bucket_is_whole_ranges_so_its_mark_waits_for_no_byte_after_it(site) -> None:
+def test_a_bucket_is_whole_ranges_so_its_mark_waits_for_no_byte_after_it(site: Site) -> None:
     """Before, a range was 4 MiB whatever the bucket: all marks of a smaller image came at once."""
     _, open_ = site.source(site.good)
-    read = []
+    read: list[int] = []
     sources = {0: [lambda: Hooked(open_(), read.append)]}
     made = Fetch(site.image, site.content, sources, BLOCK)
     made.run(1, SOON_S, marks(site.manifest.total_bytes, BLOCK), site.marks.append)
@@ -91,7 +91,7 @@ def test_a_bucket_is_whole_ranges_so_its_mark_waits_for_no_byte_after_it(site) -
     assert made.error == ""
 
 
-def test_a_source_that_lies_is_replaced_by_the_next_one(site) -> None:
+def test_a_source_that_lies_is_replaced_by_the_next_one(site: Site) -> None:
     bad = site.good.clone()
     bad[5 * BLOCK + 3] ^= 1
     fetch = site.fetch(site.source(bad)[1], site.source(site.good)[1])
@@ -99,7 +99,7 @@ def test_a_source_that_lies_is_replaced_by_the_next_one(site) -> None:
     assert site.whole()
 
 
-def test_a_block_that_differs_at_every_source_is_named_and_nothing_is_staged(site) -> None:
+def test_a_block_that_differs_at_every_source_is_named_and_nothing_is_staged(site: Site) -> None:
     bad = site.good.clone()
     bad[5 * BLOCK + 3] ^= 1
     fetch = site.fetch(site.source(bad)[1], site.source(bad.clone())[1])
@@ -108,13 +108,14 @@ def test_a_block_that_differs_at_every_source_is_named_and_nothing_is_staged(sit
     assert len(site.marks) < BLOCKS // 4
 
 
-def test_what_is_missing_is_read_again_when_a_connection_breaks(site) -> None:
+def test_what_is_missing_is_read_again_when_a_connection_breaks(site: Site) -> None:
     _, open_ = site.source(site.good)
-    broken = []
+    broken: list[int] = []
 
-    def break_once(reader: TcpReader, offset: int) -> None:
+    def break_once(reader: RangeReader, offset: int) -> None:
         if offset == 6 * BLOCK and not broken:
             broken.append(offset)
+            assert isinstance(reader, TcpReader)
             reader._socket.close()
 
     def hooked() -> RangeReader:
@@ -126,7 +127,7 @@ def test_what_is_missing_is_read_again_when_a_connection_breaks(site) -> None:
     assert site.whole()
 
 
-def test_the_rest_comes_from_another_source_when_one_vanishes(site) -> None:
+def test_the_rest_comes_from_another_source_when_one_vanishes(site: Site) -> None:
     ticket, open_ = site.source(site.good)
     taken = []
 
@@ -141,7 +142,7 @@ def test_the_rest_comes_from_another_source_when_one_vanishes(site) -> None:
     assert site.whole()
 
 
-def test_a_version_whose_only_source_vanishes_is_not_staged(site) -> None:
+def test_a_version_whose_only_source_vanishes_is_not_staged(site: Site) -> None:
     ticket, open_ = site.source(site.good)
 
     def vanish(offset: int) -> None:
@@ -153,7 +154,7 @@ def test_a_version_whose_only_source_vanishes_is_not_staged(site) -> None:
     assert fetch.bad_block == -1
 
 
-def test_a_slot_that_is_reused_under_its_reader_is_noticed(site) -> None:
+def test_a_slot_that_is_reused_under_its_reader_is_noticed(site: Site) -> None:
     slot = site.good.clone()
     _, open_ = site.source(slot)
 
@@ -166,10 +167,11 @@ def test_a_slot_that_is_reused_under_its_reader_is_noticed(site) -> None:
     assert fetch.bad_block >= 6
 
 
-def test_one_thread_finishes_what_the_others_cannot_connect_for(site) -> None:
+def test_one_thread_finishes_what_the_others_cannot_connect_for(site: Site) -> None:
     """A source that serves many receivers accepts only some of their connections."""
     _, open_ = site.source(site.good)
-    turn, opened = threading.Lock(), []
+    turn = threading.Lock()
+    opened: list[int] = []
 
     def only_one() -> RangeReader:
         with turn:
@@ -182,5 +184,5 @@ def test_one_thread_finishes_what_the_others_cannot_connect_for(site) -> None:
     assert site.whole()
 
 
-def test_a_fetch_without_a_source_says_so(site) -> None:
+def test_a_fetch_without_a_source_says_so(site: Site) -> None:
     assert "no source" in site.fetch().error

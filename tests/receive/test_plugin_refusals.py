@@ -153,7 +153,7 @@ def answers(python: str, code: str, folder: Path, **env: str) -> dict[str, Any]:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     trainers = {
         model: essential(json.loads((Path(model) / "config.json").read_text())) for model in models
     }

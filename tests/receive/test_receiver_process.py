@@ -4,13 +4,16 @@ engine as it was."""
 import ipaddress
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Callable
 
 import psutil
 import pytest
 import torch
 
-from tests.receive.site import BUCKET, DictEngine, Version
+from tests.receive.site import BUCKET, DictEngine, Site, Version, Weights
+from tests.rigs.present import present
 from titan_grpo.engines.server import RolloutNeeds
 from titan_grpo.errors import PeerError, ServerUnfit, TransferFailed
 from titan_grpo.protocol.messages import Staged
@@ -22,7 +25,9 @@ over_tcp = pytest.mark.parametrize("site", ["tcp"], indirect=True)
 torch."""
 
 
-def test_a_good_transfer_reaches_the_engine_and_is_read_back(site, weights) -> None:
+def test_a_good_transfer_reaches_the_engine_and_is_read_back(
+    site: Site, weights: type[Weights]
+) -> None:
     w = weights(1.0)
     report = site.deliver(site.connect(w), 1, 7, w)
     assert report.ok
@@ -31,7 +36,7 @@ def test_a_good_transfer_reaches_the_engine_and_is_read_back(site, weights) -> N
     assert site.engine.value() == 1.0
 
 
-def test_a_version_of_a_hundred_thousand_tensors_reaches_the_engine(make_site) -> None:
+def test_a_version_of_a_hundred_thousand_tensors_reaches_the_engine(make_site: type[Site]) -> None:
     names = [
         f"model.language_model.layers.{i // 1000}.mlp.experts.{i % 1000}.down_proj.weight"
         for i in range(100_000)
@@ -56,44 +61,46 @@ def test_a_version_of_a_hundred_thousand_tensors_reaches_the_engine(make_site) -
 
 
 def test_a_killed_sender_leaves_the_old_version_and_the_next_one_works(
-    site, weights, rogue
+    site: Site, weights: type[Weights], rogue: Callable[[Site, str], subprocess.Popen[str]]
 ) -> None:
     site.deliver(site.connect(weights(1.0)), 1, 1, weights(1.0))
     process = rogue(site, "half")
-    assert process.stdout.readline().strip() == "half"
-    receiver = site.side.receiver.pid
+    assert present(process.stdout).readline().strip() == "half"
+    receiver = site.receiver_pid
     process.kill()
     process.wait(60)
     assert site.engine.value() == 1.0
-    assert site.side.receiver.state.version == 1
+    assert site.receiver.state.version == 1
     assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
     assert site.engine.value() == 2.0
-    assert site.side.receiver.pid != receiver
+    assert site.receiver_pid != receiver
 
 
 def test_a_stalled_sender_costs_the_receiver_its_deadline_and_the_engine_nothing(
-    site, weights, rogue
+    site: Site, weights: type[Weights], rogue: Callable[[Site, str], subprocess.Popen[str]]
 ) -> None:
     process = rogue(site, "stall")
-    assert process.stdout.readline().strip() == "stall"
-    _, status = os.waitpid(site.side.receiver.pid, 0)
+    assert present(process.stdout).readline().strip() == "stall"
+    _, status = os.waitpid(site.receiver_pid, 0)
     assert os.waitstatus_to_exitcode(status) == 3  # ended the epoch by its own deadline of 8 s
     assert site.engine.value() == 0.0
     assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
 
 
-def test_a_stalled_sender_does_not_delay_its_successor(site, weights, rogue) -> None:
+def test_a_stalled_sender_does_not_delay_its_successor(
+    site: Site, weights: type[Weights], rogue: Callable[[Site, str], subprocess.Popen[str]]
+) -> None:
     process = rogue(site, "stall")
-    assert process.stdout.readline().strip() == "stall"
+    assert present(process.stdout).readline().strip() == "stall"
     os.kill(process.pid, signal.SIGSTOP)
     assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
 
 
 def test_bytes_that_differ_from_their_digests_are_named_and_never_lent(
-    site, weights, rogue
+    site: Site, weights: type[Weights], rogue: Callable[[Site, str], subprocess.Popen[str]]
 ) -> None:
     process = rogue(site, "garbage")
-    staged = Staged.from_json(process.stdout.readline())
+    staged = Staged.from_json(present(process.stdout).readline())
     assert not staged.ok
     assert staged.bad_block == 1  # byte 5000 lies in the second block of 4096
     assert "block 1" in staged.error
@@ -101,12 +108,12 @@ def test_bytes_that_differ_from_their_digests_are_named_and_never_lent(
 
 
 @over_tcp
-def test_wrong_digests_do_not_end_the_epoch(site, weights) -> None:
+def test_wrong_digests_do_not_end_the_epoch(site: Site, weights: type[Weights]) -> None:
     good, other = weights(1.0), weights(2.0)
     link = site.connect(good)
     staged = link.send(1, 1, good.image, other.digests, other.fingerprint)
     assert not staged.ok
-    report = site.side.commit(link.commit(staged).to_dict())
+    report = present(site.side.commit(link.commit(staged).to_dict()))
     assert not report.ok
     assert report.intact
     assert site.engine.value() == 0.0
@@ -114,17 +121,19 @@ def test_wrong_digests_do_not_end_the_epoch(site, weights) -> None:
 
 
 def test_a_sender_with_other_byte_counts_aborts_the_receiver_and_not_the_engine(
-    site, weights, rogue
+    site: Site, weights: type[Weights], rogue: Callable[[Site, str], subprocess.Popen[str]]
 ) -> None:
     rogue(site, "longer")
-    _, status = os.waitpid(site.side.receiver.pid, 0)
+    _, status = os.waitpid(site.receiver_pid, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGABRT
     assert site.engine.value() == 0.0
     assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
 
 
 @over_tcp
-def test_an_older_epoch_is_refused_and_the_one_in_force_goes_on(site, weights) -> None:
+def test_an_older_epoch_is_refused_and_the_one_in_force_goes_on(
+    site: Site, weights: type[Weights]
+) -> None:
     w = weights(1.0)
     site.epoch = 4
     link = site.connect(w)
@@ -139,7 +148,7 @@ def test_an_older_epoch_is_refused_and_the_one_in_force_goes_on(site, weights) -
     ("run_id", "term"), [("ffffffffffff-00000000", 1), ("000000000001-00000000", 2)]
 )
 def test_a_later_run_or_one_with_a_higher_term_takes_over_and_may_go_back_in_versions(
-    site, weights, run_id, term
+    site: Site, weights: type[Weights], run_id: str, term: int
 ) -> None:
     site.deliver(site.connect(weights(1.0)), 1, 9, weights(1.0))
     w = weights(2.0)
@@ -152,7 +161,9 @@ def test_a_later_run_or_one_with_a_higher_term_takes_over_and_may_go_back_in_ver
 
 
 @over_tcp
-def test_unknown_names_are_refused_before_a_weight_is_touched(site, weights) -> None:
+def test_unknown_names_are_refused_before_a_weight_is_touched(
+    site: Site, weights: type[Weights]
+) -> None:
     w = weights(1.0, names=("a",))
     report = site.deliver(site.connect(w), 1, 1, w)
     assert not report.ok
@@ -162,7 +173,9 @@ def test_unknown_names_are_refused_before_a_weight_is_touched(site, weights) -> 
 
 
 @over_tcp
-def test_a_load_that_breaks_off_is_reported_as_not_intact_until_a_whole_one(site, weights) -> None:
+def test_a_load_that_breaks_off_is_reported_as_not_intact_until_a_whole_one(
+    site: Site, weights: type[Weights]
+) -> None:
     link = site.connect(weights(1.0))
     site.engine.breaks_at = "b"
     report = site.deliver(link, 1, 1, weights(1.0))
@@ -176,12 +189,14 @@ def test_a_load_that_breaks_off_is_reported_as_not_intact_until_a_whole_one(site
 
 
 @over_tcp
-def test_a_commit_for_an_epoch_that_was_replaced_is_refused(site, weights) -> None:
+def test_a_commit_for_an_epoch_that_was_replaced_is_refused(
+    site: Site, weights: type[Weights]
+) -> None:
     w = weights(1.0)
     old = site.connect(w)
     staged = old.send(1, 1, w.image, w.digests, w.fingerprint)
     new = site.connect(w)
-    report = site.side.commit(old.commit(staged).to_dict())
+    report = present(site.side.commit(old.commit(staged).to_dict()))
     assert not report.ok
     assert report.intact
     assert site.engine.value() == 0.0
@@ -193,12 +208,14 @@ def test_a_commit_for_an_epoch_that_was_replaced_is_refused(site, weights) -> No
 
 
 @over_tcp
-def test_a_receiver_killed_between_staging_and_commit_leaves_the_old_version(site, weights) -> None:
+def test_a_receiver_killed_between_staging_and_commit_leaves_the_old_version(
+    site: Site, weights: type[Weights]
+) -> None:
     w = weights(1.0)
     link = site.connect(w)
     staged = link.send(1, 1, w.image, w.digests, w.fingerprint)
-    os.kill(site.side.receiver.pid, signal.SIGKILL)
-    report = site.side.commit(link.commit(staged).to_dict())
+    os.kill(site.receiver_pid, signal.SIGKILL)
+    report = present(site.side.commit(link.commit(staged).to_dict()))
     assert not report.ok
     assert report.intact
     assert site.engine.value() == 0.0
@@ -207,7 +224,9 @@ def test_a_receiver_killed_between_staging_and_commit_leaves_the_old_version(sit
 
 
 @over_tcp
-def test_a_receiver_gives_signs_of_life_between_transfers(site, weights) -> None:
+def test_a_receiver_gives_signs_of_life_between_transfers(
+    site: Site, weights: type[Weights]
+) -> None:
     link = site.connect(weights(1.0))
     for version in (1, 2, 3):
         assert site.deliver(link, 2 * version - 1, version, weights(float(version))).ok
@@ -217,12 +236,14 @@ def test_a_receiver_gives_signs_of_life_between_transfers(site, weights) -> None
 
 @over_tcp
 @pytest.mark.parametrize("end", ["killed", "replaced"])
-def test_a_receiver_that_is_gone_gives_no_sign_of_life(site, weights, end) -> None:
+def test_a_receiver_that_is_gone_gives_no_sign_of_life(
+    site: Site, weights: type[Weights], end: str
+) -> None:
     w = weights(1.0)
     link = site.connect(w)
     assert site.deliver(link, 1, 1, w).ok
     if end == "killed":
-        os.kill(site.side.receiver.pid, signal.SIGKILL)
+        os.kill(site.receiver_pid, signal.SIGKILL)
     else:
         site.connect(w)
     began = time.monotonic()
@@ -232,18 +253,22 @@ def test_a_receiver_that_is_gone_gives_no_sign_of_life(site, weights, end) -> No
 
 
 @over_tcp
-def test_a_receiver_that_stands_still_gives_no_sign_of_life_in_time(site, weights) -> None:
+def test_a_receiver_that_stands_still_gives_no_sign_of_life_in_time(
+    site: Site, weights: type[Weights]
+) -> None:
     w = weights(1.0)
     link = site.connect(w)
     assert site.deliver(link, 1, 1, w).ok
-    os.kill(site.side.receiver.pid, signal.SIGSTOP)
-    os.waitpid(site.side.receiver.pid, os.WUNTRACED)  # stopped, not only about to be
+    os.kill(site.receiver_pid, signal.SIGSTOP)
+    os.waitpid(site.receiver_pid, os.WUNTRACED)  # stopped, not only about to be
     with pytest.raises(TransferFailed):
         link.ping(2, 0.5)
 
 
 @over_tcp
-def test_a_server_that_sends_no_routes_is_refused_where_they_are_needed(site, weights) -> None:
+def test_a_server_that_sends_no_routes_is_refused_where_they_are_needed(
+    site: Site, weights: type[Weights]
+) -> None:
     site.engine.routes = False
     with pytest.raises(ServerUnfit, match="router_replay needs those of every completion"):
         site.greet(
@@ -258,7 +283,9 @@ def test_a_server_that_sends_no_routes_is_refused_where_they_are_needed(site, we
 
 
 @over_tcp
-def test_a_later_run_that_the_server_cannot_serve_leaves_the_run_in_force(site, weights) -> None:
+def test_a_later_run_that_the_server_cannot_serve_leaves_the_run_in_force(
+    site: Site, weights: type[Weights]
+) -> None:
     link = site.connect(weights(1.0))
     site.engine.routes = False
     needs = RolloutNeeds(routes=True)
@@ -268,31 +295,33 @@ def test_a_later_run_that_the_server_cannot_serve_leaves_the_run_in_force(site, 
     assert site.deliver(link, 1, 1, weights(1.0)).ok
 
 
-def test_bye_ends_the_receiver_process(site, weights) -> None:
+def test_bye_ends_the_receiver_process(site: Site, weights: type[Weights]) -> None:
     link = site.connect(weights(1.0))
     link.bye(60.0)
-    _, status = os.waitpid(site.side.receiver.pid, 0)
+    _, status = os.waitpid(site.receiver_pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_a_trainer_that_closes_its_end_ends_the_receiver_process(site, weights) -> None:
+def test_a_trainer_that_closes_its_end_ends_the_receiver_process(
+    site: Site, weights: type[Weights]
+) -> None:
     link = site.connect(weights(1.0))
     link.close()
-    _, status = os.waitpid(site.side.receiver.pid, 0)
+    _, status = os.waitpid(site.receiver_pid, 0)
     assert os.waitstatus_to_exitcode(status) == 3
 
 
 @over_tcp
-def test_a_probe_is_answered_and_changes_nothing(site, weights) -> None:
+def test_a_probe_is_answered_and_changes_nothing(site: Site, weights: type[Weights]) -> None:
     w = weights(1.0)
     link = site.connect(w)
     site.deliver(link, 1, 1, w)
-    serving = site.side.receiver.pid
+    serving = site.receiver_pid
     joined = site.probe()
     assert joined.ok
     assert joined.held_version == 1
     assert joined.package.startswith("titan_grpo")
-    assert site.side.receiver.pid == serving
+    assert site.receiver_pid == serving
     assert site.deliver(link, 2, 2, w).ok
 
 
@@ -317,17 +346,19 @@ def listening(pid: int | None = None) -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("host", interfaces(), ids=["loopback", "network"][: len(interfaces())])
-def test_both_ends_listen_on_the_configured_interface_only(host, site, weights) -> None:
+def test_both_ends_listen_on_the_configured_interface_only(
+    host: str, site: Site, weights: type[Weights]
+) -> None:
     before, w = listening(), weights(1.0)
     link = site.greet(w, bind_host=host)
     link.wait_joined(180.0)
     assert link.send_manifest().ok
-    trainer: list[set] = []
-    receiver: list[set] = []
+    trainer: list[set[tuple[str, int]]] = []
+    receiver: list[set[tuple[str, int]]] = []
 
     def look(moved: int) -> None:
         trainer.append(listening() - before)
-        receiver.append(listening(site.side.receiver.pid))
+        receiver.append(listening(site.receiver_pid))
 
     staged = link.send(1, 1, w.image, w.digests, w.fingerprint, look)
     assert staged.ok

@@ -1,6 +1,7 @@
 """The recorder notes what the loader took, as it was once the loader had taken it."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def test_it_passes_tensors_on_and_digests_them_as_they_ended_up() -> None:
 
 
 def test_what_is_installed_for_the_server_can_be_imported_and_names_its_entry_point(
-    tmp_path,
+    tmp_path: Path,
 ) -> None:
     install(tmp_path, tmp_path / "it's \\ here.jsonl")
     plugin: dict[str, object] = {}

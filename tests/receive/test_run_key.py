@@ -5,11 +5,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
 
+from tests.receive.site import Site, Weights
+from tests.rigs.present import present
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import PeerError, TransferFailed
 from titan_grpo.layout.image import fingerprint
@@ -27,7 +29,7 @@ OLDER_RUN = "000000000001-00000000"
 
 
 @pytest.fixture(scope="module")
-def guarded(make_site) -> Iterator:
+def guarded(make_site: type[Site]) -> Iterator[Site]:
     """A server with a run key; each test opens epochs of its own."""
     made = make_site(RUN_KEY)
     yield made
@@ -42,11 +44,11 @@ def block_key(site, run_id: str | None = None) -> bytes:
 
 
 @pytest.fixture
-def trainer(guarded, weights):
+def trainer(guarded: Site, weights: type[Weights]) -> tuple[LaneLink, Callable[[int], float]]:
     """The right one: joined, with version v of value v committed; returns (link, deliver the next
     version)."""
     link = guarded.connect(weights(0.0))
-    held = guarded.side.receiver.state.version
+    held = guarded.receiver.state.version
 
     def deliver(number: int) -> float:
         value = float(held + number)
@@ -60,23 +62,27 @@ def trainer(guarded, weights):
 
 
 def test_the_right_key_writes_weights_and_none_of_it_is_seen(
-    guarded, weights, monkeypatch, caplog, capfd
+    guarded: Site,
+    weights: type[Weights],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, RUN_KEY.hex())  # as the engine's process has it
     caplog.set_level(logging.DEBUG)
     link = guarded.connect(weights(1.0))
     assert guarded.deliver(link, 1, 1, weights(1.0, key=block_key(guarded))).ok
     assert guarded.engine.value() == 1.0
-    receiver = psutil.Process(guarded.side.receiver.pid)
+    receiver = psutil.Process(guarded.receiver.pid)
     seen = [
         repr(link._options),
-        repr(guarded.side.receiver.state),
+        repr(guarded.receiver.state),
         caplog.text,
         *capfd.readouterr(),
         *receiver.cmdline(),
     ]
     seen += [f"{name}={value}" for name, value in receiver.environ().items()]
-    keys = link._options.keys(guarded.run_id, guarded.epoch)
+    keys = present(link._options.keys(guarded.run_id, guarded.epoch))
     for secret in (RUN_KEY, keys.messages, keys.blocks):
         assert not any(secret.hex() in text for text in seen)
 
@@ -85,7 +91,11 @@ def test_the_right_key_writes_weights_and_none_of_it_is_seen(
     ("key", "words"), [(OTHER_KEY, "another run key"), (None, "carries no proof of the run key")]
 )
 def test_a_trainer_without_the_key_gets_the_reason_and_the_one_in_force_goes_on(
-    guarded, trainer, weights, key, words
+    guarded: Site,
+    trainer: tuple[LaneLink, Callable[[int], float]],
+    weights: type[Weights],
+    key: Key | None,
+    words: str,
 ) -> None:
     _, deliver = trainer
     before = deliver(1)
@@ -101,7 +111,7 @@ def test_a_trainer_without_the_key_gets_the_reason_and_the_one_in_force_goes_on(
 
 
 def test_a_recorded_hello_an_older_run_and_an_older_epoch_are_refused_though_they_prove_the_key(
-    guarded, trainer, weights
+    guarded: Site, trainer: tuple[LaneLink, Callable[[int], float]], weights: type[Weights]
 ) -> None:
     _, deliver = trainer
     before = deliver(1)
@@ -115,7 +125,9 @@ def test_a_recorded_hello_an_older_run_and_an_older_epoch_are_refused_though_the
     deliver(2)
 
 
-def test_a_manifest_that_is_not_the_announced_one_is_refused(guarded, weights) -> None:
+def test_a_manifest_that_is_not_the_announced_one_is_refused(
+    guarded: Site, weights: type[Weights]
+) -> None:
     link = guarded.greet(weights(9.0))
     link.wait_joined(180.0)
     link._manifest = weights(9.0, names=("b",)).manifest  # as an attacker on the way would swap it
@@ -124,9 +136,11 @@ def test_a_manifest_that_is_not_the_announced_one_is_refused(guarded, weights) -
     assert "must have digest" in staged.error
 
 
-def test_a_forged_commit_is_not_loaded_and_the_true_one_is(guarded, trainer, weights) -> None:
+def test_a_forged_commit_is_not_loaded_and_the_true_one_is(
+    guarded: Site, trainer: tuple[LaneLink, Callable[[int], float]], weights: type[Weights]
+) -> None:
     link, _ = trainer
-    held = guarded.side.receiver.state.version
+    held = guarded.receiver.state.version
     before = guarded.engine.value()
     version = weights(float(held + 1), key=block_key(guarded))
     staged = link.send(1, held + 1, version.image, version.digests, version.fingerprint)
@@ -150,7 +164,7 @@ def test_a_forged_commit_is_not_loaded_and_the_true_one_is(guarded, trainer, wei
 
 
 def test_blocks_hashed_without_the_key_or_for_another_run_do_not_match(
-    guarded, trainer, weights
+    guarded: Site, trainer: tuple[LaneLink, Callable[[int], float]], weights: type[Weights]
 ) -> None:
     link, deliver = trainer
     for number, key in enumerate((None, OTHER_KEY.raw, block_key(guarded, OLDER_RUN)), start=1):
@@ -166,17 +180,19 @@ def test_blocks_hashed_without_the_key_or_for_another_run_do_not_match(
 
 
 def test_an_order_that_somebody_else_put_into_the_connection_ends_the_epoch(
-    guarded, trainer
+    guarded: Site, trainer: tuple[LaneLink, Callable[[int], float]]
 ) -> None:
     link, _ = trainer
     before = guarded.engine.value()
-    link._channel.send(Kind.ORDER, 1, Order(1, "receive", 99, "ff").to_json().encode())
-    _, status = os.waitpid(guarded.side.receiver.pid, 0)
+    present(link._channel).send(Kind.ORDER, 1, Order(1, "receive", 99, "ff").to_json().encode())
+    _, status = os.waitpid(guarded.receiver_pid, 0)
     assert os.waitstatus_to_exitcode(status) == 3
     assert guarded.engine.value() == before
 
 
-def test_streamed_versions_are_held_to_the_key_too(make_site, weights) -> None:
+def test_streamed_versions_are_held_to_the_key_too(
+    make_site: type[Site], weights: type[Weights]
+) -> None:
     site = make_site(RUN_KEY, transport="gloo")
     try:
         wrong, right = weights(9.0, key=OTHER_KEY.raw), weights(1.0, key=block_key(site))
@@ -202,14 +218,16 @@ def test_streamed_versions_are_held_to_the_key_too(make_site, weights) -> None:
         site.close()
 
 
-def test_a_server_without_the_key_is_refused_by_the_trainer_that_has_one(site, weights) -> None:
+def test_a_server_without_the_key_is_refused_by_the_trainer_that_has_one(
+    site: Site, weights: type[Weights]
+) -> None:
     link = site.greet(weights(1.0), run_key=RUN_KEY)
     with pytest.raises(PeerError, match="Hello proves a run key and this end has none"):
         link.wait_joined(180.0)
-    assert site.side.receiver.pid is None
+    assert site.receiver.pid is None
 
 
-def test_a_server_that_only_claims_to_have_the_key_is_refused(weights) -> None:
+def test_a_server_that_only_claims_to_have_the_key_is_refused(weights: type[Weights]) -> None:
     link = LaneLink(
         "run",
         1,
@@ -225,7 +243,9 @@ def test_a_server_that_only_claims_to_have_the_key_is_refused(weights) -> None:
     link.close()
 
 
-def test_a_probe_says_whether_a_key_is_demanded_and_whether_ours_is_the_one(guarded) -> None:
+def test_a_probe_says_whether_a_key_is_demanded_and_whether_ours_is_the_one(
+    guarded: Site,
+) -> None:
     keyless, right, wrong = (guarded.probe(key) for key in (None, RUN_KEY, OTHER_KEY))
     assert (keyless.keyed, keyless.ok) == (True, True)
     assert (right.keyed, right.ok) == (True, True)
@@ -233,7 +253,9 @@ def test_a_probe_says_whether_a_key_is_demanded_and_whether_ours_is_the_one(guar
     assert "another run key" in wrong.error
 
 
-def test_a_trainer_of_another_version_gets_an_answer_at_once(site, weights) -> None:
+def test_a_trainer_of_another_version_gets_an_answer_at_once(
+    site: Site, weights: type[Weights]
+) -> None:
     link = site.link(weights(1.0))
     hello = link.open().to_dict()
     site.side.hello(hello | {"invented_later": 1})
@@ -243,4 +265,4 @@ def test_a_trainer_of_another_version_gets_an_answer_at_once(site, weights) -> N
     ):
         link.wait_joined(180.0)
     assert time.monotonic() - began < 30.0
-    assert site.side.receiver.pid is None
+    assert site.receiver.pid is None

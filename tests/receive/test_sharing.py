@@ -1,8 +1,9 @@
 """A server that reads a version serves it to others meanwhile: block by block, what it has checked,
 and no byte of the next version under this one's ticket."""
 
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -75,7 +76,7 @@ content = Content(manifest, hashing.blocks(memoryview(good.numpy()), manifest), 
 def trainer() -> Iterator[Open]:
     server = RangeServer()
     at = RangeSource("127.0.0.1", server.listen("127.0.0.1"), "")
-    ticket = server.grant(memoryview(good.numpy()), None, None)
+    ticket = server.grant(good.numpy().data, None, None)
     yield partial(TcpReader, RangeSource(at.host, at.port, ticket), None, SOON_S)
     server.close()
 
@@ -89,13 +90,15 @@ def servers() -> Iterator[list[Server]]:
         one.image.close()
 
 
-def later(work) -> threading.Thread:
+def later(work: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
 
 
-def test_servers_behind_each_other_read_from_the_trainer_once(servers, trainer) -> None:
+def test_servers_behind_each_other_read_from_the_trainer_once(
+    servers: list[Server], trainer: Open
+) -> None:
     first, second, third = servers
     for one in servers:
         one.begin()
@@ -120,7 +123,9 @@ def test_servers_behind_each_other_read_from_the_trainer_once(servers, trainer) 
     ]
 
 
-def test_a_reader_that_comes_before_the_ticket_waits_for_it(servers, trainer) -> None:
+def test_a_reader_that_comes_before_the_ticket_waits_for_it(
+    servers: list[Server], trainer: Open
+) -> None:
     first, second, _ = servers
     second.begin()
     reading = later(lambda: second.fetch(first.source(), trainer=trainer))
@@ -130,7 +135,7 @@ def test_a_reader_that_comes_before_the_ticket_waits_for_it(servers, trainer) ->
     assert second.whole()
 
 
-def test_a_block_that_is_not_there_is_not_sent(servers) -> None:
+def test_a_block_that_is_not_there_is_not_sent(servers: list[Server]) -> None:
     first = servers[0]
     first.begin()
     first.image.tensor().copy_(good)
@@ -144,7 +149,9 @@ def test_a_block_that_is_not_there_is_not_sent(servers) -> None:
     reader.close()
 
 
-def test_a_server_that_lies_is_asked_once_and_its_reader_has_the_version(servers, trainer) -> None:
+def test_a_server_that_lies_is_asked_once_and_its_reader_has_the_version(
+    servers: list[Server], trainer: Open
+) -> None:
     liar, second, _ = servers
     liar.begin()
     for start in range(0, manifest.total_bytes, BLOCK):
@@ -159,7 +166,9 @@ def test_a_server_that_lies_is_asked_once_and_its_reader_has_the_version(servers
     assert fetch.read_bytes <= manifest.total_bytes + 3 * BLOCK
 
 
-def test_a_server_that_stops_costs_the_blocks_that_are_missing(servers, trainer) -> None:
+def test_a_server_that_stops_costs_the_blocks_that_are_missing(
+    servers: list[Server], trainer: Open
+) -> None:
     stuck, second, _ = servers
     stuck.begin()
     stuck.image.tensor().copy_(good)
@@ -173,7 +182,9 @@ def test_a_server_that_stops_costs_the_blocks_that_are_missing(servers, trainer)
     assert fetch.read_bytes == manifest.total_bytes
 
 
-def test_a_server_that_begins_the_next_version_ends_its_readers_of_this_one(servers) -> None:
+def test_a_server_that_begins_the_next_version_ends_its_readers_of_this_one(
+    servers: list[Server],
+) -> None:
     first = servers[0]
     first.begin()
     reader = first.source()()
@@ -186,7 +197,7 @@ def test_a_server_that_begins_the_next_version_ends_its_readers_of_this_one(serv
         first.source()()
 
 
-def test_a_reader_without_the_run_key_gets_no_byte_of_another_server(servers) -> None:
+def test_a_reader_without_the_run_key_gets_no_byte_of_another_server(servers: list[Server]) -> None:
     sharing = Sharing("127.0.0.5", Key.generate())
     sharing.begin(servers[0].image, manifest, [TICKET])
     with pytest.raises(TransferFailed):
@@ -195,12 +206,12 @@ def test_a_reader_without_the_run_key_gets_no_byte_of_another_server(servers) ->
 
 
 @pytest.fixture
-def sent(monkeypatch) -> list[int]:
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of versions that sources send over sockets."""
     out: list[int] = []
     send = _Grant.send
 
-    def noted(self, sock, offset, nbytes) -> int:
+    def noted(self: _Grant, sock: socket.socket, offset: int, nbytes: int) -> int:
         out.append(send(self, sock, offset, nbytes))
         return out[-1]
 
@@ -209,7 +220,7 @@ def sent(monkeypatch) -> list[int]:
 
 
 def test_a_server_beside_another_takes_its_memory_and_no_byte_over_a_socket(
-    servers, trainer, sent
+    servers: list[Server], trainer: Open, sent: list[int]
 ) -> None:
     first, second, _ = servers
     second.begin()
@@ -222,7 +233,7 @@ def test_a_server_beside_another_takes_its_memory_and_no_byte_over_a_socket(
     assert sum(sent) == manifest.total_bytes
 
 
-def test_a_block_that_is_not_there_is_not_read_from_memory(servers) -> None:
+def test_a_block_that_is_not_there_is_not_read_from_memory(servers: list[Server]) -> None:
     first = servers[0]
     first.begin()
     first.image.tensor().copy_(good)
@@ -236,14 +247,14 @@ def test_a_block_that_is_not_there_is_not_read_from_memory(servers) -> None:
 
 
 def test_memory_that_is_written_anew_while_it_is_read_is_noticed(
-    servers, trainer, monkeypatch
+    servers: list[Server], trainer: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, _ = servers
     first.begin()
     first.fetch(trainer=trainer)
     read = MemfdReader.read_into
 
-    def late(self, offset: int, *views: memoryview) -> None:
+    def late(self: MemfdReader, offset: int, *views: memoryview) -> None:
         first.image.tensor().zero_()  # the next version's first bytes
         read(self, offset, *views)
 
@@ -256,7 +267,7 @@ def test_memory_that_is_written_anew_while_it_is_read_is_noticed(
 
 
 def test_a_server_whose_memory_may_not_be_read_is_read_over_the_connection(
-    servers, trainer, sent, monkeypatch
+    servers: list[Server], trainer: Open, sent: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, _ = servers
     first.begin()

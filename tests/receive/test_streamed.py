@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.receive.site import BLOCK, BUCKET, Site, Version
+from tests.rigs.present import present
 from titan_grpo.errors import TransferFailed
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Applied
@@ -89,7 +90,7 @@ class LayerEngine:
 class Loading(threading.Thread):
     """The engine's update call, during which it stands still."""
 
-    def __init__(self, side: EngineSide, commit: dict) -> None:
+    def __init__(self, side: EngineSide, commit: dict[str, Any]) -> None:
         super().__init__(daemon=True)
         self._side, self._commit = side, commit
         self._report: Applied | None = None
@@ -131,7 +132,7 @@ class WindowedSite(Site):
         buckets: int,
         bad_byte: int = -1,
         timeout_s: float = DEADLINE_S,
-    ):
+    ) -> tuple[subprocess.Popen[str], Loading]:
         """A sender process that sends ``buckets`` buckets and stops, and the engine's call that
         waits for the rest."""
         self.epoch += 1
@@ -149,8 +150,9 @@ class WindowedSite(Site):
         command = [sys.executable, str(SENDER), str(self._folder), str(buckets)]
         sender = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._senders.append(sender)
-        self.side.hello(json.loads(sender.stdout.readline()))
-        return sender, Loading(self.side, json.loads(sender.stdout.readline()))
+        said = present(sender.stdout)
+        self.side.hello(json.loads(said.readline()))
+        return sender, Loading(self.side, json.loads(said.readline()))
 
     def close(self) -> None:
         for sender in self._senders:
@@ -167,7 +169,7 @@ def site(tmp_path: Path) -> Iterator[WindowedSite]:
 
 
 def test_a_version_passes_bit_for_bit_through_a_window_smaller_than_its_largest_tensor(
-    site,
+    site: WindowedSite,
 ) -> None:
     one, two = Random(1), Random(2)
     link = site.connect(one)
@@ -184,7 +186,7 @@ def test_a_version_passes_bit_for_bit_through_a_window_smaller_than_its_largest_
         assert site.engine.holds(version)
 
 
-def test_a_receiver_gives_a_sign_of_life_after_each_streamed_version(site) -> None:
+def test_a_receiver_gives_a_sign_of_life_after_each_streamed_version(site: WindowedSite) -> None:
     version = Random(1)
     link = site.connect(version)
     for number in (1, 3):
@@ -192,17 +194,19 @@ def test_a_receiver_gives_a_sign_of_life_after_each_streamed_version(site) -> No
         link.ping(number + 1, SOON_S)
 
 
-def test_the_server_holds_a_window_and_no_whole_image(site) -> None:
+def test_the_server_holds_a_window_and_no_whole_image(site: WindowedSite) -> None:
     version = Random(1)
     staged = site.connect(version).offer(1, 1, version.digests, version.fingerprint)
     assert staged.image["nbytes"] == WINDOW < version.manifest.total_bytes
 
 
-def test_a_sender_killed_before_the_first_tensor_leaves_the_old_version_whole(site) -> None:
+def test_a_sender_killed_before_the_first_tensor_leaves_the_old_version_whole(
+    site: WindowedSite,
+) -> None:
     old, new = Random(1), Random(2)
     site.deliver(site.connect(old), 1, 1, old)
     sender, loading = site.stray(new, 2, buckets=FIRST_BUCKETS - 1)
-    assert sender.stdout.readline().strip() == "sent"
+    assert present(sender.stdout).readline().strip() == "sent"
     sender.kill()
     report = loading.report(SOON_S)
     assert not report.ok
@@ -216,7 +220,7 @@ def test_a_sender_killed_before_the_first_tensor_leaves_the_old_version_whole(si
 
 
 def test_a_sender_killed_after_the_first_tensor_leaves_the_engine_not_intact_until_a_whole_version(
-    site,
+    site: WindowedSite,
 ) -> None:
     old, new = Random(1), Random(2)
     site.deliver(site.connect(old), 1, 1, old)
@@ -239,9 +243,11 @@ def test_a_sender_killed_after_the_first_tensor_leaves_the_engine_not_intact_unt
 
 
 @pytest.mark.parametrize("buckets", [1, FIRST_BUCKETS])
-def test_a_stalled_sender_frees_the_engine_by_the_deadline(site, buckets) -> None:
+def test_a_stalled_sender_frees_the_engine_by_the_deadline(
+    site: WindowedSite, buckets: int
+) -> None:
     sender, loading = site.stray(Random(1), 1, buckets, timeout_s=STALL_S)
-    assert sender.stdout.readline().strip() == "sent"
+    assert present(sender.stdout).readline().strip() == "sent"
     os.kill(sender.pid, signal.SIGSTOP)
     report = loading.report(SOON_S)
     assert 0.75 * STALL_S < report.apply_s < SOON_S
@@ -255,7 +261,7 @@ def test_a_stalled_sender_frees_the_engine_by_the_deadline(site, buckets) -> Non
     ("bad_byte", "intact"), [(5000, True), (FIRST_BUCKETS * BUCKET + WINDOW + 9000, False)]
 )
 def test_a_corrupted_block_is_named_and_no_byte_of_its_bucket_reaches_the_engine(
-    site, bad_byte, intact
+    site: WindowedSite, bad_byte: int, intact: bool
 ) -> None:
     # a whole window after the first tensor: the receiver can check that block only when the engine
     # has taken the tensor
@@ -268,7 +274,9 @@ def test_a_corrupted_block_is_named_and_no_byte_of_its_bucket_reaches_the_engine
     assert site.engine.tensors == {}
 
 
-def test_the_lane_reads_which_block_differed_although_its_own_sending_broke(site) -> None:
+def test_the_lane_reads_which_block_differed_although_its_own_sending_broke(
+    site: WindowedSite,
+) -> None:
     version = Random(1)
     link = site.connect(version)
     staged = link.offer(1, 1, version.digests, version.fingerprint)
@@ -283,7 +291,7 @@ def test_the_lane_reads_which_block_differed_although_its_own_sending_broke(site
 
 
 def test_digests_that_do_not_make_the_fingerprint_are_refused_before_the_engine_is_paused(
-    site,
+    site: WindowedSite,
 ) -> None:
     good, other = Random(1), Random(2)
     link = site.connect(good)
@@ -293,7 +301,9 @@ def test_digests_that_do_not_make_the_fingerprint_are_refused_before_the_engine_
     assert site.deliver(link, 2, 1, good).ok
 
 
-def test_a_lane_that_gives_up_frees_the_engine_at_once_and_reads_its_report(site) -> None:
+def test_a_lane_that_gives_up_frees_the_engine_at_once_and_reads_its_report(
+    site: WindowedSite,
+) -> None:
     version = Random(1)
     link = site.connect(version)
     staged = link.offer(1, 1, version.digests, version.fingerprint)
@@ -305,7 +315,7 @@ def test_a_lane_that_gives_up_frees_the_engine_at_once_and_reads_its_report(site
     assert link.wait_applied(1, SOON_S) == report
 
 
-def test_an_engine_that_refuses_ends_the_sending(site) -> None:
+def test_an_engine_that_refuses_ends_the_sending(site: WindowedSite) -> None:
     version = Random(1)
     link = site.connect(version)
     staged = link.offer(1, 1, version.digests, version.fingerprint)
@@ -318,11 +328,11 @@ def test_an_engine_that_refuses_ends_the_sending(site) -> None:
         link.stream(version.image)
 
 
-def test_a_killed_receiver_frees_the_engine(site) -> None:
+def test_a_killed_receiver_frees_the_engine(site: WindowedSite) -> None:
     version = Random(1)
     _, loading = site.stray(version, 1, buckets=FIRST_BUCKETS)
     assert site.engine.begun.wait(SOON_S)
-    os.kill(site.side.receiver.pid, signal.SIGKILL)
+    os.kill(site.receiver_pid, signal.SIGKILL)
     report = loading.report(SOON_S)
     assert not report.ok
     assert not report.intact

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ class Inner:
         self.answer, self.status = json.dumps(answer).encode(), status
         self.came: list[tuple[str, Any]] = []
 
-    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         body, more = b"", True
         while more:
             message = await receive()
@@ -43,13 +44,13 @@ def ask(app: WeightsMiddleware, method: str, path: str, body: Any = None) -> tup
     """(status, answer) of one request, whose body comes in two pieces."""
     data = json.dumps(body).encode() if body is not None else b""
     pieces = [(data[:2], True), (data[2:], False)]
-    sent: list[dict] = []
+    sent: list[Mapping[str, Any]] = []
 
-    async def receive() -> dict:
+    async def receive() -> dict[str, Any]:
         piece, more = pieces.pop(0)
         return {"type": "http.request", "body": piece, "more_body": more}
 
-    async def send(message: dict) -> None:
+    async def send(message: Mapping[str, Any]) -> None:
         sent.append(message)
 
     headers = [(b"authorization", b"Bearer key")]
@@ -60,7 +61,8 @@ def ask(app: WeightsMiddleware, method: str, path: str, body: Any = None) -> tup
 
 def salt_of(inner: Inner, app: WeightsMiddleware, **body: Any) -> str:
     ask(app, "POST", "/v1/completions", {"prompt": [5], **body})
-    return inner.came[-1][1]["cache_salt"]
+    salt: str = inner.came[-1][1]["cache_salt"]
+    return salt
 
 
 def test_launched_servers_name_it_as_it_is() -> None:
@@ -96,7 +98,9 @@ def test_generate_is_a_completion_whose_tokens_come_by_their_ids() -> None:
     ("method", "path", "body"),
     [("POST", "/generate", {"prompt": "a"}), ("GET", "/health_generate", None)],
 )
-def test_a_refusal_of_vllm_is_passed_on(method, path, body) -> None:
+def test_a_refusal_of_vllm_is_passed_on(
+    method: str, path: str, body: dict[str, str] | None
+) -> None:
     inner = Inner({"error": "no"}, 401)
     assert ask(WeightsMiddleware(inner), method, path, body) == (401, {"error": "no"})
 
@@ -104,7 +108,8 @@ def test_a_refusal_of_vllm_is_passed_on(method, path, body) -> None:
 def test_what_is_no_prompt_is_left_to_vllm_and_a_get_shows_that_the_middleware_is_there() -> None:
     inner = Inner({"detail": "Not Found"}, 404)
     app = WeightsMiddleware(inner)
-    for body in ({}, {"prompt": {}}, [], None):
+    bodies: tuple[object, ...] = ({}, {"prompt": {}}, [], None)
+    for body in bodies:
         assert ask(app, "POST", "/generate", body) == (404, {"detail": "Not Found"})
     assert ask(app, "GET", "/generate")[0] == 405
     assert len(inner.came) == 4

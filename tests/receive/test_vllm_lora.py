@@ -42,7 +42,7 @@ def write(value: float = 1.0) -> None:
     vllm_http.write_staged((tensor_name(LAYER, k), parts[k].view(v)) for k, v in sizes.items())
 
 
-def finish(app: WeightsMiddleware, label: str) -> tuple[int, Any]:
+def finish(app: WeightsMiddleware, label: str | None) -> tuple[int, Any]:
     return ask(app, "POST", "/finish_weight_update", {"weight_version": label})
 
 
@@ -71,7 +71,11 @@ def test_a_manifest_says_whether_it_is_of_adapters() -> None:
     ids=["fits", "no lora", "low rank", "no routes", "other shape", "other name"],
 )
 def test_a_server_that_cannot_take_the_adapters_says_what_to_start(
-    sent, lora, routes, message, monkeypatch
+    sent: Manifest,
+    lora: SimpleNamespace | None,
+    routes: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", routes)
     problem = vllm_http.adapter_problem(sent, lora, BASE)
@@ -169,7 +173,9 @@ def test_a_load_that_vllm_refuses_keeps_the_label_from_being_set_until_it_takes_
 
 
 @pytest.mark.parametrize("label", [None, "unusable", "default"])
-def test_an_update_that_ends_without_a_version_loads_nothing(folder: Path, label) -> None:
+def test_an_update_that_ends_without_a_version_loads_nothing(
+    folder: Path, label: str | None
+) -> None:
     inner = Inner({})
     write()
     assert finish(WeightsMiddleware(inner), label)[0] == 200

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def run(source: Source, size: int, fails: int = -1) -> list[tuple[dict[str, torc
     """Per worker: the tensors it got and how it ended; worker ``fails`` breaks off after its first
     tensor."""
     team = Team(size)
-    results: list = [None] * size
+    results: list[Any] = [None] * size
 
     def work(rank: int) -> None:
         member = team.members[rank]
@@ -75,7 +76,7 @@ def expected(image: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_every_worker_gets_every_tensor_in_memory_of_its_own(size) -> None:
+def test_every_worker_gets_every_tensor_in_memory_of_its_own(size: int) -> None:
     source = Source(MANIFEST.total_bytes)
     for got, end in run(source, size):
         assert end == ""

@@ -3,6 +3,8 @@
 import threading
 from typing import Any
 
+from titan_grpo.receive.commit import Workers
+
 
 class Team:
     """The exchanges of ``size`` workers. A worker that leaves one out ends the others' wait with
@@ -14,10 +16,11 @@ class Team:
         self.members = [Member(self, rank) for rank in range(size)]
 
 
-class Member:
+class Member(Workers):
     """One worker of a team; see commit.Workers."""
 
     def __init__(self, team: Team, rank: int) -> None:
+        super().__init__()
         self._team, self.rank, self.size = team, rank, len(team.values)
 
     def gather(self, value: str) -> list[str]:

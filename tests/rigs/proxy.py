@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
 
 from titan_grpo.errors import ServerUnreachable
 
@@ -57,6 +58,14 @@ class Rule:
     act: Act
     path: str
     change: Mapping[str, Any] = field(default_factory=dict)
+
+
+def address_of(url: str) -> tuple[str, int]:
+    """Host and port of a server."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    return parts.hostname, parts.port
 
 
 class Proxy:

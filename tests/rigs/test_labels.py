@@ -13,7 +13,7 @@ TOKENS = [random.Random(2).randrange(4, 100) for _ in range(12)]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Models:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("labels")
     return Models(
         {v: write_tiny_model("qwen3", folder / str(v), 40 + v, std=0.05) for v in (3, 4, 5)}
@@ -71,7 +71,7 @@ THRICE = Made(3, 0, (3,) * 2 + (4,) * 6 + (5,) * 4)
     ],
 )
 def test_a_claim_fits_if_the_versions_that_it_allows_explain_every_token(
-    models, made, claim, fit
+    models: Models, made: Made, claim: Claim, fit: Fit | None
 ) -> None:
     checker = Checker(models, PrefixCache(8, whole=False), tolerance=1e-3)
     assert checker.explain(PROMPT, TOKENS, logprobs(models, made), claim) == fit
@@ -79,7 +79,7 @@ def test_a_claim_fits_if_the_versions_that_it_allows_explain_every_token(
 
 @pytest.mark.parametrize(("whole", "fit"), [(True, Fit(3, ((4, 12),), 20)), (False, None)])
 def test_a_prompt_that_is_cached_whole_is_read_whole_after_the_first_token(
-    models, whole, fit
+    models: Models, whole: bool, fit: Fit | None
 ) -> None:
     made = logprobs(models, Made(3, 19, (4,) * 12, replaced=True))
     checker = Checker(models, PrefixCache(1, whole), tolerance=1e-3)

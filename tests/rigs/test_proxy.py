@@ -35,13 +35,13 @@ def server() -> Iterator[Counting]:
 
 
 @pytest.fixture
-def proxy(server) -> Iterator[Proxy]:
+def proxy(server: Counting) -> Iterator[Proxy]:
     with Proxy(server.address) as proxy:
         yield proxy
 
 
 @pytest.fixture
-def driver(proxy) -> Iterator[SyncDriver]:
+def driver(proxy: Proxy) -> Iterator[SyncDriver]:
     with SyncDriver(proxy.url) as driver:
         yield driver
 
@@ -61,8 +61,13 @@ def call(path: str = "/x", body: Any = None, timeout_s: float = 30.0, **params: 
     ],
 )
 def test_an_act_strikes_one_request_of_its_path_and_the_server_sees_it_as_often_as_it_says(
-    act, outcome, seen, server, proxy, driver
-):
+    act: Act,
+    outcome: int | type[Exception],
+    seen: int,
+    server: Counting,
+    proxy: Proxy,
+    driver: SyncDriver,
+) -> None:
     proxy.script(act, "/x")
     try:
         got = driver.run(call(timeout_s=0.5 if act is Act.SILENCE else 30.0))
@@ -77,13 +82,17 @@ def test_an_act_strikes_one_request_of_its_path_and_the_server_sees_it_as_often_
     assert proxy.struck == [("/x", act)]
 
 
-def test_a_value_in_the_body_can_be_replaced_wherever_it_is(server, proxy, driver):
+def test_a_value_in_the_body_can_be_replaced_wherever_it_is(
+    server: Counting, proxy: Proxy, driver: SyncDriver
+) -> None:
     proxy.script(Act.REWRITE, "/x", {"bytes": 7})
     driver.run(call(body={"info": {"bytes": 1, "other": 2}}))
     assert server.got == [{"info": {"bytes": 7, "other": 2}}]
 
 
-def test_a_shut_proxy_refuses_and_an_opened_one_serves_on_the_same_port(server, proxy, driver):
+def test_a_shut_proxy_refuses_and_an_opened_one_serves_on_the_same_port(
+    server: Counting, proxy: Proxy, driver: SyncDriver
+) -> None:
     assert driver.run(call()) == 1
     proxy.shut()
     with pytest.raises(ServerUnreachable):
@@ -92,7 +101,9 @@ def test_a_shut_proxy_refuses_and_an_opened_one_serves_on_the_same_port(server, 
     assert driver.run(call()) == 2
 
 
-def test_another_server_can_take_over_the_url(server, proxy, driver):
+def test_another_server_can_take_over_the_url(
+    server: Counting, proxy: Proxy, driver: SyncDriver
+) -> None:
     driver.run(call())
     with closing(Counting()) as second:
         proxy.aim(second.address)

@@ -3,6 +3,7 @@ memory."""
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 @pytest.mark.e2e
 def test_what_it_says_that_it_serves_is_what_was_sent_also_after_its_receiver_was_killed(
     tmp_path: Path,
-):
+) -> None:
     manifest = Manifest.build(
         [(name, "bfloat16", shape) for name, shape in SHAPES.items()], CONFIG.block_bytes
     )
@@ -57,12 +58,12 @@ def test_what_it_says_that_it_serves_is_what_was_sent_also_after_its_receiver_wa
         assert server.run(vllm.label()) == "default", "it has no memory of an earlier life"
 
 
-def test_a_load_that_breaks_off_is_seen_in_the_memory():
+def test_a_load_that_breaks_off_is_seen_in_the_memory() -> None:
     model = CopiedModel()
     model.load(iter(tensors(1.0).items()))
     before = model.digest()
 
-    def half():
+    def half() -> Iterator[tuple[str, torch.Tensor]]:
         yield from list(tensors(2.0).items())[:2]
         raise RuntimeError("planted")
 

@@ -4,24 +4,26 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tests.rollout.conftest import answer
+from tests.rollout.conftest import Behaviour, answer
 from titan_grpo.rollout.task_runner import Codec
 from titan_grpo.titan.tiny import EOS
 
 if TYPE_CHECKING:
     import openai
+    from openai.types.chat import ChatCompletionFunctionToolParam, ChatCompletionUserMessageParam
 
-ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}
-HELLO = {"role": "user", "content": "hello"}
+ADD: "ChatCompletionFunctionToolParam" = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {}},
+}
+HELLO: "ChatCompletionUserMessageParam" = {"role": "user", "content": "hello"}
 
 
-def says(
-    codec: Codec, *texts: str, log: list[list[int]] | None = None
-) -> Callable[[dict[str, Any]], Any]:
+def says(codec: Codec, *texts: str, log: list[list[int]] | None = None) -> Behaviour:
     """An engine that says one text after the other, each with an end token, and then again."""
     lock, count = threading.Lock(), [0]
 
-    def behaviour(body: dict[str, Any]) -> Any:
+    def behaviour(body: dict[str, Any]) -> tuple[int, Any]:
         with lock:
             text = texts[count[0] % len(texts)]
             count[0] += 1

@@ -19,6 +19,7 @@ from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import PeerError
 from titan_grpo.rollout.agent_sampler import AgentSampler
 from titan_grpo.rollout.agents import Agents
+from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.partial import Partial
@@ -29,6 +30,9 @@ from titan_grpo.samples import Group
 from titan_grpo.titan.tiny import write_tiny_model
 
 Behaviour = Callable[[dict[str, Any]], tuple[int, Any]]
+MakeServer = Callable[[], "CompletionServer"]
+GroupOf = Callable[..., Group]
+StartClient = Callable[..., RolloutClient]
 
 
 def good(body: dict[str, Any]) -> tuple[int, Any]:
@@ -153,7 +157,7 @@ class CompletionServer:
 
 
 @pytest.fixture
-def completion_server() -> Iterator[Callable[[], CompletionServer]]:
+def completion_server() -> Iterator[MakeServer]:
     """A factory of servers."""
     servers: list[CompletionServer] = []
 
@@ -193,9 +197,7 @@ def codec(model: str) -> TextCodec:
 
 
 @pytest.fixture
-def group_of(
-    model: str, completion_server: Callable[[], CompletionServer]
-) -> Callable[..., Group | None]:
+def group_of(model: str, completion_server: MakeServer) -> GroupOf:
     """A factory: an agent, engines -> the group that they make."""
 
     @asynccontextmanager
@@ -223,12 +225,13 @@ def group_of(
         look: Callable[[Agents], None] | None = None,
         tool_parser: ToolParser | None = hermes,
         **changes: Any,
-    ) -> Group | None:
+    ) -> Group:
         """One attempt for each behaviour of an engine, each on another server; the last is the
         group's. ``look``: called with the endpoint before the first."""
 
-        async def run() -> Group | None:
-            group, parts = None, [Partial()] * changes.get("group_size", 1)
+        async def run() -> Group:
+            group: Group | None = None
+            parts = [Partial()] * changes.get("group_size", 1)
             async with made(agent, timeout_s, changes, tool_parser) as (sampler, agents):
                 if look is not None:
                     look(agents)
@@ -246,7 +249,8 @@ def group_of(
                         assert attempt < len(behaviours) - 1
                     finally:
                         await driver.close()
-                return group
+            assert group is not None, "no behaviour was given"
+            return group
 
         return asyncio.run(run())
 

@@ -4,10 +4,14 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.rollout.agents import says
+from tests.rollout.conftest import MakeServer, StartClient
 from titan_grpo.errors import TaskError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
@@ -32,24 +36,26 @@ def solve(base_url, api_key, row):
 
 
 @pytest.fixture
-def model(tmp_path) -> str:
+def model(tmp_path: Path) -> str:
     return str(write_tiny_model("qwen3", tmp_path / "model"))
 
 
 @pytest.fixture
-def codec(model) -> TextCodec:
+def codec(model: str) -> TextCodec:
     return TextCodec(model)
 
 
 @pytest.fixture
-def run_of_agents(model, tmp_path, monkeypatch):
+def run_of_agents(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StartClient]:
     """A factory: changes of the spec -> a started client of a rollout process with an agent."""
     (tmp_path / "own_agent.py").write_text(AGENT)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     clients = []
 
-    def make(**changes):
-        usual = {"prompts_per_step": 2, "group_size": 2, "max_staleness": 0}
+    def make(**changes: Any) -> RolloutClient:
+        usual: dict[str, Any] = {"prompts_per_step": 2, "group_size": 2, "max_staleness": 0}
         usual["agent"] = "own_agent:solve"
         spec = RolloutSpec(model_dir=model, **(usual | changes))
         clients.append(RolloutClient(spec))
@@ -62,7 +68,7 @@ def run_of_agents(model, tmp_path, monkeypatch):
 
 
 def test_a_run_counts_an_agents_error_and_makes_its_group_again(
-    run_of_agents, codec, completion_server
+    run_of_agents: StartClient, codec: TextCodec, completion_server: MakeServer
 ) -> None:
     engine, client = completion_server(), run_of_agents(task_error_budget=3)
     engine.behaviour = says(codec, "one")
@@ -73,7 +79,9 @@ def test_a_run_counts_an_agents_error_and_makes_its_group_again(
     assert client.counters()["dropped.task_error"] == 1
 
 
-def test_a_run_stops_with_the_agents_own_traceback(run_of_agents, codec, completion_server) -> None:
+def test_a_run_stops_with_the_agents_own_traceback(
+    run_of_agents: StartClient, codec: TextCodec, completion_server: MakeServer
+) -> None:
     engine, client = completion_server(), run_of_agents()
     engine.behaviour = says(codec, "one")
     client.set_server(ServerState(engine.url, 0, True, "r:0:f", "vllm"))
@@ -84,7 +92,11 @@ def test_a_run_stops_with_the_agents_own_traceback(run_of_agents, codec, complet
 
 
 def test_the_agent_and_the_parser_of_the_docs_do_what_they_say(
-    run_of_agents, codec, completion_server, root, tmp_path
+    run_of_agents: StartClient,
+    codec: TextCodec,
+    completion_server: MakeServer,
+    root: Path,
+    tmp_path: Path,
 ) -> None:
     agent, parser = re.findall(
         r"```python\n(.*?)```", (root / "docs" / "agents.md").read_text(), re.DOTALL
@@ -98,13 +110,15 @@ def test_the_agent_and_the_parser_of_the_docs_do_what_they_say(
     for group in client.next_batch(0, 2, 60):
         assert codec.decode(group.prompt.token_ids) == "user: What is 2+3?\nassistant:"
         assert [completion.reward for completion in group.completions] == [1.0, 1.0]
-    names: dict = {}
+    names: dict[str, Any] = {}
     exec(parser, names)
     assert names["parse"]("sum: 2 3") == ("", [("sum", {"of": "2 3"})])
     assert names["parse"]("It is 5.") == ("It is 5.", [])
 
 
-def test_agents_elsewhere_find_the_address_in_the_log(run_of_agents, caplog) -> None:
+def test_agents_elsewhere_find_the_address_in_the_log(
+    run_of_agents: StartClient, caplog: pytest.LogCaptureFixture
+) -> None:
     run_of_agents(agent="outside")
     assert re.search(r"agents may talk to http://127\.0\.0\.1:\d+/v1", caplog.text)
 
@@ -130,7 +144,10 @@ post $1/v1/chat/completions -d "$hello}" -o /dev/null -w '%{http_code}\\n'
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_curl_takes_episodes_talks_and_posts_rewards(
-    run_of_agents, codec, completion_server, caplog
+    run_of_agents: StartClient,
+    codec: TextCodec,
+    completion_server: MakeServer,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     client = run_of_agents(agent="outside", prompts_per_step=1)
     (address,) = re.findall(r"agents may talk to (http://\S+)/v1", caplog.text)
@@ -152,7 +169,11 @@ def test_curl_takes_episodes_talks_and_posts_rewards(
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_an_environment_of_verifiers_plays_unchanged(
-    run_of_agents, codec, completion_server, root, caplog
+    run_of_agents: StartClient,
+    codec: TextCodec,
+    completion_server: MakeServer,
+    root: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The example, with the real library in an environment of its own."""
     subprocess.run(

@@ -5,32 +5,38 @@ import asyncio
 import http.client
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
+from openai.types.chat import ChatCompletion
 
 from tests.rollout.agents import ADD, HELLO, client_of, says, talker
-from tests.rollout.conftest import answer, piece
+from tests.rollout.conftest import GroupOf, MakeServer, answer, piece
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import DataError, PeerError
 from titan_grpo.rollout.agent_sampler import AgentSampler
 from titan_grpo.rollout.agents import Agents
+from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.sampler import GroupDropped
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows, hermes
+from titan_grpo.samples import Group
 from titan_grpo.titan.tiny import EOS, UNK
 
 openai = pytest.importorskip("openai")
 
 
 def test_six_turns_of_an_unchanged_history_are_one_completion_of_the_engines_own_tokens(
-    group_of, codec
+    group_of: GroupOf, codec: TextCodec
 ) -> None:
-    asked = []
+    asked: list[list[int]] = []
     group = group_of(talker(6), [says(codec, "one", "two", log=asked)])
     (completion,) = group.completions
     whole = group.prompt.token_ids + completion.token_ids
@@ -45,12 +51,14 @@ def test_six_turns_of_an_unchanged_history_are_one_completion_of_the_engines_own
     assert (completion.reward, completion.episode, completion.finish_reason) == (1.0, -1, "stop")
 
 
-def test_tokens_that_their_text_would_not_give_again_are_kept(group_of, codec) -> None:
+def test_tokens_that_their_text_would_not_give_again_are_kept(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
     # The tokenizer makes no unknown token of the text of one: the history is not encoded again.
     odd = [*codec.encode("x"), UNK, UNK, EOS]
-    asked = []
+    asked: list[list[int]] = []
 
-    def behaviour(body):
+    def behaviour(body: dict[str, Any]) -> tuple[int, Any]:
         asked.append(body["prompt"])
         return answer(odd, [-1.0] * 4, "stop")
 
@@ -61,15 +69,17 @@ def test_tokens_that_their_text_would_not_give_again_are_kept(group_of, codec) -
     assert completion.num_sampled == 8
 
 
-def test_a_changed_history_begins_a_second_completion_with_the_same_reward(group_of, codec) -> None:
-    def agent(base_url, api_key, row):
+def test_a_changed_history_begins_a_second_completion_with_the_same_reward(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
         client = client_of(base_url, api_key)
         for said in ("first", "second"):
-            messages = [HELLO, {"role": "assistant", "content": said}, HELLO]
+            messages: list[Any] = [HELLO, {"role": "assistant", "content": said}, HELLO]
             client.chat.completions.create(model="any", messages=messages)
         return 0.5
 
-    asked = []
+    asked: list[list[int]] = []
     group = group_of(agent, [says(codec, "one", "two", log=asked)])
     assert [c.episode for c in group.completions] == [0, 0]
     assert [c.reward for c in group.completions] == [0.5, 0.5]
@@ -82,11 +92,11 @@ def test_a_changed_history_begins_a_second_completion_with_the_same_reward(group
         )
 
 
-def test_calls_at_once_are_completions_of_their_own(group_of, codec) -> None:
-    def agent(base_url, api_key, row):
+def test_calls_at_once_are_completions_of_their_own(group_of: GroupOf, codec: TextCodec) -> None:
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
         client = client_of(base_url, api_key)
 
-        def ask(text):
+        def ask(text: str) -> ChatCompletion:
             return client.chat.completions.create(
                 model="any", messages=[{"role": "user", "content": text}]
             )
@@ -100,10 +110,10 @@ def test_calls_at_once_are_completions_of_their_own(group_of, codec) -> None:
     assert {c.episode for c in group.completions} == {0}
 
 
-def test_a_streamed_answer_is_the_same(group_of, codec) -> None:
-    seen = []
+def test_a_streamed_answer_is_the_same(group_of: GroupOf, codec: TextCodec) -> None:
+    seen: list[Any] = []
 
-    def agent(base_url, api_key, row):
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
         stream = client_of(base_url, api_key).chat.completions.create(
             model="any", messages=[HELLO], stream=True, stream_options={"include_usage": True}
         )
@@ -118,14 +128,15 @@ def test_a_streamed_answer_is_the_same(group_of, codec) -> None:
 
 
 def test_calls_of_tools_reach_the_agent_and_go_on_without_being_written_again(
-    group_of, codec
+    group_of: GroupOf, codec: TextCodec
 ) -> None:
-    seen = []
+    seen: list[Any] = []
     # No template writes it with these spaces.
     text = '<tool_call>{"name":   "add", "arguments": {"a":1}}</tool_call>'
 
-    def agent(base_url, api_key, row):
-        client, messages = client_of(base_url, api_key), [HELLO]
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        client = client_of(base_url, api_key)
+        messages: list[Any] = [HELLO]
         for _ in range(2):
             reply = client.chat.completions.create(model="m", messages=messages, tools=[ADD])
             message = reply.choices[0].message
@@ -135,7 +146,7 @@ def test_calls_of_tools_reach_the_agent_and_go_on_without_being_written_again(
             messages += [{"role": "tool", "tool_call_id": id_, "content": "2"} for id_ in ids]
         return 1.0
 
-    asked = []
+    asked: list[list[int]] = []
     group = group_of(agent, [says(codec, text, "two", log=asked)])
     (reason, first), (last_reason, last) = seen
     assert (reason, last_reason, last.content) == ("tool_calls", "stop", "two")
@@ -148,13 +159,13 @@ def test_calls_of_tools_reach_the_agent_and_go_on_without_being_written_again(
 
 
 @pytest.fixture
-def library_agent():
+def library_agent() -> Callable[[str, str], Any]:
     """A factory: an endpoint and its key -> an agent of Pydantic AI that asks it."""
     pydantic_ai = pytest.importorskip("pydantic_ai")
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    def make(base_url, api_key):
+    def make(base_url: str, api_key: str) -> Any:
         provider = OpenAIProvider(base_url=base_url, api_key=api_key)
         return pydantic_ai.Agent(OpenAIChatModel("any", provider=provider))
 
@@ -162,20 +173,20 @@ def library_agent():
 
 
 def test_an_agent_library_that_writes_the_json_of_a_call_in_its_own_way_goes_on(
-    group_of, codec, library_agent
+    group_of: GroupOf, codec: TextCodec, library_agent: Callable[[str, str], Any]
 ) -> None:
-    async def agent(base_url, api_key, row):
+    async def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
         asking = library_agent(base_url, api_key)
 
-        @asking.tool_plain
         def add(a: int) -> int:
             return a + 1
 
+        asking.tool_plain(add)
         assert (await asking.run("hello")).output == "three"
         return 1.0
 
     text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    asked = []
+    asked: list[list[int]] = []
     group = group_of(agent, [says(codec, text, text, "three", log=asked)])
     assert [completion.episode for completion in group.completions] == [-1]
     for before, after in pairwise(asked):
@@ -183,14 +194,14 @@ def test_an_agent_library_that_writes_the_json_of_a_call_in_its_own_way_goes_on(
 
 
 def test_an_empty_answer_that_an_agent_library_leaves_out_begins_a_second_completion(
-    group_of, codec, library_agent
+    group_of: GroupOf, codec: TextCodec, library_agent: Callable[[str, str], Any]
 ) -> None:
-    async def agent(base_url, api_key, row):
+    async def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
         asking = library_agent(base_url, api_key)
         assert (await asking.run("hello")).output == "two"
         return 1.0
 
-    asked = []
+    asked: list[list[int]] = []
     group = group_of(agent, [says(codec, "", "two", log=asked)])
     assert [completion.episode for completion in group.completions] == [0, 0]
     assert [completion.num_sampled for completion in group.completions] == [1, 4]
@@ -200,10 +211,12 @@ def test_an_empty_answer_that_an_agent_library_leaves_out_begins_a_second_comple
     assert texts[1].startswith("<bos>user: hello\nsystem: ")
 
 
-def test_log_probabilities_and_a_limit_are_those_of_the_tokens(group_of, codec) -> None:
-    seen = []
+def test_log_probabilities_and_a_limit_are_those_of_the_tokens(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    seen: list[Any] = []
 
-    def agent(base_url, api_key, row):
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
         seen.append(
             client_of(base_url, api_key).chat.completions.create(
                 model="any", messages=[HELLO], logprobs=True, max_tokens=2
@@ -219,10 +232,13 @@ def test_log_probabilities_and_a_limit_are_those_of_the_tokens(group_of, codec) 
     assert group.completions[0].finish_reason == "length"
 
 
-def test_an_agent_does_not_see_that_a_server_died_in_its_second_turn(group_of, codec) -> None:
-    first, asked = says(codec, "one"), []
+def test_an_agent_does_not_see_that_a_server_died_in_its_second_turn(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    first = says(codec, "one")
+    asked: list[list[int]] = []
 
-    def dies(body):
+    def dies(body: dict[str, Any]) -> tuple[int, Any]:
         asked.append(body["prompt"])
         if len(asked) == 1:
             return first(body)
@@ -231,11 +247,11 @@ def test_an_agent_does_not_see_that_a_server_died_in_its_second_turn(group_of, c
     calls = []
     agent = talker(2)
 
-    def counted(base_url, api_key, row):
+    def counted(base_url: str, api_key: str, row: dict[str, Any]) -> float:
         calls.append(api_key)
         return agent(base_url, api_key, row)
 
-    again = []
+    again: list[list[int]] = []
     group = group_of(counted, [dies, says(codec, "o", log=again)])
     (completion,) = group.completions
     assert len(calls) == 1
@@ -246,12 +262,12 @@ def test_an_agent_does_not_see_that_a_server_died_in_its_second_turn(group_of, c
 
 
 def test_an_episode_whose_tokens_were_thrown_away_begins_again_with_another_key(
-    model, codec, completion_server
+    model: str, codec: TextCodec, completion_server: MakeServer
 ) -> None:
     keys, refusals = [], []
     agent = talker(2)
 
-    def counted(base_url, api_key, row):
+    def counted(base_url: str, api_key: str, row: dict[str, Any]) -> float:
         keys.append(api_key)
         try:
             return agent(base_url, api_key, row)
@@ -259,7 +275,7 @@ def test_an_episode_whose_tokens_were_thrown_away_begins_again_with_another_key(
             refusals.append(str(error))
             raise
 
-    async def run():
+    async def run() -> Group:
         spec = RolloutSpec(model_dir=model, group_size=1, max_completion_tokens=100)
         task = AgentRows(counted, None)
         runner = TaskRunner(task, codec, 8, 60.0)
@@ -282,10 +298,10 @@ def test_an_episode_whose_tokens_were_thrown_away_begins_again_with_another_key(
     assert group.completions[0].num_sampled == 8
 
 
-def test_an_unknown_episode_is_refused_as_openai_does(group_of, codec) -> None:
+def test_an_unknown_episode_is_refused_as_openai_does(group_of: GroupOf, codec: TextCodec) -> None:
     refusals = []
 
-    def agent(base_url, api_key, row):
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
         stranger = client_of(base_url, "ep-unknown")
         for call in (
             lambda: stranger.chat.completions.create(model="any", messages=[HELLO]),
@@ -301,10 +317,10 @@ def test_an_unknown_episode_is_refused_as_openai_does(group_of, codec) -> None:
     assert [(e.status_code, e.code) for e in refusals] == [(401, "invalid_api_key")] * 2
 
 
-def test_a_refused_field_is_named_to_the_client(group_of, codec) -> None:
+def test_a_refused_field_is_named_to_the_client(group_of: GroupOf, codec: TextCodec) -> None:
     refusals = []
 
-    def agent(base_url, api_key, row):
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
         with pytest.raises(openai.BadRequestError) as error:
             talker(1, n=2)(base_url, api_key, row)
         refusals.append(error.value)
@@ -316,15 +332,18 @@ def test_a_refused_field_is_named_to_the_client(group_of, codec) -> None:
     assert len(group.completions) == 1
 
 
-def test_what_an_agent_raises_is_shown_with_its_own_lines_alone(group_of, codec) -> None:
-    def broken(base_url, api_key, row):
+def test_what_an_agent_raises_is_shown_with_its_own_lines_alone(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    def broken(base_url: str, api_key: str, row: dict[str, Any]) -> float:
         talker(1)(base_url, api_key, row)
-        return {}["missing"]
+        nothing: dict[str, float] = {}
+        return nothing["missing"]
 
     with pytest.raises(TaskFailed, match="the task's agent failed: KeyError") as failed:
         group_of(broken, [says(codec, "one")])
     report = failed.value.report
-    assert 'return {}["missing"]' in report
+    assert 'return nothing["missing"]' in report
     assert "titan_grpo/rollout" not in report
 
 
@@ -332,8 +351,10 @@ def test_what_an_agent_raises_is_shown_with_its_own_lines_alone(group_of, codec)
     ("outcome", "text"),
     [(None, "must return its reward"), ("much", "could not convert"), (float("nan"), "finite")],
 )
-def test_an_agent_must_return_a_reward(group_of, codec, outcome, text) -> None:
-    def agent(base_url, api_key, row):
+def test_an_agent_must_return_a_reward(
+    group_of: GroupOf, codec: TextCodec, outcome: Any, text: str
+) -> None:
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> Any:
         talker(1)(base_url, api_key, row)
         return outcome
 
@@ -341,13 +362,13 @@ def test_an_agent_must_return_a_reward(group_of, codec, outcome, text) -> None:
         group_of(agent, [says(codec, "one")])
 
 
-def test_an_agent_that_makes_no_call_has_failed(group_of, codec) -> None:
+def test_an_agent_that_makes_no_call_has_failed(group_of: GroupOf, codec: TextCodec) -> None:
     with pytest.raises(TaskFailed, match="must make a call"):
         group_of(lambda *_: 1.0, [says(codec, "one")])
 
 
-def test_an_agent_that_takes_too_long_ends_the_group(group_of, codec) -> None:
-    async def slow(base_url, api_key, row):
+def test_an_agent_that_takes_too_long_ends_the_group(group_of: GroupOf, codec: TextCodec) -> None:
+    async def slow(base_url: str, api_key: str, row: dict[str, Any]) -> None:
         # no deadline: the episode's own is what is tested
         await asyncio.Event().wait()
 
@@ -356,7 +377,7 @@ def test_an_agent_that_takes_too_long_ends_the_group(group_of, codec) -> None:
 
 
 def test_a_call_without_room_is_refused_and_an_agent_that_lets_that_out_gets_0(
-    group_of, codec
+    group_of: GroupOf, codec: TextCodec
 ) -> None:
     group = group_of(talker(9), [says(codec, "one")], max_completion_tokens=60)
     (completion,) = group.completions
@@ -365,17 +386,19 @@ def test_a_call_without_room_is_refused_and_an_agent_that_lets_that_out_gets_0(
     assert len(completion.token_ids) <= 60
 
 
-def test_an_answer_is_cut_at_the_agents_own_stop_but_its_tokens_are_not(group_of, codec) -> None:
+def test_an_answer_is_cut_at_the_agents_own_stop_but_its_tokens_are_not(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
     seen, bodies = [], []
 
-    def agent(base_url, api_key, row):
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
         reply = client_of(base_url, api_key).chat.completions.create(
             model="any", messages=[HELLO], stop="E"
         )
         seen.append(reply.choices[0].message.content)
         return 1.0
 
-    def behaviour(body):
+    def behaviour(body: dict[str, Any]) -> tuple[int, Any]:
         bodies.append(body)
         return answer(list(codec.encode("onE")), [-1.0] * 3, "stop")
 
@@ -384,14 +407,16 @@ def test_an_answer_is_cut_at_the_agents_own_stop_but_its_tokens_are_not(group_of
     assert codec.decode(group.completions[0].token_ids) == "onE"
 
 
-def test_prompts_with_nothing_in_common_drop_the_group(group_of, codec, tmp_path) -> None:
+def test_prompts_with_nothing_in_common_drop_the_group(
+    group_of: GroupOf, codec: TextCodec, tmp_path: Path
+) -> None:
     template = tmp_path / "bare.jinja"
     template.write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
 
-    def agent(base_url, api_key, row):
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
         client = client_of(base_url, api_key)
         for role in ("user", "system"):
-            message = {"role": role, "content": "x"}
+            message: Any = {"role": role, "content": "x"}
             client.chat.completions.create(model="any", messages=[message])
         return 1.0
 
@@ -399,7 +424,9 @@ def test_prompts_with_nothing_in_common_drop_the_group(group_of, codec, tmp_path
         group_of(agent, [says(codec, "one")], chat_template=str(template))
 
 
-def call(address, method, path, key="", body=None):
+def call(
+    address: str, method: str, path: str, key: str = "", body: dict[str, Any] | None = None
+) -> tuple[int, Any]:
     connection = http.client.HTTPConnection(address, timeout=60)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     data = None if body is None else json.dumps(body).encode()
@@ -409,17 +436,18 @@ def call(address, method, path, key="", body=None):
 
 
 def test_agents_elsewhere_take_episodes_and_post_their_rewards(
-    group_of, codec, monkeypatch
+    group_of: GroupOf, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGENTS", "shared")
     seen, threads = [], []
 
-    def look(agents):
+    def look(agents: Agents) -> None:
         address = agents.url.removeprefix("http://")
 
-        def outside():
+        def outside() -> None:
             seen.append(call(address, "POST", "/episodes")[0])
-            status, given = 429, {}
+            status: int = 429
+            given: dict[str, Any] = {}
             while status == 429:  # the group has not begun
                 status, given = call(address, "POST", "/episodes", "shared")
             key, path = given["id"], f"/episodes/{given['id']}/reward"
@@ -438,11 +466,13 @@ def test_agents_elsewhere_take_episodes_and_post_their_rewards(
     assert group.completions[0].reward == 0.25
 
 
-def test_an_agent_elsewhere_that_posts_nothing_costs_its_group(group_of, codec) -> None:
-    def look(agents):
+def test_an_agent_elsewhere_that_posts_nothing_costs_its_group(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    def look(agents: Agents) -> None:
         address = agents.url.removeprefix("http://")
 
-        def outside():
+        def outside() -> None:
             while call(address, "POST", "/episodes")[0] == 429:
                 pass
 
@@ -452,14 +482,16 @@ def test_an_agent_elsewhere_that_posts_nothing_costs_its_group(group_of, codec) 
         group_of(None, [says(codec, "one")], timeout_s=0.5, look=look, agent="outside")
 
 
-def test_a_tool_parser_that_breaks_is_the_users_error(model, codec, completion_server) -> None:
-    async def run():
+def test_a_tool_parser_that_breaks_is_the_users_error(
+    model: str, codec: TextCodec, completion_server: MakeServer
+) -> None:
+    async def run() -> None:
         spec = RolloutSpec(model_dir=model, group_size=1)
         task = AgentRows(talker(1, tools=[ADD]), None)
         runner = TaskRunner(task, codec, 8, 60.0)
         agents = Agents(spec, task, runner, codec)
 
-        def parser(text):
+        def parser(text: str) -> NoReturn:
             raise DataError("no such format")
 
         engine = completion_server()

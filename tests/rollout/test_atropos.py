@@ -1,5 +1,7 @@
 """Atropos groups as we read them: alignment, turns, overrides, and what is refused."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ from titan_grpo.rollout.atropos import (
 M = -100
 
 
-def item(**changes):
+def item(**changes: Any) -> dict[str, Any]:
     """Two sequences: prompt 5 6 (7), then sampled tokens."""
     whole = {
         "tokens": [[5, 6, 8, 9], [5, 6, 7, 8]],
@@ -73,7 +75,7 @@ def test_an_override_takes_a_sequence_out_of_the_learning_only() -> None:
 
 
 @pytest.mark.parametrize("field", ["group_overrides", "generation_params"])
-def test_a_version_may_ride_along(field) -> None:
+def test_a_version_may_ride_along(field: str) -> None:
     assert group_of(item(**{field: {"policy_version": 4}}), 9).version == 4
     assert group_of(item(**{field: {"policy_version": True}}), 9).version == 9
 
@@ -100,7 +102,9 @@ def test_a_version_may_ride_along(field) -> None:
         ("images", {"images": ["x"]}),
     ],
 )
-def test_a_group_that_is_not_what_it_says_is_rejected_by_a_word(reason, changes) -> None:
+def test_a_group_that_is_not_what_it_says_is_rejected_by_a_word(
+    reason: str, changes: dict[str, Any]
+) -> None:
     with pytest.raises(Rejected) as caught:
         group_of(item(**changes), 0)
     assert caught.value.reason == reason
@@ -117,7 +121,9 @@ sequences = st.lists(
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), sequences)
-def test_every_sampled_token_keeps_its_place_and_its_log_probability(prompt, rest) -> None:
+def test_every_sampled_token_keeps_its_place_and_its_log_probability(
+    prompt: list[int], rest: list[tuple[list[int], list[tuple[int, bool]]]]
+) -> None:
     rows = []
     for context, turns in rest:
         tokens = [*prompt, *context, *(t for t, _ in turns), 7]

@@ -5,13 +5,15 @@ import asyncio
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from tests.rollout.conftest import MakeServer
 from tests.rollout.sampling import sample, sampler_of
 from titan_grpo.engines import vllm
 from titan_grpo.engines.generation import Answer, Sampled, Sampling
-from titan_grpo.engines.http import AsyncDriver
+from titan_grpo.engines.http import AsyncDriver, Call, Sink
 from titan_grpo.errors import PeerError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
@@ -26,16 +28,16 @@ TOKENS = 6
 
 
 @pytest.fixture
-def sampler(model_dir) -> Sampler:
+def sampler(model_dir: str) -> Sampler:
     return sampler_of("digits", model_dir, 2, TOKENS)
 
 
 def test_a_broken_connection_leaves_its_streamand_those_of_the_requests_beside_it(
-    completion_server, sampler
+    completion_server: MakeServer, sampler: Sampler
 ) -> None:
     first, other = completion_server(), completion_server()
 
-    def break_off(body: dict) -> tuple[int, Iterator[bytes]]:
+    def break_off(body: dict[str, Any]) -> tuple[int, Iterator[bytes]]:
         def speak() -> Iterator[bytes]:
             yield first.piece([7, 8])
             if body["seed"] == first.bodies[0]["seed"]:
@@ -72,10 +74,12 @@ def test_a_broken_connection_leaves_its_streamand_those_of_the_requests_beside_i
         assert (completion.version_first, completion.version_last) == (3, 4)
 
 
-def test_a_cancelled_request_leaves_its_tokens(completion_server, sampler) -> None:
+def test_a_cancelled_request_leaves_its_tokens(
+    completion_server: MakeServer, sampler: Sampler
+) -> None:
     server = completion_server()
 
-    def stall(_: dict) -> tuple[int, Iterator[bytes]]:
+    def stall(_: dict[str, Any]) -> tuple[int, Iterator[bytes]]:
         def speak() -> Iterator[bytes]:
             yield server.piece([7, 8])
             server.released.wait(WAIT_S)
@@ -99,6 +103,24 @@ def test_a_cancelled_request_leaves_its_tokens(completion_server, sampler) -> No
     assert (parts[0].token_ids, parts[0].first, parts[0].last) == ((7, 8), 3, 3)
 
 
+class Told:
+    """A sink, and an event that it took a piece."""
+
+    def __init__(self, sink: Sink, came: asyncio.Event) -> None:
+        self._sink, self._came = sink, came
+
+    @property
+    def whole(self) -> bool:
+        return self._sink.whole
+
+    def take(self, chunk: bytes) -> None:
+        self._sink.take(chunk)
+        self._came.set()
+
+    def end(self) -> None:
+        self._sink.end()
+
+
 class Telling(AsyncDriver):
     """A driver that tells when a piece was taken."""
 
@@ -106,17 +128,17 @@ class Telling(AsyncDriver):
         super().__init__(url)
         self.came = asyncio.Event()
 
-    async def stream(self, call, sink) -> None:
-        take = sink.take
-        sink.take = lambda chunk: (take(chunk), self.came.set())
-        await super().stream(call, sink)
+    async def stream(self, call: Call[Any], sink: Sink) -> None:
+        await super().stream(call, Told(sink, self.came))
 
 
-def test_what_came_after_the_ledger_lost_track_is_not_kept(completion_server) -> None:
+def test_what_came_after_the_ledger_lost_track_is_not_kept(
+    completion_server: MakeServer,
+) -> None:
     server = Server("http://a", 3, True, "r:3:f", "vllm")
     stream = TokenStream(Answer(vllm.stream([1], Sampling(9), 1.0)), server)
     assert stream.kept().token_ids == ()
-    assert stream.version is None
+    assert (stream.version,) == (None,)
     for version, tokens in ((3, [5]), (4, [6, 7]), (None, [8])):
         server.version = version
         stream.take(completion_server().piece(tokens))
@@ -124,7 +146,9 @@ def test_what_came_after_the_ledger_lost_track_is_not_kept(completion_server) ->
     assert (kept.token_ids, kept.finish_reason, stream.version) == ((5, 6, 7), "abort", 4)
 
 
-def test_an_answer_that_only_lacked_its_last_line_is_kept_as_finished(completion_server) -> None:
+def test_an_answer_that_only_lacked_its_last_line_is_kept_as_finished(
+    completion_server: MakeServer,
+) -> None:
     stream = TokenStream(
         Answer(vllm.stream([1], Sampling(9), 1.0)), Server("http://a", 3, True, "r:3:f", "vllm")
     )
@@ -134,7 +158,7 @@ def test_an_answer_that_only_lacked_its_last_line_is_kept_as_finished(completion
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_the_rollout_process_goes_on_at_another_server_and_the_broken_one_gets_its_rest(
-    completion_server, model_dir, streamed
+    completion_server: MakeServer, model_dir: str, streamed: bool
 ) -> None:
     broken, good = completion_server(), completion_server()
     # Later requests get no tokens: how many come before there is a better server is up to the
@@ -181,7 +205,7 @@ def test_a_completion_that_goes_on_keeps_the_routes_that_its_tokens_were_sampled
 
 
 def test_an_answer_without_the_routes_that_training_needs_drops_its_group(
-    completion_server, sampler
+    completion_server: MakeServer, sampler: Sampler
 ) -> None:
     server = completion_server()
     server.behaviour = lambda body: server.answer([9] * TOKENS, [-2.0] * TOKENS)

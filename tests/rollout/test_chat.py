@@ -1,6 +1,8 @@
 """Prompts in a model's chat template are, token for token, those of transformers."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,26 +43,34 @@ assistant:{% if not enable_thinking | default(true) %} <think></think>{% endif %
     {% endif %}
 """
 
-TALK = [
+TALK: list[dict[str, Any]] = [
     {"role": "system", "content": "Be short."},
     {"role": "user", "content": " What is 2<3 & \u00e9?\n"},
     {"role": "assistant", "content": "ask ", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]},
     {"role": "tool", "content": "5"},
     {"role": "user", "content": "And now?", "tool_calls": None},
 ]
-TOOL = [{"type": "function", "function": {"name": "f", "description": "<b>\u00e9</b>"}}]
+TOOL: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "f", "description": "<b>\u00e9</b>"}}
+]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model("qwen3", tmp_path_factory.mktemp("model"))
 
 
-def reference(model, template, messages, tools, variables):
+def reference(
+    model: Path,
+    template: str | None,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    variables: dict[str, Any],
+) -> tuple[int, ...]:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(model))
-    options = {} if template is None else {"chat_template": template}
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(model))
+    options: dict[str, Any] = {} if template is None else {"chat_template": template}
     return tuple(
         tokenizer.apply_chat_template(
             messages, tools, add_generation_prompt=True, return_dict=False, **options, **variables
@@ -72,7 +82,11 @@ def reference(model, template, messages, tools, variables):
 @pytest.mark.parametrize("tools", [None, TOOL])
 @pytest.mark.parametrize("messages", [TALK, TALK[:2], TALK[1:2]])
 def test_a_template_gives_the_tokens_that_transformers_gives(
-    model, tmp_path, messages, tools, variables
+    model: Path,
+    tmp_path: Path,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    variables: dict[str, Any],
 ) -> None:
     path = tmp_path / "template.jinja"
     path.write_text(FEATURES)
@@ -82,13 +96,15 @@ def test_a_template_gives_the_tokens_that_transformers_gives(
     assert found.count(1) == 1  # one <bos>
 
 
-def test_the_models_own_template_gives_the_tokens_that_transformers_gives(model) -> None:
+def test_the_models_own_template_gives_the_tokens_that_transformers_gives(model: Path) -> None:
     codec = TextCodec(str(model))
     assert codec.chat(TALK[:2]) == reference(model, None, TALK[:2], None, {})
     assert codec.chat("hi") == (1, *codec.encode("user: hi\nassistant:"))
 
 
-def test_templates_that_engines_ship_give_the_tokens_that_transformers_gives(model, root) -> None:
+def test_templates_that_engines_ship_give_the_tokens_that_transformers_gives(
+    model: Path, root: Path
+) -> None:
     folder = "lib/python3*/site-packages/vllm/transformers_utils/chat_templates/*.jinja"
     paths = sorted((root / ".venv-vllm").glob(folder))
     assert paths, "no templates: has vLLM moved them?"
@@ -134,14 +150,21 @@ def test_templates_that_engines_ship_give_the_tokens_that_transformers_gives(mod
         ),
     ],
 )
-def test_a_template_is_found_wherever_models_keep_it(tmp_path, files, tools, expected) -> None:
+def test_a_template_is_found_wherever_models_keep_it(
+    tmp_path: Path,
+    files: dict[str, Any],
+    tools: list[dict[str, Any]] | None,
+    expected: str,
+) -> None:
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
     assert ChatTemplate.of_model(str(tmp_path), TaskKeys()).render(TALK, tools) == expected
 
 
-def test_a_missing_or_broken_template_is_the_configurations_mistake_in_one_line(tmp_path) -> None:
+def test_a_missing_or_broken_template_is_the_configurations_mistake_in_one_line(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(
         ConfigError, match=r'has none: set rollout\.chat_template to .* or to "none"'
     ):
@@ -157,7 +180,7 @@ def test_a_missing_or_broken_template_is_the_configurations_mistake_in_one_line(
 @pytest.mark.parametrize(
     "text", ["{{ raise_exception('no system role') }}", "{{ messages[9].role.x }}", "{{ 1 + 'a' }}"]
 )
-def test_messages_that_a_template_refuses_are_named(tmp_path, text) -> None:
+def test_messages_that_a_template_refuses_are_named(tmp_path: Path, text: str) -> None:
     template = ChatTemplate({"default": text}, {}, "the model")
     with pytest.raises(DataError, match=r"template of the model refuses .*Be short"):
         template.render(TALK)
@@ -187,7 +210,7 @@ def test_a_text_is_left_as_it_is_without_a_template(model) -> None:
         (TALK[:3], "ends with the assistant"),
     ],
 )
-def test_messages_that_a_model_cannot_answer_are_told_apart(messages, fault) -> None:
+def test_messages_that_a_model_cannot_answer_are_told_apart(messages: object, fault: str) -> None:
     found = check_messages(messages)
     assert fault in found
     assert bool(found) == bool(fault)

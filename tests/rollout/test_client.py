@@ -3,18 +3,22 @@ every listed way."""
 
 import dataclasses
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.rigs.trainer_handle import wait_until
+from tests.rollout.conftest import CompletionServer, MakeServer, StartClient
 from titan_grpo.engines.generation import salt
 from titan_grpo.errors import DataError
 from titan_grpo.protocol.messages import ServerState
-from titan_grpo.rollout.client import RolloutClient, RolloutStopped
+from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.dispatch import MAX_DROPS
-from titan_grpo.rollout.messages import RolloutSpec
+from titan_grpo.rollout.messages import RolloutSpec, RolloutStopped
 from titan_grpo.rollout.records import ReplayClient
 from titan_grpo.rollout.task_runner import TaskOptions
 from titan_grpo.rollout.tasks.functions import load_task
@@ -23,8 +27,8 @@ PER_STEP, GROUP = 2, 3
 
 
 @pytest.fixture
-def spec(model_dir):
-    sizes = {
+def spec(model_dir: str) -> RolloutSpec:
+    sizes: dict[str, Any] = {
         "prompts_per_step": PER_STEP,
         "group_size": GROUP,
         "max_completion_tokens": 4,
@@ -34,11 +38,11 @@ def spec(model_dir):
 
 
 @pytest.fixture
-def start(spec):
+def start(spec: RolloutSpec) -> Iterator[StartClient]:
     """A factory of started clients; changes of the spec as keywords."""
     clients = []
 
-    def make(record_path="", **changes):
+    def make(record_path: str = "", **changes: Any) -> RolloutClient:
         client = RolloutClient(dataclasses.replace(spec, **changes), record_path)
         clients.append(client)
         client.start(60)
@@ -49,7 +53,9 @@ def start(spec):
         client.close(5)
 
 
-def test_a_batch_has_checked_groups_with_versions_and_rewards(start, completion_server) -> None:
+def test_a_batch_has_checked_groups_with_versions_and_rewards(
+    start: StartClient, completion_server: MakeServer
+) -> None:
     server, client = completion_server(), start(max_staleness=0)
     client.set_server(ServerState(server.url, 0, True, "run/0"))
     batch = client.next_batch(0, PER_STEP, 60)
@@ -70,7 +76,7 @@ def test_a_batch_has_checked_groups_with_versions_and_rewards(start, completion_
 
 
 def test_generation_runs_ahead_of_the_trainer_by_the_bound_and_no_further(
-    start, completion_server
+    start: StartClient, completion_server: MakeServer
 ) -> None:
     server, client = completion_server(), start()
     client.set_server(ServerState(server.url, 0, True, "0"))
@@ -84,7 +90,7 @@ def test_generation_runs_ahead_of_the_trainer_by_the_bound_and_no_further(
 
 
 def test_a_step_waits_for_the_slow_group_that_was_started_for_it_however_many_are_ready(
-    start, completion_server, spec
+    start: StartClient, completion_server: MakeServer, spec: RolloutSpec
 ) -> None:
     server, client = completion_server(), start()
     # By its tokens: whichever request comes first may be one of the next step.
@@ -102,7 +108,7 @@ def test_a_step_waits_for_the_slow_group_that_was_started_for_it_however_many_ar
 
 
 def test_what_was_made_and_what_was_trained_on_is_counted_by_length_and_what_is_thrown_away(
-    start, completion_server
+    start: StartClient, completion_server: MakeServer
 ) -> None:
     # Only of the step that is taken: whichever request comes first is one of its groups.
     server, client = completion_server(), start(max_staleness=0)
@@ -119,7 +125,9 @@ def test_what_was_made_and_what_was_trained_on_is_counted_by_length_and_what_is_
     assert 0 < counters["thrown_tokens"] <= 4 * (GROUP - 1) + 2  # as far as they had come
 
 
-def test_with_consume_ready_slow_groups_are_overtaken(start, completion_server) -> None:
+def test_with_consume_ready_slow_groups_are_overtaken(
+    start: StartClient, completion_server: MakeServer
+) -> None:
     server, client = completion_server(), start(consume="ready")
     server.behaviour = lambda b: (
         server.hang(b) if b["prompt"] == server.bodies[0]["prompt"] else server.good(b)
@@ -131,7 +139,9 @@ def test_with_consume_ready_slow_groups_are_overtaken(start, completion_server) 
     server.released.set()
 
 
-def test_groups_that_made_no_version_leave_room_for_as_many_more(start, completion_server) -> None:
+def test_groups_that_made_no_version_leave_room_for_as_many_more(
+    start: StartClient, completion_server: MakeServer
+) -> None:
     server, client = completion_server(), start(max_staleness=0)
     client.set_server(ServerState(server.url, 0, True, "0"))
     client.next_batch(0, PER_STEP, 60)
@@ -142,7 +152,9 @@ def test_groups_that_made_no_version_leave_room_for_as_many_more(start, completi
     assert client.counters()["unversioned_groups"] == 1
 
 
-def test_over_stale_groups_are_dropped_counted_and_made_again(start, completion_server) -> None:
+def test_over_stale_groups_are_dropped_counted_and_made_again(
+    start: StartClient, completion_server: MakeServer
+) -> None:
     server, client = completion_server(), start()
     client.set_server(ServerState(server.url, 0, True, "0"))
     client.next_batch(0, PER_STEP, 60)
@@ -158,11 +170,11 @@ def test_over_stale_groups_are_dropped_counted_and_made_again(start, completion_
     "broken", [([5, 6], [-1.0, None]), ([5, 6], [-1.0, None], "abort")], ids=["stop", "abort"]
 )
 def test_a_broken_completion_drops_its_group_and_is_counted(
-    start, completion_server, broken
+    start: StartClient, completion_server: MakeServer, broken: tuple[Any, ...]
 ) -> None:
     server, client = completion_server(), start(max_staleness=0)
 
-    def behaviour(body):
+    def behaviour(body: dict[str, Any]) -> tuple[int, Any]:
         return (
             server.answer(*broken)
             if body["seed"] == server.bodies[0]["seed"]
@@ -177,11 +189,11 @@ def test_a_broken_completion_drops_its_group_and_is_counted(
 
 
 def test_a_prompt_that_always_fails_is_skipped_and_the_run_goes_on(
-    start, completion_server
+    start: StartClient, completion_server: MakeServer
 ) -> None:
     server, client = completion_server(), start(max_staleness=0)
 
-    def behaviour(body):
+    def behaviour(body: dict[str, Any]) -> tuple[int, Any]:
         too_long = body["prompt"] == server.bodies[0]["prompt"]
         return (400, {"message": "too long"}) if too_long else server.good(body)
 
@@ -195,7 +207,7 @@ def test_a_prompt_that_always_fails_is_skipped_and_the_run_goes_on(
 
 
 def test_a_server_that_refuses_every_prompt_stops_the_run_with_its_reason(
-    start, completion_server
+    start: StartClient, completion_server: MakeServer
 ) -> None:
     server, client = completion_server(), start()
     server.behaviour = lambda body: (400, {"message": "no such parameter"})
@@ -205,11 +217,11 @@ def test_a_server_that_refuses_every_prompt_stops_the_run_with_its_reason(
 
 
 def test_a_completion_that_was_cut_short_goes_on_elsewhere_with_its_tokens_versions_and_budget(
-    start, completion_server
+    start: StartClient, completion_server: MakeServer
 ) -> None:
     cutting, other, client = completion_server(), completion_server(), start(max_staleness=1)
 
-    def cut_the_first(body):
+    def cut_the_first(body: dict[str, Any]) -> tuple[int, Any]:
         if body["seed"] != cutting.bodies[0]["seed"]:
             return cutting.good(body)
         cutting.released.wait(60)
@@ -252,12 +264,12 @@ def test_a_completion_that_was_cut_short_goes_on_elsewhere_with_its_tokens_versi
     [(0.6, None), (0.5, "dropped.stale"), (0.0, "dropped.stale_in_flight")],
 )
 def test_what_ran_over_commits_is_used_while_less_than_a_share_of_its_tokens_is_too_old(
-    start, completion_server, share, dropped
+    start: StartClient, completion_server: MakeServer, share: float, dropped: str | None
 ) -> None:
     server, client = completion_server(), start(consume="ready", max_stale_token_share=share)
     committed = threading.Event()
 
-    def half_old(body):
+    def half_old(body: dict[str, Any]) -> tuple[int, Any]:
         if body["cache_salt"] != salt("r:0:f"):
             return server.hang(body)
         committed.wait(60)
@@ -289,7 +301,7 @@ def test_what_ran_over_commits_is_used_while_less_than_a_share_of_its_tokens_is_
 
 
 def test_a_drain_waits_for_what_runs_and_gives_up_past_its_deadline(
-    start, completion_server
+    start: StartClient, completion_server: MakeServer
 ) -> None:
     server, client = completion_server(), start(max_staleness=0, in_flight_weight_updates=False)
     server.behaviour = server.hang
@@ -321,13 +333,14 @@ def test_a_drain_waits_for_what_runs_and_gives_up_past_its_deadline(
 
 
 def test_a_drain_ends_with_the_run_and_with_the_departure_of_its_server(
-    start, completion_server
+    start: StartClient, completion_server: MakeServer
 ) -> None:
-    for end in (
+    ends: tuple[Callable[[RolloutClient, CompletionServer], None], ...] = (
         lambda c, s: c.remove_server(s.url),
         lambda c, s: c.skip_drains(),
         lambda c, s: c.close(5),
-    ):
+    )
+    for end in ends:
         server, client = completion_server(), start()
         server.behaviour = server.hang
         client.set_server(ServerState(server.url, 0, True, "0"))
@@ -340,7 +353,9 @@ def test_a_drain_ends_with_the_run_and_with_the_departure_of_its_server(
             drained.result(60.0)
 
 
-def test_a_group_whose_server_became_unknown_meanwhile_is_dropped(start, completion_server) -> None:
+def test_a_group_whose_server_became_unknown_meanwhile_is_dropped(
+    start: StartClient, completion_server: MakeServer
+) -> None:
     server, other, client = completion_server(), completion_server(), start()
     server.behaviour = server.hang
     client.set_server(ServerState(server.url, 0, True, "0"))
@@ -354,7 +369,7 @@ def test_a_group_whose_server_became_unknown_meanwhile_is_dropped(start, complet
 
 
 def test_a_prompt_that_is_too_stale_more_often_than_the_drops_of_a_bad_one_is_trained_on(
-    start, completion_server
+    start: StartClient, completion_server: MakeServer
 ) -> None:
     server, client = completion_server(), start(max_staleness=0)
     server.behaviour = server.hang
@@ -372,7 +387,9 @@ def test_a_prompt_that_is_too_stale_more_often_than_the_drops_of_a_bad_one_is_tr
     server.released.set()
 
 
-def test_a_resumed_run_goes_on_with_the_unused_prompts(start, completion_server) -> None:
+def test_a_resumed_run_goes_on_with_the_unused_prompts(
+    start: StartClient, completion_server: MakeServer
+) -> None:
     server, client = completion_server(), start(max_staleness=0)
     client.set_server(ServerState(server.url, 0, True, "0"))
     before = client.next_batch(0, PER_STEP, 60)
@@ -386,7 +403,7 @@ def test_a_resumed_run_goes_on_with_the_unused_prompts(start, completion_server)
 
 
 def test_the_same_seed_gives_the_same_data_and_its_record_replays_bit_for_bit(
-    start, completion_server, tmp_path
+    start: StartClient, completion_server: MakeServer, tmp_path: Path
 ) -> None:
     server, path = completion_server(), str(tmp_path / "record.jsonl")
     runs = []
@@ -400,7 +417,7 @@ def test_the_same_seed_gives_the_same_data_and_its_record_replays_bit_for_bit(
 
 
 def test_groups_of_a_server_that_left_are_made_elsewhere_at_once_and_cost_their_prompts_nothing(
-    start, completion_server
+    start: StartClient, completion_server: MakeServer
 ) -> None:
     leaving, client = completion_server(), start()
     leaving.behaviour = leaving.hang
@@ -422,7 +439,9 @@ def test_groups_of_a_server_that_left_are_made_elsewhere_at_once_and_cost_their_
     assert client.in_flight(60.0) == {staying.url: 0}
 
 
-def test_a_server_that_left_may_come_back(start, completion_server) -> None:
+def test_a_server_that_left_may_come_back(
+    start: StartClient, completion_server: MakeServer
+) -> None:
     server, client = completion_server(), start(max_staleness=0)
     client.set_server(ServerState(server.url, 0, True, "0"))
     client.next_batch(0, PER_STEP, 60)

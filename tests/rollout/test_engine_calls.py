@@ -4,12 +4,14 @@ what a test wrote down."""
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import pytest
 
 from tests.rigs.sockets import free_port
+from tests.rollout.conftest import MakeServer
 from titan_grpo.engines.http import HttpRefused, ServerAccess
-from titan_grpo.engines.server import ASK_S, make_control
+from titan_grpo.engines.server import ASK_S, ServerControl, make_control
 from titan_grpo.engines.sglang_stock import Announced, Group
 from titan_grpo.errors import (
     ProtocolError,
@@ -40,7 +42,9 @@ CALL_S, WAIT_S = 60.0, 60.0
 HOLD_S = 2 * CALL_S
 """A call that is held ends by its own deadline before."""
 
-VLLM = {
+Routes = dict[str, Any]
+
+VLLM: Routes = {
     "GET /weight_info": {"weight_version": "r:1:f"},
     "GET /is_paused": {"is_paused": True},
     "POST /reset_prefix_cache": {"success": True},
@@ -75,7 +79,7 @@ class Engine:
     """An HTTP server with a key. Routes in ``held`` are answered when the test lets them go, or is
     over."""
 
-    def __init__(self, routes: dict[str, dict]) -> None:
+    def __init__(self, routes: Routes) -> None:
         self.routes, self.held, self.released = dict(routes), "", threading.Event()
         self.asked: list[tuple[str, str]] = []
         self.holding = threading.Event()
@@ -104,7 +108,7 @@ def engine() -> Iterator[Callable[..., Engine]]:
     """A factory."""
     made: list[Engine] = []
 
-    def make(routes: dict[str, dict] = VLLM) -> Engine:
+    def make(routes: Routes = VLLM) -> Engine:
         made.append(Engine(routes))
         return made[-1]
 
@@ -114,7 +118,7 @@ def engine() -> Iterator[Callable[..., Engine]]:
 
 
 @pytest.fixture
-def spec(model_dir, monkeypatch) -> RolloutSpec:
+def spec(model_dir: str, monkeypatch: pytest.MonkeyPatch) -> RolloutSpec:
     monkeypatch.setenv(KEY_VARIABLE, ENGINE_KEY)
     return RolloutSpec(
         model_dir=model_dir,
@@ -147,7 +151,7 @@ def far() -> Iterator[Far]:
 
 
 @pytest.fixture(params=["local", "remote"])
-def client(request, spec) -> Iterator[RolloutClient]:
+def client(request: pytest.FixtureRequest, spec: RolloutSpec) -> Iterator[RolloutClient]:
     link = (
         LocalTransport()
         if request.param == "local"
@@ -159,27 +163,32 @@ def client(request, spec) -> Iterator[RolloutClient]:
     one.close(5)
 
 
-def control(client: RolloutClient, engine: Engine, name: str = "auto"):
+def control(client: RolloutClient, engine: Engine, name: str = "auto") -> ServerControl:
     """Without a key: the worker has it."""
     return client.control(name, ServerAccess(engine.url, CALL_S))
 
 
-def everything(one) -> list:
+def everything(one: ServerControl) -> list[object]:
     """What a lane asks of a server, and what it is answered."""
     one.greet({"run": "r", "epoch": 2})
-    found = [
-        one.stock(),
-        one.engine,
-        one.label(),
-        one.paused(),
-        one.pause(),
-        one.drop_kv(),
-        one.load({"number": 1}),
-    ]
-    return [*found, one.finish("r:2:g"), one.relabel("r:3:h"), one.resume()]
+    calls: tuple[Callable[[], object], ...] = (
+        one.stock,
+        lambda: one.engine,
+        one.label,
+        one.paused,
+        one.pause,
+        one.drop_kv,
+        lambda: one.load({"number": 1}),
+        lambda: one.finish("r:2:g"),
+        lambda: one.relabel("r:3:h"),
+        one.resume,
+    )
+    return [call() for call in calls]
 
 
-def test_what_reaches_the_server_is_what_a_control_from_here_would_send(client, engine) -> None:
+def test_what_reaches_the_server_is_what_a_control_from_here_would_send(
+    client: RolloutClient, engine: Callable[..., Engine]
+) -> None:
     near, away = engine(), engine()
     direct = make_control("auto", ServerAccess(near.url, CALL_S, None, ENGINE_KEY))
     assert everything(control(client, away)) == everything(direct)
@@ -188,7 +197,9 @@ def test_what_reaches_the_server_is_what_a_control_from_here_would_send(client, 
     assert "POST /update_weights" in away.paths
 
 
-def test_a_stock_servers_own_routes_are_called_as_from_here(client, engine) -> None:
+def test_a_stock_servers_own_routes_are_called_as_from_here(
+    client: RolloutClient, engine: Callable[..., Engine]
+) -> None:
     near, away = engine(STOCK), engine(STOCK)
     direct = make_control("auto", ServerAccess(near.url, CALL_S, None, ENGINE_KEY))
     found = []
@@ -206,7 +217,9 @@ def test_a_stock_servers_own_routes_are_called_as_from_here(client, engine) -> N
     assert away.asked == near.asked
 
 
-def test_errors_keep_their_types_and_words(client, engine) -> None:
+def test_errors_keep_their_types_and_words(
+    client: RolloutClient, engine: Callable[..., Engine]
+) -> None:
     server = engine({"GET /weight_info": {"weight_version": "7"}})
     one = control(client, server)
     with pytest.raises(ServerRefused, match=f"{server.url}: POST /resume was refused with 404"):
@@ -219,7 +232,9 @@ def test_errors_keep_their_types_and_words(client, engine) -> None:
 
 
 def test_a_server_that_hangs_holds_up_neither_another_one_nor_the_rollouts(
-    client, engine, completion_server
+    client: RolloutClient,
+    engine: Callable[..., Engine],
+    completion_server: MakeServer,
 ) -> None:
     hangs, answers, prompts = engine(), engine(), completion_server()
     hangs.held = "POST /pause"
@@ -235,7 +250,7 @@ def test_a_server_that_hangs_holds_up_neither_another_one_nor_the_rollouts(
 
 
 def test_an_outcome_that_is_late_is_dropped_and_what_waited_too_long_is_not_called(
-    client, engine
+    client: RolloutClient, engine: Callable[..., Engine]
 ) -> None:
     server = engine()
     server.held = "GET /weight_info"
@@ -262,7 +277,9 @@ def test_an_outcome_that_is_late_is_dropped_and_what_waited_too_long_is_not_call
     assert 1 <= client.counters()["late_answers"] <= 3
 
 
-def test_no_call_is_made_after_the_end(client, engine) -> None:
+def test_no_call_is_made_after_the_end(
+    client: RolloutClient, engine: Callable[..., Engine]
+) -> None:
     server = engine()
     server.held = "POST /pause"
     one = control(client, server)
@@ -270,14 +287,15 @@ def test_no_call_is_made_after_the_end(client, engine) -> None:
         pausing = pool.submit(one.pause)
         assert server.holding.wait(WAIT_S)
         client.close(5)
-        for act in (lambda: pausing.result(WAIT_S), one.resume):
+        calls: tuple[Callable[[], object], ...] = (lambda: pausing.result(WAIT_S), one.resume)
+        for act in calls:
             with pytest.raises(ServerUnreachable, match="the rollouts have ended"):
                 act()
     one.close()
 
 
 def test_a_service_that_was_restarted_fails_what_it_had_begun_and_nothing_else(
-    spec, far, engine
+    spec: RolloutSpec, far: Far, engine: Callable[..., Engine]
 ) -> None:
     server = engine()
     client = RolloutClient(spec, "", RemoteTransport(f"http://{far.address}", ""))
@@ -299,18 +317,29 @@ def test_a_service_that_was_restarted_fails_what_it_had_begun_and_nothing_else(
     client.close(5)
 
 
-def test_calls_and_outcomes_are_json_and_hold_no_key(spec, engine) -> None:
+def test_calls_and_outcomes_are_json_and_hold_no_key(
+    spec: RolloutSpec, engine: Callable[..., Engine]
+) -> None:
     asked: list[EngineCall] = []
 
     class Caller:
         generation = 0
 
-        def engine_call(self, url, method, arguments, within_s, generation):
+        def engine_call(
+            self,
+            url: str,
+            method: str,
+            arguments: tuple[Any, ...],
+            within_s: float,
+            generation: int | None,
+        ) -> EngineAnswer:
             asked.append(EngineCall(len(asked), url, method, arguments, within_s))
             return Answer(0, None)
 
     one = RemoteControl(
-        Caller(), "auto", ServerAccess("http://a:1", 60.0, None, ENGINE_KEY, ENGINE_KEY)
+        cast(RolloutClient, Caller()),
+        "auto",
+        ServerAccess("http://a:1", 60.0, None, ENGINE_KEY, ENGINE_KEY),
     )
     for act in (
         lambda: one.greet({"run": "r"}),

@@ -4,10 +4,14 @@ for an engine's faults. Its figures against their definitions, by counting."""
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Callable
 from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.rollout.conftest import MakeServer
 from titan_grpo.config.rollout import Rollout
 from titan_grpo.config.task import Evaluation, inherited
 from titan_grpo.errors import ConfigError, DataError, PeerError
@@ -34,7 +38,7 @@ ROWS, SAMPLES = 5, 3
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Rows, and a module with reward functions."""
     lines = [json.dumps({"prompt": "ab" * (n + 1), "worth": n}) for n in range(ROWS)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
@@ -47,10 +51,10 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def job(folder, model_dir):
+def job(folder: Path, model_dir: str) -> Callable[..., Job]:
     """A factory of jobs on a server."""
 
-    def make(url: str, reward: str = "worth", **keys) -> Job:
+    def make(url: str, reward: str = "worth", **keys: Any) -> Job:
         rollout = Rollout(chat_template="none", max_completion_tokens=4)
         table = {"name": "own", "dataset": str(folder / "rows.jsonl"), "samples": SAMPLES}
         table |= {"reward": [f"own_rewards:{reward}"], "pass_at": [1, 2], "pass_reward": 3.0}
@@ -66,7 +70,7 @@ def run(job: Job) -> Evaluated:
 
 
 def test_each_row_is_asked_as_often_as_there_are_samples_and_its_reward_counts_once(
-    job, completion_server
+    job: Callable[..., Job], completion_server: MakeServer
 ) -> None:
     server = completion_server()
     found = run(job(server.url))
@@ -79,7 +83,9 @@ def test_each_row_is_asked_as_often_as_there_are_samples_and_its_reward_counts_o
     assert len({body["seed"] for body in server.bodies}) == ROWS * SAMPLES
 
 
-def test_the_same_prompts_and_seeds_are_asked_each_time(job, completion_server) -> None:
+def test_the_same_prompts_and_seeds_are_asked_each_time(
+    job: Callable[..., Job], completion_server: MakeServer
+) -> None:
     server = completion_server()
     one = job(server.url, rows=2)
     for _ in range(2):
@@ -89,7 +95,7 @@ def test_the_same_prompts_and_seeds_are_asked_each_time(job, completion_server) 
 
 
 def test_a_prompt_that_the_server_refuses_is_counted_and_in_no_figure(
-    job, completion_server
+    job: Callable[..., Job], completion_server: MakeServer
 ) -> None:
     server = completion_server()
     longest = 2 * ROWS
@@ -102,11 +108,12 @@ def test_a_prompt_that_the_server_refuses_is_counted_and_in_no_figure(
 
 
 def test_a_server_that_fails_for_a_moment_costs_an_attempt_and_one_that_stays_so_the_result(
-    job, completion_server
+    job: Callable[..., Job], completion_server: MakeServer
 ) -> None:
-    server, failed = completion_server(), []
+    server = completion_server()
+    failed: list[dict[str, Any]] = []
 
-    def fail_once(body):
+    def fail_once(body: dict[str, Any]) -> tuple[int, Any]:
         if not failed:
             failed.append(body)
             return 503, {"error": "busy"}
@@ -119,7 +126,9 @@ def test_a_server_that_fails_for_a_moment_costs_an_attempt_and_one_that_stays_so
         run(job(server.url))
 
 
-def test_a_mistake_in_a_reward_function_is_shown_with_its_row(job, completion_server) -> None:
+def test_a_mistake_in_a_reward_function_is_shown_with_its_row(
+    job: Callable[..., Job], completion_server: MakeServer
+) -> None:
     with pytest.raises(TaskFailed) as failed:
         run(job(completion_server().url, "broken"))
     text = evaluation.failure(job(""), failed.value).text
@@ -142,7 +151,7 @@ def test_a_mistake_in_a_reward_function_is_shown_with_its_row(job, completion_se
     ],
 )
 def test_a_mistake_names_the_tables_keys_and_the_users_paths_as_they_are(
-    job, folder, keys, said
+    job: Callable[..., Job], folder: Path, keys: dict[str, list[str] | str], said: str
 ) -> None:
     with pytest.raises((ConfigError, DataError, TaskFailed)) as refused:
         prepare(job("", **keys))
@@ -152,7 +161,9 @@ def test_a_mistake_names_the_tables_keys_and_the_users_paths_as_they_are(
     assert "rollout." not in str(error).replace("'rollout.dataset/none.jsonl'", "")
 
 
-def test_an_evaluation_that_takes_too_long_has_no_result(job, completion_server) -> None:
+def test_an_evaluation_that_takes_too_long_has_no_result(
+    job: Callable[..., Job], completion_server: MakeServer
+) -> None:
     server = completion_server()
     server.behaviour = server.hang
     with pytest.raises(EvaluationFailed, match=r"it was not over after 0\.5 s"):
@@ -161,7 +172,7 @@ def test_an_evaluation_that_takes_too_long_has_no_result(job, completion_server)
 
 @pytest.mark.parametrize("samples", [1, 4, 7])
 def test_pass_at_k_is_the_share_of_all_choices_of_k_completions_that_have_one_that_passes(
-    samples,
+    samples: int,
 ) -> None:
     for passed in range(samples + 1):
         outcomes = [True] * passed + [False] * (samples - passed)
@@ -173,6 +184,8 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_completions_that_have_one_th
 def test_an_estimate_is_the_mean_with_1_96_standard_errors_to_either_side() -> None:
     found = estimate([0.0, 1.0, 1.0, 0.0])
     assert found.value == 0.5
+    assert found.low is not None
+    assert found.high is not None
     # deviation sqrt(1 / 3), over sqrt(4) prompts
     assert found.high - 0.5 == pytest.approx(1.959964 * (1 / 3) ** 0.5 / 2)
     assert 0.5 - found.low == pytest.approx(found.high - 0.5)
@@ -202,7 +215,9 @@ def test_a_completion_passes_with_at_least_the_least_reward() -> None:
         (6, 6, ((6, 2),), False),
     ],
 )
-def test_only_tokens_of_the_version_on_its_own_kv_count(first, last, spans, kept) -> None:
+def test_only_tokens_of_the_version_on_its_own_kv_count(
+    first: int, last: int, spans: tuple[tuple[int, int], ...], kept: bool
+) -> None:
     whole = Completion((7, 8), (-1.0, -1.0), "stop", 5, 5, "a")
     other = Completion((7, 8), (-1.0, -1.0), "stop", first, last, "a", spans=spans)
     assert of_version(Group(Prompt(0, (1,)), (whole, other)), 5) is kept

@@ -2,13 +2,15 @@
 environments that push."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.rigs.atropos_api import AtroposApi, until
 from tests.rigs.sockets import free_port
+from tests.rollout.conftest import StartClient
 from titan_grpo.errors import ConfigError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
@@ -28,7 +30,7 @@ REGISTRATION = {
 M = -100
 
 
-def scored(size: int = 2, env: int = 0, **changes) -> dict:
+def scored(size: int = 2, env: int = 0, **changes: Any) -> dict[str, Any]:
     """A group as environments post it; its scores tell it from others."""
     whole = {
         "tokens": [[5, 6, 7 + k] for k in range(size)],
@@ -41,17 +43,17 @@ def scored(size: int = 2, env: int = 0, **changes) -> dict:
 
 
 @pytest.fixture(scope="module")
-def api(atropos_python) -> Iterator[AtroposApi]:
+def api(atropos_python: str) -> Iterator[AtroposApi]:
     with AtroposApi(atropos_python) as server:
         yield server
 
 
 @pytest.fixture
-def atropos(api) -> Iterator[Callable[..., RolloutClient]]:
+def atropos(api: AtroposApi) -> Iterator[StartClient]:
     """``atropos(**spec)`` starts a client on a server without data; steps of 4 sequences."""
     clients = []
 
-    def start(reset=True, **changes) -> RolloutClient:
+    def start(reset: bool = True, **changes: Any) -> RolloutClient:
         if reset:
             api.reset()
         values = {
@@ -73,7 +75,9 @@ def atropos(api) -> Iterator[Callable[..., RolloutClient]]:
         client.close()
 
 
-def test_batches_of_a_real_atropos_server_become_groups(api, atropos) -> None:
+def test_batches_of_a_real_atropos_server_become_groups(
+    api: AtroposApi, atropos: StartClient
+) -> None:
     client = atropos()
     env = api.environment(group_size=2)
     assert api.ask("GET", "/info") == {"batch_size": 4, "max_token_len": 64}
@@ -90,7 +94,9 @@ def test_batches_of_a_real_atropos_server_become_groups(api, atropos) -> None:
     assert client.state()["cursor"] == {"low": 2, "above": []}
 
 
-def test_groups_of_several_sizes_make_a_step_by_their_sequences(api, atropos) -> None:
+def test_groups_of_several_sizes_make_a_step_by_their_sequences(
+    api: AtroposApi, atropos: StartClient
+) -> None:
     client = atropos(prompts_per_step=4)
     env = api.environment(group_size=4)
     # Groups of another size than the environment's wait in the server until they make one of it.
@@ -99,7 +105,9 @@ def test_groups_of_several_sizes_make_a_step_by_their_sequences(api, atropos) ->
     assert sorted(len(g.completions) for g in groups) == [2, 2, 4]
 
 
-def test_a_group_without_log_probabilities_is_dropped_and_counted(api, atropos) -> None:
+def test_a_group_without_log_probabilities_is_dropped_and_counted(
+    api: AtroposApi, atropos: StartClient
+) -> None:
     client = atropos()
     env = api.environment(group_size=2)
     api.post(
@@ -115,7 +123,9 @@ def test_a_group_without_log_probabilities_is_dropped_and_counted(api, atropos) 
     assert (counters["dropped.no_logprobs"], counters["dropped.unknown_version"]) == (1, 1)
 
 
-def test_stale_groups_are_dropped_and_others_taken_in_their_place(api, atropos) -> None:
+def test_stale_groups_are_dropped_and_others_taken_in_their_place(
+    api: AtroposApi, atropos: StartClient
+) -> None:
     client = atropos()
     client.set_server(ServerState("http://s", 5, True, "label", "vllm"))
     client.in_flight(60.0)  # the rollout process knows version 5
@@ -128,7 +138,9 @@ def test_stale_groups_are_dropped_and_others_taken_in_their_place(api, atropos) 
     assert client.counters().get("dropped.stale", 0) <= 1
 
 
-def test_a_group_without_a_version_that_waited_is_as_old_as_when_it_came(api, atropos) -> None:
+def test_a_group_without_a_version_that_waited_is_as_old_as_when_it_came(
+    api: AtroposApi, atropos: StartClient
+) -> None:
     client = atropos(max_staleness=5)
     client.set_server(ServerState("http://s", 0, True, "label", "vllm"))
     env = api.environment(group_size=2)
@@ -138,7 +150,9 @@ def test_a_group_without_a_version_that_waited_is_as_old_as_when_it_came(api, at
     assert [group.version for group in client.next_batch(5, 2, 60)] == [0, 0]
 
 
-def test_a_server_that_was_restarted_is_registered_again(api, atropos) -> None:
+def test_a_server_that_was_restarted_is_registered_again(
+    api: AtroposApi, atropos: StartClient
+) -> None:
     client = atropos()
     api.environment(group_size=2)
     api.restart()
@@ -148,7 +162,7 @@ def test_a_server_that_was_restarted_is_registered_again(api, atropos) -> None:
 
 
 def test_a_server_that_had_data_before_a_trainer_is_set_back_since_it_would_never_hand_it_out(
-    api, atropos
+    api: AtroposApi, atropos: StartClient
 ) -> None:
     api.restart()
     api.post(scored())
@@ -161,7 +175,9 @@ def test_a_server_that_had_data_before_a_trainer_is_set_back_since_it_would_neve
     assert client.counters()["consumed_groups"] == 2
 
 
-def test_what_is_no_atropos_api_is_a_wrong_configuration(api, atropos) -> None:
+def test_what_is_no_atropos_api_is_a_wrong_configuration(
+    api: AtroposApi, atropos: StartClient
+) -> None:
     with pytest.raises(ConfigError, match=r"rollout.atropos_url must be that of an Atropos API"):
         # Its start raises it where the answer comes that soon.
         atropos(atropos_url=f"{api.url}/nothing").next_batch(0, 2, 60)
@@ -171,10 +187,10 @@ PUSH_KEY_ENV = "TITAN_GRPO_TEST_PUSH_KEY"
 
 
 @pytest.fixture
-def push(monkeypatch) -> Iterator[tuple[RolloutClient, httpx.Client]]:
+def push(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RolloutClient, httpx.Client]]:
     monkeypatch.setenv(PUSH_KEY_ENV, "k")
     address = f"127.0.0.1:{free_port()}"
-    values = {"prompts_per_step": 2, "group_size": 2, "max_staleness": 1}
+    values: dict[str, Any] = {"prompts_per_step": 2, "group_size": 2, "max_staleness": 1}
     client = RolloutClient(
         RolloutSpec(
             model_dir="",
@@ -194,7 +210,7 @@ def push(monkeypatch) -> Iterator[tuple[RolloutClient, httpx.Client]]:
     client.close()
 
 
-def pushed(version: int, *ids: str) -> dict:
+def pushed(version: int, *ids: str) -> dict[str, Any]:
     completions = [{"tokens": [7], "logprobs": [-0.5], "reward": r} for r in (0.0, 1.0)]
     return {
         "groups": [
@@ -209,7 +225,9 @@ def pushed(version: int, *ids: str) -> dict:
     }
 
 
-def test_pushed_groups_are_trained_on_and_held_back_by_the_bound(push) -> None:
+def test_pushed_groups_are_trained_on_and_held_back_by_the_bound(
+    push: tuple[RolloutClient, httpx.Client],
+) -> None:
     client, http = push
     assert http.post("/groups", json=pushed(3, "a", "b", "c", "d")).json()["taken"] == 4
     assert http.post("/groups", json=pushed(3, "e")).status_code == 429

@@ -2,24 +2,30 @@
 
 import asyncio
 import dataclasses
+import math
 import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.rigs.trainer_handle import wait_until
-from tests.rollout.conftest import answer, good
+from tests.rollout.conftest import Behaviour, CompletionServer, MakeServer, answer, good
 from tests.rollout.sampling import Letters
 from titan_grpo.config import GRPO, JobConfig, Rollout, violations
 from titan_grpo.errors import ConfigError, TaskError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.messages import RolloutSpec
-from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
+from titan_grpo.rollout.task_runner import Filter, TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.functions import filter_of
 from titan_grpo.samples import Completion, Group, Prompt
 
 GROUP = 2
+
+Started = Callable[..., tuple[RolloutClient, CompletionServer]]
 
 TASK = """
 from titan_grpo.samples import Prompt
@@ -46,11 +52,18 @@ OWN = """
 
 
 @pytest.fixture
-def started(tmp_path, monkeypatch, model_dir, completion_server):
+def started(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model_dir: str,
+    completion_server: MakeServer,
+) -> Iterator[Started]:
     """A factory: the source of a module with the task Counted -> a client and its server."""
     clients = []
 
-    def make(source, behaviour=None, **changes):
+    def make(
+        source: str, behaviour: Behaviour | None = None, **changes: Any
+    ) -> tuple[RolloutClient, CompletionServer]:
         (tmp_path / "own_filter.py").write_text(source)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
         spec = RolloutSpec(
@@ -80,7 +93,7 @@ def started(tmp_path, monkeypatch, model_dir, completion_server):
     ids=["named", "task's own"],
 )
 def test_a_step_is_made_of_the_groups_that_the_filter_keeps(
-    started, source, accept, consume
+    started: Started, source: str, accept: str, consume: str
 ) -> None:
     client, server = started(source, accept=accept, consume=consume)
     kept = [g.prompt.index for g in client.next_batch(0, 3, 60)]
@@ -95,14 +108,14 @@ def test_a_step_is_made_of_the_groups_that_the_filter_keeps(
     assert counters["made.4"] == counters["trained.4"] + GROUP * dropped
 
 
-def test_rewards_of_dropped_groups_are_given_out_once_for_the_mean_of_all(started) -> None:
+def test_rewards_of_dropped_groups_are_given_out_once_for_the_mean_of_all(started: Started) -> None:
     client, _ = started(TASK + EVEN, accept="own_filter:even")
     client.next_batch(0, 3, 60)
     assert {1.0, 3.0} <= set(client.take_left_out()) <= {1.0, 3.0, 5.0}
     assert client.take_left_out() == []
 
 
-def test_a_resumed_run_does_not_ask_again_for_what_was_dropped(started) -> None:
+def test_a_resumed_run_does_not_ask_again_for_what_was_dropped(started: Started) -> None:
     client, _ = started(TASK + EVEN, accept="own_filter:even")
     client.next_batch(0, 3, 60)
     state = client.state()
@@ -112,11 +125,11 @@ def test_a_resumed_run_does_not_ask_again_for_what_was_dropped(started) -> None:
 
 
 def test_a_group_with_a_completion_below_the_least_length_is_dropped_and_not_made_again(
-    started,
+    started: Started,
 ) -> None:
-    short = []
+    short: list[int] = []
 
-    def one_short(body):
+    def one_short(body: dict[str, Any]) -> tuple[int, Any]:
         # One member of the group of prompt 1, and only the first time.
         if body["prompt"][1] == 5 and not short:
             short.append(body["seed"])
@@ -128,14 +141,16 @@ def test_a_group_with_a_completion_below_the_least_length_is_dropped_and_not_mad
     assert sum(body["prompt"][1] == 5 for body in server.bodies) == GROUP
 
 
-def test_a_filter_that_keeps_nothing_ends_with_its_count(started) -> None:
+def test_a_filter_that_keeps_nothing_ends_with_its_count(started: Started) -> None:
     client, _ = started(TASK + "\ndef none(group):\n    return False\n", accept="own_filter:none")
     assert wait_until(lambda: "dropped.not_accepted" in client.counters(), 60.0)
     with pytest.raises(RolloutsLate, match=r"0 of 3 groups .*'dropped\.not_accepted': \d+"):
         client.next_batch(0, 3, 0.1)
 
 
-def test_a_mistake_in_the_filter_shows_its_traceback_and_no_line_of_ours(started, tmp_path) -> None:
+def test_a_mistake_in_the_filter_shows_its_traceback_and_no_line_of_ours(
+    started: Started, tmp_path: Path
+) -> None:
     source = TASK + "\ndef broken(group):\n    return group.no_such_field\n"
     client, _ = started(source, accept="own_filter:broken")
     with pytest.raises(TaskError) as caught:
@@ -148,7 +163,7 @@ def test_a_mistake_in_the_filter_shows_its_traceback_and_no_line_of_ours(started
 
 
 @pytest.mark.parametrize("answer", [None, "yes", 0.5])
-def test_an_answer_that_is_no_verdict_is_the_filters_mistake(answer) -> None:
+def test_an_answer_that_is_no_verdict_is_the_filters_mistake(answer: Any) -> None:
     with pytest.raises(TaskFailed, match="must return True or False"):
         asyncio.run(runner(lambda group: answer).accepts(group()))
 
@@ -157,11 +172,11 @@ def test_a_plain_filter_runs_in_a_thread_and_a_coroutine_in_the_loop() -> None:
     main = threading.current_thread()
     seen = []
 
-    def plain(group):
+    def plain(group: Group) -> bool:
         seen.append(threading.current_thread() is main)
         return True
 
-    async def awaited(group):
+    async def awaited(group: Group) -> bool:
         seen.append(threading.current_thread() is main)
         return False
 
@@ -172,8 +187,9 @@ def test_a_plain_filter_runs_in_a_thread_and_a_coroutine_in_the_loop() -> None:
 
 def test_a_filter_that_is_named_takes_the_place_of_the_tasks_own() -> None:
     task = SimpleNamespace(should_accept=len)
-    assert filter_of(RolloutSpec(model_dir=""), task) is len
-    assert filter_of(RolloutSpec(model_dir="", accept="math:isnan"), task).__name__ == "isnan"
+    accepts: list[object] = [len, math.isnan]
+    assert filter_of(RolloutSpec(model_dir=""), task) is accepts[0]
+    assert filter_of(RolloutSpec(model_dir="", accept="math:isnan"), task) is accepts[1]
     assert filter_of(RolloutSpec(model_dir=""), SimpleNamespace()) is None
     with pytest.raises(ConfigError, match=r"rollout\.accept 'no_such:f' cannot be imported"):
         filter_of(RolloutSpec(model_dir="", accept="no_such:f"), task)
@@ -188,15 +204,15 @@ def test_a_filter_that_is_named_takes_the_place_of_the_tasks_own() -> None:
         {"min_completion_tokens": 257},
     ],
 )
-def test_keys_of_the_filter_out_of_their_range_are_refused(changes) -> None:
+def test_keys_of_the_filter_out_of_their_range_are_refused(changes: dict[str, Any]) -> None:
     rollout = Rollout(servers=["http://a:1"], **changes)
     (line,) = violations(JobConfig(GRPO(), rollout))
     assert f"rollout.{next(iter(changes))} must be" in line
 
 
-def runner(accept):
+def runner(accept: Filter | None) -> TaskRunner:
     return TaskRunner(SimpleNamespace(), Letters(), 8, 60.0, accept)
 
 
-def group():
+def group() -> Group:
     return Group(Prompt(0, (1,)), (Completion((5,), (-0.5,), "stop", 0, 0, ""),))

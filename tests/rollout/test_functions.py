@@ -2,14 +2,16 @@
 mistakes are said."""
 
 import asyncio
-import json
 import re
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.example_files import command_of, lines_written
+from tests.rollout.rows import SUMS, write_rows
 from titan_grpo.config import GRPO, JobConfig, Rollout, violations
 from titan_grpo.config.rollout import WorkerKeys
 from titan_grpo.config.task import TaskKeys
@@ -21,30 +23,30 @@ from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskFailed, TaskOptions, TaskRunner
 from titan_grpo.rollout.tasks.dataset import Condition, open_rows, open_table
 from titan_grpo.rollout.tasks.functions import FunctionTask, Reward, load_task, read_rewards
-from titan_grpo.samples import Completion
-from titan_grpo.titan.tiny import write_tiny_model
+from titan_grpo.samples import Completion, Prompt
 
-SUMS = [{"prompt": f"{i}+1=", "answer": i + 1, "level": i % 3} for i in range(6)]
+MakeTask = Callable[..., FunctionTask]
+
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{{ tools or '' }}:"
 
 
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture
-def codec(model_dir, tmp_path):
+def codec(model_dir: str, tmp_path: Path) -> TextCodec:
     """The model's tokenizer, one token per character, and a template."""
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     return TextCodec(model_dir)
 
 
 @pytest.fixture
-def task(tmp_path):
+def task(tmp_path: Path) -> MakeTask:
     """A factory: rows, functions by name, options -> the task."""
 
-    def make(rows, *functions, weights=None, **options):
+    def make(
+        rows: list[dict[str, Any]],
+        *functions: Callable[..., Any],
+        weights: list[float] | None = None,
+        **options: Any,
+    ) -> FunctionTask:
         path = write_rows(tmp_path / "rows.jsonl", rows)
         chosen = WorkerKeys(dataset=path, **options)
         weights = weights or [1.0] * len(functions)
@@ -54,29 +56,33 @@ def task(tmp_path):
     return make
 
 
-def completed(text):
+def completed(text: str) -> Completion:
     ids = tuple(ord(c) - 29 for c in text)
     return Completion(ids, (-1.0,) * len(ids), "stop", 0, 0, "")
 
 
-def rewards_of(task, codec, texts, index=0):
+def rewards_of(
+    task: FunctionTask, codec: TextCodec, texts: list[str], index: int = 0
+) -> list[float]:
     """Of a group of the task's prompt."""
 
-    async def run():
+    async def run() -> list[float]:
         runner = TaskRunner(task, codec, 4, 60.0)
         return await runner.rewards(runner.prompt(index), [completed(text) for text in texts])
 
     return asyncio.run(run())
 
 
-def right(completions, answer):
+def right(completions: list[str], answer: list[int]) -> list[float]:
     return [float(said == str(wanted)) for said, wanted in zip(completions, answer, strict=True)]
 
 
-def test_a_function_gets_a_whole_group_with_the_columns_as_lists(task, codec) -> None:
+def test_a_function_gets_a_whole_group_with_the_columns_as_lists(
+    task: MakeTask, codec: TextCodec
+) -> None:
     calls = []
 
-    def seen(**given):
+    def seen(**given: Any) -> list[float]:
         calls.append(given)
         return [0.0] * len(given["completions"])
 
@@ -99,10 +105,12 @@ def test_a_function_gets_a_whole_group_with_the_columns_as_lists(task, codec) ->
 
 
 @pytest.mark.parametrize("column", ["messages", "prompt"])
-def test_rows_of_messages_come_to_a_function_as_messages(task, codec, column) -> None:
+def test_rows_of_messages_come_to_a_function_as_messages(
+    task: MakeTask, codec: TextCodec, column: str
+) -> None:
     calls = []
 
-    def seen(prompts, completions):
+    def seen(prompts: list[Any], completions: list[Any]) -> list[float]:
         calls.append((prompts, completions))
         return [1.0]
 
@@ -113,7 +121,9 @@ def test_rows_of_messages_come_to_a_function_as_messages(task, codec, column) ->
     assert calls == [([talk], [[{"role": "assistant", "content": "4"}]])]
 
 
-def test_a_prompt_is_made_of_columns_with_a_system_message_and_tools(task, codec, tmp_path) -> None:
+def test_a_prompt_is_made_of_columns_with_a_system_message_and_tools(
+    task: MakeTask, codec: TextCodec, tmp_path: Path
+) -> None:
     tools = tmp_path / "tools.json"
     tools.write_text('["f"]')
     made = task(
@@ -128,15 +138,17 @@ def test_a_prompt_is_made_of_columns_with_a_system_message_and_tools(task, codec
     assert shown == ["<s>S.<u>Q: 2+2 {x}['g']:", "<s>S.<u>Q: 3+3 {x}['f']:"]
 
 
-def right_or_wrong(completions):
+def right_or_wrong(completions: list[str]) -> list[float]:
     return [1.0] * len(completions)
 
 
-def test_rewards_are_weighted_and_a_function_may_not_apply(task, codec) -> None:
-    async def short(completions, **kwargs):
+def test_rewards_are_weighted_and_a_function_may_not_apply(
+    task: MakeTask, codec: TextCodec
+) -> None:
+    async def short(completions: list[str], **kwargs: object) -> list[int | None]:
         return [None if len(said) > 3 else 1 for said in completions]
 
-    def digits(completions):
+    def digits(completions: list[str]) -> list[int]:
         return [sum(letter.isdigit() for letter in said) for said in completions]
 
     made = task(SUMS, short, digits, weights=[10.0, 0.5])
@@ -146,19 +158,21 @@ def test_rewards_are_weighted_and_a_function_may_not_apply(task, codec) -> None:
     assert "rows.jsonl: {'prompt'" in caught.value.report
 
 
-def test_plain_functions_run_in_threads_and_all_functions_of_a_group_at_once(task, codec) -> None:
+def test_plain_functions_run_in_threads_and_all_functions_of_a_group_at_once(
+    task: MakeTask, codec: TextCodec
+) -> None:
     met = threading.Barrier(2, timeout=60)
 
-    def first(completions):
+    def first(completions: list[str]) -> list[float]:
         assert threading.current_thread() is not threading.main_thread()
         met.wait()
         return [1.0]
 
-    def second(completions):
+    def second(completions: list[str]) -> list[float]:
         met.wait()
         return [2.0]
 
-    async def third(completions):
+    async def third(completions: list[str]) -> list[float]:
         assert threading.current_thread() is threading.main_thread()
         return [3.0]
 
@@ -169,14 +183,16 @@ def test_plain_functions_run_in_threads_and_all_functions_of_a_group_at_once(tas
     "answer",
     [[1.0], [1.0, 2.0, 3.0], 0.5, None, "12", ["a", "b"], [float("nan"), 0.0], [1e999, 0.0]],
 )
-def test_an_answer_that_is_no_list_of_rewards_is_the_functions_mistake(answer) -> None:
+def test_an_answer_that_is_no_list_of_rewards_is_the_functions_mistake(answer: object) -> None:
     with pytest.raises(DataError, match="must return a list of 2 finite numbers"):
         read_rewards(answer, 2)
 
 
 @pytest.mark.parametrize("error", [StopIteration, SystemExit])
-def test_what_a_future_cannot_hold_does_not_hang_a_group(task, codec, error) -> None:
-    def lost(completions):
+def test_what_a_future_cannot_hold_does_not_hang_a_group(
+    task: MakeTask, codec: TextCodec, error: type[BaseException]
+) -> None:
+    def lost(completions: object) -> None:
         raise error
 
     with pytest.raises(TaskFailed, match=f"{error.__name__} left the function"):
@@ -185,10 +201,12 @@ def test_what_a_future_cannot_hold_does_not_hang_a_group(task, codec, error) -> 
     single = SimpleNamespace(reward=lambda *_: lost(0))
     runner = TaskRunner(single, codec, 4, 60.0)
     with pytest.raises(TaskFailed, match=f"{error.__name__} left the function"):
-        asyncio.run(runner.reward(None, completed("x")))
+        asyncio.run(runner.reward(Prompt(0, (1,)), completed("x")))
 
 
-def test_every_epoch_has_every_row_once_in_an_order_that_the_index_alone_determines(task, codec):
+def test_every_epoch_has_every_row_once_in_an_order_that_the_index_alone_determines(
+    task: MakeTask, codec: TextCodec
+) -> None:
     made, again = (task(SUMS, right, seed=3) for _ in range(2))
     rows = [made.prompt(index, codec).payload["row"] for index in range(18)]
     epochs = [rows[start : start + 6] for start in (0, 6, 12)]
@@ -212,7 +230,9 @@ def test_every_epoch_has_every_row_once_in_an_order_that_the_index_alone_determi
         (["note > 0"], [3]),
     ],
 )
-def test_only_rows_that_pass_all_filters_are_asked(task, codec, filters, rows) -> None:
+def test_only_rows_that_pass_all_filters_are_asked(
+    task: MakeTask, codec: TextCodec, filters: list[str], rows: list[int]
+) -> None:
     noted = [row | {"note": 1 if row["answer"] == 4 else None} for row in SUMS]
     made = task(noted, right, dataset_filter=filters)
     asked = {made.prompt(index, codec).payload["row"] for index in range(2 * len(rows))}
@@ -228,7 +248,7 @@ def test_only_rows_that_pass_all_filters_are_asked(task, codec, filters, rows) -
         ("level in 3", "must have a list after in"),
     ],
 )
-def test_a_filter_that_cannot_be_read_is_one_line(text, message) -> None:
+def test_a_filter_that_cannot_be_read_is_one_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Condition.parse(text, "rollout.dataset_filter")
 
@@ -244,7 +264,9 @@ def test_a_filter_that_cannot_be_read_is_one_line(text, message) -> None:
         ({"tools": "absent.json"}, ConfigError, "rollout.tools must be a JSON file"),
     ],
 )
-def test_a_dataset_without_what_is_asked_of_it_is_one_line(task, options, error, message) -> None:
+def test_a_dataset_without_what_is_asked_of_it_is_one_line(
+    task: MakeTask, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message) as caught:
         task(SUMS, right, **options)
     assert "\n" not in str(caught.value)
@@ -283,7 +305,9 @@ def test_files_of_all_kinds_and_patterns_are_read(tmp_path) -> None:
         ('{"a": 1}\n[1]\n', r"rows\.jsonl:2 must be a JSON object"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_one_line(tmp_path, content, message) -> None:
+def test_a_file_that_cannot_be_read_is_one_line(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
     path = tmp_path / "rows.jsonl"
     if content is not None:
         path.write_text(content)
@@ -291,13 +315,13 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path, content, message) -> N
         open_table(TaskKeys(dataset=str(path)))
 
 
-def test_a_file_of_another_kind_is_not_looked_for_on_the_hub(tmp_path) -> None:
+def test_a_file_of_another_kind_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_text("hello\n")
     with pytest.raises(ConfigError, match=r"must be a file of \.jsonl, .*, got '.*rows\.txt'"):
         open_table(TaskKeys(dataset=str(tmp_path / "rows.txt")))
 
 
-def test_a_text_that_is_not_utf8_is_one_line_with_its_row(tmp_path) -> None:
+def test_a_text_that_is_not_utf8_is_one_line_with_its_row(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes('{"prompt": "a"}\n{"prompt": "\xe9"}\n'.encode("latin-1"))
     rows = open_rows(WorkerKeys(dataset=str(path)))
@@ -322,7 +346,7 @@ def test_a_text_that_is_not_utf8_is_one_line_with_its_row(tmp_path) -> None:
     ],
 )
 def test_a_function_that_cannot_be_imported_is_one_line_with_the_place(
-    tmp_path, monkeypatch, source, path, message
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, path: str, message: str
 ) -> None:
     monkeypatch.delitem(__import__("sys").modules, "broken_rewards", raising=False)
     (tmp_path / "broken_rewards.py").write_text(source)
@@ -332,7 +356,7 @@ def test_a_function_that_cannot_be_imported_is_one_line_with_the_place(
     assert "\n" not in str(caught.value)
 
 
-def test_a_row_that_is_no_prompt_is_named(task, codec) -> None:
+def test_a_row_that_is_no_prompt_is_named(task: MakeTask, codec: TextCodec) -> None:
     talk = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "2"}]
     made = task([{"messages": talk}], right_or_wrong)
     with pytest.raises(
@@ -350,7 +374,9 @@ def test_a_row_that_is_no_prompt_is_named(task, codec) -> None:
         ("", "[no JSON", "column 'tools' must be JSON"),
     ],
 )
-def test_a_row_that_does_not_fit_is_named(task, codec, prompt, tools, message) -> None:
+def test_a_row_that_does_not_fit_is_named(
+    task: MakeTask, codec: TextCodec, prompt: str, tools: str | None, message: str
+) -> None:
     made = task([{"prompt": "2?", "tools": tools}], right_or_wrong, prompt=prompt)
     expected = f"row 0 of .*rows.jsonl: .*{re.escape(message)}"
     with pytest.raises(DataError, match=expected) as caught:
@@ -377,13 +403,14 @@ def test_a_row_that_does_not_fit_is_named(task, codec, prompt, tools, message) -
         ),
     ],
 )
-def test_keys_that_do_not_go_together_are_one_line(changes, message) -> None:
+def test_keys_that_do_not_go_together_are_one_line(changes: dict[str, Any], message: str) -> None:
     (found,) = violations(JobConfig(GRPO(), Rollout(servers=["http://a:1"], **changes)))
     assert found.startswith(f"rollout.{message}")
 
 
 def test_every_key_of_a_function_task_reaches_the_rollout_process() -> None:
-    changes = {"reward": ["m:f"], "reward_weights": [2.0], "dataset": "d", "prompt": "{q}"}
+    changes: dict[str, Any] = {"reward": ["m:f"], "reward_weights": [2.0]}
+    changes |= {"dataset": "d", "prompt": "{q}"}
     changes |= {"dataset_config": "c", "dataset_split": "test", "dataset_filter": ["a > 1"]}
     changes |= {"dataset_shuffle": False, "system_prompt": "s", "tools": "t", "chat_template": "x"}
     changes |= {"chat_template_kwargs": {"enable_thinking": False}}
@@ -391,9 +418,12 @@ def test_every_key_of_a_function_task_reaches_the_rollout_process() -> None:
     assert {name: getattr(spec, name) for name in changes} == changes
 
 
-def test_gsm8k_is_a_function_over_rows_in_the_models_template(tmp_path, codec) -> None:
+def test_gsm8k_is_a_function_over_rows_in_the_models_template(
+    tmp_path: Path, codec: TextCodec
+) -> None:
     rows = [{"question": f"q{i}", "answer": f"so #### {i * 1000:,}"} for i in range(5)]
     made = load_task("gsm8k", TaskOptions(seed=1, path=write_rows(tmp_path / "g.jsonl", rows)))
+    assert isinstance(made, FunctionTask)
     index = next(i for i in range(5) if made.prompt(i, codec).payload["row"] == 3)
     shown = codec.decode(made.prompt(index, codec).token_ids)
     assert shown.startswith("<u>q3")
@@ -402,129 +432,9 @@ def test_gsm8k_is_a_function_over_rows_in_the_models_template(tmp_path, codec) -
     assert rewards_of(made, codec, said, index) == [1, 0, 0]
 
 
-def test_gsm8k_refuses_a_missing_or_broken_file(tmp_path) -> None:
+def test_gsm8k_refuses_a_missing_or_broken_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.dataset must be an existing file"):
         load_task("gsm8k", TaskOptions(path=str(tmp_path / "none.jsonl")))
     path = write_rows(tmp_path / "bad.jsonl", [{"question": "x"}])
     with pytest.raises(ConfigError, match="asks for 'answer', a column"):
         load_task("gsm8k", TaskOptions(path=path))
-
-
-MISTAKEN = """
-def helper(row):
-    return 1 / (row - 3)
-
-def reward(completions, answer):
-    return [helper(a) for a in answer]
-"""
-
-
-@pytest.fixture
-def started(tmp_path, monkeypatch, model_dir, completion_server):
-    """A factory: the source of a module -> a started client whose reward is its ``reward``."""
-    clients = []
-
-    def make(source, **changes):
-        (tmp_path / "own_rewards.py").write_text(source)
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-        spec = RolloutSpec(
-            model_dir=model_dir,
-            reward=["own_rewards:reward"],
-            dataset=write_rows(tmp_path / "rows.jsonl", SUMS),
-            dataset_shuffle=False,
-            max_staleness=0,
-            group_size=2,
-            **{"prompts_per_step": 2, "chat_template": "none", **changes},
-        )
-        clients.append(RolloutClient(spec))
-        clients[-1].start(60)
-        clients[-1].set_server(ServerState(completion_server().url, 0, True, "r:0:f"))
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        client.close(5)
-
-
-@pytest.mark.e2e
-def test_groups_are_rewarded_by_a_users_function_in_the_rollout_process(started) -> None:
-    client = started("def reward(completions, answer):\n    return [answer[0], len(completions)]\n")
-    for index, group in enumerate(client.next_batch(0, 2, 60)):
-        assert [c.reward for c in group.completions] == [index + 1, 2]
-
-
-@pytest.mark.e2e
-def test_a_mistake_in_a_function_shows_its_traceback_and_the_row_and_no_line_of_ours(
-    started, tmp_path
-) -> None:
-    client = started(MISTAKEN, prompts_per_step=3)
-    with pytest.raises(TaskError) as caught:
-        client.next_batch(0, 3, 60)
-    text = str(caught.value)
-    assert text.splitlines()[0] == (
-        "the task's reward failed: ZeroDivisionError: division by zero (rollout.reward"
-        f" 'own_rewards:reward', row 2 of {tmp_path}/rows.jsonl:"
-        " {'prompt': '2+1=', 'answer': 3, 'level': 2})"
-    )
-    assert f'File "{tmp_path}/own_rewards.py", line 3, in helper' in text
-    assert "return 1 / (row - 3)" in text
-    assert "titan_grpo/" not in text
-    assert "concurrent" not in text
-
-
-@pytest.mark.e2e
-def test_a_function_that_cannot_be_imported_ends_the_start(started) -> None:
-    with pytest.raises(ConfigError, match=r"'own_rewards:reward' cannot be imported: NameError"):
-        started("undefined_name\n")
-
-
-@pytest.mark.e2e
-def test_a_model_without_a_chat_template_ends_the_start(started) -> None:
-    with pytest.raises(ConfigError, match=r"has none: set rollout\.chat_template"):
-        started("def reward(completions):\n    return [0.0, 0.0]\n", chat_template="")
-
-
-LINES = 10
-"""Most that a user writes for an own reward on own rows in the model's chat template."""
-
-
-@pytest.mark.e2e
-def test_the_example_of_an_own_reward_is_ten_lines_and_rewards_its_rows(
-    root, tmp_path, completion_server
-) -> None:
-    source = root / "examples" / "own_reward" / "rewards.py"
-    arguments = command_of(source)
-    assert lines_written(source, arguments) <= LINES
-    keys = dict(zip(arguments[::2], arguments[1::2], strict=True))
-    model = str(write_tiny_model("qwen3", tmp_path / "model"))
-    path = keys["--rollout.dataset"]
-    rows = [json.loads(line) for line in (root / path).read_text().splitlines()]
-    server, codec = completion_server(), TextCodec(model)
-
-    def answers(body):
-        # A model that is right for even seeds, and says letters for odd ones.
-        said = codec.decode(body["prompt"])
-        a, b = map(int, re.findall(r"\d+", said))
-        ids = codec.encode(str(a + b) if body["seed"] % 2 == 0 else "four")
-        return server.answer(list(ids), [-1.0] * len(ids), "stop")
-
-    server.behaviour = answers
-    reward = [keys["--rollout.reward"]]
-    spec = RolloutSpec(model_dir=model, reward=reward, dataset=path, group_size=4, max_staleness=0)
-    client = RolloutClient(spec)
-    try:
-        client.start(60)
-        client.set_server(ServerState(server.url, 0, True, "r:0:f"))
-        groups = client.next_batch(0, 8, 60)
-    finally:
-        client.close(5)
-    assert len({group.prompt.payload["row"] for group in groups}) == 8
-    for group in groups:
-        row = rows[group.prompt.payload["row"]]
-        # <bos>, and the template's text.
-        template = codec.encode(f"user: {row['prompt']}\nassistant:")
-        assert group.prompt.token_ids == (1, *template)
-        for completion in group.completions:
-            right = codec.decode(completion.token_ids) == row["answer"]
-            assert completion.reward == float(right)
-    assert {c.reward for group in groups for c in group.completions} == {0.0, 1.0}

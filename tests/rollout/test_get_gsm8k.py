@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ ROWS = [
 ]
 
 
-def run(root, *arguments: str) -> "subprocess.CompletedProcess[str]":
+def run(root: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     script = root / "scripts" / "get_gsm8k.py"
     return subprocess.run(
         [sys.executable, str(script), *arguments],
@@ -24,7 +25,9 @@ def run(root, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-def test_a_split_from_a_file_keeps_question_and_answer(root, tmp_path, suffix) -> None:
+def test_a_split_from_a_file_keeps_question_and_answer(
+    root: Path, tmp_path: Path, suffix: str
+) -> None:
     datasets = pytest.importorskip("datasets")
     table, source = datasets.Dataset.from_list(ROWS), tmp_path / f"train.{suffix}"
     table.to_parquet(str(source)) if suffix == "parquet" else table.to_json(str(source))
@@ -36,7 +39,7 @@ def test_a_split_from_a_file_keeps_question_and_answer(root, tmp_path, suffix) -
     assert not (tmp_path / "data" / "gsm8k_test.jsonl").exists()
 
 
-def test_rows_that_are_not_gsm8k_leave_no_file(root, tmp_path) -> None:
+def test_rows_that_are_not_gsm8k_leave_no_file(root: Path, tmp_path: Path) -> None:
     source = tmp_path / "test.jsonl"
     source.write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
     done = run(root, "--test", str(source), "--out", str(tmp_path / "data"))

@@ -71,7 +71,7 @@ def test_it_answers_and_does_not_wake_in_between() -> None:
         driver.run(ASK)
 
 
-def test_it_ends_also_twice(tmp_path) -> None:
+def test_it_ends_also_twice(tmp_path: Path) -> None:
     server = Unix(str(tmp_path / "socket"), Handler)
     server.begin("unix thread")
     thread = next(thread for thread in threading.enumerate() if thread.name == "unix thread")
@@ -83,7 +83,9 @@ def test_it_ends_also_twice(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("headers", "status"), [({}, 200), ({"Transfer-Encoding": "chunked"}, 400)]
 )
-def test_a_post_without_a_length_has_no_body_unless_it_comes_in_chunks(headers, status) -> None:
+def test_a_post_without_a_length_has_no_body_unless_it_comes_in_chunks(
+    headers: dict[str, str], status: int
+) -> None:
     server = HttpServer("127.0.0.1:0", "", lambda asked: Reply(200, {"got": len(asked.body)}), "x")
     connection = http.client.HTTPConnection(server.address, timeout=20)
     try:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -72,7 +73,7 @@ def hub() -> Iterator[str]:
 
 
 def test_a_dataset_of_the_hub_is_loaded_by_its_name_and_one_that_is_not_there_is_one_line(
-    tmp_path,
+    tmp_path: Path,
 ) -> None:
     with hub() as endpoint:
         env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}

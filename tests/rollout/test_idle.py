@@ -6,6 +6,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.rigs.present import present
+from tests.rollout.conftest import MakeServer
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.messages import RolloutSpec
@@ -37,24 +39,26 @@ def used(pid: int, threads: list[int] | None = None) -> Used:
     return Used(wakes, ticks / os.sysconf("SC_CLK_TCK"))
 
 
-def test_waiting_for_completions_costs_nothing(completion_server, model_dir) -> None:
+def test_waiting_for_completions_costs_nothing(
+    completion_server: MakeServer, model_dir: str
+) -> None:
     server, transport = completion_server(), LocalTransport()
     server.behaviour = server.hang
     spec = RolloutSpec(model_dir=model_dir, prompts_per_step=8, group_size=8, max_staleness=0)
     client = RolloutClient(spec, "", transport)
     client.start(60)
-    ours = [
-        thread.native_id for thread in threading.enumerate() if thread.name.startswith("rollout-")
-    ]
+    named = [thread for thread in threading.enumerate() if thread.name.startswith("rollout-")]
+    ours = [present(thread.native_id) for thread in named]
+    pid = present(transport.pid)
     client.set_server(ServerState(server.url, 0, True, "0"))
     server.wait_for_requests(REQUESTS)
     assert ours
     assert sum(client.in_flight(60).values()) == REQUESTS
 
     def quiet() -> bool:
-        before = used(transport.pid), used(os.getpid(), ours)
+        before = used(pid), used(os.getpid(), ours)
         threading.Event().wait(QUIET_S)
-        after = used(transport.pid), used(os.getpid(), ours)
+        after = used(pid), used(os.getpid(), ours)
         wakes = sum(b.wakes - a.wakes for a, b in zip(before, after, strict=True))
         return (
             wakes <= MOST_WAKES

@@ -2,17 +2,18 @@
 answer calls."""
 
 import json
+from typing import Any
 
 import pytest
 
-from titan_grpo.rollout.openai_api import Refused, parse, plain
+from titan_grpo.rollout.openai_api import ChatRequest, Refused, parse, plain
 from titan_grpo.rollout.tasks.agent import hermes, llama3_json
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
 
-def request(**fields):
+def request(**fields: Any) -> ChatRequest:
     return parse(json.dumps({"model": "any", "messages": HELLO} | fields).encode(), 1.0)
 
 
@@ -36,7 +37,9 @@ def request(**fields):
         ("a_field_of_next_year", 1),
     ],
 )
-def test_a_field_that_cannot_be_done_is_refused_with_its_name_and_value(field, value) -> None:
+def test_a_field_that_cannot_be_done_is_refused_with_its_name_and_value(
+    field: str, value: object
+) -> None:
     with pytest.raises(Refused, match=f"{field} must be .*, got") as refused:
         request(**{field: value})
     error = refused.value.body["error"]
@@ -45,7 +48,7 @@ def test_a_field_that_cannot_be_done_is_refused_with_its_name_and_value(field, v
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b'"text"'])
-def test_a_body_that_is_no_object_is_refused(body) -> None:
+def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(Refused, match="the body must be"):
         parse(body, 1.0)
 
@@ -84,7 +87,7 @@ def test_messages_have_one_form_whatever_a_client_adds() -> None:
         ({"role": "assistant", "tool_calls": [{}]}, r"messages\[0\].tool_calls"),
     ],
 )
-def test_a_message_of_another_form_is_refused_with_its_place(message, place) -> None:
+def test_a_message_of_another_form_is_refused_with_its_place(message: object, place: str) -> None:
     with pytest.raises(Refused, match=place):
         request(messages=[message])
 
@@ -98,7 +101,7 @@ def test_calls_of_the_hermes_format_are_read_in_their_order() -> None:
 @pytest.mark.parametrize(
     "text", ["none", "<tool_call>[]</tool_call>", '<tool_call>{"name": 3}</tool_call>', "{}"]
 )
-def test_a_text_that_calls_nothing_comes_back_whole(text) -> None:
+def test_a_text_that_calls_nothing_comes_back_whole(text: str) -> None:
     assert hermes(text) == (text, [])
     assert llama3_json(text) == (text, [])
 

@@ -27,7 +27,7 @@ MOST = 1.1
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model("qwen3", tmp_path_factory.mktemp("model"), seed=1)
 
 
@@ -38,7 +38,7 @@ def played(setting: Setting, model: Path) -> Played:
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 @pytest.mark.parametrize("slow", [3.0, 6.0])
 def test_prompts_are_trained_in_their_order_whatever_they_take_and_steps_hardly_wait_for_it(
-    slow, staleness, model
+    slow: float, staleness: int, model: Path
 ) -> None:
     setting = replace(SETTING, slow=slow, staleness=staleness)
     run = played(setting, model)
@@ -46,7 +46,7 @@ def test_prompts_are_trained_in_their_order_whatever_they_take_and_steps_hardly_
     assert run.version_s[-1] <= MOST * least_s(setting)
 
 
-def test_groups_that_overtake_each_other_leave_slow_prompts_out(model) -> None:
+def test_groups_that_overtake_each_other_leave_slow_prompts_out(model: Path) -> None:
     setting = replace(SETTING, consume="ready", staleness=2)
     run = played(setting, model)
     slow = sum(times for index, times in run.trained.items() if setting.is_slow(index))

@@ -7,14 +7,17 @@ import random
 import resource
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.rigs.present import present
 from tests.rollout.sampling import Letters
 from titan_grpo.algorithm.batch import BatchOptions, plan
-from titan_grpo.engines.generation import Sampled
+from titan_grpo.engines.generation import Sampled, VersionSpan
 from titan_grpo.errors import DataError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import atropos, external
@@ -23,6 +26,7 @@ from titan_grpo.rollout.records import GroupRecorder, ReplayClient
 from titan_grpo.rollout.sampler import completion_fault, made_by, request_seed
 from titan_grpo.rollout.schedule import Pool, Server
 from titan_grpo.rollout.task_runner import TaskOptions
+from titan_grpo.rollout.tasks.built_in import Digits
 from titan_grpo.rollout.tasks.functions import load_task
 from titan_grpo.samples import LARGEST_LOGPROB, Completion, Group, Prompt, defect
 
@@ -31,7 +35,7 @@ finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @given(st.permutations(range(12)), st.integers(0, 12))
-def test_a_cursor_resumes_with_exactly_the_unused_indices(order, used) -> None:
+def test_a_cursor_resumes_with_exactly_the_unused_indices(order: list[int], used: int) -> None:
     cursor = Cursor()
     for index in order[:used]:
         cursor.use(index)
@@ -53,7 +57,9 @@ def test_a_cursor_resumes_with_exactly_the_unused_indices(order, used) -> None:
         *({"logprobs": (-1.0, value)} for value in (-math.inf, -1e31, -1e29, math.nan, 1.0)),
     ],
 )
-def test_rollouts_and_batch_leave_out_the_same_completions_under_the_same_name(change) -> None:
+def test_rollouts_and_batch_leave_out_the_same_completions_under_the_same_name(
+    change: dict[str, Any],
+) -> None:
     completion, other = replace(GOOD, **change), Group(Prompt(0, (1,)), (GOOD, GOOD))
     groups = [Group(Prompt(1, (1,)), (GOOD, completion)), other]
     fault = completion_fault(Prompt(1, (1,)), completion, 2)
@@ -90,7 +96,7 @@ def test_an_index_used_twice_is_refused() -> None:
 @pytest.mark.parametrize(
     "state", [{"low": -1}, {"low": 3, "above": [1]}, {"low": "0"}, {"low": 0, "above": None}]
 )
-def test_a_broken_cursor_state_is_refused(state) -> None:
+def test_a_broken_cursor_state_is_refused(state: dict[str, object]) -> None:
     with pytest.raises(DataError, match="rollout state"):
         Cursor.from_state(state)
 
@@ -110,7 +116,7 @@ def test_a_broken_cursor_state_is_refused(state) -> None:
         ({"reward": math.nan}, "bad_reward"),
     ],
 )
-def test_each_fault_has_a_name(change, fault) -> None:
+def test_each_fault_has_a_name(change: dict[str, Any], fault: str) -> None:
     assert completion_fault(Prompt(0, (1,)), replace(GOOD, **change), 2) == fault
 
 
@@ -136,33 +142,32 @@ def test_the_least_loaded_accepting_server_is_taken() -> None:
     room = pool.room(4, 0.0)
     assert room.newest == 1
     assert room.take(2) is None
-    assert room.take(1, avoid="b").url == "a"
-    assert [room.take(1).url for _ in range(2)] == ["b", "b"]
+    assert present(room.take(1, avoid="b")).url == "a"
+    assert [present(room.take(1)).url for _ in range(2)] == ["b", "b"]
     assert room.take(1) is None
     assert room.newest is None
     assert pool.in_flight() == {"a": 8, "b": 8, "c": 0, "d": 0}
 
 
-def cheapest(servers: list[Server], requests: int, capacity: int, needed: int, avoid: str):
+def cheapest(
+    servers: list[Server], requests: int, capacity: int, needed: int, avoid: str
+) -> Server | None:
     """The server of the rule, by a look at all of them."""
     able = [
-        s
+        (s, s.version)
         for s in servers
         if s.accepting and s.version is not None and s.version >= needed and s.health.askable(0.1)
         if s.in_flight == 0 or s.in_flight + requests <= capacity
     ]
-    able = [s for s in able if s.url != avoid] or able
-    newest = max((s.version for s in able), default=0)
-    return min(
-        able,
-        key=lambda s: (s.in_flight + (newest - s.version) * requests, newest - s.version, s.url),
-        default=None,
-    )
+    able = [(s, version) for s, version in able if s.url != avoid] or able
+    newest = max((version for _, version in able), default=0)
+    costs = [(s.in_flight + (newest - v) * requests, newest - v, s.url, s) for s, v in able]
+    return min(costs)[3] if costs else None
 
 
 @given(st.integers(0, 2**32), st.integers(1, 6))
 def test_groups_go_one_after_the_other_to_the_cheapest_server_that_may_take_them(
-    seed, count
+    seed: int, count: int
 ) -> None:
     chance = random.Random(seed)
     pool = Pool(16)
@@ -181,7 +186,7 @@ def test_groups_go_one_after_the_other_to_the_cheapest_server_that_may_take_them
     for _ in range(12):
         needed, avoid = chance.choice((0, 2, 3, 4, 5)), chance.choice(("", "s0"))
         expected = cheapest(servers, 4, 16, needed, avoid)
-        before = expected and expected.in_flight
+        before = expected.in_flight if expected is not None else 0
         taken = room.take(needed, avoid)
         assert taken is expected
         assert taken is None or taken.in_flight == before + 4
@@ -226,7 +231,7 @@ def test_a_failing_server_is_paused_for_longer_and_longer() -> None:
 SPANS = (("r:7:f", 0, 3), ("r:8:f", 3, 5))
 
 
-def sampled(versions):
+def sampled(versions: tuple[VersionSpan, ...]) -> Sampled:
     return Sampled((1,) * 5, (-1.0,) * 5, "stop", versions)
 
 
@@ -246,13 +251,14 @@ def test_versions_that_are_not_named_for_every_token_only_bound_them() -> None:
 
 
 @pytest.mark.parametrize("label", ["default", "unusable", "other:7:f", ""])
-def test_tokens_of_weights_that_are_not_of_this_run_have_no_version(label) -> None:
+def test_tokens_of_weights_that_are_not_of_this_run_have_no_version(label: str) -> None:
     assert made_by(sampled((SPANS[0], (label, 3, 5))), "r:6:f", 6, 9) is None
     assert made_by(sampled(SPANS), label, 6, 9) is None
 
 
 def test_digits_rewards_the_share_of_digits() -> None:
     task, codec = load_task("digits", TaskOptions(seed=1)), Letters()
+    assert isinstance(task, Digits)
     prompt = task.prompt(3, codec)
     assert prompt == load_task("digits", TaskOptions(seed=1)).prompt(3, codec)
     assert prompt != load_task("digits", TaskOptions(seed=2)).prompt(3, codec)
@@ -261,7 +267,7 @@ def test_digits_rewards_the_share_of_digits() -> None:
     assert asyncio.run(task.reward(prompt, "", (2,))) == 0
 
 
-def test_a_resumed_recording_keeps_what_was_before_and_drops_a_torn_line(tmp_path) -> None:
+def test_a_resumed_recording_keeps_what_was_before_and_drops_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     group = Group(Prompt(0, (1,)), (GOOD, GOOD))
     first = GroupRecorder(str(path), 0)
@@ -285,7 +291,9 @@ def test_a_resumed_recording_keeps_what_was_before_and_drops_a_torn_line(tmp_pat
         ReplayClient(str(path)).next_batch(1, 5, 1)
 
 
-def test_a_recorded_step_that_dynamic_sampling_left_short_is_replayed_as_it_was(tmp_path) -> None:
+def test_a_recorded_step_that_dynamic_sampling_left_short_is_replayed_as_it_was(
+    tmp_path: Path,
+) -> None:
     path, group = tmp_path / "r.jsonl", Group(Prompt(0, (1,)), (GOOD, GOOD))
     recorder = GroupRecorder(str(path), 0)
     recorder.write(0, [group], whole=False)
@@ -297,7 +305,9 @@ def test_a_recorded_step_that_dynamic_sampling_left_short_is_replayed_as_it_was(
         replay.next_batch(1, 2, 1)
 
 
-def test_a_recording_keeps_the_spans_of_versions_and_one_without_them_can_be_read(tmp_path) -> None:
+def test_a_recording_keeps_the_spans_of_versions_and_one_without_them_can_be_read(
+    tmp_path: Path,
+) -> None:
     path, spans = tmp_path / "r.jsonl", ((3, 1), (4, 1))
     recorder = GroupRecorder(str(path), 0)
     recorder.write(0, [Group(Prompt(0, (1,)), (replace(GOOD, spans=spans),))])
@@ -311,7 +321,7 @@ def test_a_recording_keeps_the_spans_of_versions_and_one_without_them_can_be_rea
     assert [completion.token_spans for completion in read] == [spans, ((3, 2),)]
 
 
-def test_a_resume_on_a_full_disk_leaves_the_recording_whole(tmp_path) -> None:
+def test_a_resume_on_a_full_disk_leaves_the_recording_whole(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     first = GroupRecorder(str(path), 0)
     for version in range(3):

@@ -7,9 +7,12 @@ import gzip
 import http.client
 import json
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
+from httpx import Client
 
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout import external, httpd
@@ -17,7 +20,7 @@ from titan_grpo.rollout.external import PushQueue, PushSource, parse
 from titan_grpo.rollout.messages import RolloutSpec
 
 
-def body(**changes):
+def body(**changes: Any) -> dict[str, Any]:
     completion = {"tokens": [7, 8], "logprobs": [-0.5, -1.5], "reward": 1.0}
     other = {
         "tokens": [9],
@@ -36,7 +39,7 @@ def body(**changes):
     return {"groups": [group | changes]}
 
 
-def encoded(content) -> bytes:
+def encoded(content: object) -> bytes:
     return json.dumps(content).encode()
 
 
@@ -58,7 +61,7 @@ def test_a_body_becomes_groups() -> None:
     assert (two.zero_advantage, two.finish_reason, two.reward) == (True, "stop", 0.0)
 
 
-def set_at(content, path, value):
+def set_at(content: Any, path: tuple[str | int, ...], value: object) -> Any:
     content = copy.deepcopy(content)
     place = content
     for key in path[:-1]:
@@ -97,13 +100,15 @@ COMPLETION = (*FIRST, "completions", 0)
         ((*COMPLETION, "sampled"), [1, 0], r"sampled\[0\]: Expected `bool`, got `int`"),
     ],
 )
-def test_what_breaks_the_schema_is_refused_by_place_rule_and_value(path, value, message) -> None:
+def test_what_breaks_the_schema_is_refused_by_place_rule_and_value(
+    path: tuple[str | int, ...], value: object, message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         parse(encoded(set_at(body(), path, value)))
 
 
 @pytest.mark.parametrize("name", ["policy_version", "prompt_tokens", "completions"])
-def test_a_missing_field_is_named(name) -> None:
+def test_a_missing_field_is_named(name: str) -> None:
     content = body()
     del content["groups"][0][name]
     with pytest.raises(DataError, match=rf"body.groups\[0\]: .*missing required field `{name}`"):
@@ -119,7 +124,7 @@ def test_a_context_token_needs_no_log_probability() -> None:
     assert parse(encoded(content))[0].group.completions[0].sampled == (True, False)
 
 
-def incoming(version=3, id=""):
+def incoming(version: int = 3, id: str = "") -> list[Incoming]:
     content = body(policy_version=version)
     del content["groups"][0]["id"]
     return parse(encoded(body(policy_version=version, id=id) if id else content))
@@ -149,18 +154,18 @@ def test_a_group_that_is_sent_again_is_taken_once() -> None:
 def test_a_refused_group_may_be_sent_again() -> None:
     queue = PushQueue(capacity=4, max_staleness=1, trainer_version=3, newest_version=3)
     assert queue.take(incoming(id="x"), waiting=4)[0].status == 429
-    assert queue.take(incoming(id="x"), waiting=0)[0].body["taken"] == 1
+    assert queue.take(incoming(id="x"), waiting=0)[0].body == {"taken": 1, "duplicates": 0}
 
 
 def test_one_stale_group_refuses_the_whole_body() -> None:
     queue = PushQueue(capacity=4, max_staleness=1, trainer_version=3, newest_version=3)
     reply, groups = queue.take([*incoming(3), *incoming(1)], waiting=0)
     assert (reply.status, groups) == (409, [])
-    assert "groups[1].policy_version must be 2 or later" in reply.body["error"]
+    assert "groups[1].policy_version must be 2 or later" in str(reply.body)
 
 
 @pytest.fixture
-def loop():
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -200,7 +205,7 @@ def server(loop, monkeypatch):
 
 
 @pytest.fixture
-def client(server):
+def client(server: PushServer) -> Iterator[Client]:
     with httpx.Client(
         base_url=f"http://{server.address}",
         headers={"Authorization": "Bearer secret"},
@@ -210,7 +215,7 @@ def client(server):
         yield c
 
 
-def test_groups_are_taken_until_enough_wait(client) -> None:
+def test_groups_are_taken_until_enough_wait(client: Client) -> None:
     assert client.post("/groups", json=body()).json() == {"taken": 1, "duplicates": 0}
     packed = client.post(
         "/groups",
@@ -229,11 +234,11 @@ def test_groups_are_taken_until_enough_wait(client) -> None:
     }
 
 
-def test_the_schema_is_published(client) -> None:
+def test_the_schema_is_published(client: Client) -> None:
     assert client.get("/schema").json() == json.loads(json.dumps(external.SCHEMA))
 
 
-def test_what_can_not_be_read_is_refused_and_the_server_goes_on(client) -> None:
+def test_what_can_not_be_read_is_refused_and_the_server_goes_on(client: Client) -> None:
     assert "must be JSON" in client.post("/groups", content=b"{").json()["error"]
     assert client.post("/groups", json={}).status_code == 400
     torn = client.post(
@@ -245,7 +250,7 @@ def test_what_can_not_be_read_is_refused_and_the_server_goes_on(client) -> None:
     assert client.post("/groups", json=body()).status_code == 202
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_read(server) -> None:
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(server: PushServer) -> None:
     connection = http.client.HTTPConnection(server.address, timeout=60)
     connection.putrequest("POST", "/groups")
     connection.putheader("Authorization", "Bearer secret")
@@ -255,7 +260,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(server) -> None:
     connection.close()
 
 
-def test_without_the_key_nothing_is_taken(client) -> None:
+def test_without_the_key_nothing_is_taken(client: Client) -> None:
     for headers in ({"Authorization": "Bearer other"}, {"Authorization": ""}):
         assert client.post("/groups", json=body(), headers=headers).status_code == 401
     assert (
@@ -285,6 +290,8 @@ def test_a_loop_that_has_ended_is_503() -> None:
         server.close()
 
 
-def test_an_address_that_can_not_be_bound_is_a_wrong_configuration(loop, server) -> None:
+def test_an_address_that_can_not_be_bound_is_a_wrong_configuration(
+    loop: asyncio.AbstractEventLoop, server: PushServer
+) -> None:
     with pytest.raises(ConfigError, match=r"rollout.push_address must be an address of this host"):
         listening(loop, server.address)

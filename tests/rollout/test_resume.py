@@ -2,9 +2,11 @@
 budget."""
 
 import random
+from typing import Any
 
 import pytest
 
+from tests.rollout.conftest import MakeServer
 from tests.rollout.sampling import sample, sampler_of
 from titan_grpo.engines.generation import Sampled
 from titan_grpo.errors import PeerError
@@ -18,13 +20,13 @@ from titan_grpo.samples import Completion, Group, Prompt
 BUDGET = 20
 
 
-def test_however_often_it_is_cut_a_completion_keeps_every_token_its_versions_and_its_budget() -> (
-    None
-):
+def test_however_often_it_is_cut_a_completion_keeps_all_tokens_its_versions_and_budget() -> None:
     chance = random.Random(5)
     for _ in range(2000):
-        part, made, versions, version = Partial(), [], [], chance.randrange(5)
-        of_tokens = []
+        part, version = Partial(), chance.randrange(5)
+        made: list[tuple[int, float]] = []
+        versions: list[int] = []
+        of_tokens: list[int] = []
         while not part.finish_reason:
             left = part.left(BUDGET)
             assert left == BUDGET - len(made) > 0
@@ -64,15 +66,13 @@ OPEN = Partial((1,), (-1.0,), 4, 4)
     ],
 )
 def test_parts_that_are_too_old_or_would_mix_versions_begin_again(
-    version, needed, mix, kept
+    version: int, needed: int, mix: bool, kept: tuple[Partial, Partial]
 ) -> None:
     assert worth_keeping((FINISHED, OPEN), version, needed, mix) == kept
     assert worth_keeping((Partial(),), version, needed, mix) == (Partial(),)
 
 
-def test_a_part_with_few_tokens_of_too_old_versions_goes_on_where_a_share_of_them_is_borne() -> (
-    None
-):
+def test_a_part_with_few_tokens_of_too_old_versions_goes_on_where_a_share_is_borne() -> None:
     part = Partial((1, 2, 3), (-1.0,) * 3, 3, 4, spans=((3, 1), (4, 2)))
     assert worth_keeping((part,), 5, 4, True, 0.5) == (part,)
     assert worth_keeping((part,), 5, 4, True, 0.25) == (Partial(),)
@@ -80,7 +80,7 @@ def test_a_part_with_few_tokens_of_too_old_versions_goes_on_where_a_share_of_the
 
 
 def test_what_is_finished_when_a_server_fails_is_kept_and_not_asked_for_again(
-    completion_server, model_dir
+    completion_server: MakeServer, model_dir: str
 ) -> None:
     server, sampler = completion_server(), sampler_of("digits", model_dir, 3, 4)
     state = Server(server.url, 4, True, "r:4:f", "vllm")
@@ -102,13 +102,13 @@ def test_what_is_finished_when_a_server_fails_is_kept_and_not_asked_for_again(
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_completion_that_ends_while_a_commit_runs_may_be_of_the_version_that_comes(
-    completion_server, model_dir, begins
+    completion_server: MakeServer, model_dir: str, begins: bool
 ) -> None:
     server, sampler = completion_server(), sampler_of("digits", model_dir, 1, 2)
     committing = 4 if begins else None
     state = Server(server.url, 3, not begins, "r:3:f", "vllm", committing)
 
-    def commit(body: dict) -> tuple[int, object]:
+    def commit(body: dict[str, Any]) -> tuple[int, object]:
         state.accepting, state.committing = False, 4
         return server.answer([7, 7], [-1.0, -1.0])
 

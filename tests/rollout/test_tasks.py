@@ -5,10 +5,15 @@ import dataclasses
 import random
 import re
 import threading
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests.rigs.present import present
+from tests.rollout.conftest import CompletionServer, MakeServer, StartClient
 from tests.rollout.sampling import Letters, sample, sampler_of
 from titan_grpo.config import GRPO, JobConfig, Rollout, violations
 from titan_grpo.engines.generation import Sampled
@@ -20,7 +25,8 @@ from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.partial import Made, Partial
 from titan_grpo.rollout.sampler import Interrupted, Sampler, request_seed
 from titan_grpo.rollout.schedule import Server
-from titan_grpo.rollout.task_runner import TaskFailed, TaskOptions, TaskRunner, Turn, at_once
+from titan_grpo.rollout.task_runner import Codec, TaskFailed, TaskOptions, TaskRunner, Turn, at_once
+from titan_grpo.rollout.tasks.built_in import Calculator
 from titan_grpo.rollout.tasks.functions import load_task
 from titan_grpo.samples import Completion, Prompt
 
@@ -28,12 +34,14 @@ DONE = Completion((5, 6), (-0.5, -1.0), "stop", 0, 0, "")
 PROMPT = Prompt(0, (1,))
 
 
-def runner(reward, limit=8, timeout_s=60.0):
+def runner(reward: Callable[..., Any], limit: int = 8, timeout_s: float = 60.0) -> TaskRunner:
     return TaskRunner(SimpleNamespace(reward=reward), Letters(), limit, timeout_s)
 
 
-def test_a_request_has_the_stops_of_the_run_and_of_its_task(completion_server, model_dir) -> None:
-    task = load_task("digits", TaskOptions())
+def test_a_request_has_the_stops_of_the_run_and_of_its_task(
+    completion_server: MakeServer, model_dir: str
+) -> None:
+    task: Any = load_task("digits", TaskOptions())
     task.stop, task.stop_token_ids = ("\n",), [7]  # as a user's class would say them
     spec = RolloutSpec(model_dir=model_dir, group_size=1, stop=["END"], stop_token_ids=[9])
     made = Sampler(spec, TaskRunner(task, TextCodec(model_dir), 8, 60.0))
@@ -45,14 +53,14 @@ def test_a_request_has_the_stops_of_the_run_and_of_its_task(completion_server, m
 
 
 @pytest.mark.parametrize("stops", [{"stop": "END"}, {"stop": [""]}, {"stop_token_ids": ["7"]}])
-def test_stops_of_a_task_that_are_none_are_refused_at_its_start(stops) -> None:
+def test_stops_of_a_task_that_are_none_are_refused_at_its_start(stops: dict[str, Any]) -> None:
     task = SimpleNamespace(reward=None, **stops)
     with pytest.raises(ConfigError, match=f"a task's {next(iter(stops))} must be"):
         Sampler(RolloutSpec(model_dir=""), TaskRunner(task, Letters(), 8, 60.0))
 
 
 def test_a_class_that_breaks_when_it_is_made_is_shown_from_its_own_line_on(
-    tmp_path, monkeypatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "breaks.py").write_text(
         "class Task:\n    def __init__(self, options):\n        {}['my key']\n"
@@ -106,10 +114,10 @@ def test_the_seeds_of_an_episodes_turns_differ_and_its_first_is_that_of_a_single
 
 
 def test_no_more_calls_of_a_task_are_in_flight_than_its_limit() -> None:
-    async def run():
+    async def run() -> tuple[int, float]:
         inside, most, full = 0, 0, asyncio.Event()
 
-        async def reward(*_):
+        async def reward(*_: object) -> float:
             nonlocal inside, most
             inside += 1
             most = max(most, inside)
@@ -129,15 +137,15 @@ def test_no_more_calls_of_a_task_are_in_flight_than_its_limit() -> None:
 class Plain(Letters):
     """A task of plain functions, and one whose functions return awaitables."""
 
-    def prompt(self, index, codec):
+    def prompt(self, index: int, codec: Codec) -> Prompt:
         return PROMPT
 
-    def reward(self, prompt, text, token_ids):
+    def reward(self, prompt: Prompt, text: str, token_ids: Sequence[int]) -> float:
         assert threading.current_thread() is not threading.main_thread()
         return 0.5
 
-    def wrapped(self, *_):
-        async def reward():
+    def wrapped(self, *_: object) -> Awaitable[float]:
+        async def reward() -> float:
             return 0.25
 
         return reward()
@@ -156,7 +164,7 @@ def test_plain_functions_run_in_threads_and_coroutines_in_the_loop() -> None:
 
 
 def test_a_call_past_its_deadline_is_the_tasks_error() -> None:
-    async def never(*_):
+    async def never(*_: object) -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(TaskFailed, match="reward failed: TimeoutError") as caught:
@@ -167,10 +175,10 @@ def test_a_call_past_its_deadline_is_the_tasks_error() -> None:
 
 
 def test_a_servers_error_or_a_cancellation_that_a_task_lets_out_is_the_tasks_error() -> None:
-    async def judge(*_):
+    async def judge(*_: object) -> None:
         raise PeerError("the judge is down")
 
-    async def cancelled(*_):
+    async def cancelled(*_: object) -> None:
         raise asyncio.CancelledError
 
     for reward in (judge, cancelled):
@@ -179,11 +187,11 @@ def test_a_servers_error_or_a_cancellation_that_a_task_lets_out_is_the_tasks_err
 
 
 @pytest.mark.parametrize("hides", [False, True])
-def test_a_cancelled_call_is_cancelled_and_not_the_tasks_error(hides) -> None:
-    async def run():
+def test_a_cancelled_call_is_cancelled_and_not_the_tasks_error(hides: bool) -> None:
+    async def run() -> bool:
         entered = asyncio.Event()
 
-        async def reward(*_):
+        async def reward(*_: object) -> None:
             entered.set()
             try:
                 await asyncio.Event().wait()
@@ -202,8 +210,8 @@ def test_a_cancelled_call_is_cancelled_and_not_the_tasks_error(hides) -> None:
 
 
 def test_an_error_inside_a_tasks_own_task_group_is_its_error_and_no_cancellation() -> None:
-    async def reward(*_):
-        async def tool():
+    async def reward(*_: object) -> None:
+        async def tool() -> None:
             raise ValueError("the tool broke")
 
         async with asyncio.TaskGroup() as tools:
@@ -214,31 +222,32 @@ def test_an_error_inside_a_tasks_own_task_group_is_its_error_and_no_cancellation
 
 
 def test_the_first_error_of_calls_at_once_ends_the_others_and_marks_nobody_as_cancelled() -> None:
-    async def run():
+    async def run() -> tuple[list[bool], int]:
         ended = []
 
-        async def waits():
+        async def waits() -> None:
             try:
                 await asyncio.Event().wait()
             finally:
                 ended.append(True)
 
-        async def breaks():
+        async def breaks() -> None:
             await asyncio.sleep(0)
             raise ValueError("broken")
 
         with pytest.raises(ValueError, match="broken"):
             await at_once([waits(), breaks(), waits()])
-        return ended, asyncio.current_task().cancelling()
+        return ended, present(asyncio.current_task()).cancelling()
 
     assert asyncio.run(run()) == ([True, True], 0)
 
 
 def test_calls_at_once_end_with_their_caller() -> None:
-    async def run():
-        entered, ended = asyncio.Event(), []
+    async def run() -> tuple[bool, list[bool]]:
+        entered = asyncio.Event()
+        ended: list[bool] = []
 
-        async def waits():
+        async def waits() -> None:
             entered.set()
             try:
                 await asyncio.Event().wait()
@@ -255,8 +264,8 @@ def test_calls_at_once_end_with_their_caller() -> None:
 
 
 @pytest.mark.parametrize("answer", [(), (1, -2), "text"])
-def test_an_answer_that_is_no_tokens_is_the_tasks_error(answer) -> None:
-    async def turn(*_):
+def test_an_answer_that_is_no_tokens_is_the_tasks_error(answer: object) -> None:
+    async def turn(*_: object) -> object:
         return answer
 
     task = SimpleNamespace(prompt=turn, turn=turn, episode_reward=turn)
@@ -264,7 +273,9 @@ def test_an_answer_that_is_no_tokens_is_the_tasks_error(answer) -> None:
         asyncio.run(TaskRunner(task, Letters(), 8, 60.0).turn(PROMPT, Partial((1,), (-1.0,), 0, 0)))
 
 
-def test_a_task_with_half_a_loop_is_refused(tmp_path, monkeypatch) -> None:
+def test_a_task_with_half_a_loop_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "half_task.py").write_text(
         "from titan_grpo.rollout.tasks.built_in import Digits\nclass Half(Digits):\n    async def"
         " turn(self, *_): ...\n"
@@ -284,7 +295,7 @@ def test_a_task_with_half_a_loop_is_refused(tmp_path, monkeypatch) -> None:
         ("max_turns", 0),
     ],
 )
-def test_limits_of_a_task_out_of_their_range_are_refused(key, value) -> None:
+def test_limits_of_a_task_out_of_their_range_are_refused(key: str, value: Any) -> None:
     (found,) = violations(JobConfig(GRPO(), Rollout(servers=["http://a:1"], **{key: value})))
     assert found.startswith(f"rollout.{key} must be")
     assert getattr(RolloutSpec.from_config(Rollout(**{key: value}), "m"), key) == value
@@ -292,14 +303,16 @@ def test_limits_of_a_task_out_of_their_range_are_refused(key, value) -> None:
 
 def test_the_calculator_answers_calls_and_rewards_what_the_policy_says_after_them() -> None:
     task, codec = load_task("calculator", TaskOptions(seed=1)), Letters()
+    assert isinstance(task, Calculator)
     prompt = task.prompt(4, codec)
     assert prompt == load_task("calculator", TaskOptions(seed=1)).prompt(4, codec)
     total = prompt.payload["sum"]
 
-    def turns(*texts):
+    def turns(*texts: str) -> list[Turn]:
         return [Turn(codec.encode(text), place % 2 == 0, text) for place, text in enumerate(texts)]
 
-    assert codec.decode(asyncio.run(task.turn(prompt, turns("so [12+30]"), codec))) == "=42\n"
+    told = present(asyncio.run(task.turn(prompt, turns("so [12+30]"), codec)))
+    assert codec.decode(told) == "=42\n"
     assert asyncio.run(task.turn(prompt, turns("[12+30] is 42"), codec)) is None
     assert asyncio.run(task.episode_reward(prompt, turns("[1+1]", "=2\n", f"it is {total}"))) == 1
     assert asyncio.run(task.episode_reward(prompt, turns("[1+1]", "=2\n", "no idea"))) == 0
@@ -330,9 +343,9 @@ def test_an_episode_goes_on_elsewhere_when_its_server_became_unknown_after_a_tur
     assert not parts[0].waits
 
 
-def test_the_example_of_the_documentation_is_a_task(root) -> None:
+def test_the_example_of_the_documentation_is_a_task(root: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (root / "docs" / "tasks.md").read_text(), re.DOTALL)
-    space = {}
+    space: dict[str, Any] = {}
     for source in blocks:
         exec(source, space)
     assert space["correct"](["is 5", "is 6"], ["5", "5"]) == [1.0, 0.0]
@@ -350,7 +363,7 @@ GROUP = 2
 
 
 @pytest.fixture
-def start(model_dir):
+def start(model_dir: str) -> Iterator[StartClient]:
     """A factory of started clients of the calculator; changes of the spec as keywords."""
     clients = []
     spec = RolloutSpec(
@@ -363,7 +376,7 @@ def start(model_dir):
         task="calculator",
     )
 
-    def make(**changes):
+    def make(**changes: Any) -> RolloutClient:
         clients.append(RolloutClient(dataclasses.replace(spec, **changes)))
         clients[-1].start(60)
         return clients[-1]
@@ -373,11 +386,11 @@ def start(model_dir):
         client.close(5)
 
 
-def ids(text):
+def ids(text: str) -> list[int]:
     return [ord(c) - 29 for c in text]
 
 
-def text_of(token_ids):
+def text_of(token_ids: Iterable[int]) -> str:
     return "".join(chr(t + 29) for t in token_ids)
 
 
@@ -385,12 +398,12 @@ EOS = 2
 
 
 @pytest.fixture
-def sums(completion_server):
+def sums(completion_server: MakeServer) -> CompletionServer:
     """A server whose model asks the calculator for the prompt's sum, and then says what it was
     answered."""
     server = completion_server()
 
-    def behaviour(body):
+    def behaviour(body: dict[str, Any]) -> tuple[int, Any]:
         question, _, rest = text_of(body["prompt"]).partition("?")
         *_, answered = rest.rpartition("=")
         said = f"so {answered.strip(chr(29))}" if "=" in rest else f"[{question.removesuffix('=')}]"
@@ -402,7 +415,9 @@ def sums(completion_server):
 
 
 @pytest.mark.e2e
-def test_a_tool_loop_makes_episodes_whose_tool_tokens_are_not_trained_on(start, sums) -> None:
+def test_a_tool_loop_makes_episodes_whose_tool_tokens_are_not_trained_on(
+    start: StartClient, sums: CompletionServer
+) -> None:
     client = start()
     client.set_server(ServerState(sums.url, 0, True, "r:0:f"))
     batch = client.next_batch(0, 2, 60)
@@ -439,8 +454,8 @@ def test_a_tool_loop_makes_episodes_whose_tool_tokens_are_not_trained_on(start, 
 
 
 @pytest.mark.e2e
-def test_the_turns_of_an_episode_are_bounded(start, sums) -> None:
-    def always_asks(body):
+def test_the_turns_of_an_episode_are_bounded(start: StartClient, sums: CompletionServer) -> None:
+    def always_asks(body: dict[str, Any]) -> tuple[int, Any]:
         tokens = [*ids("[1+1]"), EOS]
         return sums.answer(tokens, [-1.0] * len(tokens), "stop")
 
@@ -469,7 +484,7 @@ class Broken(Calculator):
 
 
 @pytest.fixture
-def broken(tmp_path, monkeypatch):
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A calculator that fails for its first prompt."""
     (tmp_path / "broken_tool.py").write_text(BROKEN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
@@ -478,7 +493,7 @@ def broken(tmp_path, monkeypatch):
 
 @pytest.mark.e2e
 def test_a_tasks_errors_within_their_budget_cost_groups_and_not_the_run(
-    start, sums, broken
+    start: StartClient, sums: CompletionServer, broken: str
 ) -> None:
     client = start(task=broken, task_error_budget=3)
     client.set_server(ServerState(sums.url, 0, True, "r:0:f"))
@@ -489,7 +504,7 @@ def test_a_tasks_errors_within_their_budget_cost_groups_and_not_the_run(
 
 @pytest.mark.e2e
 def test_a_tasks_error_beyond_its_budget_stops_the_run_with_its_traceback(
-    start, sums, broken
+    start: StartClient, sums: CompletionServer, broken: str
 ) -> None:
     client = start(task=broken, task_error_budget=2)
     client.set_server(ServerState(sums.url, 0, True, "r:0:f"))
@@ -502,7 +517,7 @@ def test_a_tasks_error_beyond_its_budget_stops_the_run_with_its_traceback(
 
 @pytest.mark.e2e
 def test_errors_of_servers_never_count_against_the_tasks_budget(
-    start, sums, completion_server
+    start: StartClient, sums: CompletionServer, completion_server: MakeServer
 ) -> None:
     dead, client = completion_server(), start(task_error_budget=0)
     dead.behaviour = lambda _: (500, {"error": "engine is dead"})

@@ -1,10 +1,14 @@
 """Calls of tools that the servers' own parsers read, with the openai client against an engine that
 says and reads what a test tells it."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from tests.rollout.agents import ADD, HELLO, client_of, says
-from tests.rollout.conftest import answer
+from tests.rollout.conftest import Behaviour, GroupOf, answer
+from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.titan.tiny import EOS
 
 pytest.importorskip("openai")
@@ -13,18 +17,23 @@ CODER = "So.<function=add><parameter=a>1</parameter></function>"
 """A call of a tool in a format that nothing here reads."""
 
 
-def reads(codec, *texts, status=200, log=None):
+def reads(
+    codec: TextCodec, *texts: str, status: int = 200, log: list[str] | None = None
+) -> Behaviour:
     """A vLLM that says one text after the other, and reads calls of CODER's form in tokens."""
     said = says(codec, *texts)
 
-    def behaviour(body):
+    def behaviour(body: dict[str, Any]) -> tuple[int, Any]:
         if "generate_response" not in body:
             return said(body)
         (choice,) = body["generate_response"]["choices"]
         assert body["chat_request"]["tools"] == [ADD]
         if log is not None:
             log.append(codec.spell(choice["token_ids"]))
-        message = {"role": "assistant", "content": codec.decode(choice["token_ids"])}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": codec.decode(choice["token_ids"]),
+        }
         if codec.spell(choice["token_ids"]) == CODER:
             function = {"name": "add", "arguments": '{"a": 1}'}
             message |= {"content": "So.", "tool_calls": [{"id": "x", "function": function}]}
@@ -35,11 +44,12 @@ def reads(codec, *texts, status=200, log=None):
     return behaviour
 
 
-def caller(seen, **options):
+def caller(seen: list[Any], **options: Any) -> Callable[[str, str, dict[str, Any]], float]:
     """An agent that asks with a tool until it gets an answer without a call."""
 
-    def agent(base_url, api_key, row):
-        client, messages = client_of(base_url, api_key), [HELLO]
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        client = client_of(base_url, api_key)
+        messages: list[Any] = [HELLO]
         reason = "tool_calls"
         while reason == "tool_calls":
             made = client.chat.completions.create(
@@ -57,9 +67,10 @@ def caller(seen, **options):
 
 
 def test_the_engine_reads_calls_in_the_tokens_of_its_answer_without_the_end_token(
-    group_of, codec
+    group_of: GroupOf, codec: TextCodec
 ) -> None:
-    seen, log = [], []
+    seen: list[Any] = []
+    log: list[str] = []
     group = group_of(caller(seen), [reads(codec, CODER, "two", log=log)], tool_parser=None)
     # A text without a call comes back whole, whatever the engine left of it.
     assert seen == [("tool_calls", "So.", [("add", '{"a": 1}')]), ("stop", "two", [])]
@@ -68,10 +79,13 @@ def test_the_engine_reads_calls_in_the_tokens_of_its_answer_without_the_end_toke
     assert EOS in group.completions[0].token_ids
 
 
-def test_the_engine_reads_the_text_before_the_agents_stop(group_of, codec) -> None:
-    seen, log = [], []
+def test_the_engine_reads_the_text_before_the_agents_stop(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    seen: list[Any] = []
+    log: list[str] = []
 
-    def stops(body):
+    def stops(body: dict[str, Any]) -> tuple[int, Any]:
         if "generate_response" in body:
             return read(body)
         ids = codec.encode("two;")
@@ -82,12 +96,15 @@ def test_the_engine_reads_the_text_before_the_agents_stop(group_of, codec) -> No
     assert (seen, log) == ([("stop", "two", [])], ["two"])
 
 
-def test_an_answer_that_no_engine_could_read_is_kept_and_read_by_the_next(group_of, codec) -> None:
-    seen, again = [], []
+def test_an_answer_that_no_engine_could_read_is_kept_and_read_by_the_next(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    seen: list[Any] = []
+    again: list[str] = []
     first = reads(codec, CODER, status=500)
     then = reads(codec, "two")
 
-    def second(body):
+    def second(body: dict[str, Any]) -> tuple[int, Any]:
         if "generate_response" not in body:
             again.append(codec.spell(body["prompt"]))
         return then(body)

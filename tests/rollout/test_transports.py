@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -18,6 +20,7 @@ import pytest
 
 from tests.rigs.sockets import free_port
 from tests.rigs.trainer_handle import wait_until
+from tests.rollout.conftest import MakeServer, StartClient
 from titan_grpo.errors import ConfigError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
@@ -34,6 +37,7 @@ from titan_grpo.rollout.messages import (
 from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.rollout.service import Service
 from titan_grpo.rollout.worker import LocalTransport
+from titan_grpo.samples import Group
 
 PER_STEP, GROUP, KEY = 2, 2, "a-secret"
 ANY = "127.0.0.1:0"
@@ -96,7 +100,7 @@ class Cluster:
         self.said: list[str] = []
         self.lease_s = 120.0
         self.service: Service | None = None
-        self.closing: list = []
+        self.closing: list[Callable[[], None]] = []
 
     @property
     def url(self) -> str:
@@ -109,7 +113,7 @@ class Cluster:
         if self.service is not None:
             self.service.close()
 
-    def transport(self, **changes) -> RemoteTransport:
+    def transport(self, **changes: Any) -> RemoteTransport:
         return RemoteTransport(
             **{
                 "url": self.url,
@@ -119,7 +123,7 @@ class Cluster:
             }
         )
 
-    def client(self, transport=None, **changes) -> RolloutClient:
+    def client(self, transport: WorkerTransport | None = None, **changes: Any) -> RolloutClient:
         client = RolloutClient(
             dataclasses.replace(self.spec, **changes),
             "",
@@ -136,14 +140,13 @@ class Cluster:
     def run(self) -> str:
         """The run that has the service."""
         headers = {"Authorization": f"Bearer {KEY}"}
-        return httpx.get(f"{self.url}/status", headers=headers, trust_env=False, timeout=60).json()[
-            "run"
-        ]
+        reply = httpx.get(f"{self.url}/status", headers=headers, trust_env=False, timeout=60)
+        return str(reply.json()["run"])
 
 
 @pytest.fixture
-def cluster(model_dir) -> Iterator[Cluster]:
-    sizes = {
+def cluster(model_dir: str) -> Iterator[Cluster]:
+    sizes: dict[str, Any] = {
         "prompts_per_step": PER_STEP,
         "group_size": GROUP,
         "max_completion_tokens": 4,
@@ -157,12 +160,12 @@ def cluster(model_dir) -> Iterator[Cluster]:
 
 
 @pytest.fixture(params=["local", "remote"])
-def start(request, cluster):
+def start(request: pytest.FixtureRequest, cluster: Cluster) -> StartClient:
     """A factory of started clients, over each transport."""
     if request.param == "remote":
         cluster.serve()
 
-    def make(**changes):
+    def make(**changes: Any) -> RolloutClient:
         client = cluster.client(
             LocalTransport() if request.param == "local" else cluster.transport(), **changes
         )
@@ -182,12 +185,12 @@ def children() -> set[int]:
     return found
 
 
-def indices(*batches) -> list[int]:
+def indices(*batches: list[Group]) -> list[int]:
     return [group.prompt.index for batch in batches for group in batch]
 
 
 def test_a_transport_carries_versions_groups_drains_and_what_is_in_flight(
-    start, completion_server
+    start: StartClient, completion_server: MakeServer
 ) -> None:
     server, client = completion_server(), start()
     client.set_server(ServerState(server.url, 0, True, "0"))
@@ -209,7 +212,9 @@ def test_a_transport_carries_versions_groups_drains_and_what_is_in_flight(
     assert {group.version for group in client.next_batch(2, PER_STEP, 60)} == {2}
 
 
-def test_prometheus_reads_what_a_services_session_counted(cluster, completion_server) -> None:
+def test_prometheus_reads_what_a_services_session_counted(
+    cluster: Cluster, completion_server: MakeServer
+) -> None:
     def page() -> str:
         headers = {"Authorization": f"Bearer {KEY}"}
         url = f"{cluster.url}/metrics"
@@ -227,7 +232,9 @@ def test_prometheus_reads_what_a_services_session_counted(cluster, completion_se
     assert 'titan_grpo_server_in_flight{server="' + server.url.removeprefix("http://") in page()
 
 
-def test_a_worker_that_cannot_serve_says_why(start, cluster, tmp_path) -> None:
+def test_a_worker_that_cannot_serve_says_why(
+    start: StartClient, cluster: Cluster, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         start(model_dir=str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match=r"rollout\.task"):
@@ -258,7 +265,7 @@ def test_a_closed_transport_leaves_no_process(start, completion_server) -> None:
         client.next_batch(0, PER_STEP, 1)
 
 
-def test_a_process_that_dies_is_an_error_of_the_next_batch(start) -> None:
+def test_a_process_that_dies_is_an_error_of_the_next_batch(start: StartClient) -> None:
     client = start()
     (child,) = children()
     psutil.Process(child).kill()
@@ -266,7 +273,7 @@ def test_a_process_that_dies_is_an_error_of_the_next_batch(start) -> None:
         client.next_batch(0, PER_STEP, 60)
 
 
-def test_a_poll_is_answered_by_the_next_frame_and_not_before(cluster) -> None:
+def test_a_poll_is_answered_by_the_next_frame_and_not_before(cluster: Cluster) -> None:
     cluster.serve()
     spec = msgspec.to_builtins(cluster.spec, str_keys=True)
     headers = {"Authorization": f"Bearer {KEY}"}
@@ -290,7 +297,7 @@ def test_a_poll_is_answered_by_the_next_frame_and_not_before(cluster) -> None:
 
 
 def test_what_is_lost_doubled_delayed_and_reordered_on_the_way_changes_nothing(
-    cluster, completion_server
+    cluster: Cluster, completion_server: MakeServer
 ) -> None:
     cluster.serve()
     server, chance = completion_server(), random.Random(0)
@@ -319,7 +326,7 @@ def wait_idle(client: RolloutClient) -> None:
 
 
 def test_a_restarted_service_gets_the_state_again_and_no_prompt_is_lost_or_used_twice(
-    cluster, completion_server
+    cluster: Cluster, completion_server: MakeServer
 ) -> None:
     cluster.serve()
     server, client = completion_server(), cluster.client()
@@ -345,7 +352,9 @@ def test_a_restarted_service_gets_the_state_again_and_no_prompt_is_lost_or_used_
     assert (client.counters()["consumed_groups"], client.counters()["ready"]) == (3 * PER_STEP, 0)
 
 
-def test_a_drain_ends_when_the_service_is_restarted(cluster, completion_server) -> None:
+def test_a_drain_ends_when_the_service_is_restarted(
+    cluster: Cluster, completion_server: MakeServer
+) -> None:
     cluster.serve()
     server, client = completion_server(), cluster.client()
     client.start(60)
@@ -363,7 +372,7 @@ def test_a_drain_ends_when_the_service_is_restarted(cluster, completion_server) 
     assert not draining.is_alive()
 
 
-def test_a_message_past_its_time_is_not_delivered(cluster) -> None:
+def test_a_message_past_its_time_is_not_delivered(cluster: Cluster) -> None:
     cluster.serve()
     cut = threading.Event()
     relay = cluster.relay(lambda: "drop" if cut.is_set() else "")
@@ -382,7 +391,7 @@ def test_a_message_past_its_time_is_not_delivered(cluster) -> None:
 
 
 def test_a_silent_trainer_loses_its_session_and_opens_another_when_it_is_back(
-    cluster, completion_server
+    cluster: Cluster, completion_server: MakeServer
 ) -> None:
     cluster.lease_s = 8.0
     cluster.serve()
@@ -405,7 +414,9 @@ def test_a_silent_trainer_loses_its_session_and_opens_another_when_it_is_back(
     assert client.counters()["sessions_lost"] >= 1
 
 
-def test_a_newer_run_replaces_an_older_one_which_stops(cluster, completion_server) -> None:
+def test_a_newer_run_replaces_an_older_one_which_stops(
+    cluster: Cluster, completion_server: MakeServer
+) -> None:
     cluster.serve()
     server, older = completion_server(), cluster.client()
     older.start(60)
@@ -424,7 +435,7 @@ def test_a_newer_run_replaces_an_older_one_which_stops(cluster, completion_serve
 
 
 def test_a_wrong_key_and_a_url_of_something_else_are_mistakes_of_the_configuration(
-    cluster, completion_server
+    cluster: Cluster, completion_server: MakeServer
 ) -> None:
     cluster.serve()
     with pytest.raises(ConfigError, match=r"refuses the key.*rollout\.controller_key_env"):
@@ -437,7 +448,7 @@ def test_a_wrong_key_and_a_url_of_something_else_are_mistakes_of_the_configurati
         cluster.client(cluster.transport(url=f"http://{other.address}")).start(60)
 
 
-def test_a_service_of_another_version_is_a_mistake_of_the_configuration(cluster) -> None:
+def test_a_service_of_another_version_is_a_mistake_of_the_configuration(cluster: Cluster) -> None:
     cluster.serve()
     headers, body = {"Authorization": f"Bearer {KEY}"}, {"format": "another"}
     answer = httpx.post(
@@ -453,7 +464,7 @@ def test_a_service_of_another_version_is_a_mistake_of_the_configuration(cluster)
     )
 
 
-def test_a_service_that_stays_away_stops_the_run_and_names_url_and_remedy(cluster) -> None:
+def test_a_service_that_stays_away_stops_the_run_and_names_url_and_remedy(cluster: Cluster) -> None:
     with pytest.raises(
         RolloutStopped,
         match=rf"service {cluster.url} was not there for 0\.5 s.*titan-grpo rollouts --bind",

@@ -18,13 +18,13 @@ from tests.soak.judge import JUDGED_CALMS, STALL_S, Seen, growth, judge, mismatc
 URLS = ("http://a", "http://b")
 
 
-def test_one_seed_gives_one_schedule_and_another_one_another():
+def test_one_seed_gives_one_schedule_and_another_one_another() -> None:
     assert schedule(1, 100, 20, 5, 2) == schedule(1, 100, 20, 5, 2)
     assert schedule(1, 100, 20, 5, 2) != schedule(2, 100, 20, 5, 2)
     assert schedule(1, 100, 20, 0, 2) == ()
 
 
-def test_every_kind_comes_equally_often_and_the_first_server_is_never_restarted():
+def test_every_kind_comes_equally_often_and_the_first_server_is_never_restarted() -> None:
     faults = schedule(0, 800, 50, 10, 2)
     counts = {kind: sum(f.kind is kind for f in faults) for kind in Kind}
     assert set(counts.values()) == {len(faults) // len(Kind)}
@@ -32,7 +32,7 @@ def test_every_kind_comes_equally_often_and_the_first_server_is_never_restarted(
     assert all(bool(f.path) == (f.kind in CALLS) for f in faults)
 
 
-def test_faults_rest_at_the_end_of_every_window():
+def test_faults_rest_at_the_end_of_every_window() -> None:
     faults = schedule(3, 100, 20, 2, 2)
     assert {(f.version - 1) % 20 for f in faults} <= set(range(14))
 
@@ -40,7 +40,7 @@ def test_faults_rest_at_the_end_of_every_window():
 @pytest.mark.parametrize(
     ("versions", "window", "calm"), [(7, 3, (3, 6, 7)), (6, 3, (3, 6)), (2, 3, (2,)), (3, 3, (3,))]
 )
-def test_the_last_version_is_always_calm(versions, window, calm):
+def test_the_last_version_is_always_calm(versions: int, window: int, calm: tuple[int, ...]) -> None:
     assert calm_versions(versions, window) == calm
 
 
@@ -63,11 +63,11 @@ def failed(seen: Seen) -> list[str]:
     return [verdict.what for verdict in judge(seen) if not verdict.ok]
 
 
-def test_a_healthy_run_passes():
+def test_a_healthy_run_passes() -> None:
     assert failed(healthy()) == []
 
 
-def test_weights_under_the_wrong_label_of_another_run_or_unusable_are_mismatches():
+def test_weights_under_the_wrong_label_of_another_run_or_unusable_are_mismatches() -> None:
     for wrong in (("r:1:f", "d2"), ("other:1:f", "d1"), ("unusable", "d1"), ("r:9:f", "d1")):
         seen = healthy()
         seen.visible[URLS[0]].append(wrong)
@@ -78,13 +78,13 @@ def test_weights_under_the_wrong_label_of_another_run_or_unusable_are_mismatches
     assert mismatches(seen) == []
 
 
-def test_a_version_that_goes_back_is_seen_also_over_a_restart():
+def test_a_version_that_goes_back_is_seen_also_over_a_restart() -> None:
     assert went_back(
         [("r:1:f", ""), ("r:3:f", ""), ("default", ""), ("r:2:f", ""), ("r:3:f", "")]
     ) == ["r:2:f"]
 
 
-def test_a_step_that_waited_is_a_stall_and_one_without_a_core_is_none():
+def test_a_step_that_waited_is_a_stall_and_one_without_a_core_is_none() -> None:
     seen = healthy()
     seen.steps.append(Step(2.0, wall=3.0, no_core=2.8, blocked=2.9, ran=0.2))
     assert failed(seen) == []
@@ -92,7 +92,7 @@ def test_a_step_that_waited_is_a_stall_and_one_without_a_core_is_none():
     assert failed(seen) == ["steps that waited"]
 
 
-def test_growth_after_the_warm_up_is_judged_in_long_runs_only():
+def test_growth_after_the_warm_up_is_judged_in_long_runs_only() -> None:
     assert growth([9, 9, 1, 2, 3, 4, 5, 6, 7, 8]) == (2.5, 6.5)
     for calms, ends in ((JUDGED_CALMS, ["memory, trainer"]), (JUDGED_CALMS - 1, [])):
         seen = healthy(calms)
@@ -101,7 +101,7 @@ def test_growth_after_the_warm_up_is_judged_in_long_runs_only():
         assert failed(seen) == ends
 
 
-def test_descriptors_memfds_and_processes_left_behind_fail_a_short_run_too():
+def test_descriptors_memfds_and_processes_left_behind_fail_a_short_run_too() -> None:
     for what, more in (("fds", 6), ("memfds", 1), ("threads", 3)):
         seen = healthy(4)
         seen.calms[-1]["trainer"] = seen.calms[-2]["trainer"] = holding(
@@ -114,7 +114,9 @@ def test_descriptors_memfds_and_processes_left_behind_fail_a_short_run_too():
 
 
 @pytest.mark.e2e
-def test_forty_versions_under_faults_serve_nothing_wrong_and_leave_nothing_behind(tmp_path: Path):
+def test_forty_versions_under_faults_serve_nothing_wrong_and_leave_nothing_behind(
+    tmp_path: Path,
+) -> None:
     report = tmp_path / "soak.json"
     options = "--versions 40 --window 20 --fault-every 10 --seconds-per-version 0.15 --seed 3"
     soak = [sys.executable, "-m", "tests.soak", *options.split(), "--json", str(report)]
@@ -138,7 +140,13 @@ def test_forty_versions_under_faults_serve_nothing_wrong_and_leave_nothing_behin
         (["--speed", "3"], "unrecognized arguments"),
     ],
 )
-def test_a_bad_argument_is_one_line_and_exit_code_2(arguments, line, tmp_path, capsys, monkeypatch):
+def test_a_bad_argument_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    line: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(arguments)

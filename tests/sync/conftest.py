@@ -187,6 +187,10 @@ class Rig:
             f"not within {WAIT_S} s: {self.server_set!r} {self.slots!r}"
         )
 
+    def until_held(self, url: str, version: int) -> None:
+        """Wait until one server was read back with ``version``."""
+        self.until(lambda: self.server_set.entry(url).held == version)
+
     def everyone(self, version: int) -> None:
         """Wait until every server was read back with ``version``."""
         self.until(

@@ -41,7 +41,8 @@ class End:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("{"):
-                return json.loads(line)
+                found: dict[str, Any] = json.loads(line)
+                return found
         code = self.process.wait(30)
         raise AssertionError(f"exit code {code}: {Path(self._log.name).read_text()[-3000:]}")
 

@@ -139,19 +139,23 @@ def test_a_shard_of_more_than_2_gib_is_copied_as_it_is() -> None:
         snapshotter.close()
 
 
-def test_without_the_fence_later_steps_get_into_the_images(monkeypatch) -> None:
+def test_without_the_fence_later_steps_get_into_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaCopy, "fence", lambda _: None)
     with trainer(fused=True) as one:
         assert one.wrong_versions()
 
 
-def test_without_the_wait_for_the_optimizer_the_images_hold_older_weights(monkeypatch) -> None:
+def test_without_the_wait_for_the_optimizer_the_images_hold_older_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)
     with trainer(fused=True) as one:
         assert one.wrong_versions()
 
 
-def test_without_the_wait_for_the_copy_the_images_are_looked_at_too_early(monkeypatch) -> None:
+def test_without_the_wait_for_the_copy_the_images_are_looked_at_too_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(CudaCopy, "wait", lambda *_: 0.0)
     with trainer(fused=True) as one:
         assert one.wrong_versions()

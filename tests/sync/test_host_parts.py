@@ -6,6 +6,8 @@ import time
 import pytest
 import torch
 
+from tests.rigs.present import present
+from tests.sync.conftest import MakeRig, Rig
 from titan_grpo.protocol.ledger import Standing
 from titan_grpo.runkey import Key
 from titan_grpo.titan.hf_files import whole_image
@@ -17,7 +19,7 @@ COPY_S = 8.0
 which it could wait here."""
 
 
-def published(run, version: int) -> None:
+def published(run: Rig, version: int) -> None:
     """Publish as the trainer does, which must wait for nobody."""
     slot = run.slots.reserved.wait(120.0)
     assert slot is not None
@@ -26,12 +28,12 @@ def published(run, version: int) -> None:
     assert time.monotonic() - began < COPY_S
 
 
-def error_with(run, words: str) -> None:
+def error_with(run: Rig, words: str) -> None:
     """Wait for an error that has these words."""
     run.until(lambda: words in str(run.server_set.take_error()))
 
 
-def a_thawed_host_serves(run, version: int) -> None:
+def a_thawed_host_serves(run: Rig, version: int) -> None:
     """The first host goes on, and the server gets this version."""
     run.hosts[0].thaw()
     published(run, version)
@@ -39,7 +41,9 @@ def a_thawed_host_serves(run, version: int) -> None:
     assert run.loaded["a"].value() == float(version)
 
 
-def test_servers_hold_versions_of_which_each_host_has_hashed_and_served_its_rows(rig):
+def test_servers_hold_versions_of_which_each_host_has_hashed_and_served_its_rows(
+    rig: MakeRig,
+) -> None:
     key = Key.generate()
     run = rig("a", "b", hosts=2, run_keys={"trainer": key, "a": key, "b": key})
     for version in (1, 2, 3):
@@ -47,11 +51,13 @@ def test_servers_hold_versions_of_which_each_host_has_hashed_and_served_its_rows
         run.everyone(version)
         assert [run.loaded[url].value() for url in "ab"] == [version, version]
     assert run.hosts[0].bytes_held == run.pool.manifest.total_bytes // 2
-    with whole_image(run.pool, run.lanes.hashing, run.slots.newest(), run.config) as image:
+    with whole_image(run.pool, run.lanes.hashing, present(run.slots.newest()), run.config) as image:
         assert set(image.view(torch.bfloat16).tolist()) == {3.0}
 
 
-def test_a_host_that_stands_still_costs_the_version_that_it_does_not_hash_and_no_other(rig):
+def test_a_host_that_stands_still_costs_the_version_that_it_does_not_hash_and_no_other(
+    rig: MakeRig,
+) -> None:
     run = rig("a", hosts=2, lane_deadline_s=12.0, min_rate=64 << 20)
     run.publish(1)
     run.everyone(1)
@@ -63,7 +69,9 @@ def test_a_host_that_stands_still_costs_the_version_that_it_does_not_hash_and_no
     a_thawed_host_serves(run, 3)
 
 
-def test_a_killed_sync_process_of_a_host_is_started_again_and_brings_the_next_version(rig):
+def test_a_killed_sync_process_of_a_host_is_started_again_and_brings_the_next_version(
+    rig: MakeRig,
+) -> None:
     run = rig("a", hosts=2)
     run.publish(1)
     run.everyone(1)
@@ -73,7 +81,9 @@ def test_a_killed_sync_process_of_a_host_is_started_again_and_brings_the_next_ve
     assert run.loaded["a"].value() == 2.0
 
 
-def test_what_a_killed_sync_process_of_a_host_had_hashed_is_served_by_the_next_one(rig):
+def test_what_a_killed_sync_process_of_a_host_had_hashed_is_served_by_the_next_one(
+    rig: MakeRig,
+) -> None:
     """No later version may come: a trainer whose bound on staleness is 0 waits for this one."""
     run = rig("a", "b", hosts=2, progress_deadline_s=4.0)
     run.publish(1)
@@ -87,7 +97,9 @@ def test_what_a_killed_sync_process_of_a_host_had_hashed_is_served_by_the_next_o
     assert [run.loaded[url].value() for url in "ab"] == [2.0, 2.0]
 
 
-def test_a_host_that_stops_in_the_middle_of_serving_costs_its_readers_that_version(rig):
+def test_a_host_that_stops_in_the_middle_of_serving_costs_its_readers_that_version(
+    rig: MakeRig,
+) -> None:
     run = rig("a", hosts=2, progress_deadline_s=4.0)
     run.publish(1)
     run.everyone(1)
@@ -102,7 +114,7 @@ def test_a_host_that_stops_in_the_middle_of_serving_costs_its_readers_that_versi
     a_thawed_host_serves(run, 3)
 
 
-def test_a_host_that_dies_leaves_servers_on_the_version_that_they_hold(rig):
+def test_a_host_that_dies_leaves_servers_on_the_version_that_they_hold(rig: MakeRig) -> None:
     run = rig("a", hosts=2, progress_deadline_s=4.0)
     run.publish(1)
     run.everyone(1)

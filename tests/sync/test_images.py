@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.rigs.present import present
 from titan_grpo.config import WeightSync
 from titan_grpo.layout import delta
 from titan_grpo.observe import names
@@ -44,7 +45,7 @@ def test_an_idle_lane_is_woken_by_a_new_version() -> None:
     assert woken == []
     publish(slots, 1)
     assert woken == [1]
-    assert ask(slots, "lane", None).version == 1
+    assert present(ask(slots, "lane", None)).version == 1
 
 
 def test_a_lane_that_reads_or_has_left_is_not_woken() -> None:
@@ -74,7 +75,7 @@ def test_a_lane_gets_the_newest_version_and_skips_what_came_between() -> None:
     slots = ImageSlots(2)
     for version in (1, 2, 3):
         publish(slots, version)
-    assert ask(slots, "lane", None).version == 3
+    assert present(ask(slots, "lane", None)).version == 3
     slots.unpin("lane")
     assert ask(slots, "lane", 3) is None
 
@@ -102,7 +103,7 @@ def test_a_late_lane_gets_the_newest_version_though_its_slot_was_promised_to_the
     publish(slots, 1)
     ask(slots, "stuck", None)
     publish(slots, 2)  # no lane waits for it, and the other slot is pinned: its slot is reserved
-    assert slots.newest().version == 1
+    assert present(slots.newest()).version == 1
     slots.unpin("stuck")
     assert ask(slots, "stuck", 1).version == 2
     assert slots.reserved.take() == 0
@@ -159,7 +160,7 @@ def test_a_sealed_set_of_slots_keeps_the_newest_version_and_gives_no_slot() -> N
     publish(slots, 1)
     publish(slots, 2)
     slots.seal()
-    assert ask(slots, "late", None).version == 2
+    assert present(ask(slots, "late", None)).version == 2
     slots.unpin("late")
     assert slots.reserved.take() is None
     assert slots.newest().version == 2
@@ -168,16 +169,16 @@ def test_a_sealed_set_of_slots_keeps_the_newest_version_and_gives_no_slot() -> N
 def test_a_lane_that_is_kept_on_its_version_gets_the_newest_one_when_it_goes_on() -> None:
     slots = ImageSlots(2)
     publish(slots, 1)
-    assert ask(slots, "kept", None).version == 1
+    assert present(ask(slots, "kept", None)).version == 1
     slots.unpin("kept")
     slots.keep("kept")
     for version in (2, 3):
         publish(slots, version)
         assert ask(slots, "kept", 1) is None
-        assert ask(slots, "other", version - 1).version == version, "others go on"
+        assert present(ask(slots, "other", version - 1)).version == version, "others go on"
         slots.unpin("other")
     slots.go_on("kept")
-    assert ask(slots, "kept", 1).version == 3
+    assert present(ask(slots, "kept", 1)).version == 3
 
 
 def test_a_lane_that_is_idle_while_it_is_kept_is_woken_to_go_on() -> None:
@@ -189,7 +190,7 @@ def test_a_lane_that_is_idle_while_it_is_kept_is_woken_to_go_on() -> None:
     woken.clear()
     slots.go_on("lane")
     assert woken == [1]
-    assert ask(slots, "lane", None).version == 2
+    assert present(ask(slots, "lane", None)).version == 2
 
 
 IMAGE = 8 << 20
@@ -262,7 +263,7 @@ def image(value: int) -> memoryview:
     """An image whose first word is ``value``."""
     out = np.zeros(IMAGE // 2, np.uint16)
     out[0] = value
-    return memoryview(out.view(np.uint8))
+    return out.view(np.uint8).data
 
 
 def test_a_chain_has_no_gap() -> None:
@@ -277,7 +278,7 @@ def test_a_chain_has_no_gap() -> None:
 def test_what_is_kept_stays_within_its_share_of_an_image() -> None:
     patches, rng = Patches(WeightSync(delta="on"), IMAGE, int), np.random.default_rng(0)
     images = [
-        memoryview(np.where(rng.random(IMAGE // 2) < 0.02, n, 0).astype(np.uint16).view(np.uint8))
+        np.where(rng.random(IMAGE // 2) < 0.02, n, 0).astype(np.uint16).view(np.uint8).data
         for n in range(20)
     ]
     for n in range(1, 20):

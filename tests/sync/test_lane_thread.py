@@ -3,10 +3,14 @@ and never a mix."""
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
+import torch
 
+from tests.rigs.present import present
 from tests.rigs.receiver_server import DirectControl
+from tests.sync.conftest import MakeRig
 from titan_grpo.observe import names
 from titan_grpo.protocol import lane as table
 from titan_grpo.protocol.lane import LaneEvent, Point
@@ -25,11 +29,12 @@ class Strike:
     """A watch that does something when a lane passes a point for the first time, and remembers
     every passing."""
 
-    def __init__(self, point, action):
+    def __init__(self, point: Point, action: Callable[[], object]) -> None:
         self._point, self._action = point, action
-        self._passed, self._changed = [], threading.Condition()
+        self._passed: list[tuple[Point, float]] = []
+        self._changed = threading.Condition()
 
-    def __call__(self, passing: LaneEvent):
+    def __call__(self, passing: LaneEvent) -> None:
         with self._changed:
             first = passing.point is self._point and self._point not in [p for p, _ in self._passed]
             self._passed.append((passing.point, time.monotonic()))
@@ -37,23 +42,23 @@ class Strike:
         if first:
             self._action()
 
-    def times(self, point):
+    def times(self, point: Point) -> list[float]:
         with self._changed:
             return [t for p, t in self._passed if p is point]
 
-    def wait(self, point, count):
+    def wait(self, point: Point, count: int) -> bool:
         with self._changed:
             return self._changed.wait_for(
                 lambda: [p for p, _ in self._passed].count(point) >= count, WAIT_S
             )
 
 
-def test_a_version_reaches_every_server_and_is_read_back(rig):
+def test_a_version_reaches_every_server_and_is_read_back(rig: MakeRig) -> None:
     r = rig("a", "b")
     r.publish(1)
     r.everyone(1)
     for url, server in r.servers.items():
-        assert server.label == str(r.slots.newest().label)
+        assert server.label == str(present(r.slots.newest()).label)
         assert not server.paused
         assert r.loaded[url].value() == 1.0
         assert r.server_set.entry(url).accepting
@@ -61,10 +66,14 @@ def test_a_version_reaches_every_server_and_is_read_back(rig):
     assert r.server_set.take_error() is None
 
 
-def test_the_engine_pins_its_receivers_memory_before_there_is_a_version(rig, monkeypatch):
+def test_the_engine_pins_its_receivers_memory_before_there_is_a_version(
+    rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pinned, pins = threading.Event(), []
 
-    def pin(_, image):  # stands in for the call that needs a GPU
+    def pin(
+        _: WorkerDevice, image: torch.Tensor
+    ) -> None:  # stands in for the call that needs a GPU
         pins.append(image.numel())
         pinned.set()
 
@@ -77,7 +86,7 @@ def test_the_engine_pins_its_receivers_memory_before_there_is_a_version(rig, mon
     assert pins == [r.pool.manifest.total_bytes]
 
 
-def test_versions_follow_each_other_through_one_epoch(rig):
+def test_versions_follow_each_other_through_one_epoch(rig: MakeRig) -> None:
     r = rig("a")
     for version in (1, 2, 3, 4):
         r.publish(version)
@@ -87,10 +96,12 @@ def test_versions_follow_each_other_through_one_epoch(rig):
     assert len(r.recorder.series(names.CONNECT_S)) == 1
 
 
-def test_a_frozen_receiver_does_not_delay_the_other_server_and_gets_the_newest_in_a_new_epoch(rig):
+def test_a_frozen_receiver_does_not_delay_the_other_server_and_gets_the_newest_in_a_new_epoch(
+    rig: MakeRig,
+) -> None:
     frozen, others_are_done = threading.Event(), threading.Event()
 
-    def watch(passing: LaneEvent):
+    def watch(passing: LaneEvent) -> None:
         if passing.url == "a" and passing.point is Point.GREET and frozen.is_set():
             assert others_are_done.wait(WAIT_S)
 
@@ -113,7 +124,7 @@ def test_a_frozen_receiver_does_not_delay_the_other_server_and_gets_the_newest_i
     assert r.recorder.history().totals[names.SYNC_FAILURES] == 1
 
 
-def test_a_receiver_that_thaws_in_time_goes_on_and_then_takes_the_newest(rig):
+def test_a_receiver_that_thaws_in_time_goes_on_and_then_takes_the_newest(rig: MakeRig) -> None:
     r = rig("a", "b")
     r.publish(1)
     r.everyone(1)
@@ -129,7 +140,9 @@ def test_a_receiver_that_thaws_in_time_goes_on_and_then_takes_the_newest(rig):
     assert names.SYNC_FAILURES not in r.recorder.history().totals
 
 
-def test_two_frozen_servers_keep_no_slot_from_a_healthy_one_past_the_progress_deadline(rig):
+def test_two_frozen_servers_keep_no_slot_from_a_healthy_one_past_the_progress_deadline(
+    rig: MakeRig,
+) -> None:
     r = rig("a", "b", "c", slots=2, lane_deadline_s=600.0, progress_deadline_s=1.0)
     r.publish(1)
     r.everyone(1)
@@ -143,7 +156,7 @@ def test_two_frozen_servers_keep_no_slot_from_a_healthy_one_past_the_progress_de
     assert r.servers["c"].versions == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_killed_receiver_is_replaced_and_gets_the_newest(rig):
+def test_a_killed_receiver_is_replaced_and_gets_the_newest(rig: MakeRig) -> None:
     r = rig("a")
     r.publish(1)
     r.everyone(1)
@@ -155,7 +168,9 @@ def test_a_killed_receiver_is_replaced_and_gets_the_newest(rig):
     assert r.loaded["a"].value() == 2.0
 
 
-def test_a_server_that_went_away_takes_no_rollouts_and_gets_the_newest_when_it_is_back(rig):
+def test_a_server_that_went_away_takes_no_rollouts_and_gets_the_newest_when_it_is_back(
+    rig: MakeRig,
+) -> None:
     r = rig("a", "b")
     r.publish(1)
     r.everyone(1)
@@ -170,7 +185,9 @@ def test_a_server_that_went_away_takes_no_rollouts_and_gets_the_newest_when_it_i
     assert r.servers["a"].versions == [1, 3]
 
 
-def test_an_idle_lane_notices_a_server_that_was_restarted_and_one_that_somebody_paused(rig):
+def test_an_idle_lane_notices_a_server_that_was_restarted_and_one_that_somebody_paused(
+    rig: MakeRig,
+) -> None:
     r = rig("restarted", "paused")
     r.publish(1)
     r.everyone(1)
@@ -207,7 +224,9 @@ def test_idle_lanes_have_no_threads_and_notice_at_once_that_a_receiver_ended(rig
     r.everyone(1)
 
 
-def test_bytes_that_changed_after_their_digest_are_counted_retried_and_never_loaded(rig):
+def test_bytes_that_changed_after_their_digest_are_counted_retried_and_never_loaded(
+    rig: MakeRig,
+) -> None:
     r = rig("a", started=False)
     r.servers["a"].go_away()
     r.start()
@@ -219,17 +238,17 @@ def test_bytes_that_changed_after_their_digest_are_counted_retried_and_never_loa
     assert r.servers["a"].versions == []
     assert r.loaded["a"].values == {}
     r.until(lambda: getattr(r.server_set.last_error("a"), "block", None) is not None)
-    error = r.server_set.last_error("a")
+    error = present(r.server_set.last_error("a"))
     assert (error.url, error.version, error.block) == ("a", 1, 5_000_000 // r.config.block_bytes)
     r.pool.images[slot].buffer[5_000_000] ^= 1
     assert r.servers["a"].wait_version(1, WAIT_S)
     assert r.loaded["a"].value() == 1.0
 
 
-def test_a_half_loaded_server_stays_paused_until_a_whole_load(rig):
+def test_a_half_loaded_server_stays_paused_until_a_whole_load(rig: MakeRig) -> None:
     looked = threading.Event()
 
-    def watch(passing: LaneEvent):
+    def watch(passing: LaneEvent) -> None:
         if (
             passing.point is Point.LOAD
             and passing.version == 2
@@ -252,7 +271,9 @@ def test_a_half_loaded_server_stays_paused_until_a_whole_load(rig):
     assert "half loaded" in str(r.server_set.take_error())
 
 
-def test_a_lane_inside_a_frozen_transfer_ends_when_it_is_told_to(rig, caplog):
+def test_a_lane_inside_a_frozen_transfer_ends_when_it_is_told_to(
+    rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
     r = rig("a", lane_deadline_s=120.0)
     r.publish(1)
     r.everyone(1)
@@ -263,11 +284,15 @@ def test_a_lane_inside_a_frozen_transfer_ends_when_it_is_told_to(rig, caplog):
     assert [r for r in caplog.records if r.name == server_set.logger.name] == []
 
 
-def test_a_stop_that_meets_the_step_into_a_commit_leaves_the_commit_alone(rig, monkeypatch):
+def test_a_stop_that_meets_the_step_into_a_commit_leaves_the_commit_alone(
+    rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stepping, stopped = threading.Event(), threading.Event()
     step = table.step
 
-    def held_step(state, event):
+    def held_step(
+        state: table.Lane, event: table.Event
+    ) -> tuple[table.Lane, tuple[table.Action, ...]]:
         if isinstance(event, table.Staged):
             stepping.set()
             stopped.wait(1.0)  # a stop that does not wait for the step takes effect meanwhile
@@ -277,7 +302,7 @@ def test_a_stop_that_meets_the_step_into_a_commit_leaves_the_commit_alone(rig, m
     r = rig("a")
     r.publish(1)
     assert stepping.wait(WAIT_S)
-    lane = r.server_set.lane("a")
+    lane = present(r.server_set.lane("a"))
     lane.stop()
     stopped.set()
     lane.join(WAIT_S)
@@ -285,8 +310,10 @@ def test_a_stop_that_meets_the_step_into_a_commit_leaves_the_commit_alone(rig, m
     assert not r.servers["a"].paused
 
 
-def test_a_server_restarted_before_its_label_is_not_given_it_although_it_would_take_it(rig):
-    def restart():
+def test_a_server_restarted_before_its_label_is_not_given_it_although_it_would_take_it(
+    rig: MakeRig,
+) -> None:
+    def restart() -> None:
         # as if a stray call had opened an update on it: this server takes any label
         r.servers["a"].go_away()
         r.loaded["a"].values.clear()
@@ -306,7 +333,9 @@ def test_a_server_restarted_before_its_label_is_not_given_it_although_it_would_t
 @pytest.mark.parametrize(
     "point", [Point.LABEL, Point.RESUME, Point.RESUMED], ids=lambda point: point.value
 )
-def test_a_receiver_killed_after_its_load_is_replaced_at_once_and_nothing_is_sent_twice(rig, point):
+def test_a_receiver_killed_after_its_load_is_replaced_at_once_and_nothing_is_sent_twice(
+    rig: MakeRig, point: Point
+) -> None:
     strike = Strike(point, lambda: r.servers["a"].kill_receiver())
     r = rig("a", watch=strike, commit_deadline_s=2 * WAIT_S)
     r.publish(1)
@@ -318,7 +347,9 @@ def test_a_receiver_killed_after_its_load_is_replaced_at_once_and_nothing_is_sen
     assert greeted - lost < WAIT_S, "a deadline of its own, not that of a commit call"
 
 
-def test_a_trainer_whose_clock_is_behind_that_of_the_run_before_takes_its_server(rig):
+def test_a_trainer_whose_clock_is_behind_that_of_the_run_before_takes_its_server(
+    rig: MakeRig,
+) -> None:
     before = Access("127.0.0.1", 10.0, WAIT_S, "", started_s=time.monotonic() - 60)
     r = rig("a", started=False)
     fence(DirectControl(r.servers["a"]), before, "ffffffffffff-00000000", 9)
@@ -328,8 +359,10 @@ def test_a_trainer_whose_clock_is_behind_that_of_the_run_before_takes_its_server
     assert r.server_set.take_error() is None
 
 
-def test_a_lane_that_was_fenced_before_its_load_learns_it_before_the_deadline_of_the_load(rig):
-    def newer_epoch():
+def test_a_lane_that_was_fenced_before_its_load_learns_it_before_the_deadline_of_the_load(
+    rig: MakeRig,
+) -> None:
+    def newer_epoch() -> None:
         fence(
             DirectControl(r.servers["a"]), Access("127.0.0.1", 10.0, WAIT_S, ""), r.pool.run_id, 3
         )
@@ -345,10 +378,12 @@ def test_a_lane_that_was_fenced_before_its_load_learns_it_before_the_deadline_of
     assert greeted - strike.times(Point.LOAD)[0] < WAIT_S
 
 
-def test_a_draining_server_generates_and_takes_nothing_new_while_the_other_one_commits(rig):
+def test_a_draining_server_generates_and_takes_nothing_new_while_the_other_one_commits(
+    rig: MakeRig,
+) -> None:
     held, gone = threading.Event(), threading.Event()
 
-    def drain(url):
+    def drain(url: str) -> None:
         if url == "a":
             held.set()
             assert gone.wait(WAIT_S)
@@ -370,14 +405,16 @@ def test_a_draining_server_generates_and_takes_nothing_new_while_the_other_one_c
     assert r.server_set.take_error() is None
 
 
-def test_only_the_server_with_the_trainers_key_is_synced_and_the_others_are_named(rig):
+def test_only_the_server_with_the_trainers_key_is_synced_and_the_others_are_named(
+    rig: MakeRig,
+) -> None:
     key = Key.generate()
     run = rig(
         "same", "other", "none", run_keys={"trainer": key, "same": key, "other": Key.generate()}
     )
     for version in (1, 2):
         run.publish(version)
-        run.until(lambda version=version: run.server_set.entry("same").held == version)
+        run.until_held("same", version)
     assert run.loaded["same"].value() == 2.0
     run.until(lambda: all(run.server_set.last_error(url) for url in ("other", "none")))
     assert "was proven with another run key" in str(run.server_set.last_error("other"))
@@ -387,7 +424,7 @@ def test_only_the_server_with_the_trainers_key_is_synced_and_the_others_are_name
     assert key.hex() not in repr(run.lanes._context) + str(run.server_set.take_error())
 
 
-def test_a_trainer_without_a_key_is_refused_by_a_server_that_has_one(rig):
+def test_a_trainer_without_a_key_is_refused_by_a_server_that_has_one(rig: MakeRig) -> None:
     run = rig("keyed", run_keys={"keyed": Key.generate()})
     run.publish(1)
     run.until(lambda: run.server_set.last_error("keyed") is not None)

@@ -37,7 +37,9 @@ def threads() -> Iterator[LaneThreads]:
     made.close()
 
 
-def test_a_lane_that_is_woken_works_on_a_thread_that_ends_with_the_work(threads) -> None:
+def test_a_lane_that_is_woken_works_on_a_thread_that_ends_with_the_work(
+    threads: LaneThreads,
+) -> None:
     lane = Worker("http://a")
     for _ in range(2):
         threads.wake(lane)
@@ -48,7 +50,7 @@ def test_a_lane_that_is_woken_works_on_a_thread_that_ends_with_the_work(threads)
         assert not thread.is_alive()
 
 
-def test_a_lane_goes_on_when_its_time_has_come(threads) -> None:
+def test_a_lane_goes_on_when_its_time_has_come(threads: LaneThreads) -> None:
     lane = Worker("a")
     lane.outcomes.put(0.0)
     threads.wake(lane)
@@ -58,7 +60,7 @@ def test_a_lane_goes_on_when_its_time_has_come(threads) -> None:
 
 
 def test_a_wake_that_comes_while_a_lane_works_has_it_work_again_and_not_twice_at_once(
-    threads,
+    threads: LaneThreads,
 ) -> None:
     lane = Worker("a")
     threads.wake(lane)
@@ -72,7 +74,7 @@ def test_a_wake_that_comes_while_a_lane_works_has_it_work_again_and_not_twice_at
     lane.outcomes.put(None)
 
 
-def test_a_lane_whose_server_stands_still_holds_up_no_other(threads) -> None:
+def test_a_lane_whose_server_stands_still_holds_up_no_other(threads: LaneThreads) -> None:
     stuck, other = Worker("stuck"), Worker("other")
     threads.wake(stuck)
     stuck.called()
@@ -82,7 +84,9 @@ def test_a_lane_whose_server_stands_still_holds_up_no_other(threads) -> None:
     stuck.outcomes.put(None)
 
 
-def test_a_lane_that_has_ended_is_forgotten_though_it_was_woken_meanwhile(threads) -> None:
+def test_a_lane_that_has_ended_is_forgotten_though_it_was_woken_meanwhile(
+    threads: LaneThreads,
+) -> None:
     lane, other = Worker("a"), Worker("b")
     threads.wake(lane)
     thread = lane.called()

@@ -2,10 +2,13 @@
 two names, and servers that can never serve a run. With real receiver processes."""
 
 import time
+from typing import Any
 
 import pytest
 
+from tests.rigs.present import present
 from tests.rigs.receiver_server import ReceiverServer
+from tests.sync.conftest import MakeRig, Rig
 from titan_grpo.engines.server import RolloutNeeds
 from titan_grpo.errors import ServerRefused, SyncError
 from titan_grpo.protocol.ledger import Standing
@@ -17,14 +20,14 @@ pytestmark = pytest.mark.e2e
 WAIT_S = 120.0
 
 
-def join(r, url: str) -> ReceiverServer:
+def join(r: Rig, url: str) -> ReceiverServer:
     """An unknown server joins, or one that left comes back."""
     server = r.servers.setdefault(url, ReceiverServer(url))
     r.server_set.add(url)
     return server
 
 
-def test_a_server_that_joins_gets_the_newest_version_and_only_then_accepts(rig):
+def test_a_server_that_joins_gets_the_newest_version_and_only_then_accepts(rig: MakeRig) -> None:
     r = rig("a")
     for version in (1, 2, 3):
         r.publish(version)
@@ -40,7 +43,7 @@ def test_a_server_that_joins_gets_the_newest_version_and_only_then_accepts(rig):
     assert r.recorder.history().commits["late"] == [3, 4]
 
 
-def test_a_server_that_leaves_gets_no_more_versions_and_the_others_do(rig):
+def test_a_server_that_leaves_gets_no_more_versions_and_the_others_do(rig: MakeRig) -> None:
     r = rig("a", "b")
     r.publish(1)
     r.everyone(1)
@@ -53,7 +56,9 @@ def test_a_server_that_leaves_gets_no_more_versions_and_the_others_do(rig):
     assert r.server_set.take_error() is None
 
 
-def test_a_server_that_comes_back_is_joined_in_a_newer_epoch_and_gets_the_newest(rig):
+def test_a_server_that_comes_back_is_joined_in_a_newer_epoch_and_gets_the_newest(
+    rig: MakeRig,
+) -> None:
     r = rig("a", "b")
     r.publish(1)
     r.everyone(1)
@@ -69,7 +74,9 @@ def test_a_server_that_comes_back_is_joined_in_a_newer_epoch_and_gets_the_newest
     )
 
 
-def test_a_server_that_leaves_in_the_middle_of_a_frozen_transfer_costs_no_deadline(rig):
+def test_a_server_that_leaves_in_the_middle_of_a_frozen_transfer_costs_no_deadline(
+    rig: MakeRig,
+) -> None:
     r = rig("a", "b", lane_deadline_s=120.0)
     r.publish(1)
     r.everyone(1)
@@ -88,7 +95,7 @@ def test_a_server_that_leaves_in_the_middle_of_a_frozen_transfer_costs_no_deadli
     assert r.servers["b"].versions == [1, 3]
 
 
-def test_a_dead_server_leaves_at_once_and_its_image_is_free(rig):
+def test_a_dead_server_leaves_at_once_and_its_image_is_free(rig: MakeRig) -> None:
     r = rig("a", "b")
     r.publish(1)
     r.everyone(1)
@@ -103,7 +110,7 @@ def test_a_dead_server_leaves_at_once_and_its_image_is_free(rig):
     assert r.server_set.wait_held(5, WAIT_S, everyone=True) == ["a"]
 
 
-def test_a_server_is_not_added_twice_and_a_stranger_is_not_removed(rig):
+def test_a_server_is_not_added_twice_and_a_stranger_is_not_removed(rig: MakeRig) -> None:
     r = rig("a")
     with pytest.raises(ServerRefused, match="there already"):
         r.server_set.add("a")
@@ -111,7 +118,7 @@ def test_a_server_is_not_added_twice_and_a_stranger_is_not_removed(rig):
         r.server_set.remove("b", WAIT_S)
 
 
-def second(rig, first, **config):
+def second(rig: MakeRig, first: Rig, **config: Any) -> Rig:
     """A later run on the server of the first one, with a version to send."""
     run = rig("a", started=False, **config)
     run.servers["a"] = first.servers["a"]
@@ -120,7 +127,7 @@ def second(rig, first, **config):
     return run
 
 
-def test_a_live_run_keeps_its_server_and_the_other_one_says_whose_it_is(rig):
+def test_a_live_run_keeps_its_server_and_the_other_one_says_whose_it_is(rig: MakeRig) -> None:
     first = rig("a")
     first.publish(1)
     first.everyone(1)
@@ -136,27 +143,31 @@ def test_a_live_run_keeps_its_server_and_the_other_one_says_whose_it_is(rig):
 
 
 @pytest.mark.parametrize("config", [{"take_over": True}, {"take_over": False, "owner": "folder"}])
-def test_a_run_that_takes_over_gets_the_server_and_the_loser_stops_with_its_name(rig, config):
+def test_a_run_that_takes_over_gets_the_server_and_the_loser_stops_with_its_name(
+    rig: MakeRig, config: dict[str, bool | str]
+) -> None:
     first = rig("a", owner="folder")
     first.publish(1)
     first.everyone(1)
     other = second(rig, first, **config)
     other.everyone(1)
     first.until(lambda: first.server_set.last_error("a") is not None)
-    first.until(lambda: not first.server_set.lane("a").is_alive())
+    first.until(lambda: not present(first.server_set.lane("a")).is_alive())
     with pytest.raises(SyncError, match=f"run {other.pool.run_id} took over every server"):
         first.server_set.reached(2)
 
 
 @pytest.mark.parametrize("receiver", ["killed", "alive"])
-def test_a_live_run_keeps_its_server_while_its_lane_is_in_backoff(rig, receiver):
+def test_a_live_run_keeps_its_server_while_its_lane_is_in_backoff(
+    rig: MakeRig, receiver: str
+) -> None:
     first = rig("a", backoff_s=10 * WAIT_S, backoff_max_s=10 * WAIT_S, commit_deadline_s=WAIT_S)
     first.publish(1)
     first.everyone(1)
     if receiver == "killed":
         first.servers["a"].kill_receiver()
     else:
-        first.server_set.lane("a").abort()
+        present(first.server_set.lane("a")).abort()
     first.publish(2)
     first.until(lambda: first.server_set.last_error("a") is not None)
     other = second(rig, first, take_over=False)
@@ -167,7 +178,7 @@ def test_a_live_run_keeps_its_server_while_its_lane_is_in_backoff(rig, receiver)
     assert first.servers["a"].versions == [1]
 
 
-def test_a_run_that_ends_leaves_its_server_to_the_next_one_at_once(rig):
+def test_a_run_that_ends_leaves_its_server_to_the_next_one_at_once(rig: MakeRig) -> None:
     first = rig("a", commit_deadline_s=10 * WAIT_S)
     first.publish(1)
     first.everyone(1)
@@ -176,7 +187,9 @@ def test_a_run_that_ends_leaves_its_server_to_the_next_one_at_once(rig):
 
 
 @pytest.mark.parametrize("owner", ["", "folder"])
-def test_a_frozen_run_blocks_the_next_one_for_a_commit_deadline_and_a_resumed_one_never(rig, owner):
+def test_a_frozen_run_blocks_the_next_one_for_a_commit_deadline_and_a_resumed_one_never(
+    rig: MakeRig, owner: str
+) -> None:
     # A lane that finds its receiver frozen greets again, and its run is live: this one rests.
     rest = {"backoff_s": 10 * WAIT_S, "backoff_max_s": 10 * WAIT_S}
     first = rig("a", commit_deadline_s=10 * WAIT_S if owner else 3.0, owner=owner, **rest)
@@ -186,14 +199,14 @@ def test_a_frozen_run_blocks_the_next_one_for_a_commit_deadline_and_a_resumed_on
     second(rig, first, take_over=False, owner=owner).everyone(1)
 
 
-def test_a_later_run_whose_clock_was_behind_and_has_caught_up_gets_the_server(rig):
+def test_a_later_run_whose_clock_was_behind_and_has_caught_up_gets_the_server(rig: MakeRig) -> None:
     first = rig("a")
     first.publish(1)
     first.everyone(1)
     second(rig, first, run_id=new_run_id(time.time() - 3600)).everyone(1)
 
 
-def test_an_earlier_run_that_comes_after_a_later_one_is_refused(rig):
+def test_an_earlier_run_that_comes_after_a_later_one_is_refused(rig: MakeRig) -> None:
     earlier = rig("a", started=False)
     later = rig("a", run_id=new_run_id(time.time() + 1))
     later.publish(1)
@@ -206,7 +219,7 @@ def test_an_earlier_run_that_comes_after_a_later_one_is_refused(rig):
     later.everyone(2)
 
 
-def test_one_server_under_two_names_is_refused_under_the_second(rig):
+def test_one_server_under_two_names_is_refused_under_the_second(rig: MakeRig) -> None:
     r = rig("a", "b", started=False)
     r.servers["b"] = r.servers["a"]
     r.start()
@@ -217,11 +230,13 @@ def test_one_server_under_two_names_is_refused_under_the_second(rig):
     assert f"it is in this run already as {kept}" in str(r.server_set.last_error(refused))
     for version in (2, 3):
         r.publish(version)
-        r.until(lambda version=version: r.server_set.entry(kept).held == version)
+        r.until_held(kept, version)
     assert not r.server_set.last_error(kept)
 
 
-def test_a_wait_for_servers_that_can_never_serve_the_run_ends_at_once_with_each_reason(rig):
+def test_a_wait_for_servers_that_can_never_serve_the_run_ends_at_once_with_each_reason(
+    rig: MakeRig,
+) -> None:
     r = rig("a", "b", run_keys={"trainer": Key.generate(), "a": Key.generate()})
     start = time.monotonic()
     assert r.server_set.wait_held(1, 10 * WAIT_S, everyone=False) == []
@@ -231,7 +246,9 @@ def test_a_wait_for_servers_that_can_never_serve_the_run_ends_at_once_with_each_
     assert "b: Hello proves a run key and this end has none" in reasons
 
 
-def test_a_server_that_cannot_read_calls_of_tools_is_refused_before_it_is_greeted(rig):
+def test_a_server_that_cannot_read_calls_of_tools_is_refused_before_it_is_greeted(
+    rig: MakeRig,
+) -> None:
     r = rig("a", "b", "own", started=False, needs=RolloutNeeds(tool_calls=True, exempt=("own",)))
     r.servers["b"].reads_tool_calls = r.servers["own"].reads_tool_calls = False
     r.start()

@@ -98,7 +98,7 @@ def test_a_device_without_memory_is_a_failed_transfer(
     def full(*_: Any, **__: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(broadcast.torch, "empty", full)
+    monkeypatch.setattr(vars(broadcast)["torch"], "empty", full)  # what ``group`` put there
     with pytest.raises(TransferFailed, match="CUDA out of memory"):
         NcclTransport(new_store(), 0, 2, options())
 

@@ -8,11 +8,14 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.receive.site import Site, Weights
+from tests.rigs.present import present
+from tests.sync.conftest import MakeRig
 from titan_grpo.errors import ServerUnfit, TransferFailed
 from titan_grpo.layout.image import Hashing, SharedImage
 from titan_grpo.layout.manifest import Manifest
@@ -66,7 +69,7 @@ def source() -> NixlSource:
 @pytest.fixture
 def over_tcp() -> Iterator[Open]:
     server = RangeServer()
-    ticket = server.grant(memoryview(good.numpy()), None, None)
+    ticket = server.grant(good.numpy().data, None, None)
     at = RangeSource("127.0.0.1", server.listen("127.0.0.1"), ticket)
     yield partial(TcpReader, at, None, SOON_S)
     server.close()
@@ -84,7 +87,7 @@ def offered(source: NixlSource, image: torch.Tensor, wait_s: float = SOON_S) -> 
 
 
 @needs_nixl
-def test_an_image_arrives_by_one_sided_reads_alone(source) -> None:
+def test_an_image_arrives_by_one_sided_reads_alone(source: NixlSource) -> None:
     made, image = fetch(offered(source, good))
     assert made.error == ""
     assert torch.equal(image, good)
@@ -93,7 +96,7 @@ def test_an_image_arrives_by_one_sided_reads_alone(source) -> None:
 
 @needs_nixl
 def test_a_slot_that_is_written_anew_while_it_is_read_is_seen_and_read_elsewhere(
-    source, over_tcp
+    source: NixlSource, over_tcp: Open
 ) -> None:
     slot = good.clone()
     slot[slot.numel() // 2 :] += 1  # the next version is half written
@@ -106,12 +109,14 @@ def test_a_slot_that_is_written_anew_while_it_is_read_is_seen_and_read_elsewhere
 
 
 @needs_nixl
-def test_a_killed_source_is_a_failed_transfer_and_another_one_is_read(over_tcp) -> None:
+def test_a_killed_source_is_a_failed_transfer_and_another_one_is_read(over_tcp: Open) -> None:
     command = [sys.executable, "-c", ELSEWHERE, str(manifest.total_bytes)]
     elsewhere = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=os.getcwd()
     )
-    lines = (line for line in elsewhere.stdout if line.count(":") == 1 and line[:1].isdigit())
+    lines = (
+        line for line in present(elsewhere.stdout) if line.count(":") == 1 and line[:1].isdigit()
+    )
     place = next(lines).strip()
     reader = NixlReader(place, SOON_S)
     got = bytearray(BLOCK)
@@ -131,14 +136,14 @@ def test_a_killed_source_is_a_failed_transfer_and_another_one_is_read(over_tcp) 
 class NoRanges(RangeServer):
     """Serves channels, and no image by TCP."""
 
-    def grant(self, *args, **named) -> str:
+    def grant(self, *args: Any, **named: Any) -> str:
         ticket = super().grant(*args, **named)
         self.revoke(ticket)
         return ticket
 
 
 @needs_nixl
-def test_versions_reach_a_receiver_process_by_one_sided_reads(source) -> None:
+def test_versions_reach_a_receiver_process_by_one_sided_reads(source: NixlSource) -> None:
     site = Site(transport="nixl", nixl=source, source=NoRanges())
     try:
         versions = [Weights(1.0), Weights(2.0)]
@@ -151,7 +156,9 @@ def test_versions_reach_a_receiver_process_by_one_sided_reads(source) -> None:
 
 
 @needs_nixl
-def test_the_sync_offers_its_slots_and_servers_of_other_hosts_get_every_version(rig) -> None:
+def test_the_sync_offers_its_slots_and_servers_of_other_hosts_get_every_version(
+    rig: MakeRig,
+) -> None:
     run = rig("a", far=True, transport="nixl")
     for version in (1, 2, 3):
         run.publish(version)
@@ -159,7 +166,9 @@ def test_the_sync_offers_its_slots_and_servers_of_other_hosts_get_every_version(
     assert run.loaded["a"].value() == 3.0
 
 
-def test_a_server_without_nixl_is_refused_in_one_line(tmp_path: Path, monkeypatch) -> None:
+def test_a_server_without_nixl_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for package in PACKAGES:
         (tmp_path / f"{package}.py").write_text("raise ImportError('planted: not installed')\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")

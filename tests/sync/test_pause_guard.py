@@ -23,6 +23,7 @@ import psutil
 import pytest
 import torch
 
+from tests.rigs.present import present
 from tests.rigs.server_handle import ServerProcess, served
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
@@ -66,7 +67,7 @@ def until(fact: Any, timeout_s: float = WAIT_S) -> float:
 def ended(pid: int) -> bool:
     """Whether a process is over, also if it was waited for."""
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
 
@@ -102,7 +103,8 @@ class Trainer:
         """Its next event that has ``key``."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if key in (event := json.loads(line)):
+            event: dict[str, Any] = json.loads(line)
+            if key in event:
                 return event
         raise AssertionError(
             f"the trainer ended with {self.process.wait(WAIT_S)} and never said {key!r}"
@@ -133,7 +135,7 @@ def server() -> Iterator[ServerProcess]:
 def honest(server: ServerProcess) -> dict[str, Any]:
     """What the server says now; whatever a request could ever have met had the weights of its
     label."""
-    now = server.run(served())
+    now: dict[str, Any] = server.run(served())
     for label, seen in now["visible"]:
         if (shown := Label.parse(label)) is not None:
             assert seen == digest(shown.version), f"{label} was shown over other weights"
@@ -166,7 +168,7 @@ def test_a_trainer_killed_in_a_commit_leaves_its_server_generating_under_the_rig
         trainer.pause_guard.wait(WAIT_S)
         now = honest(server)
         assert not now["paused"]
-        assert Label.parse(now["label"]).version == holds
+        assert present(Label.parse(now["label"])).version == holds
         assert now["digest"] == digest(holds)
         # the receiver that answered the pause guard lost its lane and ended
         until(lambda: all(map(ended, server.receiver_pids)))
@@ -198,7 +200,7 @@ def test_a_frozen_trainers_server_goes_on_and_its_thawed_lane_can_not_load(
         assert trainer.process.wait(WAIT_S) == 0
         trainer.pause_guard.wait(WAIT_S)
         now = honest(server)
-        assert (now["paused"], now["digest"], Label.parse(now["label"]).version) == (
+        assert (now["paused"], now["digest"], present(Label.parse(now["label"])).version) == (
             False,
             digest(3),
             3,
@@ -307,7 +309,7 @@ def test_a_slow_commit_whose_calls_all_end_in_time_is_not_fenced() -> None:
 
 def test_a_refused_epoch_is_its_own_only_if_it_is_in_force() -> None:
     def refused(run: str, epoch: int) -> Joined:
-        force = {"run_in_force": run, "epoch_in_force": epoch, "term_in_force": 1}
+        force: dict[str, Any] = {"run_in_force": run, "epoch_in_force": epoch, "term_in_force": 1}
         return Joined(False, "no", "", 1, "", -1, "", True, **force)
 
     assert superseded(refused("0001-ab", 3), "0001-ab", 3) == ""

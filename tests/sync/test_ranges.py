@@ -56,30 +56,34 @@ def read(source: RangeSource, offset: int, nbytes: int, key: Key | None = None) 
 
 @pytest.mark.parametrize("in_memfd", [True, False])
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, NBYTES), (5, 1), (NBYTES - 4096, 4096)])
-def test_a_range_arrives_byte_for_byte(server, image, in_memfd, offset, nbytes) -> None:
+def test_a_range_arrives_byte_for_byte(
+    server: RangeServer, image: SharedImage, in_memfd: bool, offset: int, nbytes: int
+) -> None:
     ticket = server.grant(image.buffer, image.address.fd if in_memfd else None, None)
     source = RangeSource(LOOPBACK, server.listen(LOOPBACK), ticket)
     assert read(source, offset, nbytes) == bytes(image.buffer[offset : offset + nbytes])
 
 
-def test_a_reader_of_the_same_host_reads_the_memfd_without_the_source(image) -> None:
+def test_a_reader_of_the_same_host_reads_the_memfd_without_the_source(image: SharedImage) -> None:
     reader, got = MemfdReader(image.address.to_json()), bytearray(100)
     reader.read_into(1000, memoryview(got))
     reader.close()
     assert bytes(got) == bytes(image.buffer[1000:1100])
 
 
-def test_a_memfd_that_is_not_on_this_host_is_a_failed_transfer(image) -> None:
+def test_a_memfd_that_is_not_on_this_host_is_a_failed_transfer(image: SharedImage) -> None:
     elsewhere = image.address.to_json() | {"inode": image.address.inode + 1}
     with pytest.raises(TransferFailed, match="inode"):
         MemfdReader(elsewhere)
 
 
-def test_one_connection_reads_many_ranges_and_two_images_are_not_mixed_up(server, image) -> None:
+def test_one_connection_reads_many_ranges_and_two_images_are_not_mixed_up(
+    server: RangeServer, image: SharedImage
+) -> None:
     other = torch.full((NBYTES,), 7, dtype=torch.uint8)
     port = server.listen(LOOPBACK)
     first = RangeSource(LOOPBACK, port, server.grant(image.buffer, None, None))
-    second = RangeSource(LOOPBACK, port, server.grant(memoryview(other.numpy()), None, None))
+    second = RangeSource(LOOPBACK, port, server.grant(other.numpy().data, None, None))
     readers = [TcpReader(source, None, SOON_S) for source in (first, second)]
     for offset in (0, 1 << 20, 2 << 20):
         got = [bytearray(4096), bytearray(4096)]
@@ -92,12 +96,14 @@ def test_one_connection_reads_many_ranges_and_two_images_are_not_mixed_up(server
 
 
 @pytest.mark.parametrize("key", [None, OTHER_KEY])
-def test_a_reader_without_the_run_key_gets_no_byte(server, image, key) -> None:
+def test_a_reader_without_the_run_key_gets_no_byte(
+    server: RangeServer, image: SharedImage, key: Key | None
+) -> None:
     with pytest.raises(TransferFailed):
         read(place(server, image, KEY), 0, 10, key)
 
 
-def test_a_reader_with_the_run_key_is_served(server, image) -> None:
+def test_a_reader_with_the_run_key_is_served(server: RangeServer, image: SharedImage) -> None:
     assert read(place(server, image, KEY), 0, 10, KEY) == bytes(image.buffer[:10])
 
 
@@ -118,7 +124,7 @@ def test_a_source_that_does_not_prove_the_run_key_is_not_read() -> None:
         thread.join(SOON_S)
 
 
-def test_a_proof_of_another_connection_is_refused(server, image) -> None:
+def test_a_proof_of_another_connection_is_refused(server: RangeServer, image: SharedImage) -> None:
     source = place(server, image, KEY)
     ticket, nonce = bytes.fromhex(source.ticket), bytes(NONCE_BYTES)
     overheard = GREETING.pack(nonce, ticket, proof(KEY, "reader", nonce, nonce, ticket))
@@ -128,19 +134,23 @@ def test_a_proof_of_another_connection_is_refused(server, image) -> None:
         assert sock.recv(1) == b""
 
 
-def test_an_unknown_ticket_is_refused(server, image) -> None:
+def test_an_unknown_ticket_is_refused(server: RangeServer, image: SharedImage) -> None:
     source = RangeSource(LOOPBACK, server.listen(LOOPBACK), "00" * 16)
     with pytest.raises(TransferFailed):
         read(source, 0, 10)
 
 
 @pytest.mark.parametrize("offset", [NBYTES, NBYTES - 5, 1 << 63])
-def test_a_range_outside_the_image_is_refused(server, image, offset) -> None:
+def test_a_range_outside_the_image_is_refused(
+    server: RangeServer, image: SharedImage, offset: int
+) -> None:
     with pytest.raises(TransferFailed):
         read(place(server, image), offset, 10)
 
 
-def test_a_revoked_ticket_ends_its_open_connections(server, image) -> None:
+def test_a_revoked_ticket_ends_its_open_connections(
+    server: RangeServer, image: SharedImage
+) -> None:
     source = place(server, image)
     reader = TcpReader(source, None, SOON_S)
     reader.read_into(0, memoryview(bytearray(10)))
@@ -150,7 +160,9 @@ def test_a_revoked_ticket_ends_its_open_connections(server, image) -> None:
     reader.close()
 
 
-def test_a_reader_that_stands_still_does_not_delay_another_one(server, image) -> None:
+def test_a_reader_that_stands_still_does_not_delay_another_one(
+    server: RangeServer, image: SharedImage
+) -> None:
     source = place(server, image)
     with socket.create_connection((LOOPBACK, source.port), SOON_S):  # never says a word
         assert read(source, 0, NBYTES) == bytes(image.buffer)
@@ -163,7 +175,9 @@ def test_a_source_that_sends_nothing_fails_the_reader_at_its_deadline() -> None:
             TcpReader(source, None, 0.3)
 
 
-def test_a_served_and_revoked_image_leaves_no_descriptor_behind(server, image) -> None:
+def test_a_served_and_revoked_image_leaves_no_descriptor_behind(
+    server: RangeServer, image: SharedImage
+) -> None:
     server.listen(LOOPBACK)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
@@ -176,6 +190,6 @@ def test_a_served_and_revoked_image_leaves_no_descriptor_behind(server, image) -
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_an_address_that_is_not_ours_is_a_config_error(server) -> None:
+def test_an_address_that_is_not_ours_is_a_config_error(server: RangeServer) -> None:
     with pytest.raises(ConfigError, match="bind_host"):
         server.listen("203.0.113.1")

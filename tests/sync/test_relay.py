@@ -4,9 +4,12 @@ trainer's: the trainer sends each version about once, and what fails costs no se
 import math
 import os
 import signal
+from typing import Any
 
 import pytest
 
+from tests.rigs.present import present
+from tests.sync.conftest import MakeRig, Rig
 from titan_grpo.observe import names
 from titan_grpo.protocol import relay as table
 from titan_grpo.protocol.messages import Joined
@@ -16,12 +19,12 @@ from titan_grpo.sync.relay import Relay
 
 
 @pytest.fixture
-def elsewhere(monkeypatch) -> None:
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Receivers serve each other at an address of their own."""
     monkeypatch.setenv(RELAY_HOST, "127.0.0.9")
 
 
-def relayed(run) -> tuple[int, int]:
+def relayed(run: Rig) -> tuple[float, float]:
     """Bytes that servers read, and of these from each other."""
     totals = run.recorder.history().totals
     return totals[names.SYNC_BYTES], totals[names.RELAYED_BYTES]
@@ -29,7 +32,7 @@ def relayed(run) -> tuple[int, int]:
 
 def joined(host: str) -> Joined:
     """A server at ``host`` that serves others."""
-    at = {"relay_host": host, "relay_port": 7}
+    at: dict[str, Any] = {"relay_host": host, "relay_port": 7}
     return Joined(True, "", "titan_grpo", 1, "", -1, "", True, **at)
 
 
@@ -58,7 +61,7 @@ def test_a_server_on_the_trainers_host_reads_its_memory_and_serves_nobody() -> N
 
 @pytest.mark.e2e
 def test_three_servers_of_another_host_take_each_version_from_the_trainer_once(
-    rig, elsewhere, monkeypatch
+    rig: MakeRig, elsewhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # which servers other work slows down is the machine's affair
     monkeypatch.setattr(table, "SLOW", math.inf)
@@ -81,14 +84,14 @@ def test_three_servers_of_another_host_take_each_version_from_the_trainer_once(
 
 
 @pytest.mark.e2e
-def test_a_server_that_dies_costs_the_others_no_version(rig, elsewhere) -> None:
+def test_a_server_that_dies_costs_the_others_no_version(rig: MakeRig, elsewhere: None) -> None:
     run = rig("a", "b", "c", relay=True, far=True)
     run.publish(1)
     run.everyone(1)
-    os.kill(run.servers["a"].receiver.pid, signal.SIGSTOP)
+    os.kill(present(run.servers["a"].receiver_pid), signal.SIGSTOP)
     run.publish(2)
     run.until(lambda: all(run.server_set.entry(url).held == 2 for url in "bc"))
-    os.kill(run.servers["a"].receiver.pid, signal.SIGKILL)
+    os.kill(present(run.servers["a"].receiver_pid), signal.SIGKILL)
     run.publish(3)
     run.everyone(3)
     assert [run.loaded[url].value() for url in "abc"] == [3, 3, 3]

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.present import present
+from tests.sync.conftest import MakeRig
 from titan_grpo.sync.publisher import Announcer, Copy
 
 pytestmark = pytest.mark.e2e
@@ -12,7 +14,9 @@ pytestmark = pytest.mark.e2e
 WAIT_S = 60.0
 
 
-def test_a_version_is_skipped_when_every_slot_is_being_read_and_the_next_one_is_not(rig):
+def test_a_version_is_skipped_when_every_slot_is_being_read_and_the_next_one_is_not(
+    rig: MakeRig,
+) -> None:
     r = rig("a", "b")
     r.publish(1)
     r.everyone(1)
@@ -30,7 +34,9 @@ def test_a_version_is_skipped_when_every_slot_is_being_read_and_the_next_one_is_
     assert [r.loaded[url].value() for url in "ab"] == [5.0, 5.0]
 
 
-def test_a_version_is_sealed_only_when_the_other_ranks_have_written_their_part(rig):
+def test_a_version_is_sealed_only_when_the_other_ranks_have_written_their_part(
+    rig: MakeRig,
+) -> None:
     r = rig("a", remote_writers=(1,))
     announcer = Announcer(1, r.pool.store.port, WAIT_S)
     slot = r.publish(1)
@@ -41,7 +47,9 @@ def test_a_version_is_sealed_only_when_the_other_ranks_have_written_their_part(r
     announcer.close(WAIT_S)
 
 
-def test_a_part_that_never_arrives_discards_the_version_latches_an_error_and_frees_the_slot(rig):
+def test_a_part_that_never_arrives_discards_the_version_latches_an_error_and_frees_the_slot(
+    rig: MakeRig,
+) -> None:
     r = rig("a", remote_writers=(1,), lane_deadline_s=8.0)
     slot = r.publish(1)
     assert {r.slots.reserved.wait(WAIT_S), r.slots.reserved.wait(0.0)} == {
@@ -66,7 +74,7 @@ def memory(pid: int | str, key: str) -> int:
     return int(lines[key].split()[0]) * 1024
 
 
-def test_host_memory_is_the_slots_here_and_one_image_at_the_receiver(rig):
+def test_host_memory_is_the_slots_here_and_one_image_at_the_receiver(rig: MakeRig) -> None:
     """slots x model bytes on the trainer's host, model bytes at the server; nothing of a model's
     size besides."""
     before = memory("self", "RssShmem")
@@ -85,4 +93,4 @@ def test_host_memory_is_the_slots_here_and_one_image_at_the_receiver(rig):
     shards = 2 * model  # the test's own
     assert memory("self", "VmHWM") - resident <= 2 * model + shards + slack
     for server in r.servers.values():
-        assert memory(server.receiver_pid, "RssShmem") <= model + slack
+        assert memory(present(server.receiver_pid), "RssShmem") <= model + slack

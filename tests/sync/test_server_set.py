@@ -161,13 +161,15 @@ def test_a_server_that_left_takes_nothing_and_may_come_again_in_a_later_epoch(si
     s.commit("a", 1)
     assert s.set.remove("a", WAIT_S)
     s.set.apply("a", ledger.Holds(2))
-    assert s.seen[-1] == ("a", None, False, "left"), "what its lane reports on its way out is late"
+    assert s.seen[-1:] == [("a", None, False, "left")], (
+        "what its lane reports on its way out is late"
+    )
     assert s.set.entry("a").standing is Standing.GONE
     assert s.set.wait_held(1, 0.0, everyone=True) == []
     assert s.set.add("a")
     assert repr(s.set.entry("a")) == "unknown(?)"
     s.commit("a", 2)
-    assert s.seen[-1] == ("a", 2, True, "run:2:f")
+    assert s.seen[-1:] == [("a", 2, True, "run:2:f")]
     assert [lane.epoch for lane in s.opened] == [1, 1, 2]
 
 

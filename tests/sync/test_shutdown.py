@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from tests.rigs.present import present
+from tests.sync.conftest import MakeRig
 from titan_grpo.protocol.ledger import Standing
 from titan_grpo.sync import server_set
 
@@ -16,7 +18,9 @@ SHARED_S = 2.5 * TIMEOUT_S
 """Three servers that cost a deadline each cost more."""
 
 
-def test_the_live_server_is_flushed_and_a_frozen_and_a_dead_one_cost_one_deadline_together(rig):
+def test_the_live_server_is_flushed_and_a_frozen_and_a_dead_one_cost_one_deadline_together(
+    rig: MakeRig,
+) -> None:
     r = rig("live", "frozen", "frozen too", "dead")
     r.publish(1)
     r.everyone(1)
@@ -34,7 +38,9 @@ def test_the_live_server_is_flushed_and_a_frozen_and_a_dead_one_cost_one_deadlin
     assert not any(server.paused for server in r.servers.values())
 
 
-def test_without_a_flush_every_lane_ends_when_it_is_told_to(rig, caplog):
+def test_without_a_flush_every_lane_ends_when_it_is_told_to(
+    rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
     r = rig("live", "frozen", "dead", lane_deadline_s=120.0)
     r.publish(1)
     r.everyone(1)
@@ -46,7 +52,7 @@ def test_without_a_flush_every_lane_ends_when_it_is_told_to(rig, caplog):
     assert [r for r in caplog.records if r.name == server_set.logger.name] == []
 
 
-def test_a_lane_that_does_not_end_is_waited_for_once(rig):
+def test_a_lane_that_does_not_end_is_waited_for_once(rig: MakeRig) -> None:
     r = rig("stuck")
     r.publish(1)
     r.everyone(1)
@@ -54,7 +60,7 @@ def test_a_lane_that_does_not_end_is_waited_for_once(rig):
     r.publish(2)
     r.until(lambda: r.server_set.entry("stuck").standing is Standing.COMMITTING)
     r.end(within_s=1.0)
-    lane = r.server_set.lane("stuck")
+    lane = present(r.server_set.lane("stuck"))
     assert lane.is_alive()
     start = time.monotonic()
     r.end(within_s=120.0)
@@ -62,7 +68,7 @@ def test_a_lane_that_does_not_end_is_waited_for_once(rig):
     r.loaded["stuck"].hold.set()
 
 
-def test_commits_that_hang_on_three_servers_share_the_deadline(rig):
+def test_commits_that_hang_on_three_servers_share_the_deadline(rig: MakeRig) -> None:
     hanging = ("slow", "slower", "slowest")
     r = rig("live", *hanging)
     r.publish(1)

@@ -50,7 +50,8 @@ def columns_of(shape: tuple[int, ...]) -> list[Chunk]:
 def grid_of(shape: tuple[int, ...]) -> list[Chunk]:
     """Four ranks: rows over two, columns over two."""
     if len(shape) == 1:
-        return [((o,), (n,)) for o, n in spans(shape[0], 2)] * 2
+        parts: list[Chunk] = [((o,), (n,)) for o, n in spans(shape[0], 2)]
+        return parts * 2
     cuts = itertools.product(spans(shape[0], 2), spans(shape[-1], 2))
     middle = shape[1:-1]
     return [((r, *(0,) * len(middle), c), (m, *middle, n)) for (r, m), (c, n) in cuts]
@@ -62,7 +63,8 @@ def cut(full: torch.Tensor, chunk: Chunk) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def build() -> Callable[[str], tuple[torch.nn.Module, Any]]:
-    return runpy.run_path(str(RANKS))["build"]
+    found: Callable[[str], tuple[torch.nn.Module, Any]] = runpy.run_path(str(RANKS))["build"]
+    return found
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "float32"])

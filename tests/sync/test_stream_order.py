@@ -54,7 +54,8 @@ class Trainer:
 
     def wrong_versions(self) -> list[int]:
         """Train, and look at each image when its copy is waited for: as late as its slot allows."""
-        wrong, under_way = [], {}
+        wrong: list[int] = []
+        under_way: dict[int, tuple[int, Copy]] = {}
         for version in range(1, VERSIONS + 1):
             slot = version % SLOTS
             if slot in under_way:

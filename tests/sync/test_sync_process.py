@@ -88,8 +88,8 @@ def ends_on_the_newest(trainer: Trainer, servers: list[ServerProcess], version: 
 
 
 def test_killed_in_the_middle_of_a_run_it_is_started_again_and_every_server_ends_on_the_newest(
-    tmp_path,
-):
+    tmp_path: Path,
+) -> None:
     with training(tmp_path, servers=2) as (trainer, servers):
         killed = trainer.worker.pid
         steps(trainer, 1, 20)
@@ -101,7 +101,7 @@ def test_killed_in_the_middle_of_a_run_it_is_started_again_and_every_server_ends
         assert "the sync process ended with exit code -9" in error
 
 
-def test_killed_right_after_a_publish_it_brings_that_version(tmp_path):
+def test_killed_right_after_a_publish_it_brings_that_version(tmp_path: Path) -> None:
     with training(tmp_path) as (trainer, servers):
         killed = trainer.worker.pid
         os.kill(killed, signal.SIGSTOP)
@@ -111,7 +111,7 @@ def test_killed_right_after_a_publish_it_brings_that_version(tmp_path):
         assert servers[0].run(served())["visible"][-1][1] == digest(1)
 
 
-def test_stopped_it_costs_versions_and_no_step(tmp_path):
+def test_stopped_it_costs_versions_and_no_step(tmp_path: Path) -> None:
     with training(tmp_path) as (trainer, servers):
         os.kill(trainer.worker.pid, signal.SIGSTOP)
         steps(trainer, 1, 40)
@@ -119,7 +119,7 @@ def test_stopped_it_costs_versions_and_no_step(tmp_path):
         ends_on_the_newest(trainer, servers, 41)
 
 
-def test_a_server_leaves_and_comes_again(tmp_path):
+def test_a_server_leaves_and_comes_again(tmp_path: Path) -> None:
     with training(tmp_path, servers=2) as (trainer, servers):
         assert trainer.servers.remove(servers[0].url, WAIT_S)
         assert trainer.publish(1, weights(1), WAIT_S)
@@ -141,7 +141,7 @@ with training(Path(sys.argv[1])) as (trainer, servers):
 """
 
 
-def test_it_ends_with_rank_0_also_where_a_child_of_that_has_its_sockets(tmp_path):
+def test_it_ends_with_rank_0_also_where_a_child_of_that_has_its_sockets(tmp_path: Path) -> None:
     rank0 = subprocess.Popen(
         [sys.executable, "-c", ORPHAN, str(tmp_path)],
         stdin=subprocess.PIPE,

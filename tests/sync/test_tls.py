@@ -4,13 +4,16 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.rigs.present import present
 from tests.rigs.receiver_server import DirectControl
 from tests.rigs.sockets import certificate
+from tests.sync.conftest import MakeRig
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.observe import names
@@ -34,25 +37,25 @@ image = torch.randint(0, 256, ((3 << 20) + 17,), dtype=torch.uint8)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> dict[str, tuple[str, str]]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
     folder = tmp_path_factory.mktemp("certificates")
     return {name: certificate(folder, name) for name in ("trainer", "other", "server")}
 
 
 @pytest.fixture
-def shown(made) -> Certificate:
-    return Certificate.load(*made["trainer"], NAMES)
+def shown(made: dict[str, tuple[str, str]]) -> Certificate:
+    return present(Certificate.load(*made["trainer"], NAMES))
 
 
 @pytest.fixture
-def server(shown) -> Iterator[RangeServer]:
+def server(shown: Certificate) -> Iterator[RangeServer]:
     source = RangeServer(certificate=shown)
     yield source
     source.close()
 
 
 def place(server: RangeServer, port: int | None = None, pin: str | None = None) -> RangeSource:
-    ticket = server.grant(memoryview(image.numpy()), None, KEY)
+    ticket = server.grant(image.numpy().data, None, KEY)
     listens = server.listen("127.0.0.1")
     at = "127.0.0.1", port or listens, ticket
     return RangeSource(*at, pin=server.pin if pin is None else pin)
@@ -93,7 +96,7 @@ class Tap:
 
 
 @pytest.mark.parametrize("secret", [True, False])
-def test_who_listens_sees_weights_only_without_tls(shown, secret) -> None:
+def test_who_listens_sees_weights_only_without_tls(shown: Certificate, secret: bool) -> None:
     server = RangeServer(certificate=shown if secret else None)
     tap = Tap(server.listen("127.0.0.1"))
     assert read(place(server, tap.port)) == bytes(image.numpy())
@@ -103,20 +106,22 @@ def test_who_listens_sees_weights_only_without_tls(shown, secret) -> None:
     server.close()
 
 
-def test_a_reader_without_tls_gets_no_byte_and_the_next_one_is_served(server) -> None:
+def test_a_reader_without_tls_gets_no_byte_and_the_next_one_is_served(server: RangeServer) -> None:
     with pytest.raises(TransferFailed):
         read(place(server, pin=""))
     with socket.create_connection(("127.0.0.1", server.listen("127.0.0.1")), SOON_S):
         assert read(place(server)) == bytes(image.numpy())  # that one says nothing at all
 
 
-def test_a_source_with_another_certificate_is_not_read(server, made) -> None:
-    other = Certificate.load(*made["other"], NAMES)
+def test_a_source_with_another_certificate_is_not_read(
+    server: RangeServer, made: dict[str, tuple[str, str]]
+) -> None:
+    other = present(Certificate.load(*made["other"], NAMES))
     with pytest.raises(WrongCertificate, match="something between ends TLS"):
         read(place(server, pin=other.pin))
 
 
-def test_a_source_without_tls_is_not_read_where_a_certificate_is_named(shown) -> None:
+def test_a_source_without_tls_is_not_read_where_a_certificate_is_named(shown: Certificate) -> None:
     server = RangeServer()
     with pytest.raises(TransferFailed, match="no TLS with the source"):
         read(place(server, pin=shown.pin))
@@ -124,7 +129,9 @@ def test_a_source_without_tls_is_not_read_where_a_certificate_is_named(shown) ->
 
 
 @pytest.mark.parametrize("case", ["missing", "mixed", "no certificate", "half"])
-def test_a_certificate_that_cannot_be_shown_is_one_clear_line(made, tmp_path, case) -> None:
+def test_a_certificate_that_cannot_be_shown_is_one_clear_line(
+    made: dict[str, tuple[str, str]], tmp_path: Path, case: str
+) -> None:
     path, key = made["trainer"]
     if case == "missing":
         path = str(tmp_path / "none.pem")
@@ -139,7 +146,9 @@ def test_a_certificate_that_cannot_be_shown_is_one_clear_line(made, tmp_path, ca
     assert "\n" not in str(said.value)
 
 
-def test_a_certificate_without_a_run_key_is_refused_at_the_start(made) -> None:
+def test_a_certificate_without_a_run_key_is_refused_at_the_start(
+    made: dict[str, tuple[str, str]],
+) -> None:
     config = WeightSync(**in_config(made["trainer"]))
     check_certificate(config, KEY)
     with pytest.raises(ConfigError, match="tls_certificate needs a run key"):
@@ -150,11 +159,13 @@ def keyed(*urls: str) -> dict[str, Key]:
     return dict.fromkeys(("trainer", *urls), KEY)
 
 
-def in_config(paths: tuple[str, str]) -> dict[str, str]:
+def in_config(paths: tuple[str, str]) -> dict[str, Any]:
     return {"tls_certificate": paths[0], "tls_key": paths[1]}
 
 
-def test_versions_reach_servers_over_tls_from_every_trainer_host(rig, made) -> None:
+def test_versions_reach_servers_over_tls_from_every_trainer_host(
+    rig: MakeRig, made: dict[str, tuple[str, str]]
+) -> None:
     run = rig("a", "b", hosts=2, far=True, run_keys=keyed("a", "b"), **in_config(made["trainer"]))
     assert len(run.pool.manifest.parts) == 2
     for version in (1, 2):
@@ -164,16 +175,16 @@ def test_versions_reach_servers_over_tls_from_every_trainer_host(rig, made) -> N
 
 
 def test_a_server_that_meets_another_certificate_is_named_and_the_others_go_on(
-    rig, made, monkeypatch
+    rig: MakeRig, made: dict[str, tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = rig("a", "b", started=False, run_keys=keyed("a", "b"), **in_config(made["trainer"]))
-    other = Certificate.load(*made["other"], NAMES)
+    other = present(Certificate.load(*made["other"], NAMES))
     greet = DirectControl.greet
 
     def elsewhere(control: DirectControl, hello: Mapping[str, Any]) -> None:
         """What a proxy at the trainer's address shows is not what the Hello says."""
         if control.url == "b":
-            keys = run.lanes._link.keys(hello["run_id"], hello["epoch"])
+            keys = present(run.lanes._link.keys(hello["run_id"], hello["epoch"]))
             changed = Hello.from_dict({**hello, "pin": other.pin, "proof": ""})
             hello = changed.proven(keys.messages).to_dict()
         greet(control, hello)
@@ -181,7 +192,8 @@ def test_a_server_that_meets_another_certificate_is_named_and_the_others_go_on(
     monkeypatch.setattr(DirectControl, "greet", elsewhere)
     run.start()
     run.publish(1)
-    run.until(lambda: run.server_set.entry("a").held == 1 and run.server_set.last_error("b"))
+    run.until(lambda: run.server_set.entry("a").held == 1)
+    run.until(lambda: run.server_set.last_error("b") is not None)
     assert "must show the certificate with SHA-256" in str(run.server_set.last_error("b"))
     run.publish(2)
     run.until(lambda: run.server_set.entry("a").held == 2)
@@ -189,7 +201,9 @@ def test_a_server_that_meets_another_certificate_is_named_and_the_others_go_on(
 
 
 @pytest.mark.parametrize("certified", [True, False])
-def test_servers_serve_each_other_over_tls_or_not_at_all(rig, made, monkeypatch, certified) -> None:
+def test_servers_serve_each_other_over_tls_or_not_at_all(
+    rig: MakeRig, made: dict[str, tuple[str, str]], monkeypatch: pytest.MonkeyPatch, certified: bool
+) -> None:
     monkeypatch.setenv(RELAY_HOST, "127.0.0.9")
     if certified:
         for name, path in zip((CERTIFICATE, CERTIFICATE_KEY), made["server"], strict=True):
@@ -204,7 +218,7 @@ def test_servers_serve_each_other_over_tls_or_not_at_all(rig, made, monkeypatch,
 
 
 def test_a_server_whose_certificate_is_missing_says_so_and_the_others_go_on(
-    rig, made, monkeypatch
+    rig: MakeRig, made: dict[str, tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(CERTIFICATE, made["server"][0])
     run = rig("a", relay=True, far=True, run_keys=keyed("a"), **in_config(made["trainer"]))

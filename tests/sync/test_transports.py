@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def options(rank: int, timeout_s: float = LONG_S) -> TransportOptions:
 
 
 @pytest.fixture(params=KINDS)
-def pair(request) -> Iterator[tuple[Transport, Transport]]:
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Transport, Transport]]:
     """Rank 0 and rank 1, connected."""
     host = host_store(LOOPBACK)
     other = join_store(LOOPBACK, host.port, SOON_S)
@@ -56,9 +57,9 @@ def pair(request) -> Iterator[tuple[Transport, Transport]]:
             pool.submit(open_transport, request.param, s, r, 2, options(r))
             for r, s in enumerate((host, other))
         ]
-        both = tuple(future.result(SOON_S) for future in opening)
-    yield both
-    for transport in both:
+        first, second = (future.result(SOON_S) for future in opening)
+    yield first, second
+    for transport in (first, second):
         transport.close()
 
 
@@ -68,7 +69,9 @@ def together(*calls: Callable[[], object]) -> list[object]:
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 3 * (1 << 20) + 17])
-def test_an_image_arrives_byte_for_byte_in_buckets(pair, nbytes) -> None:
+def test_an_image_arrives_byte_for_byte_in_buckets(
+    pair: tuple[Transport, Transport], nbytes: int
+) -> None:
     sent = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     got = torch.zeros(nbytes, dtype=torch.uint8)
     together(
@@ -80,26 +83,28 @@ def test_an_image_arrives_byte_for_byte_in_buckets(pair, nbytes) -> None:
     assert torch.equal(sent, got)
 
 
-def test_a_transport_serves_many_transfers(pair) -> None:
+def test_a_transport_serves_many_transfers(pair: tuple[Transport, Transport]) -> None:
     for value in range(5):
         sent, got = (
             torch.full((5000,), value, dtype=torch.uint8),
             torch.zeros(5000, dtype=torch.uint8),
         )
-        together(
-            lambda s=sent: pair[0].broadcast(s, SOON_S), lambda g=got: pair[1].broadcast(g, SOON_S)
-        )
+        together(partial(pair[0].broadcast, sent, SOON_S), partial(pair[1].broadcast, got, SOON_S))
         assert torch.equal(sent, got)
 
 
-def test_a_receiver_whose_sender_stalls_fails_at_its_deadline(pair) -> None:
+def test_a_receiver_whose_sender_stalls_fails_at_its_deadline(
+    pair: tuple[Transport, Transport],
+) -> None:
     start = time.monotonic()
     with pytest.raises(TransferFailed):
         pair[1].broadcast(torch.zeros(MUCH, dtype=torch.uint8), 1.0)
     assert 0.9 < time.monotonic() - start < SOON_S
 
 
-def test_a_sender_whose_receiver_stalls_fails_at_its_deadline(pair) -> None:
+def test_a_sender_whose_receiver_stalls_fails_at_its_deadline(
+    pair: tuple[Transport, Transport],
+) -> None:
     start = time.monotonic()
     with pytest.raises(TransferFailed):
         broadcast_image(pair[0], torch.zeros(MUCH, dtype=torch.uint8), MUCH, 1.0)
@@ -107,7 +112,9 @@ def test_a_sender_whose_receiver_stalls_fails_at_its_deadline(pair) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_abort_from_another_thread_ends_a_broadcast_at_once(pair, rank) -> None:
+def test_an_abort_from_another_thread_ends_a_broadcast_at_once(
+    pair: tuple[Transport, Transport], rank: int
+) -> None:
     timer = threading.Timer(0.3, pair[rank].abort)
     timer.start()
     start = time.monotonic()
@@ -117,7 +124,9 @@ def test_an_abort_from_another_thread_ends_a_broadcast_at_once(pair, rank) -> No
     timer.join()
 
 
-def test_closing_after_an_abort_does_not_wait_for_the_peer(pair) -> None:
+def test_closing_after_an_abort_does_not_wait_for_the_peer(
+    pair: tuple[Transport, Transport],
+) -> None:
     timer = threading.Timer(0.2, pair[0].abort)
     timer.start()
     with pytest.raises(TransferFailed):
@@ -127,13 +136,15 @@ def test_closing_after_an_abort_does_not_wait_for_the_peer(pair) -> None:
     assert time.monotonic() - start < SOON_S
 
 
-def test_an_aborted_transport_refuses_further_broadcasts(pair) -> None:
+def test_an_aborted_transport_refuses_further_broadcasts(pair: tuple[Transport, Transport]) -> None:
     pair[0].abort()
     with pytest.raises(TransferFailed, match="abort"):
         pair[0].broadcast(torch.zeros(10, dtype=torch.uint8), 5.0)
 
 
-def test_a_peer_that_closed_is_noticed_before_the_deadline(pair) -> None:
+def test_a_peer_that_closed_is_noticed_before_the_deadline(
+    pair: tuple[Transport, Transport],
+) -> None:
     pair[0].close()
     start = time.monotonic()
     with pytest.raises(TransferFailed):
@@ -142,7 +153,7 @@ def test_a_peer_that_closed_is_noticed_before_the_deadline(pair) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_missing_rank_fails_the_opening_at_its_deadline(kind) -> None:
+def test_a_missing_rank_fails_the_opening_at_its_deadline(kind: str) -> None:
     host = host_store(LOOPBACK)
     start = time.monotonic()
     with pytest.raises(TransferFailed):
@@ -221,13 +232,13 @@ def link() -> Iterator[LaneLink]:
     made.close()
 
 
-def test_a_receiver_that_does_not_come_is_a_failed_transfer_at_the_deadline(link) -> None:
+def test_a_receiver_that_does_not_come_is_a_failed_transfer_at_the_deadline(link: LaneLink) -> None:
     link.open()
     with pytest.raises(TransferFailed, match="receiver"):
         link.wait_joined(0.3)
 
 
-def test_an_abort_ends_the_wait_for_a_receiver_at_once(link) -> None:
+def test_an_abort_ends_the_wait_for_a_receiver_at_once(link: LaneLink) -> None:
     link.open()
     timer = threading.Timer(0.3, link.abort)
     timer.start()
@@ -238,25 +249,25 @@ def test_an_abort_ends_the_wait_for_a_receiver_at_once(link) -> None:
     timer.join()
 
 
-def test_an_aborted_link_refuses_every_further_call(link) -> None:
+def test_an_aborted_link_refuses_every_further_call(link: LaneLink) -> None:
     link.open()
     link.abort()
     with pytest.raises(TransferFailed, match="abort"):
         link.wait_joined(30.0)
 
 
-def test_a_link_that_is_not_open_says_so(link) -> None:
+def test_a_link_that_is_not_open_says_so(link: LaneLink) -> None:
     with pytest.raises(TransferFailed, match="not open"):
         link.wait_joined(1.0)
 
 
-def test_orders_must_count_up_by_one(link) -> None:
+def test_orders_must_count_up_by_one(link: LaneLink) -> None:
     link.open()
     with pytest.raises(ProtocolError, match="the next is 0"):
         link.ping(1, 1.0)
 
 
-def test_a_hello_carries_what_the_receiver_needs(link) -> None:
+def test_a_hello_carries_what_the_receiver_needs(link: LaneLink) -> None:
     hello = link.open()
     assert (hello.block_bytes, hello.bucket_bytes) == (4096, 4096)
     join_store(hello.host, hello.store_port, SOON_S).set("seen", "yes")

@@ -3,14 +3,20 @@ against an HTTP server that stands for an engine's faults."""
 
 import os
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
 
-from tests.rollout.conftest import completion_server, model_dir  # noqa: F401 - fixtures
-from tests.sync.conftest import rig  # noqa: F401 - a fixture
+from tests.rollout.conftest import CompletionServer, MakeServer, completion_server, model_dir  # noqa: F401 - fixtures
+from tests.sync.conftest import (
+    MakeRig,
+    rig,  # noqa: F401 - a fixture
+)
 from titan_grpo.config.task import Evaluation
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
@@ -57,12 +63,15 @@ class Lanes:
             assert self.changed.wait_for(lambda: not self.kept, WAIT_S)
 
 
+Begin = Callable[..., tuple[Evaluations, Lanes, Rollouts, Recorder]]
+
+
 @pytest.fixture
-def begin(tmp_path, model_dir):  # noqa: F811 - the fixture
+def begin(tmp_path: Path, model_dir: str) -> Iterator[Begin]:  # noqa: F811 - the fixture
     """A factory of Evaluations of the digits task; (evaluations, lanes, rollouts, recorder)."""
     made = []
 
-    def start(**keys):
+    def start(**keys: Any) -> tuple[Evaluations, Lanes, Rollouts, Recorder]:
         keys = {"name": "digits", "task": "digits", "rows": 3, "samples": 2, **keys}
         recorder, lanes, rollouts = Recorder(tmp_path / "run"), Lanes(), Rollouts()
         spec = RolloutSpec(model_dir=model_dir, max_completion_tokens=4)
@@ -77,7 +86,9 @@ def begin(tmp_path, model_dir):  # noqa: F811 - the fixture
         recorder.close()
 
 
-def held(server, version: int, accepting: bool = True, committing=None) -> ServerState:
+def held(
+    server: CompletionServer, version: int, accepting: bool = True, committing: int | None = None
+) -> ServerState:
     return ServerState(server.url, version, accepting, f"run:{version}:f", "vllm", committing)
 
 
@@ -86,8 +97,8 @@ def versions(recorder: Recorder) -> list[int]:
 
 
 def test_a_version_is_evaluated_where_it_is_due_and_its_server_is_kept_meanwhile(
-    begin,
-    completion_server,  # noqa: F811 - the fixture
+    begin: Begin,
+    completion_server: MakeServer,  # noqa: F811 - the fixture
 ) -> None:
     server = completion_server()
     one, lanes, rollouts, recorder = begin(every=4)
@@ -125,7 +136,12 @@ def test_a_version_is_evaluated_where_it_is_due_and_its_server_is_kept_meanwhile
     ],
 )
 def test_a_table_that_cannot_be_begun_ends_the_start_in_one_line_with_its_own_key(
-    begin, tmp_path, monkeypatch, reward, dataset, said
+    begin: Begin,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reward: str,
+    dataset: str,
+    said: str,
 ) -> None:
     (tmp_path / "own_rewards.py").write_text(
         "def wants(completions, answer):\n    return [0.0]\n\ndef any(**_):\n    return [0.0]\n"
@@ -147,8 +163,8 @@ def test_a_table_that_cannot_be_begun_ends_the_start_in_one_line_with_its_own_ke
 
 
 def test_servers_of_its_own_get_no_rollouts_and_others_no_evaluation(
-    begin,
-    completion_server,  # noqa: F811 - the fixture
+    begin: Begin,
+    completion_server: MakeServer,  # noqa: F811 - the fixture
 ) -> None:
     shared, own = completion_server(), completion_server()
     one, lanes, rollouts, recorder = begin(servers=[own.url])
@@ -163,11 +179,11 @@ def test_servers_of_its_own_get_no_rollouts_and_others_no_evaluation(
 
 
 def test_an_evaluation_whose_server_is_lost_has_no_result_and_ends_at_once(
-    begin,
-    completion_server,  # noqa: F811 - the fixture
+    begin: Begin,
+    completion_server: MakeServer,  # noqa: F811 - the fixture
 ) -> None:
     server = completion_server()
-    server.behaviour = lambda body: server.released.wait(WAIT_S) and server.good(body)
+    server.behaviour = server.hang
     one, lanes, _, recorder = begin()
     one.set_server(held(server, 0))
     with server._arrived:  # longer than for others: a process starts first
@@ -192,7 +208,7 @@ def is_evaluation(child: psutil.Process) -> bool:
     return False
 
 
-def end_process(server, before: int) -> None:
+def end_process(server: CompletionServer, before: int) -> None:
     """What the kernel does where memory runs out, once all requests have come."""
     with server._arrived:
         assert server._arrived.wait_for(lambda: len(server.bodies) >= before + 6, WAIT_S)
@@ -202,12 +218,12 @@ def end_process(server, before: int) -> None:
 
 @pytest.mark.parametrize("deaths", [1, TRIES])
 def test_an_evaluation_that_dies_is_made_again_on_the_version_that_is_still_held(
-    begin,
-    completion_server,  # noqa: F811 - the fixture
-    deaths,
+    begin: Begin,
+    completion_server: MakeServer,  # noqa: F811 - the fixture
+    deaths: int,
 ) -> None:
     server = completion_server()
-    server.behaviour = lambda body: server.released.wait(WAIT_S) and server.good(body)
+    server.behaviour = server.hang
     one, lanes, _, recorder = begin()
     one.set_server(held(server, 0))
     for death in range(deaths):
@@ -223,8 +239,8 @@ def test_an_evaluation_that_dies_is_made_again_on_the_version_that_is_still_held
 
 
 def test_a_mistake_in_the_task_is_said_once_and_training_is_not_concerned(
-    begin,
-    completion_server,  # noqa: F811 - the fixture
+    begin: Begin,
+    completion_server: MakeServer,  # noqa: F811 - the fixture
 ) -> None:
     server = completion_server()
     one, lanes, _, recorder = begin(task="no_such_module:Task", every=4)
@@ -238,13 +254,13 @@ def test_a_mistake_in_the_task_is_said_once_and_training_is_not_concerned(
 
 @pytest.mark.e2e
 def test_real_lanes_keep_a_server_on_the_version_that_is_evaluated_while_the_other_one_goes_on(
-    rig,  # noqa: F811 - the fixture
-    model_dir,  # noqa: F811 - the fixture
-    completion_server,  # noqa: F811 - the fixture
-    tmp_path,
+    rig: MakeRig,  # noqa: F811 - the fixture
+    model_dir: str,  # noqa: F811 - the fixture
+    completion_server: MakeServer,  # noqa: F811 - the fixture
+    tmp_path: Path,
 ) -> None:
     evaluated, other = completion_server(), completion_server()
-    evaluated.behaviour = lambda body: evaluated.released.wait(WAIT_S) and evaluated.good(body)
+    evaluated.behaviour = evaluated.hang
     recorder = Recorder(tmp_path / "evaluations")
     table = Evaluation(name="digits", task="digits", rows=3, servers=[evaluated.url])
 
@@ -284,14 +300,20 @@ def processes() -> set[int]:
 
 
 def test_what_a_table_needs_is_loaded_before_its_server_is_held(
-    begin,
-    completion_server,  # noqa: F811 - the fixture
+    begin: Begin,
+    completion_server: MakeServer,  # noqa: F811 - the fixture
 ) -> None:
-    server, seen = completion_server(), []
+    server = completion_server()
+    seen: list[set[int]] = []
     one, lanes, _, recorder = begin(every=4)
     one.check(WAIT_S)
     before = processes()
-    server.behaviour = lambda body: seen.append(processes()) or server.good(body)
+
+    def look(body: dict[str, Any]) -> tuple[int, Any]:
+        seen.append(processes())
+        return server.good(body)
+
+    server.behaviour = look
     one.set_server(held(server, 0))
     lanes.wait_free()
     assert versions(recorder) == [0]
@@ -301,8 +323,8 @@ def test_what_a_table_needs_is_loaded_before_its_server_is_held(
 
 
 def test_a_process_that_was_killed_while_it_waited_costs_nothing(
-    begin,
-    completion_server,  # noqa: F811 - the fixture
+    begin: Begin,
+    completion_server: MakeServer,  # noqa: F811 - the fixture
 ) -> None:
     one, lanes, _, recorder = begin()
     one.check(WAIT_S)

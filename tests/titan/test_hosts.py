@@ -20,7 +20,7 @@ WAYS = {
 
 @pytest.mark.long
 @pytest.mark.timeout(420)
-def test_a_server_holds_every_version_that_the_hosts_hold_in_parts(tmp_path) -> None:
+def test_a_server_holds_every_version_that_the_hosts_hold_in_parts(tmp_path: Path) -> None:
     arguments = [word for way, (hosts, _) in WAYS.items() for word in (way, hosts)]
     outputs = run_ranks(SCRIPT, 4, str(tmp_path), *arguments)
     said = [[json.loads(line) for line in out.splitlines() if line[:1] == "{"] for out in outputs]

@@ -3,7 +3,8 @@ line."""
 
 import json
 import sys
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from titan_grpo.config import Rollout
-from titan_grpo.errors import ConfigError, UpstreamError
-from titan_grpo.titan import compat, jobconfig, jobfile, tiny
+from titan_grpo.errors import ConfigError
+from titan_grpo.titan import jobconfig, jobfile, tiny
 from titan_grpo.titan.flavors import FLAVORS
+from titan_grpo.titan.tiny import Kind
 
 MINIMAL = """
 [model]
@@ -28,11 +30,15 @@ seq_len = 64
 """
 
 
+Parse = Callable[..., Any]
+"""Its result has a class that torchtitan makes at run time."""
+
+
 @pytest.fixture
-def parse(tmp_path):
+def parse(tmp_path: Path) -> Parse:
     """``parse(extra TOML, *arguments, world_size=None)`` on top of a minimal file."""
 
-    def run(extra="", *arguments, world_size=None):
+    def run(extra: str = "", *arguments: str, world_size: int | None = None) -> Any:
         path = tmp_path / "job.toml"
         path.write_text(MINIMAL + extra)
         return jobconfig.parse(["--job.config_file", str(path), *arguments], world_size)
@@ -40,7 +46,7 @@ def parse(tmp_path):
     return run
 
 
-def test_a_minimal_file_gets_our_sections_and_the_derived_values(parse) -> None:
+def test_a_minimal_file_gets_our_sections_and_the_derived_values(parse: Parse) -> None:
     config = parse()
     assert config.job.custom_config_module == "titan_grpo.config"
     assert config.rollout.servers == ["http://127.0.0.1:8000"]
@@ -49,7 +55,7 @@ def test_a_minimal_file_gets_our_sections_and_the_derived_values(parse) -> None:
     assert (config.comm.train_timeout_seconds, config.comm.init_timeout_seconds) == (600, 1200)
 
 
-def test_arguments_beat_the_file_and_flags_have_a_negative(parse) -> None:
+def test_arguments_beat_the_file_and_flags_have_a_negative(parse: Parse) -> None:
     extra = "[grpo]\nasync_weight_update = true\n"
     assert parse(extra).grpo.async_weight_update is True
     config = parse(
@@ -64,7 +70,7 @@ def test_arguments_beat_the_file_and_flags_have_a_negative(parse) -> None:
     assert config.rollout.servers == ["http://a:1", "http://b:2"]
 
 
-def test_keys_of_the_existing_trainer_are_taken_in_both_spellings(parse) -> None:
+def test_keys_of_the_existing_trainer_are_taken_in_both_spellings(parse: Parse) -> None:
     extra = (
         "[grpo]\ngrpo_by_token = true\ntemperature = 1.0\nrollout_is_threshold = 4.0\nkl_beta ="
         " 0.1\nref_model_ema = 0.99\n"
@@ -74,7 +80,7 @@ def test_keys_of_the_existing_trainer_are_taken_in_both_spellings(parse) -> None
     assert parse().grpo.grpo_by_token is None
 
 
-def test_what_the_user_gives_is_not_derived(parse) -> None:
+def test_what_the_user_gives_is_not_derived(parse: Parse) -> None:
     config = parse(
         "[checkpoint]\nlast_save_model_only = true\n[comm]\ntrain_timeout_seconds = 7000\n"
     )
@@ -105,7 +111,7 @@ def test_what_the_user_gives_is_not_derived(parse) -> None:
         ("not toml", "job.config_file must be valid TOML"),
     ],
 )
-def test_a_broken_file_is_refused_in_one_line(parse, extra, message) -> None:
+def test_a_broken_file_is_refused_in_one_line(parse: Parse, extra: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         parse(extra)
     assert "\n" not in str(caught.value)
@@ -120,7 +126,7 @@ def test_a_broken_file_is_refused_in_one_line(parse, extra, message) -> None:
     ],
 )
 def test_a_custom_config_module_that_fails_is_refused_in_one_line(
-    parse, module, message, tmp_path, monkeypatch
+    parse: Parse, module: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "its_module.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
@@ -139,7 +145,9 @@ def test_a_custom_config_module_that_fails_is_refused_in_one_line(
         (["--job.config_file", "BOM"], "without a byte-order mark, .*: save it as"),
     ],
 )
-def test_a_config_file_that_is_none_is_refused_in_one_line(arguments, message, tmp_path) -> None:
+def test_a_config_file_that_is_none_is_refused_in_one_line(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
     marked = tmp_path / "job.toml"
     marked.write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
     with pytest.raises(ConfigError, match=message):
@@ -157,7 +165,7 @@ def test_a_config_file_that_is_none_is_refused_in_one_line(arguments, message, t
         "grpo.kl_beta",
     ],
 )
-def test_a_number_that_is_not_finite_is_refused(parse, key, value) -> None:
+def test_a_number_that_is_not_finite_is_refused(parse: Parse, key: str, value: str) -> None:
     section, _, name = key.partition(".")
     for extra, arguments in ((f"[{section}]\n{name} = {value}\n", []), ("", [f"--{key}={value}"])):
         if section == "rollout" and extra:
@@ -166,7 +174,7 @@ def test_a_number_that_is_not_finite_is_refused(parse, key, value) -> None:
             parse(extra, *arguments)
 
 
-def test_no_bound_on_the_gradient_norm_is_infinity(parse) -> None:
+def test_no_bound_on_the_gradient_norm_is_infinity(parse: Parse) -> None:
     assert parse("", "--training.max_norm=inf").training.max_norm == float("inf")
 
 
@@ -285,13 +293,13 @@ def test_no_bound_on_the_gradient_norm_is_infinity(parse) -> None:
         ),
     ],
 )
-def test_a_broken_rule_is_refused_in_one_line(parse, arguments, message) -> None:
+def test_a_broken_rule_is_refused_in_one_line(parse: Parse, arguments: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         parse("", *arguments.split())
     assert "\n" not in str(caught.value)
 
 
-def test_lists_on_the_command_line_have_commas(parse) -> None:
+def test_lists_on_the_command_line_have_commas(parse: Parse) -> None:
     numbers = ("--rollout.reward_weights=1,0.5", "--rollout.stop_token_ids=3,4")
     rollout = parse(
         "", "--rollout.reward=a:b,c:d", "--rollout.dataset=rows.jsonl", *numbers
@@ -311,7 +319,7 @@ def test_lists_on_the_command_line_have_commas(parse) -> None:
     ],
 )
 def test_parallel_degrees_are_checked_against_the_number_of_ranks(
-    parse, arguments, ranks, message
+    parse: Parse, arguments: tuple[str, ...], ranks: int, message: str
 ) -> None:
     if not message:
         assert parse("", *arguments, world_size=ranks)
@@ -320,12 +328,12 @@ def test_parallel_degrees_are_checked_against_the_number_of_ranks(
         parse("", *arguments, world_size=ranks)
 
 
-def test_several_broken_rules_are_counted(parse) -> None:
+def test_several_broken_rules_are_counted(parse: Parse) -> None:
     with pytest.raises(ConfigError, match=r"\(and 2 more\)$"):
         parse("[validation]\nenable = true\n", "--optimizer.lr=0", "--rollout.group_size=1")
 
 
-def test_files_that_the_run_needs_are_named_when_missing(parse, tmp_path) -> None:
+def test_files_that_the_run_needs_are_named_when_missing(parse: Parse, tmp_path: Path) -> None:
     model = tiny.write_tiny_model("qwen3", tmp_path / "model")
     hf = "[checkpoint]\nenable = true\ninitial_load_in_hf = true\n"
     good = parse(hf, f"--model.hf_assets_path={model}")
@@ -353,7 +361,7 @@ def test_files_that_the_run_needs_are_named_when_missing(parse, tmp_path) -> Non
     ],
 )
 def test_a_flavor_that_computes_another_model_than_config_json_is_refused(
-    parse, tmp_path, kind, changed, words
+    parse: Parse, tmp_path: Path, kind: Kind, changed: dict[str, Any], words: str
 ) -> None:
     model = tiny.write_tiny_model(kind, tmp_path / "model")
     path = model / "config.json"
@@ -370,7 +378,7 @@ def test_a_flavor_that_computes_another_model_than_config_json_is_refused(
 
 
 def test_a_config_module_of_the_working_directory_is_found_as_torchrun_finds_it(
-    parse, tmp_path, monkeypatch
+    parse: Parse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_settings.py").write_text("from titan_grpo.config import JobConfig\n")
     monkeypatch.chdir(tmp_path)
@@ -379,7 +387,7 @@ def test_a_config_module_of_the_working_directory_is_found_as_torchrun_finds_it(
 
 
 def test_a_command_of_alerts_that_is_not_there_is_refused_before_an_alert_wants_it(
-    parse, tmp_path
+    parse: Parse, tmp_path: Path
 ) -> None:
     model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
     keys = [f"--model.hf_assets_path={model}", "--alerts.run", "reward/mean < 0"]
@@ -388,7 +396,9 @@ def test_a_command_of_alerts_that_is_not_there_is_refused_before_an_alert_wants_
         jobconfig.check_files(parse("", *keys, "--alerts.command", "not-there --now"))
 
 
-def test_what_prompts_are_made_of_is_looked_for_before_servers_start(parse, tmp_path) -> None:
+def test_what_prompts_are_made_of_is_looked_for_before_servers_start(
+    parse: Parse, tmp_path: Path
+) -> None:
     model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
     rows = tmp_path / "rows.jsonl"
     keys = ["--rollout.reward", "rewards:f", "--rollout.dataset", str(rows)]
@@ -406,7 +416,7 @@ def test_what_prompts_are_made_of_is_looked_for_before_servers_start(parse, tmp_
 
 
 def test_an_evaluations_data_are_looked_for_too_and_named_by_the_tables_key(
-    parse, tmp_path
+    parse: Parse, tmp_path: Path
 ) -> None:
     model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
     table = '[[evaluation]]\nname = "held_out"\nreward = ["m:f"]\ndataset = "none.jsonl"\n'
@@ -422,7 +432,9 @@ def test_template_variables_that_are_no_table_are_refused() -> None:
     assert found == "rollout.chat_template_kwargs must be a table, got 'x'"
 
 
-def test_a_run_key_that_is_missing_or_named_twice_is_refused_on_every_rank(parse, tmp_path) -> None:
+def test_a_run_key_that_is_missing_or_named_twice_is_refused_on_every_rank(
+    parse: Parse, tmp_path: Path
+) -> None:
     model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
     config = parse(
         "", f"--weight_sync.run_key_file={tmp_path}/key", f"--model.hf_assets_path={model}"
@@ -437,7 +449,9 @@ def test_a_run_key_that_is_missing_or_named_twice_is_refused_on_every_rank(parse
         jobconfig.check_files(config, {"TITAN_GRPO_RUN_KEY": "00" * 32})
 
 
-def test_a_checkpoint_folder_without_a_complete_checkpoint_is_refused(parse, tmp_path) -> None:
+def test_a_checkpoint_folder_without_a_complete_checkpoint_is_refused(
+    parse: Parse, tmp_path: Path
+) -> None:
     model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
     config = parse(
         "",
@@ -459,67 +473,12 @@ def test_a_checkpoint_folder_without_a_complete_checkpoint_is_refused(parse, tmp
         jobconfig.check_files(config)
 
 
-@pytest.mark.parametrize(
-    ("version", "reason"),
-    [
-        ("0.2.2", ""),
-        ("0.2.7+local", ""),
-        ("0.3.0", ""),
-        ("0.4.0", "newer than the trainers"),
-        ("1.0", "newer than the trainers"),
-        ("0.2.1", "too old"),
-        (None, "not installed"),
-    ],
-)
-def test_the_torchtitan_gate_says_why(version, reason) -> None:
-    refusal = compat.refusal(version)
-    assert (refusal == "") == (reason == "")
-    assert reason in refusal
-
-
-def test_a_job_is_written_in_the_same_keys_whatever_torchtitan_is_installed() -> None:
-    compat.prepare()
-    from torchtitan.config.job_config import JobConfig
-
-    def keys(kind: Any, prefix: str = "") -> dict[str, Any]:
-        out = {}
-        for f in fields(kind):
-            if is_dataclass(f.type):
-                out |= keys(f.type, f"{prefix}{f.name}.")
-            else:
-                value = f.default if f.default is not MISSING else f.default_factory()
-                out[prefix + f.name] = f.type, value
-        return out
-
-    theirs = {k: v for k, v in keys(JobConfig).items() if not k.startswith("quantize.")}
-    assert keys(jobfile.JobConfig) == theirs
-
-
-@pytest.mark.parametrize(
-    ("version", "names", "theirs"),
-    [
-        ("0.2.2", ["layers.0.attention.qkv_linear.wq.weight"], "0.3"),
-        ("0.3.0", ["layers.0.attention.wq.weight"], "0.2.2"),
-        ("0.2.2", ["layers.0.attention.wq.weight"], ""),
-        ("0.3.0", ["layers.0.attention.qkv_linear.wq.weight"], ""),
-    ],
-)
-def test_a_checkpoint_of_the_other_torchtitan_is_known_by_its_names(version, names, theirs) -> None:
-    reason = compat.other_saver(names, version)
-    assert (f"go on with torchtitan {theirs}," in reason) if theirs else reason == ""
-
-
-def test_the_installed_torchtitan_passes_the_gate() -> None:
-    assert compat.require_torchtitan().startswith("0.2.")
-    assert issubclass(UpstreamError, Exception)
-
-
 def test_keys_given_by_arguments_are_found_in_every_spelling_and_those_of_the_file() -> None:
     argv = ["--a.b-c", "1", "--a.no-d", "--e.f_g=2", "value"]
     assert jobfile.given_keys(argv, {"h": {"i": 1}}) == {"a.b_c", "a.d", "e.f_g", "h.i"}
 
 
-def test_the_start_says_what_an_algorithm_set_and_what_cannot_act(tmp_path) -> None:
+def test_the_start_says_what_an_algorithm_set_and_what_cannot_act(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(MINIMAL + '[grpo]\nalgorithm = "gspo"\nclip_ratio_dual = 3.0\n')
     job = jobconfig.read(["--job.config_file", str(path), "--grpo.num_microbatches=1"])
@@ -536,7 +495,9 @@ def test_the_start_says_what_an_algorithm_set_and_what_cannot_act(tmp_path) -> N
     }
 
 
-def test_a_file_of_ones_own_is_an_algorithm_and_its_types_are_checked(parse, tmp_path) -> None:
+def test_a_file_of_ones_own_is_an_algorithm_and_its_types_are_checked(
+    parse: Parse, tmp_path: Path
+) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text("[grpo]\nkl_beta = 1\nnum_epochs = 2\n")
     config = parse("", f"--grpo.algorithm={mine}")

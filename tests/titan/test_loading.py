@@ -3,6 +3,7 @@ builds."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,18 +17,20 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     store = tmp_path_factory.mktemp("loading") / "store"
     return [json.loads(out.splitlines()[-1]) for out in run_ranks(SCRIPT, 2, str(store))]
 
 
 @pytest.mark.parametrize("rows", ["padded", "packed"])
-def test_each_rank_gives_its_trainer_the_same_tensors_in_both_modes(ranks, rows) -> None:
+def test_each_rank_gives_its_trainer_the_same_tensors_in_both_modes(
+    ranks: list[dict[str, Any]], rows: str
+) -> None:
     for rank in ranks:
         assert len(rank[f"{rows}, single"]) >= 3
         assert rank[f"{rows}, by rank"] == rank[f"{rows}, single"]
     assert ranks[0][f"{rows}, single"] != ranks[1][f"{rows}, single"], "a share of its own"
 
 
-def test_an_error_on_rank_0_stops_both_with_the_same_words(ranks) -> None:
+def test_an_error_on_rank_0_stops_both_with_the_same_words(ranks: list[dict[str, Any]]) -> None:
     assert [rank["stopped"] for rank in ranks] == ["DataError: no batch"] * 2

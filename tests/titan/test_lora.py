@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import dtype
 
 from tests.rigs.ranks import run_ranks
 from tests.sync.snapshot_ranks import build
@@ -12,13 +13,14 @@ from titan_grpo.config import LINEAR, Lora
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.peft import MergedRows
 from titan_grpo.titan import jobconfig, lora
+from titan_grpo.titan.tiny import Kind
 
 JOB = ["--model.name=qwen3", "--model.flavor=grpo_tiny", "--rollout.servers=http://127.0.0.1:1"]
 JOB += ["--training.seq_len=512"]
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
-def test_merged_rows_are_the_sum_in_float64_whichever_rows_are_asked_for(kept) -> None:
+def test_merged_rows_are_the_sum_in_float64_whichever_rows_are_asked_for(kept: dtype) -> None:
     torch.manual_seed(1)
     w, b, a = (torch.randn(shape).to(kept) for shape in ((37, 19), (37, 5), (5, 19)))
     wanted = w.double() + 2.4 * (b.double() @ a.double())
@@ -44,7 +46,7 @@ def test_a_layer_with_an_adapter_computes_what_its_merged_weight_does() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen3", "qwen3_untied"])
-def test_every_linear_layer_of_a_block_gets_an_adapter_and_the_rest_none(kind) -> None:
+def test_every_linear_layer_of_a_block_gets_an_adapter_and_the_rest_none(kind: Kind) -> None:
     model, adapter = build(kind)
     names = lora.put_on(model, adapter.to_hf, Lora(rank=2))
     assert len(names) == len(LINEAR) * 2
@@ -95,7 +97,9 @@ def test_the_experts_of_a_mixture_have_no_linear_layers() -> None:
         ),
     ],
 )
-def test_what_lora_cannot_run_with_is_refused_in_one_line(arguments, message) -> None:
+def test_what_lora_cannot_run_with_is_refused_in_one_line(
+    arguments: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError) as refusal:
         jobconfig.parse([*JOB, *arguments])
     assert str(refusal.value).startswith(message)

@@ -3,6 +3,8 @@ which cannot act are named."""
 
 from dataclasses import fields, replace
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,7 +71,7 @@ def algorithm(name: str) -> GRPO:
     return grpo
 
 
-def leave_out(grpo: GRPO, ranks: list[list[dict]], steps: tuple[int, ...]) -> None:
+def leave_out(grpo: GRPO, ranks: list[list[dict[str, Any]]], steps: tuple[int, ...]) -> None:
     """What each optimizer step does before it, at POLICY."""
     for last, count in zip(accumulate(steps), steps, strict=True):
         mine = [each for rank in ranks for each in rank[last - count : last]]
@@ -162,7 +164,9 @@ def test_a_key_of_the_job_wins_and_the_start_says_so() -> None:
         ("[grpo]\n[rollout]\n", "must have the one table"),
     ],
 )
-def test_a_file_that_is_no_algorithm_is_refused(content, message, tmp_path) -> None:
+def test_a_file_that_is_no_algorithm_is_refused(
+    content: str | None, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "mine.toml"
     if content is not None:
         path.write_text(content)

@@ -4,7 +4,9 @@ do batches and models in other forms together, on both torchtitans."""
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from safetensors.torch import load_file
 from tests.rigs.ranks import run_ranks
 from tests.rigs.sockets import free_port
 from titan_grpo.titan.flavors import FLAVORS
-from titan_grpo.titan.tiny import write_tiny_model
+from titan_grpo.titan.tiny import Kind, write_tiny_model
 
 pytestmark = pytest.mark.e2e
 
@@ -24,14 +26,17 @@ EXACT = "--weight_sync.wire_dtype=float32 --optimizer.eps=1e-2 --grpo.token_budg
 decides."""
 
 
+Trained = Callable[..., dict[str, dict[str, Any]]]
+
+
 @pytest.fixture
-def trained(tmp_path):
+def trained(tmp_path: Path) -> Trained:
     """``trained((name, ranks, steps, arguments), ...)``: what rank 0 of each run says, by name;
     all runs at once, each in the folder of its name."""
 
     def run(
-        *runs: tuple[str, int, int, str], kind: str = "llama3", python: str = sys.executable
-    ) -> dict[str, dict]:
+        *runs: tuple[str, int, int, str], kind: Kind = "llama3", python: str = sys.executable
+    ) -> dict[str, dict[str, Any]]:
         model = write_tiny_model(kind, tmp_path / "model", seed=1)
         name, flavor = FLAVORS[kind]
         words: list[str] = []
@@ -50,7 +55,7 @@ def trained(tmp_path):
     return run
 
 
-def assert_alike(one: dict, other: dict) -> None:
+def assert_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
     """Same losses, norms and metrics, and the same weights."""
     for ours, theirs in zip(one["said"], other["said"], strict=True):
         assert ours["values"].keys() == theirs["values"].keys()
@@ -66,7 +71,7 @@ def assert_alike(one: dict, other: dict) -> None:
         torch.testing.assert_close(weight, others[name], rtol=0, atol=2e-6)
 
 
-def test_two_stages_train_like_one_rank(trained) -> None:
+def test_two_stages_train_like_one_rank(trained: Trained) -> None:
     found = trained(("whole", 1, 3, ""), ("stages", 2, 3, TWO_STAGES))
     assert_alike(found["stages"], found["whole"])
     assert found["stages"]["same_as_export"]
@@ -93,7 +98,7 @@ EVERYTHING = (
     ids=["FSDP and every term", "MoE", "EP", "several stages on a rank", "TP"],
 )
 def test_stages_beside_other_ways_of_sharding_train_like_one_rank(
-    trained, kind, ranks, sharding, terms
+    trained: Trained, kind: Kind, ranks: int, sharding: str, terms: str
 ) -> None:
     more = f"{TWO_STAGES} {terms} {sharding and '--parallelism.' + sharding}"
     found = trained(("whole", 1, 3, terms), ("stages", ranks, 3, more), kind=kind)
@@ -103,7 +108,7 @@ def test_stages_beside_other_ways_of_sharding_train_like_one_rank(
 
 
 @pytest.mark.long
-def test_a_run_of_stages_that_stopped_goes_on_bit_for_bit(trained) -> None:
+def test_a_run_of_stages_that_stopped_goes_on_bit_for_bit(trained: Trained) -> None:
     straight = trained(("straight", 2, 4, TWO_STAGES), ("halves", 2, 2, TWO_STAGES))["straight"]
     halves = trained(("halves", 2, 4, TWO_STAGES))["halves"]
     assert halves["said"] == straight["said"][2:]
@@ -127,7 +132,9 @@ TOGETHER = {
 @pytest.mark.long
 @pytest.mark.parametrize("job", TOGETHER.values(), ids=TOGETHER)
 @pytest.mark.parametrize("version", ["0.2.2", "0.3"])
-def test_what_may_be_combined_trains_like_one_rank_that_pads(trained, root, job, version) -> None:
+def test_what_may_be_combined_trains_like_one_rank_that_pads(
+    trained: Trained, root: Path, job: tuple[Kind, str, str], version: str
+) -> None:
     python = sys.executable
     if version == "0.3":
         python = str(root / ".venv-titan03/bin/python")

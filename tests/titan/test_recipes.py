@@ -1,6 +1,7 @@
 """Every recipe in train_configs parses, and is what its header says."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ RANKS = {"quickstart_cpu": 2, "verify_2gpu": 2, "qwen3_0.6b_gsm8k": 8, "llama3_8
 RANKS |= {"qwen3_0.6b_one_node": 4}
 
 
-def recipe(name: str, *arguments: str):
+def recipe(name: str, *arguments: str) -> Any:
     (path,) = [p for p in RECIPES if p.stem == name]
     return jobconfig.parse(["--job.config_file", str(path), *arguments], RANKS[name])
 
@@ -21,7 +22,7 @@ def test_the_recipes_of_the_readme_are_all_there() -> None:
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_a_recipe_keeps_every_rule(name) -> None:
+def test_a_recipe_keeps_every_rule(name: str) -> None:
     config = recipe(name)
     assert config.grpo.async_weight_update
     assert config.checkpoint.enable
@@ -32,13 +33,13 @@ def test_a_recipe_keeps_every_rule(name) -> None:
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_a_recipe_sets_no_key_in_vain(name) -> None:
+def test_a_recipe_sets_no_key_in_vain(name: str) -> None:
     (path,) = [p for p in RECIPES if p.stem == name]
     assert jobconfig.read(["--job.config_file", str(path)], RANKS[name]).notes == ()
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_a_recipe_also_runs_in_sync_mode(name) -> None:
+def test_a_recipe_also_runs_in_sync_mode(name: str) -> None:
     config = recipe(name, "--grpo.no-async-weight-update", "--rollout.max_staleness=0")
     assert not config.grpo.async_weight_update
 

@@ -1,12 +1,14 @@
 """The moving reference model: the average is exact, and a forward pass after it sees it."""
 
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from titan_grpo.errors import ProtocolError
 from titan_grpo.titan import compat
@@ -16,13 +18,13 @@ compat.prepare()
 from titan_grpo.titan.modules import move_reference  # noqa: E402 - the patches come first
 
 
-def make(seed):
+def make(seed: int) -> torch.nn.Sequential:
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
 
 
 @pytest.fixture
-def mesh(tmp_path):
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group(
         "gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=30)
@@ -31,7 +33,7 @@ def mesh(tmp_path):
     dist.destroy_process_group()
 
 
-def expected(ema, steps):
+def expected(ema: float, steps: int) -> list[torch.Tensor]:
     reference, policy = make(1), make(2)
     return [
         ema**steps * r + (1 - ema**steps) * p
@@ -49,7 +51,7 @@ def test_the_reference_is_the_average_and_the_policy_stays() -> None:
     )
 
 
-def test_a_sharded_reference_moves_in_place_and_its_next_forward_sees_it(mesh) -> None:
+def test_a_sharded_reference_moves_in_place_and_its_next_forward_sees_it(mesh: DeviceMesh) -> None:
     reference, policy = make(1), make(2)
     for model in (reference, policy):
         fully_shard(model[0], mesh=mesh)
@@ -61,6 +63,7 @@ def test_a_sharded_reference_moves_in_place_and_its_next_forward_sees_it(mesh) -
         move_reference(reference, policy, 0.75)
         after = reference(x)
         for module in (reference[0], reference):
+            assert isinstance(module, FSDPModule)
             module.reshard()
         again = reference(x)
     plain = make(0)

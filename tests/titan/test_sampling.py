@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from titan_grpo.titan.step_records import group_values, reward_values  # noqa: E
 KIND = BatchOptions(64, 32)
 
 
-def group(index, *rewards, lengths=(2, 2)):
+def group(index: int, *rewards: float, lengths: tuple[int, ...] = (2, 2)) -> Group:
     completions = [
         Completion((5,) * n, (-1.0,) * n, "stop", 0, 0, "s", float(r))
         for r, n in zip(rewards, lengths, strict=True)
@@ -35,16 +36,17 @@ def group(index, *rewards, lengths=(2, 2)):
 class Source:
     """Groups in order: True has spread."""
 
-    def __init__(self, *spread):
+    def __init__(self, *spread: bool) -> None:
         self.groups = [group(i, 0, 1 if varied else 0) for i, varied in enumerate(spread)]
-        self.asked, self.given_back = [], []
+        self.asked: list[int] = []
+        self.given_back: list[int] = []
 
-    def take(self, count):
+    def take(self, count: int) -> list[Group]:
         self.asked.append(count)
         out, self.groups = self.groups[:count], self.groups[count:]
         return out
 
-    def run(self, want, rounds, kind=KIND):
+    def run(self, want: int, rounds: int, kind: BatchOptions = KIND) -> tuple[list[int], int]:
         found = varied_groups(self.take, self.given_back.append, want, rounds, kind)
         return [g.prompt.index for g in found.groups], len(found.left_out)
 
@@ -96,7 +98,7 @@ def test_a_completion_that_is_not_trained_on_makes_no_spread_and_its_reward_stop
 def test_more_groups_than_asked_for_are_all_kept_and_none_is_asked_for_again() -> None:
     asked = []
 
-    def take(count):
+    def take(count: int) -> list[Group]:
         asked.append(count)
         return [group(index, 0, 1) for index in range(3)]
 
@@ -128,7 +130,7 @@ def test_the_mean_reward_is_that_of_all_that_was_made_for_a_step_filtered_groups
 SHORT = JobConfig(GRPO(), Rollout(batch_timeout_s=60.0), WeightSync())
 
 
-def test_the_loaders_group_outlasts_a_start_of_servers_and_a_sync(tmp_path) -> None:
+def test_the_loaders_group_outlasts_a_start_of_servers_and_a_sync(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -49,7 +49,7 @@ from titan_grpo.titan.servers import (
         (" n[5].cluster.example ", ["n5.cluster.example"]),
     ],
 )
-def test_a_host_list_is_expanded_as_slurm_means_it(text, hosts) -> None:
+def test_a_host_list_is_expanded_as_slurm_means_it(text: str, hosts: list[str]) -> None:
     assert list(expand_hosts(text)) == hosts
 
 
@@ -69,7 +69,7 @@ def test_a_host_list_is_expanded_as_slurm_means_it(text, hosts) -> None:
         "a[1-99999999]",
     ],
 )
-def test_what_is_no_host_list_is_refused_with_its_text(text) -> None:
+def test_what_is_no_host_list_is_refused_with_its_text(text: str) -> None:
     with pytest.raises(ConfigError, match=r"host"):
         expand_hosts(text)
 
@@ -100,7 +100,9 @@ GROUPS = st.lists(
 
 
 @given(GROUPS)
-def test_a_compressed_list_expands_to_the_hosts_it_was_made_of(groups) -> None:
+def test_a_compressed_list_expands_to_the_hosts_it_was_made_of(
+    groups: list[tuple[str, set[int], int]],
+) -> None:
     hosts = [
         f"{prefix}{number:0{width}d}"
         for prefix, numbers, width in groups
@@ -146,7 +148,7 @@ def test_a_servers_file_has_a_url_per_line_and_comments() -> None:
     ("text", "words"),
     [("http://a:1\nhttp:/b\n", "line 2"), ("http://a:1\nhttp://b", "still being written")],
 )
-def test_a_broken_servers_file_is_refused_with_its_line(text, words) -> None:
+def test_a_broken_servers_file_is_refused_with_its_line(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_servers(text)
 
@@ -157,7 +159,7 @@ def replaced(path: Path, text: str) -> None:
     os.replace(other, path)
 
 
-def test_a_file_is_read_again_only_when_it_changed_and_complains_once(tmp_path) -> None:
+def test_a_file_is_read_again_only_when_it_changed_and_complains_once(tmp_path: Path) -> None:
     path = tmp_path / "servers"
     file = ServersFile(path)
     with pytest.raises(ConfigError, match="readable file"):
@@ -179,7 +181,7 @@ def test_a_file_is_read_again_only_when_it_changed_and_complains_once(tmp_path) 
     assert file.changed() == ("http://b:1",)
 
 
-def test_all_sources_together_give_each_server_once(tmp_path) -> None:
+def test_all_sources_together_give_each_server_once(tmp_path: Path) -> None:
     (tmp_path / "servers").write_text("http://n1:9000\nhttp://z:1\n")
     rollout = Rollout(
         servers=["http://a:1/"],
@@ -194,7 +196,7 @@ def test_all_sources_together_give_each_server_once(tmp_path) -> None:
         known_servers(rollout, {})
 
 
-def test_one_server_under_two_names_is_refused_wherever_they_are_given(tmp_path) -> None:
+def test_one_server_under_two_names_is_refused_wherever_they_are_given(tmp_path: Path) -> None:
     local = Rollout(servers=["http://127.0.0.1:8000"])
     assert any(
         "without repetition" in rule
@@ -210,7 +212,7 @@ def test_one_server_under_two_names_is_refused_wherever_they_are_given(tmp_path)
     assert parse_servers("http://h:80\nhttp://h:81\n") == ("http://h:80", "http://h:81")
 
 
-def test_launched_servers_stand_for_the_word(tmp_path) -> None:
+def test_launched_servers_stand_for_the_word(tmp_path: Path) -> None:
     assert known_servers(Rollout(servers=["launch"]), {}, ("http://127.0.0.1:1",)).urls == [
         "http://127.0.0.1:1"
     ]
@@ -285,7 +287,9 @@ def command(run: Path, *arguments: str) -> int:
     return main(["servers", *arguments, "--run", str(run)])
 
 
-def test_a_command_adds_and_removes_and_says_so_in_one_line(start, said, tmp_path, capsys):
+def test_a_command_adds_and_removes_and_says_so_in_one_line(
+    start: Start, said: "queue.SimpleQueue[str]", tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     thread = start(A)
     assert command(tmp_path, "add", "http://B:1/") == 0
     assert (
@@ -311,7 +315,14 @@ def test_a_command_adds_and_removes_and_says_so_in_one_line(start, said, tmp_pat
         (("remove", A), "the last server"),
     ],
 )
-def test_what_is_refused_exits_with_1_and_one_line(start, said, tmp_path, capsys, arguments, words):
+def test_what_is_refused_exits_with_1_and_one_line(
+    start: Start,
+    said: "queue.SimpleQueue[str]",
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, str],
+    words: str,
+) -> None:
     start(A)
     assert command(tmp_path, *arguments) == 1
     error = capsys.readouterr().err
@@ -320,18 +331,24 @@ def test_what_is_refused_exits_with_1_and_one_line(start, said, tmp_path, capsys
     assert said.empty()
 
 
-def test_a_mistake_in_the_command_exits_with_2(tmp_path, capsys):
+def test_a_mistake_in_the_command_exits_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command(tmp_path, "add", "no url") == 2
     assert command(tmp_path / "nowhere", "list") == 2
     assert "must be a URL" in capsys.readouterr().err
 
 
-def test_without_a_trainer_the_command_says_where_it_looked(tmp_path, capsys):
+def test_without_a_trainer_the_command_says_where_it_looked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command(tmp_path, "list") == 1
     assert f"no trainer runs in {tmp_path}" in capsys.readouterr().err
 
 
-def test_the_list_comes_as_a_table_and_as_json(start, tmp_path, capsys):
+def test_the_list_comes_as_a_table_and_as_json(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     start(A)
     assert command(tmp_path, "list") == 0
     assert A in capsys.readouterr().out.splitlines()[1]
@@ -340,7 +357,9 @@ def test_the_list_comes_as_a_table_and_as_json(start, tmp_path, capsys):
     assert (line["url"], line["standing"], line["held"]) == (A, "unknown", None)
 
 
-def test_a_file_that_changes_moves_servers_and_a_bad_one_does_not(start, said, tmp_path, capsys):
+def test_a_file_that_changes_moves_servers_and_a_bad_one_does_not(
+    start: Start, said: "queue.SimpleQueue[str]", tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "servers"
     path.write_text(f"{A}\n{B}\n")
     thread = start(file=path)
@@ -354,7 +373,7 @@ def test_a_file_that_changes_moves_servers_and_a_bad_one_does_not(start, said, t
     assert thread.urls == [A, B, C]
 
 
-class Heard(queue.SimpleQueue):
+class Heard(queue.SimpleQueue[str]):
     """In place of stderr. (What comes while pytest takes out what it has captured is lost.)"""
 
     write = queue.SimpleQueue.put
@@ -363,7 +382,9 @@ class Heard(queue.SimpleQueue):
         """All is there."""
 
 
-def test_a_bad_file_is_said_once_and_the_last_good_list_stays(start, said, tmp_path, monkeypatch):
+def test_a_bad_file_is_said_once_and_the_last_good_list_stays(
+    start: Start, said: "queue.SimpleQueue[str]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heard = Heard()
     monkeypatch.setattr(sys, "stderr", heard)
     path = tmp_path / "servers"
@@ -383,7 +404,7 @@ def test_a_bad_file_is_said_once_and_the_last_good_list_stays(start, said, tmp_p
     assert not [line for line in rest if "servers:" in line]
 
 
-def test_the_socket_is_for_its_owner_only_and_may_lie_deep(start, tmp_path):
+def test_the_socket_is_for_its_owner_only_and_may_lie_deep(start: Start, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 100) / ("y" * 100)
     deep.mkdir(parents=True)
     start(A, folder=deep)
@@ -391,7 +412,7 @@ def test_the_socket_is_for_its_owner_only_and_may_lie_deep(start, tmp_path):
     assert ask(deep, {"do": "list"})["servers"]
 
 
-def test_a_dead_trainers_socket_is_replaced_a_live_ones_is_not(tmp_path):
+def test_a_dead_trainers_socket_is_replaced_a_live_ones_is_not(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(tmp_path / NAME))
     first = ControlSocket(tmp_path, lambda _: {})
@@ -407,7 +428,7 @@ def test_a_dead_trainers_socket_is_replaced_a_live_ones_is_not(tmp_path):
         ask(tmp_path, {})
 
 
-def test_a_silent_or_senseless_caller_holds_up_nobody(start, tmp_path):
+def test_a_silent_or_senseless_caller_holds_up_nobody(start: Start, tmp_path: Path) -> None:
     start(A)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(str(tmp_path / NAME))

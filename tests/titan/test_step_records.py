@@ -87,11 +87,13 @@ def test_what_the_loss_sums_up_reaches_the_step_under_the_names_of_the_table() -
     assert all(names.meaning(name) for name in values)
 
 
-def completion(tokens, sampled=(), reward=0.0) -> Completion:
+def completion(
+    tokens: tuple[int, ...], sampled: tuple[bool, ...] = (), reward: float = 0.0
+) -> Completion:
     return Completion(tokens, (-1.0,) * len(tokens), "stop", 3, 3, "http://a:1", reward, sampled)
 
 
-def first_batch(completions, pack: bool) -> FirstBatch:
+def first_batch(completions: list[Completion], pack: bool) -> FirstBatch:
     prompt = Prompt(0, (5, 6))
     rows = [Row(0, prompt, each, 1.0, 1.0) for each in completions]
     (batch,) = build(compact([rows], Layout(64, 32, 0, 8, pack)))
@@ -101,7 +103,7 @@ def first_batch(completions, pack: bool) -> FirstBatch:
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_each_sequence_has_the_log_probabilities_of_its_own_tokens(pack) -> None:
+def test_each_sequence_has_the_log_probabilities_of_its_own_tokens(pack: bool) -> None:
     batch = first_batch([completion((7, 8, 9)), completion((10,)), completion((7, 8))], pack)
     assert sequences(batch) == {
         (5, 6, 7, 8, 9): [None, None, -0.07, -0.08, -0.09],
@@ -164,41 +166,43 @@ def log_until(processor: Any, ended: Callable[[], object]) -> None:
 
 # TensorBoard's own thread ends with the error that the test is about.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_full_disk_under_tensorboard_is_one_warning(tmp_path) -> None:
+def test_a_full_disk_under_tensorboard_is_one_warning(tmp_path: Path) -> None:
     alone = processor_on_a_full_disk(tmp_path / "alone")
     with pytest.raises(OSError, match="No space left"):
         log_until(alone, lambda: False)
-    wrapped, said = processor_on_a_full_disk(tmp_path / "wrapped"), []
+    wrapped = processor_on_a_full_disk(tmp_path / "wrapped")
+    said: list[str] = []
     make_dispensable(wrapped, said.append)
-    log_until(wrapped, lambda: said)
+    log_until(wrapped, lambda: bool(said))
     wrapped.logger.log({"reward/mean": 1.0}, 1_000)
     wrapped.logger.close()
     assert len(said) == 1
     assert "TensorBoardLogger failed" in said[0]
 
 
-class Lost(BaseLogger):
+class Lost(BaseLogger):  # type: ignore[misc]  # torchtitan has no types
     """A logger whose service cannot be reached."""
 
-    def log(self, metrics, step) -> None:
+    def log(self, metrics: dict[str, Any], step: int) -> None:
         raise ConnectionError("no route to host")
 
     def close(self) -> None:
         raise ConnectionError("no route to host")
 
 
-class Kept(BaseLogger):
+class Kept(BaseLogger):  # type: ignore[misc]  # torchtitan has no types
     """A logger that works."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def log(self, metrics, step) -> None:
+    def log(self, metrics: dict[str, Any], step: int) -> None:
         self.steps.append(step)
 
 
 def test_the_other_loggers_go_on_when_one_fails() -> None:
-    said, kept = [], Kept()
+    said: list[str] = []
+    kept = Kept()
     processor = processor_of(Lost(), kept)
     make_dispensable(processor, said.append)
     for step in (1, 2):
@@ -219,9 +223,9 @@ def test_a_single_logger_is_wrapped_too() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_what_ends_a_process_passes(error) -> None:
-    class Ending(BaseLogger):
-        def log(self, metrics, step) -> None:
+def test_what_ends_a_process_passes(error: type[BaseException]) -> None:
+    class Ending(BaseLogger):  # type: ignore[misc]  # torchtitan has no types
+        def log(self, metrics: dict[str, Any], step: int) -> None:
             raise error
 
     with pytest.raises(error):
@@ -231,7 +235,7 @@ def test_what_ends_a_process_passes(error) -> None:
 COMPLETIONS = [(0.5, "3 to 4", "http://a:1", 0.0125, "2+|3=", "5\n<i>*x*")]
 
 
-def test_completions_are_a_table_of_tensorboards_text_page(tmp_path) -> None:
+def test_completions_are_a_table_of_tensorboards_text_page(tmp_path: Path) -> None:
     said: list[str] = []
     processor = processor_of(TensorBoardLogger(str(tmp_path)), Kept())
     make_dispensable(processor, said.append)

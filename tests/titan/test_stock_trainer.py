@@ -1,6 +1,11 @@
 """torchtitan's own trainer with our patches, on CPU ranks over gloo."""
 
+from collections.abc import Callable
+
 import pytest
+
+from tests.titan.conftest import StockRun
+from titan_grpo.titan.tiny import Kind
 
 pytestmark = pytest.mark.e2e
 
@@ -14,7 +19,7 @@ LEARNS_BELOW = 4.2
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["llama3", "qwen3_untied", "qwen3_moe"])
-def test_the_stock_trainer_learns_on_two_ranks(stock, kind) -> None:
+def test_the_stock_trainer_learns_on_two_ranks(stock: Callable[..., StockRun], kind: Kind) -> None:
     run = stock(kind, 2)
     assert run.returncode == 0, run.log[-20000:]
     assert len(run.losses) == 3
@@ -43,7 +48,7 @@ def test_the_stock_trainer_learns_on_two_ranks(stock, kind) -> None:
     ],
 )
 def test_losses_and_gradients_do_not_depend_on_how_the_model_is_split(
-    stock, ranks, arguments
+    stock: Callable[..., StockRun], ranks: int, arguments: tuple[str, ...]
 ) -> None:
     run = stock("qwen3", ranks, *arguments)
     assert run.returncode == 0, run.log[-20000:]
@@ -52,7 +57,7 @@ def test_losses_and_gradients_do_not_depend_on_how_the_model_is_split(
     assert run.norms == pytest.approx((4.638714, 4.278379, 2.132652), rel=5e-3)
 
 
-def test_expert_parallel_ranks_train_like_sharded_ones(stock) -> None:
+def test_expert_parallel_ranks_train_like_sharded_ones(stock: Callable[..., StockRun]) -> None:
     run = stock("qwen3_moe", 2, "--parallelism.expert_parallel_degree=2")
     assert run.returncode == 0, run.log[-20000:]
     # Made by two FSDP ranks without expert parallelism.
@@ -60,7 +65,7 @@ def test_expert_parallel_ranks_train_like_sharded_ones(stock) -> None:
     assert run.norms == pytest.approx((4.424476, 4.027486, 2.263861), rel=5e-3)
 
 
-def test_tensor_parallel_llama3_trains(stock) -> None:
+def test_tensor_parallel_llama3_trains(stock: Callable[..., StockRun]) -> None:
     run = stock("llama3", 2, "--parallelism.tensor_parallel_degree=2")
     assert run.returncode == 0, run.log[-20000:]
     assert run.losses[-1] < LEARNS_BELOW
@@ -76,7 +81,7 @@ def test_tensor_parallel_llama3_trains(stock) -> None:
     ],
 )
 def test_without_the_patch_torchtitan_fails_as_the_patch_says(
-    stock, skip, kind, ranks, complaint
+    stock: Callable[..., StockRun], skip: str, kind: Kind, ranks: int, complaint: str
 ) -> None:
     run = stock(kind, ranks, skip=skip)
     assert run.returncode != 0

@@ -1,6 +1,9 @@
 """The text of the PTX mix-in, from torchtitan's own loader and a tiny model's tokenizer."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -8,21 +11,24 @@ from titan_grpo.errors import ConfigError
 from titan_grpo.titan import jobconfig
 from titan_grpo.titan.tiny import write_tiny_model
 
+if TYPE_CHECKING:
+    from titan_grpo.titan.data import TextMixin
+
 ROWS, LENGTH = 2, 32
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model("qwen3", tmp_path_factory.mktemp("model"), seed=0)
 
 
 @pytest.fixture
-def mixin(model, tmp_path):
+def mixin(model: Path, tmp_path: Path) -> Callable[..., "TextMixin"]:
     """``mixin(rank, dataset)``: the share of one of two ranks."""
     lines = [json.dumps({"text": f"line {n} of a text " * 3}) for n in range(40)]
     (tmp_path / "data.json").write_text("\n".join(lines))
 
-    def make(rank=0, dataset="c4_test"):
+    def make(rank: int = 0, dataset: str = "c4_test") -> "TextMixin":
         settings = {
             "model.name": "qwen3",
             "model.flavor": "grpo_tiny",
@@ -45,7 +51,7 @@ def mixin(model, tmp_path):
     return make
 
 
-def test_each_rank_takes_its_own_text_in_whole_batches(mixin) -> None:
+def test_each_rank_takes_its_own_text_in_whole_batches(mixin: Callable[..., "TextMixin"]) -> None:
     taken = [mixin(rank).take() for rank in (0, 1)]
     for pairs in taken:
         assert [tuple(inputs.shape) for inputs, _ in pairs] == [(ROWS, LENGTH)] * 3
@@ -53,7 +59,7 @@ def test_each_rank_takes_its_own_text_in_whole_batches(mixin) -> None:
     assert not (taken[0][0][0] == taken[1][0][0]).all()
 
 
-def test_the_text_goes_on_where_a_checkpoint_left_it(mixin) -> None:
+def test_the_text_goes_on_where_a_checkpoint_left_it(mixin: Callable[..., "TextMixin"]) -> None:
     first = mixin()
     first.take()
     resumed = mixin()
@@ -62,7 +68,9 @@ def test_the_text_goes_on_where_a_checkpoint_left_it(mixin) -> None:
     assert all((a == b).all() for (a, _), (b, _) in zip(resumed.take(), expected, strict=True))
 
 
-def test_a_text_that_torchtitan_does_not_know_is_refused_with_its_keys(mixin) -> None:
+def test_a_text_that_torchtitan_does_not_know_is_refused_with_its_keys(
+    mixin: Callable[..., "TextMixin"],
+) -> None:
     with pytest.raises(
         ConfigError, match=r"training\.dataset and training\.dataset_path must name .* got 'nope'"
     ):

@@ -2,6 +2,7 @@
 the work of a sequence against a count by hand."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 
 from tests.rigs.tiny_model import loaded
 from titan_grpo.titan import compat, flavors, tiny
+from titan_grpo.titan.tiny import Kind
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_torchtitan_and_transformers_compute_the_same_logits(kind, tmp_path) -> None:
+def test_torchtitan_and_transformers_compute_the_same_logits(kind: Kind, tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -29,7 +31,7 @@ def test_torchtitan_and_transformers_compute_the_same_logits(kind, tmp_path) -> 
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_the_written_names_and_shapes_are_those_that_torchtitan_exports(kind) -> None:
+def test_the_written_names_and_shapes_are_those_that_torchtitan_exports(kind: Kind) -> None:
     name, flavor = flavors.FLAVORS[kind]
     spec = compat.upstream("models").get_spec(name)
     args = spec.model_args[flavor]
@@ -45,7 +47,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others() -> None:
     assert not torch.equal(a, c)
 
 
-def test_a_text_has_as_many_tokens_as_characters_and_comes_back(tmp_path) -> None:
+def test_a_text_has_as_many_tokens_as_characters_and_comes_back(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     tiny.write_tiny_model("qwen3", tmp_path)
@@ -57,7 +59,7 @@ def test_a_text_has_as_many_tokens_as_characters_and_comes_back(tmp_path) -> Non
     assert tokenizer.decode([tiny.BOS, *tokenizer.encode("7").ids, tiny.EOS]) == "7"
 
 
-def test_transformers_and_torchtitan_agree_on_the_special_tokens(tmp_path) -> None:
+def test_transformers_and_torchtitan_agree_on_the_special_tokens(tmp_path: Path) -> None:
     from torchtitan.components.tokenizer import HuggingFaceTokenizer
     from transformers import AutoTokenizer
 
@@ -91,7 +93,7 @@ def test_an_expert_bias_that_can_not_be_exported_is_turned_off() -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama3", "qwen3_moe"])
-def test_the_work_of_a_sequence_is_what_the_dimensions_say(kind) -> None:
+def test_the_work_of_a_sequence_is_what_the_dimensions_say(kind: Kind) -> None:
     compat.prepare()
     from titan_grpo.titan.trainer import token_cost
 

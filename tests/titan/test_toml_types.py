@@ -65,7 +65,7 @@ def test_right_types_pass_and_an_integer_may_stand_for_a_number() -> None:
         ('inner.workers = "2"', "section.inner.workers must be an integer, got '2'"),
     ],
 )
-def test_a_wrong_type_is_one_line_with_key_rule_and_value(line, message) -> None:
+def test_a_wrong_type_is_one_line_with_key_rule_and_value(line: str, message: str) -> None:
     assert found(f"[section]\n{line}\n") == [message]
 
 

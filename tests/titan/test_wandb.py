@@ -34,7 +34,7 @@ STEPS = [
 ]
 
 
-def test_every_metric_of_a_step_is_in_the_file_of_an_offline_run(tmp_path) -> None:
+def test_every_metric_of_a_step_is_in_the_file_of_an_offline_run(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="wandb is not in this environment")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path), json.dumps(STEPS)],

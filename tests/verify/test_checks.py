@@ -4,6 +4,7 @@ wrong is named."""
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -63,7 +64,7 @@ def good(name: str = "a run") -> Run:
     )
 
 
-def other_commit(run: Run, index: int, **changes: object) -> Run:
+def other_commit(run: Run, index: int, **changes: Any) -> Run:
     commits = list(run.commits)
     commits[index] = replace(commits[index], **changes)
     return replace(run, commits=tuple(commits))
@@ -84,15 +85,15 @@ def commit(version: int, run_id: str = RUN_ID) -> Committed:
     return Committed(run_id, 0, version, True, print_(version), tensors(version))
 
 
-def probed(version: int, low: int, high: int, **changes: object) -> Callable[[Run], Run]:
+def probed(version: int, low: int, high: int, **changes: Any) -> Callable[[Run], Run]:
     return lambda r: with_probe(r, replace(probe(version, low, high), **changes))
 
 
-def committed(index: int, **changes: object) -> Callable[[Run], Run]:
+def committed(index: int, **changes: Any) -> Callable[[Run], Run]:
     return lambda r: other_commit(r, index, **changes)
 
 
-def changed(**changes: object) -> Callable[[Run], Run]:
+def changed(**changes: Any) -> Callable[[Run], Run]:
     return lambda r: replace(r, **changes)
 
 

@@ -1,6 +1,8 @@
 """The verification's report: a failed result says so, and no kind of violation is hidden by many of
 another."""
 
+from pathlib import Path
+
 import pytest
 
 from titan_grpo import cli
@@ -60,7 +62,7 @@ def test_throughput_is_what_the_summary_says() -> None:
     ],
 )
 def test_devices_are_chosen_so_that_the_server_never_sits_on_rank_0s_gpu(
-    wanted, gpus, ranks, chosen
+    wanted: str, gpus: int, ranks: int, chosen: Devices
 ) -> None:
     assert choose_devices(wanted, gpus, ranks) == chosen
 
@@ -79,7 +81,11 @@ def test_cuda_without_enough_gpus_is_refused_with_the_remedy(gpus: int, ranks: i
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(
-    arguments, words, root, capsys, monkeypatch
+    arguments: list[str],
+    words: str,
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(root)
     assert cli.main(["verify", *arguments]) == 2

@@ -1,17 +1,19 @@
 """The reference computation takes exactly a model's tensors, and its values are log-probabilities
 of the prompts' tokens."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from titan_grpo.titan.tiny import write_tiny_model
+from titan_grpo.titan.tiny import Kind, write_tiny_model
 from titan_grpo.verify.prober import PROMPTS, TOKENS, ReferenceModel, fixed_prompts
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama3"])
-def test_it_follows_the_weights_it_is_given(kind, tmp_path) -> None:
+def test_it_follows_the_weights_it_is_given(kind: Kind, tmp_path: Path) -> None:
     prompts = fixed_prompts()
     model = ReferenceModel(write_tiny_model(kind, tmp_path / "model", seed=1), prompts)
     other = write_tiny_model(kind, tmp_path / "other", seed=2)
@@ -23,7 +25,7 @@ def test_it_follows_the_weights_it_is_given(kind, tmp_path) -> None:
     assert rows != model.logprobs(tmp_path / "model" / "model.safetensors")
 
 
-def test_weights_with_a_tensor_missing_are_refused(tmp_path) -> None:
+def test_weights_with_a_tensor_missing_are_refused(tmp_path: Path) -> None:
     folder = write_tiny_model("qwen3", tmp_path / "model", seed=1)
     weights = load_file(folder / "model.safetensors")
     weights.pop("model.norm.weight")

@@ -12,7 +12,7 @@ from titan_grpo.views.timeline import covered, integral, steps_at
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 50))
-def test_every_value_lies_in_the_band_of_its_bucket(values, limit) -> None:
+def test_every_value_lies_in_the_band_of_its_bucket(values: list[float], limit: int) -> None:
     bounds = edges(len(values), limit)
     found = band(np.array(values), bounds)
     assert len(found.mean) == min(len(values), limit) == len(bounds) - 1
@@ -47,7 +47,9 @@ def test_bins_share_a_span_that_lies_over_their_border() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 3)), min_size=1, max_size=20))
-def test_bins_cover_what_the_spans_cover_and_never_more_than_all(gaps) -> None:
+def test_bins_cover_what_the_spans_cover_and_never_more_than_all(
+    gaps: list[tuple[float, float]],
+) -> None:
     start, stop, at = [], [], 0.0
     for gap, length in gaps:
         start.append(at + gap)

@@ -57,7 +57,9 @@ def opened(browser: str, html: Path) -> tuple[str, list[str]]:
     ],
     ids=["short", "one step", "long", "nothing yet"],
 )
-def test_a_browser_shows_the_page_without_a_complaint(tmp_path, browser, made) -> None:
+def test_a_browser_shows_the_page_without_a_complaint(
+    tmp_path: Path, browser: str, made: Made
+) -> None:
     make_run(tmp_path, made)
     html = tmp_path / "driven.html"
     html.write_text(page.render(read_run(tmp_path), numbers).replace("</body>", DRIVE + "</body>"))
@@ -69,7 +71,7 @@ def test_a_browser_shows_the_page_without_a_complaint(tmp_path, browser, made) -
     assert document.count("<li class=") == len(data["findings"])
 
 
-def test_the_browser_check_hears_a_complaint(tmp_path, browser) -> None:
+def test_the_browser_check_hears_a_complaint(tmp_path: Path, browser: str) -> None:
     html = tmp_path / "broken.html"
     html.write_text(page.TEMPLATE.read_text().replace(page.MARK, "{}"))
     _, console = opened(browser, html)

@@ -1,5 +1,7 @@
 """Completions on the page: which ones, and each token with its own text and gap."""
 
+from pathlib import Path
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -27,7 +29,7 @@ def test_a_gap_is_of_the_sampled_tokens_alone() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path: Path) -> Path:
     """A byte-level tokenizer, as most models have: one token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: k for k, c in enumerate(alphabet)}, merges=[]))
@@ -38,20 +40,20 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["plain words", "naïve 🙂 日本", " \n\tx", "🙂" * 40, ""])
-def test_the_texts_of_tokens_are_together_the_whole_text(folder, text) -> None:
+def test_the_texts_of_tokens_are_together_the_whole_text(folder: Path, text: str) -> None:
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
     found = pieces(ids, decoder([folder]))
     assert len(found) == len(ids)
     assert "".join(found) == text
 
 
-def test_half_a_character_belongs_to_the_token_that_completes_it(folder) -> None:
+def test_half_a_character_belongs_to_the_token_that_completes_it(folder: Path) -> None:
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("a🙂b").ids
     assert pieces(ids, decoder([folder])) == ["a", "", "", "", "🙂", "b"]
     assert "".join(pieces(ids[:3], decoder([folder]))).startswith("a\ufffd"), "a torn end is shown"
 
 
-def test_without_a_tokenizer_ids_are_shown(tmp_path) -> None:
+def test_without_a_tokenizer_ids_are_shown(tmp_path: Path) -> None:
     assert pieces([5, 6], decoder([tmp_path])) == ["⟨5⟩", "⟨6⟩"]
 
 

@@ -1,5 +1,7 @@
 """Each rule says its sentence when its figure is past the bound, and is silent otherwise."""
 
+from typing import Any
+
 import pytest
 
 from titan_grpo.observe import names
@@ -8,8 +10,8 @@ from titan_grpo.views.findings import Facts, Step, duration, findings, percent
 from titan_grpo.views.timeline import ServerFigures
 
 
-def server(port: int = 1, **figures) -> ServerFigures:
-    usual = {
+def server(port: int = 1, **figures: Any) -> ServerFigures:
+    usual: dict[str, Any] = {
         "commits": 10,
         "connects": 1,
         "send_median_s": 0.4,
@@ -24,8 +26,8 @@ def server(port: int = 1, **figures) -> ServerFigures:
     return ServerFigures(f"http://host:{port}", **(usual | figures))
 
 
-def facts(**given) -> Facts:
-    usual = {
+def facts(**given: Any) -> Facts:
+    usual: dict[str, Any] = {
         "steps": 10,
         "step_s": 100.0,
         "waited_s": 5.0,
@@ -37,7 +39,7 @@ def facts(**given) -> Facts:
     return Facts(**(usual | given))
 
 
-def steps(reward_first: float, reward_last: float) -> dict:
+def steps(reward_first: float, reward_last: float) -> dict[str, Any]:
     return {
         "first": {names.REWARD: reward_first, names.REWARD_STD: 0.2},
         "last": {names.REWARD: reward_last},
@@ -109,7 +111,7 @@ def test_every_rule_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", FIRING)
-def test_a_rule_says_what_is_past_its_bound(name) -> None:
+def test_a_rule_says_what_is_past_its_bound(name: str) -> None:
     given, level, text = FIRING[name]
     (found,) = getattr(rules, name)(given)
     assert found.level == level
@@ -117,12 +119,12 @@ def test_a_rule_says_what_is_past_its_bound(name) -> None:
 
 
 @pytest.mark.parametrize("name", FIRING)
-def test_a_rule_has_no_complaint_about_a_sound_run(name) -> None:
+def test_a_rule_has_no_complaint_about_a_sound_run(name: str) -> None:
     assert [f for f in getattr(rules, name)(facts()) if f.level != "good"] == []
 
 
 @pytest.mark.parametrize("name", FIRING)
-def test_a_rule_is_silent_about_a_run_without_a_step(name) -> None:
+def test_a_rule_is_silent_about_a_run_without_a_step(name: str) -> None:
     assert list(getattr(rules, name)(Facts())) == []
 
 
@@ -132,7 +134,7 @@ def test_a_slow_server_is_named_once() -> None:
 
 
 @pytest.mark.parametrize(("lag", "level"), [(0.2, "note"), (2.0, "bad")])
-def test_slow_transfers_are_bad_only_where_the_server_falls_behind(lag, level) -> None:
+def test_slow_transfers_are_bad_only_where_the_server_falls_behind(lag: float, level: str) -> None:
     run = facts(servers=(server(1), server(2, send_median_s=1.2, lag=lag)))
     assert [f.level for f in rules.slow_transfers(run)] == [level]
 
@@ -143,7 +145,7 @@ def test_waits_as_long_as_at_other_times_are_not_laid_to_an_evaluation() -> None
 
 
 @pytest.mark.parametrize(("last", "level"), [(0.5, "good"), (0.31, "note"), (0.1, "bad")])
-def test_a_reward_rises_falls_or_stays_against_its_spread(last, level) -> None:
+def test_a_reward_rises_falls_or_stays_against_its_spread(last: float, level: str) -> None:
     assert [f.level for f in rules.reward_trend(facts(**steps(0.3, last)))] == [level]
 
 
@@ -181,7 +183,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_a_gap_that_grew_is_named_with_its_likely_cause(cause) -> None:
+def test_a_gap_that_grew_is_named_with_its_likely_cause(cause: str) -> None:
     run = facts(first={names.LOGPROB_GAP: 0.01}, last={names.LOGPROB_GAP: 0.04, **CAUSES[cause]})
     (found,) = rules.engine_differs(run)
     assert "grew from 0.01 to 0.04 nats" in found.text

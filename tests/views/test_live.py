@@ -11,10 +11,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from tests.rigs.present import present
 from tests.views.runs import Made, make_run, url_of
 from titan_grpo.observe import names, report
 from titan_grpo.observe.recorder import Recorder
@@ -25,7 +27,7 @@ from titan_grpo.views.live import Follower, State, Tail, screen, spark, step_lin
 DEADLINE_S = 60.0
 
 
-def test_a_growing_file_gives_each_whole_line_once(tmp_path) -> None:
+def test_a_growing_file_gives_each_whole_line_once(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     tail = Tail(path)
     assert tail.lines() == []
@@ -38,7 +40,7 @@ def test_a_growing_file_gives_each_whole_line_once(tmp_path) -> None:
     assert tail.lines() == [b"e"], "a file that was replaced is read anew"
 
 
-def test_of_a_long_file_only_its_beginning_and_its_end_are_read(tmp_path) -> None:
+def test_of_a_long_file_only_its_beginning_and_its_end_are_read(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     count = 3 * live.TAIL_BYTES // 10
     path.write_bytes(b"".join(b"%09d\n" % k for k in range(count)))
@@ -55,7 +57,7 @@ def follower_of(folder: Path, made: Made) -> Follower:
     return follower
 
 
-def test_a_follower_knows_steps_versions_commits_and_errors(tmp_path) -> None:
+def test_a_follower_knows_steps_versions_commits_and_errors(tmp_path: Path) -> None:
     state = follower_of(tmp_path, Made(steps=20, servers=3, faulty_server=1)).state
     assert state.step == 20
     assert state.held == {url_of(0): 20, url_of(1): 19, url_of(2): 20}
@@ -63,7 +65,7 @@ def test_a_follower_knows_steps_versions_commits_and_errors(tmp_path) -> None:
     assert [error[:10] for error in state.errors] == ["version 10", "version 20"]
 
 
-def test_a_server_that_left_is_not_shown_any_more(tmp_path) -> None:
+def test_a_server_that_left_is_not_shown_any_more(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     recorder.known_server(url_of(0))
     recorder.joined(url_of(1), 3)
@@ -74,7 +76,7 @@ def test_a_server_that_left_is_not_shown_any_more(tmp_path) -> None:
     assert follower.state.held == {url_of(1): None}
 
 
-def test_a_step_that_comes_again_replaces_those_from_it_on(tmp_path) -> None:
+def test_a_step_that_comes_again_replaces_those_from_it_on(tmp_path: Path) -> None:
     follower = follower_of(tmp_path, Made(steps=5, finished=False))
     make_run(tmp_path, Made(steps=1, first_step=3, finished=False))
     assert [row["step"] for row in follower.read()] == [3]
@@ -88,7 +90,7 @@ def shown(state: State, since_s: float = 0.0) -> str:
     return console.export_text()
 
 
-def test_the_screen_has_the_run_in_figures(tmp_path) -> None:
+def test_the_screen_has_the_run_in_figures(tmp_path: Path) -> None:
     text = shown(follower_of(tmp_path, Made(steps=20, servers=2, slow_server=1)).state, 3.0)
     assert "run: step 20   last step 3 s ago   waiting for rollouts 10 %" in text
     for label in ("reward", "staleness, largest", "waiting for rollouts", "10.0.0.1:8000"):
@@ -96,7 +98,7 @@ def test_the_screen_has_the_run_in_figures(tmp_path) -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
-def test_before_the_first_step_the_screen_says_what_the_servers_hold(tmp_path) -> None:
+def test_before_the_first_step_the_screen_says_what_the_servers_hold(tmp_path: Path) -> None:
     state = State()
     assert "run: no step yet, for 7 s" in shown(state, 7.0)
     state.add_entry(["server", "http://a:1"])
@@ -125,7 +127,7 @@ def test_a_line_without_a_value_has_a_dash() -> None:
     assert line.endswith("versions a:1=2 b:1=?")
 
 
-def test_a_run_lives_as_long_as_the_process_that_its_lock_names(tmp_path) -> None:
+def test_a_run_lives_as_long_as_the_process_that_its_lock_names(tmp_path: Path) -> None:
     lock = tmp_path / "run.lock"
     assert trainer_lives(lock) is None
     with dump_folder_held(tmp_path):
@@ -139,7 +141,7 @@ def test_a_run_lives_as_long_as_the_process_that_its_lock_names(tmp_path) -> Non
 
 
 @contextmanager
-def watching(folder: Path, **streams) -> Iterator[subprocess.Popen]:
+def watching(folder: Path, **streams: Any) -> Iterator[subprocess.Popen[str]]:
     """``titan-grpo watch`` in a process of its own, ended with the block."""
     with subprocess.Popen([*COMMAND, str(folder)], **streams) as watcher:
         try:
@@ -151,7 +153,7 @@ def watching(folder: Path, **streams) -> Iterator[subprocess.Popen]:
 COMMAND = [sys.executable, "-m", "titan_grpo.cli", "watch", "--interval", "0.05"]
 
 
-def test_a_watcher_that_starts_first_shows_each_step_and_ends_with_the_run(tmp_path) -> None:
+def test_a_watcher_that_starts_first_shows_each_step_and_ends_with_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with watching(run, stdout=subprocess.PIPE, text=True) as watcher:
         recorder = Recorder(run)
@@ -160,15 +162,15 @@ def test_a_watcher_that_starts_first_shows_each_step_and_ends_with_the_run(tmp_p
             recorder.committed(url_of(0), step)
             recorder.step(step, {names.REWARD: step / 4})
             # one step at a time: the watcher has said each before the next is made
-            assert watcher.stdout.readline().startswith(f"step {step}  reward {step / 4}")
+            assert present(watcher.stdout).readline().startswith(f"step {step}  reward {step / 4}")
         report.write_report(recorder, "run", "async")
-        rest = watcher.stdout.read()
+        rest = present(watcher.stdout).read()
         assert watcher.wait(DEADLINE_S) == 0
     assert "run (async)" in rest
     assert f"titan-grpo report {run}" in rest
 
 
-def test_a_run_that_was_killed_ends_the_watcher_with_1(tmp_path) -> None:
+def test_a_run_that_was_killed_ends_the_watcher_with_1(tmp_path: Path) -> None:
     make_run(tmp_path, Made(steps=2, finished=False))
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(DEADLINE_S)
@@ -180,7 +182,7 @@ def test_a_run_that_was_killed_ends_the_watcher_with_1(tmp_path) -> None:
     assert "the run ended after step 2 without a summary" in done.stdout
 
 
-def test_a_terminal_shows_the_screen_until_the_run_ends(tmp_path) -> None:
+def test_a_terminal_shows_the_screen_until_the_run_ends(tmp_path: Path) -> None:
     make_run(tmp_path, Made(steps=20))
     outer, inner = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "50"}
@@ -209,14 +211,16 @@ def all_of(descriptor: int) -> str:
 
 
 @pytest.mark.parametrize("interval", ["0", "nan", "-1"])
-def test_an_interval_that_is_none_is_refused(interval, capsys) -> None:
+def test_an_interval_that_is_none_is_refused(
+    interval: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     from titan_grpo import cli
 
     assert cli.main(["watch", "x", f"--interval={interval}"]) == 2
     assert "--interval must be in [0.05, 3600]" in capsys.readouterr().err
 
 
-def test_a_summary_of_the_run_before_does_not_end_the_watcher(tmp_path) -> None:
+def test_a_summary_of_the_run_before_does_not_end_the_watcher(tmp_path: Path) -> None:
     follower = follower_of(tmp_path, Made(steps=2))
     assert follower.ended()
     summary = tmp_path / "summary.json"

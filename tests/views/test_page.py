@@ -2,9 +2,11 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from tests.rigs.present import present
 from tests.views.runs import Clock, Made, make_run, url_of
 from titan_grpo.commands import report
 from titan_grpo.observe import names
@@ -17,7 +19,7 @@ from titan_grpo.views.run import read_run
 numbers = decoder([])
 
 
-def test_a_page_has_the_runs_curves_findings_waits_and_timeline(tmp_path) -> None:
+def test_a_page_has_the_runs_curves_findings_waits_and_timeline(tmp_path: Path) -> None:
     make_run(tmp_path, Made(steps=20, servers=3, slow_server=1))
     data = page.page_data(read_run(tmp_path), numbers)
     assert data["steps"] == list(range(1, 21))
@@ -31,7 +33,7 @@ def test_a_page_has_the_runs_curves_findings_waits_and_timeline(tmp_path) -> Non
     assert data["waits"][0][3] == pytest.approx(0.1)
 
 
-def test_every_metric_of_a_run_is_on_the_page(tmp_path) -> None:
+def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     recorder.step(1, {names.REWARD: 0.5, "of/tomorrow": 1.0, names.GRAD_NORM: 2.0})
     recorder.close()
@@ -39,7 +41,7 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path) -> None:
     assert [chart["title"] for chart in data["others"]] == ["of/tomorrow", names.GRAD_NORM]
 
 
-def test_a_long_run_has_bands_from_the_least_to_the_largest_value(tmp_path) -> None:
+def test_a_long_run_has_bands_from_the_least_to_the_largest_value(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     for step in range(1, 2001):
         recorder.step(step, {names.REWARD: 7.0 if step == 1234 else 0.5})
@@ -51,18 +53,20 @@ def test_a_long_run_has_bands_from_the_least_to_the_largest_value(tmp_path) -> N
     assert min(curve["low"]) == 0.5
 
 
-def test_a_text_of_the_run_cannot_end_the_data_or_become_markup(tmp_path) -> None:
+def test_a_text_of_the_run_cannot_end_the_data_or_become_markup(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     evil = "</script><script>alert(1)</script><!-- {{data}}"
     recorder.error(evil)
     recorder.close()
     text = page.render(read_run(tmp_path), numbers)
     assert text.count("</script>") == page.TEMPLATE.read_text().count("</script>")
-    body = re.search(r'id="data">(.*)</script>\n<script>', text).group(1)
+    body = present(re.search(r'id="data">(.*)</script>\n<script>', text)).group(1)
     assert evil in json.loads(body)["findings"][0][1]
 
 
-def test_the_command_writes_one_file_that_asks_for_nothing_else(tmp_path, capsys) -> None:
+def test_the_command_writes_one_file_that_asks_for_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_run(tmp_path, Made(steps=3))
     assert report.run([str(tmp_path)], {}) == 0
     text = (tmp_path / "report.html").read_text()
@@ -74,7 +78,7 @@ def test_the_command_writes_one_file_that_asks_for_nothing_else(tmp_path, capsys
     assert (tmp_path / "other.html").read_text() == text
 
 
-def test_clocks_of_runs_start_anywhere(tmp_path) -> None:
+def test_clocks_of_runs_start_anywhere(tmp_path: Path) -> None:
     make_run(tmp_path / "a", Made(steps=3), Clock(5.0))
     make_run(tmp_path / "b", Made(steps=3), Clock(1e7))
     a, b = (page.page_data(read_run(tmp_path / name), numbers) for name in "ab")
@@ -82,7 +86,7 @@ def test_clocks_of_runs_start_anywhere(tmp_path) -> None:
     assert url_of(0).endswith(a["timeline"]["rows"][1]["name"])
 
 
-def test_an_evaluation_has_a_chart_with_its_confidence_interval(tmp_path) -> None:
+def test_an_evaluation_has_a_chart_with_its_confidence_interval(tmp_path: Path) -> None:
     found = {"name": "test", "server": "http://a:1", "prompts": 4, "samples": 1, "passed": {}}
     found |= {"tokens": {"value": 5.0, "low": 4.0, "high": 6.0}, "refused": 0, "seconds": 1.0}
     recorder = Recorder(tmp_path)

@@ -1,5 +1,7 @@
 """Reading a run's folder: whole, torn, still going, resumed, or used by an older run before."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from titan_grpo.views.run import TRAINER, Trace, read_run, read_trace, short
 from titan_grpo.views.timeline import figures, held, published, timeline
 
 
-def test_a_run_is_read_as_it_was_recorded(tmp_path) -> None:
+def test_a_run_is_read_as_it_was_recorded(tmp_path: Path) -> None:
     make_run(tmp_path, Made(steps=5, servers=2))
     run = read_run(tmp_path)
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5]
@@ -26,22 +28,24 @@ def test_a_run_is_read_as_it_was_recorded(tmp_path) -> None:
     assert run.trace.of(url_of(0), "no such span").total_s == 0.0
 
 
-def test_a_folder_without_a_run_is_a_mistake_of_the_caller(tmp_path) -> None:
+def test_a_folder_without_a_run_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"neither metrics\.jsonl nor trace\.json"):
         read_run(tmp_path)
 
 
-def test_a_run_that_has_just_begun_has_an_empty_trace(tmp_path) -> None:
+def test_a_run_that_has_just_begun_has_an_empty_trace(tmp_path: Path) -> None:
     (tmp_path / "trace.json").touch()
     assert read_run(tmp_path).trace == Trace()
 
 
-def test_servers_are_in_the_order_of_their_numbers(tmp_path) -> None:
+def test_servers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     make_run(tmp_path, Made(steps=1, servers=11))
     assert read_run(tmp_path).trace.servers == [url_of(k) for k in range(11)]
 
 
-def test_a_run_that_goes_on_has_no_summary_and_reads_up_to_its_last_whole_line(tmp_path) -> None:
+def test_a_run_that_goes_on_has_no_summary_and_reads_up_to_its_last_whole_line(
+    tmp_path: Path,
+) -> None:
     make_run(tmp_path, Made(steps=5, finished=False))
     trace = tmp_path / "trace.json"
     whole = read_trace(trace)
@@ -54,13 +58,13 @@ def test_a_run_that_goes_on_has_no_summary_and_reads_up_to_its_last_whole_line(t
     assert sum(n for _, n in spans) - sum(n for _, n in read) == 1
 
 
-def test_the_summary_of_an_earlier_run_is_not_that_of_one_that_goes_on(tmp_path) -> None:
+def test_the_summary_of_an_earlier_run_is_not_that_of_one_that_goes_on(tmp_path: Path) -> None:
     make_run(tmp_path, Made(steps=3))
     make_run(tmp_path, Made(steps=2, first_step=4, finished=False), Clock(2000.0))
     assert read_run(tmp_path).summary is None
 
 
-def test_blocks_of_any_size_read_the_same(tmp_path) -> None:
+def test_blocks_of_any_size_read_the_same(tmp_path: Path) -> None:
     make_run(tmp_path, Made(steps=5))
     whole = read_trace(tmp_path / "trace.json")
     for size in (1, 2, 7, 100, 1000):
@@ -69,7 +73,9 @@ def test_blocks_of_any_size_read_the_same(tmp_path) -> None:
         assert all(np.array_equal(parts.spans[k].start, s.start) for k, s in whole.spans.items())
 
 
-def test_a_resumed_run_goes_on_where_it_stopped_also_on_a_clock_that_starts_anew(tmp_path) -> None:
+def test_a_resumed_run_goes_on_where_it_stopped_also_on_a_clock_that_starts_anew(
+    tmp_path: Path,
+) -> None:
     make_run(tmp_path, Made(steps=5, finished=False), Clock(9000.0))
     before = read_trace(tmp_path / "trace.json").seconds
     make_run(tmp_path, Made(steps=3, first_step=6), Clock(10.0))
@@ -81,7 +87,7 @@ def test_a_resumed_run_goes_on_where_it_stopped_also_on_a_clock_that_starts_anew
     assert trace.seconds < 2 * before
 
 
-def test_an_older_run_in_the_same_folder_is_left_out(tmp_path) -> None:
+def test_an_older_run_in_the_same_folder_is_left_out(tmp_path: Path) -> None:
     make_run(tmp_path, Made(steps=7), Clock(100.0))
     make_run(tmp_path, Made(steps=3), Clock(500.0))
     trace = read_run(tmp_path).trace
@@ -90,7 +96,7 @@ def test_an_older_run_in_the_same_folder_is_left_out(tmp_path) -> None:
     assert [row["step"] for row in read_run(tmp_path).rows] == [1, 2, 3]
 
 
-def test_a_server_holds_a_version_until_the_next_commit_or_until_it_leaves(tmp_path) -> None:
+def test_a_server_holds_a_version_until_the_next_commit_or_until_it_leaves(tmp_path: Path) -> None:
     clock = Clock(0.0)
     recorder = Recorder(tmp_path, clock=clock)
     for version, at in ((0, 1.0), (1, 3.0), (2, 5.0)):
@@ -113,7 +119,9 @@ def test_a_server_holds_a_version_until_the_next_commit_or_until_it_leaves(tmp_p
     assert (behind[0], max(behind), behind[-1]) == (-1, 1, -1)
 
 
-def test_an_evaluation_that_held_a_server_and_the_waits_meanwhile_are_counted(tmp_path) -> None:
+def test_an_evaluation_that_held_a_server_and_the_waits_meanwhile_are_counted(
+    tmp_path: Path,
+) -> None:
     recorder = Recorder(tmp_path, clock=Clock(0.0))
     recorder.record_span(names.COMMIT_S, 0.0, 0.5, url_of(0), version=0)
     for start, stop in ((1.0, 3.0), (5.0, 6.0), (8.0, 9.0)):
@@ -126,14 +134,14 @@ def test_an_evaluation_that_held_a_server_and_the_waits_meanwhile_are_counted(tm
     assert np.isclose(server.waited_meanwhile_s, 1.5)
 
 
-def test_an_error_that_names_a_server_is_marked_on_its_row(tmp_path) -> None:
+def test_an_error_that_names_a_server_is_marked_on_its_row(tmp_path: Path) -> None:
     make_run(tmp_path, Made(steps=20, servers=3, faulty_server=1))
     found = timeline(read_run(tmp_path).trace)
     assert [found["rows"][mark[0]]["name"] for mark in found["marks"]] == [short(url_of(1))] * 2
     assert figures(read_run(tmp_path).trace, url_of(1)).faults == 2
 
 
-def test_a_long_run_is_shown_span_by_span_only_at_its_end(tmp_path) -> None:
+def test_a_long_run_is_shown_span_by_span_only_at_its_end(tmp_path: Path) -> None:
     make_run(tmp_path, Made(steps=20))
     found = timeline(read_run(tmp_path).trace, 50)
     assert 0 < found["exactFrom"] < found["seconds"]

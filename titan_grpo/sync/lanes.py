@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
@@ -372,6 +372,15 @@ class SyncLanes:
         return out
 
 
+class Worker(Protocol):
+    """A lane, as the threads see it (ServerLane)."""
+
+    url: str
+
+    def work(self) -> float | None:
+        """What there is to do; when to call again, None once the lane has ended."""
+
+
 class LaneThreads:
     """Threads for lanes that have something to do: ``work`` of each is called by one at a time.
 
@@ -383,13 +392,13 @@ class LaneThreads:
     def __init__(self) -> None:
         """The waiting thread starts with the first ``wake``."""
         self._changed = threading.Condition()
-        self._due: dict[ServerLane, float] = {}
+        self._due: dict[Worker, float] = {}
         """When each lane is to work; a lane that works already does so again afterwards."""
-        self._working: set[ServerLane] = set()
+        self._working: set[Worker] = set()
         self._thread: threading.Thread | None = None
         self._closing = False
 
-    def wake(self, lane: ServerLane) -> None:
+    def wake(self, lane: Worker) -> None:
         """Have the lane work now, or again if it works. Any thread; never waits."""
         # Callers hold the slots' lock: nothing under this one may ask the slots.
         with self._changed:
@@ -426,7 +435,7 @@ class LaneThreads:
                     logger.warning("%s waits for a thread: %s", name, error)
                     self._worked(lane, time.monotonic() + REST_S)
 
-    def _take(self) -> list[ServerLane]:
+    def _take(self) -> list[Worker]:
         """Under the lock: the lanes whose time has come; they work from now on."""
         now = time.monotonic()
         ready = [
@@ -437,11 +446,11 @@ class LaneThreads:
         self._working.update(ready)
         return ready
 
-    def _work(self, lane: ServerLane) -> None:
+    def _work(self, lane: Worker) -> None:
         """Thread: one lane, until it is idle."""
         self._worked(lane, lane.work())
 
-    def _worked(self, lane: ServerLane, again: float | None) -> None:
+    def _worked(self, lane: Worker, again: float | None) -> None:
         with self._changed:
             self._working.discard(lane)
             if again is None:

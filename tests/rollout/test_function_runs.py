@@ -1,0 +1,145 @@
+"""Reward functions in the rollout process, and the example's."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.example_files import command_of, lines_written
+from tests.rollout.conftest import MakeServer, StartClient
+from tests.rollout.rows import SUMS, write_rows
+from titan_grpo.errors import ConfigError, TaskError
+from titan_grpo.protocol.messages import ServerState
+from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.codec import TextCodec
+from titan_grpo.rollout.messages import RolloutSpec
+from titan_grpo.titan.tiny import write_tiny_model
+
+MISTAKEN = """
+def helper(row):
+    return 1 / (row - 3)
+
+def reward(completions, answer):
+    return [helper(a) for a in answer]
+"""
+
+
+@pytest.fixture
+def started(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model_dir: str,
+    completion_server: MakeServer,
+) -> Iterator[StartClient]:
+    """A factory: the source of a module -> a started client whose reward is its ``reward``."""
+    clients = []
+
+    def make(source: str, **changes: Any) -> RolloutClient:
+        (tmp_path / "own_rewards.py").write_text(source)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+        spec = RolloutSpec(
+            model_dir=model_dir,
+            reward=["own_rewards:reward"],
+            dataset=write_rows(tmp_path / "rows.jsonl", SUMS),
+            dataset_shuffle=False,
+            max_staleness=0,
+            group_size=2,
+            **{"prompts_per_step": 2, "chat_template": "none", **changes},
+        )
+        clients.append(RolloutClient(spec))
+        clients[-1].start(60)
+        clients[-1].set_server(ServerState(completion_server().url, 0, True, "r:0:f"))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close(5)
+
+
+@pytest.mark.e2e
+def test_groups_are_rewarded_by_a_users_function_in_the_rollout_process(
+    started: StartClient,
+) -> None:
+    client = started("def reward(completions, answer):\n    return [answer[0], len(completions)]\n")
+    for index, group in enumerate(client.next_batch(0, 2, 60)):
+        assert [c.reward for c in group.completions] == [index + 1, 2]
+
+
+@pytest.mark.e2e
+def test_a_mistake_in_a_function_shows_its_traceback_and_the_row_and_no_line_of_ours(
+    started: StartClient, tmp_path: Path
+) -> None:
+    client = started(MISTAKEN, prompts_per_step=3)
+    with pytest.raises(TaskError) as caught:
+        client.next_batch(0, 3, 60)
+    text = str(caught.value)
+    assert text.splitlines()[0] == (
+        "the task's reward failed: ZeroDivisionError: division by zero (rollout.reward"
+        f" 'own_rewards:reward', row 2 of {tmp_path}/rows.jsonl:"
+        " {'prompt': '2+1=', 'answer': 3, 'level': 2})"
+    )
+    assert f'File "{tmp_path}/own_rewards.py", line 3, in helper' in text
+    assert "return 1 / (row - 3)" in text
+    assert "titan_grpo/" not in text
+    assert "concurrent" not in text
+
+
+@pytest.mark.e2e
+def test_a_function_that_cannot_be_imported_ends_the_start(started: StartClient) -> None:
+    with pytest.raises(ConfigError, match=r"'own_rewards:reward' cannot be imported: NameError"):
+        started("undefined_name\n")
+
+
+@pytest.mark.e2e
+def test_a_model_without_a_chat_template_ends_the_start(started: StartClient) -> None:
+    with pytest.raises(ConfigError, match=r"has none: set rollout\.chat_template"):
+        started("def reward(completions):\n    return [0.0, 0.0]\n", chat_template="")
+
+
+LINES = 10
+"""Most that a user writes for an own reward on own rows in the model's chat template."""
+
+
+@pytest.mark.e2e
+def test_the_example_of_an_own_reward_is_ten_lines_and_rewards_its_rows(
+    root: Path, tmp_path: Path, completion_server: MakeServer
+) -> None:
+    source = root / "examples" / "own_reward" / "rewards.py"
+    arguments = command_of(source)
+    assert lines_written(source, arguments) <= LINES
+    keys = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    model = str(write_tiny_model("qwen3", tmp_path / "model"))
+    path = keys["--rollout.dataset"]
+    rows = [json.loads(line) for line in (root / path).read_text().splitlines()]
+    server, codec = completion_server(), TextCodec(model)
+
+    def answers(body: dict[str, Any]) -> tuple[int, Any]:
+        # A model that is right for even seeds, and says letters for odd ones.
+        said = codec.decode(body["prompt"])
+        a, b = map(int, re.findall(r"\d+", said))
+        ids = codec.encode(str(a + b) if body["seed"] % 2 == 0 else "four")
+        return server.answer(list(ids), [-1.0] * len(ids), "stop")
+
+    server.behaviour = answers
+    reward = [keys["--rollout.reward"]]
+    spec = RolloutSpec(model_dir=model, reward=reward, dataset=path, group_size=4, max_staleness=0)
+    client = RolloutClient(spec)
+    try:
+        client.start(60)
+        client.set_server(ServerState(server.url, 0, True, "r:0:f"))
+        groups = client.next_batch(0, 8, 60)
+    finally:
+        client.close(5)
+    assert len({group.prompt.payload["row"] for group in groups}) == 8
+    for group in groups:
+        row = rows[group.prompt.payload["row"]]
+        # <bos>, and the template's text.
+        template = codec.encode(f"user: {row['prompt']}\nassistant:")
+        assert group.prompt.token_ids == (1, *template)
+        for completion in group.completions:
+            right = codec.decode(completion.token_ids) == row["answer"]
+            assert completion.reward == float(right)
+    assert {c.reward for group in groups for c in group.completions} == {0.0, 1.0}

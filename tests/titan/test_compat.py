@@ -1,0 +1,66 @@
+"""Which torchtitan is installed: what is too old or too new, and what is the same with each."""
+
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+import pytest
+
+from titan_grpo.errors import UpstreamError
+from titan_grpo.titan import compat, jobfile
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("0.2.2", ""),
+        ("0.2.7+local", ""),
+        ("0.3.0", ""),
+        ("0.4.0", "newer than the trainers"),
+        ("1.0", "newer than the trainers"),
+        ("0.2.1", "too old"),
+        (None, "not installed"),
+    ],
+)
+def test_the_torchtitan_gate_says_why(version: str | None, reason: str) -> None:
+    refusal = compat.refusal(version)
+    assert (refusal == "") == (reason == "")
+    assert reason in refusal
+
+
+def test_a_job_is_written_in_the_same_keys_whatever_torchtitan_is_installed() -> None:
+    compat.prepare()
+    from torchtitan.config.job_config import JobConfig
+
+    def keys(kind: Any, prefix: str = "") -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for f in fields(kind):
+            if is_dataclass(f.type):
+                out |= keys(f.type, f"{prefix}{f.name}.")
+            else:
+                value = f.default if f.default_factory is MISSING else f.default_factory()
+                out[prefix + f.name] = f.type, value
+        return out
+
+    theirs = {k: v for k, v in keys(JobConfig).items() if not k.startswith("quantize.")}
+    assert keys(jobfile.JobConfig) == theirs
+
+
+@pytest.mark.parametrize(
+    ("version", "names", "theirs"),
+    [
+        ("0.2.2", ["layers.0.attention.qkv_linear.wq.weight"], "0.3"),
+        ("0.3.0", ["layers.0.attention.wq.weight"], "0.2.2"),
+        ("0.2.2", ["layers.0.attention.wq.weight"], ""),
+        ("0.3.0", ["layers.0.attention.qkv_linear.wq.weight"], ""),
+    ],
+)
+def test_a_checkpoint_of_the_other_torchtitan_is_known_by_its_names(
+    version: str, names: list[str], theirs: str
+) -> None:
+    reason = compat.other_saver(names, version)
+    assert (f"go on with torchtitan {theirs}," in reason) if theirs else reason == ""
+
+
+def test_the_installed_torchtitan_passes_the_gate() -> None:
+    assert compat.require_torchtitan().startswith("0.2.")
+    assert issubclass(UpstreamError, Exception)
