@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from titan_grpo.errors import DataError, ServerRefused, ServerUnreachable
-from titan_grpo.unix_rpc import Pipe, Server, abstract_address, call
+from titan_grpo.unix_rpc import Handler, Pipe, Server, abstract_address, call
+
+Serve = Callable[..., tuple[Server, str]]
 
 
 @pytest.fixture

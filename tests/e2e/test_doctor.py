@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import RECIPE
+from tests.e2e.conftest import RECIPE, Site
+from tests.rigs.present import present
 from titan_grpo import cli
 from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.http import SyncDriver
@@ -37,9 +38,13 @@ def test_a_server_that_runs_our_plugin_passes_and_is_left_as_it_was(
 
 
 def test_the_fields_in_which_the_trainers_model_is_another_than_the_servers_are_named(
-    keyed_server, root, tmp_path, capsys, monkeypatch
+    keyed_server: Server,
+    root: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, keyed_server.spec.run_key.hex())
+    monkeypatch.setenv(KEY_VARIABLE, present(keyed_server.spec.run_key).hex())
     model = write_tiny_model("qwen3", tmp_path / "model")
     served = json.loads((Path(keyed_server.spec.model) / "config.json").read_text())
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}

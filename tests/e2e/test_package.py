@@ -208,7 +208,9 @@ def test_the_quickstart_sets_up_what_its_engines_need_and_no_more(
 
 
 @pytest.mark.parametrize(("option", "environments"), [("--fast", 4), ("--long", 5)])
-def test_the_long_suite_alone_sets_up_torchtitan_03(option, environments, checkout, tmp_path):
+def test_the_long_suite_alone_sets_up_torchtitan_03(
+    option: str, environments: int, checkout: Path, tmp_path: Path
+) -> None:
     (tmp_path / "bin").mkdir()
     ruff = tmp_path / "bin" / "ruff"
     ruff.write_text("#!/bin/sh\nexit 9\n")  # what follows the set-up
@@ -221,7 +223,9 @@ def test_the_long_suite_alone_sets_up_torchtitan_03(option, environments, checko
     assert (".venv-titan03" in looked_at) == (option == "--long")
 
 
-def test_a_set_up_that_fails_says_why_in_a_few_lines_and_keeps_pips_in_a_log(checkout) -> None:
+def test_a_set_up_that_fails_says_why_in_a_few_lines_and_keeps_pips_in_a_log(
+    checkout: Path,
+) -> None:
     env = os.environ | {"TORCH": "torch==0.0.1", "PIP_NO_INDEX": "1"}
     lines = said_by(["scripts/setup.sh", "--only", "trainer"], checkout, 1, env).splitlines()
     assert lines[-1].startswith("setup: torch==0.0.1 cannot be installed"), lines

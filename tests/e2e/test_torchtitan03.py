@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.conftest import RECIPE
+from tests.e2e.conftest import RECIPE, Runs
 from tests.rigs.sockets import free_port
 from tests.rigs.titan_ranks import train
 from titan_grpo.titan.tiny import write_tiny_model
@@ -168,7 +168,7 @@ print(json.dumps([order, os.path.exists("run/checkpoint")]))
 
 
 @pytest.fixture
-def steps(python03, tmp_path):
+def steps(python03: str, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """``steps(folder, count, python, kind, ranks, *options)``: as tests.rigs.titan_ranks.train, in
     a folder of the test, on 0.3 where no other interpreter is named."""
 
@@ -257,8 +257,8 @@ def run_script(root: Path, *words: str) -> str:
 @pytest.mark.usefixtures("vllm_python", "sglang_python")
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_quickstart_learns_on_03_and_exports_what_the_server_had(
-    engine, root, runs, python03, tmp_path
-):
+    engine: str, root: Path, runs: Runs, python03: str, tmp_path: Path
+) -> None:
     out, exported = tmp_path / "run", tmp_path / "exported"
     words = ("--engine", engine, "--steps", str(STEPS), "--out", str(out))
     run_script(root, "quickstart.sh", *words)
@@ -281,7 +281,9 @@ def test_the_quickstart_learns_on_03_and_exports_what_the_server_had(
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("vllm_python", "python03")
-def test_a_server_is_shown_to_serve_the_very_weights_of_ranks_on_03(root, tmp_path):
+def test_a_server_is_shown_to_serve_the_very_weights_of_ranks_on_03(
+    root: Path, tmp_path: Path
+) -> None:
     found = tmp_path / "result.json"
     words = ["--device=cpu", "--steps=4", f"--json={found}", f"--out={tmp_path / 'run'}"]
     said = run_script(root, "verify_grpo_2gpu.sh", *words)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,7 +106,9 @@ print(all(torch.equal(a, b) for a, b in zip(ours, reference)))
 """
 
 
-def test_where_triton_finds_no_gpu_tokens_are_grouped_by_that_reference_too(tmp_path) -> None:
+def test_where_triton_finds_no_gpu_tokens_are_grouped_by_that_reference_too(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text(TRITON)
     (tmp_path / "triton" / "language.py").write_text("constexpr = object\n")

@@ -9,6 +9,7 @@ from titan_grpo.errors import ProtocolError
 from titan_grpo.protocol.server import (
     CommitRequested,
     EngineState,
+    FenceEvent,
     Loaded,
     OpenEpoch,
 )

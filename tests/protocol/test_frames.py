@@ -128,7 +128,7 @@ def test_a_frame_past_its_time_is_never_sent_and_its_number_is(
             wires.check()
 
 
-def test_posts_are_bounded_and_never_empty():
+def test_posts_are_bounded_and_never_empty() -> None:
     box = S.Outbox("s").put("of 5.").put("12").put("34").put("of nine..")
     sizes = []
     while (post := box.post(0.0, most=4)[1]) is not None:
@@ -137,6 +137,6 @@ def test_posts_are_bounded_and_never_empty():
     assert sizes == [("of 5.",), ("12", "34"), ("of nine..",)]
 
 
-def test_an_acknowledgement_of_what_was_never_sent_is_refused():
+def test_an_acknowledgement_of_what_was_never_sent_is_refused() -> None:
     with pytest.raises(ProtocolError, match="2 frames were acknowledged, there are 1"):
         S.Outbox("s").put("a").acknowledged(2)

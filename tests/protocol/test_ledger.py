@@ -24,7 +24,7 @@ def test_a_server_holds_a_version_only_after_its_read_back() -> None:
     assert (repr(e), e.accepting) == ("holds(v3)", True)
 
 
-def test_a_receiving_server_goes_on_serving_what_it_holds():
+def test_a_receiving_server_goes_on_serving_what_it_holds() -> None:
     e = do(L.Holds(3), L.Receiving(4))
     assert (repr(e), e.accepting) == ("receiving(v3 <- v4)", True)
     assert repr(L.step(e, L.TransferFailed())) == "holds(v3)"
@@ -35,7 +35,7 @@ def test_a_commit_in_doubt_makes_the_server_unknown() -> None:
     assert (repr(e), e.accepting) == ("unknown(?)", False)
 
 
-def test_rollouts_are_withheld_when_the_commit_begins():
+def test_rollouts_are_withheld_when_the_commit_begins() -> None:
     assert not do(L.Holds(3), L.Receiving(4), L.Committing()).accepting
 
 

@@ -34,7 +34,7 @@ def test_a_half_loaded_server_ends_paused_and_labelled_unusable(shown: str, paus
 HEALTH = Health(first_s=0.5, longest_s=3.0)
 
 
-def test_rests_double_up_to_the_longest_and_an_answer_starts_over():
+def test_rests_double_up_to_the_longest_and_an_answer_starts_over() -> None:
     health, rests = HEALTH, []
     for _ in range(5):
         health = health.silent(10.0)
@@ -43,7 +43,7 @@ def test_rests_double_up_to_the_longest_and_an_answer_starts_over():
     assert health.answered() == HEALTH
 
 
-def test_nobody_is_asked_during_a_rest():
+def test_nobody_is_asked_during_a_rest() -> None:
     health = HEALTH.silent(10.0)
     assert HEALTH.askable(0.0)
     assert not health.askable(10.4)

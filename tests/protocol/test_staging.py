@@ -15,6 +15,7 @@ from titan_grpo.protocol.server import (
     Returned,
     Spent,
     Staging,
+    StagingEvent,
 )
 from titan_grpo.protocol.server import staging as step
 
@@ -30,7 +31,7 @@ def after(*events: StagingEvent, streamed: bool = False) -> Staging:
     return state
 
 
-def refusal(state: Staging, event) -> str:
+def refusal(state: Staging, event: StagingEvent) -> str:
     same, refused = step(state, event)
     assert same == state
     assert refused
@@ -44,7 +45,7 @@ def test_a_state_shows_what_is_staged() -> None:
     assert repr(after(*STAGED, streamed=True)) == "<staged v7 ff, transfer 1 streamed>"
 
 
-def test_a_checked_transfer_is_lent_and_may_be_lent_again_after_its_return():
+def test_a_checked_transfer_is_lent_and_may_be_lent_again_after_its_return() -> None:
     state = after(*LENT)
     assert state.phase is Phase.LENT
     assert after(*LENT, Returned(), LendRequested(1, 7, "ff")) == state
@@ -63,7 +64,7 @@ def test_nothing_is_lent_before_the_bytes_are_checked_or_after_a_bad_check() -> 
         assert "not staged here" in refusal(state, LendRequested(1, 7, "ff"))
 
 
-def test_a_transfer_overwrites_what_is_staged_and_never_what_is_lent():
+def test_a_transfer_overwrites_what_is_staged_and_never_what_is_lent() -> None:
     state = after(*STAGED, Begin(2, 8))
     assert repr(state) == "<writing v8 -, transfer 2>"
     assert "not staged here" in refusal(state, LendRequested(1, 7, "ff"))
@@ -71,7 +72,7 @@ def test_a_transfer_overwrites_what_is_staged_and_never_what_is_lent():
     assert after(*LENT, Returned(), Begin(2, 8)) == state
 
 
-def test_a_transfer_begins_over_one_that_broke_off():
+def test_a_transfer_begins_over_one_that_broke_off() -> None:
     assert after(Begin(1, 7), Begin(2, 8)) == after(Begin(2, 8))
 
 

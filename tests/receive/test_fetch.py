@@ -28,7 +28,7 @@ class Site:
         self.manifest = Manifest.build([("a", "uint8", (BLOCK * BLOCKS - 100,))], BLOCK)
         self.good = torch.randint(0, 256, (self.manifest.total_bytes,), dtype=torch.uint8)
         hashing = Hashing("xxh3")
-        digests = hashing.blocks(memoryview(self.good.numpy()), self.manifest)
+        digests = hashing.blocks(self.good.numpy().data, self.manifest)
         self.content = Content(self.manifest, digests, hashing)
         self.image = SharedImage.create(self.manifest.total_bytes, "test fetch")
         self.server = RangeServer()

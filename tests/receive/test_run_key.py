@@ -36,7 +36,7 @@ def guarded(make_site: type[Site]) -> Iterator[Site]:
     made.close()
 
 
-def block_key(site, run_id: str | None = None) -> bytes:
+def block_key(site: Site, run_id: str | None = None) -> bytes:
     options = LinkOptions(WeightSync(), "gloo", "", run_key=RUN_KEY)
     key = options.hashing(run_id or site.run_id).key
     assert key is not None

@@ -69,7 +69,7 @@ class Server:
 
 good = torch.randint(0, 256, (manifest.total_bytes,), dtype=torch.uint8)
 hashing = Hashing("xxh3")
-content = Content(manifest, hashing.blocks(memoryview(good.numpy()), manifest), hashing)
+content = Content(manifest, hashing.blocks(good.numpy().data, manifest), hashing)
 
 
 @pytest.fixture

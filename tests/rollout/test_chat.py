@@ -192,7 +192,7 @@ def test_a_template_cannot_reach_the_interpreter() -> None:
         ChatTemplate({"default": escape}, {}, "a stranger").render(TALK)
 
 
-def test_a_text_is_left_as_it_is_without_a_template(model) -> None:
+def test_a_text_is_left_as_it_is_without_a_template(model: Path) -> None:
     codec = TextCodec(str(model), TaskKeys(chat_template="none"))
     assert codec.chat("1+1=") == codec.encode("1+1=")
     with pytest.raises(DataError, match="prompts must be texts"):

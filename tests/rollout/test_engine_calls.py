@@ -332,7 +332,7 @@ def test_calls_and_outcomes_are_json_and_hold_no_key(
             arguments: tuple[Any, ...],
             within_s: float,
             generation: int | None,
-        ) -> EngineAnswer:
+        ) -> Answer:
             asked.append(EngineCall(len(asked), url, method, arguments, within_s))
             return Answer(0, None)
 

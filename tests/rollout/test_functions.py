@@ -15,9 +15,7 @@ from tests.rollout.rows import SUMS, write_rows
 from titan_grpo.config import GRPO, JobConfig, Rollout, violations
 from titan_grpo.config.rollout import WorkerKeys
 from titan_grpo.config.task import TaskKeys
-from titan_grpo.errors import ConfigError, DataError, TaskError
-from titan_grpo.protocol.messages import ServerState
-from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskFailed, TaskOptions, TaskRunner
@@ -272,8 +270,10 @@ def test_a_dataset_without_what_is_asked_of_it_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_function_that_asks_for_a_column_that_is_not_there_is_one_line(task, tmp_path) -> None:
-    def wrong(completions, solution, weight=1.0):
+def test_a_function_that_asks_for_a_column_that_is_not_there_is_one_line(
+    task: MakeTask, tmp_path: Path
+) -> None:
+    def wrong(completions: Any, solution: Any, weight: float = 1.0) -> None:
         """Solution is no column, and weight has a default."""
 
     with pytest.raises(ConfigError) as caught:
@@ -286,7 +286,7 @@ def test_a_function_that_asks_for_a_column_that_is_not_there_is_one_line(task, t
         task([{"question": "x"}], right_or_wrong)
 
 
-def test_files_of_all_kinds_and_patterns_are_read(tmp_path) -> None:
+def test_files_of_all_kinds_and_patterns_are_read(tmp_path: Path) -> None:
     table = open_table(TaskKeys(dataset=write_rows(tmp_path / "a.jsonl", SUMS)))
     for name, write in (("b.parquet", table.to_parquet), ("c.csv", table.to_csv)):
         write(tmp_path / name)

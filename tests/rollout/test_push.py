@@ -14,9 +14,11 @@ import httpx
 import pytest
 from httpx import Client
 
+from tests.rigs.present import present
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout import external, httpd
-from titan_grpo.rollout.external import PushQueue, PushSource, parse
+from titan_grpo.rollout.external import Incoming, PushQueue, PushSource, parse
+from titan_grpo.rollout.httpd import HttpServer
 from titan_grpo.rollout.messages import RolloutSpec
 
 
@@ -175,7 +177,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-def listening(loop, address="127.0.0.1:0"):
+def listening(loop: asyncio.AbstractEventLoop, address: str = "127.0.0.1:0") -> PushSource:
     """A source of a run at version 3 for which four completions may wait, and its server."""
     spec = RolloutSpec(
         model_dir="",
@@ -188,7 +190,7 @@ def listening(loop, address="127.0.0.1:0"):
         base_version=3,
     )
 
-    async def start():
+    async def start() -> PushSource:
         source = PushSource(spec, lambda _: None, lambda _: None)
         source.start()
         return source
@@ -197,15 +199,17 @@ def listening(loop, address="127.0.0.1:0"):
 
 
 @pytest.fixture
-def server(loop, monkeypatch):
+def server(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[HttpServer]:
     monkeypatch.setenv("PUSH_KEY", "secret")
     source = listening(loop)
-    yield source._server
+    yield present(source._server)
     asyncio.run_coroutine_threadsafe(source.close(), loop).result(60)
 
 
 @pytest.fixture
-def client(server: PushServer) -> Iterator[Client]:
+def client(server: HttpServer) -> Iterator[Client]:
     with httpx.Client(
         base_url=f"http://{server.address}",
         headers={"Authorization": "Bearer secret"},
@@ -250,7 +254,7 @@ def test_what_can_not_be_read_is_refused_and_the_server_goes_on(client: Client) 
     assert client.post("/groups", json=body()).status_code == 202
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_read(server: PushServer) -> None:
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(server: HttpServer) -> None:
     connection = http.client.HTTPConnection(server.address, timeout=60)
     connection.putrequest("POST", "/groups")
     connection.putheader("Authorization", "Bearer secret")
@@ -271,14 +275,14 @@ def test_without_the_key_nothing_is_taken(client: Client) -> None:
 
 
 def test_a_loop_that_has_ended_is_503() -> None:
-    async def start():
+    async def start() -> HttpServer:
         source = PushSource(
             RolloutSpec(model_dir="", source="push", push_address="127.0.0.1:0"),
             lambda _: None,
             lambda _: None,
         )
         source.start()
-        return source._server
+        return present(source._server)
 
     server = asyncio.run(start())
     try:
@@ -291,7 +295,7 @@ def test_a_loop_that_has_ended_is_503() -> None:
 
 
 def test_an_address_that_can_not_be_bound_is_a_wrong_configuration(
-    loop: asyncio.AbstractEventLoop, server: PushServer
+    loop: asyncio.AbstractEventLoop, server: HttpServer
 ) -> None:
     with pytest.raises(ConfigError, match=r"rollout.push_address must be an address of this host"):
         listening(loop, server.address)

@@ -29,9 +29,11 @@ from titan_grpo.rollout.messages import (
     FORMAT,
     Answer,
     AskLoad,
+    FromWorker,
     Ready,
     RolloutSpec,
     RolloutStopped,
+    WorkerTransport,
     encode,
 )
 from titan_grpo.rollout.remote import RemoteTransport
@@ -241,8 +243,8 @@ def test_a_worker_that_cannot_serve_says_why(
         start(task="nonsense")
 
 
-def test_what_is_sent_while_the_process_loads_is_taken_once_it_has(cluster) -> None:
-    transport, came = LocalTransport(), queue.SimpleQueue()
+def test_what_is_sent_while_the_process_loads_is_taken_once_it_has(cluster: Cluster) -> None:
+    transport, came = LocalTransport(), queue.SimpleQueue[FromWorker]()
     transport.start(cluster.spec, came.put, 60)
     transport.send(ServerState("http://127.0.0.1:9", None, False, ""))
     transport.send(AskLoad(7))
@@ -251,7 +253,9 @@ def test_what_is_sent_while_the_process_loads_is_taken_once_it_has(cluster) -> N
     transport.close(WAIT_S)
 
 
-def test_a_closed_transport_leaves_no_process(start, completion_server) -> None:
+def test_a_closed_transport_leaves_no_process(
+    start: StartClient, completion_server: MakeServer
+) -> None:
     server, client = completion_server(), start()
     server.behaviour = server.hang
     client.set_server(ServerState(server.url, 0, True, "0"))

@@ -25,7 +25,7 @@ def ask(slots: ImageSlots, lane: str, held: int | None) -> Published | None:
 
 def publish(slots: ImageSlots, version: int) -> int:
     """Take the reserved slot, write and complete ``version``; the slot."""
-    slot = slots.reserved.take()
+    slot = present(slots.reserved.take())
     assert slot is not None
     slots.writing(version, slot, frozenset({0}))
     slots.copied(version, 0)
@@ -83,8 +83,8 @@ def test_a_lane_gets_the_newest_version_and_skips_what_came_between() -> None:
 def test_no_slot_is_given_while_each_one_is_read_and_an_unpin_gives_it() -> None:
     slots = ImageSlots(2)
     publish(slots, 1)
-    assert ask(slots, "slow", None).version == 1
-    slot = slots.reserved.take()
+    assert present(ask(slots, "slow", None)).version == 1
+    slot = present(slots.reserved.take())
     slots.writing(2, slot, frozenset({0}))  # from here on slot 0 is pinned and slot 1 is written
     assert slots.reserved.take() is None
     slots.unpin("slow")
@@ -105,7 +105,7 @@ def test_a_late_lane_gets_the_newest_version_though_its_slot_was_promised_to_the
     publish(slots, 2)  # no lane waits for it, and the other slot is pinned: its slot is reserved
     assert present(slots.newest()).version == 1
     slots.unpin("stuck")
-    assert ask(slots, "stuck", 1).version == 2
+    assert present(ask(slots, "stuck", 1)).version == 2
     assert slots.reserved.take() == 0
 
 
@@ -125,19 +125,19 @@ def test_a_slot_that_was_put_back_is_the_next_one_again_or_a_late_lanes() -> Non
     publish(slots, 1)
     ask(slots, "stuck", None)
     publish(slots, 2)
-    slots.reserved.put(slots.reserved.take())
+    slots.reserved.put(present(slots.reserved.take()))
     assert slots.reserved.take() == 1
     slots.reserved.put(1)
     slots.unpin("stuck")
-    assert ask(slots, "stuck", 1).version == 2
+    assert present(ask(slots, "stuck", 1)).version == 2
     assert slots.reserved.take() == 0
 
 
 def test_a_discarded_version_is_never_seen_and_its_slot_comes_back() -> None:
     slots = ImageSlots(2)
-    slot = slots.reserved.take()
+    slot = present(slots.reserved.take())
     slots.writing(1, slot, frozenset({0}))
-    other = slots.reserved.take()
+    other = present(slots.reserved.take())
     slots.discard(1)
     assert slots.newest() is None
     slots.writing(2, other, frozenset({0}))
@@ -163,7 +163,7 @@ def test_a_sealed_set_of_slots_keeps_the_newest_version_and_gives_no_slot() -> N
     assert present(ask(slots, "late", None)).version == 2
     slots.unpin("late")
     assert slots.reserved.take() is None
-    assert slots.newest().version == 2
+    assert present(slots.newest()).version == 2
 
 
 def test_a_lane_that_is_kept_on_its_version_gets_the_newest_one_when_it_goes_on() -> None:

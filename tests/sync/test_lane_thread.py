@@ -200,7 +200,9 @@ def test_an_idle_lane_notices_a_server_that_was_restarted_and_one_that_somebody_
     assert r.servers["paused"].versions == [1], "its weights were right: it only had to go on"
 
 
-def test_an_idle_lane_puts_its_label_back_over_the_engines_and_another_runs(rig):
+def test_an_idle_lane_puts_its_label_back_over_the_engines_and_another_runs(
+    rig: MakeRig,
+) -> None:
     r = rig("a", "b")
     r.publish(1)
     r.everyone(1)
@@ -210,7 +212,9 @@ def test_an_idle_lane_puts_its_label_back_over_the_engines_and_another_runs(rig)
     r.until(lambda: all(server.label == label for server in r.servers.values()))
 
 
-def test_idle_lanes_have_no_threads_and_notice_at_once_that_a_receiver_ended(rig):
+def test_idle_lanes_have_no_threads_and_notice_at_once_that_a_receiver_ended(
+    rig: MakeRig,
+) -> None:
     strike = Strike(Point.GREET, lambda: None)
     r = rig("a", "b", look_s=3600.0, watch=strike)
     r.publish(1)

@@ -37,7 +37,7 @@ BLOCK, BLOCKS = 4096, 600
 manifest = Manifest.build([("a", "uint8", (BLOCK * BLOCKS - 100,))], BLOCK)
 good = torch.randint(0, 256, (manifest.total_bytes,), dtype=torch.uint8)
 hashing = Hashing("xxh3")
-content = Content(manifest, hashing.blocks(memoryview(good.numpy()), manifest), hashing)
+content = Content(manifest, hashing.blocks(good.numpy().data, manifest), hashing)
 
 ELSEWHERE = """
 import sys, torch

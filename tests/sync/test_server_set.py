@@ -226,7 +226,7 @@ def test_a_run_whose_servers_commit_nothing_for_max_lag_versions_stops(tmp_path:
     recorder.close()
 
 
-def test_nobody_who_looks_at_the_servers_waits_for_a_lane_that_is_being_opened(site):
+def test_a_look_at_the_servers_does_not_wait_for_a_lane_that_opens(site: Make) -> None:
     s = site("a")
     assert s.opening.get(timeout=WAIT_S) == "a"
     s.may_open.clear()
