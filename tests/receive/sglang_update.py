@@ -4,6 +4,7 @@ each call of the routes was answered with, and what came to the model in which o
 
 import asyncio
 import json
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,9 +82,12 @@ sglang_plugin.plugin.scheduler = SimpleNamespace(waiting_queue=[])
 sglang_plugin._add_routes()
 manager = Manager(scheduler)
 http_server.get_global_state = lambda: SimpleNamespace(tokenizer_manager=manager)
-LABEL = ("finish", {"label": "r:1:f"})
-answers = asyncio.run(statuses(LABEL, ("load", {"number": 1}), LABEL, LABEL))
+os.environ[sglang_plugin.SOCKET_VARIABLE] = f"test {os.getpid()}"
+LABEL, LOAD, HELLO = ("finish", {"label": "r:1:f"}), ("load", {"number": 1}), ("hello", {})
+answers = asyncio.run(statuses(LABEL, LOAD, LABEL, LABEL))
+greeted = asyncio.run(statuses(LOAD, HELLO, LABEL))  # nothing listens to the hello: 503
 foreign = scheduler.update_weights_from_tensor(
     SimpleNamespace(load_format=None, serialized_named_tensors=[], weight_version=None)
 )
-print(json.dumps({"answers": answers, "seen": seen, "foreign": foreign.message}))
+found = {"answers": answers, "greeted": greeted, "seen": seen, "foreign": foreign.message}
+print(json.dumps(found))

@@ -67,7 +67,7 @@ class Plugin:
         self.commits = 0
         self.scheduler: Any = None
         self.loaded = False
-        """HTTP process: a version was loaded, and no label was set since."""
+        """HTTP process: a version was loaded, and no lane greeted or set a label since."""
 
     def hello(self, message: dict[str, Any]) -> dict[str, Any]:
         """RPC thread: a lane's greeting, whose answer goes over the lane's channel; or the call to
@@ -178,6 +178,8 @@ def _add_routes() -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def hello(request: Request) -> dict[str, Any]:
         manager = http_server.get_global_state().tokenizer_manager
+        # The load of a lane that did not come to its label allows none to another one.
+        plugin.loaded = False
         try:
             answer = await asyncio.to_thread(call, _address(0), await request.json(), HELLO_S)
             if "map" in answer:
@@ -218,7 +220,7 @@ def _add_routes() -> None:
         manager = http_server.get_global_state().tokenizer_manager
         label = str((await request.json())["label"])
         if not plugin.loaded:
-            raise HTTPException(400, "no version was loaded since the last label, or the start")
+            raise HTTPException(400, "no version was loaded since the last hello or label")
         plugin.loaded = False
         # The scheduler takes it first. By SGLang's default this would abort all requests.
         version = io_struct.UpdateWeightVersionReqInput(new_version=label, abort_all_requests=False)
