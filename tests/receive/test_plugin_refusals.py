@@ -1,5 +1,6 @@
 """Servers that a reload would corrupt in silence are refused at joining: the plugins' rules, asked
-of real configuration objects in the engines' own environments. No server runs."""
+of real configuration objects in the engines' own environments; and what SGLang's plugin does with
+its messages and memory. No server runs."""
 
 import json
 import os
@@ -105,6 +106,16 @@ def quantised(method, scheme=None):
     layer.scheme = scheme and scheme.__new__(scheme)
     return model_problem(torch.nn.ModuleDict({"layer": layer}))
 
+def derived():
+    layer = torch.nn.Linear(2, 2)
+    layer._derived_weight_cache_error = "the layer keeps a copy"
+    return model_problem(torch.nn.ModuleDict({"layer": layer}))
+
+def cached():
+    args = ServerArgs(sys.argv[1], custom_weight_loader=[LOADER])
+    args.weight_cache_mode = "daemon"  # set late: a machine without a GPU refuses it
+    return compatibility(args)
+
 name = "base_model.model.m.q_proj.lora_A.weight"
 adapters = Manifest.build([(name, "bfloat16", (16, 4))], 4096)
 
@@ -119,6 +130,8 @@ print(json.dumps({
     "redundant": problem(ep_num_redundant_experts=2),
     "placed": problem(init_expert_location="placement.json"),
     "draft": problem(speculative_algorithm="EAGLE"),
+    "cached": cached(),
+    "derived": derived(),
     "adapters": SglangModel.__new__(SglangModel).refuses(adapters),
     "experts": problem(tp_size=2, ep_size=2),
     "replicas": problem(dp_size=2),
@@ -199,23 +212,41 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
         assert "tensor parallelism on one host" in found[name]
     for name in ("eplb", "redundant", "placed"):
         assert "--enable-eplb" in found[name]
+    assert "other engines serve the same memory" in found["cached"]
+    assert found["derived"] == "the layer keeps a copy"
     assert "layer (Fp8LinearMethod) is quantised by a method that cannot restore" in found["packs"]
     assert "CompressedTensorsW8A8Fp8MoE" in found["scheme packs"]
 
 
-def test_sglangs_workers_let_go_of_a_receivers_memory_before_the_next_one_takes_its_own(
-    sglang_python: str, root: Path
-) -> None:
-    """As large as the model, it would be there twice."""
+def script(python: str, name: str, root: Path) -> Any:
+    """What a script of this folder prints in SGLang's environment."""
     paths = f"{sglang_cpu.directory()}:{root}"
     env = {"PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sglang_python, "-m", "tests.receive.sglang_ranks"],
+        [python, "-m", f"tests.receive.{name}"],
         env={**os.environ, **env},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_sglangs_workers_let_go_of_a_receivers_memory_before_the_next_one_takes_its_own(
+    sglang_python: str, root: Path
+) -> None:
+    """As large as the model, it would be there twice."""
+    found = script(sglang_python, "sglang_ranks", root)
     assert found == {"attached": 2, "joined again": 0}
+
+
+def test_a_load_is_one_message_to_sglangs_schedulers_and_alone_allows_a_label(
+    sglang_python: str, root: Path
+) -> None:
+    found = script(sglang_python, "sglang_update", root)
+    whole = ["message", "begin", {"number": 1}, "end, post load False", "r:1:f"]
+    assert found["seen"] == [*whole, *whole[:-1]]
+    assert found["answers"] == [400, 200, 200, 400]
+    assert found["greeted"] == [200, 503, 400]
+    assert "begin_weight_update()" in found["foreign"], "an update of SGLang's own needs its own"

@@ -123,14 +123,14 @@ def resume(timeout_s: float) -> Call[None]:
 
 
 def load(info: Mapping[str, Any], timeout_s: float) -> Call[None]:
-    """Our plugin's route that opens an update and runs our commit in every scheduler; it returns
-    when all of them are through. One call, since a server stands still for each. Needs a pause."""
+    """Our plugin's route that runs a whole update, with our commit, in every scheduler; it returns
+    when all of them are through. Needs a pause."""
     return _post("/titan_grpo/load", timeout_s, dict(info))
 
 
 def finish(new_label: str, timeout_s: float) -> Call[None]:
-    """Our plugin's route that closes the update, and then sets the label; an error if no update is
-    open, as on a server that was restarted since."""
+    """Our plugin's route that sets the label of a loaded version; an error if none was loaded, as
+    on a server that was restarted since."""
     return _post("/titan_grpo/finish", timeout_s, {"label": new_label})
 
 
@@ -423,9 +423,9 @@ class SglangControl:
             raise
 
     def finish(self, label: str) -> None:
-        """Without our plugin by SGLang's own two calls. A restarted server has no update to end.
-        One that restarts between the end and the label takes the label: its receiver is gone,
-        which the lane's ping after the read-back finds out."""
+        """Without our plugin by SGLang's own two calls. A restarted server has no update to end,
+        and no loaded version. One without the plugin that restarts between the two calls takes the
+        label, which the lane's ping after the read-back finds out."""
         if self._answers(finish(label, self._deadline_s), ABSENT):
             return
         self._run(end_weight_update(self._deadline_s))

@@ -6,9 +6,11 @@ Written for SGLang 0.5.23. The server is started with ``--custom-weight-loader L
 The HTTP process gets four routes. ``/titan_grpo/hello`` forwards a Hello over a Unix socket to the
 scheduler of rank 0, and what is to be mapped to all, without a pause: SGLang's own routes to the
 scheduler's model wait for all running requests. ``/titan_grpo/state`` shows what no route of SGLang
-does: whether generation is paused. ``/titan_grpo/load`` and ``/titan_grpo/finish`` are two calls of
-SGLang's own each, so that a paused server waits for two requests and not for four. Each scheduler
-process holds an EngineSide; a commit reaches it through ``commit``, between two batches.
+does: whether generation is paused. ``/titan_grpo/load`` is one message to the schedulers, where
+SGLang's own routes need three (begin, update, end): a paused server waits for each.
+``/titan_grpo/finish`` is SGLang's label, which only a loaded version may have. Each scheduler
+process holds an EngineSide; a commit reaches it between two batches, as an update from tensors
+whose load format is LOADER.
 """
 
 import asyncio
@@ -64,6 +66,8 @@ class Plugin:
         """Held during a hello and during a commit, which come from two threads."""
         self.commits = 0
         self.scheduler: Any = None
+        self.loaded = False
+        """HTTP process: a version was loaded, and no lane greeted or set a label since."""
 
     def hello(self, message: dict[str, Any]) -> dict[str, Any]:
         """RPC thread: a lane's greeting, whose answer goes over the lane's channel; or the call to
@@ -96,11 +100,40 @@ def register() -> None:
         scheduler = "sglang.srt.managers.scheduler.Scheduler"
         HookRegistry.register(f"{scheduler}.__init__", _scheduler_made, HookType.AFTER)
         HookRegistry.register(f"{scheduler}.handle_generate_request", _asked, HookType.BEFORE)
+        HookRegistry.register(UPDATE, _updated, HookType.AROUND)
+
+
+UPDATE = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    ".update_weights_from_tensor"
+)
+
+
+def _updated(original: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
+    """Scheduler process, between two batches: SGLang's update from tensors, or all of ours.
+
+    SGLang's own would walk over the model twice, paused, for what ``model_problem`` asks once.
+    """
+    if request.load_format != LOADER:
+        return original(manager, request)
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
+
+    worker = manager.tp_worker
+    updater = worker.model_runner.weight_updater
+    with manager._observe_weight_load("tensor"):
+        tensors = worker.deserialize_own_rank(request.serialized_named_tensors)
+        updater.begin_weight_update()
+        commit(worker.model_runner.model, tensors)
+        # The model's own loader has done what may follow a load.
+        updater.end_weight_update(run_post_load=False)
+        # Rank 0 answers for all.
+        torch.distributed.barrier(group=manager.tp_cpu_group)
+    return UpdateWeightsFromTensorReqOutput(success=True, message="")
 
 
 def commit(_model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's custom weight loader: the first name is a Commit in JSON. Never raises: an exception
-    ends the server."""
+    """One commit in this scheduler, with the signature of SGLang's custom weight loaders, by which
+    it is named: the first name is a Commit in JSON. Never raises: an exception ends the server."""
     try:
         data = json.loads(named_tensors[0][0])
     except (IndexError, TypeError, ValueError):
@@ -145,6 +178,8 @@ def _add_routes() -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def hello(request: Request) -> dict[str, Any]:
         manager = http_server.get_global_state().tokenizer_manager
+        # The load of a lane that did not come to its label allows none to another one.
+        plugin.loaded = False
         try:
             answer = await asyncio.to_thread(call, _address(0), await request.json(), HELLO_S)
             if "map" in answer:
@@ -165,21 +200,17 @@ def _add_routes() -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def load(request: Request) -> dict[str, Any]:
         manager = http_server.get_global_state().tokenizer_manager
-        payload = commit_payload(await request.json())
-        begun, why = await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput())
-        if not begun:  # a lane that died before its finish left its update open
-            await manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
-            begun, why = await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput())
-        if begun:
-            # The prefix cache is not flushed: SGLang cannot while requests are paused, and calls
-            # that a failure although the weights are in. Requests are kept apart by their keys.
-            update = io_struct.UpdateWeightsFromTensorReqInput(
-                serialized_named_tensors=[payload] * int(manager.server_args.tp_size),
-                load_format=LOADER,
-                flush_cache=False,
-            )
-            begun, why = await manager.update_weights_from_tensor(update)
-        if not begun:
+        plugin.loaded = False
+        # The prefix cache is not flushed: SGLang cannot while requests are paused, and calls that a
+        # failure although the weights are in. Requests are kept apart by their keys.
+        update = io_struct.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[commit_payload(await request.json())]
+            * int(manager.server_args.tp_size),
+            load_format=LOADER,
+            flush_cache=False,
+        )
+        plugin.loaded, why = await manager.update_weights_from_tensor(update)
+        if not plugin.loaded:
             raise HTTPException(400, why)
         return {}
 
@@ -188,9 +219,9 @@ def _add_routes() -> None:
     async def finish(request: Request) -> dict[str, Any]:
         manager = http_server.get_global_state().tokenizer_manager
         label = str((await request.json())["label"])
-        ended, why = await manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
-        if not ended:
-            raise HTTPException(400, why)
+        if not plugin.loaded:
+            raise HTTPException(400, "no version was loaded since the last hello or label")
+        plugin.loaded = False
         # The scheduler takes it first. By SGLang's default this would abort all requests.
         version = io_struct.UpdateWeightVersionReqInput(new_version=label, abort_all_requests=False)
         await manager.update_weight_version(version)
@@ -225,6 +256,11 @@ def compatibility(args: Any) -> str:
             " the server without --enable-eplb, --ep-num-redundant-experts and"
             " --init-expert-location"
         )
+    if args.weight_cache_mode != "off":
+        return (
+            "other engines serve the same memory of weights: start the server without a weight"
+            " cache (--weight-cache-mode off)"
+        )
     if args.speculative_algorithm:
         return "a speculative draft model would keep its old weights: start the server without one"
     if LOADER not in (args.custom_weight_loader or []):
@@ -256,12 +292,18 @@ NEVER_REPACKED = tuple(f"sglang.srt.layers.quantization.{name}" for name in ("un
 
 
 def model_problem(model: torch.nn.Module) -> str:
-    """Why this model cannot be reloaded: a layer's weights are repacked after a load and not put
-    back before the next one. Empty if it can.
+    """Why this model cannot be reloaded: something is derived from its weights, or a layer's
+    weights are repacked after a load and not put back before the next one. Empty if it can.
+
+    SGLang asks the first at every update; its answer is that of the start.
 
     SGLang calls restore_weights_before_loading when an update begins. Only a class that repacks
     (or a subclass) knows how to put back: its bases do nothing there, or have no such call.
     """
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    if derived := weight_updater._unsupported_derived_weight_cache_error(model):
+        return str(derived)
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if method is None or type(method).__module__ in NEVER_REPACKED:

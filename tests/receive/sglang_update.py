@@ -1,0 +1,93 @@
+"""Our plugin's load and label routes, and its part of a scheduler, over SGLang's own classes and
+without a server. ``python -m tests.receive.sglang_update``, in SGLang's environment, prints what
+each call of the routes was answered with, and what came to the model in which order."""
+
+import asyncio
+import json
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import torch
+from sglang.srt.entrypoints import http_server
+from sglang.srt.managers.scheduler_components import weight_updater
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.utils import MultiprocessingSerializer
+
+from titan_grpo.receive import sglang_plugin
+
+seen: list[Any] = []
+
+
+class Side:
+    """The engine's side of a commit."""
+
+    def commit(self, data: dict[str, Any]) -> None:
+        seen.append(data)
+
+
+class Updater:
+    """Of the scheduler's model."""
+
+    def begin_weight_update(self) -> None:
+        seen.append("begin")
+
+    def end_weight_update(self, *, run_post_load: bool) -> None:
+        seen.append(f"end, post load {run_post_load}")
+
+
+class Worker:
+    """A scheduler's, at rank 1 of 2."""
+
+    model_runner = SimpleNamespace(weight_updater=Updater(), model=torch.nn.Linear(1, 1))
+
+    def deserialize_own_rank(self, tensors: list[bytes]) -> Any:
+        return MultiprocessingSerializer.deserialize(tensors[1])
+
+
+class Manager:
+    """SGLang's tokenizer manager, whose messages to the scheduler are calls."""
+
+    server_args = SimpleNamespace(tp_size=2)
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    async def update_weights_from_tensor(self, update: Any) -> tuple[bool, str]:
+        seen.append("message")
+        answer = self._scheduler.update_weights_from_tensor(update)
+        return answer.success, answer.message
+
+    async def update_weight_version(self, update: Any) -> None:
+        seen.append(update.new_version)
+
+
+async def statuses(*calls: tuple[str, dict[str, Any]]) -> list[int]:
+    """Of the plugin's routes, one after the other."""
+    transport = httpx.ASGITransport(http_server.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://sglang") as client:
+        return [(await client.post(f"/titan_grpo/{r}", json=b)).status_code for r, b in calls]
+
+
+HookRegistry.register(sglang_plugin.UPDATE, sglang_plugin._updated, HookType.AROUND)
+HookRegistry.apply_hooks()
+torch.distributed.init_process_group("gloo", "tcp://127.0.0.1:0", rank=0, world_size=1)
+kind: Any = weight_updater.SchedulerWeightUpdaterManager
+scheduler = kind.__new__(kind)  # its constructor wants a whole engine
+scheduler.tp_worker, scheduler.metrics_collector, scheduler.tp_cpu_group = Worker(), None, None
+scheduler._session = None
+sglang_plugin.plugin.side = Side()  # type: ignore[assignment]
+sglang_plugin.plugin.scheduler = SimpleNamespace(waiting_queue=[])
+sglang_plugin._add_routes()
+manager = Manager(scheduler)
+http_server.get_global_state = lambda: SimpleNamespace(tokenizer_manager=manager)
+os.environ[sglang_plugin.SOCKET_VARIABLE] = f"test {os.getpid()}"
+LABEL, LOAD, HELLO = ("finish", {"label": "r:1:f"}), ("load", {"number": 1}), ("hello", {})
+answers = asyncio.run(statuses(LABEL, LOAD, LABEL, LABEL))
+greeted = asyncio.run(statuses(LOAD, HELLO, LABEL))  # nothing listens to the hello: 503
+foreign = scheduler.update_weights_from_tensor(
+    SimpleNamespace(load_format=None, serialized_named_tensors=[], weight_version=None)
+)
+found = {"answers": answers, "greeted": greeted, "seen": seen, "foreign": foreign.message}
+print(json.dumps(found))
