@@ -83,9 +83,12 @@ sglang_plugin._add_routes()
 manager = Manager(scheduler)
 http_server.get_global_state = lambda: SimpleNamespace(tokenizer_manager=manager)
 os.environ[sglang_plugin.SOCKET_VARIABLE] = f"test {os.getpid()}"
-LABEL, LOAD, HELLO = ("finish", {"label": "r:1:f"}), ("load", {"number": 1}), ("hello", {})
+Request = tuple[str, dict[str, object]]
+LABEL: Request = ("finish", {"label": "r:1:f"})
+LOAD: Request = ("load", {"number": 1})
+HELLO: Request = ("hello", {})  # nothing listens to it: 503
 answers = asyncio.run(statuses(LABEL, LOAD, LABEL, LABEL))
-greeted = asyncio.run(statuses(LOAD, HELLO, LABEL))  # nothing listens to the hello: 503
+greeted = asyncio.run(statuses(LOAD, HELLO, LABEL))
 foreign = scheduler.update_weights_from_tensor(
     SimpleNamespace(load_format=None, serialized_named_tensors=[], weight_version=None)
 )

@@ -29,7 +29,7 @@ from titan_grpo.rollout.messages import (
     FORMAT,
     Answer,
     AskLoad,
-    FromWorker,
+    Message,
     Ready,
     RolloutSpec,
     RolloutStopped,
@@ -244,7 +244,7 @@ def test_a_worker_that_cannot_serve_says_why(
 
 
 def test_what_is_sent_while_the_process_loads_is_taken_once_it_has(cluster: Cluster) -> None:
-    transport, came = LocalTransport(), queue.SimpleQueue[FromWorker]()
+    transport, came = LocalTransport(), queue.SimpleQueue[Message]()
     transport.start(cluster.spec, came.put, 60)
     transport.send(ServerState("http://127.0.0.1:9", None, False, ""))
     transport.send(AskLoad(7))
