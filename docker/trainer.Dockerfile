@@ -8,7 +8,9 @@
 # /dev/shm than the 64 MiB that a container has by default.
 ARG BASE=python:3.11-slim
 FROM ${BASE}
-# Triton compiles at run time.
+# Triton compiles at run time. Without versions: Debian keeps no earlier ones, so a pinned package is soon one that
+# cannot be installed.
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends gcc g++ libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml README.md LICENSE /source/

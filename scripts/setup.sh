@@ -125,7 +125,7 @@ imports() { # directory, modules
 setup_trainer() {
     install_torch "$1"
     say "$(basename "$1"): torchtitan, tools and tests"
-    pip "$1" install "$torch" -e "$root[$extra,dev]"
+    pip "$1" install "$torch" -e "${root}[$extra,dev]"
 }
 
 # What installed packages require, without their extras: of it only some, or all but some.

@@ -23,7 +23,8 @@ else
     mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     trainers=$((${#hosts[@]} - SERVER_NODES))
     [ "$trainers" -gt 0 ] || { echo "SERVER_NODES=$SERVER_NODES leaves none of ${#hosts[@]} hosts to train" >&2; exit 2; }
-    export SERVER_HOSTS="$(listed "${hosts[@]:$trainers}")"
+    SERVER_HOSTS="$(listed "${hosts[@]:$trainers}")"
+    export SERVER_HOSTS
     train=(--nodes="$trainers" --nodelist="$(listed "${hosts[@]:0:$trainers}")")
     serve=(--nodes="$SERVER_NODES" --nodelist="$SERVER_HOSTS")
 fi

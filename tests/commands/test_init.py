@@ -75,6 +75,15 @@ def test_every_key_it_writes_has_an_effect_and_a_word(folder: Path) -> None:
     assert not (folder / "rewards.py").exists(), "a reward was named"
 
 
+def test_a_place_with_a_space_is_quoted_in_the_commands_that_come_next(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make("--out", "my jobs/mine.toml")
+    command = "titan-grpo doctor --job.config_file 'my jobs/mine.toml'"
+    assert command in capsys.readouterr().out
+    assert command in (folder / "my jobs/mine.toml").read_text()
+
+
 def test_a_reward_that_is_there_is_kept_and_can_be_named(folder: Path) -> None:
     make()
     with pytest.raises(ConfigError, match=r"rewards\.py does: name its function \(--reward\)"):

@@ -157,21 +157,45 @@ def test_what_is_in_two_places_is_a_link(path: str, root: Path) -> None:
 
 
 def test_the_dockerfiles_copy_what_there_is(root: Path) -> None:
-    """Linting as far as it needs no tool: known instructions, pinned bases, existing sources."""
-    known = {"ARG", "FROM", "RUN", "COPY", "WORKDIR", "ENTRYPOINT", "ENV", "USER"}
     files = sorted((root / "docker").glob("*.Dockerfile"))
     assert [file.stem for file in files] == ["server", "trainer"]
     for file in files:
         text = re.sub(r"\\\n\s*", " ", file.read_text())
-        lines = [line.split() for line in text.splitlines() if line and line[0] != "#"]
-        assert {words[0] for words in lines} <= known
-        assert lines[-1][0] in ("ENTRYPOINT", "USER", "RUN")
-        for words in lines:
-            if words[0] == "COPY":
-                assert [source for source in words[1:-1] if not (root / source).exists()] == []
-            if words[0] == "ARG" and words[1].startswith("BASE="):
-                assert ":" in words[1], "the base has a tag"
-        assert not any(":latest" in word for words in lines for word in words)
+        lines = [line.split() for line in text.splitlines()]
+        copied = [words[1:-1] for words in lines if words[:1] == ["COPY"]]
+        assert copied
+        assert [source for each in copied for source in each if not (root / source).exists()] == []
+        (base,) = [words[1] for words in lines if words[:1] == ["ARG"]]
+        assert re.fullmatch(r"BASE=\S+:(?!latest)\S+", base), "the base has a tag"
+
+
+@pytest.fixture(scope="module")
+def linters(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the programs of the extra "lint", which are too large for every environment."""
+    folder = tmp_path_factory.mktemp("linters")
+    with (root / "pyproject.toml").open("rb") as file:
+        extra = tomllib.load(file)["project"]["optional-dependencies"]["lint"]
+    pip = [sys.executable, "-m", "pip", "install", "--no-compile", "--target", str(folder)]
+    said_by([*pip, *extra], folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("program", "patterns"),
+    [
+        ("hadolint", ["docker/*.Dockerfile"]),
+        ("kubernetes-validate --strict", ["examples/cluster/*.yaml"]),
+        ("shellcheck --severity=warning", ["scripts/*.sh", "examples/*/*.sh", ".ci/run"]),
+    ],
+)
+def test_no_linter_complains_of_images_manifests_and_scripts(
+    program: str, patterns: Sequence[str], linters: Path, root: Path
+) -> None:
+    files = [str(path) for pattern in patterns for path in sorted(root.glob(pattern))]
+    assert files
+    name, *options = program.split()
+    env = os.environ | {"PYTHONPATH": str(linters)}
+    said_by([str(linters / "bin" / name), *options, *files], root, env=env)
 
 
 @pytest.fixture

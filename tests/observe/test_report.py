@@ -72,6 +72,8 @@ def test_the_summary_of_a_run_keeps_its_schema_and_says_what_happened(recorder: 
     assert summary["blocked_s"]["median"] == pytest.approx(0.0055)
     assert summary["staleness"] == {"mean": 0.5, "max": 1.0}
     assert summary["dropped"] == {"nan_logprobs": 2}
+    last = {names.REWARD: 1.0, names.BLOCKED_S: 0.01, names.LOGPROB_GAP_MAX: 0.02}
+    assert summary["last_step"].items() >= last.items()
     assert summary["lengths"] == {"made": {"16": 3, "128": 1}, "trained": {"16": 3}}
     table = report.final_table(summary)
     assert "lengths made" in table
@@ -85,6 +87,7 @@ def test_a_run_that_died_before_its_first_step_has_a_valid_summary_too(tmp_path:
     summary = report.write_report(recorder, "run", "sync")
     assert summary["steps"] == 0
     assert summary["errors"] == ["server gone"]
+    assert summary["last_step"] == {}
     assert "server gone" in report.final_table(summary)
 
 

@@ -74,6 +74,6 @@ def test_the_next_command_is_one_that_the_shell_finds(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert next_command("report run") == "next: env/bin/titan-grpo report run"
+    assert next_command("report", "run") == "next: env/bin/titan-grpo report run"
     monkeypatch.setenv("PATH", str(program.parent))
-    assert next_command("report run") == "next: titan-grpo report run"
+    assert next_command("report", "my run") == "next: titan-grpo report 'my run'"

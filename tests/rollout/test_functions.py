@@ -237,6 +237,11 @@ def test_only_rows_that_pass_all_filters_are_asked(
     assert asked == set(rows)
 
 
+def test_a_filter_takes_the_name_of_a_column_with_spaces() -> None:
+    found = Condition.parse('the level not in ["a in b"]', "rollout.dataset_filter")
+    assert found == Condition("the level", "not in", ["a in b"])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -293,6 +298,12 @@ def test_files_of_all_kinds_and_patterns_are_read(tmp_path: Path) -> None:
         assert open_table(TaskKeys(dataset=str(tmp_path / name)))[3] == SUMS[3]
     (tmp_path / "b2.parquet").write_bytes((tmp_path / "b.parquet").read_bytes())
     assert len(open_table(TaskKeys(dataset=str(tmp_path / "*.parquet")))) == 2 * len(SUMS)
+
+
+@pytest.mark.parametrize("name", ["rows [1].jsonl", "it's *.jsonl", "ROWS.JSONL"])
+def test_a_file_is_read_whatever_its_name(tmp_path: Path, name: str) -> None:
+    rows = TaskKeys(dataset=write_rows(tmp_path / name, SUMS))
+    assert len(open_table(rows)) == len(SUMS)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from titan_grpo.rollout.openai_api import ChatRequest, Refused, parse, plain
+from titan_grpo.rollout.openai_api import (
+    ChatAnswer,
+    ChatRequest,
+    Refused,
+    answer_events,
+    parse,
+    plain,
+)
 from titan_grpo.rollout.tasks.agent import hermes, llama3_json
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -33,6 +40,7 @@ def request(**fields: Any) -> ChatRequest:
         ("tools", [{"type": "retrieval"}]),
         ("stop", [""]),
         ("max_completion_tokens", 0),
+        ("max_tokens", True),
         ("messages", []),
         ("a_field_of_next_year", 1),
     ],
@@ -47,7 +55,9 @@ def test_a_field_that_cannot_be_done_is_refused_with_its_name_and_value(
     assert error["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]", b'"text"'])
+@pytest.mark.parametrize(
+    "body", [b"{", b"[]", b'"text"', b'{"stop": "\\ud800"}', b'{"stop": "\xff"}']
+)
 def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(Refused, match="the body must be"):
         parse(body, 1.0)
@@ -85,11 +95,28 @@ def test_messages_have_one_form_whatever_a_client_adds() -> None:
         ("text", r"messages\[0\] "),
         ({"role": "user", "content": [{"type": "image_url"}]}, r"messages\[0\].content"),
         ({"role": "assistant", "tool_calls": [{}]}, r"messages\[0\].tool_calls"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, r"messages\[0\].function_call"),
+        ({"role": "critic", "content": "bad"}, r"messages\[0\].role must be one of system, user"),
     ],
 )
 def test_a_message_of_another_form_is_refused_with_its_place(message: object, place: str) -> None:
     with pytest.raises(Refused, match=place):
         request(messages=[message])
+
+
+def test_a_developers_message_is_the_systems_for_the_template() -> None:
+    (message,) = request(messages=[{"role": "developer", "content": "Be short."}]).messages
+    assert message == {"role": "system", "content": "Be short."}
+
+
+def test_a_streamed_call_of_tools_has_its_log_probabilities() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    answer = ChatAnswer("id", 0, message, "tool_calls", 1, 1, (("<call>", -0.5),))
+    sent = answer_events(request(tools=[TOOL], stream=True, logprobs=True), answer)
+    events = [json.loads(line[6:]) for line in sent.split(b"\n\n")[:-2]]
+    found = [each["choices"][0]["logprobs"] for each in events]
+    assert [each["content"][0]["logprob"] for each in found if each] == [-0.5]
 
 
 def test_calls_of_the_hermes_format_are_read_in_their_order() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from math import gcd
 from pathlib import Path
@@ -140,7 +141,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path}")
-    print(next_command(f"doctor --job.config_file {out}"))
+    print(next_command("doctor", "--job.config_file", str(out)))
     return 0
 
 
@@ -166,7 +167,7 @@ def new(args: argparse.Namespace, out: Path) -> dict[Path, str]:
     name, flavor = _flavor(args.flavor, settings)
     length = min(LONGEST, int(settings.get("max_position_embeddings", LONGEST)))
     text = JOB.format(
-        out=out,
+        out=shlex.quote(str(out)),
         dump_folder=toml(f"outputs/{out.stem}"),
         name=toml(name),
         flavor=toml(flavor),

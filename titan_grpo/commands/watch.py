@@ -170,5 +170,5 @@ def _end(follower: "Follower") -> int:
         print(f"the run ended after step {follower.state.step} without a summary; its log says why")
         return 1
     print(final_table(json.loads(summary.read_text())))
-    print(next_command(f"report {follower.folder}"))
+    print(next_command("report", str(follower.folder)))
     return 0

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from array import array
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -55,6 +55,23 @@ def read_metrics(path: Path, only: Collection[str] | None = None) -> list[dict[s
                     rows.pop()
                 rows.append(row if only is None else _kept(row, only))
     return rows
+
+
+def read_last(path: Path) -> dict[str, Any]:
+    """Read the last whole line of metrics.jsonl, with all its values; empty without one."""
+    if path.is_file():
+        with path.open("rb") as lines:
+            # The very last one may be torn, also with an end that a resumed run gave it.
+            for line in reversed(deque(lines, maxlen=2)):
+                with suppress(msgspec.DecodeError):
+                    row: dict[str, Any] = msgspec.json.decode(line)
+                    return row
+    return {}
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """For JSON, which has no NaN and no infinity: they become null."""
+    return {n: float(v) if math.isfinite(v) else None for n, v in metrics.items()}
 
 
 def _kept(row: Mapping[str, Any], only: Collection[str]) -> dict[str, Any]:
@@ -332,9 +349,7 @@ class Recorder:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """End a training step: one line of metrics.jsonl, and one value of each metric."""
-        # JSON has no NaN and no infinity: they become null
-        values = {n: float(v) if math.isfinite(v) else None for n, v in metrics.items()}
-        row = {"step": step, "time_s": self._clock(), **values}
+        row = {"step": step, "time_s": self._clock(), **_finite(metrics)}
         if not self._last:
             self._begin(step)
         with self._lock:
@@ -348,7 +363,7 @@ class Recorder:
         with self._lock:
             if not self._last:
                 return
-            row = self._last = {**self._last, **metrics}
+            row = self._last = {**self._last, **_finite(metrics)}
             self._rows[-1] = _kept(row, names.SUMMARISED)
         self._queue.put(("last metrics", row))
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from titan_grpo.observe import names, schema
-from titan_grpo.observe.recorder import Recorder, read_metrics
+from titan_grpo.observe.recorder import Recorder, read_last, read_metrics
 
 _TIMES = {
     name.rpartition("/")[2]: name
@@ -111,6 +111,7 @@ def summarize(recorder: Recorder, run: str, mode: str) -> dict[str, Any]:
         "evaluations": history.evaluations,
         "lengths": {kind: _lengths(totals, kind) for kind in ("made", "trained")},
         "errors": history.errors,
+        "last_step": recorder.last_row() or read_last(recorder.metrics_path),
     }
 
 

@@ -132,6 +132,9 @@ class Summary(Record):
     differ, training does not see what was sampled."""
     evaluations: list[Evaluated]
     errors: list[str]
+    last_step: dict[str, Number] = {}
+    """The last line of metrics.jsonl: each metric by its name (observe/names.py). Empty in a run
+    without a step, and in summaries that were written before there was this key."""
 
 
 def check(summary: Mapping[str, Any]) -> Summary:

@@ -7,6 +7,7 @@ command that runs torchrun shows them and leaves the rest to the log file.
 
 import os
 import re
+import shlex
 import shutil
 import sys
 import threading
@@ -30,15 +31,15 @@ _CONSEQUENCE = re.compile(
 """What the other ranks print after one has ended."""
 
 
-def next_command(arguments: str) -> str:
+def next_command(*words: str) -> str:
     """The line that names the command to go on with, so that a shell finds it: an environment that
-    is not activated is not on PATH.
+    is not activated is not on PATH, and a path with a space is quoted.
 
-    Example: "report outputs/quickstart" -> "next: .venv/bin/titan-grpo report outputs/quickstart".
+    Example: "report", "outputs/my run" -> "next: .venv/bin/titan-grpo report 'outputs/my run'".
     """
     there = os.path.join(os.path.dirname(sys.executable), "titan-grpo")
     found = shutil.which("titan-grpo") or not os.path.exists(there)
-    return f"next: {'titan-grpo' if found else os.path.relpath(there)} {arguments}"
+    return f"next: {'titan-grpo' if found else os.path.relpath(there)} {shlex.join(words)}"
 
 
 def print_status(text: str) -> None:

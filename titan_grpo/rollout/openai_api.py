@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from titan_grpo.errors import TitanGrpoError
 
 Message = dict[str, Any]
@@ -23,6 +25,10 @@ NO_KEY = "invalid_api_key"
 
 TOO_LONG = "context_length_exceeded"
 """Code of the error for a call that its trajectory has no room for, as OpenAI names it."""
+
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
+"""Role of a message -> what the template gets. Templates leave out messages of roles that they have
+no words for, and say nothing; "developer" is OpenAI's newer name of "system"."""
 
 IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
 """Fields without a meaning for what is sampled."""
@@ -40,7 +46,7 @@ def _is_stop(value: Any) -> bool:
 
 Rule = tuple[Callable[[Any], bool], str]
 
-LIMIT: Rule = (lambda v: isinstance(v, int) and v > 0, "an integer greater than 0")
+LIMIT: Rule = (lambda v: type(v) is int and v > 0, "an integer greater than 0")
 
 RULES: dict[str, Rule] = {
     "frequency_penalty": (lambda v: v == 0, "0"),
@@ -115,9 +121,11 @@ def parse(body: bytes, temperature: float) -> ChatRequest:
     ``temperature``: that of the run, which is the only one.
     """
     try:
-        given = json.loads(body)
+        # Not the standard library's: it lets halves of a character through (an escape such as
+        # "\\ud800" alone), which neither the tokenizer nor a request to an engine can take.
+        given = msgspec.json.decode(body)
     except ValueError as error:
-        raise Refused(400, f"the body must be JSON: {error}") from error
+        raise Refused(400, f"the body must be JSON in UTF-8: {error}") from error
     if not isinstance(given, dict):
         raise Refused(400, f"the body must be an object, got {given!r:.100}")
     # A field that is null counts as left out.
@@ -156,6 +164,10 @@ def plain(message: Any, place: str = "message") -> Message:
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise _refusal(place, "an object with a role", message)
+    if message["role"] not in ROLES:
+        raise _refusal(f"{place}.role", f"one of {', '.join(ROLES)}", message["role"])
+    if message.get("function_call") is not None:
+        raise _refusal(f"{place}.function_call", "left out (tool_calls)", message["function_call"])
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
@@ -163,7 +175,7 @@ def plain(message: Any, place: str = "message") -> Message:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str | None):
         raise _refusal(f"{place}.content", "a text, or parts of text", content)
-    out: Message = {"role": message["role"], "content": content or ""}
+    out: Message = {"role": ROLES[message["role"]], "content": content or ""}
     calls = message.get("tool_calls") or []
     try:
         called = [
@@ -204,9 +216,9 @@ def answer_events(request: ChatRequest, answer: ChatAnswer) -> bytes:
         return _event(head | {"choices": [choice]} | usage)
 
     events = [event({"role": "assistant", "content": ""})]
-    if answer.message["content"]:
-        said = {"content": answer.message["content"]}
-        events.append(event(said, logprobs=_logprobs(request, answer)))
+    logprobs = _logprobs(request, answer)
+    if answer.message["content"] or logprobs:
+        events.append(event({"content": answer.message["content"]}, logprobs=logprobs))
     for index, call in enumerate(answer.message.get("tool_calls", ())):
         events.append(event({"tool_calls": [{"index": index} | call]}))
     events.append(event({}, answer.finish_reason))

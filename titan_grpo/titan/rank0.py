@@ -469,7 +469,9 @@ class Controller:
             terminal.print_status(f"the report cannot be written under {self._run_dir}: {error}")
         else:
             terminal.print_status(report.final_table(summary))
-            terminal.print_status(terminal.next_command(f"report {self._run_dir}  (a page)"))
+            terminal.print_status(
+                f"{terminal.next_command('report', str(self._run_dir))}  (a page)"
+            )
 
     def _count_rollouts(self) -> dict[str, float]:
         """Write down what the rollouts counted since the last call; returns a step's figures of

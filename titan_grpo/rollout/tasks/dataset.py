@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "not in": lambda value, among: value not in among,
 }
 
-_CONDITION = re.compile(r"\s*(\S+)\s+(==|!=|<=|>=|<|>|in|not\s+in)\s+(.+?)\s*", re.DOTALL)
+_CONDITION = re.compile(r"\s*(\S.*?)\s+(==|!=|<=|>=|<|>|in|not\s+in)\s+(.+?)\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def files_of(keys: TaskKeys) -> list[str]:
     """The files that a dataset's name means; empty for a directory or a name on the Hub. Raises
     ConfigError where there is none, or one that cannot be read."""
     name, key = keys.dataset, f"{keys.section}.dataset"
-    if Path(name).suffix not in BUILDERS or Path(name).is_dir():
+    if Path(name).suffix.lower() not in BUILDERS or Path(name).is_dir():
         if Path(name).is_file():
             raise ConfigError(f"{key} must be a file of {', '.join(BUILDERS)}, got {name!r}")
         return []
@@ -173,10 +173,11 @@ def open_table(keys: TaskKeys) -> Any:
 
     datasets.disable_progress_bars()
     files, name, key = files_of(keys), keys.dataset, f"{keys.section}.dataset"
-    options: dict[str, Any] = {"data_files": files, "split": "train"}
+    # Each is a file by now, and "[" in its name no pattern.
+    options: dict[str, Any] = {"data_files": list(map(escape, files)), "split": "train"}
     if not files:
         options = {"name": keys.dataset_config or None, "split": keys.dataset_split}
-    source = BUILDERS[Path(name).suffix] if files else name
+    source = BUILDERS[Path(name).suffix.lower()] if files else name
     try:
         return datasets.load_dataset(source, **options)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
@@ -196,7 +197,7 @@ def open_table(keys: TaskKeys) -> Any:
 def _bad_line(files: Sequence[str]) -> str:
     """The first line of JSONL files that is no object; empty if all are, or none is JSONL."""
     for path in files:
-        if not path.endswith(".jsonl"):
+        if not path.lower().endswith(".jsonl"):
             continue
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
