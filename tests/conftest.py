@@ -27,9 +27,14 @@ settings.register_profile(
 settings.load_profile("shared_cores")
 
 
-SHARED = {"sglang_site": "sglang", "keyed_server": "sglang", "site": "vllm"}
-"""Fixture of a server that takes long to start -> group of the tests that use it: one worker runs
-them, on one server."""
+SHARED = {
+    "sglang_site": "sglang",
+    "keyed_server": "sglang",
+    "site": "vllm",
+    "sources": "sources",
+}
+"""Fixture that takes long to make (a server that starts, all files parsed) -> group of the tests
+that use it: one worker runs them, on one."""
 
 FIRST = "tests/e2e/"
 """What takes longest comes first, so that no worker is left alone with it in the end."""

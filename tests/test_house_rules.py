@@ -228,7 +228,7 @@ def test_files_that_share_a_server_stay_on_one_worker(request: pytest.FixtureReq
     """Where the plugin does not see the groups, every server is started by every worker, in
     silence."""
     if os.environ.get("PYTEST_XDIST_WORKER") and request.config.getvalue("loadgroup"):
-        assert request.node.nodeid.endswith("@tests/test_house_rules.py")
+        assert request.node.nodeid.endswith("@sources")
 
 
 def test_files_that_the_design_and_the_protocol_name_exist(root: Path) -> None:

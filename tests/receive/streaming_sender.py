@@ -1,10 +1,10 @@
-"""A streaming lane in a process of its own that stops half-way: prints its Hello, then its Commit,
-sends BUCKETS buckets, prints "sent", and waits to be killed.
+"""A streaming lane in a process of its own that stops half-way: prints its Hello, then its Commit
+of version 2, sends BUCKETS buckets, prints "sent", and waits to be killed.
 
-usage: streaming_sender.py FOLDER BUCKETS   (FOLDER: what ``write_transfer`` left there)
+usage: streaming_sender.py FOLDER RUN_ID EPOCH BUCKET_BYTES BUCKETS   (FOLDER: with manifest.json
+and image)
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -16,22 +16,17 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.sync.link import LaneLink, LinkOptions
 
 
-def main(folder: Path, buckets: int) -> None:
-    options = json.loads((folder / "options.json").read_text())
-    run_id, epoch, bucket = options["run_id"], options["epoch"], options["bucket_bytes"]
+def main(folder: Path, run_id: str, epoch: int, bucket: int, buckets: int) -> None:
     manifest = Manifest.from_json((folder / "manifest.json").read_text())
-    good = bytearray((folder / "image").read_bytes())
-    digests = block_digests(memoryview(good), manifest, "xxh3")
-    print_ = fingerprint(manifest.digest, digests)
-    image = torch.frombuffer(good, dtype=torch.uint8)
-    if options["bad_byte"] >= 0:
-        image[options["bad_byte"]] ^= 1
-    config = WeightSync(apply="streamed", bucket_bytes=bucket, lane_deadline_s=options["timeout_s"])
+    data = bytearray((folder / "image").read_bytes())
+    digests = block_digests(memoryview(data), manifest, "xxh3")
+    image = torch.frombuffer(data, dtype=torch.uint8)
+    config = WeightSync(apply="streamed", bucket_bytes=bucket, lane_deadline_s=240.0)
     link = LaneLink(run_id, epoch, manifest, LinkOptions(config, "gloo", "127.0.0.1"))
     print(link.open().to_json(), flush=True)
     link.wait_joined(180.0)
     assert link.send_manifest().ok
-    staged = link.offer(1, options["version"], digests, print_)
+    staged = link.offer(1, 2, digests, fingerprint(manifest.digest, digests))
     print(link.commit(staged).to_json(), flush=True)
     for start in range(0, buckets * bucket, bucket):
         link._connected().broadcast(image[start : start + bucket], 60.0)
@@ -40,4 +35,4 @@ def main(folder: Path, buckets: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.e2e
 
 over_tcp = pytest.mark.parametrize("site", ["tcp"], indirect=True)
 """For what the engine's side decides, whichever way the bytes come: over gloo each receiver imports
-torch."""
+torch. And for what follows a rogue, which itself sends over gloo."""
 
 
 def test_a_good_transfer_reaches_the_engine_and_is_read_back(
@@ -60,6 +60,7 @@ def test_a_version_of_a_hundred_thousand_tensors_reaches_the_engine(make_site: t
         site.close()
 
 
+@over_tcp
 def test_a_killed_sender_leaves_the_old_version_and_the_next_one_works(
     site: Site, weights: type[Weights], rogue: Callable[[Site, str], subprocess.Popen[str]]
 ) -> None:
@@ -76,6 +77,7 @@ def test_a_killed_sender_leaves_the_old_version_and_the_next_one_works(
     assert site.receiver_pid != receiver
 
 
+@over_tcp
 def test_a_stalled_sender_costs_the_receiver_its_deadline_and_the_engine_nothing(
     site: Site, weights: type[Weights], rogue: Callable[[Site, str], subprocess.Popen[str]]
 ) -> None:
@@ -87,6 +89,7 @@ def test_a_stalled_sender_costs_the_receiver_its_deadline_and_the_engine_nothing
     assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
 
 
+@over_tcp
 def test_a_stalled_sender_does_not_delay_its_successor(
     site: Site, weights: type[Weights], rogue: Callable[[Site, str], subprocess.Popen[str]]
 ) -> None:
@@ -96,6 +99,7 @@ def test_a_stalled_sender_does_not_delay_its_successor(
     assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
 
 
+@over_tcp
 def test_bytes_that_differ_from_their_digests_are_named_and_never_lent(
     site: Site, weights: type[Weights], rogue: Callable[[Site, str], subprocess.Popen[str]]
 ) -> None:
@@ -120,6 +124,7 @@ def test_wrong_digests_do_not_end_the_epoch(site: Site, weights: type[Weights]) 
     assert site.deliver(link, 2, 1, good).ok
 
 
+@over_tcp
 def test_a_sender_with_other_byte_counts_aborts_the_receiver_and_not_the_engine(
     site: Site, weights: type[Weights], rogue: Callable[[Site, str], subprocess.Popen[str]]
 ) -> None:

@@ -4,11 +4,12 @@ real senders, no vLLM."""
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 import pytest
@@ -109,12 +110,12 @@ class Loading(threading.Thread):
 class WindowedSite(Site):
     """One engine with its plugin half, and the lanes and stray senders that a test opens to it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, deadline_s: float = DEADLINE_S) -> None:
         super().__init__(
-            engine=LayerEngine(), transport="gloo", lane_deadline_s=DEADLINE_S, apply="streamed"
+            engine=LayerEngine(), transport="gloo", lane_deadline_s=deadline_s, apply="streamed"
         )
         self._folder = folder
-        self._senders: list[subprocess.Popen[str]] = []
+        self._senders: list[Popen[str]] = []
 
     def deliver(self, link: LaneLink, number: int, version: int, weights: Version) -> Applied:
         """One transfer, through the engine's update call."""
@@ -125,30 +126,20 @@ class WindowedSite(Site):
         loading.report(DEADLINE_S)
         return link.wait_applied(number, SOON_S)
 
-    def stray(
-        self,
-        version: Version,
-        number: int,
-        buckets: int,
-        bad_byte: int = -1,
-        timeout_s: float = DEADLINE_S,
-    ) -> tuple[subprocess.Popen[str], Loading]:
-        """A sender process that sends ``buckets`` buckets and stops, and the engine's call that
-        waits for the rest."""
+    def begin(self, version: Version) -> tuple[LaneLink, Loading]:
+        """A lane of the next epoch, and the engine's call that waits for its first version."""
+        link = self.connect(version)
+        staged = link.offer(1, 1, version.digests, version.fingerprint)
+        return link, Loading(self.side, link.commit(staged).to_dict())
+
+    def begin_elsewhere(self, version: Version, buckets: int) -> tuple["Popen[str]", Loading]:
+        """The same of a process that sends ``buckets`` buckets of version 2, says so, and stops."""
         self.epoch += 1
-        options = {
-            "run_id": self.run_id,
-            "epoch": self.epoch,
-            "bucket_bytes": BUCKET,
-            "timeout_s": timeout_s,
-        }
-        (self._folder / "options.json").write_text(
-            json.dumps(options | {"version": number, "bad_byte": bad_byte})
-        )
         (self._folder / "manifest.json").write_text(version.manifest.to_json())
         (self._folder / "image").write_bytes(version.image.numpy().tobytes())
-        command = [sys.executable, str(SENDER), str(self._folder), str(buckets)]
-        sender = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        words = [self._folder, self.run_id, self.epoch, BUCKET, buckets]
+        command = [sys.executable, str(SENDER), *map(str, words)]
+        sender = Popen(command, stdin=PIPE, stdout=PIPE, text=True)
         self._senders.append(sender)
         said = present(sender.stdout)
         self.side.hello(json.loads(said.readline()))
@@ -205,7 +196,7 @@ def test_a_sender_killed_before_the_first_tensor_leaves_the_old_version_whole(
 ) -> None:
     old, new = Random(1), Random(2)
     site.deliver(site.connect(old), 1, 1, old)
-    sender, loading = site.stray(new, 2, buckets=FIRST_BUCKETS - 1)
+    sender, loading = site.begin_elsewhere(new, FIRST_BUCKETS - 1)
     assert present(sender.stdout).readline().strip() == "sent"
     sender.kill()
     report = loading.report(SOON_S)
@@ -225,7 +216,7 @@ def test_a_sender_killed_after_the_first_tensor_leaves_the_engine_not_intact_unt
     old, new = Random(1), Random(2)
     site.deliver(site.connect(old), 1, 1, old)
     site.engine.begun.clear()
-    sender, loading = site.stray(new, 2, buckets=FIRST_BUCKETS)
+    sender, loading = site.begin_elsewhere(new, FIRST_BUCKETS)
     assert site.engine.begun.wait(SOON_S)
     sender.kill()
     report = loading.report(SOON_S)
@@ -242,52 +233,45 @@ def test_a_sender_killed_after_the_first_tensor_leaves_the_engine_not_intact_unt
     assert site.joined.held_version == 2
 
 
+def send(link: LaneLink, version: Version, buckets: int) -> None:
+    """So many buckets, and no more."""
+    for start in range(0, buckets * BUCKET, BUCKET):
+        link._connected().broadcast(version.image[start : start + BUCKET], DEADLINE_S)
+
+
 @pytest.mark.parametrize("buckets", [1, FIRST_BUCKETS])
-def test_a_stalled_sender_frees_the_engine_by_the_deadline(
-    site: WindowedSite, buckets: int
-) -> None:
-    sender, loading = site.stray(Random(1), 1, buckets, timeout_s=STALL_S)
-    assert present(sender.stdout).readline().strip() == "sent"
-    os.kill(sender.pid, signal.SIGSTOP)
-    report = loading.report(SOON_S)
-    assert 0.75 * STALL_S < report.apply_s < SOON_S
-    assert not report.ok
-    assert report.intact == (buckets == 1)
-    version = Random(2)
-    assert site.deliver(site.connect(version), 1, 2, version).ok
+def test_a_stalled_sender_frees_the_engine_by_the_deadline(tmp_path: Path, buckets: int) -> None:
+    site, version = WindowedSite(tmp_path, STALL_S), Random(1)
+    with closing(site):
+        link, loading = site.begin(version)
+        send(link, version, buckets)
+        report = loading.report(SOON_S)
+        assert 0.75 * STALL_S < report.apply_s < SOON_S
+        assert not report.ok
+        assert report.intact == (buckets == 1)
+        assert site.deliver(site.connect(version), 1, 2, version).ok
 
 
 @pytest.mark.parametrize(
     ("bad_byte", "intact"), [(5000, True), (FIRST_BUCKETS * BUCKET + WINDOW + 9000, False)]
 )
-def test_a_corrupted_block_is_named_and_no_byte_of_its_bucket_reaches_the_engine(
+def test_a_corrupted_block_is_named_to_the_lane_and_no_byte_of_its_bucket_reaches_the_engine(
     site: WindowedSite, bad_byte: int, intact: bool
 ) -> None:
     # a whole window after the first tensor: the receiver can check that block only when the engine
     # has taken the tensor
     version = Random(1)
-    _, loading = site.stray(version, 1, -(-version.manifest.total_bytes // BUCKET), bad_byte)
-    report = loading.report(SOON_S)
-    assert not report.ok
-    assert report.intact == intact
-    assert f"block {bad_byte // BLOCK} of" in report.error
-    assert site.engine.tensors == {}
-
-
-def test_the_lane_reads_which_block_differed_although_its_own_sending_broke(
-    site: WindowedSite,
-) -> None:
-    version = Random(1)
-    link = site.connect(version)
-    staged = link.offer(1, 1, version.digests, version.fingerprint)
-    loading = Loading(site.side, link.commit(staged).to_dict())
+    link, loading = site.begin(version)
     bad = version.image.clone()
-    bad[5000] ^= 1
+    bad[bad_byte] ^= 1
     with pytest.raises(TransferFailed):
         link.stream(bad)
     loading.report(SOON_S)
     report = link.wait_applied(1, SOON_S)
-    assert (report.ok, report.intact, report.bad_block) == (False, True, 1)
+    assert (report.ok, report.intact) == (False, intact)
+    assert report.bad_block == bad_byte // BLOCK
+    assert f"block {report.bad_block} of" in report.error
+    assert site.engine.tensors == {}
 
 
 def test_digests_that_do_not_make_the_fingerprint_are_refused_before_the_engine_is_paused(
@@ -304,10 +288,7 @@ def test_digests_that_do_not_make_the_fingerprint_are_refused_before_the_engine_
 def test_a_lane_that_gives_up_frees_the_engine_at_once_and_reads_its_report(
     site: WindowedSite,
 ) -> None:
-    version = Random(1)
-    link = site.connect(version)
-    staged = link.offer(1, 1, version.digests, version.fingerprint)
-    loading = Loading(site.side, link.commit(staged).to_dict())
+    link, loading = site.begin(Random(1))
     link.cancel()
     report = loading.report(SOON_S)
     assert not report.ok
@@ -330,7 +311,8 @@ def test_an_engine_that_refuses_ends_the_sending(site: WindowedSite) -> None:
 
 def test_a_killed_receiver_frees_the_engine(site: WindowedSite) -> None:
     version = Random(1)
-    _, loading = site.stray(version, 1, buckets=FIRST_BUCKETS)
+    link, loading = site.begin(version)
+    send(link, version, FIRST_BUCKETS)
     assert site.engine.begun.wait(SOON_S)
     os.kill(site.receiver_pid, signal.SIGKILL)
     report = loading.report(SOON_S)
