@@ -38,7 +38,8 @@ stop_ticker() {
     ticker=""
 }
 
-# Runs a command of an environment with its output in setup.log there; says every 20 s what pip is doing.
+# Runs a command of an environment with its output in setup.log there; says what pip is doing: after 20 s, then less and less
+# often, so that a slow set-up does not fill the screen.
 logged() { # directory, command...
     local directory="$1" log="$1/setup.log" status=0
     shift
@@ -46,8 +47,10 @@ logged() { # directory, command...
     # Waits on a pipe that nobody writes to: `sleep` would be a process that outlives a Ctrl-C.
     (
         exec 8<> <(:)
+        pause=20
         # Status 1 is the end of the pipe's data; past 128 it is the time-out.
-        while ! read -r -t 20 -u 8 _ && kill -0 $$ 2>/dev/null; do
+        while ! read -r -t $pause -u 8 _ && kill -0 $$ 2>/dev/null; do
+            pause=$((pause * 3 / 2))
             say "$(basename "$directory"): $(grep -E '^ *[A-Z][a-z]+ing [^:]' "$log" | tail -n 1 | sed 's/^ *//' | cut -c 1-90)"
         done
     ) 9<&- &

@@ -204,29 +204,31 @@ def test_a_killed_quickstart_leaves_nothing(runs: Runs, mark: str, tmp_path: Pat
         assert [left[one] for one in alive] == []
 
 
-EXAMPLE_STEPS = 16
+ENOUGH_STEPS = 16
+"""In which the example's reward rises for certain."""
 
 
-@pytest.mark.long
+@pytest.mark.parametrize("steps", [3, pytest.param(ENOUGH_STEPS, marks=pytest.mark.long)])
 def test_an_own_reward_on_own_rows_trains_the_quickstarts_model_in_its_chat_template(
-    root: Path, tmp_path: Path
+    root: Path, tmp_path: Path, steps: int
 ) -> None:
     source = root / "examples" / "own_reward" / "rewards.py"
     arguments = command_of(source)
     out, record = tmp_path / "run", tmp_path / "record.jsonl"
     arguments[arguments.index("--out") + 1] = str(out)
-    arguments += ["--steps", str(EXAMPLE_STEPS), "--rollout.record_path", str(record)]
+    arguments += ["--steps", str(steps), "--rollout.record_path", str(record)]
     # What scripts/quickstart.sh does once the environments are there.
     done = run_cli(root, "quickstart", *arguments, timeout_s=350)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["steps"] == EXAMPLE_STEPS
-    assert summary["reward_last"] > summary["reward_first"] + 0.05
+    assert summary["steps"] == steps
+    if steps == ENOUGH_STEPS:
+        assert summary["reward_last"] > summary["reward_first"] + 0.05
     # Every prompt is a row in the template, and every reward the function's.
     number = importlib.import_module("examples.own_reward.rewards").number
     rows = [json.loads(line) for line in (source.parent / "data.jsonl").read_text().splitlines()]
     codec, groups = TextCodec(str(out / "model")), groups_of(record)
-    assert len(groups) == EXAMPLE_STEPS * 8
+    assert len(groups) == steps * 8
     for group in groups:
         row = rows[group["prompt"]["payload"]["row"]]
         text = f"user: {row['prompt']}\nassistant:"
@@ -234,8 +236,9 @@ def test_an_own_reward_on_own_rows_trains_the_quickstarts_model_in_its_chat_temp
         said = [codec.decode(each["token_ids"]) for each in group["completions"]]
         expected = number(said, [row["answer"]] * len(said))
         assert [each["reward"] for each in group["completions"]] == pytest.approx(expected)
-    # The first epoch has every row once.
-    assert len({group["prompt"]["payload"]["row"] for group in groups[: len(rows)]}) == len(rows)
+    # An epoch has every row once.
+    first = [group["prompt"]["payload"]["row"] for group in groups[: len(rows)]]
+    assert len(set(first)) == len(first)
 
 
 def groups_of(record: Path) -> list[dict[str, Any]]:

@@ -311,6 +311,7 @@ def test_an_unknown_episode_is_refused_as_openai_does(group_of: GroupOf, codec: 
                 call()
             refusals.append(error.value)
         assert [m.id for m in client_of(base_url, api_key).models.list()] == ["policy"]
+        assert client_of(base_url, api_key).models.retrieve("any name").id == "policy"
         return talker(1)(base_url, api_key, row)
 
     group_of(agent, [says(codec, "one")])

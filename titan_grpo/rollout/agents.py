@@ -2,7 +2,7 @@
 
 ===== ========================== ================================================================
 POST  /v1/chat/completions       a call of an episode, whose key the client shows as its API key
-GET   /v1/models                 the one model
+GET   /v1/models                 the one model; /v1/models/{name}: the same under any name
 POST  /episodes                  an episode for an agent elsewhere: its id, which is its key, a row
 POST  /episodes/{id}/reward      ends an episode: ``{"reward": 1.0}``
 ===== ========================== ================================================================
@@ -44,6 +44,7 @@ from titan_grpo.rollout.openai_api import (
     Refused,
     answer_body,
     answer_events,
+    model_body,
     models_body,
     parse,
 )
@@ -333,6 +334,9 @@ class Agents:
             case "GET", ["v1", "models"]:
                 self._episode(request.key)
                 return Reply(200, models_body(self._began))
+            case "GET", ["v1", "models", _]:
+                self._episode(request.key)
+                return Reply(200, model_body(self._began))
             case "POST", ["v1", "chat", "completions"]:
                 return await self._chat(self._episode(request.key), request.body)
             case "POST", ["episodes"]:

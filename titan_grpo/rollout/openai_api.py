@@ -227,10 +227,14 @@ def answer_events(request: ChatRequest, answer: ChatAnswer) -> bytes:
     return b"".join([*events, b"data: [DONE]\n\n"])
 
 
+def model_body(created: int) -> dict[str, Any]:
+    """The answer to ``GET /v1/models/{name}``, whatever the name: a request may use any, too."""
+    return {"id": POLICY, "object": "model", "created": created, "owned_by": "titan_grpo"}
+
+
 def models_body(created: int) -> dict[str, Any]:
     """The answer to ``GET /v1/models``."""
-    model = {"id": POLICY, "object": "model", "created": created, "owned_by": "titan_grpo"}
-    return {"object": "list", "data": [model]}
+    return {"object": "list", "data": [model_body(created)]}
 
 
 def _refusal(name: str, rule: str, value: Any) -> Refused:
