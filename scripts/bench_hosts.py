@@ -26,12 +26,10 @@ a wrong version would not be seen.
 ``lag`` is how many versions the slowest server is behind then. ``--delta`` and ``--changed`` show
 what patches (weight_sync.delta) do to it.
 
-``--stop-s`` then trains three times that many seconds: with a version at each step for which there
-is room, without any, and with the last trainer host's sync process stopped. ``step_s`` has the
-median of a step of each, and ``stopped_ratio`` is the last over the second. While the process is
-stopped no version can be complete and none is published, so these two train and nothing else; what
-versions cost beside training is in the first. ``stopped_versions`` counts those published meanwhile
-(as many as there are slots).
+``--stop-s`` then trains three times that long: with versions, without, and with the last trainer
+host's sync process stopped. ``step_s`` has the median step of each; ``stopped_ratio`` is the last
+over the second, since no version is complete while the process is stopped: these two only train.
+``stopped_versions`` are those published meanwhile, one for each slot. Other load must be steady.
 
 ``seconds`` is publish to verified commit on all servers, ``fetch_s`` what the slowest lane needed
 for the bytes. Compare with a run with ``--trainer-hosts 1``.
@@ -121,10 +119,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=[], help=real)
     parser.add_argument("--step-s", type=float, default=0.0, help="seconds between two versions")
     parser.add_argument("--stop-s", type=float, default=0.0, help="needs 2 trainer hosts")
-    parser.add_argument(
-        "--step-products", type=int, default=200,
-        help="products of 512 x 512 matrices that stand for a step's training with --stop-s",
-    )  # fmt: skip
+    parser.add_argument("--step-products", type=int, default=200, help="of matrices, with --stop-s")
     parser.add_argument("--delta", choices=("auto", "on", "off"), default="off")
     parser.add_argument(
         "--changed", type=float, default=1.0, help="share of each row that a version changes"
@@ -222,45 +217,40 @@ def rank_main(options: dict[str, Any]) -> None:
 
 
 def beside_a_stopped_sync(
-    options: dict[str, Any],
-    sync: TrainerSync,
-    lead: "Lead | None",
-    models: Sequence[Weights],
-    version: int,
+    o: dict[str, Any], sync: TrainerSync, lead: "Lead | None", models: Sequence[Weights], at: int
 ) -> None:
-    """Steps beside each of BESIDE; then a version."""
+    """Steps beside each of BESIDE, with versions from ``at`` on; then a version."""
     host = sync._announcer if dist.get_rank() == sync.plan.leaders[-1] else None
     seconds: dict[str, list[float]] = {name: [] for name in BESIDE}
     published = Counter[str]()
     work, began, beside = torch.randn(512, 512), time.perf_counter(), BESIDE[0]
     while beside:
         start = time.perf_counter()
-        box: list[Any] = [int((start - began) / options["stop_s"])]
+        box: list[Any] = [int((start - began) / o["stop_s"])]
         dist.broadcast_object_list(box, src=0)
         before, beside = beside, (*BESIDE, "")[min(box[0], len(BESIDE))]
         if isinstance(host, HostSync) and "stopped" in {before, beside} and before != beside:
             os.kill(host.pid, signal.SIGSTOP if beside else signal.SIGCONT)
         box = [None if lead is None or beside == "no_versions" else lead.slot(bool(beside))]
         dist.broadcast_object_list(box, src=0)
-        for _ in range(options["step_products"]):
+        for _ in range(o["step_products"]):
             torch.mm(work, work)
         for each in models:
             each.change()
         if box[0] is not None:
-            sync.publish(version, box[0])
+            sync.publish(at, box[0])
         sync.fence()
         dist.barrier()
         if beside:
             seconds[beside].append(time.perf_counter() - start)
             published[beside] += box[0] is not None
         elif lead is not None:
-            row = lead.committed(version, start)
+            row = lead.committed(at, start)
             step_s = {name: statistics.median(each) for name, each in seconds.items()}
-            row |= {"step_s": step_s, "steps": {name: len(each) for name, each in seconds.items()}}
+            row |= {"step_s": step_s, "stopped_versions": published["stopped"]}
             row |= {"stopped_ratio": step_s["stopped"] / step_s["no_versions"]}
-            row |= {"stopped_versions": published["stopped"]}
             print(json.dumps(row), flush=True)
-        version += box[0] is not None
+        at += box[0] is not None
 
 
 class Lead:
@@ -510,8 +500,7 @@ def figures_of(
         lags = [row["lag"] for row in rows if "lag" in row]
         more |= {"lag": statistics.median(lags), "most_lag": max(lags)}
     if options.stop_s:
-        keys = ("step_s", "steps", "stopped_ratio", "stopped_versions")
-        more |= {key: rows[-1][key] for key in keys}
+        more |= {key: rows[-1][key] for key in ("step_s", "stopped_ratio", "stopped_versions")}
     # the first version finds lanes that are still connecting
     kept = [i for i in range(1, options.versions + 1) if "seconds" in rows[i]]
     settings = ("trainer_hosts", "ranks", "receivers", "per_host", "relay", "engine", "delta")
