@@ -26,8 +26,10 @@ a wrong version would not be seen.
 ``lag`` is how many versions the slowest server is behind then. ``--delta`` and ``--changed`` show
 what patches (weight_sync.delta) do to it.
 
-``--stop-s`` then trains that many seconds, and as many with the last trainer host's sync process
-stopped: the last row's ``step_s`` are the medians of a step.
+``--stop-s`` then trains three times that long: with versions, without, and with the last trainer
+host's sync process stopped. ``step_s`` has the median step of each; ``stopped_ratio`` is the last
+over the second, since no version is complete while the process is stopped: these two only train.
+``stopped_versions`` are those published meanwhile, one for each slot. Other load must be steady.
 
 ``seconds`` is publish to verified commit on all servers, ``fetch_s`` what the slowest lane needed
 for the bytes. Compare with a run with ``--trainer-hosts 1``.
@@ -85,9 +87,8 @@ COLUMNS = 1024
 LAYERS = 8
 PORT = 29_517
 SERVER_PORT = 8000
-STEP_PRODUCTS = 200
-"""Products of 512 x 512 matrices that stand for a step's training: about a second of a core, of
-which a version's copy, digests and serving are a small part, as in a training step."""
+BESIDE = ("versions", "no_versions", "stopped")
+"""What training goes on beside, one after the other (``--stop-s``)."""
 
 WAIT_S = 500.0
 START_S = 1200.0
@@ -118,6 +119,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=[], help=real)
     parser.add_argument("--step-s", type=float, default=0.0, help="seconds between two versions")
     parser.add_argument("--stop-s", type=float, default=0.0, help="needs 2 trainer hosts")
+    parser.add_argument("--step-products", type=int, default=200, help="of matrices, with --stop-s")
     parser.add_argument("--delta", choices=("auto", "on", "off"), default="off")
     parser.add_argument(
         "--changed", type=float, default=1.0, help="share of each row that a version changes"
@@ -195,7 +197,7 @@ def rank_main(options: dict[str, Any]) -> None:
         model.change()
         whole.change()
         paced = options["step_s"] if 0 < version < last else 0.0
-        box: list[Any] = [lead.slot(paced) if lead is not None else None]
+        box: list[Any] = [lead.slot(bool(paced)) if lead is not None else None]
         dist.broadcast_object_list(box, src=0)
         began = time.perf_counter()
         if box[0] is not None:
@@ -206,7 +208,7 @@ def rank_main(options: dict[str, Any]) -> None:
         sync.fence()
         dist.barrier()
     if options["stop_s"]:
-        beside_a_stopped_sync(options["stop_s"], sync, lead, (model, whole), version + 1)
+        beside_a_stopped_sync(options, sync, lead, (model, whole), version + 1)
     if lead is not None:
         lead.close()
     dist.barrier()
@@ -215,35 +217,40 @@ def rank_main(options: dict[str, Any]) -> None:
 
 
 def beside_a_stopped_sync(
-    stop_s: float, sync: TrainerSync, lead: "Lead | None", models: Sequence[Weights], version: int
+    o: dict[str, Any], sync: TrainerSync, lead: "Lead | None", models: Sequence[Weights], at: int
 ) -> None:
-    """Steps before the last host's sync process is stopped and while it is; then a version."""
+    """Steps beside each of BESIDE, with versions from ``at`` on; then a version."""
     host = sync._announcer if dist.get_rank() == sync.plan.leaders[-1] else None
-    seconds: tuple[list[float], ...] = [], []
-    work, began, phase = torch.randn(512, 512), time.perf_counter(), 0
-    while phase < 2:
+    seconds: dict[str, list[float]] = {name: [] for name in BESIDE}
+    published = Counter[str]()
+    work, began, beside = torch.randn(512, 512), time.perf_counter(), BESIDE[0]
+    while beside:
         start = time.perf_counter()
-        box: list[Any] = [int((start - began) / stop_s)]
+        box: list[Any] = [int((start - began) / o["stop_s"])]
         dist.broadcast_object_list(box, src=0)
-        if isinstance(host, HostSync) and box[0] != phase:
-            os.kill(host.pid, signal.SIGSTOP if phase == 0 else signal.SIGCONT)
-        phase = box[0]
-        box = [None if lead is None else lead.slot(float(phase < 2))]
+        before, beside = beside, (*BESIDE, "")[min(box[0], len(BESIDE))]
+        if isinstance(host, HostSync) and "stopped" in {before, beside} and before != beside:
+            os.kill(host.pid, signal.SIGSTOP if beside else signal.SIGCONT)
+        box = [None if lead is None or beside == "no_versions" else lead.slot(bool(beside))]
         dist.broadcast_object_list(box, src=0)
-        for _ in range(STEP_PRODUCTS):
+        for _ in range(o["step_products"]):
             torch.mm(work, work)
         for each in models:
             each.change()
         if box[0] is not None:
-            sync.publish(version, box[0])
+            sync.publish(at, box[0])
         sync.fence()
         dist.barrier()
-        if phase < 2:
-            seconds[phase].append(time.perf_counter() - start)
+        if beside:
+            seconds[beside].append(time.perf_counter() - start)
+            published[beside] += box[0] is not None
         elif lead is not None:
-            row = lead.committed(version, start)
-            print(json.dumps(row | {"step_s": [*map(statistics.median, seconds)]}), flush=True)
-        version += box[0] is not None
+            row = lead.committed(at, start)
+            step_s = {name: statistics.median(each) for name, each in seconds.items()}
+            row |= {"step_s": step_s, "stopped_versions": published["stopped"]}
+            row |= {"stopped_ratio": step_s["stopped"] / step_s["no_versions"]}
+            print(json.dumps(row), flush=True)
+        at += box[0] is not None
 
 
 class Lead:
@@ -270,7 +277,7 @@ class Lead:
         killer.sync = self.worker
         self.worker.start()
 
-    def slot(self, paced: float) -> int | None:
+    def slot(self, paced: bool) -> int | None:
         """For the next version; None: it is skipped."""
         slots = self.worker.slots
         return slots.take_reserved() if paced else slots.wait_reserved(WAIT_S)
@@ -431,7 +438,7 @@ def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict
     role = {key: getattr(options, key) for key in ("mib", "versions", "relay", "delta", "changed")}
     role |= {"urls": list(servers), "folder": folder, "kill": options.kill_inner}
     role |= {"model": f"{folder}/model" if options.engine else "", "step_s": options.step_s}
-    role |= {"engines": engines, "stop_s": options.stop_s}
+    role |= {"engines": engines, "stop_s": options.stop_s, "step_products": options.step_products}
     rows, links, killed = [], [], {}
     before = [host.moved() for host in hosts]
     for row in versions(hosts[:count], options, json.dumps(role)):
@@ -492,6 +499,8 @@ def figures_of(
     if options.step_s:
         lags = [row["lag"] for row in rows if "lag" in row]
         more |= {"lag": statistics.median(lags), "most_lag": max(lags)}
+    if options.stop_s:
+        more |= {key: rows[-1][key] for key in ("step_s", "stopped_ratio", "stopped_versions")}
     # the first version finds lanes that are still connecting
     kept = [i for i in range(1, options.versions + 1) if "seconds" in rows[i]]
     settings = ("trainer_hosts", "ranks", "receivers", "per_host", "relay", "engine", "delta")

@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.model_check.bugs import BUGS
 from tests.model_check.hosts import HOST_BUGS, explore_hosts
+from tests.model_check.patches import PATCH_BUGS, explore_patches
 from tests.model_check.relay import BOUNDS, RELAY_BUGS, explore_relay
 from tests.model_check.rollouts import explore_rollouts
 from tests.model_check.search import Bounds, Explorer
@@ -27,7 +28,7 @@ LIMITS = {
 }
 """Least and greatest value of each bound."""
 
-ALL_BUGS = (*BUGS, *HOST_BUGS, *RELAY_BUGS)
+ALL_BUGS = (*BUGS, *HOST_BUGS, *RELAY_BUGS, *PATCH_BUGS)
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
@@ -71,6 +72,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         explored["rollouts"] = explore_rollouts(bounds.servers, bounds.versions)
         explored["hosts"] = explore_hosts(bounds.versions)
         explored["relay"] = explore_relay(bounds=BOUNDS)
+        explored["patches"] = explore_patches(bounds.versions + 2, faults=2)
     for name, result in explored.items():
         _show(name, result)
     caught = [] if options.no_bugs else [_catch(bug) for bug in ALL_BUGS]

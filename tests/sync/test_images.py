@@ -11,6 +11,7 @@ from titan_grpo.layout import delta
 from titan_grpo.observe import names
 from titan_grpo.protocol.messages import Label
 from titan_grpo.sync.images import ImageSlots, Patches, Published
+from titan_grpo.sync.publisher import Announcer, Copy
 
 from .conftest import SHAPES, WAIT_S, MakeRig, Rig
 
@@ -196,14 +197,19 @@ def test_a_lane_that_is_idle_while_it_is_kept_is_woken_to_go_on() -> None:
 IMAGE = 8 << 20
 
 
-def publish_counted(rig: Rig, version: int) -> None:
+def counted(version: int) -> dict[str, torch.Tensor]:
     """A version whose first elements count versions, and all others are 0."""
-    slot = rig.slots.reserved.wait(WAIT_S)
-    assert slot is not None
     shards = {fqn: torch.zeros(shape) for fqn, shape in SHAPES.items()}
     for tensor in shards.values():
         tensor.view(-1)[: 10 * version] = float(version)
-    rig.publish_into(version, slot, shards)
+    return shards
+
+
+def publish_counted(rig: Rig, version: int) -> None:
+    """See ``counted``."""
+    slot = rig.slots.reserved.wait(WAIT_S)
+    assert slot is not None
+    rig.publish_into(version, slot, counted(version))
     rig.everyone(version)
 
 
@@ -238,6 +244,36 @@ def test_a_restarted_server_reads_the_whole_version_and_patches_after_it(rig: Ma
     publish_counted(r, 3)
     assert spared(r) > before + 0.99 * IMAGE
     assert loaded(r, "a") == {0.0, 3.0}
+
+
+@pytest.mark.long
+def test_what_a_failed_version_left_in_a_slot_is_no_patchs_base(rig: MakeRig) -> None:
+    """Another rank's parts of versions 2 and 3 are missing; 3 is in the slot of version 1."""
+    r = rig("a", delta="on", remote_writers=(1,), lane_deadline_s=8.0)
+    other = Announcer(1, r.pool.store.port, WAIT_S)
+
+    def write(version: int, fails: bool = False) -> int:
+        slot = r.slots.reserved.wait(WAIT_S)
+        assert slot is not None
+        if not fails:
+            other(version, slot, Copy(0.0))
+        r.publish_into(version, slot, counted(version))
+        return slot
+
+    write(0)
+    r.everyone(0)
+    one = write(1)
+    r.everyone(1)
+    before = spared(r)
+    assert [write(version, fails=True) for version in (2, 3)] == [1 - one, one]
+    write(4)
+    r.everyone(4)
+    assert spared(r) == before > 0
+    write(5)
+    r.everyone(5)
+    assert spared(r) > before
+    assert loaded(r, "a") == {0.0, 5.0}
+    other.close(WAIT_S)
 
 
 def test_a_wrong_patch_costs_the_blocks_that_differ_and_nothing_else(

@@ -114,6 +114,7 @@ def of_job(path: Path) -> dict[str, Any]:
         "sync": config.weight_sync,
         "groups": rollout.prompts_per_step,
         "max_staleness": rollout.max_staleness,
+        "whole_answers": not rollout.stream_completions,
         "in_flight": max(1, rollout.max_concurrent_requests // rollout.group_size),
         "parameters": parameters_of(config.model.name, config.model.flavor),
     }

@@ -223,10 +223,11 @@ def figures(setup: Setup, result: Result) -> dict[str, Any]:
             "stall_for_versions_s": result.stall_for_versions_s,
             "stall_for_copy_s": result.stall_for_copy_s,
             "lag": spread(lags),
+            "generation_share": setup.generation_share,
             "staleness": spread([float(value) for value in result.staleness]),
             "servers_without_a_version": (result.without / result.steps if result.steps else None),
             "deaths": result.deaths,
-            "groups_made_again": result.remade,
+            "groups_moved": result.moved,
             "failed_transfers": result.failed_transfers,
         },
     }
@@ -253,6 +254,10 @@ def text(setup: Setup, found: Mapping[str, Any], changes: list[Change], then: Re
         f"          publish to commit {_spread(seconds['publish_to_commit'], 's')}; a server's"
         f" connection {seconds['connect']:.1f} s",
         *_network(setup, found),
+        f"groups    a step's need {setup.generation_share:.0%} of what {setup.servers:,} servers"
+        f" make in a step of {setup.step_s:g} s ({setup.groups_at_once} at once on each,"
+        f" {setup.mean_group_s:.3g} s a group)"
+        + ("" if setup.generation_share < 1 else ": NOT ENOUGH, the trainer waits for groups"),
         f"rank 0    {seconds['rank0_processor_per_version']:.2f} s of its process for the calls of"
         f" a version, in each step of {setup.step_s:g} s",
     ]
@@ -263,8 +268,7 @@ def text(setup: Setup, found: Mapping[str, Any], changes: list[Change], then: Re
             f"run       {run['simulated_s']:.0f} s after a start of {run['start_s']:.0f} s:"
             f" {run['steps']} steps, {run['versions_published']} versions published,"
             f" {run['versions_skipped']} skipped; {run['deaths']} deaths,"
-            f" {run['groups_made_again']} groups made again, {run['failed_transfers']} transfers"
-            " failed",
+            f" {run['groups_moved']} groups moved, {run['failed_transfers']} transfers failed",
             f"stall     {run['stall_s']:.1f} s ({run['stall_share']:.1%}) the trainer waited:"
             f" {run['stall_for_versions_s']:.1f} s for versions on servers,"
             f" {run['stall_for_copy_s']:.1f} s for its copy, the rest for groups in the making",

@@ -82,6 +82,11 @@ class Setup:
         0, "groups that a server makes at once (default: twice what the step needs)"
     )
     max_staleness: int = _option(1, "rollout.max_staleness")
+    whole_answers: bool = _option(
+        False,
+        "completions come whole (rollout.stream_completions = false): what a server has of its"
+        " groups when it dies is made anew",
+    )
     patch_share: float = _option(
         0.04,
         "bytes of a patch over those of a version, with weight_sync.delta (measured: 0.04 at a"
@@ -245,5 +250,15 @@ class Setup:
     @cached_property
     def groups_at_once(self) -> int:
         """See ``in_flight``."""
-        busy = self.groups_per_step * self.mean_group_s / self.step_s / self.servers
-        return self.in_flight or max(1, round(2 * busy + 0.499))
+        return self.in_flight or max(1, round(2 * self._busy_with + 0.499))
+
+    @property
+    def generation_share(self) -> float:
+        """What a step's groups need of what all servers generate during a step. Servers that are
+        down make none of it; from 1 on the trainer waits for groups, whatever else is set."""
+        return self._busy_with / self.groups_at_once
+
+    @property
+    def _busy_with(self) -> float:
+        """Groups that a server makes at once on average where the trainer waits for none."""
+        return self.groups_per_step * self.mean_group_s / self.step_s / self.servers

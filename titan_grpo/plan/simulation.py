@@ -3,7 +3,8 @@ simulated clock and network.
 
 The tables are production's own (lane, image_slots, ledger, admission, recovery); what is simulated
 is what they wait for. Nothing of a transfer takes time but its bytes. A server that dies loses its
-groups, its weights and its lane's epoch, and is noticed at once, as by the watch on its connection.
+weights and its lane's epoch, and is noticed at once, as by the watch on its connection. Its groups
+go on at other servers with the tokens that were streamed, as rollout/partial.py has it.
 """
 
 import heapq
@@ -21,6 +22,9 @@ from titan_grpo.protocol.image_slots import SlotTable
 
 RANKS = frozenset({0})
 """One writer: all ranks of a simulated trainer copy in the same time."""
+
+MOMENT_S = 1e-6
+"""A group with less left is made: sums of times are not exact."""
 
 
 @dataclass
@@ -51,8 +55,8 @@ class Result:
     """From publish to the read-back, of each version on each server."""
     failed_transfers: int = 0
     deaths: int = 0
-    remade: int = 0
-    """Groups that a death cost."""
+    moved: int = 0
+    """Groups whose server died: another one made the rest of them, or all of them anew."""
     busy_s: dict[str, float] = field(default_factory=dict)
     """Limit -> seconds of transfers that it bounded."""
 
@@ -74,9 +78,13 @@ class _Server:
     paused_at: float | None = None
     paused_s: float = 0.0
     groups: dict[int, float] = field(default_factory=dict)
-    """Group -> ``paused_s`` when its end was scheduled."""
-    ended: list[int] = field(default_factory=list)
-    """Groups whose end fell into a pause."""
+    """Group -> ``generated_s`` at its end."""
+    held_up: list[int] = field(default_factory=list)
+    """Groups whose end was scheduled into a pause."""
+
+    def generated_s(self, now: float) -> float:
+        """The time less all its pauses."""
+        return (now if self.paused_at is None else self.paused_at) - self.paused_s
 
 
 class Simulation:
@@ -106,6 +114,9 @@ class Simulation:
         self._next = 0
         self._again: list[int] = []
         self._made_by: dict[int, int] = {}
+        """The oldest version that made any of a group."""
+        self._left_s: dict[int, float] = {}
+        """What is left of each group in ``_again``."""
         self._unstarted: dict[int, int] = {}
         self._unmade: dict[int, int] = {}
         self._spare: set[int] = set()
@@ -344,9 +355,9 @@ class Simulation:
         server.alive, server.engine = False, None
         self.result.deaths += 1
         self._after(self._s.restart_s, "restart", server.number)
-        lost = [*server.groups, *server.ended]
+        lost, generated_s = dict(server.groups), server.generated_s(self._now)
         server.groups.clear()
-        server.ended.clear()
+        server.held_up.clear()
         server.paused_at = None
         self._waiting.pop(server.number, None)
         self._relay(relay.Gone(str(server.number)))
@@ -356,9 +367,10 @@ class Simulation:
         if server.lane.phase is not lane.Phase.BACKOFF:
             self._todo.append((server, lane.Failed()))
             self._drain()
-        self.result.remade += len(lost)
-        for group in lost:
+        self.result.moved += len(lost)
+        for group, end in lost.items():
             heapq.heappush(self._again, group)
+            self._left_s[group] = self._group_s() if self._s.whole_answers else end - generated_s
             self._unstarted[group // self._s.groups_per_step] += 1
         for n in sorted(self._spare):
             if not self._again:
@@ -370,7 +382,7 @@ class Simulation:
     def _fill(self, server: _Server) -> None:
         """Give a server groups until it is full or none may start on its version."""
         n, room = server.number, self._s.groups_at_once
-        while len(server.groups) + len(server.ended) < room and server.entry.accepting:
+        while len(server.groups) < room and server.entry.accepting:
             version = server.entry.held
             assert version is not None
             if self._again and self._admission.may_start(self._again[0], version):
@@ -385,15 +397,15 @@ class Simulation:
             else:
                 break
             self._step_admission(admission.Start(group, version))
-            self._made_by[group] = version
+            self._made_by[group] = min(version, self._made_by.get(group, version))
             step = group // self._s.groups_per_step
             self._unstarted[step] -= 1
             if step == self._version and not self._unstarted[step]:
                 self._started_last = self._now
-            server.groups[group] = server.paused_s
-            seconds = self._s.mean_group_s * self._random.uniform(0.5, 1.5)
+            seconds = self._left_s.pop(group) if group in self._left_s else self._group_s()
+            server.groups[group] = server.generated_s(self._now) + seconds
             self._after(seconds, "group", group, n)
-        if server.entry.accepting and len(server.groups) + len(server.ended) < room:
+        if server.entry.accepting and len(server.groups) < room:
             self._spare.add(n)
         else:
             self._spare.discard(n)
@@ -402,16 +414,14 @@ class Simulation:
         self._admission, _ = admission.step(self._admission, event)
 
     def _group_ends(self, server: _Server, group: int) -> None:
-        paused = server.groups.get(group)
-        if paused is None:
+        if group not in server.groups:
             return  # its server died; it is made elsewhere, or here anew
         if server.paused_at is not None:
-            del server.groups[group]
-            server.ended.append(group)
+            server.held_up.append(group)
             return
-        if server.paused_s > paused:  # generation stood still meanwhile
-            server.groups[group] = server.paused_s
-            self._after(server.paused_s - paused, "group", group, server.number)
+        left_s = server.groups[group] - server.generated_s(self._now)
+        if left_s > MOMENT_S:  # generation stood still meanwhile
+            self._after(left_s, "group", group, server.number)
             return
         del server.groups[group]
         self._made(group)
@@ -420,14 +430,15 @@ class Simulation:
     def _resumed(self, server: _Server) -> None:
         if server.paused_at is None:
             return
-        stood = self._now - server.paused_at
-        server.paused_s += stood
+        server.paused_s += self._now - server.paused_at
         server.paused_at = None
-        for group in server.ended:
-            # What was left of it when the pause began is at most the pause: taken as half.
-            server.groups[group] = server.paused_s
-            self._after(stood / 2, "group", group, server.number)
-        server.ended.clear()
+        for group in server.held_up:
+            left_s = server.groups[group] - server.generated_s(self._now)
+            self._after(left_s, "group", group, server.number)
+        server.held_up.clear()
+
+    def _group_s(self) -> float:
+        return self._s.mean_group_s * self._random.uniform(0.5, 1.5)
 
     def _made(self, group: int) -> None:
         step = group // self._s.groups_per_step
@@ -443,7 +454,7 @@ class Simulation:
         if self._first_step is None:
             self._first_step = result.start_s = self._now
             self._network.busy_s.clear()
-            result.deaths = result.remade = result.failed_transfers = 0
+            result.deaths = result.moved = result.failed_transfers = 0
         else:
             self._stalled(self._now)
         self._idle_since = None

@@ -44,6 +44,7 @@ from titan_grpo.protocol.messages import (
     Staged,
     marks,
 )
+from titan_grpo.protocol.patches import leading_from
 from titan_grpo.receive.fetch import (
     BesideReader,
     Content,
@@ -435,7 +436,8 @@ class Receiver:
     def _patch(self, image: SharedImage, patches: Sequence[Patch]) -> int:
         """Change the staged image by all patches, or by some if one is lost or bad: the fetch reads
         what differs. Bytes that were read; 0 where the patches are not for what was staged."""
-        if not patches or self._base is None or patches[0].base != self._base:
+        patches = leading_from(self._base, patches)
+        if not patches:
             return 0
         # Imported here: without patches a receiver needs no numpy.
         import numpy as np

@@ -28,6 +28,7 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import image_slots
 from titan_grpo.protocol.image_slots import SlotTable
 from titan_grpo.protocol.messages import Label, RangeSource, new_run_id
+from titan_grpo.protocol.patches import kept
 from titan_grpo.runkey import Key
 from titan_grpo.sync.publisher import copied_key
 from titan_grpo.sync.transports.broadcast import LOOPBACK, host_store, join_store, store_errors
@@ -52,6 +53,11 @@ class Made:
     base: int
     version: int
     data: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """See protocol.patches.Leads."""
+        return len(self.data)
 
 
 class Parts(NamedTuple):
@@ -461,12 +467,6 @@ class Patches:
         data = None
         if self.wanted():
             data = delta.encode(np.frombuffer(old, np.uint8), np.frombuffer(new, np.uint8), room)
-        chain: list[Made] = []
-        if data is not None:
-            for made in (Made(base, version, data), *reversed(self._kept)):
-                room -= len(made.data)
-                if room < 0 or (chain and chain[0].base != made.version):
-                    break
-                chain.insert(0, made)
-        self._kept = tuple(chain)
+        made = None if data is None else Made(base, version, data)
+        self._kept = () if made is None else kept(made, self._kept, room)
         return self._kept

@@ -34,6 +34,7 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import members
 from titan_grpo.protocol.lane import LaneEvent, Observer, commit_s, no_observer
 from titan_grpo.protocol.messages import NIXL, RANGES, TCP, Hashed, Label, RangeSource
+from titan_grpo.protocol.patches import Place, still_there
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.runkey import Key
 from titan_grpo.sync.images import (
@@ -235,8 +236,8 @@ class SyncLanes:
         )
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._sealer = threading.Thread(target=self._seal_loop, name="sealer", daemon=True)
-        self._sealed: tuple[int, int | None] = 0, None
-        """The last version that was complete, and its slot, which may be written anew by now."""
+        self._sealed: Place | None = None
+        """Of the last version that was complete; its slot may be written anew by now."""
 
     def start(self) -> None:
         """Start the sealer."""
@@ -304,6 +305,7 @@ class SyncLanes:
     def _seal(self, job: _Job) -> None:
         timeout_s = self._config.lane_deadline_s
         self._forget_read()
+        self._sealed = still_there(self._sealed, job.slot)
         for rank in self._writers:
             key = wait_copied(self.pool, job.version, rank, timeout_s)
             self._read.append((job.version, self.pool.store, key))
@@ -332,9 +334,10 @@ class SyncLanes:
 
     def _patch(self, job: _Job) -> tuple[Made, ...]:
         images = self.pool.images
-        (base, slot), self._sealed = self._sealed, (job.version, job.slot)
-        if slot in (None, job.slot) or self._link.transport not in RANGES:
+        sealed, self._sealed = self._sealed, (job.version, job.slot)
+        if sealed is None or self._link.transport not in RANGES:
             return ()
+        base, slot = sealed
         return self._patches.make(base, images[slot].buffer, job.version, images[job.slot].buffer)
 
     def _others(self, version: int) -> list[tuple[RangeSource, list[bytes]]]:

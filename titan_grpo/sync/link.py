@@ -39,6 +39,7 @@ from titan_grpo.protocol.messages import (
     Staged,
     marks,
 )
+from titan_grpo.protocol.patches import leading_from
 from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.sync.images import Made, Parts, Patches
 from titan_grpo.sync.relay import Relay
@@ -280,9 +281,8 @@ class LaneLink:
         shared = image if isinstance(image, SharedImage) else None
         bytes_ = image.tensor() if isinstance(image, SharedImage) else image
         if self._options.transport in RANGES:
-            bases = [made.base for made in patches]
             staged, self._base = self._base, None
-            patches = patches[bases.index(staged) :] if staged in bases else ()
+            patches = leading_from(staged, patches)
             with (
                 self._served(bytes_, shared.address if shared else None) as place,
                 self._patches_served(patches) as offered,
@@ -292,7 +292,7 @@ class LaneLink:
                 order = Order(number, "receive", version, fingerprint, sources, offered)
                 order = replace(order, relays=others.sources, serve=others.serve)
                 self._post(order, b"".join(digests))
-                answer = self._moving(number, moved, sum(len(made.data) for made in patches))
+                answer = self._moving(number, moved, sum(made.nbytes for made in patches))
             o.relay.answered(o.url, answer, others, self._manifest.total_bytes)
             if answer.ok:
                 self._base = version
@@ -327,7 +327,7 @@ class LaneLink:
             for made in patches:
                 ticket = self._source.grant(memoryview(made.data), None, self._range_key)
                 source = RangeSource(channel.host, channel.port, ticket, pin=channel.pin)
-                offered.append(Patch(made.base, made.version, len(made.data), source))
+                offered.append(Patch(made.base, made.version, made.nbytes, source))
             yield tuple(offered)
         finally:
             for patch in offered:
