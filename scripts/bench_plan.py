@@ -72,7 +72,9 @@ def limit_link(rate_mbit: float) -> None:
 
 def sync_config(delta: Literal["auto", "on", "off"] = "off") -> WeightSync:
     """Of both runs."""
+    # Servers on the trainer's host have no part in relays: the trainer sends to each of them.
     return WeightSync(
+        relay=False,
         block_bytes=1 << 20, bucket_bytes=1 << 20, bind_host="127.0.0.1", connect_deadline_s=300.0,
         delta=delta,
     )  # fmt: skip
