@@ -45,7 +45,7 @@ class World(NamedTuple):
 
     nodes: tuple[tuple[str, r.Node], ...]
     servers: tuple[tuple[str, Server], ...]
-    readers: tuple[tuple[str, str], ...] = ()
+    readers: tuple[tuple[str, tuple[str, ...]], ...] = ()
     turns: int = 0
     newest: int = 0
     sent: tuple[int, ...] = ()
@@ -56,7 +56,7 @@ class World(NamedTuple):
 class Rules:
     """What decides, which a seeded bug replaces."""
 
-    step: Callable[[r.Relays, r.Event], r.Outcome] = r.step
+    step: Callable[[r.Relays, r.Event, int], r.Outcome] = r.step
     checks: bool = True
     """A reader compares each block with the trainer's digest."""
     clears: bool = True
@@ -85,11 +85,11 @@ def _table(w: World) -> r.Relays:
 
 
 class _Model:
-    def __init__(self, rules: Rules, versions: int) -> None:
-        self._rules, self._versions = rules, versions
+    def __init__(self, rules: Rules, versions: int, depth: int) -> None:
+        self._rules, self._versions, self._depth = rules, versions, depth
 
     def table(self, w: World, event: r.Event) -> tuple[World, tuple[str, ...]]:
-        table, actions = self._rules.step(_table(w), event)
+        table, actions = self._rules.step(_table(w), event, self._depth)
         nodes, readers = tuple(sorted(table.nodes.items())), tuple(sorted(table.readers.items()))
         read = tuple(url for action in actions for url in action.urls)
         return w._replace(nodes=nodes, readers=readers, turns=table.turns), read
@@ -209,7 +209,7 @@ def _check_parent(url: str, parent: str, w: World, before: dict[str, r.Node]) ->
     reading = [n for n in nodes.values() if n.reading and table.above(n) is not None]
     reading = [n for n in reading if n.host != nodes[parent].host]
     readers = sum(n.parent == parent for n in reading)
-    if readers > 1:
+    if readers > r.DEGREE:
         raise Violation(f"{parent} serves {readers} others at once")
     if before[parent].leaf_until >= (nodes[url].version or 0):
         raise Violation(f"{url} reads from {parent}, from which another one could not read")
@@ -230,6 +230,8 @@ class Bounds(NamedTuple):
     faults: int
     beside: bool = False
     """All on one host."""
+    depth: int = r.DEPTH
+    """Of 2: the others read from the first one, not behind each other."""
 
 
 BOUNDS = (
@@ -238,8 +240,13 @@ BOUNDS = (
     Bounds(3, 1, 1),
     Bounds(2, 2, 1, beside=True),
     Bounds(3, 2, 0, beside=True),
+    Bounds(3, 2, 0, depth=2),
+    Bounds(3, 1, 1, depth=2),
 )
 """Explored one after the other."""
+
+FOUR = (Bounds(4, 1, 0),)
+"""As few as show that a host sends to more than DEGREE others."""
 
 
 def explore_relay(rules: Rules | None = None, bounds: Sequence[Bounds] = BOUNDS) -> Result:
@@ -257,7 +264,8 @@ def explore_relay(rules: Rules | None = None, bounds: Sequence[Bounds] = BOUNDS)
 
 
 def _explore(bounds: Bounds, rules: Rules) -> Result:
-    model, names = _Model(rules, bounds.versions), "abcd"[: bounds.servers]
+    model = _Model(rules, bounds.versions, bounds.depth)
+    names = "abcd"[: bounds.servers]
     nodes = tuple((u, r.Node("one" if bounds.beside else u)) for u in names)
     return search_from(
         World(nodes, tuple((u, Server()) for u in names)),
@@ -275,8 +283,8 @@ def _explore(bounds: Bounds, rules: Rules) -> Result:
 def _reads(choose: Callable[[r.Relays, r.Asked], str | None]) -> Rules:
     """As the table, but who asks reads from the one that is chosen; None: as the table says."""
 
-    def step(t: r.Relays, e: r.Event) -> r.Outcome:
-        after, actions = r.step(t, e)
+    def step(t: r.Relays, e: r.Event, depth: int) -> r.Outcome:
+        after, actions = r.step(t, e, depth)
         chosen = choose(after, e) if isinstance(e, r.Asked) else None
         if chosen is None:
             return after, actions
@@ -300,8 +308,8 @@ def _first_with_it(t: r.Relays, e: r.Asked) -> str | None:
     return min(has, key=lambda u: t.nodes[u].turn) if has else None
 
 
-def _bug(name: str, breaks: str, rules: Rules) -> Bug:
-    return Bug(name, breaks, partial(explore_relay, rules, rules.bounds))
+def _bug(name: str, breaks: str, rules: Rules, bounds: Sequence[Bounds] = ()) -> Bug:
+    return Bug(name, breaks, partial(explore_relay, rules, bounds or rules.bounds))
 
 
 RELAY_BUGS = (
@@ -314,6 +322,7 @@ RELAY_BUGS = (
         "a server serves any number of others",
         "a host sends to so many readers at a time and no more",
         _reads(_first_with_it),
+        FOUR,
     ),
     _bug(
         "every server reads from the trainer",

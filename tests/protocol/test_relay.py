@@ -1,6 +1,8 @@
 """Who reads from whom: the table of servers that read versions from each other."""
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -50,22 +52,57 @@ def test_all_servers_of_a_host_take_a_version_over_its_link_once() -> None:
     assert [table.asks(url)[:1] for url in "abcde"] == [(), ("a",), ("b",), ("b",), ("b",)]
 
 
-def test_a_host_sends_to_one_other_at_a_time_and_to_the_next_when_that_one_has_it() -> None:
-    table = Table(a="1", b="2", c="3")
-    table.do(Came("b", "2", "", False))  # b serves nobody
+def test_a_host_sends_to_two_others_at_a_time_and_to_the_next_when_one_of_them_has_it() -> None:
+    table = Table(a="1", b="2", c="3", d="4")
+    for leaf in "bcd":
+        table.do(Came(leaf, leaf, "", False))
     table.asks("a")
-    assert table.asks("b") == ("a",)
-    assert table.asks("c") == ()
+    assert [table.asks(url) for url in "bcd"] == [("a",), ("a",), ()]
     table.do(Answered("b", 1, True, 1.0))
-    table.do(Answered("c", 1, False))
-    assert table.asks("c") == ("a",)
+    table.do(Answered("d", 1, False))
+    assert table.asks("d") == ("a",)
+
+
+def test_a_host_that_sends_to_none_goes_before_one_that_does() -> None:
+    table = Table(a="1", b="2", c="3", d="4")
+    assert [table.asks(url)[:1] for url in "abc"] == [(), ("a",), ("b",)]
+    table.do(Answered("c", 1, True, 1.0))
+    assert table.asks("d")[0] == "b"
 
 
 def test_servers_stand_at_most_depth_behind_each_other() -> None:
-    names = [f"s{i:02}" for i in range(relay.DEPTH + 1)]
+    names = [f"s{i:02}" for i in range(relay.DEPTH + 2)]
     table = Table(**{name: name for name in names})
-    firsts = [table.asks(name) for name in names]
-    assert [i for i, above in enumerate(firsts) if not above] == [0, relay.DEPTH]
+    firsts = [table.asks(name)[:1] for name in names]
+    assert firsts[relay.DEPTH :] == [("s00",), (names[relay.DEPTH],)]
+    assert max(node.depth for node in table.now.nodes.values()) == relay.DEPTH
+
+
+def test_a_thousand_servers_take_a_version_from_the_trainer_once() -> None:
+    names = [f"s{i:04}" for i in range(1000)]
+    table = Table(**{name: name for name in names})
+    assert [name for name in names if not table.asks(name)] == ["s0000"]
+    children = Counter(node.parent for node in table.now.nodes.values() if node.parent)
+    assert max(children.values()) == relay.DEGREE
+
+
+def test_trainer_hosts_send_to_as_many_servers_before_a_server_sends_to_a_second_one() -> None:
+    table = Table(a="1")
+    table.now = replace(table.now, roots=3)
+    for leaf in "bcde":
+        table.do(Came(leaf, leaf, "", False))
+    assert [table.asks(url) for url in "abcde"] == [(), ("a",), (), (), ("a",)]
+
+
+@pytest.mark.parametrize(("rate", "slow"), [(3.0, False), (2.0, True)])
+def test_a_reader_beside_another_one_may_take_twice_as_long(rate: float, slow: bool) -> None:
+    table = Table(a="1", b="2", c="3")
+    table.do(Came("b", "2", "", False))
+    for url in "abc":
+        table.asks(url)
+    for url in "abc":
+        table.do(Answered(url, 1, True, 10.0 if url == "a" else rate))
+    assert [table.now.nodes[url].slow for url in "abc"] == [False, slow, slow]
 
 
 def test_a_server_half_as_fast_as_its_parent_is_a_leaf_and_those_behind_it_are_not() -> None:
@@ -103,12 +140,14 @@ def test_the_same_zone_goes_before_the_shorter_way() -> None:
 
 def test_the_faster_one_goes_before() -> None:
     table = Table(a="1", b="2", c="3", d="4")
-    table.do(Came("c", "3", "", False))
-    for url, rate in (("a", 3.0), ("c", 3.0), ("b", 5.0)):
-        table.asks(url)  # c reads from a, so b reads from the trainer
-        table.do(Answered(url, 1, True, rate)) if url != "c" else None
-    table.do(Answered("c", 1, True, 3.0))
-    assert table.asks("d") == ("b",)
+    for leaf in "cd":
+        table.do(Came(leaf, leaf, "", False))
+    for url in "acdb":  # c and d read from a, so b reads from the trainer
+        table.asks(url)
+    for url, rate in (("a", 3.0), ("c", 3.0), ("d", 3.0), ("b", 5.0)):
+        table.do(Answered(url, 1, True, rate))
+    table.do(Came("e", "5", "", True))
+    assert table.asks("e") == ("b",)
 
 
 def test_a_server_that_asks_again_does_not_read_from_itself() -> None:
@@ -165,19 +204,19 @@ def test_an_event_of_a_server_that_has_not_come_is_an_error() -> None:
         table.do(Answered("a", 1, True))
 
 
-def readers(table: Relays) -> dict[str, str]:
-    """Of each host, the server on another one that reads from it: looked through anew."""
-    out: dict[str, str] = {}
+def readers(table: Relays) -> dict[str, set[str]]:
+    """Of each host, the servers on others that read from it: looked through anew."""
+    out: dict[str, set[str]] = {}
     for url, node in table.nodes.items():
         above = table.above(node)
         if node.reading and above is not None and above.host != node.host:
-            assert above.host not in out, "a host sends to two others"
-            out[above.host] = url
+            out.setdefault(above.host, set()).add(url)
+    assert all(len(urls) <= relay.DEGREE for urls in out.values()), "a host sends to too many"
     return out
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_reader_of_each_host_is_known_whatever_comes(seed: int) -> None:
+def test_the_readers_of_each_host_are_known_whatever_comes(seed: int) -> None:
     draw, table = random.Random(seed), Table()
     for _ in range(300):
         url, now = draw.choice("abcdef"), table.now
@@ -192,4 +231,5 @@ def test_the_reader_of_each_host_is_known_whatever_comes(seed: int) -> None:
             table.do(Answered(url, node.version or 0, ok, rate, lost))
         else:
             table.asks(url, max(node.version or 0, draw.randrange(4)))
-        assert table.now.readers == readers(table.now)
+        known = {host: set(urls) for host, urls in table.now.readers.items()}
+        assert known == readers(table.now)

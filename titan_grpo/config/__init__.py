@@ -69,8 +69,9 @@ class WeightSync:
 
     relay: bool = True
     """Whether servers on other hosts than the trainer's read versions from each other, while they
-    read them (staged by tcp): the trainer sends each version about once. What a server does not
-    give in time, or gives wrongly, is read from the next one, at last from the trainer."""
+    read them (staged by tcp): a trainer host sends each version about once. A server that becomes
+    slow delays the servers behind it by one version. What a server does not give in time, or gives
+    wrongly, is read from the next one, at last from the trainer."""
 
     zones: list[str] = field(default_factory=list)
     """Patterns of servers' host names or addresses, such as "10.0.1.*" or "rack2-*": with relay,

@@ -1,14 +1,15 @@
 """Transfers as a fluid: they share a server host's link evenly, and what the trainer hosts send by
 max-min with a random weight, with a server's readers as a further bound.
 
-A server that reads from another one (protocol.relay) uses nothing of the trainer's, and keeps some
-blocks behind it while that one reads itself."""
+A server that reads from another one (protocol.relay) uses nothing of the trainer's, shares what
+that one's host sends with its other readers, and keeps some blocks behind it while that one reads
+itself."""
 
 import random
 
 import numpy as np
 
-from titan_grpo.plan.setup import Setup
+from titan_grpo.plan.setup import GB, Setup
 from titan_grpo.protocol.relay import DEPTH
 
 TRAINER = -1
@@ -17,6 +18,17 @@ TRAINER = -1
 SHARES = (0.7, 0.9, 1.1, 1.3)
 """Weights of transfers behind one link, drawn for each: TCP does not share it evenly (8 servers:
 5.9 to 8.2 s for the same bytes at once, bench_plan.py), and a slot is pinned until the last."""
+
+LIMITS = (
+    "",
+    "a slow server",
+    "the server hosts' links",
+    "a server's readers (weight_sync.connections)",
+    "what a server's host sends to others (its link, and one thread)",
+)
+"""What may bound a transfer. The first one is the trainer hosts' links or range sources."""
+
+SOURCE, SLOW, LINK, READERS, SENDERS = range(5)
 
 DONE_BYTES = 1.0
 """A transfer with less left is over."""
@@ -40,11 +52,17 @@ class Network:
         self._factor = np.array([setup.slow_factor if n in slow else 1.0 for n in numbers])
         limits = setup.source_limits
         self._source_rate = min(limits.values(), default=float("inf"))
-        self._source = min(limits, key=lambda name: limits[name]) if limits else ""
-        self._bounds: dict[str, int] = {}
+        source = min(limits, key=lambda name: limits[name]) if limits else ""
+        self._limits = (source, *LIMITS[1:])
+        self._limit = np.zeros(setup.servers, dtype=np.intp)
+        self._bounding = np.zeros(len(LIMITS), dtype=np.intp)
         self._moved_at, self._ends_at, self._dirty = 0.0, float("inf"), False
+        self._sends = min(setup.link_rate, setup.source_gb_s * GB)
+        self._trainers_rate = 0.0
         self.busy_s: dict[str, float] = {}
         """Limit -> seconds of transfers that it bounded."""
+        self.sent_bytes = 0.0
+        """By the trainer."""
 
     def begin(self, n: int, nbytes: int, parent: int) -> None:
         """So much of a version goes to server ``n``, from another one or from the trainer."""
@@ -84,7 +102,7 @@ class Network:
         active = np.flatnonzero(self._active)
         self._rate[:] = 0.0
         self._ends_at = float("inf")
-        self._bounds = {}
+        self._bounding[:] = self._trainers_rate = 0
         if not active.size:
             return
         hosts, parent = self._hosts[active], self._parent[active]
@@ -95,31 +113,31 @@ class Network:
         slow = self._factor[active]
         slow = np.where(relayed, np.minimum(slow, self._factor[parent]), slow)
         bound = np.minimum(link, self._s.reader_rate) * slow
-        share = np.where(relayed, np.inf, self._weight[active])
+        # Of each transfer, the index of what bounds it in LIMITS.
+        limit = np.where(slow < 1, SLOW, np.where(link < self._s.reader_rate, LINK, READERS))
+        share = np.full(active.size, np.inf)
+        others = relayed & ~beside
+        readers = np.bincount(self._hosts[parent[others]], minlength=self._hosts.max() + 1)
+        share[others] = self._sends / readers[self._hosts[parent[others]]]
         own = ~relayed
-        share[own] *= water_level(bound[own], share[own], self._source_rate)
+        weight = self._weight[active[own]]
+        share[own] = weight * water_level(bound[own], weight, self._source_rate)
+        limit[share < bound] = SENDERS
+        limit[own & (share < bound)] = SOURCE
         rate = np.minimum(bound, share)
-        self._rate[active] = rate
+        self._trainers_rate = float(rate[own].sum())
+        self._rate[active], self._limit[active] = rate, limit
         behind = np.flatnonzero(relayed & self._active[parent])
-        above, me = parent[behind], active[behind]
+        above, me, most = parent[behind], active[behind], rate[behind]
         pace = self._left[me] / (self._left[above] + self._s.hop_bytes)
-        before = self._rate[me]
         for _ in range(DEPTH if behind.size else 0):
-            self._rate[me] = rate = np.minimum(bound[behind], self._rate[above] * pace)
-            if np.array_equal(rate, before):
+            before, paced = self._rate[me], self._rate[above] * pace
+            self._rate[me] = np.minimum(most, paced)
+            self._limit[me] = np.where(paced < most, self._limit[above], limit[behind])
+            if np.array_equal(self._rate[me], before):
                 break
-            before = rate
+        self._bounding = np.bincount(self._limit[active], minlength=len(self._limits))
         rate = self._rate[active]
-        others = bound <= share
-        by_slow = int(np.count_nonzero(others & (slow < 1)))
-        by_link = int(np.count_nonzero(others & (slow == 1) & (link < self._s.reader_rate)))
-        by_others = int(np.count_nonzero(others))
-        self._bounds = {
-            self._source: active.size - by_others,
-            "a slow server": by_slow,
-            "the server hosts' links": by_link,
-            "a server's readers (weight_sync.connections)": by_others - by_slow - by_link,
-        }
         moving = rate > 0
         if moving.any():
             left = self._left[active][moving] / rate[moving]
@@ -130,9 +148,10 @@ class Network:
         self._moved_at = now
         if seconds > 0:
             self._left -= self._rate * seconds
-            for name, count in self._bounds.items():
+            self.sent_bytes += self._trainers_rate * seconds
+            for name, count in zip(self._limits, self._bounding, strict=True):
                 if count:
-                    self.busy_s[name] = self.busy_s.get(name, 0.0) + count * seconds
+                    self.busy_s[name] = self.busy_s.get(name, 0.0) + float(count) * seconds
 
 
 def water_level(bounds: Vector, weights: Vector, total: float) -> float:

@@ -204,6 +204,7 @@ def figures(setup: Setup, result: Result) -> dict[str, Any]:
         "network": {
             "limit": name,
             "limit_share": share,
+            "sent_per_version": result.sent_bytes / setup.image_bytes / max(1, result.published),
             "source_bytes_per_s": None if math.isinf(source) else source,
             "servers_fed_in_a_step": (
                 None
@@ -299,7 +300,10 @@ def _network(setup: Setup, found: Mapping[str, Any]) -> Iterator[str]:
     if network["source_bytes_per_s"] is None:
         return
     if setup.relays:
-        yield "          servers read from each other: the trainer sends a version about once"
+        yield (
+            "          servers read from each other: the trainer sends a version"
+            f" {network['sent_per_version']:.1f} times"
+        )
         return
     fed, rate = network["servers_fed_in_a_step"], network["source_bytes_per_s"]
     yield (

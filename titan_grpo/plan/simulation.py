@@ -40,7 +40,8 @@ class Result:
     stall_s: float = 0.0
     """What the trainer waited for groups, and for its copy."""
     stall_for_versions_s: float = 0.0
-    """That part in which groups waited for a server that holds a newer version."""
+    """That part by which a step's last group began late, since no server held a version that it
+    could begin on."""
     stall_for_copy_s: float = 0.0
     simulated_s: float = 0.0
     lags: list[int] = field(default_factory=list)
@@ -59,6 +60,8 @@ class Result:
     """Groups whose server died: another one made the rest of them, or all of them anew."""
     busy_s: dict[str, float] = field(default_factory=dict)
     """Limit -> seconds of transfers that it bounded."""
+    sent_bytes: float = 0.0
+    """By the trainer hosts."""
 
 
 @dataclass(slots=True)
@@ -105,10 +108,11 @@ class Simulation:
         self._slots = SlotTable.of(s.sync.slots)
         self._reserved: int | None = None
         self._waiting: dict[int, int | None] = {}
-        self._published: dict[int, float] = {}
+        self._reached: dict[int, float] = {}
+        """Version -> the end of its step."""
         self._read: set[tuple[int, int]] = set()
         self._network = Network(s, slow, self._random)
-        self._relays = relay.Relays()
+        self._relays = relay.Relays(roots=s.trainer_hosts)
         # Groups.
         self._admission = Admission(0, s.groups_per_step, s.max_staleness)
         self._next = 0
@@ -119,12 +123,13 @@ class Simulation:
         """What is left of each group in ``_again``."""
         self._unstarted: dict[int, int] = {}
         self._unmade: dict[int, int] = {}
+        self._late_s: dict[int, float] = {}
+        """Step -> from the end of the step that made the oldest version that its last group could
+        begin on, to when that group began; 0 if no server was idle for want of that version."""
         self._spare: set[int] = set()
         # Trainer.
         self._version = 0
         self._idle_since: float | None = 0.0
-        self._blocked = False
-        self._started_last = 0.0
         self._first_step: float | None = None
         self.result = Result()
 
@@ -152,7 +157,7 @@ class Simulation:
                 self._happen(kind, number, work, event)
             self._drain()
         result = self.result
-        result.busy_s = self._network.busy_s
+        result.busy_s, result.sent_bytes = self._network.busy_s, self._network.sent_bytes
         if self._first_step is not None:
             result.simulated_s = end - self._first_step
             if self._idle_since is not None:
@@ -264,7 +269,7 @@ class Simulation:
             case lane.ReadBack(version) if version is not None:
                 server.health = server.health.answered()
                 if self._first_step is not None:
-                    self.result.commit_s.append(self._now - self._published[version])
+                    self.result.commit_s.append(self._now - self._reached[version])
         self._todo.append((server, event))
 
     def _relay(self, event: relay.Event) -> tuple[relay.Read, ...]:
@@ -318,12 +323,12 @@ class Simulation:
 
     def _publish(self, version: int) -> None:
         slot, self._reserved = self._reserved, None
+        self._reached[version] = self._now
         if slot is None:
             self.result.skipped += self._first_step is not None
             return
         self.result.published += self._first_step is not None
         self._step_slots(image_slots.Write(slot, version, RANKS))
-        self._published[version] = self._now
         self._reserve()
         self._after(self._s.copy_s, "copied", version)
 
@@ -382,6 +387,7 @@ class Simulation:
     def _fill(self, server: _Server) -> None:
         """Give a server groups until it is full or none may start on its version."""
         n, room = server.number, self._s.groups_at_once
+        idle = bool(self._spare)
         while len(server.groups) < room and server.entry.accepting:
             version = server.entry.held
             assert version is not None
@@ -400,8 +406,9 @@ class Simulation:
             self._made_by[group] = min(version, self._made_by.get(group, version))
             step = group // self._s.groups_per_step
             self._unstarted[step] -= 1
-            if step == self._version and not self._unstarted[step]:
-                self._started_last = self._now
+            if not self._unstarted[step]:
+                oldest = max(0, step - self._s.max_staleness)
+                self._late_s[step] = self._now - self._reached[oldest] if idle else 0.0
             seconds = self._left_s.pop(group) if group in self._left_s else self._group_s()
             server.groups[group] = server.generated_s(self._now) + seconds
             self._after(seconds, "group", group, n)
@@ -454,6 +461,7 @@ class Simulation:
         if self._first_step is None:
             self._first_step = result.start_s = self._now
             self._network.busy_s.clear()
+            self._network.sent_bytes = 0.0
             result.deaths = result.moved = result.failed_transfers = 0
         else:
             self._stalled(self._now)
@@ -469,11 +477,13 @@ class Simulation:
 
     def _stalled(self, now: float) -> None:
         assert self._idle_since is not None
-        self.result.stall_s += now - self._idle_since
-        if self._blocked:
-            started = now if self._unstarted.get(self._version, 1) else self._started_last
-            waited = max(0.0, min(now, started) - self._idle_since)
-            self.result.stall_for_versions_s += waited
+        stall_s = now - self._idle_since
+        self.result.stall_s += stall_s
+        if self._unstarted.get(self._version, 1):
+            late_s = stall_s if self._spare else 0.0
+        else:
+            late_s = self._late_s[self._version]
+        self.result.stall_for_versions_s += min(stall_s, late_s)
 
     def _step_ends(self) -> None:
         result = self.result
@@ -482,11 +492,9 @@ class Simulation:
         result.lags += (max(0, self._version - own) for own in held if own is not None)
         result.without += held.count(None)
         step, self._version = self._version, self._version + 1
-        del self._unmade[step], self._unstarted[step]
+        del self._unmade[step], self._unstarted[step], self._late_s[step]
         self._publish(self._version)
         self._idle_since = self._now
-        # Spare servers beside groups that are not started: only the versions hold them back.
-        self._blocked = bool(self._spare)
         if not self._unmade.get(self._version, 1):
             self._begin_step()
 

@@ -6,10 +6,13 @@ table.
     Asked --> Read(the parent, and whom that one reads from): then the trainer, who is asked last
     Answered --> the server has the version, or has not; whom it turned away from is a leaf then
 
-Rules: a server reads from one that asked before it, so no two wait for each other; a host sends to
-one reader on another host at a time, since a second one would halve the rate of both; at most DEPTH
-servers are behind each other; slow ones, and those that accept no connections, are leaves. What is
-stale here costs time and nothing else: each block is judged by the trainer's digest."""
+Rules: a server reads from one that asked before it, so no two wait for each other; at most DEPTH
+servers are behind each other; a host sends to one reader on another host, and to DEGREE of them
+where no other host could, which halves the rate of both; before that the trainer's hosts send to as
+many servers as they are; slow servers, and those that accept no connections, are leaves. Then a
+trainer host sends its part about as often as there are trainer hosts, however many servers there
+are (with one reader a host: servers / DEPTH times), and all have it in twice the time of one. What
+is stale here costs time and nothing else: each block is judged by the trainer's digest."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,8 +22,12 @@ from titan_grpo.errors import ProtocolError
 DEPTH = 16
 """Most servers behind each other: each one adds the time of a few blocks."""
 
+DEGREE = 2
+"""Most readers on other hosts that a host sends to at a time."""
+
 SLOW = 2.0
-"""A server that is so much slower than the one it reads from is slow itself."""
+"""A server that is so much slower than the one it reads from is slow itself, and DEGREE times as
+much where it was not the only reader."""
 
 LEAF_VERSIONS = 10
 """For how many versions a server is a leaf that another one could not read from."""
@@ -30,8 +37,9 @@ LEAF_VERSIONS = 10
 class Node:
     """A server. ``version``: what it has, or reads now (``reading``); ``turn``: of its last
     question, in their order; ``parent``: the server that it reads from, empty for the trainer (see
-    Relays.above); ``depth``: servers between the trainer and the end of this one. ``rate``: bytes
-    per second of its last version."""
+    Relays.above); ``depth``: servers between the trainer and the end of this one. ``shared``: the
+    parent's host sends, or sent meanwhile, to another reader too. ``rate``: bytes per second of its
+    last version."""
 
     host: str
     zone: str = ""
@@ -41,6 +49,7 @@ class Node:
     parent: str = ""
     reading: bool = False
     depth: int = 0
+    shared: bool = False
     rate: float = 0.0
     slow: bool = False
     leaf_until: int = -1
@@ -48,12 +57,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Relays:
-    """All servers of a run that are connected. ``readers``: of each host that sends to another one
-    now, the server there."""
+    """All servers of a run that are connected. ``readers``: of each host that sends to others now,
+    the servers there, at most DEGREE. ``roots``: servers that read from the trainer before a host
+    sends to a second one."""
 
     nodes: Mapping[str, Node] = field(default_factory=dict)
-    readers: Mapping[str, str] = field(default_factory=dict)
+    readers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     turns: int = 0
+    roots: int = 1
 
     def above(self, node: Node) -> Node | None:
         """The parent, unless it has asked for another version since, came anew, or is gone."""
@@ -129,40 +140,64 @@ def _quiet(t: Relays, url: str) -> Relays:
     if node is None:
         return t
     t = _read_no_more(t, url)
-    reader = t.readers.get(node.host)
-    return _read_no_more(t, reader) if reader and t.nodes[reader].parent == url else t
+    for reader in t.readers.get(node.host, ()):
+        if t.nodes[reader].parent == url:
+            t = _read_no_more(t, reader)
+    return t
 
 
 def _read_no_more(t: Relays, url: str) -> Relays:
     above = t.above(t.nodes[url])
-    if above is None or t.readers.get(above.host) != url:
+    if above is None or url not in (now := t.readers.get(above.host, ())):
         return t
-    readers = dict(t.readers)
-    del readers[above.host]
+    readers = {**t.readers, above.host: tuple(reader for reader in now if reader != url)}
+    if not readers[above.host]:
+        del readers[above.host]
     return replace(t, readers=readers)
 
 
-def _parent(t: Relays, url: str, version: int) -> str:
-    """The best server to read from; empty: the trainer. Same host, same zone, least depth, rate."""
-    host, zone, busy = t.nodes[url].host, t.nodes[url].zone, t.readers
+def _parent(t: Relays, url: str, version: int, depth: int) -> str:
+    """The best server to read from; empty: the trainer. Same host, same zone, no reader yet, least
+    depth, rate."""
+    # most hosts have a reader: those are looked through where no other one is near
+    best = _best(t, url, version, depth, most=0)
+    if best is None or best[:2] == (True, True):
+        best = _best(t, url, version, depth, most=DEGREE - 1)
+    if best is None:
+        return ""
+    second = best[0] and best[2] > 0
+    return "" if second and _at_the_trainer(t) < t.roots else best[-1]
+
+
+def _at_the_trainer(t: Relays) -> int:
+    """Servers that read from it, or take it for the last one that is left."""
+    return sum(n.reading and t.above(n) is None for n in t.nodes.values())
+
+
+def _best(
+    t: Relays, url: str, version: int, depth: int, most: int
+) -> tuple[bool, bool, int, int, float, str] | None:
+    """Of the servers on hosts that send to so many others at most."""
+    host, zone = t.nodes[url].host, t.nodes[url].zone
+    full = {busy for busy, readers in t.readers.items() if len(readers) > most} - {host}
     # what leaves most of them out comes first: a thousand servers are looked through here
-    free = [
-        (n.host != host, n.zone != zone, n.depth, -n.rate, u)
+    free = (
+        (n.host != host, n.zone != zone, len(t.readers.get(n.host, ())), n.depth, -n.rate, u)
         for u, n in t.nodes.items()
         if n.version == version
-        and (n.host not in busy or n.host == host)
-        and n.depth < DEPTH
+        and n.host not in full
+        and n.depth < depth
         and u != url
         and n.serves
         and not n.slow
         and n.leaf_until < version
-    ]
-    return min(free)[-1] if free else ""
+    )
+    return min(free, default=None)
 
 
-def step(t: Relays, event: Event) -> Outcome:
+def step(t: Relays, event: Event, depth: int = DEPTH) -> Outcome:
     """The next state, and for Asked whom to read from. ProtocolError for an event about a server
-    that is not there, or about another version."""
+    that is not there, or about another version. ``depth``: see DEPTH."""
     if isinstance(event, Asked | Answered) and event.url not in t.nodes:
         raise ProtocolError(f"event {event!r} is about a server that has not come: {t!r}")
     match event:
@@ -174,19 +209,27 @@ def step(t: Relays, event: Event) -> Outcome:
             nodes.pop(url, None)
             return replace(t, nodes=nodes), ()
         case Asked(url, version):
-            t, turn = _quiet(t, url), t.turns + 1
-            readers, node = t.readers, t.nodes[url]
-            depth, name = 1, _parent(t, url, version)
-            if name:
-                parent = t.nodes[name]
-                depth = parent.depth + 1
-                if parent.host != node.host:
-                    readers = {**readers, parent.host: url}
-            me = replace(node, version=version, turn=turn, parent=name, reading=True, depth=depth)
-            after = Relays({**t.nodes, url: me}, readers, turn)
-            return after, (Read(after.ancestors(url)),)
+            return _asked(_quiet(t, url), url, version, depth)
         case Answered():
             return _answered(t, event), ()
+
+
+def _asked(t: Relays, url: str, version: int, most: int) -> Outcome:
+    name, nodes, readers = _parent(t, url, version, most), dict(t.nodes), dict(t.readers)
+    depth, beside = 1, tuple[str, ...]()
+    if name:
+        depth, host = nodes[name].depth + 1, nodes[name].host
+        if host != nodes[url].host:
+            beside = readers.get(host, ())
+            readers[host] = (*beside, url)
+    for other in beside:
+        nodes[other] = replace(nodes[other], shared=True)
+    nodes[url] = replace(
+        nodes[url], version=version, turn=t.turns + 1, parent=name, reading=True, depth=depth,
+        shared=bool(beside),
+    )  # fmt: skip
+    after = replace(t, nodes=nodes, readers=readers, turns=t.turns + 1)
+    return after, (Read(after.ancestors(url)),)
 
 
 def _answered(t: Relays, e: Answered) -> Relays:
@@ -202,7 +245,7 @@ def _answered(t: Relays, e: Answered) -> Relays:
             wanted = above.rate
         else:
             wanted = max((n.rate for u, n in t.nodes.items() if u != e.url), default=0.0)
-        slow = e.rate * SLOW < wanted
+        slow = e.rate * SLOW * (DEGREE if node.shared else 1) < wanted
         t, now = _read_no_more(t, e.url), replace(node, reading=False, rate=e.rate, slow=slow)
     nodes = {**t.nodes, e.url: now}
     for url in e.lost:

@@ -204,7 +204,7 @@ class SyncLanes:
         link = options.link(config)
         relays = config.relay and link.transport == TCP
         relayed = partial(recorder.count, names.RELAYED_BYTES)
-        self.relay = Relay(relays, relayed, config.zones)
+        self.relay = Relay(relays, relayed, config.zones, 1 + len(options.leaders))
         link = replace(link, source=self._source, patches=self._patches, relay=self.relay)
         if link.transport == NIXL:
             link = replace(link, nixl=NixlSource())

@@ -34,13 +34,14 @@ class Relay:
         on: bool = False,
         relayed: Callable[[int], object] = int,
         zones: Sequence[str] = (),
+        trainer_hosts: int = 1,
     ) -> None:
         """``on``: weight_sync.relay with a transport of ranges; otherwise no server ever comes.
         ``relayed`` is called with the bytes that a server has read from others. ``zones``: see
         weight_sync.zones."""
         self._on, self._relayed, self._zones = on, relayed, zones
         self._lock = threading.Lock()
-        self._table = relay.Relays()
+        self._table = relay.Relays(roots=trainer_hosts)
         self._ports: dict[str, tuple[int, str]] = {}
         """And pins."""
         self._tickets: dict[str, tuple[str, ...]] = {}
