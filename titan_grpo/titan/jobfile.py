@@ -229,7 +229,14 @@ def _with_arguments(kind: type, args: Sequence[str], table: Mapping[str, Any]) -
             str_from_instance=lambda value: [",".join(map(str, value))],
         )
 
-    config: Any = tyro.cli(kind, args=args, default=_filled(kind, table), registry=registry)
+    config: Any = tyro.cli(
+        kind,
+        args=args,
+        default=_filled(kind, table),
+        registry=registry,
+        # Keys have docstrings. To look for comments parses every class's source, half of the time.
+        config=(tyro.conf.HelptextFromCommentsOff,),
+    )
     if config.model.tokenizer_path:
         # torchtitan's older name of the directory
         config.model.hf_assets_path = config.model.tokenizer_path
