@@ -1,10 +1,9 @@
 """A user's filter: which finished groups a step is made of, and which it does without."""
 
 import asyncio
-import dataclasses
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +11,17 @@ from typing import Any
 import pytest
 
 from tests.rigs.trainer_handle import wait_until
-from tests.rollout.conftest import Behaviour, CompletionServer, MakeServer, answer, good
+from tests.rollout.conftest import (
+    Behaviour,
+    CompletionServer,
+    MakeServer,
+    StartClient,
+    answer,
+    good,
+)
 from tests.rollout.sampling import Letters
 from titan_grpo.config import GRPO, JobConfig, Rollout, violations
 from titan_grpo.errors import ConfigError, TaskError
-from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.task_runner import Filter, TaskFailed, TaskRunner
@@ -57,9 +62,9 @@ def started(
     monkeypatch: pytest.MonkeyPatch,
     model_dir: str,
     completion_server: MakeServer,
-) -> Iterator[Started]:
+    start_client: StartClient,
+) -> Started:
     """A factory: the source of a module with the task Counted -> a client and its server."""
-    clients = []
 
     def make(
         source: str, behaviour: Behaviour | None = None, **changes: Any
@@ -74,16 +79,11 @@ def started(
             prompts_per_step=3,
             max_completion_tokens=4,
         )
-        client, server = RolloutClient(dataclasses.replace(spec, **changes)), completion_server()
+        server = completion_server()
         server.behaviour = behaviour or server.good
-        clients.append(client)
-        client.start(60)
-        client.set_server(ServerState(server.url, 0, True, "r:0:f"))
-        return client, server
+        return start_client(spec, server, **changes), server
 
-    yield make
-    for client in clients:
-        client.close(5)
+    return make
 
 
 @pytest.mark.parametrize("consume", ["started", "ready"])

@@ -19,8 +19,7 @@ def test_a_version_is_skipped_when_every_slot_is_being_read_and_the_next_one_is_
     rig: MakeRig,
 ) -> None:
     r = rig("a", "b")
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     r.servers["a"].freeze_receiver()
     r.publish(2)
     r.until(lambda: r.server_set.entry("a").incoming == 2 and r.server_set.entry("b").held == 2)
@@ -30,8 +29,7 @@ def test_a_version_is_skipped_when_every_slot_is_being_read_and_the_next_one_is_
     assert r.slots.reserved.take() is None
     for server in r.servers.values():
         server.thaw_receiver()
-    r.publish(5)
-    r.everyone(5)
+    r.deliver(5)
     assert [r.loaded[url].value() for url in "ab"] == [5.0, 5.0]
 
 
@@ -81,8 +79,7 @@ def test_host_memory_is_the_slots_here_and_one_image_at_the_receiver(rig: MakeRi
     before = memory("self", "RssShmem")
     r = rig("a", "b", slots=2)
     model = r.pool.manifest.total_bytes
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     # Tensors of its own for each version would stay in the allocator's pools, or not.
     shards = host_shards(SHAPES, 1, 0)
     Path("/proc/self/clear_refs").write_text("5")  # restarts VmHWM, the peak
