@@ -15,12 +15,15 @@ from titan_grpo.patches import versions
     [
         ("2.13.0+cpu", (2, 13, 0)),
         ("0.3.0rc1", (0, 3, 0)),
-        ("0.2.2.dev5", (0, 2, 2)),
+        ("0.33.1.dev4+g1", (0, 33, 1)),
         ("2.11", (2, 11)),
+        ("x", ()),
     ],
 )
-def test_a_release_is_its_leading_numbers(text: str, expected: tuple[int, ...]) -> None:
-    assert versions.release(text) == expected
+def test_the_numbers_of_a_version_are_its_leading_ones(
+    text: str, expected: tuple[int, ...]
+) -> None:
+    assert versions.numbers(text) == expected
 
 
 def test_a_version_without_numbers_is_refused() -> None:
