@@ -16,7 +16,6 @@ from titan_grpo.errors import TaskError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
-from titan_grpo.titan.tiny import write_tiny_model
 
 pytest.importorskip("openai")
 
@@ -32,16 +31,6 @@ def solve(base_url, api_key, row):
         raise KeyError("the agent's own mistake")
     return row["index"]
 """
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    return str(write_tiny_model("qwen3", tmp_path / "model"))
-
-
-@pytest.fixture
-def codec(model: str) -> TextCodec:
-    return TextCodec(model)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from titan_grpo.errors import ConfigError, TaskError
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
-from titan_grpo.titan.tiny import write_tiny_model
 
 MISTAKEN = """
 def helper(row):
@@ -98,16 +97,19 @@ LINES = 10
 
 @pytest.mark.e2e
 def test_the_example_of_an_own_reward_is_ten_lines_and_rewards_its_rows(
-    root: Path, tmp_path: Path, completion_server: MakeServer, start_client: StartClient
+    root: Path,
+    model: str,
+    codec: TextCodec,
+    completion_server: MakeServer,
+    start_client: StartClient,
 ) -> None:
     source = root / "examples" / "own_reward" / "rewards.py"
     arguments = command_of(source)
     assert lines_written(source, arguments) <= LINES
     keys = dict(zip(arguments[::2], arguments[1::2], strict=True))
-    model = str(write_tiny_model("qwen3", tmp_path / "model"))
     path = keys["--rollout.dataset"]
     rows = [json.loads(line) for line in (root / path).read_text().splitlines()]
-    server, codec = completion_server(), TextCodec(model)
+    server = completion_server()
 
     def answers(body: dict[str, Any]) -> tuple[int, Any]:
         # A model that is right for even seeds, and says letters for odd ones.
