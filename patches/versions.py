@@ -15,15 +15,20 @@ Range = tuple[str, str, str]
 """(package, first version it was written for, first version that it was not written for)."""
 
 
-def release(version: str) -> tuple[int, ...]:
-    """Numeric release of a version, without suffixes: "2.13.0+cpu" -> (2, 13, 0), "0.3.0rc1" -> (0,
-    3, 0)."""
+def numbers(version: str) -> tuple[int, ...]:
+    """Leading numbers of a version: "2.13.0+cpu" -> (2, 13, 0), "0.3.0rc1" -> (0, 3, 0), "nightly"
+    -> (). Pure."""
     found = re.match(r"\d+(\.\d+)*", version)
-    if found is None:
+    return tuple(int(part) for part in found.group().split(".")) if found else ()
+
+
+def release(version: str) -> tuple[int, ...]:
+    """``numbers``, of which there must be one. Raises UpstreamError."""
+    if not (found := numbers(version)):
         raise UpstreamError(
             f"version {version!r} has no numeric release; the patches cannot tell what it contains"
         )
-    return tuple(int(part) for part in found.group().split("."))
+    return found
 
 
 def inside(version: str, applies_to: Range) -> bool:

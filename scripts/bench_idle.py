@@ -32,6 +32,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
 from scripts.common import ENGINES, RECIPE, ROOT, options_of, serving, words, write_json
+from tests.rigs.census import wakes
 from tests.rigs.sockets import free_port
 from titan_grpo.commands.processes import GRACE_S, torchrun
 from titan_grpo.runkey import Key, with_run_key
@@ -156,16 +157,8 @@ def wait_outstanding(
 
 def used(process: psutil.Process) -> tuple[float, int]:
     """(processor seconds, times that it went to sleep) up to now, all threads."""
-    times, threads = process.cpu_times(), process.threads()
-    switches = 0
-    for thread in threads:
-        status = Path(f"/proc/{process.pid}/task/{thread.id}/status")
-        lines = status.read_text().splitlines() if status.exists() else []
-        switches += next(
-            (int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches")),
-            0,
-        )
-    return times.user + times.system, switches
+    times = process.cpu_times()
+    return times.user + times.system, wakes(process.pid)
 
 
 def window(processes: dict[str, psutil.Process], seconds: float) -> Window:

@@ -37,6 +37,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
 from scripts.common import deliver, options_of, write_json
+from tests.rigs.census import wakes
 from tests.rigs.server_process import CopiedModel, Server
 from tests.rigs.trainer import Trainer
 from titan_grpo.config import WeightSync
@@ -132,10 +133,7 @@ def holdings() -> dict[str, float]:
     for process in (me, *me.children(recursive=True)):
         out["threads"] += process.num_threads()
         out["descriptors"] += process.num_fds()
-        for task in Path(f"/proc/{process.pid}/task").iterdir():
-            with suppress(OSError):  # a thread that ended
-                status = (task / "status").read_text()
-                out["wakes"] += int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+        out["wakes"] += wakes(process.pid)
     return out
 
 

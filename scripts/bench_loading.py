@@ -22,7 +22,7 @@ from titan_grpo.samples import Completion, Group, Prompt
 
 GROUP, LONGEST, MEDIAN_LOG, SPREAD = 8, 8192, 7.0, 0.9
 QWEN3_8B = TokenCost(6 * 7.57e9, 36 * 32 * 128 * 2 * 6 / 2)
-"""As in bench_balance.py."""
+"""FLOPs of a token, and of each pair of tokens in attention, forward and backward."""
 
 
 def completion(source: random.Random) -> Completion:

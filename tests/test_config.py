@@ -18,6 +18,7 @@ REMOTE = replace(ROLLOUT, controller="http://10.0.0.1:8910", controller_key_env=
 LAUNCHED = replace(ROLLOUT, servers=["launch"], launch_python="p")
 PUSHED = replace(ROLLOUT, source="push")
 AGENTS = replace(ROLLOUT, agent="package.module:function")
+FUNCTION = replace(ROLLOUT, reward=["m:f"], dataset="d.jsonl")
 DRAINING = replace(ROLLOUT, max_staleness=1, in_flight_weight_updates=False)
 
 
@@ -98,6 +99,23 @@ def found(section: GRPO | Rollout | WeightSync) -> list[str]:
         (ROLLOUT, {"group_size": 1}, "2 or more"),
         (ROLLOUT, {"task": "gsm8k"}, 'task_path must be set for task = "gsm8k"'),
         (ROLLOUT, {"task_error_budget": 101}, "0 to 100"),
+        (ROLLOUT, {"task_error_budget": -1}, "0 to 100"),
+        (ROLLOUT, {"task_concurrency": 0}, "greater than 0"),
+        (ROLLOUT, {"task_timeout_s": 0.0}, "greater than 0"),
+        (ROLLOUT, {"max_turns": 0}, "greater than 0"),
+        (ROLLOUT, {"accept": "no_colon"}, 'empty or "package.module:function"'),
+        (ROLLOUT, {"accept": "module:"}, 'empty or "package.module:function"'),
+        (ROLLOUT, {"min_completion_tokens": -1}, "0 (off) or greater"),
+        (ROLLOUT, {"min_completion_tokens": 65}, "at most rollout.max_completion_tokens"),
+        (ROLLOUT, {"reward": ["m:f"]}, "dataset must be set with rollout.reward"),
+        (ROLLOUT, {"dataset": "d.jsonl"}, "empty without rollout.reward"),
+        (FUNCTION, {"task": "calculator"}, "left out with rollout.reward"),
+        (FUNCTION, {"reward_weights": [1.0, 2.0]}, "empty or one weight for each of the 1"),
+        (
+            replace(FUNCTION, chat_template="none"),
+            {"system_prompt": "x"},
+            'empty with rollout.chat_template = "none"',
+        ),
         (ROLLOUT, {"top_p": 0.9}, "1 (engines give log-probabilities of what is left"),
         (ROLLOUT, {"top_k": 50}, "-1 (engines give"),
         (ROLLOUT, {"stop": ["</answer>", ""]}, "without an empty text"),

@@ -3,8 +3,6 @@
 import os
 import secrets
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.rigs.interpreter import python
 from titan_grpo.errors import DataError, ServerRefused, ServerUnreachable
 from titan_grpo.unix_rpc import Handler, Pipe, Server, abstract_address, call
 
@@ -64,13 +63,7 @@ def test_another_process_is_served_if_it_is_the_same_users(
     if user == "another" and os.getuid() != 0:
         pytest.skip("only root can become another user")
     _, address = serve(lambda request: request)
-    done = subprocess.run(
-        [sys.executable, "-c", CALL, address[1:], user],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-    )
+    done = python("-c", CALL, address[1:], user, PYTHONPATH=str(Path(__file__).parents[1]))
     assert done.stdout.strip() == printed, done.stderr
 
 

@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 from titan_grpo.commands import doctor_host
-from titan_grpo.commands.doctor_host import RANGES, Gpu, numbers
+from titan_grpo.commands.doctor_host import RANGES, Gpu
 from titan_grpo.commands.doctor_servers import Needs, Options, ServerFacts, server
 from titan_grpo.config import WeightSync
+from titan_grpo.patches.versions import numbers
 from titan_grpo.protocol.messages import Joined
 
 TORCHRUN_ENV = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -20,21 +21,6 @@ JOINED = Joined(True, "", "0.1.0", 4242, "0000000003e8-00000000", 7, "f" * 32, T
 def facts(**changes: Any) -> ServerFacts:
     good = {"version": "0.32.0", "label": "7", "paused": False, "backend": "titan_grpo"}
     return ServerFacts("http://s:8000", **{**good, "joined": JOINED, **changes})
-
-
-@pytest.mark.parametrize(
-    ("version", "expected"),
-    [
-        ("2.13.0+cpu", (2, 13, 0)),
-        ("0.3.0rc1", (0, 3, 0)),
-        ("0.33.1.dev4+g1", (0, 33, 1)),
-        ("x", ()),
-    ],
-)
-def test_the_numbers_of_a_version_are_its_leading_ones(
-    version: str, expected: tuple[int, ...]
-) -> None:
-    assert doctor_host.numbers(version) == expected
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.interpreter import python
 from titan_grpo.cli import COMMANDS
 
 WAIT_S = 120.0
@@ -35,13 +36,7 @@ sys.exit(code)
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_is_help_and_works_without_torch_and_without_an_engine(command: str) -> None:
     """And is not what the command prints without it."""
-    done = subprocess.run(
-        [sys.executable, "-c", HELP, *filter(None, [command, "--help"])],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
+    done = python("-c", HELP, *filter(None, [command, "--help"]))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: titan-grpo {command}"), done.stdout[:200]
 

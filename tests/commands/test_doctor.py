@@ -1,6 +1,5 @@
 import json
 import struct
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -235,16 +234,6 @@ def test_the_command_line_without_a_command_says_what_there_is(
     assert cli.main(argv) == code
     captured = capsys.readouterr()
     assert "doctor" in captured.out + captured.err
-
-
-def test_the_installed_command_starts_without_loading_torch() -> None:
-    code = "import sys, titan_grpo.cli as c; c.main(['--help']); sys.exit('torch' in sys.modules)"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, timeout=120, check=False
-        ).returncode
-        == 0
-    )
 
 
 def test_both_engines_descriptions_are_read() -> None:

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tests.rigs.interpreter import python
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan.export import checkpoint_of, versions_in
 from titan_grpo.titan.flavors import FLAVORS
@@ -39,12 +38,6 @@ def job(kind: Kind, model: Path, dump: Path) -> list[str]:
         *(f"--model.hf_assets_path={model}", "--rollout.servers=http://127.0.0.1:1"),
         "--training.seq_len=512",
     ]
-
-
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=280, check=False
-    )
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

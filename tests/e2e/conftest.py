@@ -457,8 +457,3 @@ def through_service(
 def small_replay(tmp_path_factory: pytest.TempPathFactory) -> Replay:
     """Six versions of 4 x 4 short completions."""
     return Replay(tmp_path_factory.mktemp("replay") / "small.jsonl", 4, 4, 16).write(6)
-
-
-@pytest.fixture(scope="session")
-def make_replay() -> type[Replay]:
-    return Replay

@@ -27,9 +27,9 @@ pytestmark = [
 
 
 def test_every_committed_version_has_the_bytes_that_training_had(
-    runs: Runs, make_replay: type[Replay], tmp_path: Path
+    runs: Runs, tmp_path: Path
 ) -> None:
-    replay = make_replay(tmp_path / "replay.jsonl", 4, 8, 16).write(STEPS)
+    replay = Replay(tmp_path / "replay.jsonl", 4, 8, 16).write(STEPS)
     record, out = tmp_path / "commits.jsonl", tmp_path / "run"
     key = Key.generate()
     env = with_run_key(dict(os.environ) | {"OMP_NUM_THREADS": "1"}, key)

@@ -37,9 +37,9 @@ def wanted_in(page: str, url: str) -> bool:
 
 @pytest.mark.parametrize("pack", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_kept_completions_have_the_trainers_log_probabilities(
-    runs: Runs, make_replay: type[Replay], tmp_path: Path, pack: bool
+    runs: Runs, tmp_path: Path, pack: bool
 ) -> None:
-    replay = make_replay(tmp_path / "replay.jsonl", 4, 4, 16).write(MANY)
+    replay = Replay(tmp_path / "replay.jsonl", 4, 4, 16).write(MANY)
     server = engineless_launcher(runs.model)(tmp_path / "server")
     out = tmp_path / "run"
     packed = "--grpo.pack_sequences" if pack else "--grpo.no-pack_sequences"
@@ -104,9 +104,9 @@ def sync_process(training: Training, after: int = 0) -> psutil.Process:
 
 @pytest.mark.long
 def test_a_run_whose_sync_process_is_killed_takes_all_steps_and_ends_on_the_newest_version(
-    runs: Runs, make_replay: type[Replay], tmp_path: Path
+    runs: Runs, tmp_path: Path
 ) -> None:
-    replay = make_replay(tmp_path / "replay.jsonl", prompts=2, group=4, tokens=8).write(STEPS)
+    replay = Replay(tmp_path / "replay.jsonl", prompts=2, group=4, tokens=8).write(STEPS)
     arguments = [*replay.arguments, f"--training.steps={STEPS}"]
     with ServerProcess() as server:
         with runs.start(tmp_path, [server.url], *arguments, nproc=2) as training:

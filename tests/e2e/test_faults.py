@@ -34,10 +34,10 @@ def receiver_of(server: Server) -> psutil.Process:
 
 @pytest.mark.long
 def test_a_trainer_killed_in_mid_transfer_leaves_the_old_version_and_the_next_one_resumes(
-    runs: Runs, site: Site, make_replay: type[Replay], tmp_path: Path
+    runs: Runs, site: Site, tmp_path: Path
 ) -> None:
     # Steps so long that a commit is over well before the next one.
-    replay = make_replay(tmp_path / "replay.jsonl", prompts=8, group=8, tokens=440).write(40)
+    replay = Replay(tmp_path / "replay.jsonl", prompts=8, group=8, tokens=440).write(40)
     settings = ["--training.seq_len=512", "--checkpoint.interval=1"]
     with runs.start(
         tmp_path, [site.url], *replay.arguments, *settings, "--training.steps=40"

@@ -63,9 +63,9 @@ def train(
 
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_servers_hold_every_version_of_a_run_on_two_hosts(
-    runs: Runs, make_replay: type[Replay], hosts: Hosts, tmp_path: Path, rendezvous: str
+    runs: Runs, hosts: Hosts, tmp_path: Path, rendezvous: str
 ) -> None:
-    replay = make_replay(tmp_path / "replay.jsonl", 4, 4, 16).write(STEPS)
+    replay = Replay(tmp_path / "replay.jsonl", 4, 4, 16).write(STEPS)
     launch = engineless_launcher(runs.model, hosts.address)
     folders = [tmp_path / "a", tmp_path / "b"]
     out = tmp_path / "run"
@@ -92,9 +92,9 @@ def test_servers_hold_every_version_of_a_run_on_two_hosts(
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_run_of_two_hosts_is_resumed_on_one_and_ends_with_the_same_weights(
-    runs: Runs, make_replay: type[Replay], hosts: Hosts, tmp_path: Path, ranks: int
+    runs: Runs, hosts: Hosts, tmp_path: Path, ranks: int
 ) -> None:
-    replay = make_replay(tmp_path / "replay.jsonl", 4, 3, 16).write(STEPS)
+    replay = Replay(tmp_path / "replay.jsonl", 4, 3, 16).write(STEPS)
     arguments = [*replay.arguments, f"--training.steps={STEPS}", "--checkpoint.interval=2"]
     server = engineless_launcher(runs.model, hosts.address)(tmp_path / "server")
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -125,13 +125,12 @@ def test_a_run_of_two_hosts_is_resumed_on_one_and_ends_with_the_same_weights(
 
 def test_both_engines_compute_what_two_hosts_train_and_what_one_host_goes_on_with(
     runs: Runs,
-    make_replay: type[Replay],
     hosts: Hosts,
     tmp_path: Path,
     vllm_python: str,
     sglang_python: str,
 ) -> None:
-    replay = make_replay(tmp_path / "replay.jsonl", 4, 3, 16).write(STEPS)
+    replay = Replay(tmp_path / "replay.jsonl", 4, 3, 16).write(STEPS)
     arguments = [*replay.arguments, f"--training.steps={STEPS}", "--checkpoint.interval=2"]
     other = write_tiny_model("qwen3", tmp_path / "other", seed=2)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

@@ -57,11 +57,10 @@ def test_a_frozen_server_costs_the_trainer_and_the_other_engine_nothing(
     runs: Runs,
     site: Site,
     sglang_site: Site,
-    make_replay: type[Replay],
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    replay = make_replay(tmp_path / "replay.jsonl", prompts=2, group=4, tokens=8).write(12000)
+    replay = Replay(tmp_path / "replay.jsonl", prompts=2, group=4, tokens=8).write(12000)
     deadlines = [f"--weight_sync.{name}={seconds}" for name, seconds in DEADLINES.items()]
     # steps are short here: a freeze is hundreds of versions long
     arguments = [*replay.arguments, *deadlines, "--weight_sync.max_lag=0", "--training.steps=12000"]

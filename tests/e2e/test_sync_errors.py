@@ -37,9 +37,9 @@ def newest_held(lines: list[str]) -> int:
 
 
 @pytest.fixture
-def endless(make_replay: type[Replay], tmp_path: Path) -> list[str]:
+def endless(tmp_path: Path) -> list[str]:
     """Arguments of a run on more recorded steps than any test waits for."""
-    replay = make_replay(tmp_path / "replay.jsonl", prompts=2, group=4, tokens=8).write(3000)
+    replay = Replay(tmp_path / "replay.jsonl", prompts=2, group=4, tokens=8).write(3000)
     return [*replay.arguments, "--training.steps=3000"]
 
 

@@ -9,20 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.rigs.interpreter import python
 from titan_grpo.errors import ConfigError, ProtocolError, SyncError
 from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.memory import available_memory
-
-
-def run(code: str, *argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *argv],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
 
 WRITER = """
 import json, sys
@@ -37,7 +27,7 @@ def test_two_processes_see_the_same_bytes() -> None:
     with SharedImage.create(4096, "test") as image:
         assert not image.tensor().any()
         image.buffer[0] = 42
-        other = run(WRITER, json.dumps(image.address.to_json()))
+        other = python("-c", WRITER, json.dumps(image.address.to_json()))
         assert other.stdout == "42\n", other.stderr
         assert image.tensor()[:9].tolist() == [42, 0, 0, 0, 0, 0, 0, 5, 5]
 
@@ -73,9 +63,10 @@ def test_an_image_can_not_be_shrunk_under_the_others() -> None:
 
 
 def test_the_image_of_a_dead_process_is_a_sync_error() -> None:
-    made = run(
+    made = python(
+        "-c",
         "from titan_grpo.layout.image import *; import json;"
-        " print(json.dumps(SharedImage.create(4096, 'x').address.to_json()))"
+        " print(json.dumps(SharedImage.create(4096, 'x').address.to_json()))",
     )
     address = ImageAddress.from_json(json.loads(made.stdout))
     with pytest.raises(SyncError, match=f"process {address.pid} could not be opened"):

@@ -9,25 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from titan_grpo.patches import sglang_cpu, versions
+from tests.rigs.interpreter import python
+from titan_grpo.patches import sglang_cpu
 
 pytestmark = pytest.mark.timeout(150)
 
 
-def python(
+def run_code(
     code: str, *path: Path, interpreter: str = sys.executable, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Run ``code`` with our directory, then ``path``, on PYTHONPATH."""
     path_of = os.pathsep.join([sglang_cpu.directory(), *map(str, path)])
-    environ = os.environ | {"PYTHONPATH": path_of, "CUDA_VISIBLE_DEVICES": ""} | env
-    return subprocess.run(
-        [interpreter, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environ,
-        check=False,
-    )
+    env = {"PYTHONPATH": path_of, "CUDA_VISIBLE_DEVICES": "", **env}
+    return python("-c", code, interpreter=interpreter, **env)
 
 
 @pytest.fixture
@@ -47,7 +41,7 @@ def test_any_function_can_be_imported_and_none_computes(
     installed: Callable[[str], Path], tmp_path: Path
 ) -> None:
     calls = tmp_path / "calls"
-    run = python(
+    run = run_code(
         "import sgl_kernel\n"
         "from sgl_kernel import rmsnorm\n"
         "from sgl_kernel.mamba import causal_conv1d_fwd_cpu as conv\n"
@@ -71,20 +65,20 @@ def test_any_function_can_be_imported_and_none_computes(
 
 def test_installed_kernels_are_preferred(installed: Callable[[str], Path], tmp_path: Path) -> None:
     (tmp_path / "sgl_kernel.py").write_text("rmsnorm = 'compiled'\n")
-    run = python("from sgl_kernel import rmsnorm; print(rmsnorm)", installed("0.5.23"))
+    run = run_code("from sgl_kernel import rmsnorm; print(rmsnorm)", installed("0.5.23"))
     assert run.stdout == "compiled\n", run.stderr
 
 
 def test_another_version_of_sglang_gets_no_stand_in_but_the_remedy(
     installed: Callable[[str], Path],
 ) -> None:
-    run = python("import sgl_kernel", installed("0.6.0"))
+    run = run_code("import sgl_kernel", installed("0.6.0"))
     assert run.returncode != 0
     assert "is written for sglang >=0.5.20,<0.5.24, found 0.6.0" in run.stderr
 
 
 def test_without_sglang_a_package_that_looks_for_the_kernels_finds_none() -> None:
-    run = python("try: import sgl_kernel\nexcept ImportError: print('none')")
+    run = run_code("try: import sgl_kernel\nexcept ImportError: print('none')")
     assert run.stdout == "none\n", run.stderr
 
 
@@ -92,13 +86,13 @@ def test_the_sitecustomize_that_it_hides_runs_and_may_fail(tmp_path: Path) -> No
     (tmp_path / "sitecustomize.py").write_text(
         "print('theirs')\nraise RuntimeError('theirs broke')\n"
     )
-    run = python("print('ours')", tmp_path)
+    run = run_code("print('ours')", tmp_path)
     assert run.stdout.splitlines() == ["theirs", "ours"]
     assert "theirs broke" in run.stderr
 
 
 def test_nothing_is_imported_for_a_process_that_does_not_ask() -> None:
-    loaded = python(
+    loaded = run_code(
         "import sys; print([m for m in ('torch', 'titan_grpo', 'sgl_kernel') if m in sys.modules])"
     )
     assert loaded.stdout == "[]\n", loaded.stderr
@@ -112,13 +106,7 @@ def test_torchvision_imports_beside_torch_for_cpu_and_only_so(sglang_python: str
     assert "operator torchvision::nms does not exist" in bare.stderr, (
         "the schemas are no longer needed: delete them"
     )
-    run = python(code, interpreter=sglang_python)
+    run = run_code(code, interpreter=sglang_python)
     assert run.stdout.startswith(
         "torchvision::nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
     ), run.stderr
-
-
-def test_it_says_why_for_which_versions_and_until_when() -> None:
-    assert len(sglang_cpu.WHY) > 40
-    assert len(sglang_cpu.DELETE_WHEN) > 20
-    assert versions.release(sglang_cpu.APPLIES_TO[1]) < versions.release(sglang_cpu.APPLIES_TO[2])

@@ -2,28 +2,19 @@
 undone."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.rigs.interpreter import python
 from titan_grpo.patches import torchtitan_slow_imports
 
 
-def python(code: str, **more: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", **more}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=env,
-        check=False,
-    )
+def run_code(code: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return python("-c", code, CUDA_VISIBLE_DEVICES="", **more)
 
 
 @pytest.fixture
@@ -36,7 +27,7 @@ def without_triton() -> None:
 
 @pytest.mark.usefixtures("without_triton")
 def test_without_triton_torchtitan_can_not_be_imported() -> None:
-    run = python("import torchtitan.models.moe")
+    run = run_code("import torchtitan.models.moe")
     assert run.returncode != 0
     assert "No module named 'triton'" in run.stderr
 
@@ -69,7 +60,7 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def patched() -> dict[str, Any]:
     """What an interpreter finds that imports torchtitan after our patches."""
-    run = python(PATCHED)
+    run = run_code(PATCHED)
     assert run.returncode == 0, run.stderr
     found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return found
@@ -112,7 +103,7 @@ def test_where_triton_finds_no_gpu_tokens_are_grouped_by_that_reference_too(
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text(TRITON)
     (tmp_path / "triton" / "language.py").write_text("constexpr = object\n")
-    run = python(GROUPED, PYTHONPATH=str(tmp_path))
+    run = run_code(GROUPED, PYTHONPATH=str(tmp_path))
     assert run.stdout == "True\n", run.stderr
 
 
@@ -149,7 +140,7 @@ def test_a_compilation_that_was_put_off_is_done_once_or_is_part_of_a_larger_one(
 
 
 def test_without_the_device_patch_torchtitan_looks_for_cuda_and_the_patch_comes_too_late() -> None:
-    run = python(
+    run = run_code(
         "from titan_grpo.patches import torchtitan_triton\n"
         "torchtitan_triton.apply()\n"
         "from torchtitan.tools.utils import device_module\n"
@@ -164,7 +155,7 @@ def test_without_the_device_patch_torchtitan_looks_for_cuda_and_the_patch_comes_
 
 
 def test_integer_histograms_count_like_bincount_with_the_patch_alone() -> None:
-    run = python(
+    run = run_code(
         "import torch\nbefore = torch.histc(torch.tensor([0.5, 1.5, 1.6]), bins=3, min=0,"
         " max=3)\ntry:\n    torch.histc(torch.arange(4), bins=4, min=0, max=4)\n"
         "except NotImplementedError as error:\n    print(error)\nfrom"

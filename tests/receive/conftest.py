@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.receive.site import Site, Weights
-
-
-@pytest.fixture(scope="module")
-def make_site() -> type[Site]:
-    return Site
+from tests.receive.site import Site
 
 
 @pytest.fixture(params=["gloo", "tcp"])
@@ -21,11 +16,6 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
     made = Site(transport=request.param)
     yield made
     made.close()
-
-
-@pytest.fixture
-def weights() -> type[Weights]:
-    return Weights
 
 
 @pytest.fixture

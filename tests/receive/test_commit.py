@@ -36,25 +36,31 @@ class CheckedEngine:
         return len(list(tensors))
 
 
-@pytest.fixture
-def team(make_site: Any, tmp_path: Path) -> Iterator[Any]:
+class TeamSite(Site):
     """A site whose engine has two workers, each with a checkpoint folder of its own."""
-    site = make_site()
-    site.side.close()
-    site.team = Team(2)
-    site.engines = [CheckedEngine(tmp_path / str(rank)) for rank in range(2)]
-    for engine in site.engines:
-        engine.folder.mkdir()
-    site.sides = [
-        EngineSide(engine, member, "")
-        for engine, member in zip(site.engines, site.team.members, strict=True)
-    ]
-    site.side = site.sides[0]
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.side.close()
+        self.team = Team(2)
+        self.engines = [CheckedEngine(folder / str(rank)) for rank in range(2)]
+        for engine in self.engines:
+            engine.folder.mkdir()
+        self.sides = [
+            EngineSide(engine, member, "")
+            for engine, member in zip(self.engines, self.team.members, strict=True)
+        ]
+        self.side = self.sides[0]
+
+
+@pytest.fixture
+def team(tmp_path: Path) -> Iterator[TeamSite]:
+    site = TeamSite(tmp_path)
     yield site
     site.close()
 
 
-def commit(site: Any, data: dict[str, Any]) -> list[Applied | BaseException]:
+def commit(site: TeamSite, data: dict[str, Any]) -> list[Applied | BaseException]:
     """Each worker's report."""
     ends: list[Any] = [None] * len(site.sides)
 
@@ -78,9 +84,9 @@ DAMAGED = ["{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "no jso
 @pytest.mark.parametrize("text", DAMAGED)
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_damaged_checkpoint_of_one_worker_is_a_report_of_all_and_the_next_commit_works(
-    team: Any, weights: Any, text: str, worker: int
+    team: TeamSite, text: str, worker: int
 ) -> None:
-    w = weights(1.0)
+    w = Weights(1.0)
     link = team.connect(w)
     index = team.engines[worker].folder / INDEX
     index.write_text(text)
@@ -101,12 +107,12 @@ def test_a_damaged_checkpoint_of_one_worker_is_a_report_of_all_and_the_next_comm
 @pytest.mark.parametrize("broken", ["refuses", "load"])
 @pytest.mark.parametrize("error", [KeyError("k"), AttributeError("a"), AssertionError(), OSError()])
 def test_any_error_of_one_workers_engine_is_a_report_of_all(
-    team: Any, weights: Any, broken: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+    team: TeamSite, broken: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> Any:
         raise error
 
-    w = weights(1.0)
+    w = Weights(1.0)
     link = team.connect(w)
     monkeypatch.setattr(team.engines[1], broken, fail)
     staged = link.send(1, 1, w.image, w.digests, w.fingerprint)
@@ -116,10 +122,8 @@ def test_any_error_of_one_workers_engine_is_a_report_of_all(
         assert type(error).__name__ in report.error
 
 
-def test_workers_that_lose_each_other_report_an_engine_that_is_not_intact(
-    team: Any, weights: Any
-) -> None:
-    w = weights(1.0)
+def test_workers_that_lose_each_other_report_an_engine_that_is_not_intact(team: TeamSite) -> None:
+    w = Weights(1.0)
     link = team.connect(w)
     staged = link.send(1, 1, w.image, w.digests, w.fingerprint)
     team.team.barrier.abort()
@@ -136,8 +140,8 @@ def test_what_is_no_commit_is_refused_without_an_exception(site: Any, data: Any)
     assert site.engine.value() == 0.0
 
 
-def test_views_of_an_image_share_its_memory(weights: Any) -> None:
-    w = weights(2.0)
+def test_views_of_an_image_share_its_memory() -> None:
+    w = Weights(2.0)
     for (name, view), spec in zip(
         tensor_views(w.image, w.manifest), w.manifest.tensors, strict=True
     ):
@@ -152,19 +156,19 @@ def staging_maps() -> set[str]:
 
 
 def test_the_staged_image_is_mapped_once_per_epoch_and_let_go_of_at_the_next_hello(
-    site: Site, weights: type[Weights]
+    site: Site,
 ) -> None:
     others = staging_maps()
-    link = site.connect(weights(1.0))
-    assert site.deliver(link, 1, 1, weights(1.0)).ok
+    link = site.connect(Weights(1.0))
+    assert site.deliver(link, 1, 1, Weights(1.0)).ok
     first = staging_maps() - others
     assert len(first) == 1
-    assert site.deliver(link, 2, 2, weights(2.0)).ok
+    assert site.deliver(link, 2, 2, Weights(2.0)).ok
     assert staging_maps() - others == first
     assert site.engine.value() == 2.0
-    link = site.connect(weights(3.0))
+    link = site.connect(Weights(3.0))
     assert not first & staging_maps()
-    assert site.deliver(link, 1, 3, weights(3.0)).ok
+    assert site.deliver(link, 1, 3, Weights(3.0)).ok
     assert len(staging_maps() - others) == 1
     assert site.engine.value() == 3.0
 
@@ -217,9 +221,9 @@ def pins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pins]:
 
 
 def test_the_image_is_pinned_before_the_first_version_is_sent_and_once_in_an_epoch(
-    make_site: Any, pins: Pins
+    pins: Pins,
 ) -> None:
-    site, weights = make_site(engine=NotedEngine(pins)), Weights(1.0)
+    site, weights = Site(engine=NotedEngine(pins)), Weights(1.0)
     link = site.connect(weights)
     site.side.hello({"attach": link.attach().to_dict()})
     pin = f"pin {weights.manifest.total_bytes}"
@@ -232,8 +236,8 @@ def test_the_image_is_pinned_before_the_first_version_is_sent_and_once_in_an_epo
     assert pins.noted[-1] == "unpin"
 
 
-def test_a_commit_waits_for_memory_that_is_still_being_pinned(make_site: Any, pins: Pins) -> None:
-    site, weights = make_site(engine=NotedEngine(pins)), Weights(1.0)
+def test_a_commit_waits_for_memory_that_is_still_being_pinned(pins: Pins) -> None:
+    site, weights = Site(engine=NotedEngine(pins)), Weights(1.0)
     link = site.connect(weights)
     pins.goes_on.clear()
     site.side.hello({"attach": link.attach().to_dict()})
@@ -246,10 +250,8 @@ def test_a_commit_waits_for_memory_that_is_still_being_pinned(make_site: Any, pi
     assert pins.noted == [f"pin {weights.manifest.total_bytes}", "load"]
 
 
-def test_a_hello_lets_go_of_what_is_still_being_pinned_and_does_not_wait(
-    make_site: Any, pins: Pins
-) -> None:
-    site, weights = make_site(engine=NotedEngine(pins)), Weights(1.0)
+def test_a_hello_lets_go_of_what_is_still_being_pinned_and_does_not_wait(pins: Pins) -> None:
+    site, weights = Site(engine=NotedEngine(pins)), Weights(1.0)
     link = site.connect(weights)
     pins.goes_on.clear()
     site.side.hello({"attach": link.attach().to_dict()})
@@ -260,8 +262,8 @@ def test_a_hello_lets_go_of_what_is_still_being_pinned_and_does_not_wait(
     assert site.deliver(link, 1, 1, weights).ok
 
 
-def test_an_epoch_that_is_not_in_force_has_nothing_mapped(make_site: Any, pins: Pins) -> None:
-    site, weights = make_site(engine=NotedEngine(pins)), Weights(1.0)
+def test_an_epoch_that_is_not_in_force_has_nothing_mapped(pins: Pins) -> None:
+    site, weights = Site(engine=NotedEngine(pins)), Weights(1.0)
     old = site.connect(weights)
     link = site.connect(weights)
     for data in (old.attach().to_dict(), {}, None, {"run_id": 3}):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.receive.site import DictEngine, Weights
+from tests.receive.site import DictEngine, Site, Weights
 from titan_grpo.receive.commit import WorkerDevice
 
 pytestmark = pytest.mark.e2e
@@ -43,10 +43,10 @@ class NotedEngine(DictEngine):
 
 
 def test_the_device_is_waited_for_before_a_load_and_after_it_also_if_it_breaks_off(
-    make_site: Any, third_gpu: list[str], monkeypatch: pytest.MonkeyPatch
+    third_gpu: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(WorkerDevice, "pin", lambda *_: None)  # there is no GPU to pin for
-    site = make_site(engine=NotedEngine(third_gpu))
+    site = Site(engine=NotedEngine(third_gpu))
     weights = Weights(1.0)
     link = site.connect(weights)
     assert site.deliver(link, 1, 1, weights).ok
@@ -57,11 +57,11 @@ def test_the_device_is_waited_for_before_a_load_and_after_it_also_if_it_breaks_o
 
 
 def test_the_receiver_is_told_the_device_of_the_engine(
-    make_site: Any, third_gpu: list[str], monkeypatch: pytest.MonkeyPatch
+    third_gpu: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[dict[str, Any]] = []
-    site = make_site()
-    handle = site.side.receiver
+    site = Site()
+    handle = site.receiver
     first = handle._first
 
     def noted(*args: Any) -> dict[str, Any]:

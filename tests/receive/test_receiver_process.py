@@ -25,10 +25,8 @@ over_tcp = pytest.mark.parametrize("site", ["tcp"], indirect=True)
 torch. And for what follows a rogue, which itself sends over gloo."""
 
 
-def test_a_good_transfer_reaches_the_engine_and_is_read_back(
-    site: Site, weights: type[Weights]
-) -> None:
-    w = weights(1.0)
+def test_a_good_transfer_reaches_the_engine_and_is_read_back(site: Site) -> None:
+    w = Weights(1.0)
     report = site.deliver(site.connect(w), 1, 7, w)
     assert report.ok
     assert report.intact
@@ -36,7 +34,7 @@ def test_a_good_transfer_reaches_the_engine_and_is_read_back(
     assert site.engine.value() == 1.0
 
 
-def test_a_version_of_a_hundred_thousand_tensors_reaches_the_engine(make_site: type[Site]) -> None:
+def test_a_version_of_a_hundred_thousand_tensors_reaches_the_engine() -> None:
     names = [
         f"model.language_model.layers.{i // 1000}.mlp.experts.{i % 1000}.down_proj.weight"
         for i in range(100_000)
@@ -45,7 +43,7 @@ def test_a_version_of_a_hundred_thousand_tensors_reaches_the_engine(make_site: t
     assert len(version.manifest.to_json()) > 8 << 20
     engine = DictEngine()
     engine.tensors = {name: torch.zeros(4) for name in names}
-    site = make_site(engine=engine, transport="tcp")
+    site = Site(engine=engine, transport="tcp")
     try:
         began = time.monotonic()
         link = site.connect(version)
@@ -62,9 +60,9 @@ def test_a_version_of_a_hundred_thousand_tensors_reaches_the_engine(make_site: t
 
 @over_tcp
 def test_a_killed_sender_leaves_the_old_version_and_the_next_one_works(
-    site: Site, weights: type[Weights], rogue: Callable[[Site, str], subprocess.Popen[str]]
+    site: Site, rogue: Callable[[Site, str], subprocess.Popen[str]]
 ) -> None:
-    site.deliver(site.connect(weights(1.0)), 1, 1, weights(1.0))
+    site.deliver(site.connect(Weights(1.0)), 1, 1, Weights(1.0))
     process = rogue(site, "half")
     assert present(process.stdout).readline().strip() == "half"
     receiver = site.receiver_pid
@@ -72,36 +70,36 @@ def test_a_killed_sender_leaves_the_old_version_and_the_next_one_works(
     process.wait(60)
     assert site.engine.value() == 1.0
     assert site.receiver.state.version == 1
-    assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
+    assert site.deliver(site.connect(Weights(2.0)), 1, 2, Weights(2.0)).ok
     assert site.engine.value() == 2.0
     assert site.receiver_pid != receiver
 
 
 @over_tcp
 def test_a_stalled_sender_costs_the_receiver_its_deadline_and_the_engine_nothing(
-    site: Site, weights: type[Weights], rogue: Callable[[Site, str], subprocess.Popen[str]]
+    site: Site, rogue: Callable[[Site, str], subprocess.Popen[str]]
 ) -> None:
     process = rogue(site, "stall")
     assert present(process.stdout).readline().strip() == "stall"
     _, status = os.waitpid(site.receiver_pid, 0)
     assert os.waitstatus_to_exitcode(status) == 3  # ended the epoch by its own deadline of 8 s
     assert site.engine.value() == 0.0
-    assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
+    assert site.deliver(site.connect(Weights(2.0)), 1, 2, Weights(2.0)).ok
 
 
 @over_tcp
 def test_a_stalled_sender_does_not_delay_its_successor(
-    site: Site, weights: type[Weights], rogue: Callable[[Site, str], subprocess.Popen[str]]
+    site: Site, rogue: Callable[[Site, str], subprocess.Popen[str]]
 ) -> None:
     process = rogue(site, "stall")
     assert present(process.stdout).readline().strip() == "stall"
     os.kill(process.pid, signal.SIGSTOP)
-    assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
+    assert site.deliver(site.connect(Weights(2.0)), 1, 2, Weights(2.0)).ok
 
 
 @over_tcp
 def test_bytes_that_differ_from_their_digests_are_named_and_never_lent(
-    site: Site, weights: type[Weights], rogue: Callable[[Site, str], subprocess.Popen[str]]
+    site: Site, rogue: Callable[[Site, str], subprocess.Popen[str]]
 ) -> None:
     process = rogue(site, "garbage")
     staged = Staged.from_json(present(process.stdout).readline())
@@ -112,8 +110,8 @@ def test_bytes_that_differ_from_their_digests_are_named_and_never_lent(
 
 
 @over_tcp
-def test_wrong_digests_do_not_end_the_epoch(site: Site, weights: type[Weights]) -> None:
-    good, other = weights(1.0), weights(2.0)
+def test_wrong_digests_do_not_end_the_epoch(site: Site) -> None:
+    good, other = Weights(1.0), Weights(2.0)
     link = site.connect(good)
     staged = link.send(1, 1, good.image, other.digests, other.fingerprint)
     assert not staged.ok
@@ -126,20 +124,18 @@ def test_wrong_digests_do_not_end_the_epoch(site: Site, weights: type[Weights]) 
 
 @over_tcp
 def test_a_sender_with_other_byte_counts_aborts_the_receiver_and_not_the_engine(
-    site: Site, weights: type[Weights], rogue: Callable[[Site, str], subprocess.Popen[str]]
+    site: Site, rogue: Callable[[Site, str], subprocess.Popen[str]]
 ) -> None:
     rogue(site, "longer")
     _, status = os.waitpid(site.receiver_pid, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGABRT
     assert site.engine.value() == 0.0
-    assert site.deliver(site.connect(weights(2.0)), 1, 2, weights(2.0)).ok
+    assert site.deliver(site.connect(Weights(2.0)), 1, 2, Weights(2.0)).ok
 
 
 @over_tcp
-def test_an_older_epoch_is_refused_and_the_one_in_force_goes_on(
-    site: Site, weights: type[Weights]
-) -> None:
-    w = weights(1.0)
+def test_an_older_epoch_is_refused_and_the_one_in_force_goes_on(site: Site) -> None:
+    w = Weights(1.0)
     site.epoch = 4
     link = site.connect(w)
     zombie = site.greet(w, epoch=4)
@@ -153,23 +149,21 @@ def test_an_older_epoch_is_refused_and_the_one_in_force_goes_on(
     ("run_id", "term"), [("ffffffffffff-00000000", 1), ("000000000001-00000000", 2)]
 )
 def test_a_later_run_or_one_with_a_higher_term_takes_over_and_may_go_back_in_versions(
-    site: Site, weights: type[Weights], run_id: str, term: int
+    site: Site, run_id: str, term: int
 ) -> None:
-    site.deliver(site.connect(weights(1.0)), 1, 9, weights(1.0))
-    w = weights(2.0)
+    site.deliver(site.connect(Weights(1.0)), 1, 9, Weights(1.0))
+    w = Weights(2.0)
     link = site.greet(w, run_id=run_id, epoch=1, term=term)
     joined = link.wait_joined(180.0)
     assert (joined.held_run, joined.held_version) == (site.run_id, 9)
-    assert joined.held_fingerprint == weights(1.0).fingerprint
+    assert joined.held_fingerprint == Weights(1.0).fingerprint
     link.send_manifest()
     assert site.deliver(link, 1, 3, w).ok
 
 
 @over_tcp
-def test_unknown_names_are_refused_before_a_weight_is_touched(
-    site: Site, weights: type[Weights]
-) -> None:
-    w = weights(1.0, names=("a",))
+def test_unknown_names_are_refused_before_a_weight_is_touched(site: Site) -> None:
+    w = Weights(1.0, names=("a",))
     report = site.deliver(site.connect(w), 1, 1, w)
     assert not report.ok
     assert report.intact
@@ -178,26 +172,22 @@ def test_unknown_names_are_refused_before_a_weight_is_touched(
 
 
 @over_tcp
-def test_a_load_that_breaks_off_is_reported_as_not_intact_until_a_whole_one(
-    site: Site, weights: type[Weights]
-) -> None:
-    link = site.connect(weights(1.0))
+def test_a_load_that_breaks_off_is_reported_as_not_intact_until_a_whole_one(site: Site) -> None:
+    link = site.connect(Weights(1.0))
     site.engine.breaks_at = "b"
-    report = site.deliver(link, 1, 1, weights(1.0))
+    report = site.deliver(link, 1, 1, Weights(1.0))
     assert not report.ok
     assert not report.intact
     assert "planted failure" in report.error
     site.engine.breaks_at = ""
-    report = site.deliver(link, 2, 1, weights(1.0))
+    report = site.deliver(link, 2, 1, Weights(1.0))
     assert report.ok
     assert report.intact
 
 
 @over_tcp
-def test_a_commit_for_an_epoch_that_was_replaced_is_refused(
-    site: Site, weights: type[Weights]
-) -> None:
-    w = weights(1.0)
+def test_a_commit_for_an_epoch_that_was_replaced_is_refused(site: Site) -> None:
+    w = Weights(1.0)
     old = site.connect(w)
     staged = old.send(1, 1, w.image, w.digests, w.fingerprint)
     new = site.connect(w)
@@ -213,10 +203,8 @@ def test_a_commit_for_an_epoch_that_was_replaced_is_refused(
 
 
 @over_tcp
-def test_a_receiver_killed_between_staging_and_commit_leaves_the_old_version(
-    site: Site, weights: type[Weights]
-) -> None:
-    w = weights(1.0)
+def test_a_receiver_killed_between_staging_and_commit_leaves_the_old_version(site: Site) -> None:
+    w = Weights(1.0)
     link = site.connect(w)
     staged = link.send(1, 1, w.image, w.digests, w.fingerprint)
     os.kill(site.receiver_pid, signal.SIGKILL)
@@ -229,22 +217,18 @@ def test_a_receiver_killed_between_staging_and_commit_leaves_the_old_version(
 
 
 @over_tcp
-def test_a_receiver_gives_signs_of_life_between_transfers(
-    site: Site, weights: type[Weights]
-) -> None:
-    link = site.connect(weights(1.0))
+def test_a_receiver_gives_signs_of_life_between_transfers(site: Site) -> None:
+    link = site.connect(Weights(1.0))
     for version in (1, 2, 3):
-        assert site.deliver(link, 2 * version - 1, version, weights(float(version))).ok
+        assert site.deliver(link, 2 * version - 1, version, Weights(float(version))).ok
         link.ping(2 * version, 60.0)
     assert site.engine.value() == 3.0
 
 
 @over_tcp
 @pytest.mark.parametrize("end", ["killed", "replaced"])
-def test_a_receiver_that_is_gone_gives_no_sign_of_life(
-    site: Site, weights: type[Weights], end: str
-) -> None:
-    w = weights(1.0)
+def test_a_receiver_that_is_gone_gives_no_sign_of_life(site: Site, end: str) -> None:
+    w = Weights(1.0)
     link = site.connect(w)
     assert site.deliver(link, 1, 1, w).ok
     if end == "killed":
@@ -258,10 +242,8 @@ def test_a_receiver_that_is_gone_gives_no_sign_of_life(
 
 
 @over_tcp
-def test_a_receiver_that_stands_still_gives_no_sign_of_life_in_time(
-    site: Site, weights: type[Weights]
-) -> None:
-    w = weights(1.0)
+def test_a_receiver_that_stands_still_gives_no_sign_of_life_in_time(site: Site) -> None:
+    w = Weights(1.0)
     link = site.connect(w)
     assert site.deliver(link, 1, 1, w).ok
     os.kill(site.receiver_pid, signal.SIGSTOP)
@@ -271,54 +253,48 @@ def test_a_receiver_that_stands_still_gives_no_sign_of_life_in_time(
 
 
 @over_tcp
-def test_a_server_that_sends_no_routes_is_refused_where_they_are_needed(
-    site: Site, weights: type[Weights]
-) -> None:
+def test_a_server_that_sends_no_routes_is_refused_where_they_are_needed(site: Site) -> None:
     site.engine.routes = False
     with pytest.raises(ServerUnfit, match="router_replay needs those of every completion"):
         site.greet(
-            weights(1.0), needs=RolloutNeeds(routes=True, exempt=("http://other",))
+            Weights(1.0), needs=RolloutNeeds(routes=True, exempt=("http://other",))
         ).wait_joined(60.0)
     evaluating = site.greet(
-        weights(1.0), needs=RolloutNeeds(routes=True, exempt=("http://own",)), url="http://own"
+        Weights(1.0), needs=RolloutNeeds(routes=True, exempt=("http://own",)), url="http://own"
     )
     assert evaluating.wait_joined(60.0).ok, "what evaluates is not trained on"
     site.engine.routes = True
-    assert site.greet(weights(1.0), needs=RolloutNeeds(routes=True)).wait_joined(60.0).ok
+    assert site.greet(Weights(1.0), needs=RolloutNeeds(routes=True)).wait_joined(60.0).ok
 
 
 @over_tcp
-def test_a_later_run_that_the_server_cannot_serve_leaves_the_run_in_force(
-    site: Site, weights: type[Weights]
-) -> None:
-    link = site.connect(weights(1.0))
+def test_a_later_run_that_the_server_cannot_serve_leaves_the_run_in_force(site: Site) -> None:
+    link = site.connect(Weights(1.0))
     site.engine.routes = False
     needs = RolloutNeeds(routes=True)
-    later = site.greet(weights(1.0), run_id="ffffffffffff-00000000", epoch=1, needs=needs)
+    later = site.greet(Weights(1.0), run_id="ffffffffffff-00000000", epoch=1, needs=needs)
     with pytest.raises(ServerUnfit, match="router_replay"):
         later.wait_joined(60.0)
-    assert site.deliver(link, 1, 1, weights(1.0)).ok
+    assert site.deliver(link, 1, 1, Weights(1.0)).ok
 
 
-def test_bye_ends_the_receiver_process(site: Site, weights: type[Weights]) -> None:
-    link = site.connect(weights(1.0))
+def test_bye_ends_the_receiver_process(site: Site) -> None:
+    link = site.connect(Weights(1.0))
     link.bye(60.0)
     _, status = os.waitpid(site.receiver_pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_a_trainer_that_closes_its_end_ends_the_receiver_process(
-    site: Site, weights: type[Weights]
-) -> None:
-    link = site.connect(weights(1.0))
+def test_a_trainer_that_closes_its_end_ends_the_receiver_process(site: Site) -> None:
+    link = site.connect(Weights(1.0))
     link.close()
     _, status = os.waitpid(site.receiver_pid, 0)
     assert os.waitstatus_to_exitcode(status) == 3
 
 
 @over_tcp
-def test_a_probe_is_answered_and_changes_nothing(site: Site, weights: type[Weights]) -> None:
-    w = weights(1.0)
+def test_a_probe_is_answered_and_changes_nothing(site: Site) -> None:
+    w = Weights(1.0)
     link = site.connect(w)
     site.deliver(link, 1, 1, w)
     serving = site.receiver_pid
@@ -351,10 +327,8 @@ def listening(pid: int | None = None) -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("host", interfaces(), ids=["loopback", "network"][: len(interfaces())])
-def test_both_ends_listen_on_the_configured_interface_only(
-    host: str, site: Site, weights: type[Weights]
-) -> None:
-    before, w = listening(), weights(1.0)
+def test_both_ends_listen_on_the_configured_interface_only(host: str, site: Site) -> None:
+    before, w = listening(), Weights(1.0)
     link = site.greet(w, bind_host=host)
     link.wait_joined(180.0)
     assert link.send_manifest().ok

@@ -29,9 +29,9 @@ OLDER_RUN = "000000000001-00000000"
 
 
 @pytest.fixture(scope="module")
-def guarded(make_site: type[Site]) -> Iterator[Site]:
+def guarded() -> Iterator[Site]:
     """A server with a run key; each test opens epochs of its own."""
-    made = make_site(RUN_KEY)
+    made = Site(RUN_KEY)
     yield made
     made.close()
 
@@ -44,15 +44,15 @@ def block_key(site: Site, run_id: str | None = None) -> bytes:
 
 
 @pytest.fixture
-def trainer(guarded: Site, weights: type[Weights]) -> tuple[LaneLink, Callable[[int], float]]:
+def trainer(guarded: Site) -> tuple[LaneLink, Callable[[int], float]]:
     """The right one: joined, with version v of value v committed; returns (link, deliver the next
     version)."""
-    link = guarded.connect(weights(0.0))
+    link = guarded.connect(Weights(0.0))
     held = guarded.receiver.state.version
 
     def deliver(number: int) -> float:
         value = float(held + number)
-        version = weights(value, key=block_key(guarded))
+        version = Weights(value, key=block_key(guarded))
         report = guarded.deliver(link, number, held + number, version)
         assert report.ok, report
         assert guarded.engine.value() == value
@@ -63,15 +63,14 @@ def trainer(guarded: Site, weights: type[Weights]) -> tuple[LaneLink, Callable[[
 
 def test_the_right_key_writes_weights_and_none_of_it_is_seen(
     guarded: Site,
-    weights: type[Weights],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, RUN_KEY.hex())  # as the engine's process has it
     caplog.set_level(logging.DEBUG)
-    link = guarded.connect(weights(1.0))
-    assert guarded.deliver(link, 1, 1, weights(1.0, key=block_key(guarded))).ok
+    link = guarded.connect(Weights(1.0))
+    assert guarded.deliver(link, 1, 1, Weights(1.0, key=block_key(guarded))).ok
     assert guarded.engine.value() == 1.0
     receiver = psutil.Process(guarded.receiver.pid)
     seen = [
@@ -93,31 +92,30 @@ def test_the_right_key_writes_weights_and_none_of_it_is_seen(
 def test_a_trainer_without_the_key_gets_the_reason_and_the_one_in_force_goes_on(
     guarded: Site,
     trainer: tuple[LaneLink, Callable[[int], float]],
-    weights: type[Weights],
     key: Key | None,
     words: str,
 ) -> None:
     _, deliver = trainer
     before = deliver(1)
-    stranger = guarded.greet(weights(9.0), run_key=key)
+    stranger = guarded.greet(Weights(9.0), run_key=key)
     with pytest.raises(PeerError, match=words) as caught:
         stranger.wait_joined(180.0)
     assert RUN_KEY.hex() not in str(caught.value)
     # not even with a run that claims to be the latest
     with pytest.raises(PeerError, match=words):
-        guarded.greet(weights(9.0), run_key=key, run_id="ffffffffffff-00000000").wait_joined(180.0)
+        guarded.greet(Weights(9.0), run_key=key, run_id="ffffffffffff-00000000").wait_joined(180.0)
     assert guarded.engine.value() == before
     deliver(2)
 
 
 def test_a_recorded_hello_an_older_run_and_an_older_epoch_are_refused_though_they_prove_the_key(
-    guarded: Site, trainer: tuple[LaneLink, Callable[[int], float]], weights: type[Weights]
+    guarded: Site, trainer: tuple[LaneLink, Callable[[int], float]]
 ) -> None:
     _, deliver = trainer
     before = deliver(1)
     last = guarded.epoch
     for run_id, epoch in ((guarded.run_id, last), (guarded.run_id, 1), (OLDER_RUN, 99)):
-        link = guarded.greet(weights(9.0), run_id=run_id, epoch=epoch)
+        link = guarded.greet(Weights(9.0), run_id=run_id, epoch=epoch)
         guarded.epoch = last
         with pytest.raises(PeerError, match="is not newer"):
             link.wait_joined(180.0)
@@ -125,24 +123,22 @@ def test_a_recorded_hello_an_older_run_and_an_older_epoch_are_refused_though_the
     deliver(2)
 
 
-def test_a_manifest_that_is_not_the_announced_one_is_refused(
-    guarded: Site, weights: type[Weights]
-) -> None:
-    link = guarded.greet(weights(9.0))
+def test_a_manifest_that_is_not_the_announced_one_is_refused(guarded: Site) -> None:
+    link = guarded.greet(Weights(9.0))
     link.wait_joined(180.0)
-    link._manifest = weights(9.0, names=("b",)).manifest  # as an attacker on the way would swap it
+    link._manifest = Weights(9.0, names=("b",)).manifest  # as an attacker on the way would swap it
     staged = link.send_manifest()
     assert not staged.ok
     assert "must have digest" in staged.error
 
 
 def test_a_forged_commit_is_not_loaded_and_the_true_one_is(
-    guarded: Site, trainer: tuple[LaneLink, Callable[[int], float]], weights: type[Weights]
+    guarded: Site, trainer: tuple[LaneLink, Callable[[int], float]]
 ) -> None:
     link, _ = trainer
     held = guarded.receiver.state.version
     before = guarded.engine.value()
-    version = weights(float(held + 1), key=block_key(guarded))
+    version = Weights(float(held + 1), key=block_key(guarded))
     staged = link.send(1, held + 1, version.image, version.digests, version.fingerprint)
     true = link.commit(staged)
     other = OTHER_KEY.derive("messages", guarded.run_id, str(guarded.epoch))
@@ -164,11 +160,11 @@ def test_a_forged_commit_is_not_loaded_and_the_true_one_is(
 
 
 def test_blocks_hashed_without_the_key_or_for_another_run_do_not_match(
-    guarded: Site, trainer: tuple[LaneLink, Callable[[int], float]], weights: type[Weights]
+    guarded: Site, trainer: tuple[LaneLink, Callable[[int], float]]
 ) -> None:
     link, deliver = trainer
     for number, key in enumerate((None, OTHER_KEY.raw, block_key(guarded, OLDER_RUN)), start=1):
-        wrong = weights(9.0, key=key)
+        wrong = Weights(9.0, key=key)
         digests = (
             wrong.digests if key else [d * 2 for d in wrong.digests]
         )  # xxh3's, made as long as blake3's
@@ -190,12 +186,10 @@ def test_an_order_that_somebody_else_put_into_the_connection_ends_the_epoch(
     assert guarded.engine.value() == before
 
 
-def test_streamed_versions_are_held_to_the_key_too(
-    make_site: type[Site], weights: type[Weights]
-) -> None:
-    site = make_site(RUN_KEY, transport="gloo")
+def test_streamed_versions_are_held_to_the_key_too() -> None:
+    site = Site(RUN_KEY, transport="gloo")
     try:
-        wrong, right = weights(9.0, key=OTHER_KEY.raw), weights(1.0, key=block_key(site))
+        wrong, right = Weights(9.0, key=OTHER_KEY.raw), Weights(1.0, key=block_key(site))
         for version, expected in ((wrong, 0.0), (right, 1.0)):
             link = site.greet(version, apply="streamed")
             link.wait_joined(180.0)
@@ -218,20 +212,18 @@ def test_streamed_versions_are_held_to_the_key_too(
         site.close()
 
 
-def test_a_server_without_the_key_is_refused_by_the_trainer_that_has_one(
-    site: Site, weights: type[Weights]
-) -> None:
-    link = site.greet(weights(1.0), run_key=RUN_KEY)
+def test_a_server_without_the_key_is_refused_by_the_trainer_that_has_one(site: Site) -> None:
+    link = site.greet(Weights(1.0), run_key=RUN_KEY)
     with pytest.raises(PeerError, match="Hello proves a run key and this end has none"):
         link.wait_joined(180.0)
     assert site.receiver.pid is None
 
 
-def test_a_server_that_only_claims_to_have_the_key_is_refused(weights: type[Weights]) -> None:
+def test_a_server_that_only_claims_to_have_the_key_is_refused() -> None:
     link = LaneLink(
         "run",
         1,
-        weights(1.0).manifest,
+        Weights(1.0).manifest,
         LinkOptions(WeightSync(), "gloo", "127.0.0.1", run_key=RUN_KEY),
     )
     hello = link.open()
@@ -253,10 +245,8 @@ def test_a_probe_says_whether_a_key_is_demanded_and_whether_ours_is_the_one(
     assert "another run key" in wrong.error
 
 
-def test_a_trainer_of_another_version_gets_an_answer_at_once(
-    site: Site, weights: type[Weights]
-) -> None:
-    link = site.link(weights(1.0))
+def test_a_trainer_of_another_version_gets_an_answer_at_once(site: Site) -> None:
+    link = site.link(Weights(1.0))
     hello = link.open().to_dict()
     site.side.hello(hello | {"invented_later": 1})
     began = time.monotonic()

@@ -1,8 +1,8 @@
-"""What processes hold, read from /proc: memory, descriptors, threads, shared memory, children.
-Linux only."""
+"""What processes hold and do, read from /proc: memory, descriptors, threads, shared memory,
+children, wakes. Linux only."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +58,16 @@ def _links(pid: int) -> Iterator[str]:
     for entry in os.scandir(PROC / str(pid) / "fd"):
         with suppress(OSError):  # closed while it was read
             yield os.readlink(entry.path)
+
+
+def wakes(pid: int, threads: Container[int] | None = None) -> int:
+    """How often all threads of process ``pid``, or those, went to sleep up to now."""
+    count = 0
+    for task in os.scandir(PROC / str(pid) / "task"):
+        if threads is None or int(task.name) in threads:
+            with suppress(OSError):  # it ended while it was read
+                count += int(_lines(Path(task.path, "status"))["voluntary_ctxt_switches"])
+    return count
 
 
 def parents() -> dict[int, int]:

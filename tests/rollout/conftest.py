@@ -5,6 +5,7 @@ A behaviour may give an iterator of bytes in place of the content, after which i
 """
 
 import asyncio
+import dataclasses
 import http.server
 import json
 import threading
@@ -17,6 +18,7 @@ import pytest
 
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import PeerError
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.agent_sampler import AgentSampler
 from titan_grpo.rollout.agents import Agents
 from titan_grpo.rollout.client import RolloutClient
@@ -168,6 +170,29 @@ def completion_server() -> Iterator[MakeServer]:
     yield make
     for server in servers:
         server.close()
+
+
+@pytest.fixture
+def start_client() -> Iterator[StartClient]:
+    """A factory: a spec, and changes of it -> a started client; ``server`` holds version 0 then."""
+    clients: list[RolloutClient] = []
+
+    def make(
+        spec: RolloutSpec,
+        server: CompletionServer | None = None,
+        record_path: str = "",
+        **changes: Any,
+    ) -> RolloutClient:
+        client = RolloutClient(dataclasses.replace(spec, **changes), record_path)
+        clients.append(client)
+        client.start(60)
+        if server is not None:
+            client.set_server(ServerState(server.url, 0, True, "r:0:f"))
+        return client
+
+    yield make
+    for client in clients:
+        client.close(5)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,8 @@ from tests.rollout.agents import says
 from tests.rollout.conftest import MakeServer, StartClient
 from titan_grpo.errors import TaskError
 from titan_grpo.protocol.messages import ServerState
-from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
-from titan_grpo.titan.tiny import write_tiny_model
 
 pytest.importorskip("openai")
 
@@ -36,43 +34,22 @@ def solve(base_url, api_key, row):
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> str:
-    return str(write_tiny_model("qwen3", tmp_path / "model"))
-
-
-@pytest.fixture
-def codec(model: str) -> TextCodec:
-    return TextCodec(model)
-
-
-@pytest.fixture
 def run_of_agents(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[StartClient]:
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_client: StartClient
+) -> StartClient:
     """A factory: changes of the spec -> a started client of a rollout process with an agent."""
     (tmp_path / "own_agent.py").write_text(AGENT)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    clients = []
-
-    def make(**changes: Any) -> RolloutClient:
-        usual: dict[str, Any] = {"prompts_per_step": 2, "group_size": 2, "max_staleness": 0}
-        usual["agent"] = "own_agent:solve"
-        spec = RolloutSpec(model_dir=model, **(usual | changes))
-        clients.append(RolloutClient(spec))
-        clients[-1].start(60)
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        client.close(5)
+    sizes: dict[str, Any] = {"prompts_per_step": 2, "group_size": 2, "max_staleness": 0}
+    return partial(start_client, RolloutSpec(model_dir=model, agent="own_agent:solve", **sizes))
 
 
 def test_a_run_counts_an_agents_error_and_makes_its_group_again(
     run_of_agents: StartClient, codec: TextCodec, completion_server: MakeServer
 ) -> None:
-    engine, client = completion_server(), run_of_agents(task_error_budget=3)
+    engine = completion_server()
     engine.behaviour = says(codec, "one")
-    client.set_server(ServerState(engine.url, 0, True, "r:0:f", "vllm"))
+    client = run_of_agents(engine, task_error_budget=3)
     groups = client.next_batch(0, 2, 60)
     assert [group.prompt.index for group in groups] == [0, 1]
     assert [[c.reward for c in group.completions] for group in groups] == [[0, 0], [1, 1]]
@@ -82,9 +59,9 @@ def test_a_run_counts_an_agents_error_and_makes_its_group_again(
 def test_a_run_stops_with_the_agents_own_traceback(
     run_of_agents: StartClient, codec: TextCodec, completion_server: MakeServer
 ) -> None:
-    engine, client = completion_server(), run_of_agents()
+    engine = completion_server()
     engine.behaviour = says(codec, "one")
-    client.set_server(ServerState(engine.url, 0, True, "r:0:f", "vllm"))
+    client = run_of_agents(engine)
     with pytest.raises(TaskError) as stopped:
         client.next_batch(0, 2, 60)
     assert 'raise KeyError("the agent\'s own mistake")' in str(stopped.value)
@@ -104,9 +81,9 @@ def test_the_agent_and_the_parser_of_the_docs_do_what_they_say(
     (tmp_path / "own_agent.py").write_text(agent)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "What is 2+3?", "answer": "5"}\n')
-    engine, client = completion_server(), run_of_agents(dataset=str(rows))
+    engine = completion_server()
     engine.behaviour = says(codec, "It is 5.")
-    client.set_server(ServerState(engine.url, 0, True, "r:0:f", "vllm"))
+    client = run_of_agents(engine, dataset=str(rows))
     for group in client.next_batch(0, 2, 60):
         assert codec.decode(group.prompt.token_ids) == "user: What is 2+3?\nassistant:"
         assert [completion.reward for completion in group.completions] == [1.0, 1.0]

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.conftest import MakeServer
+from tests.rollout.conftest import MakeServer, StartClient
 from tests.rollout.sampling import sample, sampler_of
 from titan_grpo.engines import vllm
 from titan_grpo.engines.generation import Answer, Sampled, Sampling
 from titan_grpo.engines.http import AsyncDriver, Call, Sink
 from titan_grpo.errors import PeerError
 from titan_grpo.protocol.messages import ServerState
-from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.partial import Made, Partial
 from titan_grpo.rollout.sampler import GroupDropped, Sampler, TokenStream
@@ -158,7 +157,7 @@ def test_an_answer_that_only_lacked_its_last_line_is_kept_as_finished(
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_the_rollout_process_goes_on_at_another_server_and_the_broken_one_gets_its_rest(
-    completion_server: MakeServer, model_dir: str, streamed: bool
+    completion_server: MakeServer, model_dir: str, start_client: StartClient, streamed: bool
 ) -> None:
     broken, good = completion_server(), completion_server()
     # Later requests get no tokens: how many come before there is a better server is up to the
@@ -175,16 +174,11 @@ def test_the_rollout_process_goes_on_at_another_server_and_the_broken_one_gets_i
         max_staleness=0,
         stream_completions=streamed,
     )
-    client = RolloutClient(spec)
-    try:
-        client.start(WAIT_S)
-        client.set_server(ServerState(broken.url, 0, True, "r:0:f"))
-        broken.wait_for_requests(2)
-        client.set_server(ServerState(good.url, 0, True, "r:0:f"))
-        (group,) = client.next_batch(0, 1, WAIT_S)
-        counters = client.counters()
-    finally:
-        client.close()
+    client = start_client(spec, broken)
+    broken.wait_for_requests(2)
+    client.set_server(ServerState(good.url, 0, True, "r:0:f"))
+    (group,) = client.next_batch(0, 1, WAIT_S)
+    counters = client.counters()
     starts = [completion.token_ids[:2] for completion in group.completions]
     assert ((7, 8) in starts) == streamed, starts
     assert all(len(completion.token_ids) == TOKENS for completion in group.completions)

@@ -1,10 +1,10 @@
 """The rollout process as the trainer sees it: a real child, real HTTP, servers that misbehave in
 every listed way."""
 
-import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +38,9 @@ def spec(model_dir: str) -> RolloutSpec:
 
 
 @pytest.fixture
-def start(spec: RolloutSpec) -> Iterator[StartClient]:
+def start(spec: RolloutSpec, start_client: StartClient) -> StartClient:
     """A factory of started clients; changes of the spec as keywords."""
-    clients = []
-
-    def make(record_path: str = "", **changes: Any) -> RolloutClient:
-        client = RolloutClient(dataclasses.replace(spec, **changes), record_path)
-        clients.append(client)
-        client.start(60)
-        return client
-
-    yield make
-    for client in clients:
-        client.close(5)
+    return partial(start_client, spec)
 
 
 def test_a_batch_has_checked_groups_with_versions_and_rewards(
@@ -408,7 +398,7 @@ def test_the_same_seed_gives_the_same_data_and_its_record_replays_bit_for_bit(
     server, path = completion_server(), str(tmp_path / "record.jsonl")
     runs = []
     for record_path in ("", path):
-        client = start(record_path, max_staleness=0)
+        client = start(record_path=record_path, max_staleness=0)
         client.set_server(ServerState(server.url, 0, True, "0"))
         runs.append(client.next_batch(0, PER_STEP, 60))
         client.record(0, runs[-1])

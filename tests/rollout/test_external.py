@@ -49,9 +49,8 @@ def api(atropos_python: str) -> Iterator[AtroposApi]:
 
 
 @pytest.fixture
-def atropos(api: AtroposApi) -> Iterator[StartClient]:
+def atropos(api: AtroposApi, start_client: StartClient) -> StartClient:
     """``atropos(**spec)`` starts a client on a server without data; steps of 4 sequences."""
-    clients = []
 
     def start(reset: bool = True, **changes: Any) -> RolloutClient:
         if reset:
@@ -63,16 +62,10 @@ def atropos(api: AtroposApi) -> Iterator[StartClient]:
             "source": "atropos",
             "atropos_url": api.url,
         }
-        client = RolloutClient(
-            RolloutSpec(model_dir="", registration=REGISTRATION, **{**values, **changes})
-        )
-        clients.append(client)
-        client.start(60)
-        return client
+        spec = RolloutSpec(model_dir="", registration=REGISTRATION, **{**values, **changes})
+        return start_client(spec)
 
-    yield start
-    for client in clients:
-        client.close()
+    return start
 
 
 def test_batches_of_a_real_atropos_server_become_groups(

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ from tests.example_files import command_of, lines_written
 from tests.rollout.conftest import MakeServer, StartClient
 from tests.rollout.rows import SUMS, write_rows
 from titan_grpo.errors import ConfigError, TaskError
-from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
-from titan_grpo.titan.tiny import write_tiny_model
 
 MISTAKEN = """
 def helper(row):
@@ -33,9 +30,9 @@ def started(
     monkeypatch: pytest.MonkeyPatch,
     model_dir: str,
     completion_server: MakeServer,
-) -> Iterator[StartClient]:
+    start_client: StartClient,
+) -> StartClient:
     """A factory: the source of a module -> a started client whose reward is its ``reward``."""
-    clients = []
 
     def make(source: str, **changes: Any) -> RolloutClient:
         (tmp_path / "own_rewards.py").write_text(source)
@@ -49,14 +46,9 @@ def started(
             group_size=2,
             **{"prompts_per_step": 2, "chat_template": "none", **changes},
         )
-        clients.append(RolloutClient(spec))
-        clients[-1].start(60)
-        clients[-1].set_server(ServerState(completion_server().url, 0, True, "r:0:f"))
-        return clients[-1]
+        return start_client(spec, completion_server())
 
-    yield make
-    for client in clients:
-        client.close(5)
+    return make
 
 
 @pytest.mark.e2e
@@ -105,16 +97,19 @@ LINES = 10
 
 @pytest.mark.e2e
 def test_the_example_of_an_own_reward_is_ten_lines_and_rewards_its_rows(
-    root: Path, tmp_path: Path, completion_server: MakeServer
+    root: Path,
+    model: str,
+    codec: TextCodec,
+    completion_server: MakeServer,
+    start_client: StartClient,
 ) -> None:
     source = root / "examples" / "own_reward" / "rewards.py"
     arguments = command_of(source)
     assert lines_written(source, arguments) <= LINES
     keys = dict(zip(arguments[::2], arguments[1::2], strict=True))
-    model = str(write_tiny_model("qwen3", tmp_path / "model"))
     path = keys["--rollout.dataset"]
     rows = [json.loads(line) for line in (root / path).read_text().splitlines()]
-    server, codec = completion_server(), TextCodec(model)
+    server = completion_server()
 
     def answers(body: dict[str, Any]) -> tuple[int, Any]:
         # A model that is right for even seeds, and says letters for odd ones.
@@ -126,13 +121,7 @@ def test_the_example_of_an_own_reward_is_ten_lines_and_rewards_its_rows(
     server.behaviour = answers
     reward = [keys["--rollout.reward"]]
     spec = RolloutSpec(model_dir=model, reward=reward, dataset=path, group_size=4, max_staleness=0)
-    client = RolloutClient(spec)
-    try:
-        client.start(60)
-        client.set_server(ServerState(server.url, 0, True, "r:0:f"))
-        groups = client.next_batch(0, 8, 60)
-    finally:
-        client.close(5)
+    groups = start_client(spec, server).next_batch(0, 8, 60)
     assert len({group.prompt.payload["row"] for group in groups}) == 8
     for group in groups:
         row = rows[group.prompt.payload["row"]]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.rollout.rows import SUMS, write_rows
-from titan_grpo.config import GRPO, JobConfig, Rollout, violations
+from titan_grpo.config import Rollout
 from titan_grpo.config.rollout import WorkerKeys
 from titan_grpo.config.task import TaskKeys
 from titan_grpo.errors import ConfigError, DataError
@@ -393,30 +393,6 @@ def test_a_row_that_does_not_fit_is_named(
     with pytest.raises(DataError, match=expected) as caught:
         made.prompt(0, codec)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"reward": ["m:f"]}, "dataset must be set with rollout.reward"),
-        ({"dataset": "d.jsonl"}, "dataset must be empty without rollout.reward"),
-        (
-            {"reward": ["m:f"], "dataset": "d.jsonl", "task": "calculator"},
-            "task must be left out with rollout.reward",
-        ),
-        (
-            {"reward": ["m:f"], "dataset": "d.jsonl", "reward_weights": [1.0, 2.0]},
-            "reward_weights must be empty or one weight for each of the 1 functions",
-        ),
-        (
-            {"reward": ["m:f"], "dataset": "d", "chat_template": "none", "system_prompt": "x"},
-            'system_prompt must be empty with rollout.chat_template = "none"',
-        ),
-    ],
-)
-def test_keys_that_do_not_go_together_are_one_line(changes: dict[str, Any], message: str) -> None:
-    (found,) = violations(JobConfig(GRPO(), Rollout(servers=["http://a:1"], **changes)))
-    assert found.startswith(f"rollout.{message}")
 
 
 def test_every_key_of_a_function_task_reaches_the_rollout_process() -> None:

@@ -2,10 +2,11 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.rigs.interpreter import python
 
 ROWS = [
     {"question": "1 + 1?", "answer": "Two.\n#### 2", "source": "x"},
@@ -14,14 +15,7 @@ ROWS = [
 
 
 def run(root: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    script = root / "scripts" / "get_gsm8k.py"
-    return subprocess.run(
-        [sys.executable, str(script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    return python(str(root / "scripts" / "get_gsm8k.py"), *arguments)
 
 
 def test_a_split_from_a_file_keeps_question_and_answer(root: Path, tmp_path: Path) -> None:

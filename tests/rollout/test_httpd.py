@@ -2,12 +2,15 @@
 
 import http.client
 import http.server
+import os
 import socketserver
 import threading
 from pathlib import Path
 
 import pytest
 
+from tests.rigs.census import wakes
+from tests.rigs.present import present
 from titan_grpo.engines.http import Call, SyncDriver
 from titan_grpo.errors import ServerUnreachable
 from titan_grpo.rollout.httpd import HttpServer, Reply, Serving
@@ -40,25 +43,18 @@ class Unix(Serving, socketserver.UnixStreamServer):
 ASK = Call("GET", "/", 60.0, bool)
 
 
-def switches(thread: threading.Thread) -> int:
-    """How often a thread has gone to sleep."""
-    lines = Path(f"/proc/self/task/{thread.native_id}/status").read_text().splitlines()
-    return int(
-        next(line.split()[1] for line in lines if line.startswith("voluntary_ctxt_switches"))
-    )
-
-
 def test_it_answers_and_does_not_wake_in_between() -> None:
     server = Web(("127.0.0.1", 0), Handler)
     server.begin("web")
     with SyncDriver(f"http://127.0.0.1:{server.server_address[1]}") as driver:
         assert driver.run(ASK)
         thread = next(thread for thread in threading.enumerate() if thread.name == "web")
+        own = {present(thread.native_id)}
 
         def asleep() -> bool:
-            before = switches(thread)
+            before = wakes(os.getpid(), own)
             threading.Event().wait(2.5 * UPSTREAMS_LOOK_S)
-            return switches(thread) == before
+            return wakes(os.getpid(), own) == before
 
         # It may have been about to sleep; what looks again and again is never asleep for so long.
         assert any(asleep() for _ in range(TRIES))

@@ -2,15 +2,14 @@
 that answers as the Hub does."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
+
+from tests.rigs.interpreter import python
 
 COMMIT = "a" * 40
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 30)]
@@ -76,15 +75,7 @@ def test_a_dataset_of_the_hub_is_loaded_by_its_name_and_one_that_is_not_there_is
     tmp_path: Path,
 ) -> None:
     with hub() as endpoint:
-        env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
+        done = python("-c", SCRIPT, HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     rows, error = done.stdout.splitlines()
     assert json.loads(rows) == ROWS

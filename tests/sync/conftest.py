@@ -197,6 +197,11 @@ class Rig:
             lambda: all(entry.held == version for entry in self.server_set.entries().values())
         )
 
+    def deliver(self, version: int) -> None:
+        """Publish, and wait until every server was read back with it."""
+        self.publish(version)
+        self.everyone(version)
+
     def complete(self, version: int) -> None:
         """Wait until ``version`` can be pinned."""
         complete = threading.Event()

@@ -47,8 +47,7 @@ def test_servers_hold_versions_of_which_each_host_has_hashed_and_served_its_rows
     key = Key.generate()
     run = rig("a", "b", hosts=2, run_keys={"trainer": key, "a": key, "b": key})
     for version in (1, 2, 3):
-        run.publish(version)
-        run.everyone(version)
+        run.deliver(version)
         assert [run.loaded[url].value() for url in "ab"] == [version, version]
     assert run.hosts[0].bytes_held == run.pool.manifest.total_bytes // 2
     with whole_image(run.pool, run.lanes.hashing, present(run.slots.newest()), run.config) as image:
@@ -59,8 +58,7 @@ def test_a_host_that_stands_still_costs_the_version_that_it_does_not_hash_and_no
     rig: MakeRig,
 ) -> None:
     run = rig("a", hosts=2, lane_deadline_s=12.0, min_rate=64 << 20)
-    run.publish(1)
-    run.everyone(1)
+    run.deliver(1)
     run.hosts[0].freeze()
     published(run, 2)
     error_with(run, "waiting for part 1 of version 2 from rank 1")
@@ -73,8 +71,7 @@ def test_a_killed_sync_process_of_a_host_is_started_again_and_brings_the_next_ve
     rig: MakeRig,
 ) -> None:
     run = rig("a", hosts=2)
-    run.publish(1)
-    run.everyone(1)
+    run.deliver(1)
     run.hosts[0].kill_sync()
     published(run, 2)
     run.everyone(2)
@@ -86,8 +83,7 @@ def test_what_a_killed_sync_process_of_a_host_had_hashed_is_served_by_the_next_o
 ) -> None:
     """No later version may come: a trainer whose bound on staleness is 0 waits for this one."""
     run = rig("a", "b", hosts=2, progress_deadline_s=4.0)
-    run.publish(1)
-    run.everyone(1)
+    run.deliver(1)
     run.slots.keep("a")
     run.publish(2)
     run.until(lambda: run.server_set.entry("b").held == 2)
@@ -101,8 +97,7 @@ def test_a_host_that_stops_in_the_middle_of_serving_costs_its_readers_that_versi
     rig: MakeRig,
 ) -> None:
     run = rig("a", hosts=2, progress_deadline_s=4.0)
-    run.publish(1)
-    run.everyone(1)
+    run.deliver(1)
     run.slots.keep("a")
     run.publish(2)
     run.complete(2)
@@ -116,8 +111,7 @@ def test_a_host_that_stops_in_the_middle_of_serving_costs_its_readers_that_versi
 
 def test_a_host_that_dies_leaves_servers_on_the_version_that_they_hold(rig: MakeRig) -> None:
     run = rig("a", hosts=2, progress_deadline_s=4.0)
-    run.publish(1)
-    run.everyone(1)
+    run.deliver(1)
     run.slots.keep("a")
     run.publish(2)
     run.complete(2)

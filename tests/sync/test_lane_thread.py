@@ -17,7 +17,6 @@ from titan_grpo.protocol.lane import LaneEvent, Point
 from titan_grpo.protocol.ledger import Standing
 from titan_grpo.receive.commit import WorkerDevice
 from titan_grpo.runkey import Key
-from titan_grpo.sync import server_set
 from titan_grpo.sync.pause_guard_main import Access, fence
 
 pytestmark = pytest.mark.e2e
@@ -55,8 +54,7 @@ class Strike:
 
 def test_a_version_reaches_every_server_and_is_read_back(rig: MakeRig) -> None:
     r = rig("a", "b")
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     for url, server in r.servers.items():
         assert server.label == str(present(r.slots.newest()).label)
         assert not server.paused
@@ -81,8 +79,7 @@ def test_the_engine_pins_its_receivers_memory_before_there_is_a_version(
     r = rig("a")
     assert pinned.wait(WAIT_S)
     assert r.servers["a"].versions == []
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     assert pins == [r.pool.manifest.total_bytes]
 
 
@@ -106,8 +103,7 @@ def test_a_frozen_receiver_does_not_delay_the_other_server_and_gets_the_newest_i
             assert others_are_done.wait(WAIT_S)
 
     r = rig("a", "b", lane_deadline_s=8.0, watch=watch)
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     r.servers["a"].freeze_receiver()
     frozen.set()
     for version in (2, 3, 4, 5):
@@ -126,8 +122,7 @@ def test_a_frozen_receiver_does_not_delay_the_other_server_and_gets_the_newest_i
 
 def test_a_receiver_that_thaws_in_time_goes_on_and_then_takes_the_newest(rig: MakeRig) -> None:
     r = rig("a", "b")
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     r.servers["a"].freeze_receiver()
     r.publish(2)
     r.until(lambda: r.server_set.entry("a").incoming == 2)
@@ -144,8 +139,7 @@ def test_two_frozen_servers_keep_no_slot_from_a_healthy_one_past_the_progress_de
     rig: MakeRig,
 ) -> None:
     r = rig("a", "b", "c", slots=2, lane_deadline_s=600.0, progress_deadline_s=1.0)
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     for version, url in ((2, "a"), (3, "b")):  # one slot each
         r.servers[url].freeze_receiver()
         r.publish(version)
@@ -158,8 +152,7 @@ def test_two_frozen_servers_keep_no_slot_from_a_healthy_one_past_the_progress_de
 
 def test_a_killed_receiver_is_replaced_and_gets_the_newest(rig: MakeRig) -> None:
     r = rig("a")
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     before = r.servers["a"].receiver_pid
     r.servers["a"].kill_receiver()
     r.publish(2)
@@ -172,8 +165,7 @@ def test_a_server_that_went_away_takes_no_rollouts_and_gets_the_newest_when_it_i
     rig: MakeRig,
 ) -> None:
     r = rig("a", "b")
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     r.servers["a"].go_away()
     for version in (2, 3):
         r.publish(version)
@@ -189,8 +181,7 @@ def test_an_idle_lane_notices_a_server_that_was_restarted_and_one_that_somebody_
     rig: MakeRig,
 ) -> None:
     r = rig("restarted", "paused")
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     r.servers["restarted"].go_away()
     r.servers["restarted"].come_back()
     DirectControl(r.servers["paused"]).pause()
@@ -204,8 +195,7 @@ def test_an_idle_lane_puts_its_label_back_over_the_engines_and_another_runs(
     rig: MakeRig,
 ) -> None:
     r = rig("a", "b")
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     label = r.servers["a"].label
     for url, shown in (("a", "default"), ("b", label.replace(r.lanes.run_id, "other"))):
         DirectControl(r.servers[url]).relabel(shown)
@@ -217,8 +207,7 @@ def test_idle_lanes_have_no_threads_and_notice_at_once_that_a_receiver_ended(
 ) -> None:
     strike = Strike(Point.GREET, lambda: None)
     r = rig("a", "b", look_s=3600.0, watch=strike)
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     for thread in threading.enumerate():
         if thread.name.startswith("lane "):
             thread.join(WAIT_S)
@@ -261,8 +250,7 @@ def test_a_half_loaded_server_stays_paused_until_a_whole_load(rig: MakeRig) -> N
             assert looked.wait(WAIT_S)
 
     r = rig("a", watch=watch)
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     r.loaded["a"].breaks.set()
     r.publish(2)
     r.until(lambda: bool(r.recorder.history().totals.get(names.QUARANTINES)))
@@ -273,19 +261,6 @@ def test_a_half_loaded_server_stays_paused_until_a_whole_load(rig: MakeRig) -> N
     assert not r.servers["a"].paused
     assert r.loaded["a"].value() == 2.0
     assert "half loaded" in str(r.server_set.take_error())
-
-
-def test_a_lane_inside_a_frozen_transfer_ends_when_it_is_told_to(
-    rig: MakeRig, caplog: pytest.LogCaptureFixture
-) -> None:
-    r = rig("a", lane_deadline_s=120.0)
-    r.publish(1)
-    r.everyone(1)
-    r.servers["a"].freeze_receiver()
-    r.publish(2)
-    r.until(lambda: r.server_set.entry("a").incoming == 2)
-    r.end()
-    assert [r for r in caplog.records if r.name == server_set.logger.name] == []
 
 
 def test_a_stop_that_meets_the_step_into_a_commit_leaves_the_commit_alone(
@@ -325,8 +300,7 @@ def test_a_server_restarted_before_its_label_is_not_given_it_although_it_would_t
 
     strike = Strike(Point.LABEL, restart)
     r = rig("a", watch=strike)
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     assert r.loaded["a"].value() == 1.0
     assert len(strike.times(Point.BEGIN)) == 2, "the second time to the server that came back"
     assert len(strike.times(Point.HELD)) == 1
@@ -358,8 +332,7 @@ def test_a_trainer_whose_clock_is_behind_that_of_the_run_before_takes_its_server
     r = rig("a", started=False)
     fence(DirectControl(r.servers["a"]), before, "ffffffffffff-00000000", 9)
     r.start()
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     assert r.server_set.take_error() is None
 
 

@@ -30,23 +30,20 @@ def join(r: Rig, url: str) -> ReceiverServer:
 def test_a_server_that_joins_gets_the_newest_version_and_only_then_accepts(rig: MakeRig) -> None:
     r = rig("a")
     for version in (1, 2, 3):
-        r.publish(version)
-        r.everyone(version)
+        r.deliver(version)
     late = join(r, "late")
     assert not r.server_set.entry("late").accepting
     r.everyone(3)
     assert late.versions == [3]
     assert r.server_set.entry("late").accepting
-    r.publish(4)
-    r.everyone(4)
+    r.deliver(4)
     assert late.versions == [3, 4]
     assert r.recorder.history().commits["late"] == [3, 4]
 
 
 def test_a_server_that_leaves_gets_no_more_versions_and_the_others_do(rig: MakeRig) -> None:
     r = rig("a", "b")
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     assert r.server_set.remove("b", WAIT_S)
     assert r.server_set.entry("b").standing is Standing.GONE
     assert not r.servers["b"].paused
@@ -60,8 +57,7 @@ def test_a_server_that_comes_back_is_joined_in_a_newer_epoch_and_gets_the_newest
     rig: MakeRig,
 ) -> None:
     r = rig("a", "b")
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     for version in (2, 3):
         assert r.server_set.remove("b", WAIT_S)
         r.publish(version)
@@ -78,8 +74,7 @@ def test_a_server_that_leaves_in_the_middle_of_a_frozen_transfer_costs_no_deadli
     rig: MakeRig,
 ) -> None:
     r = rig("a", "b", lane_deadline_s=120.0)
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     r.servers["b"].freeze_receiver()
     r.publish(2)
     r.until(lambda: r.server_set.entry("b").incoming == 2)
@@ -97,8 +92,7 @@ def test_a_server_that_leaves_in_the_middle_of_a_frozen_transfer_costs_no_deadli
 
 def test_a_dead_server_leaves_at_once_and_its_image_is_free(rig: MakeRig) -> None:
     r = rig("a", "b")
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     r.servers["b"].go_away()
     r.publish(2)
     r.until(lambda: r.server_set.entry("b").standing is Standing.UNKNOWN)
@@ -129,15 +123,13 @@ def second(rig: MakeRig, first: Rig, **config: Any) -> Rig:
 
 def test_a_live_run_keeps_its_server_and_the_other_one_says_whose_it_is(rig: MakeRig) -> None:
     first = rig("a")
-    first.publish(1)
-    first.everyone(1)
+    first.deliver(1)
     other = second(rig, first, take_over=False)
     other.until(lambda: other.server_set.last_error("a") is not None)
     error = str(other.server_set.last_error("a"))
     assert f"the live run {first.pool.run_id} has this server" in error
     assert "rollout.take_over = true" in error
-    first.publish(2)
-    first.everyone(2)
+    first.deliver(2)
     assert first.server_set.take_error() is None
     assert first.servers["a"].versions == [1, 2]
 
@@ -147,8 +139,7 @@ def test_a_run_that_takes_over_gets_the_server_and_the_loser_stops_with_its_name
     rig: MakeRig, config: dict[str, bool | str]
 ) -> None:
     first = rig("a", owner="folder")
-    first.publish(1)
-    first.everyone(1)
+    first.deliver(1)
     other = second(rig, first, **config)
     other.everyone(1)
     first.until(lambda: first.server_set.last_error("a") is not None)
@@ -162,8 +153,7 @@ def test_a_live_run_keeps_its_server_while_its_lane_is_in_backoff(
     rig: MakeRig, receiver: str
 ) -> None:
     first = rig("a", backoff_s=10 * WAIT_S, backoff_max_s=10 * WAIT_S, commit_deadline_s=WAIT_S)
-    first.publish(1)
-    first.everyone(1)
+    first.deliver(1)
     if receiver == "killed":
         first.servers["a"].kill_receiver()
     else:
@@ -180,8 +170,7 @@ def test_a_live_run_keeps_its_server_while_its_lane_is_in_backoff(
 
 def test_a_run_that_ends_leaves_its_server_to_the_next_one_at_once(rig: MakeRig) -> None:
     first = rig("a", commit_deadline_s=10 * WAIT_S)
-    first.publish(1)
-    first.everyone(1)
+    first.deliver(1)
     first.end()
     second(rig, first, take_over=False).everyone(1)
 
@@ -193,30 +182,26 @@ def test_a_frozen_run_blocks_the_next_one_for_a_commit_deadline_and_a_resumed_on
     # A lane that finds its receiver frozen greets again, and its run is live: this one rests.
     rest = {"backoff_s": 10 * WAIT_S, "backoff_max_s": 10 * WAIT_S}
     first = rig("a", commit_deadline_s=10 * WAIT_S if owner else 3.0, owner=owner, **rest)
-    first.publish(1)
-    first.everyone(1)
+    first.deliver(1)
     first.servers["a"].freeze_receiver()
     second(rig, first, take_over=False, owner=owner).everyone(1)
 
 
 def test_a_later_run_whose_clock_was_behind_and_has_caught_up_gets_the_server(rig: MakeRig) -> None:
     first = rig("a")
-    first.publish(1)
-    first.everyone(1)
+    first.deliver(1)
     second(rig, first, run_id=new_run_id(time.time() - 3600)).everyone(1)
 
 
 def test_an_earlier_run_that_comes_after_a_later_one_is_refused(rig: MakeRig) -> None:
     earlier = rig("a", started=False)
     later = rig("a", run_id=new_run_id(time.time() + 1))
-    later.publish(1)
-    later.everyone(1)
+    later.deliver(1)
     earlier.servers["a"] = later.servers["a"]
     earlier.start()
     earlier.until(lambda: earlier.server_set.last_error("a") is not None)
     assert "another run has this server" in str(earlier.server_set.last_error("a"))
-    later.publish(2)
-    later.everyone(2)
+    later.deliver(2)
 
 
 def test_one_server_under_two_names_is_refused_under_the_second(rig: MakeRig) -> None:

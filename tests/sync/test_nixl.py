@@ -161,8 +161,7 @@ def test_the_sync_offers_its_slots_and_servers_of_other_hosts_get_every_version(
 ) -> None:
     run = rig("a", far=True, transport="nixl")
     for version in (1, 2, 3):
-        run.publish(version)
-        run.everyone(version)
+        run.deliver(version)
     assert run.loaded["a"].value() == 3.0
 
 

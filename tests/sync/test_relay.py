@@ -70,12 +70,10 @@ def test_three_servers_of_another_host_take_each_version_from_the_trainer_once(
     # on a busy machine too no server waits for another one in vain
     patient = {"min_rate": 1 << 20, "progress_deadline_s": 60.0}
     run = rig("a", "b", "c", relay=True, far=True, run_keys=keys, **patient)
-    run.publish(1)
-    run.everyone(1)
+    run.deliver(1)
     before = relayed(run)
     for version in (2, 3):
-        run.publish(version)
-        run.everyone(version)
+        run.deliver(version)
         assert [run.loaded[url].value() for url in "abc"] == [version] * 3
     read, from_others = (b - a for a, b in zip(before, relayed(run), strict=True))
     image = run.pool.manifest.total_bytes
@@ -86,12 +84,10 @@ def test_three_servers_of_another_host_take_each_version_from_the_trainer_once(
 @pytest.mark.e2e
 def test_a_server_that_dies_costs_the_others_no_version(rig: MakeRig, elsewhere: None) -> None:
     run = rig("a", "b", "c", relay=True, far=True)
-    run.publish(1)
-    run.everyone(1)
+    run.deliver(1)
     os.kill(present(run.servers["a"].receiver_pid), signal.SIGSTOP)
     run.publish(2)
     run.until(lambda: all(run.server_set.entry(url).held == 2 for url in "bc"))
     os.kill(present(run.servers["a"].receiver_pid), signal.SIGKILL)
-    run.publish(3)
-    run.everyone(3)
+    run.deliver(3)
     assert [run.loaded[url].value() for url in "abc"] == [3, 3, 3]

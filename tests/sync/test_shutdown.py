@@ -22,8 +22,7 @@ def test_the_live_server_is_flushed_and_a_frozen_and_a_dead_one_cost_one_deadlin
     rig: MakeRig,
 ) -> None:
     r = rig("live", "frozen", "frozen too", "dead")
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     r.servers["dead"].go_away()
     for url in ("frozen", "frozen too"):
         r.servers[url].freeze_receiver()
@@ -42,8 +41,7 @@ def test_without_a_flush_every_lane_ends_when_it_is_told_to(
     rig: MakeRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     r = rig("live", "frozen", "dead", lane_deadline_s=120.0)
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     r.servers["frozen"].freeze_receiver()
     r.servers["dead"].go_away()
     r.publish(2)
@@ -54,8 +52,7 @@ def test_without_a_flush_every_lane_ends_when_it_is_told_to(
 
 def test_a_lane_that_does_not_end_is_waited_for_once(rig: MakeRig) -> None:
     r = rig("stuck")
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     r.loaded["stuck"].hold = threading.Event()
     r.publish(2)
     r.until(lambda: r.server_set.entry("stuck").standing is Standing.COMMITTING)
@@ -71,8 +68,7 @@ def test_a_lane_that_does_not_end_is_waited_for_once(rig: MakeRig) -> None:
 def test_commits_that_hang_on_three_servers_share_the_deadline(rig: MakeRig) -> None:
     hanging = ("slow", "slower", "slowest")
     r = rig("live", *hanging)
-    r.publish(1)
-    r.everyone(1)
+    r.deliver(1)
     goes_on = threading.Event()
     for url in hanging:
         r.loaded[url].hold = goes_on

@@ -169,8 +169,7 @@ def test_versions_reach_servers_over_tls_from_every_trainer_host(
     run = rig("a", "b", hosts=2, far=True, run_keys=keyed("a", "b"), **in_config(made["trainer"]))
     assert len(run.pool.manifest.parts) == 2
     for version in (1, 2):
-        run.publish(version)
-        run.everyone(version)
+        run.deliver(version)
     assert [run.loaded[url].value() for url in "ab"] == [2, 2]
 
 
@@ -211,8 +210,7 @@ def test_servers_serve_each_other_over_tls_or_not_at_all(
     patient = {"min_rate": 1 << 20, "progress_deadline_s": 60.0, **in_config(made["trainer"])}
     run = rig("a", "b", relay=True, far=True, run_keys=keyed("a", "b"), **patient)
     for version in (1, 2):
-        run.publish(version)
-        run.everyone(version)
+        run.deliver(version)
     assert [run.loaded[url].value() for url in "ab"] == [2, 2]
     assert (run.recorder.history().totals.get(names.RELAYED_BYTES, 0) > 0) is certified
 

@@ -1,9 +1,6 @@
 """What every transport must do, on every transport that this host can open; and the store that
 lanes meet at."""
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.rigs.interpreter import python
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, ProtocolError, TransferFailed
 from titan_grpo.layout.manifest import Manifest
@@ -204,23 +202,9 @@ def test_a_store_can_be_hosted_under_torchrun() -> None:
         " host_store('127.0.0.1'); j = join_store('127.0.0.1', h.port, 60.0); j.set('k', 'v');"
         " print(h.get('k').decode())"
     )
-    env = dict(
-        os.environ,
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        RANK="1",
-        WORLD_SIZE="2",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1",
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert done.stdout.strip() == "v"
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = python("-c", code, TORCHELASTIC_USE_AGENT_STORE="True", **rank)
+    assert done.stdout.strip() == "v", done.stderr
 
 
 @pytest.fixture

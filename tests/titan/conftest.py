@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.rollout.conftest import completion_server, model_dir  # noqa: F401 - fixtures
+from tests.sync.conftest import rig  # noqa: F401 - a fixture
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import Kind, write_tiny_model
 

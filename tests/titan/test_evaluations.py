@@ -12,11 +12,8 @@ import msgspec
 import psutil
 import pytest
 
-from tests.rollout.conftest import CompletionServer, MakeServer, completion_server, model_dir  # noqa: F401 - fixtures
-from tests.sync.conftest import (
-    MakeRig,
-    rig,  # noqa: F401 - a fixture
-)
+from tests.rollout.conftest import CompletionServer, MakeServer
+from tests.sync.conftest import MakeRig
 from titan_grpo.config.task import Evaluation
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
@@ -67,7 +64,7 @@ Begin = Callable[..., tuple[Evaluations, Lanes, Rollouts, Recorder]]
 
 
 @pytest.fixture
-def begin(tmp_path: Path, model_dir: str) -> Iterator[Begin]:  # noqa: F811 - the fixture
+def begin(tmp_path: Path, model_dir: str) -> Iterator[Begin]:
     """A factory of Evaluations of the digits task; (evaluations, lanes, rollouts, recorder)."""
     made = []
 
@@ -97,8 +94,7 @@ def versions(recorder: Recorder) -> list[int]:
 
 
 def test_a_version_is_evaluated_where_it_is_due_and_its_server_is_kept_meanwhile(
-    begin: Begin,
-    completion_server: MakeServer,  # noqa: F811 - the fixture
+    begin: Begin, completion_server: MakeServer
 ) -> None:
     server = completion_server()
     one, lanes, rollouts, recorder = begin(every=4)
@@ -163,8 +159,7 @@ def test_a_table_that_cannot_be_begun_ends_the_start_in_one_line_with_its_own_ke
 
 
 def test_servers_of_its_own_get_no_rollouts_and_others_no_evaluation(
-    begin: Begin,
-    completion_server: MakeServer,  # noqa: F811 - the fixture
+    begin: Begin, completion_server: MakeServer
 ) -> None:
     shared, own = completion_server(), completion_server()
     one, lanes, rollouts, recorder = begin(servers=[own.url])
@@ -179,8 +174,7 @@ def test_servers_of_its_own_get_no_rollouts_and_others_no_evaluation(
 
 
 def test_an_evaluation_whose_server_is_lost_has_no_result_and_ends_at_once(
-    begin: Begin,
-    completion_server: MakeServer,  # noqa: F811 - the fixture
+    begin: Begin, completion_server: MakeServer
 ) -> None:
     server = completion_server()
     server.behaviour = server.hang
@@ -219,7 +213,7 @@ def end_process(server: CompletionServer, before: int) -> None:
 @pytest.mark.parametrize("deaths", [1, TRIES])
 def test_an_evaluation_that_dies_is_made_again_on_the_version_that_is_still_held(
     begin: Begin,
-    completion_server: MakeServer,  # noqa: F811 - the fixture
+    completion_server: MakeServer,
     deaths: int,
 ) -> None:
     server = completion_server()
@@ -239,8 +233,7 @@ def test_an_evaluation_that_dies_is_made_again_on_the_version_that_is_still_held
 
 
 def test_a_mistake_in_the_task_is_said_once_and_training_is_not_concerned(
-    begin: Begin,
-    completion_server: MakeServer,  # noqa: F811 - the fixture
+    begin: Begin, completion_server: MakeServer
 ) -> None:
     server = completion_server()
     one, lanes, _, recorder = begin(task="no_such_module:Task", every=4)
@@ -254,9 +247,9 @@ def test_a_mistake_in_the_task_is_said_once_and_training_is_not_concerned(
 
 @pytest.mark.e2e
 def test_real_lanes_keep_a_server_on_the_version_that_is_evaluated_while_the_other_one_goes_on(
-    rig: MakeRig,  # noqa: F811 - the fixture
-    model_dir: str,  # noqa: F811 - the fixture
-    completion_server: MakeServer,  # noqa: F811 - the fixture
+    rig: MakeRig,
+    model_dir: str,
+    completion_server: MakeServer,
     tmp_path: Path,
 ) -> None:
     evaluated, other = completion_server(), completion_server()
@@ -300,8 +293,7 @@ def processes() -> set[int]:
 
 
 def test_what_a_table_needs_is_loaded_before_its_server_is_held(
-    begin: Begin,
-    completion_server: MakeServer,  # noqa: F811 - the fixture
+    begin: Begin, completion_server: MakeServer
 ) -> None:
     server = completion_server()
     seen: list[set[int]] = []
@@ -323,8 +315,7 @@ def test_what_a_table_needs_is_loaded_before_its_server_is_held(
 
 
 def test_a_process_that_was_killed_while_it_waited_costs_nothing(
-    begin: Begin,
-    completion_server: MakeServer,  # noqa: F811 - the fixture
+    begin: Begin, completion_server: MakeServer
 ) -> None:
     one, lanes, _, recorder = begin()
     one.check(WAIT_S)

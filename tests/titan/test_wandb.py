@@ -2,12 +2,11 @@
 environment that has wandb; scripts/test.sh makes none."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.rigs.interpreter import python
 
 SCRIPT = """
 import json, sys
@@ -36,14 +35,8 @@ STEPS = [
 
 def test_every_metric_of_a_step_is_in_the_file_of_an_offline_run(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="wandb is not in this environment")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), json.dumps(STEPS)],
-        env=os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    done = python("-c", SCRIPT, str(tmp_path), json.dumps(STEPS), **quiet)
     assert done.returncode == 0, done.stderr
     (path,) = Path(tmp_path).rglob("run-*.wandb")
     # Records of this size lie in the file as they are: names and values as JSON texts.

@@ -17,6 +17,7 @@ from typing import Literal
 
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import sglang, vllm
+from titan_grpo.patches.versions import numbers
 from titan_grpo.receive.checkpoint import checkpoint_shapes
 from titan_grpo.subprocesses import TORCHRUN
 
@@ -84,17 +85,6 @@ RANGES = {
     "tensorboard": Range("2.16", "", "TensorBoard files", required=False),
 }
 """What the trainer's environment needs; pyproject.toml says the same to pip."""
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """Leading numbers of a version: ``"2.13.0+cpu"`` gives (2, 13, 0), ``"0.3.0rc1"`` (0, 3, 0)."""
-    out = []
-    for part in version.split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        out.append(int(digits))
-    return tuple(out)
 
 
 def python(version: tuple[int, int, int]) -> Finding:

@@ -291,6 +291,8 @@ class Evaluations:
             if not self._closing and table.spare is None:
                 table.spare, spare = spare, None
         if spare is not None:
+            # It may not have loaded yet, and close() waits no longer than end() would for that.
+            spare.kill()
             spare.end()
 
     def _try_again(self, table: _Table, run: _Running, failure: Failure) -> None:

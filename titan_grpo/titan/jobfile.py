@@ -229,7 +229,15 @@ def _with_arguments(kind: type, args: Sequence[str], table: Mapping[str, Any]) -
             str_from_instance=lambda value: [",".join(map(str, value))],
         )
 
-    config: Any = tyro.cli(kind, args=args, default=_filled(kind, table), registry=registry)
+    config: Any = tyro.cli(
+        kind,
+        args=args,
+        default=_filled(kind, table),
+        registry=registry,
+        # What help says of a key without a docstring: every class's source is parsed for it, which
+        # takes half of the time of a call.
+        config=() if {"-h", "--help"} & {*args} else (tyro.conf.HelptextFromCommentsOff,),
+    )
     if config.model.tokenizer_path:
         # torchtitan's older name of the directory
         config.model.hf_assets_path = config.model.tokenizer_path
