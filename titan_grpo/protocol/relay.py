@@ -159,29 +159,10 @@ def _read_no_more(t: Relays, url: str) -> Relays:
 def _parent(t: Relays, url: str, version: int, depth: int) -> str:
     """The best server to read from; empty: the trainer. Same host, same zone, no reader yet, least
     depth, rate."""
-    # most hosts have a reader: those are looked through where no other one is near
-    best = _best(t, url, version, depth, most=0)
-    if best is None or best[:2] == (True, True):
-        best = _best(t, url, version, depth, most=DEGREE - 1)
-    if best is None:
-        return ""
-    second = best[0] and best[2] > 0
-    return "" if second and _at_the_trainer(t) < t.roots else best[-1]
-
-
-def _at_the_trainer(t: Relays) -> int:
-    """Servers that read from it, or take it for the last one that is left."""
-    return sum(n.reading and t.above(n) is None for n in t.nodes.values())
-
-
-def _best(
-    t: Relays, url: str, version: int, depth: int, most: int
-) -> tuple[bool, bool, int, int, float, str] | None:
-    """Of the servers on hosts that send to so many others at most."""
     host, zone = t.nodes[url].host, t.nodes[url].zone
-    full = {busy for busy, readers in t.readers.items() if len(readers) > most} - {host}
+    full = {busy for busy, readers in t.readers.items() if len(readers) >= DEGREE} - {host}
     # what leaves most of them out comes first: a thousand servers are looked through here
-    free = (
+    free = [
         (n.host != host, n.zone != zone, len(t.readers.get(n.host, ())), n.depth, -n.rate, u)
         for u, n in t.nodes.items()
         if n.version == version
@@ -191,8 +172,16 @@ def _best(
         and n.serves
         and not n.slow
         and n.leaf_until < version
-    )
-    return min(free, default=None)
+    ]
+    if not free:
+        return ""
+    elsewhere, _, readers, _, _, best = min(free)
+    return "" if elsewhere and readers and _at_the_trainer(t) < t.roots else best
+
+
+def _at_the_trainer(t: Relays) -> int:
+    """Servers that read from it, or take it for the last one that is left."""
+    return sum(n.reading and t.above(n) is None for n in t.nodes.values())
 
 
 def step(t: Relays, event: Event, depth: int = DEPTH) -> Outcome:
@@ -215,7 +204,8 @@ def step(t: Relays, event: Event, depth: int = DEPTH) -> Outcome:
 
 
 def _asked(t: Relays, url: str, version: int, most: int) -> Outcome:
-    name, nodes, readers = _parent(t, url, version, most), dict(t.nodes), dict(t.readers)
+    name, turn = _parent(t, url, version, most), t.turns + 1
+    nodes, readers = dict(t.nodes), dict(t.readers)
     depth, beside = 1, tuple[str, ...]()
     if name:
         depth, host = nodes[name].depth + 1, nodes[name].host
@@ -225,10 +215,10 @@ def _asked(t: Relays, url: str, version: int, most: int) -> Outcome:
     for other in beside:
         nodes[other] = replace(nodes[other], shared=True)
     nodes[url] = replace(
-        nodes[url], version=version, turn=t.turns + 1, parent=name, reading=True, depth=depth,
+        nodes[url], version=version, turn=turn, parent=name, reading=True, depth=depth,
         shared=bool(beside),
     )  # fmt: skip
-    after = replace(t, nodes=nodes, readers=readers, turns=t.turns + 1)
+    after = replace(t, nodes=nodes, readers=readers, turns=turn)
     return after, (Read(after.ancestors(url)),)
 
 
