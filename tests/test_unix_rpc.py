@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.rigs.interpreter import python
-from titan_grpo.errors import DataError, ServerRefused, ServerUnreachable
-from titan_grpo.unix_rpc import Handler, Pipe, Server, abstract_address, call
+from titan_grpo.errors import DataError, PeerError, ServerRefused, ServerUnreachable
+from titan_grpo.unix_rpc import Channel, Handler, Pipe, Server, abstract_address, call
 
 Serve = Callable[..., tuple[Server, str]]
 
@@ -127,6 +127,45 @@ def test_a_client_that_hangs_up_or_sends_no_object_costs_nothing(serve: Serve) -
             client.connect(address)
             client.sendall(raw)
     assert call(address, {"still": "there"}, 60.0) == {"still": "there"}
+
+
+class Interrupted(socket.socket):
+    """A socket whose owner does something else just before it reads."""
+
+    def __init__(self, sock: socket.socket, before: Callable[[], object]) -> None:
+        super().__init__(fileno=sock.detach())
+        self._before = before
+
+    def recv(self, *arguments: int) -> bytes:
+        self._before()
+        return super().recv(*arguments)
+
+
+def test_a_message_that_is_sent_meanwhile_does_not_shorten_the_readers_deadline() -> None:
+    """Before, both used the timeout of the socket: a reader that waits for an hour gave up after a
+    writer's minute, and its process ended."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(Interrupted(ours, lambda: channel.send({}, 0.05)))
+    late = threading.Timer(0.5, theirs.sendall, [b'{"late": 1}\n'])
+    late.start()
+    assert channel.receive(60.0) == {"late": 1}
+    late.join(60)
+    channel.close()
+    theirs.close()
+
+
+def test_a_message_that_is_larger_than_the_sockets_buffer_waits_for_its_reader() -> None:
+    ends = [Channel(sock) for sock in socket.socketpair()]
+    large = {"text": "x" * 10_000_000}
+    with pytest.raises(PeerError, match="stuck"):
+        ends[0].send(large, 0.2)
+    sender = threading.Thread(target=ends[1].send, args=(large, 60.0), daemon=True)
+    sender.start()
+    assert ends[0].receive(60.0) == large
+    sender.join(60)
+    assert not sender.is_alive()
+    for end in ends:
+        end.close()
 
 
 def test_both_ends_of_a_pipe_end_when_a_call_cannot_be_pickled() -> None:

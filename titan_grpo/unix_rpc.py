@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import queue
+import select
 import socket
 import struct
 import threading
@@ -157,6 +158,8 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         """Takes the socket over."""
+        # A timeout of the socket itself would be the reader's and the writers' at once.
+        sock.setblocking(False)
         self._sock = sock
         self._rest = bytearray()
         self._write_lock = threading.Lock()
@@ -164,12 +167,14 @@ class Channel:
     def send(self, message: Mapping[str, Any], timeout_s: float) -> None:
         """Write one message; PeerError if the other end is gone or does not read within
         ``timeout_s`` seconds."""
-        data = json.dumps(message).encode() + b"\n"
+        data = memoryview(json.dumps(message).encode() + b"\n")
         try:
             with self._write_lock:
-                self._sock.settimeout(timeout_s)
-                self._sock.sendall(data)
-        except OSError as error:
+                deadline = time.monotonic() + timeout_s
+                while data:
+                    self._wait(select.POLLOUT, deadline)
+                    data = data[self._sock.send(data) :]
+        except (OSError, ValueError) as error:  # a ValueError: this end is closed
             raise PeerError(f"the other end of the channel is gone or stuck: {error}") from error
 
     def receive(self, timeout_s: float | None) -> dict[str, Any] | None:
@@ -195,16 +200,22 @@ class Channel:
 
     def _read(self, deadline: float | None) -> bytes:
         try:
-            self._sock.settimeout(
-                None if deadline is None else max(1e-3, deadline - time.monotonic())
-            )
-            # no deadline: settimeout in the line above; without a deadline it ends with the other
-            # process, whose end closes the stream
+            self._wait(select.POLLIN, deadline)
+            # no deadline: something is there to be read, or the end of the stream
             return self._sock.recv(READ_BYTES)
         except TimeoutError as error:
             raise PeerError("no message on the channel before the deadline") from error
         except ConnectionError:
             return b""
+
+    def _wait(self, event: int, deadline: float | None) -> None:
+        """Until the socket can be read or written, or has ended. TimeoutError past the deadline."""
+        poll = select.poll()
+        poll.register(self._sock, event)
+        left_ms = None if deadline is None else 1e3 * max(1e-3, deadline - time.monotonic())
+        # no deadline: without one it ends with the other process, whose end closes the stream
+        if not poll.poll(left_ms):
+            raise TimeoutError("timed out")
 
     def close(self) -> None:
         """Close this end; the other end reads the end of the stream."""
