@@ -55,8 +55,10 @@ def test_points_outside_a_commit_change_nothing() -> None:
         assert step(before, passed(point, 1)) == (before, ())
 
 
-@pytest.mark.parametrize("point", [Point.LOAD, Point.LABEL, Point.RESUME])
-def test_each_step_of_a_commit_has_a_lease_of_its_own(point: Point) -> None:
+@pytest.mark.parametrize("point", [Point.PAUSE, Point.LOAD, Point.LABEL, Point.RESUME])
+def test_each_point_of_a_commit_renews_its_lease_and_so_does_the_same_one_again(
+    point: Point,
+) -> None:
     state, actions = drive(passed(Point.PAUSE, 0), passed(point, 2.9), Ticked(5.8))
     assert (state.due, actions) == (5.9, ())
 

@@ -97,9 +97,11 @@ class Server:
         record: Path | None = None,
         side: Callable[[], EngineSide] | None = None,
         token_s: float = 0.0,
+        update_s: float = 0.0,
     ) -> None:
         """``record``: a file that gets a line per commit (verify.recording). ``side``: another half
-        of ours than the real one. ``token_s``: seconds of a token; 0: there are no completions."""
+        of ours than the real one. ``token_s``: seconds of a token; 0: there are no completions.
+        ``update_s``: seconds that each call of an update takes longer."""
         key, workers = find_run_key(os.environ), Workers()
 
         def real() -> EngineSide:
@@ -107,7 +109,7 @@ class Server:
                 return EngineSide(model, workers, "", key)
             return RecordingSide(model, workers, "", record, key)
 
-        self._token_s = token_s
+        self._token_s, self._update_s = token_s, update_s
         self._model, self._server = model, ReceiverServer("this server", make_side=side or real)
         self._control = DirectControl(self._server)
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
@@ -124,9 +126,9 @@ class Server:
             ("POST", "/init_weight_transfer_engine"): self._does(
                 lambda body: control.greet(body["init_info"])
             ),
-            ("POST", "/start_weight_update"): self._start,
-            ("POST", "/update_weights"): self._update,
-            ("POST", "/finish_weight_update"): self._finish,
+            ("POST", "/start_weight_update"): self._slowly(self._start),
+            ("POST", "/update_weights"): self._slowly(self._update),
+            ("POST", "/finish_weight_update"): self._slowly(self._finish),
             ("POST", "/update_weight_version"): self._does(
                 lambda body: control.relabel(str(body["new_version"]))
             ),
@@ -177,6 +179,13 @@ class Server:
         def route(body: Mapping[str, Any]) -> Mapping[str, Any]:
             action(body)
             return self._did()
+
+        return route
+
+    def _slowly(self, action: Route) -> Route:
+        def route(body: Mapping[str, Any]) -> Mapping[str, Any]:
+            threading.Event().wait(self._update_s)
+            return action(body)
 
         return route
 
@@ -232,6 +241,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--token-seconds", type=float, default=0.0, help="of a completion; 0: it answers none"
     )
+    parser.add_argument(
+        "--update-seconds", type=float, default=0.0, help="of each call of an update, more"
+    )
     parser.add_argument("--no-routes", action="store_true", help="sends no experts of tokens")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -240,7 +252,7 @@ def main(argv: list[str]) -> None:
         shapes = {name: tuple(shape) for name, shape in json.loads(options.shapes).items()}
     record = Path(options.record) if options.record else None
     model = CopiedModel(shapes, routes=not options.no_routes)
-    server = Server(model, record, token_s=options.token_seconds)
+    server = Server(model, record, None, options.token_seconds, options.update_seconds)
     http = HttpServer(f"{options.host}:{options.port}", "", server.answer, "--host and --port")
     print(json.dumps({"port": int(http.address.rpartition(":")[2])}), flush=True)
     threading.Event().wait()  # no deadline: a signal ends the process

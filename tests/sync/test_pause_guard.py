@@ -24,16 +24,18 @@ import pytest
 import torch
 
 from tests.rigs.present import present
+from tests.rigs.proxy import Proxy, address_of
 from tests.rigs.server_handle import ServerProcess, served
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
+from titan_grpo.engines.http import Call, ignore
 from titan_grpo.errors import PeerError
 from titan_grpo.protocol.lane import LaneEvent, Point
 from titan_grpo.protocol.messages import UNUSABLE, Joined, Label
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.runkey import Key
-from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.pause_guard import PauseGuard, deadlines_of
+from titan_grpo.sync.link import ANSWER_S, LinkOptions
+from titan_grpo.sync.pause_guard import RENEW_S, PauseGuard, deadlines_of
 from titan_grpo.sync.pause_guard_main import superseded
 from titan_grpo.verify.recording import content_digest, tensor_digest
 
@@ -118,7 +120,7 @@ class Trainer:
 
 
 @contextmanager
-def training(server: ServerProcess, folder: Path, **options: Any) -> Iterator[Trainer]:
+def training(server: ServerProcess | Proxy, folder: Path, **options: Any) -> Iterator[Trainer]:
     trainer = Trainer(server.url, folder, options)
     try:
         yield trainer
@@ -249,7 +251,7 @@ def test_what_ends_a_trainer_does_not_end_its_pause_guard_and_its_secrets_stay_h
     tmp_path: Path,
 ) -> None:
     key = Key.generate()
-    guard = PauseGuard(replace(LINK, run_key=key), tmp_path / "log")
+    guard = PauseGuard(replace(LINK, run_key=key), tmp_path / "log", Deadlines(60.0, 60.0))
     guard.know("http://127.0.0.1:9", API_KEY)
     process = psutil.Process(guard.pid)
     status = Path(f"/proc/{process.pid}/status")
@@ -299,12 +301,34 @@ def test_a_trainer_with_many_open_files_has_a_pause_guard_too(
     assert "http://127.0.0.1:9 did not answer in 1 tries" in (tmp_path / "log").read_text()
 
 
-def test_a_slow_commit_whose_calls_all_end_in_time_is_not_fenced() -> None:
-    """vLLM's load: start, the end of an update that a dead lane left open, start, load; then the
-    receiver's report."""
-    assert deadlines_of(WeightSync(commit_deadline_s=4.0)).pause_s == 5 * 4.0
-    streamed = WeightSync(commit_deadline_s=4.0, lane_deadline_s=9.0, apply="streamed")
-    assert deadlines_of(streamed).pause_s == 5 * 4.0 + 9.0
+def test_a_slow_commit_whose_calls_all_end_in_time_is_not_fenced(tmp_path: Path) -> None:
+    """A load whose four calls take 10 s together, where the lease is 8 s."""
+    with (
+        ServerProcess(args=["--update-seconds", "2.5"]) as server,
+        Proxy(address_of(server.url)) as proxy,
+    ):
+        # of a dead lane: the load starts, is refused, ends this one, starts again, and loads
+        server.run(Call("POST", "/start_weight_update", WAIT_S, ignore))
+        with training(proxy, tmp_path, versions=1) as trainer:
+            trainer.wait("ended")
+            trainer.pause_guard.wait(WAIT_S)
+            assert trainer.log == ""
+        assert proxy.granted.count("/start_weight_update") == 1
+        # of the lane, once: a hello, and the call to map memory
+        assert proxy.granted.count("/init_weight_transfer_engine") == 2
+        assert honest(server)["digest"] == digest(1)
+
+
+def test_a_lease_covers_one_call_or_a_whole_step_where_another_process_makes_the_calls() -> None:
+    """A step is vLLM's load: start, the end of an update that a dead lane left open, start, load;
+    then the receiver's report."""
+    staged = WeightSync(commit_deadline_s=4.0, backoff_max_s=3.0)
+    streamed = replace(staged, lane_deadline_s=9.0, apply="streamed")
+    rest_s = RENEW_S + 2 * ANSWER_S + 3.0
+    assert deadlines_of(staged, forwarded=False).pause_s == 4.0 + rest_s
+    assert deadlines_of(streamed, forwarded=False).pause_s == 4.0 + 9.0 + rest_s
+    assert deadlines_of(staged, forwarded=True).pause_s == 5 * 4.0
+    assert deadlines_of(streamed, forwarded=True).pause_s == 5 * 4.0 + 9.0
 
 
 def test_a_refused_epoch_is_its_own_only_if_it_is_in_force() -> None:

@@ -210,10 +210,19 @@ class SyncDriver(_Driver):
     answers is the whole call.
     """
 
-    def __init__(self, base_url: str, api_key: str = "", admin_key: str = "") -> None:
-        """``admin_key``: for calls with ``admin``; empty: ``api_key`` as for all others. Raises
-        ConfigError for unusable SSL_CERT_FILE or SSL_CERT_DIR."""
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str = "",
+        admin_key: str = "",
+        *,
+        calling: Callable[[], object] = lambda: None,
+    ) -> None:
+        """``admin_key``: for calls with ``admin``; empty: ``api_key`` as for all others.
+        ``calling``: called before each request. Raises ConfigError for unusable SSL_CERT_FILE or
+        SSL_CERT_DIR."""
         super().__init__(base_url, api_key, admin_key)
+        self._calling = calling
         self._client = self._connect()
 
     def _connect(self) -> httpx.Client:
@@ -224,6 +233,7 @@ class SyncDriver(_Driver):
     def run(self, call: Call[T]) -> T:
         """Execute. Raises ServerUnreachable (no answer), HttpRefused (not 2xx), ServerRefused
         (unreadable answer)."""
+        self._calling()
         try:
             response = self._client.request(**self._request(call, call.timeout_s))
         except httpx.HTTPError as error:
@@ -253,7 +263,7 @@ class ServerAccess:
     other.
 
     ``deadline_s``: of each call; ``load_deadline_s``: of the load, where that waits for a transfer
-    too. Both in seconds.
+    too. Both in seconds. ``calling``: called before each request, on its thread; must not block.
     """
 
     url: str
@@ -261,10 +271,11 @@ class ServerAccess:
     load_deadline_s: float | None = None
     api_key: str = field(default="", repr=False)
     admin_key: str = field(default="", repr=False)
+    calling: Callable[[], object] = field(default=lambda: None, repr=False, kw_only=True)
 
     def driver(self) -> SyncDriver:
         """Connections to it."""
-        return SyncDriver(self.url, self.api_key, self.admin_key)
+        return SyncDriver(self.url, self.api_key, self.admin_key, calling=self.calling)
 
 
 class _Connections(httpx.AsyncBaseTransport):

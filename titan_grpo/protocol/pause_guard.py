@@ -3,7 +3,7 @@
 ::
 
     CONNECTING --CONNECTED--> (forgotten)    a connecting lane may die before it resumes its server
-    PAUSED     --RESUMED----> (forgotten)    a commit; each of its steps has a lease of its own
+    PAUSED     --RESUMED----> (forgotten)    a commit; each of its calls renews its lease
     both, when the lease ends, or at once when the trainer ends --> RECOVERING
     RECOVERING --Recovered--> RECOVERED, checked again --Superseded--> (forgotten)
                --Failed--> tried again, a few times
@@ -24,9 +24,10 @@ from titan_grpo.protocol.lane import LaneEvent, Point
 class Deadlines:
     """All in seconds, but ``tries``: how often a server that does not answer is asked.
 
-    ``pause_s``: how long a lane may leave a server paused; ``greet_s``: how long it may take to
-    connect, its rest after a failure included. ``again_s``: from the first look at a dead trainer's
-    server to the second. The rests between tries double from ``first_s`` to ``longest_s``.
+    ``pause_s``: how long a lane may be silent with its server paused; ``greet_s``: how long it may
+    take to connect; both with its rest after a failure. ``again_s``: from the first look at a dead
+    trainer's server to the second. The rests between tries double from ``first_s`` to
+    ``longest_s``.
     """
 
     pause_s: float
@@ -200,8 +201,9 @@ def _lane_reported(s: GuardState, e: LaneReported) -> _Result:
             opened = before is not None and before.opened
             phase, due = Phase.CONNECTING, e.now + s.deadlines.greet_s
         case Point.PAUSE | Point.LOAD | Point.LABEL | Point.RESUME:
-            # Each step of a commit has its own lease: the whole commit is slower than any one, and
-            # a trainer that froze must not leave its server paused for as long.
+            # Each call of a commit renews the lease, by the point before it once more: the whole
+            # commit is slower than any one, and a trainer that froze must not leave its server
+            # paused for as long.
             opened, phase, due = True, Phase.PAUSED, e.now + s.deadlines.pause_s
         case Point.CONNECTED | Point.RESUMED | Point.HELD:
             return _put(s, p.url, None), cancel

@@ -50,7 +50,7 @@ from titan_grpo.sync.images import (
 )
 from titan_grpo.sync.lane import LOOK_S, LaneContext, ServerLane
 from titan_grpo.sync.link import LinkOptions
-from titan_grpo.sync.pause_guard import PauseGuard, transfer_in_load_s
+from titan_grpo.sync.pause_guard import PauseGuard, deadlines_of, transfer_in_load_s
 from titan_grpo.sync.relay import Relay
 from titan_grpo.sync.server_set import JOIN_S, OpenLane, Reports, ServerObserver, ServerSet
 from titan_grpo.sync.transports.broadcast import LOOPBACK, store_errors
@@ -215,8 +215,9 @@ class SyncLanes:
         self._complete = -1
         self._given_up: set[str] = set()
         """Keys of hosts' parts that came too late, or may still come."""
-        log = recorder.run_dir / "pause_guard.log"
-        self.guard = PauseGuard(link, log, options.guard_deadlines) if options.guarded else None
+        log, forwarded = recorder.run_dir / "pause_guard.log", options.make_control is not None
+        deadlines = options.guard_deadlines or deadlines_of(config, forwarded)
+        self.guard = PauseGuard(link, log, deadlines) if options.guarded else None
         self.slots = slots or ImageSlots(config.slots)
         self._threads = LaneThreads()
         tensors = pool.tensors()
@@ -253,7 +254,10 @@ class SyncLanes:
         if self._o.make_control is not None:
             return self._o.make_control(url)
         deadlines = self._config.commit_deadline_s, load_deadline_s(self._config)
-        return make_control(self._o.engine, ServerAccess(url, *deadlines, *self._o.keys))
+        access = ServerAccess(url, *deadlines, *self._o.keys)
+        if self.guard is not None:
+            access = replace(access, calling=partial(self.guard.renew, url))
+        return make_control(self._o.engine, access)
 
     def _pass(self, passing: LaneEvent) -> None:
         if self.guard is not None:

@@ -1,8 +1,9 @@
 """Rank 0's handle of the pause guard, the process that lets paused servers go on when rank 0 no
 longer can (pause_guard_main).
 
-``observe`` writes one short line when a pause begins and one when it is over. It never waits,
-neither for the process nor for its start: a lane calls it inside its commit.
+``observe`` writes one short line when a pause begins and one when it is over, ``renew`` one more
+where a commit is slow. Neither waits, for the process or for its start: a lane calls them inside
+its commit.
 """
 
 import json
@@ -14,16 +15,14 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titan_grpo.config import WeightSync
 from titan_grpo.protocol import lane
 from titan_grpo.protocol.lane import LaneEvent, Point
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.subprocesses import helper_environment, start_module, wait_process
-
-if TYPE_CHECKING:
-    from titan_grpo.sync.link import LinkOptions
+from titan_grpo.sync.link import LinkOptions, answer_s
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +31,10 @@ OPENING = (Point.GREET, Point.PAUSE, Point.LOAD, Point.LABEL, Point.RESUME)
 
 CLOSING = (Point.CONNECTED, Point.RESUMED, Point.HELD)
 """From these on it does not."""
+
+RENEW_S = 1.0
+"""Least time between two lines of a lane that say the same, in seconds: most commits are over
+before."""
 
 CLOSE_S = 5.0
 """Seconds to wait for the end of a guard that has nothing to do."""
@@ -48,11 +51,16 @@ def transfer_in_load_s(config: WeightSync) -> float:
     return config.lane_deadline_s if config.apply == "streamed" else 0.0
 
 
-def deadlines_of(config: WeightSync) -> Deadlines:
-    """How long a lane of this configuration may take to connect, and for the longest step of a
-    commit."""
-    call_s = config.commit_deadline_s
-    pause_s = lane.step_s(lane.Phase.LOADING, call_s, transfer_in_load_s(config))
+def deadlines_of(config: WeightSync, forwarded: bool) -> Deadlines:
+    """How long a lane of this configuration may take to connect, and how long it may be silent in a
+    commit. ``forwarded``: rank 0 makes its calls, and only each step renews the lease."""
+    call_s, transfer_s = config.commit_deadline_s, transfer_in_load_s(config)
+    if forwarded:
+        pause_s = lane.step_s(lane.Phase.LOADING, call_s, transfer_s)
+    else:
+        # one call, a ping or a report before the next one, and the rest after a failure
+        answers_s = 2 * answer_s(call_s)
+        pause_s = RENEW_S + call_s + transfer_s + answers_s + config.backoff_max_s
     # hello, joined, communicator, manifest, reading label and pause; then the rest after a failure
     greet_s = (
         3 * config.connect_deadline_s
@@ -71,12 +79,11 @@ class PauseGuard:
 
     def __init__(
         self,
-        link: "LinkOptions",
+        link: LinkOptions,
         log: Path | None,
-        deadlines: Deadlines | None = None,
+        deadlines: Deadlines,
     ) -> None:
-        """``log``: the file that the process appends to; None: this process's stderr.
-        ``deadlines``: None: deadlines_of the link's config."""
+        """``log``: the file that the process appends to; None: this process's stderr."""
         config = link.config
         access = {
             "bind_host": link.bind_host,
@@ -85,12 +92,12 @@ class PauseGuard:
             "join_s": config.connect_deadline_s,
             "started_s": link.started_s,
         }
-        deadlines = deadlines or deadlines_of(config)
         self._first = {"op": "start", "deadlines": asdict(deadlines), "access": access}
         self._log = log
         self._lock = threading.Lock()
         self._servers: dict[str, dict[str, Any]] = {}
-        self._open: dict[str, LaneEvent] = {}
+        self._open: dict[str, tuple[LaneEvent, float]] = {}
+        """With the time of its last line (monotonic clock)."""
         self._sock: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._killed: list[subprocess.Popen[bytes]] = []
@@ -122,9 +129,21 @@ class PauseGuard:
             return
         with self._lock:
             if event.point in OPENING:
-                self._open[event.url] = event
+                self._open[event.url] = event, time.monotonic()
             elif self._open.pop(event.url, None) is None:
                 return
+            self._write(_line(event))
+
+    def renew(self, url: str) -> None:
+        """A call to a server begins: its commit, if it is in one, has a new lease. Any thread;
+        never waits, never raises."""
+        now = time.monotonic()
+        with self._lock:
+            event, written_s = self._open.get(url, (None, now))
+            # a connection has one lease for all of it, which also covers what is no call
+            if event is None or event.point is Point.GREET or now < written_s + RENEW_S:
+                return
+            self._open[url] = event, now
             self._write(_line(event))
 
     def close(self) -> None:
@@ -200,7 +219,7 @@ class PauseGuard:
             return
         # a blocking send would make a lane, inside its commit, wait for this process
         self._sock.setblocking(False)
-        lines = [self._first, *self._servers.values(), *map(_line, self._open.values())]
+        lines = [self._first, *self._servers.values(), *(_line(e) for e, _ in self._open.values())]
         self._out = b"".join(map(_encoded, lines))
         self._flush()
 
