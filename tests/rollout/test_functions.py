@@ -275,6 +275,31 @@ def test_a_dataset_without_what_is_asked_of_it_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("prompt", ["", "Q: {prompt}", "Q: {prompt!r:>9}"])
+def test_a_prompts_column_without_a_value_in_a_row_that_is_asked_is_one_line(
+    task: MakeTask, codec: TextCodec, prompt: str
+) -> None:
+    rows = [*SUMS[:2], {"prompt": None, "answer": 1, "level": 1}]
+    with pytest.raises(DataError) as caught:
+        task(rows, right, prompt=prompt)
+    user = "rollout.prompt asks for 'prompt'" if prompt else "a prompt is made of 'prompt'"
+    assert str(caught.value).endswith(
+        f"rows.jsonl' has no value (null) in its row 2, and {user}: fill it, or leave such rows out"
+        " with rollout.dataset_filter = ['prompt != null']"
+    )
+    # Rows that are left out may lack it.
+    made = task(rows, right, prompt=prompt, dataset_filter=["prompt != null"])
+    assert {made.prompt(index, codec).payload["row"] for index in range(4)} == {0, 1}
+
+
+def test_a_part_of_a_column_without_a_value_does_not_become_a_text(
+    task: MakeTask, codec: TextCodec
+) -> None:
+    made = task([{"it": {"text": None}}], right_or_wrong, prompt="Q: {it[text]}")
+    with pytest.raises(DataError, match=r"row 0 of .*does not fit: it\[text\] has no value"):
+        made.prompt(0, codec)
+
+
 def test_a_function_that_asks_for_a_column_that_is_not_there_is_one_line(
     task: MakeTask, tmp_path: Path
 ) -> None:

@@ -116,6 +116,21 @@ class Rows:
                 f" {', '.join(self.columns)}"
             )
 
+    def require_values(self, column: str, user: str) -> None:
+        """Raise ConfigError as ``require``, or DataError if a row that is asked has null there."""
+        self.require(column, user)
+        values = self._column(column)
+        if not values.null_count:
+            return
+        absent = values.is_null().to_pylist()
+        for number in self._kept:
+            if absent[number]:
+                raise DataError(
+                    f"{self._section}.dataset {self.name!r} has no value (null) in its row"
+                    f" {number}, and {user}: fill it, or leave such rows out with"
+                    f" {self._section}.dataset_filter = ['{column} != null']"
+                )
+
     def number(self, index: int) -> int:
         """Number in the dataset of row ``index`` of the sequence: each epoch has every row once."""
         epoch, place = divmod(index, len(self))
@@ -126,10 +141,13 @@ class Rows:
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
 
+    def _column(self, name: str) -> Any:
+        """The whole column, as Arrow: one of Python objects is read from the table value by
+        value."""
+        return self._table.select_columns([name]).with_format("arrow")[:][name]
+
     def _passing(self, condition: Condition) -> list[int]:
-        # As Arrow: a column of Python objects is read from the table value by value.
-        column = self._table.select_columns([condition.column]).with_format("arrow")[:]
-        values = column[condition.column].to_pylist()
+        values = self._column(condition.column).to_pylist()
         kept = []
         for number in self._kept:
             try:
