@@ -119,6 +119,15 @@ def test_rows_of_messages_come_to_a_function_as_messages(
     assert calls == [([talk], [[{"role": "assistant", "content": "4"}]])]
 
 
+@pytest.mark.parametrize("rows", ['[{"role": "user", "content": "2?"}]', "[2]?"])
+def test_a_column_of_messages_may_hold_them_as_json(
+    task: MakeTask, codec: TextCodec, rows: str
+) -> None:
+    made = task([{"messages": rows}], right_or_wrong)
+    expected = "<u>2?:" if "role" in rows else "<u>[2]?:"
+    assert codec.decode(made.prompt(0, codec).token_ids) == expected
+
+
 def test_a_prompt_is_made_of_columns_with_a_system_message_and_tools(
     task: MakeTask, codec: TextCodec, tmp_path: Path
 ) -> None:
@@ -376,6 +385,7 @@ def test_a_text_that_is_not_utf8_is_one_line_with_its_row(tmp_path: Path) -> Non
         ("def f(:\n", "broken_rewards:f", r"SyntaxError.*broken_rewards\.py:1\)"),
         ("import sys\nsys.exit(3)\n", "broken_rewards:f", r"SystemExit: 3.*broken_rewards\.py:2"),
         ("", "./broken_rewards.py:f", "a module's name as in import, no path of a file"),
+        ("", "broken_rewards.py:f", "a module's name as in import, no path of a file"),
         ("", ":f", 'must be "package.module:function"'),
         ("", "broken_rewards:f", r"must be a function, .*broken_rewards\.py has None by that name"),
         ("f = 1\n", "broken_rewards:f", "has 1 by that name"),

@@ -1,6 +1,7 @@
 """The rows of a dataset that pass its filters, in a seeded order."""
 
 import json
+import logging
 import operator
 import random
 import re
@@ -188,8 +189,12 @@ def open_table(keys: TaskKeys) -> Any:
     """
     # Imported here: it takes seconds, and most runs' processes need none.
     import datasets  # type: ignore[import-untyped]
+    from huggingface_hub.utils import logging as hub_logging
 
     datasets.disable_progress_bars()
+    # Both log what they then raise, and the Hub's client each of its six attempts.
+    for library in (datasets.logging, hub_logging):
+        library.set_verbosity(logging.CRITICAL)
     files, name, key = files_of(keys), keys.dataset, f"{keys.section}.dataset"
     # Each is a file by now, and "[" in its name no pattern.
     options: dict[str, Any] = {"data_files": list(map(escape, files)), "split": "train"}
@@ -206,7 +211,10 @@ def open_table(keys: TaskKeys) -> Any:
             why = _bad_line(files) or f"{name!r} {unread}"
             raise DataError(f"{key} {why}") from error
         # Not found, no such configuration or split, no way to the Hub.
-        raise ConfigError(f"{key} {name!r} cannot be loaded: {_cause(error)}") from error
+        what = "cannot be loaded"
+        if not Path(name).is_dir():
+            what = f"is no file or folder here, and {what} from the Hub"
+        raise ConfigError(f"{key} {name!r} {what}: {_cause(error)}") from error
     except StopIteration as error:
         # What ``datasets`` does with a file of no bytes.
         raise DataError(f"{key} {name!r} has no rows") from error

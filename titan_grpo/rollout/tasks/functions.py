@@ -187,7 +187,7 @@ class FunctionTask:
         name = MESSAGES if MESSAGES in row else TEXTS
         value = row[name]
         if isinstance(value, str):
-            return value
+            return (_messages_in(value) if name == MESSAGES else None) or value
         if fault := check_messages(value):
             raise DataError(
                 f"column {name!r} must have texts, or messages that a model can answer; one"
@@ -221,6 +221,15 @@ class FunctionTask:
         for name in names:
             column = name.partition(".")[0].partition("[")[0]
             rows.require_values(column, f"{key} asks for {column!r}")
+
+
+def _messages_in(text: str) -> list[Any] | None:
+    """The messages that a text is the JSON of, as in a column of a CSV file; None if it is not."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return None if check_messages(value) else value
 
 
 class _Filled(Formatter):
@@ -277,7 +286,8 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
     """The function or class "package.module:name" that ``key`` names. Raises ConfigError, also
     where the module breaks: in one line, with the place."""
     module_name, _, name = path.partition(":")
-    if not name or not module_name or "/" in module_name or module_name[0] == ".":
+    file = "/" in module_name or module_name.endswith(".py") or module_name[:1] == "."
+    if not name or not module_name or file:
         raise ConfigError(
             f'{key} must be "package.module:function" (a module\'s name as in import, no path of a'
             f" file), got {path!r}"
