@@ -112,13 +112,16 @@ def test_an_agent_is_imported_and_shown_its_first_row(
     diagnosis: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     (tmp_path / "doctored_agent.py").write_text(
-        "def solve(base_url, api_key, row):\n    return 1\n"
+        "def solve(base_url, api_key, row):\n    return 1\n\ndef play(url):\n    return 1\n"
     )
     agent, template = diagnosis(agent="doctored_agent:solve", reward="")
     assert agent.startswith("ok       agent         doctored_agent:solve, with {'prompt': '")
     assert template.startswith("ok       chat template '<bos>user: hello")
     (problem,) = diagnosis(agent="doctored_agent:other", reward="")
     assert problem.startswith("problem  agent         rollout.agent 'doctored_agent:other' must be")
+    (problem,) = diagnosis(agent="doctored_agent:play", reward="")
+    taken = "must take (base_url, api_key, row): too many positional arguments"
+    assert f"rollout.agent 'doctored_agent:play' {taken}" in problem
 
 
 EVALUATION = """

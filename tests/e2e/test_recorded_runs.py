@@ -242,7 +242,9 @@ def test_a_run_without_a_healthy_step_stops_on_every_rank_and_says_why(
         assert training.finish() != 0
     assert "no optimizer step was taken in 2 training steps in a row" in training.cause
     assert "the gradient norm is past grpo.grad_norm_limit" in training.cause
-    assert committed(runs.summary(tmp_path)) == [0]
+    summary = runs.summary(tmp_path)
+    assert committed(summary) == [0]
+    assert summary["ended_by"].startswith("UnhealthyError: step 2: no optimizer step was taken")
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +288,9 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_one_line_and_a_report
         assert training.finish() != 0
     assert "a file of the run could not be written" in training.cause, training.log
     assert training.exitcode == 1
-    assert runs.summary(tmp_path)["steps"] == 1
+    summary = runs.summary(tmp_path)
+    assert summary["steps"] == 1
+    assert summary["ended_by"].startswith("CheckpointException: "), summary["ended_by"]
 
 
 @pytest.mark.long

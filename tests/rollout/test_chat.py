@@ -207,6 +207,9 @@ def test_a_text_is_left_as_it_is_without_a_template(model: Path) -> None:
         ("hi", "is no list of messages"),
         ([{"content": "x"}], '"role"'),
         (["x"], '"role"'),
+        ([{"role": "user", "content": None}], 'user message without "content"'),
+        ([{"role": "system"}, *TALK], 'system message without "content"'),
+        ([TALK[0], {"role": "assistant", "content": None}, TALK[0]], ""),
         (TALK[:3], "ends with the assistant"),
     ],
 )

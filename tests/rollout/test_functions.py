@@ -119,6 +119,15 @@ def test_rows_of_messages_come_to_a_function_as_messages(
     assert calls == [([talk], [[{"role": "assistant", "content": "4"}]])]
 
 
+@pytest.mark.parametrize("rows", ['[{"role": "user", "content": "2?"}]', "[2]?"])
+def test_a_column_of_messages_may_hold_them_as_json(
+    task: MakeTask, codec: TextCodec, rows: str
+) -> None:
+    made = task([{"messages": rows}], right_or_wrong)
+    expected = "<u>2?:" if "role" in rows else "<u>[2]?:"
+    assert codec.decode(made.prompt(0, codec).token_ids) == expected
+
+
 def test_a_prompt_is_made_of_columns_with_a_system_message_and_tools(
     task: MakeTask, codec: TextCodec, tmp_path: Path
 ) -> None:
@@ -275,6 +284,31 @@ def test_a_dataset_without_what_is_asked_of_it_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("prompt", ["", "Q: {prompt}", "Q: {prompt!r:>9}"])
+def test_a_prompts_column_without_a_value_in_a_row_that_is_asked_is_one_line(
+    task: MakeTask, codec: TextCodec, prompt: str
+) -> None:
+    rows = [*SUMS[:2], {"prompt": None, "answer": 1, "level": 1}]
+    with pytest.raises(DataError) as caught:
+        task(rows, right, prompt=prompt)
+    user = "rollout.prompt asks for 'prompt'" if prompt else "a prompt is made of 'prompt'"
+    assert str(caught.value).endswith(
+        f"rows.jsonl' has no value (null) in its row 2, and {user}: fill it, or leave such rows out"
+        " with rollout.dataset_filter = ['prompt != null']"
+    )
+    # Rows that are left out may lack it.
+    made = task(rows, right, prompt=prompt, dataset_filter=["prompt != null"])
+    assert {made.prompt(index, codec).payload["row"] for index in range(4)} == {0, 1}
+
+
+def test_a_part_of_a_column_without_a_value_does_not_become_a_text(
+    task: MakeTask, codec: TextCodec
+) -> None:
+    made = task([{"it": {"text": None}}], right_or_wrong, prompt="Q: {it[text]}")
+    with pytest.raises(DataError, match=r"row 0 of .*does not fit: it\[text\] has no value"):
+        made.prompt(0, codec)
+
+
 def test_a_function_that_asks_for_a_column_that_is_not_there_is_one_line(
     task: MakeTask, tmp_path: Path
 ) -> None:
@@ -351,6 +385,7 @@ def test_a_text_that_is_not_utf8_is_one_line_with_its_row(tmp_path: Path) -> Non
         ("def f(:\n", "broken_rewards:f", r"SyntaxError.*broken_rewards\.py:1\)"),
         ("import sys\nsys.exit(3)\n", "broken_rewards:f", r"SystemExit: 3.*broken_rewards\.py:2"),
         ("", "./broken_rewards.py:f", "a module's name as in import, no path of a file"),
+        ("", "broken_rewards.py:f", "a module's name as in import, no path of a file"),
         ("", ":f", 'must be "package.module:function"'),
         ("", "broken_rewards:f", r"must be a function, .*broken_rewards\.py has None by that name"),
         ("f = 1\n", "broken_rewards:f", "has 1 by that name"),

@@ -95,3 +95,15 @@ def test_a_post_without_a_length_has_no_body_unless_it_comes_in_chunks(
     finally:
         connection.close()
         server.close()
+
+
+def test_a_method_that_is_neither_get_nor_post_is_one_line_and_no_page() -> None:
+    server = HttpServer("127.0.0.1:0", "", lambda asked: Reply(200, {}), "x")
+    connection = http.client.HTTPConnection(server.address, timeout=20)
+    try:
+        connection.request("PUT", "/v1/models")
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (501, b"Unsupported method ('PUT')\n")
+    finally:
+        connection.close()
+        server.close()

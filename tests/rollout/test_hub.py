@@ -27,15 +27,16 @@ ANSWERS = {
 }
 
 SCRIPT = """
-import json
-from titan_grpo.errors import ConfigError
+import json, sys
+from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.config.task import TaskKeys
 from titan_grpo.rollout.tasks.dataset import open_table
 print(json.dumps(list(open_table(TaskKeys(dataset="me/sums")))))
-try:
-    open_table(TaskKeys(dataset="me/nothing"))
-except ConfigError as error:
-    print(error)
+for name in ("me/nothing", sys.argv[1]):
+    try:
+        open_table(TaskKeys(dataset=name))
+    except (ConfigError, DataError) as error:
+        print(error)
 """
 
 
@@ -74,9 +75,15 @@ def hub() -> Iterator[str]:
 def test_a_dataset_of_the_hub_is_loaded_by_its_name_and_one_that_is_not_there_is_one_line(
     tmp_path: Path,
 ) -> None:
+    broken = tmp_path / "broken.parquet"
+    broken.write_text("no parquet")
     with hub() as endpoint:
-        done = python("-c", SCRIPT, HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path))
+        done = python("-c", SCRIPT, str(broken), HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    rows, error = done.stdout.splitlines()
+    rows, error, unreadable = done.stdout.splitlines()
     assert json.loads(rows) == ROWS
-    assert error.startswith("rollout.dataset 'me/nothing' cannot be loaded: ")
+    assert error.startswith("rollout.dataset 'me/nothing' is no file or folder here, and ")
+    assert "cannot be loaded from the Hub: " in error
+    assert unreadable.startswith(f"rollout.dataset '{broken}' cannot be read: ArrowInvalid: ")
+    # The libraries' own lines say the same before ours does.
+    assert done.stderr == ""

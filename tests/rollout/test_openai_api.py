@@ -94,6 +94,8 @@ def test_messages_have_one_form_whatever_a_client_adds() -> None:
     [
         ("text", r"messages\[0\] "),
         ({"role": "user", "content": [{"type": "image_url"}]}, r"messages\[0\].content"),
+        ({"role": "user", "content": None}, r"messages\[0\].content must be a text"),
+        ({"role": "system"}, r"messages\[0\].content must be a text"),
         ({"role": "assistant", "tool_calls": [{}]}, r"messages\[0\].tool_calls"),
         ({"role": "assistant", "function_call": {"name": "f"}}, r"messages\[0\].function_call"),
         ({"role": "critic", "content": "bad"}, r"messages\[0\].role must be one of system, user"),

@@ -395,6 +395,14 @@ def test_a_command_of_alerts_that_is_not_there_is_refused_before_an_alert_wants_
         jobconfig.check_files(parse("", *keys, "--alerts.command", "not-there --now"))
 
 
+def test_servers_of_an_evaluation_are_urls_in_the_form_that_is_compared(parse: Parse) -> None:
+    table = '[[evaluation]]\nname = "held_out"\ntask = "digits"\nrows = 1\nservers = ["{url}"]\n'
+    (found,) = parse(table.format(url="http://GPU2:8000/"), "--grpo.async_weight_update").evaluation
+    assert found.servers == ["http://gpu2:8000"]
+    with pytest.raises(ConfigError, match=r"^evaluation\[0\]\.servers: a server must be a URL"):
+        parse(table.format(url="gpu2:8000"), "--grpo.async_weight_update")
+
+
 def test_what_prompts_are_made_of_is_looked_for_before_servers_start(
     parse: Parse, tmp_path: Path
 ) -> None:

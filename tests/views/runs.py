@@ -42,6 +42,7 @@ class Made:
     first_step: int = 1
     """Greater: a resumed run."""
     finished: bool = True
+    ended_by: str = ""
 
 
 def url_of(server: int) -> str:
@@ -67,7 +68,7 @@ def make_run(
         _step(recorder, made, step, clock, draw)
         pace(step)
     if made.finished:
-        report.write_report(recorder, folder.name, "async")
+        report.write_report(recorder, folder.name, "async", made.ended_by)
     else:
         recorder.close()
 

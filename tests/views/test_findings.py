@@ -101,6 +101,11 @@ FIRING = {
         "bad",
         "clipping took the gradient of 50 % of the tokens",
     ),
+    "ended_early": (
+        facts(ended_by="RunStopped: no rows"),
+        "bad",
+        "the run ended before its last step: RunStopped: no rows",
+    ),
     "errors": (facts(errors=("a", "b")), "bad", "2 errors did not stop the run; first: a"),
 }
 """Rule -> facts past its bound, the level, what the sentence has."""

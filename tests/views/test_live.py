@@ -22,7 +22,8 @@ from titan_grpo.observe import names, report
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.titan.startup import held as dump_folder_held
 from titan_grpo.views import live
-from titan_grpo.views.live import Follower, State, Tail, screen, spark, step_line, trainer_lives
+from titan_grpo.views.live import Follower, State, Tail, screen, spark, step_line
+from titan_grpo.views.run import trainer_lives
 
 DEADLINE_S = 60.0
 
@@ -156,6 +157,8 @@ COMMAND = [sys.executable, "-m", "titan_grpo.cli", "watch", "--interval", "0.05"
 def test_a_watcher_that_starts_first_shows_each_step_and_ends_with_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with watching(run, stdout=subprocess.PIPE, text=True) as watcher:
+        waits = f"waiting for {run}, which is not there yet\n"
+        assert present(watcher.stdout).readline() == waits
         recorder = Recorder(run)
         recorder.known_server(url_of(0))
         for step in (1, 2):
@@ -180,6 +183,18 @@ def test_a_run_that_was_killed_ends_the_watcher_with_1(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "the run ended after step 2 without a summary" in done.stdout
+
+
+def test_a_run_that_failed_ends_the_watcher_and_a_check_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from titan_grpo import cli
+
+    make_run(tmp_path, Made(steps=2, ended_by="RunStopped: no rows"))
+    assert cli.main(["watch", str(tmp_path)]) == 1
+    assert "ended by                RunStopped: no rows" in capsys.readouterr().out
+    assert cli.main(["watch", str(tmp_path), "--check", "--stalled", "1"]) == 1
+    assert capsys.readouterr().out == "the run ended after step 2: RunStopped: no rows\n"
 
 
 def test_a_terminal_shows_the_screen_until_the_run_ends(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """What the page holds."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,3 +114,26 @@ def test_an_evaluation_has_a_chart_with_its_confidence_interval(tmp_path: Path) 
     (curve,) = page.page_data(read_run(tmp_path), numbers)["charts"][-1]["curves"]
     assert curve["mean"][4] == curve["low"][4] == 0.6
     assert curve["mean"][-1] > 0.8, "of a finished run the last version's is there too"
+
+
+@pytest.mark.parametrize(
+    ("made", "state"),
+    [
+        (Made(steps=2), "finished"),
+        (Made(steps=2, ended_by="RunStopped: no rows"), "ended early"),
+        (Made(steps=2, finished=False), "not finished when this page was made"),
+        (Made(steps=0, finished=False), "not finished when this page was made"),
+    ],
+)
+def test_the_page_says_how_far_the_run_is(tmp_path: Path, made: Made, state: str) -> None:
+    make_run(tmp_path, made)
+    assert page.page_data(read_run(tmp_path), page.decoder([]))["state"] == state
+
+
+def test_the_page_of_a_killed_run_says_that_its_trainer_is_gone(tmp_path: Path) -> None:
+    make_run(tmp_path, Made(steps=2, finished=False))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(60)
+    (tmp_path / "run.lock").write_text(f"{os.uname().nodename} process {gone.pid}\n")
+    shown = page.page_data(read_run(tmp_path), page.decoder([]))["state"]
+    assert shown == "ended without a summary"

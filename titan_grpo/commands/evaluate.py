@@ -4,6 +4,7 @@ runs."""
 import argparse
 import asyncio
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -55,6 +56,10 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
             f" {', '.join(names) or 'none'}; there are {', '.join(known) or 'none'}"
         )
     server = args.server and server_url(args.server)
+    out: Path | None = args.out
+    # Now: an evaluation takes long.
+    if out is not None and (out.is_dir() or not os.access(out.absolute().parent, os.W_OK)):
+        raise ConfigError(f"--out must be a file that can be written, got {str(out)!r}")
     tables = [table for table in config.evaluation if table.name in names]
     import msgspec
 
@@ -75,8 +80,8 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
             result = asyncio.run(evaluate(job, loaded, key))
             print(evaluation.line(result), flush=True)
             found.append(msgspec.to_builtins(result))
-    if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if out is not None:
+        out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

@@ -32,7 +32,8 @@ def parser() -> argparse.ArgumentParser:
     check = out.add_argument_group(
         "check once, for a scheduler",
         "exit code 0: nothing to tell; 3: a threshold holds; 4: no step for too long; 1: no step"
-        " yet, or the run ended without a summary; 2: a mistake in the arguments",
+        " yet, or the run ended without a summary or before its last step; 2: a mistake in the"
+        " arguments",
     )
     check.add_argument("--check", action="store_true", help="look once instead of following")
     threshold = 'a threshold as in [alerts], such as "ratio/max > 10 for 3" (may be repeated)'
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
-    """Follow until the run ends: 0 with a summary, 1 if it ended without one, 130 on Ctrl-C.
+    """Follow until the run ends: 0 after its last step, 1 if it ended before, 130 on Ctrl-C.
     ``env`` is not used."""
     args = parser().parse_args(argv)
     if not 0.05 <= args.interval <= 3600:
@@ -67,6 +68,8 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         if console.is_terminal:
             _on_screen(follower, console, args.interval)
         else:
+            if not args.run.exists():
+                print(f"waiting for {args.run}, which is not there yet", flush=True)
             _follow(follower, lambda rows: _print_steps(follower, rows), args.interval)
     except KeyboardInterrupt:
         return 130
@@ -106,8 +109,12 @@ def _check(args: argparse.Namespace) -> int:
     if args.stalled is not None and not ended and silent_s > args.stalled:
         print(f"no step after step {rows[-1]['step']} for {silent_s:.0f} s")
         return STALLED
-    if ended and summary_of(args.run) is None:
+    summary = summary_of(args.run) if ended else None
+    if ended and summary is None:
         print(f"the run ended after step {rows[-1]['step']} without a summary; its log says why")
+        return 1
+    if summary and (why := json.loads(summary.read_text()).get("ended_by")):
+        print(f"the run ended after step {rows[-1]['step']}: {why}")
         return 1
     return 0
 
@@ -169,6 +176,7 @@ def _end(follower: "Follower") -> int:
     if summary is None:
         print(f"the run ended after step {follower.state.step} without a summary; its log says why")
         return 1
-    print(final_table(json.loads(summary.read_text())))
+    found = json.loads(summary.read_text())
+    print(final_table(found))
     print(next_command("report", str(follower.folder)))
-    return 0
+    return int(bool(found.get("ended_by")))

@@ -63,7 +63,7 @@ def ends(values: list[float]) -> tuple[float | None, float | None, int]:
     return float(np.mean(values[:window])), float(np.mean(values[-window:])), window
 
 
-def summarize(recorder: Recorder, run: str, mode: str) -> dict[str, Any]:
+def summarize(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> dict[str, Any]:
     """Compute the content of summary.json (:class:`titan_grpo.observe.schema.Summary`); ``mode`` is
     "async" or "sync"."""
     rows, history = recorder.rows(), recorder.history()
@@ -112,6 +112,7 @@ def summarize(recorder: Recorder, run: str, mode: str) -> dict[str, Any]:
         "lengths": {kind: _lengths(totals, kind) for kind in ("made", "trained")},
         "errors": history.errors,
         "last_step": recorder.last_row() or read_last(recorder.metrics_path),
+        "ended_by": ended_by,
     }
 
 
@@ -146,16 +147,16 @@ def write_summary(run_dir: Path | str, summary: Mapping[str, Any]) -> Path:
     return path
 
 
-def write_report(recorder: Recorder, run: str, mode: str) -> dict[str, Any]:
+def write_report(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> dict[str, Any]:
     """End a run: close the recorder, write summary.json and reward.png, return the summary. What
     cannot be written is among its errors."""
     recorder.close()
     try:
-        write_summary(recorder.run_dir, summarize(recorder, run, mode))
+        write_summary(recorder.run_dir, summarize(recorder, run, mode, ended_by))
         plot_rewards(recorder.metrics_path, recorder.run_dir / "reward.png")
     except OSError as error:
         recorder.error(f"the report in {recorder.run_dir} is not whole: {error.strerror}")
-    return summarize(recorder, run, mode)
+    return summarize(recorder, run, mode, ended_by)
 
 
 def plot_rewards(metrics: Path, out: Path) -> bool:
@@ -208,6 +209,7 @@ def final_table(summary: Mapping[str, Any]) -> str:
     dropped = ", ".join(f"{n} {reason}" for reason, n in s["dropped"].items())
     rows = [
         ("steps", f"{s['steps']}  ({number(s['steps_per_s'])} per second)"),
+        *(("ended by", why) for why in [s.get("ended_by")] if why),
         *(("resumed", f"at step {step}") for step in s["resumes"]),
         ("reward", f"{reward}  (means of {s['reward_window']} steps)"),
         ("syncs", f"{s['sync_count']} committed, {s['skipped_versions']} versions skipped"),

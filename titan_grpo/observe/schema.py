@@ -135,6 +135,8 @@ class Summary(Record):
     last_step: dict[str, Number] = {}
     """The last line of metrics.jsonl: each metric by its name (observe/names.py). Empty in a run
     without a step, and in summaries that were written before there was this key."""
+    ended_by: str = ""
+    """The error or the signal that ended the run before its last step; else empty."""
 
 
 def check(summary: Mapping[str, Any]) -> Summary:

@@ -160,6 +160,9 @@ def check_messages(messages: Any) -> str:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return 'has a message without a "role"'
+        # A template writes nothing for it, or "None". A call of a tool has none, which is right.
+        if message["role"] in ("system", "user") and message.get("content") is None:
+            return f'has a {message["role"]} message without "content"'
     if messages[-1]["role"] == "assistant":
         return "ends with the assistant's message, which the model is to write"
     return ""

@@ -146,6 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
     # Head and body in one packet: the second of two small ones would wait for the first one's ACK.
     wbufsize = -1
     disable_nagle_algorithm = True
+    # Of what the standard library refuses itself: a line, and not a page of HTML.
+    error_content_type, error_message_format = "text/plain", "%(message)s\n"
     server: _Server
 
     def do_GET(self) -> None:

@@ -173,7 +173,9 @@ def plain(message: Any, place: str = "message") -> Message:
         if not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
             raise _refusal(f"{place}.content", "a text, or parts of text", content)
         content = "".join(part["text"] for part in content)
-    if not isinstance(content, str | None):
+    # Only an answer may be of calls alone, and a tool's result empty.
+    asks = ROLES[message["role"]] in ("system", "user")
+    if not isinstance(content, str if asks else str | None):
         raise _refusal(f"{place}.content", "a text, or parts of text", content)
     out: Message = {"role": ROLES[message["role"]], "content": content or ""}
     calls = message.get("tool_calls") or []

@@ -14,6 +14,7 @@ from typing import Any
 from titan_grpo import config as our_config
 from titan_grpo.config.grpo import GRPO, resolve_aliases
 from titan_grpo.config.inert import inert
+from titan_grpo.config.rollout import server_url
 from titan_grpo.config.task import TEXT, Evaluation, TaskKeys, inherited
 from titan_grpo.errors import ConfigError
 from titan_grpo.receive.checkpoint import essential
@@ -97,7 +98,12 @@ def _evaluation(number: int, table: Mapping[str, Any], rollout: Any) -> Evaluati
     timeout_s = table.get("timeout_s", Evaluation.timeout_s)
     if not 0 < timeout_s < math.inf:
         raise ConfigError(f"{key}timeout_s must be greater than 0, and finite, got {timeout_s!r}")
-    return Evaluation(**inherited(dict(table), rollout))
+    try:
+        # The form in which the run compares them.
+        servers = [server_url(url) for url in table.get("servers", ())]
+    except ConfigError as error:
+        raise ConfigError(f"{key}servers: {error}") from error
+    return Evaluation(**inherited({**table, "servers": servers}, rollout))
 
 
 def algorithms() -> list[str]:

@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 import shlex
+import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -123,6 +124,7 @@ class Controller:
         self._watched = (alerts.GAP, *alerts.watched(job_config.alerts))
         self.stopped_by = ""
         """The threshold of alerts.stop that was crossed."""
+        self._ended_by = ""
         self._collapse = Collapse(job_config.grpo.reward_collapse_steps)
 
     def start(
@@ -447,9 +449,10 @@ class Controller:
                 self.recorder.error(f"version {version} is not saved: {missing}")
         return values
 
-    def close(self) -> None:
-        """End rollouts, lanes and servers within ``END_S``, then write the report. Also after an
-        error; idempotent."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End rollouts, lanes and servers within ``END_S``, then write the report, which names the
+        ``error`` that ended the run. Idempotent."""
+        self._ended_by = self._ended_by or ending(error)
         self._end = time.monotonic() + END_S
         self._ends.close()
 
@@ -464,7 +467,8 @@ class Controller:
     def _report(self) -> None:
         mode = "async" if self._job.grpo.async_weight_update else "sync"
         try:
-            summary = report.write_report(self.recorder, self._run_dir.name, mode)
+            name = self._run_dir.name
+            summary = report.write_report(self.recorder, name, mode, self._ended_by)
         except OSError as error:
             terminal.print_status(f"the report cannot be written under {self._run_dir}: {error}")
         else:
@@ -490,6 +494,24 @@ class Controller:
                 self.recorder.count(total, new)
         gpus = len(self._job.rollout.launch_gpus)
         return rollout_values(before, now[1], now[0] - before_s, gpus)
+
+
+SIGNALLED = 128
+"""What a signal's number is added to, as the exit code of a process that it ended."""
+
+
+def ending(error: BaseException | None) -> str:
+    """What ended a run, in one line; empty for None. A signal comes as SystemExit (train.py).
+
+    >>> ending(SystemExit(128 + 15)), ending(ValueError("no batch"))
+    ('SIGTERM', 'ValueError: no batch')
+    """
+    if error is None:
+        return ""
+    code = error.code if isinstance(error, SystemExit) else None
+    if isinstance(code, int) and code > SIGNALLED:
+        return signal.Signals(code - SIGNALLED).name
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _owner(run_dir: Path) -> str:

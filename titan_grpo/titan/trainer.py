@@ -347,14 +347,15 @@ class GRPOTrainer(Engine):
             return self.loader.fetch(None)
         return self.loader.fetch(lambda: controller.prepare(self.version, self.loader.num_shares))
 
-    def close(self) -> None:
-        """Stop everything that was started. Also after an error; bounded; idempotent."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop everything that was started. Also after an ``error``, which the summary names;
+        bounded; idempotent."""
         with ExitStack() as parts:
             # In reverse; each also after an error of the one before.
             parts.callback(super().close)
             parts.callback(self.sync.close)
             if self.controller is not None:
-                parts.callback(self.controller.close)
+                parts.callback(self.controller.close, error)
 
 
 def run(job_config: Any, build: Callable[[Any], GRPOTrainer] = GRPOTrainer) -> None:
@@ -369,7 +370,7 @@ def run(job_config: Any, build: Callable[[Any], GRPOTrainer] = GRPOTrainer) -> N
             with ExitStack() as ends:
                 ends.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
                 trainer = build(job_config)
-                ends.callback(trainer.close)
+                ends.push(lambda _kind, error, _trace: trainer.close(error))
                 trainer.train()
         except BaseException as error:
             if reason := write_failure(error, folder):

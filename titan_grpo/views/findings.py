@@ -59,6 +59,8 @@ class Facts:
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Groups by reason."""
     errors: tuple[str, ...] = ()
+    ended_by: str = ""
+    """What ended the run before its last step."""
 
 
 def facts_of(run: Run) -> Facts:
@@ -93,6 +95,7 @@ def facts_of(run: Run) -> Facts:
         digest_mismatches=s.digest_mismatches if s else 0,
         dropped=s.dropped if s else {},
         errors=tuple(s.errors if s else errors),
+        ended_by=s.ended_by if s else "",
     )
 
 
@@ -370,6 +373,12 @@ def much_is_cut(f: Facts) -> Iterator[Finding]:
             )
 
 
+def ended_early(f: Facts) -> Iterator[Finding]:
+    """What ended the run before its last step."""
+    if f.ended_by:
+        yield Finding("bad", f"the run ended before its last step: {f.ended_by}")
+
+
 def errors(f: Facts) -> Iterator[Finding]:
     """Errors that did not stop the run."""
     if f.errors:
@@ -377,6 +386,7 @@ def errors(f: Facts) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
+    ended_early,
     errors,
     never_served,
     slow_transfers,

@@ -1,8 +1,6 @@
 """A run as its files say it now: follows them while they grow, and lays out a terminal screen."""
 
 import json
-import os
-import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +17,7 @@ from rich.text import Text
 from titan_grpo.observe import names
 from titan_grpo.observe.report import number
 from titan_grpo.views.findings import duration, percent
-from titan_grpo.views.run import band, edges, in_order, short, summary_of
+from titan_grpo.views.run import band, edges, in_order, short, summary_of, trainer_lives
 
 TAIL_BYTES = 1 << 22
 """Of a file that is there already when watching begins: its end, which has what is new, and as much
@@ -158,25 +156,6 @@ class Follower:
         is newer than the last step."""
         alive = trainer_lives(self.folder / "run.lock")
         return not alive if alive is not None else summary_of(self.folder) is not None
-
-
-def trainer_lives(lock: Path) -> bool | None:
-    """Whether the process that a run's lock file names is there; None if that cannot be said: there
-    is no file, or it is of another host.
-
-    The lock itself is not tried: a trainer that starts in that moment would find it taken.
-    """
-    with suppress(FileNotFoundError):
-        found = re.match(r"(\S+) process (\d+)", lock.read_text(errors="replace"))
-        if found and found[1] == os.uname().nodename:
-            try:
-                os.kill(int(found[2]), 0)
-            except ProcessLookupError:
-                return False
-            except PermissionError:
-                pass  # another user's process
-            return True
-    return None
 
 
 def _parsed(lines: Iterable[bytes]) -> Iterator[Any]:

@@ -125,7 +125,7 @@ def page_data(run: Run, decode: Decode) -> dict[str, Any]:
     own = [_chart(table, bounds, Chart(name, "", ((name, name),))) for name in others]
     return {
         "run": run.name,
-        "finished": run.summary is not None,
+        "state": _state(run),
         "tiles": list(_tiles(run, facts)),
         "findings": [[finding.level, finding.text] for finding in findings(facts)],
         "waits": list(_waits(facts)),
@@ -135,6 +135,12 @@ def page_data(run: Run, decode: Decode) -> dict[str, Any]:
         "timeline": timeline(run.trace),
         "completions": completions(run.samples, decode),
     }
+
+
+def _state(run: Run) -> str:
+    if run.summary is not None:
+        return "ended early" if run.summary.ended_by else "finished"
+    return "ended without a summary" if run.gone else "not finished when this page was made"
 
 
 def rounded(values: Array | Sequence[float], digits: int = 4) -> list[float | None]:

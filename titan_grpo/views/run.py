@@ -6,6 +6,7 @@ and server), so its spans become columns and not objects.
 """
 
 import math
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -132,6 +133,8 @@ class Run:
     """Of samples.jsonl, in rising order of steps."""
     summary: Summary | None
     """None while the run goes on, and after a kill."""
+    gone: bool = False
+    """Whether its trainer is known to be dead."""
 
 
 def read_run(folder: Path) -> Run:
@@ -149,6 +152,7 @@ def read_run(folder: Path) -> Run:
             read_trace(trace) if trace.is_file() else Trace(),
             read_samples(folder / "samples.jsonl"),
             _summary(folder),
+            trainer_lives(folder / "run.lock") is False,
         )
     except OSError as error:
         raise ConfigError(f"RUN must be readable, {folder} is not: {error.strerror}") from error
@@ -221,6 +225,25 @@ def summary_of(folder: Path) -> Path | None:
         written = summary.stat().st_mtime
         if not metrics.is_file() or written >= metrics.stat().st_mtime:
             return summary
+    return None
+
+
+def trainer_lives(lock: Path) -> bool | None:
+    """Whether the process that a run's lock file names is there; None if that cannot be said: there
+    is no file, or it is of another host.
+
+    The lock itself is not tried: a trainer that starts in that moment would find it taken.
+    """
+    with suppress(FileNotFoundError):
+        found = re.match(r"(\S+) process (\d+)", lock.read_text(errors="replace"))
+        if found and found[1] == os.uname().nodename:
+            try:
+                os.kill(int(found[2]), 0)
+            except ProcessLookupError:
+                return False
+            except PermissionError:
+                pass  # another user's process
+            return True
     return None
 
 

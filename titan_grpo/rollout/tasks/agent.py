@@ -2,6 +2,7 @@
 (docs/agents.md); the calls of tools in a model's text, by the format that the model writes; and
 what the rollout process loads before it asks for a completion, of an agent or any other task."""
 
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -32,6 +33,8 @@ class AgentRows:
         """Import the function and open the dataset. Raises ConfigError or DataError."""
         outside = spec.agent == OUTSIDE
         function = None if outside else load_function("rollout.agent", spec.agent)
+        if function:
+            _check_call(function, spec.agent)
         rows = open_rows(spec) if spec.dataset else None
         return cls(function, rows, spec.seed)
 
@@ -44,6 +47,16 @@ class AgentRows:
         if self._rows is None:
             return {"index": index, "seed": self._seed}
         return self._rows[self._rows.number(index)]
+
+
+def _check_call(function: Callable[..., Any], path: str) -> None:
+    """Raise ConfigError for a function that cannot be called as agents are."""
+    try:
+        inspect.signature(function).bind("base_url", "api_key", {})
+    except TypeError as error:
+        raise ConfigError(
+            f"rollout.agent {path!r} must take (base_url, api_key, row): {error}"
+        ) from error
 
 
 ToolParser = Callable[[str], tuple[str, ToolCalls]]

@@ -1,6 +1,7 @@
 """The rows of a dataset that pass its filters, in a seeded order."""
 
 import json
+import logging
 import operator
 import random
 import re
@@ -116,6 +117,21 @@ class Rows:
                 f" {', '.join(self.columns)}"
             )
 
+    def require_values(self, column: str, user: str) -> None:
+        """Raise ConfigError as ``require``, or DataError if a row that is asked has null there."""
+        self.require(column, user)
+        values = self._column(column)
+        if not values.null_count:
+            return
+        absent = values.is_null().to_pylist()
+        for number in self._kept:
+            if absent[number]:
+                raise DataError(
+                    f"{self._section}.dataset {self.name!r} has no value (null) in its row"
+                    f" {number}, and {user}: fill it, or leave such rows out with"
+                    f" {self._section}.dataset_filter = ['{column} != null']"
+                )
+
     def number(self, index: int) -> int:
         """Number in the dataset of row ``index`` of the sequence: each epoch has every row once."""
         epoch, place = divmod(index, len(self))
@@ -126,10 +142,13 @@ class Rows:
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
 
+    def _column(self, name: str) -> Any:
+        """The whole column, as Arrow: one of Python objects is read from the table value by
+        value."""
+        return self._table.select_columns([name]).with_format("arrow")[:][name]
+
     def _passing(self, condition: Condition) -> list[int]:
-        # As Arrow: a column of Python objects is read from the table value by value.
-        column = self._table.select_columns([condition.column]).with_format("arrow")[:]
-        values = column[condition.column].to_pylist()
+        values = self._column(condition.column).to_pylist()
         kept = []
         for number in self._kept:
             try:
@@ -170,8 +189,12 @@ def open_table(keys: TaskKeys) -> Any:
     """
     # Imported here: it takes seconds, and most runs' processes need none.
     import datasets  # type: ignore[import-untyped]
+    from huggingface_hub.utils import logging as hub_logging
 
     datasets.disable_progress_bars()
+    # Both log what they then raise, and the Hub's client each of its six attempts.
+    for library in (datasets.logging, hub_logging):
+        library.set_verbosity(logging.CRITICAL)
     files, name, key = files_of(keys), keys.dataset, f"{keys.section}.dataset"
     # Each is a file by now, and "[" in its name no pattern.
     options: dict[str, Any] = {"data_files": list(map(escape, files)), "split": "train"}
@@ -188,7 +211,10 @@ def open_table(keys: TaskKeys) -> Any:
             why = _bad_line(files) or f"{name!r} {unread}"
             raise DataError(f"{key} {why}") from error
         # Not found, no such configuration or split, no way to the Hub.
-        raise ConfigError(f"{key} {name!r} cannot be loaded: {_cause(error)}") from error
+        what = "cannot be loaded"
+        if not Path(name).is_dir():
+            what = f"is no file or folder here, and {what} from the Hub"
+        raise ConfigError(f"{key} {name!r} {what}: {_cause(error)}") from error
     except StopIteration as error:
         # What ``datasets`` does with a file of no bytes.
         raise DataError(f"{key} {name!r} has no rows") from error

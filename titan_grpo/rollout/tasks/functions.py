@@ -179,7 +179,7 @@ class FunctionTask:
         """What the user says: a text, or a list of messages. Raises DataError for anything else."""
         if self._keys.prompt:
             try:
-                return self._keys.prompt.format(**row)
+                return _Filled().vformat(self._keys.prompt, (), row)
             except (ValueError, TypeError, AttributeError, LookupError) as error:
                 raise DataError(
                     f"{self._keys.section}.prompt {self._keys.prompt!r} does not fit: {error}"
@@ -187,7 +187,7 @@ class FunctionTask:
         name = MESSAGES if MESSAGES in row else TEXTS
         value = row[name]
         if isinstance(value, str):
-            return value
+            return (_messages_in(value) if name == MESSAGES else None) or value
         if fault := check_messages(value):
             raise DataError(
                 f"column {name!r} must have texts, or messages that a model can answer; one"
@@ -208,6 +208,8 @@ class FunctionTask:
         if not prompt:
             if MESSAGES not in rows.columns:
                 rows.require(TEXTS, f"without {key} a run asks for {TEXTS!r} or {MESSAGES!r}")
+            name = MESSAGES if MESSAGES in rows.columns else TEXTS
+            rows.require_values(name, f"a prompt is made of {name!r}")
             return
         try:
             names = [name for _, name, _, _ in Formatter().parse(prompt) if name is not None]
@@ -218,7 +220,27 @@ class FunctionTask:
             ) from error
         for name in names:
             column = name.partition(".")[0].partition("[")[0]
-            rows.require(column, f"{key} asks for {column!r}")
+            rows.require_values(column, f"{key} asks for {column!r}")
+
+
+def _messages_in(text: str) -> list[Any] | None:
+    """The messages that a text is the JSON of, as in a column of a CSV file; None if it is not."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return None if check_messages(value) else value
+
+
+class _Filled(Formatter):
+    """``str.format``, but null is an error and not the text "None"."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        """As Formatter. Raises ValueError for null."""
+        value, first = super().get_field(field_name, args, kwargs)
+        if value is None:
+            raise ValueError(f"{field_name} has no value (null)")
+        return value, first
 
 
 def with_system(said: Any, system_prompt: str) -> list[Any]:
@@ -264,7 +286,8 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
     """The function or class "package.module:name" that ``key`` names. Raises ConfigError, also
     where the module breaks: in one line, with the place."""
     module_name, _, name = path.partition(":")
-    if not name or not module_name or "/" in module_name or module_name[0] == ".":
+    file = "/" in module_name or module_name.endswith(".py") or module_name[:1] == "."
+    if not name or not module_name or file:
         raise ConfigError(
             f'{key} must be "package.module:function" (a module\'s name as in import, no path of a'
             f" file), got {path!r}"

@@ -1,0 +1,35 @@
+"""What ``titan-grpo evaluate`` refuses before it asks for a completion."""
+
+from pathlib import Path
+
+import pytest
+
+from titan_grpo import cli
+
+JOB = """
+[job]
+custom_config_module = "titan_grpo.config"
+[model]
+name = "qwen3"
+flavor = "grpo_tiny"
+[grpo]
+async_weight_update = true
+[rollout]
+servers = ["http://127.0.0.1:9"]
+[[evaluation]]
+name = "held_out"
+task = "digits"
+rows = 1
+"""
+
+
+@pytest.mark.parametrize("place", ["", "nowhere/figures.json"])
+def test_figures_that_could_not_be_written_are_refused_before_an_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    job, out = tmp_path / "job.toml", tmp_path / place
+    job.write_text(JOB)
+    words = ["--server", "http://127.0.0.1:9", "--out", str(out), "--job.config_file", str(job)]
+    assert cli.main(["evaluate", *words]) == 2
+    rule = f"--out must be a file that can be written, got {str(out)!r}\n"
+    assert capsys.readouterr().err == f"titan-grpo evaluate: {rule}"
