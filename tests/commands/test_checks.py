@@ -65,6 +65,12 @@ def test_what_a_server_says_about_run_keys(
     assert bool(finding.remedy) == (status != "ok")
 
 
+def test_what_a_server_says_about_its_quantisation() -> None:
+    for method in ("", "fp8"):
+        joined = msgspec.structs.replace(JOINED, quantization=method)
+        assert ("quantised (fp8)" in server(facts(joined=joined))[-1].text) == bool(method)
+
+
 def test_the_ranges_are_those_of_the_packaging(root: Path) -> None:
     text = (root / "pyproject.toml").read_text()
     for name, allowed in RANGES.items():
