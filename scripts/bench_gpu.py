@@ -211,6 +211,7 @@ class GpuModel:
 
     config: Mapping[str, Any] = {}
     routes = True
+    quantization = ""
 
     def __init__(self, manifest: Manifest) -> None:
         self.tensors = {

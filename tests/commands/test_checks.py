@@ -1,10 +1,12 @@
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from scripts import compat
 from titan_grpo.commands import doctor_host
 from titan_grpo.commands.doctor_host import RANGES, Gpu
 from titan_grpo.commands.doctor_servers import Needs, Options, ServerFacts, server
@@ -63,6 +65,12 @@ def test_what_a_server_says_about_run_keys(
     assert bool(finding.remedy) == (status != "ok")
 
 
+def test_what_a_server_says_about_its_quantisation() -> None:
+    for method in ("", "fp8"):
+        joined = msgspec.structs.replace(JOINED, quantization=method)
+        assert ("quantised (fp8)" in server(facts(joined=joined))[-1].text) == bool(method)
+
+
 def test_the_ranges_are_those_of_the_packaging(root: Path) -> None:
     text = (root / "pyproject.toml").read_text()
     for name, allowed in RANGES.items():
@@ -71,6 +79,18 @@ def test_the_ranges_are_those_of_the_packaging(root: Path) -> None:
         low = min((low for low, _ in asked), key=numbers)
         high = max((high for _, high in asked), key=numbers)
         assert (low, high) == (allowed.low, allowed.high), f"pyproject.toml has another {name}"
+
+
+@pytest.mark.parametrize("engine", sorted(doctor_host.ENGINES))
+def test_the_oldest_engine_is_that_of_the_packaging_and_of_the_table_of_versions(
+    root: Path, engine: str
+) -> None:
+    oldest = numbers(doctor_host.ENGINES[engine].oldest)
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    [asked] = extras["optional-dependencies"][engine]
+    assert numbers(asked.partition(">=")[2]) == oldest, "pyproject.toml has another"
+    first, *_ = compat.ENGINES[engine][1]
+    assert numbers(first)[: len(oldest)] == oldest, "scripts/compat.py has another"
 
 
 def test_an_old_python_is_a_problem() -> None:

@@ -132,6 +132,7 @@ from titan_grpo.receive.commit import EngineSide
 class Breaking:
     config = {}
     routes = True
+    quantization = ""
     def __init__(self, engine):
         self.engine, self.broken = engine, False
 

@@ -38,9 +38,32 @@ def test_every_run_is_told_of_a_gap_on_the_same_weights_with_its_likely_cause() 
     for _ in range(3):
         assert crossed == ()
         state, crossed = step(state, values)
-    (said,) = (alerts.told(each, values) for each in crossed)
+    (said,) = (alerts.told(each, values, {}) for each in crossed)
     assert said.startswith("logprob_gap/on_policy_mean >= 0.05 for 3 (0.06): it grows along the")
     assert "RoPE scaling" in said
+
+
+GROWS = {names.gap("position", 16): 0.01, names.gap("position", 1024): 0.3}
+LEARNT = {names.gap("lag", 0): 0.004, names.gap("lag", 1): 0.2}
+FP8 = {"http://a": "fp8", "http://b": ""}
+
+FACTS: dict[str, tuple[dict[str, float], dict[str, str], str]] = {
+    "a quantised server": (GROWS, FP8, "(http://a with fp8)"),
+    "older versions before it": (LEARNT, FP8, "what the policy learnt since"),
+    "kept KV": (GROWS | {names.KEPT_KV: 0.125}, {}, "12 % of the completions ran over a commit"),
+}
+
+
+@pytest.mark.parametrize("which", FACTS)
+def test_a_cause_that_the_run_has_seen_is_named_with_its_figures(which: str) -> None:
+    last, quantised, words = FACTS[which]
+    assert words in alerts.likely_cause(last, quantised)
+
+
+@pytest.mark.parametrize("last", [GROWS, GROWS | {names.KEPT_KV: 0.0}, {}])
+def test_no_kv_and_no_quantisation_are_blamed_that_the_run_has_not(last: dict[str, float]) -> None:
+    cause = alerts.likely_cause(last, {"http://b": ""})
+    assert not any(word in cause for word in ("quantis", "kv_after_update"))
 
 
 def test_steps_without_the_metric_change_nothing() -> None:

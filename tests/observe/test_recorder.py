@@ -141,6 +141,7 @@ def test_the_history_of_a_run_spans_its_processes_also_after_a_kill(tmp_path: Pa
         recorder = Recorder(tmp_path)
         recorder.known_server(SERVER)
         recorder.committed(SERVER, step)
+        recorder.quantised(SERVER, "fp8" if step < 3 else "")
         recorder.count(names.SYNC_COUNT)
         recorder.observe(names.SEND_S, 0.5)
         recorder.error(f"error {step}")
@@ -150,6 +151,7 @@ def test_the_history_of_a_run_spans_its_processes_also_after_a_kill(tmp_path: Pa
         path.write_bytes(path.read_bytes() + b'["count", "sync/c')
     history = recorder.history()
     assert history.commits == {SERVER: [1, 2, 3]}
+    assert history.quantised == {SERVER: ""}
     assert history.totals[names.SYNC_COUNT] == 3
     assert list(history.series[names.SEND_S]) == [0.5] * 3
     assert history.errors == ["error 1", "error 2", "error 3"]

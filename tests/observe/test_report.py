@@ -38,6 +38,8 @@ def recorder(tmp_path: Path) -> Iterator[Recorder]:
             recorder.count(names.SYNC_COUNT)
             recorder.observe(names.SEND_S, 0.1)
     recorder.count(names.SKIPPED_VERSIONS, 5)
+    for server, method in ((SERVERS[0], "fp8"), (SERVERS[1], "fp8"), (SERVERS[1], "")):
+        recorder.quantised(server, method)
     recorder.joined(SERVERS[1], 3)
     recorder.left(SERVERS[1], 7)
     recorder.count(names.dropped("nan_logprobs"), 2)
@@ -72,6 +74,7 @@ def test_the_summary_of_a_run_keeps_its_schema_and_says_what_happened(recorder: 
     assert summary["blocked_s"]["median"] == pytest.approx(0.0055)
     assert summary["staleness"] == {"mean": 0.5, "max": 1.0}
     assert summary["dropped"] == {"nan_logprobs": 2}
+    assert summary["quantised"] == {SERVERS[0]: "fp8"}, "the other was restarted without"
     last = {names.REWARD: 1.0, names.BLOCKED_S: 0.01, names.LOGPROB_GAP_MAX: 0.02}
     assert summary["last_step"].items() >= last.items()
     assert summary["lengths"] == {"made": {"16": 3, "128": 1}, "trained": {"16": 3}}

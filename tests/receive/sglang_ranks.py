@@ -31,6 +31,7 @@ class Engine:
     """Loads nothing."""
 
     routes = False
+    quantization = ""
     config: Mapping[str, Any] = {}
 
     def refuses(self, manifest: Manifest) -> str:

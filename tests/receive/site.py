@@ -56,6 +56,7 @@ class DictEngine:
 
     config: Mapping[str, Any] = {}
     routes = True
+    quantization = ""
 
     def __init__(self) -> None:
         self.tensors = {

@@ -24,6 +24,7 @@ class CheckedEngine:
 
     config: Mapping[str, Any] = {}
     routes = True
+    quantization = ""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.loads = folder, 0

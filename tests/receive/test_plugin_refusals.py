@@ -29,7 +29,7 @@ from vllm.engine.arg_utils import EngineArgs
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import essential
 from titan_grpo.receive import vllm_http
-from titan_grpo.receive.vllm_plugin import problem_of, sends_routes
+from titan_grpo.receive.vllm_plugin import problem_of, quantization_of, sends_routes
 
 def configured(model=sys.argv[1], **options):
     args = EngineArgs(model=model, max_model_len=64, enforce_eager=True, **options)
@@ -57,7 +57,13 @@ tokens = {"num_speculative_tokens": 2}
 routed = configured()
 # set late, as above
 routed.aux_output_config.enable_return_routed_experts = True
+def said(quantization):
+    config = configured().model_config
+    config.quantization = quantization  # set late, as above
+    return quantization_of(config)
+
 print(json.dumps({
+    "quantised": [said(None), said("fp8_per_tensor")],
     "plain": problem(),
     "ngram": problem(speculative_config={"method": "ngram", **tokens}),
     "draft": problem(speculative_config={"method": "draft_model", "model": sys.argv[1], **tokens}),
@@ -94,7 +100,7 @@ from sglang.srt.server_args import ServerArgs
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import essential
 from titan_grpo.receive.sglang_plugin import (
-    LOADER, SglangModel, compatibility, model_problem, sends_routes
+    LOADER, SglangModel, compatibility, model_problem, quantization_of, sends_routes
 )
 
 def problem(**options):
@@ -123,8 +129,12 @@ def fields(model, **options):
     config = ModelConfig.from_server_args(ServerArgs(model, **options))
     return essential(config.hf_text_config.to_dict())
 
+def said(**options):
+    return quantization_of(ModelConfig.from_server_args(ServerArgs(sys.argv[1], **options)))
+
 moe = compressed_tensors.CompressedTensorsFusedMoEMethod
 print(json.dumps({
+    "quantised": [said(), said(quantization="w8a8_int8")],
     "plain": problem(),
     "eplb": problem(enable_eplb=True),
     "redundant": problem(ep_num_redundant_experts=2),
@@ -185,6 +195,7 @@ def test_vllm_refuses_load_balanced_experts_and_draft_weights_and_nothing_else(
 ) -> None:
     found = answers(vllm_python, VLLM, tmp_path, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
     assert found.pop("routes") == [False, True]
+    assert found.pop("quantised") == ["", "fp8_per_tensor"]
     fine = [name for name, problem in found.items() if not problem]
     assert fine == ["plain", "ngram", "experts", "own processes", "online", "adapters"]
     assert "start it with --max-lora-rank 16" in found["adapters, low rank"]
@@ -204,6 +215,7 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
     paths = f"{sglang_cpu.directory()}:{root}"
     found = answers(sglang_python, SGLANG, tmp_path, PYTHONPATH=paths, SGLANG_USE_CPU_ENGINE="1")
     assert found.pop("routes") == [False, True]
+    assert found.pop("quantised") == ["", "w8a8_int8"]
     fine = [name for name, problem in found.items() if not problem]
     assert fine == ["plain", "experts", "unquantised", "restores"]
     assert 'send merged weights (lora.sync = "merged")' in found["adapters"]

@@ -267,6 +267,17 @@ def test_a_server_that_sends_no_routes_is_refused_where_they_are_needed(site: Si
     assert site.greet(Weights(1.0), needs=RolloutNeeds(routes=True)).wait_joined(60.0).ok
 
 
+def test_a_server_says_at_joining_how_it_quantises() -> None:
+    engine = DictEngine()
+    engine.quantization = "fp8"
+    site = Site(engine=engine)
+    try:
+        assert site.greet(Weights(1.0)).wait_joined(60.0).quantization == "fp8"
+        assert site.probe().quantization == "fp8"
+    finally:
+        site.close()
+
+
 @over_tcp
 def test_a_later_run_that_the_server_cannot_serve_leaves_the_run_in_force(site: Site) -> None:
     link = site.connect(Weights(1.0))

@@ -15,6 +15,7 @@ class Loader:
 
     config: Mapping[str, Any] = {}
     routes = True
+    quantization = ""
 
     def refuses(self, manifest: Manifest) -> str:
         return "no" if manifest.num_blocks else ""

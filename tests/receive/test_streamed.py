@@ -63,6 +63,7 @@ class LayerEngine:
 
     config: Mapping[str, Any] = {}
     routes = True
+    quantization = ""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}

@@ -38,8 +38,8 @@ class BareEngine:
     config: Mapping[str, Any] = {}
     routes = True
 
-    def __init__(self, inspect: Inspect | None) -> None:
-        self._inspect = inspect
+    def __init__(self, inspect: Inspect | None, quantization: str = "") -> None:
+        self._inspect, self.quantization = inspect, quantization
 
     def refuses(self, manifest: Manifest) -> str:
         """See Engine."""
@@ -68,13 +68,14 @@ class ReceiverServer:
         inspect: Inspect | None = None,
         run_key: Key | None = None,
         make_side: Callable[[], EngineSide] | None = None,
+        quantization: str = "",
     ) -> None:
         """``url`` is only a name. With a ``run_key`` weights come from who has it. Starts nothing
         until a lane greets it. ``make_side``: of another engine than BareEngine."""
         self.url = url
         self.reads_tool_calls = True
         self._new_side = make_side or (
-            lambda: EngineSide(BareEngine(inspect), Workers(), "", run_key)
+            lambda: EngineSide(BareEngine(inspect, quantization), Workers(), "", run_key)
         )
         self._changed = threading.Condition()
         # An engine answers one call at a time, on a thread that lives as long as it does: the

@@ -47,6 +47,7 @@ class CopiedModel:
     """receive.engine's Engine: its own copy of every tensor, in memory that stays where it is."""
 
     config: Mapping[str, Any] = {}
+    quantization = ""
 
     def __init__(self, shapes: Shapes | None = None, routes: bool = True) -> None:
         """``shapes``: the model that is served, HF name -> shape; None takes any. ``routes``: see

@@ -77,13 +77,14 @@ class Rig:
     ) -> None:
         """``config``: keys of [weight_sync], ``watch``, ``drain``, ``observer``, ``owner``,
         ``take_over``, ``run_id``, ``look_s``, ``needs``, ``far`` (servers read no
-        memory of the trainer, as on another host), and ``run_keys``: "trainer" or a server -> its
-        key.
+        memory of the trainer, as on another host), ``run_keys``: "trainer" or a server -> its key,
+        and ``quantised``: a server -> its method.
 
         ``hosts``: over so many the rows of both matrices are cut; this process is the first, the
         others are in ``hosts``, at 127.0.0.2 and so on."""
         self._hosts = hosts = int(config.pop("hosts", 1))
         run_keys: dict[str, Key] = config.pop("run_keys", {})
+        quantised: dict[str, str] = config.pop("quantised", {})
         watch: Observer = config.pop("watch", no_observer)
         drain: Callable[[str], None] | None = config.pop("drain", None)
         observer = config.pop("observer", None)
@@ -95,7 +96,10 @@ class Rig:
         needs: RolloutNeeds = config.pop("needs", RolloutNeeds())
         self.loaded = {url: Weights() for url in urls}
         self.servers = {
-            url: ReceiverServer(url, self.loaded[url], run_keys.get(url)) for url in urls
+            url: ReceiverServer(
+                url, self.loaded[url], run_keys.get(url), quantization=quantised.get(url, "")
+            )
+            for url in urls
         }
         self.config = WeightSync(**(SHORT | config))
         self.recorder = Recorder(folder)

@@ -64,6 +64,13 @@ def test_a_version_reaches_every_server_and_is_read_back(rig: MakeRig) -> None:
     assert r.server_set.take_error() is None
 
 
+def test_how_a_server_quantises_is_known_from_its_joining_on(rig: MakeRig) -> None:
+    r = rig("a", "b", quantised={"b": "fp8"})
+    r.publish(1)
+    r.everyone(1)
+    assert r.recorder.history().quantised == {"a": "", "b": "fp8"}
+
+
 def test_the_engine_pins_its_receivers_memory_before_there_is_a_version(
     rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,9 +116,18 @@ def test_staleness_is_of_the_oldest_version_behind_a_group_and_of_each_token_by_
     waited = Completion((5, 6, 7, 8), (-1.0,) * 4, "stop", 3, 5, "s", 1.0, spans=((4, 1), (5, 3)))
     groups = [Group(Prompt(0, (1,)), (waited,))]
     batch = plan(groups, 1, BatchOptions(token_budget=64, max_len=32))
-    values = group_values(groups, batch, version=5)
+    values = group_values(groups, batch, version=5, kv_kept=True)
     assert (values[names.STALENESS], values[names.STALENESS_MAX]) == (2.0, 2.0)
     assert values[names.STALENESS_TOKENS] == 0.25
+
+
+def test_a_completion_that_ran_over_a_commit_is_on_kept_kv_only_where_a_commit_leaves_it() -> None:
+    over = Completion((5, 6), (-1.0,) * 2, "stop", 4, 5, "s", 1.0, spans=((4, 1), (5, 1)))
+    within = Completion((5, 6), (-1.0,) * 2, "stop", 5, 5, "s", 1.0)
+    groups = [Group(Prompt(0, (1,)), (over, within))]
+    batch = plan(groups, 1, BatchOptions(token_budget=64, max_len=32))
+    found = [group_values(groups, batch, 5, kv_kept)[names.KEPT_KV] for kv_kept in (True, False)]
+    assert found == [0.5, 0.0]
 
 
 def test_the_mean_reward_is_that_of_all_that_was_made_for_a_step_filtered_groups_too() -> None:

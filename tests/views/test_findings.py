@@ -195,6 +195,12 @@ def test_a_gap_that_grew_is_named_with_its_likely_cause(cause: str) -> None:
     assert cause in found.text
 
 
+def test_a_gap_of_a_quantised_server_is_named_after_it() -> None:
+    given = {names.ON_POLICY_GAP: 0.3}
+    (found,) = rules.engine_differs(facts(last=given, quantised={"http://host:1": "fp8"}))
+    assert "http://host:1 with fp8" in found.text
+
+
 def test_a_gap_of_arithmetic_may_grow() -> None:
     run = facts(first={names.LOGPROB_GAP: 0.002}, last={names.LOGPROB_GAP: 0.009})
     assert list(rules.engine_differs(run)) == []

@@ -238,6 +238,8 @@ def _plugin(facts: ServerFacts) -> Finding:
     own = "its own weights"
     held = f"version {joined.held_version} of run {joined.held_run}" if joined.held_run else own
     text = f"{url}: receiver {joined.package} called back, holding {held}"
+    if joined.quantization:
+        text += f", quantised ({joined.quantization})"
     if not joined.keyed:
         return ok(subject, f"{text}; it demands no run key")
     if facts.our_key:

@@ -87,9 +87,10 @@ LEAST_GAP = 0.01
 """Nats below which a gap is arithmetic of bfloat16, whatever it was before."""
 
 
-def likely_cause(last: Mapping[str, float]) -> str:
-    """What most likely makes a gap, from the parts of the tokens in which it is large. Order: what
-    explains the others too comes first."""
+def likely_cause(last: Mapping[str, float], quantised: Mapping[str, str]) -> str:
+    """What most likely makes a gap, from the parts of the tokens in which it is large and from what
+    servers said at joining: URL -> how it quantises its weights, or empty. Order: what explains the
+    others too comes first."""
     fresh, old = last.get(names.gap("lag", 0)), last.get(names.gap("lag", math.inf))
     old = last.get(names.gap("lag", 2), old)
     old = last.get(names.gap("lag", 1), old)
@@ -98,13 +99,20 @@ def likely_cause(last: Mapping[str, float]) -> str:
             "only tokens of older versions differ, so it is what the policy learnt since: a lower"
             " rollout.max_staleness or a lower learning rate makes it smaller"
         )
+    if methods := {url: method for url, method in quantised.items() if method}:
+        named = ", ".join(f"{url} with {method}" for url, method in sorted(methods.items())[:4])
+        more = f" and {len(methods) - 4} more" if len(methods) > 4 else ""
+        return (
+            f"servers quantise their weights ({named}{more}), so they sample from another policy"
+            " than is trained: rollout_is_threshold corrects for it; an unquantised server has no"
+            " such gap"
+        )
     places = [last.get(names.gap("position", high)) for high in (16, 128, 1024, 8192, math.inf)]
     found = [gap for gap in places if gap is not None]
     if len(found) > 1 and found[-1] >= GREW * max(found[0], LEAST_GAP / GREW):
         return (
-            "it grows along the completion: another RoPE scaling or attention on the server"
-            " (titan-grpo doctor compares config.json), KV of older versions"
-            ' (weight_sync.kv_after_update = "recompute"), or of an MoE other routes'
+            f"it grows along the completion: {_kept_kv(last)}another RoPE scaling or attention on"
+            " the server (titan-grpo doctor compares config.json), or of an MoE other routes"
             " (grpo.router_replay)"
         )
     rare = last.get(names.gap("probability", 0.01))
@@ -112,11 +120,21 @@ def likely_cause(last: Mapping[str, float]) -> str:
     if rare is not None and likely is not None and rare >= 10 * max(likely, 1e-3):
         return (
             "mostly at tokens that the engine finds unlikely: logits in float32 on both sides"
-            " (grpo.fp32_lm_head and the server's switch for it), or a quantised server"
+            " (grpo.fp32_lm_head and the server's switch for it)"
         )
     return (
-        "everywhere alike: other types, kernels, quantisation or sampling parameters on the server"
-        " (titan-grpo verify compares them)"
+        "everywhere alike: other types, kernels or sampling parameters on the server (titan-grpo"
+        " verify compares them)"
+    )
+
+
+def _kept_kv(last: Mapping[str, float]) -> str:
+    """The KV of older versions as a cause, where completions were made on it."""
+    if not (share := last.get(names.KEPT_KV, 0.0)):
+        return ""
+    return (
+        f'weight_sync.kv_after_update is "keep", and {share * 100:.2g} % of the completions ran'
+        ' over a commit on KV of older weights ("recompute" makes it anew); else '
     )
 
 
@@ -124,11 +142,12 @@ GAP = Threshold(names.ON_POLICY_GAP, ">=", ON_POLICY_GAP, 3)
 """What every run watches besides: trainer and engine compute otherwise from the same weights."""
 
 
-def told(crossed: Threshold, metrics: Mapping[str, Any]) -> str:
-    """What is said of a threshold that was crossed; of a gap with its likely cause."""
+def told(crossed: Threshold, metrics: Mapping[str, Any], quantised: Mapping[str, str]) -> str:
+    """What is said of a threshold that was crossed; of a gap with its likely cause
+    (``quantised``: see ``likely_cause``)."""
     if not crossed.metric.startswith(f"{names.GAP}/"):
         return str(crossed)
-    return f"{crossed}: {likely_cause(metrics)}"
+    return f"{crossed}: {likely_cause(metrics, quantised)}"
 
 
 def watched(alerts: Alerts) -> tuple[Threshold, ...]:

@@ -54,6 +54,7 @@ BATCH_FILL = "balance/fill"
 STALENESS = "staleness/mean"
 STALENESS_MAX = "staleness/max"
 STALENESS_TOKENS = "staleness/token_mean"
+KEPT_KV = "staleness/kept_kv"
 LAG = "servers/lag_mean"
 LAG_MAX = "servers/lag_max"
 VERSION = "version"
@@ -200,6 +201,10 @@ MEANING: dict[str, str] = {
     STALENESS_TOKENS: (
         "mean over tokens of trainer version minus the one that sampled the token (where the engine"
         " does not name it: the oldest that may have), versions"
+    ),
+    KEPT_KV: (
+        "share of the completions that ran over a commit on KV of older weights"
+        ' (weight_sync.kv_after_update = "keep")'
     ),
     LAG: "mean over servers of the version a step began from minus the held one, versions",
     LAG_MAX: "largest of those, versions",

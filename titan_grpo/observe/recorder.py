@@ -87,6 +87,8 @@ class History:
     )
     totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     commits: dict[str, list[int]] = field(default_factory=dict)
+    quantised: dict[str, str] = field(default_factory=dict)
+    """Server -> what it last said of how it quantises its weights; empty: it does not."""
     membership: list[tuple[str, str, int]] = field(default_factory=list)
     """(server, "joined" or "left", trainer version), in order."""
     errors: list[str] = field(default_factory=list)
@@ -106,6 +108,8 @@ class History:
                 self.commits.setdefault(server, [])
             case "commit", (server, version):
                 self.commits.setdefault(server, []).append(version)
+            case "quantised", (server, str(method)):
+                self.quantised[server] = method
             case "member", (server, event, version):
                 self.membership.append((server, event, version))
             case "error", (message,):
@@ -125,6 +129,7 @@ class History:
             self.totals[name] += amount
         for server, versions in later.commits.items():
             self.commits.setdefault(server, []).extend(versions)
+        self.quantised |= later.quantised
         self.membership += later.membership
         self.errors += later.errors
         self.resumes += later.resumes
@@ -328,6 +333,10 @@ class Recorder:
     def known_server(self, server: str) -> None:
         """Name a server of the run: the summary shows it, also if it never commits."""
         self.add("server", server)
+
+    def quantised(self, server: str, method: str) -> None:
+        """Record how a server quantises its weights, as its engine says; empty: it does not."""
+        self.add("quantised", server, method)
 
     def joined(self, server: str, version: int) -> None:
         """Record a server that was added while the trainer was at ``version``."""

@@ -111,6 +111,7 @@ def summarize(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> di
         "evaluations": history.evaluations,
         "lengths": {kind: _lengths(totals, kind) for kind in ("made", "trained")},
         "errors": history.errors,
+        "quantised": {url: method for url, method in history.quantised.items() if method},
         "last_step": recorder.last_row() or read_last(recorder.metrics_path),
         "ended_by": ended_by,
     }
@@ -224,6 +225,7 @@ def final_table(summary: Mapping[str, Any]) -> str:
     for server, v in s["versions_committed"].items():
         last = "-" if v["last"] is None else v["last"]
         rows.append((server, f"{len(v['committed'])} versions, last {last}"))
+    rows += [(url, f"quantised: {method}") for url, method in s["quantised"].items()]
     rows += [(m["server"], f"{m['event']} at version {m['version']}") for m in s["membership"]]
     for key in _TIMES:
         if s[key]["median"] is None:

@@ -132,6 +132,9 @@ class Summary(Record):
     differ, training does not see what was sampled."""
     evaluations: list[Evaluated]
     errors: list[str]
+    quantised: dict[str, str] = {}
+    """Server -> how it quantises its weights, of those that do, as its engine says. Absent in
+    summaries that were written before there was this key."""
     last_step: dict[str, Number] = {}
     """The last line of metrics.jsonl: each metric by its name (observe/names.py). Empty in a run
     without a step, and in summaries that were written before there was this key."""

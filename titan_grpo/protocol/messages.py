@@ -313,6 +313,15 @@ class Joined(Message, frozen=True):
     """Of that address: see RangeSource."""
     zone: str = ""
     """Servers of one zone read from each other first."""
+    quantization: str = ""
+    """Method by which the engine quantises its weights, in the engine's word; empty without."""
+
+    @property
+    def held(self) -> Label | None:
+        """Label of the version that the engine holds; None while it runs on its initial weights."""
+        if not self.held_run:
+            return None
+        return Label(self.held_run, self.held_version, self.held_fingerprint)
 
 
 class ServerState(

@@ -104,10 +104,11 @@ class WorkerDevice:
 class Engine(Protocol):
     """The part that differs between engines: names and loading. ``config``: of its model, as
     config.json has it; empty where there is none. ``routes``: whether completions come with the
-    experts of each token, where they are asked for."""
+    experts of each token, where they are asked for. ``quantization``: see Joined."""
 
     config: Mapping[str, Any]
     routes: bool
+    quantization: str
 
     def refuses(self, manifest: Manifest) -> str:
         """Why these tensors are not the ones this model is made of; empty if they are. Touches no
@@ -246,7 +247,9 @@ class EngineSide:
         its way: both take seconds for large models."""
         self.receiver: ReceiverHandle | None = None
         if workers.rank == 0:
-            self.receiver = ReceiverHandle(package_version(), run_key, self._device.name)
+            self.receiver = ReceiverHandle(
+                package_version(), run_key, self._device.name, engine.quantization
+            )
 
     def hello(self, data: dict[str, Any]) -> None:
         """Body of POST /init_weight_transfer_engine, on every worker: a Hello, whose answer goes

@@ -138,10 +138,13 @@ class ReceiverHandle:
     """Keeps the fence, and what the engine holds, across receiver processes. Owns at most one that
     serves an epoch and one that answers a refused hello."""
 
-    def __init__(self, package: str, run_key: Key | None, device: str) -> None:
-        """``package``: name and version for the Joined answer. With a run key only trainers that
-        prove it are served. ``device``: the engine's, "cuda:N" or "cpu". Starts nothing."""
+    def __init__(
+        self, package: str, run_key: Key | None, device: str, quantization: str = ""
+    ) -> None:
+        """``package`` and ``quantization``: for the Joined answer. With a run key only trainers
+        that prove it are served. ``device``: the engine's, "cuda:N" or "cpu". Starts nothing."""
         self._package, self._run_key, self._device = package, run_key, device
+        self._quantization = quantization
         self._serving: ReceiverProcess | None = None
         self._answering: ReceiverProcess | None = None
         self._deadline = 0.0
@@ -319,6 +322,7 @@ class ReceiverHandle:
             epoch_in_force=state.in_force[1],
             term_in_force=state.term,
             age_in_force_s=time.monotonic() - self._started_s if state.in_force[0] else 0.0,
+            quantization=self._quantization,
         )
         hex_keys = keys.to_hex() if keys is not None else None
         return {

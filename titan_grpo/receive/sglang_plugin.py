@@ -273,6 +273,11 @@ def sends_routes(args: Any) -> bool:
     return bool(args.enable_return_routed_experts)
 
 
+def quantization_of(model_config: Any) -> str:
+    """How a server with this ModelConfig quantises its weights; empty if it does not."""
+    return model_config.quantization or ""
+
+
 def experts_problem(args: Any) -> str:
     """Why experts that are spread over workers cannot be served with these ServerArgs; empty if
     they can."""
@@ -329,6 +334,7 @@ class SglangModel:
         self._runner = scheduler.tp_worker.model_runner
         self.routes = sends_routes(scheduler.server_args)
         config = scheduler.model_config
+        self.quantization = quantization_of(config)
         self.config: Mapping[str, Any] = config.hf_text_config.to_dict()
         tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
         self._names = CheckpointNames(config.model_path, config.revision, tied)

@@ -119,6 +119,11 @@ def sends_routes(vllm_config: Any) -> bool:
     return bool(vllm_config.aux_output_config.enable_return_routed_experts)
 
 
+def quantization_of(model_config: Any) -> str:
+    """How a server with this ModelConfig quantises its weights; empty if it does not."""
+    return model_config.quantization or ""
+
+
 def compatibility(vllm_config: Any) -> tuple[bool, str]:
     """(whether a reload must be followed by the CPU repair, why commits cannot work here or
     empty)."""
@@ -139,6 +144,7 @@ class VllmModel:
     def __init__(self, owner: "TitanWeightTransferEngine", repair: bool) -> None:
         config = owner.model_config
         self.routes = sends_routes(owner.vllm_config)
+        self.quantization = quantization_of(config)
         self.config: Mapping[str, Any] = config.hf_text_config.to_dict()
         self._owner, self._repair = owner, repair
         self._adapters, self._writes = False, get_world_group().rank_in_group == 0

@@ -287,7 +287,10 @@ class ServerLane:
                 self._control.check_tool_parser()
             self._pass(Point.GREET)
             self._link, self._number = self._make_link(wire_epoch(epoch), term), 0
-            event = self._settle(self._link.join(self._control, self._config.connect_deadline_s))
+            joined = self._link.join(self._control, self._config.connect_deadline_s)
+            # Also that it does not: it may have been restarted without.
+            self._c.recorder.quantised(self.url, joined.quantization)
+            event = self._settle(joined)
             # after settling: the receiver that answers is the one that joined, so its engine was
             # not restarted meanwhile
             accepted = self._link.send_manifest()
@@ -311,11 +314,7 @@ class ServerLane:
     def _settle(self, joined: Joined) -> table.Event:
         """A lane, a receiver or a trainer that died may have left the server paused, or over
         weights that its label hides."""
-        held = (
-            Label(joined.held_run, joined.held_version, joined.held_fingerprint)
-            if joined.held_run
-            else None
-        )
+        held = joined.held
         for step in settle(held, joined.intact, self._control.label(), self._control.paused()):
             perform(self._control, step)
         if held is None or held.run_id != self._c.run_id:

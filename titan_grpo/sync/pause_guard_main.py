@@ -26,7 +26,7 @@ from titan_grpo.engines.server import AUTO, ServerControl, make_control
 from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.protocol import pause_guard
 from titan_grpo.protocol.lane import LaneEvent, Point
-from titan_grpo.protocol.messages import TCP, Joined, Label
+from titan_grpo.protocol.messages import TCP, Joined
 from titan_grpo.protocol.recovery import Pause, Relabel, Resume, Step, settle
 from titan_grpo.runkey import Key
 from titan_grpo.sync.probe import ask_receiver
@@ -112,9 +112,7 @@ def recover(
     joined = fence(control, access, due.run_id, epoch)
     if newer := superseded(joined, due.run_id, epoch):
         raise SupersededError(f"{newer} has it")
-    held = None
-    if joined.held_run:
-        held = Label(joined.held_run, joined.held_version, joined.held_fingerprint)
+    held = joined.held
     steps = settle(held, joined.intact, control.label(), control.paused())
     for step in steps:
         if cancelled.is_set():

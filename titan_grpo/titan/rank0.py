@@ -296,7 +296,9 @@ class Controller:
                 reason,
             )
         left_out = rollouts.take_left_out()
-        self._step_values = group_values(groups, batch, version) | reward_values(taken, left_out)
+        kv_kept = sync_settings(self._job).kv_after_update == "keep"
+        self._step_values = group_values(groups, batch, version, kv_kept)
+        self._step_values |= reward_values(taken, left_out)
         if self._job.grpo.dynamic_sampling or left_out:
             kept = reward_values(groups)
             self._step_values[names.REWARD_KEPT] = kept[names.REWARD]
@@ -409,7 +411,8 @@ class Controller:
         """Do what the thresholds that this step crossed ask for."""
         self._watched, crossed = alerts.step(self._watched, values)
         for each in crossed:
-            self.warn(f"alert at step {step}: {alerts.told(each, values)}")
+            quantised = self.recorder.history().quantised
+            self.warn(f"alert at step {step}: {alerts.told(each, values, quantised)}")
             if each.action == "stop":
                 self.stopped_by = self.stopped_by or f"alerts.stop {each}"
             elif each.action == "run":

@@ -122,13 +122,19 @@ def reward_values(groups: Sequence[Group], left_out: Sequence[float] = ()) -> di
     return {names.REWARD: statistics.fmean(rewards), names.REWARD_STD: statistics.pstdev(rewards)}
 
 
-def group_values(groups: Sequence[Group], batch: Batch, version: int) -> dict[str, float]:
-    """A step's figures of what it trains on: staleness over groups and over tokens, in versions."""
+def group_values(
+    groups: Sequence[Group], batch: Batch, version: int, kv_kept: bool
+) -> dict[str, float]:
+    """A step's figures of what it trains on: staleness over groups and over tokens, in versions.
+    ``kv_kept``: a commit leaves running requests their KV."""
+    completions = [c for g in groups for c in g.completions]
     staleness = [version - g.version for g in groups]
-    spans = [span for g in groups for c in g.completions for span in c.token_spans]
+    spans = [span for c in completions for span in c.token_spans]
     token_ages = sum((version - made_by) * tokens for made_by, tokens in spans)
+    kept = [kv_kept and c.version_first < c.version_last for c in completions]
     return {
         names.STALENESS: statistics.fmean(staleness),
+        names.KEPT_KV: statistics.fmean(kept),
         names.STALENESS_MAX: float(max(staleness)),
         names.STALENESS_TOKENS: token_ages / max(sum(tokens for _, tokens in spans), 1),
         names.COMPLETION_TOKENS: batch.tokens / batch.sequences,

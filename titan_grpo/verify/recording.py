@@ -50,6 +50,7 @@ class RecordedEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.config, self.routes = engine, engine.config, engine.routes
+        self.quantization = engine.quantization
         self.seen: dict[str, str] = {}
 
     def refuses(self, manifest: Manifest) -> str:

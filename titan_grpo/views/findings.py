@@ -56,6 +56,8 @@ class Facts:
     servers: tuple[ServerFigures, ...] = ()
     skipped_versions: int = 0
     digest_mismatches: int = 0
+    quantised: Mapping[str, str] = field(default_factory=dict)
+    """URL -> how that server quantises its weights; known once the run has ended."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Groups by reason."""
     errors: tuple[str, ...] = ()
@@ -93,6 +95,7 @@ def facts_of(run: Run) -> Facts:
         servers=tuple(figures(run.trace, url) for url in in_order(urls)),
         skipped_versions=s.skipped_versions if s else skipped,
         digest_mismatches=s.digest_mismatches if s else 0,
+        quantised=s.quantised if s else {},
         dropped=s.dropped if s else {},
         errors=tuple(s.errors if s else errors),
         ended_by=s.ended_by if s else "",
@@ -344,7 +347,7 @@ def engine_differs(f: Facts) -> Iterator[Finding]:
         yield Finding(
             "bad",
             f"trainer and engine differ by {gap:.2g} nats per token on the same weights:"
-            f" {likely_cause(f.last)}",
+            f" {likely_cause(f.last, f.quantised)}",
         )
         return
     for name, which in ((names.ON_POLICY_GAP, " on the same weights"), (names.LOGPROB_GAP, "")):
@@ -353,7 +356,7 @@ def engine_differs(f: Facts) -> Iterator[Finding]:
             yield Finding(
                 "bad",
                 f"the gap of trainer and engine{which} grew from {before:.2g} to {after:.2g} nats"
-                f" per token: {likely_cause(f.last)}",
+                f" per token: {likely_cause(f.last, f.quantised)}",
             )
             return
 
