@@ -199,6 +199,13 @@ def test_sglangs_keys_are_in_a_file_of_ours_alone_and_only_until_it_runs(tmp_pat
     assert log.stat().st_mode & 0o077 == 0, "SGLang writes its arguments, so its keys, into its log"
 
 
+def test_a_server_that_cannot_be_started_leaves_no_file_with_its_keys(tmp_path: Path) -> None:
+    unusable = replace(spec(tmp_path, ""), engine="sglang", api_key="ours", model="a\0b")
+    with pytest.raises(ValueError, match="null byte"):
+        Server(unusable)
+    assert [path.name for path in (tmp_path / "log").iterdir()] == ["server.log"]
+
+
 def test_the_port_of_a_server_that_starts_is_nobody_elses(tmp_path: Path) -> None:
     def take(port: int) -> None:
         with socket.socket() as other:

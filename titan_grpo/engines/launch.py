@@ -113,7 +113,8 @@ class Server:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._keys = Path(f"{log}.keys.yaml") if spec.engine == "sglang" else None
         keys = sglang.keys(spec) if self._keys is not None else ""
-        with log.open("wb") as output:
+        with log.open("wb") as output, contextlib.ExitStack() as failed:
+            failed.callback(self._forget_start)
             if self._keys is not None and keys:
                 # SGLang writes all its arguments into its log, keys too.
                 os.fchmod(output.fileno(), 0o600)
@@ -127,6 +128,7 @@ class Server:
                 stop_grace_s,
                 stdout=output,
             )
+            failed.pop_all()
 
     @property
     def group(self) -> int:

@@ -411,8 +411,10 @@ class LaneThreads:
         with self._changed:
             self._due[lane] = -math.inf
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="lanes", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="lanes", daemon=True)
+                # where the system has no further thread for us now, the next wake tries again
+                thread.start()
+                self._thread = thread
             self._changed.notify()
 
     def close(self) -> None:
