@@ -272,6 +272,7 @@ def test_a_filter_that_cannot_be_read_is_one_line(text: str, message: str) -> No
         ({"dataset_filter": ["prompt > 1"]}, DataError, "cannot compare 'prompt' of row 0, '0.1='"),
         ({"dataset_filter": ["level > 9"]}, DataError, "no row that passes its filters"),
         ({"prompt": "{question}"}, ConfigError, "rollout.prompt asks for 'question', a column"),
+        ({"prompt": '{"a": 1}'}, ConfigError, r"prompt \({{ and }} are braces\) asks for '\"a\"'"),
         ({"prompt": "{question"}, ConfigError, "rollout.prompt must be a text with columns in"),
         ({"tools": "absent.json"}, ConfigError, "rollout.tools must be a JSON file"),
     ],
@@ -323,6 +324,14 @@ def test_a_function_that_asks_for_a_column_that_is_not_there_is_one_line(
     )
     with pytest.raises(ConfigError, match=r"asks for 'prompt' or 'messages'.*it has question"):
         task([{"question": "x"}], right_or_wrong)
+
+
+def test_a_function_that_takes_no_arguments_by_name_is_one_line(task: MakeTask) -> None:
+    def wrong(completions: Any, /) -> None:
+        """The columns come by name."""
+
+    with pytest.raises(ConfigError, match="'wrong' must take its arguments by name, got 'compl"):
+        task(SUMS, wrong)
 
 
 def test_files_of_all_kinds_and_patterns_are_read(tmp_path: Path) -> None:

@@ -62,8 +62,14 @@ class Reward:
         return cls(path, load_function(f"{section}.reward", path), weight, section)
 
     def check(self, rows: Rows) -> None:
-        """Raise ConfigError where the function demands an argument that is no column."""
+        """Raise ConfigError where the function demands an argument that is no column, or one that
+        cannot be passed by its name."""
         for name, parameter in self._parameters().items():
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                raise ConfigError(
+                    f"{self.section}.reward {self.path!r} must take its arguments by name, got"
+                    f" {name!r} before a / in its parameters: take the / away"
+                )
             demanded = parameter.default is parameter.empty and parameter.kind not in (
                 parameter.VAR_KEYWORD,
                 parameter.VAR_POSITIONAL,
@@ -220,7 +226,8 @@ class FunctionTask:
             ) from error
         for name in names:
             column = name.partition(".")[0].partition("[")[0]
-            rows.require_values(column, f"{key} asks for {column!r}")
+            hint = "" if column.isidentifier() else " ({{ and }} are braces)"
+            rows.require_values(column, f"{key}{hint} asks for {column!r}")
 
 
 def _messages_in(text: str) -> list[Any] | None:
