@@ -11,9 +11,11 @@ fetched, checked and committed. The trainer's processes (rank 0's, its sync proc
 guard) may have 1024 descriptors each (``ulimit -n``). They are counted with one server and with all
 of them: a figure per server is the difference over the number of the others. The ticker sleeps for
 a millisecond on the main thread again and again: before there is a sync, and while another thread
-publishes versions. With ``--pin`` the threads of rank 0's own process have the last core for
-themselves, in both measurements, and the stubs, the sync process and its pause guard have the
-others: a trainer's servers are on other hosts, and its host has more cores than its ranks.
+publishes versions. The pause of a commit is that of servers whose load takes next to no time: what
+is left are calls, which the lanes make in one process and the stubs answer in one. With ``--pin``
+the threads of rank 0's own process have the last core for themselves, in both measurements, and the
+stubs, the sync process and its pause guard have the others: a trainer's servers are on other hosts,
+and its host has more cores than its ranks.
 """
 
 import argparse
@@ -43,6 +45,7 @@ from tests.rigs.trainer import Trainer
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.layout.manifest import Manifest
+from titan_grpo.observe import names
 from titan_grpo.protocol.messages import Applied, Commit, Hello, Joined
 from titan_grpo.receive.receiver import Receiver
 from titan_grpo.rollout.httpd import HttpServer
@@ -187,6 +190,7 @@ def train(options: argparse.Namespace, urls: list[str], folder: str) -> dict[str
         figures |= {k: after[k] for k in ("threads", "descriptors")}
         figures["wakes"] = (after["wakes"] - before["wakes"]) / took
         published = [1]
+        trainer.recorder.since_last()
 
         def publish() -> None:
             for version in range(2, options.versions + 2):
@@ -203,6 +207,7 @@ def train(options: argparse.Namespace, urls: list[str], folder: str) -> dict[str
         reached = trainer.servers.wait_held(published[-1], WAIT_S, everyone=True)
         figures["published"] = len(published)
         figures["lost"] = len(urls) - len(reached)
+        figures["pause_s"] = trainer.recorder.since_last()[names.PAUSE_S]
         commits = trainer.recorder.history().commits
         figures["deliveries"] = sum(len(versions) for versions in commits.values())
     return figures
@@ -262,6 +267,10 @@ def main(argv: list[str]) -> int:
     print(
         f"{some['published']:.0f} versions published, {some['deliveries']:.0f} deliveries read"
         f" back (the others skipped by a newer one), {some['lost']:.0f} servers without the newest"
+    )
+    print(
+        f"a commit's pause: {some['pause_s'] * 1e3:.0f} ms in the mean, with one server"
+        f" {one['pause_s'] * 1e3:.0f} ms"
     )
     return 1 if some["lost"] else 0
 

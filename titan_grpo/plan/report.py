@@ -196,10 +196,10 @@ def figures(setup: Setup, result: Result) -> dict[str, Any]:
             "copy": setup.copy_s,
             "digest": setup.digest_s,
             "fetch": spread(result.send_s),
-            "pause": setup.load_s + 3 * setup.call_s,
+            "pause": spread(result.pause_s),
             "publish_to_commit": spread(result.commit_s),
             "transfer_deadline": setup.transfer_deadline_s,
-            "rank0_processor_per_version": setup.rank0_s,
+            "sync_processor_per_version": setup.commits_cpu_s,
         },
         "network": {
             "limit": name,
@@ -251,15 +251,16 @@ def text(setup: Setup, found: Mapping[str, Any], changes: list[Change], then: Re
         " gradients and AdamW, before activations"
         + ("" if memory["trainer_gpu_fits"] else ": IT DOES NOT FIT"),
         f"version   copy {seconds['copy']:.2f} s, digests {seconds['digest']:.2f} s, fetch"
-        f" {_spread(seconds['fetch'], 's')}, generation stands still {seconds['pause']:.2f} s",
-        f"          publish to commit {_spread(seconds['publish_to_commit'], 's')}; a server's"
-        f" connection {seconds['connect']:.1f} s",
+        f" {_spread(seconds['fetch'], 's')}, publish to commit"
+        f" {_spread(seconds['publish_to_commit'], 's')}",
+        f"          generation stands still {_spread(seconds['pause'], 's')}; a server's connection"
+        f" takes {seconds['connect']:.1f} s",
         *_network(setup, found),
         f"groups    a step's need {setup.generation_share:.0%} of what {setup.servers:,} servers"
         f" make in a step of {setup.step_s:g} s ({setup.groups_at_once} at once on each,"
         f" {setup.mean_group_s:.3g} s a group)"
         + ("" if setup.generation_share < 1 else ": NOT ENOUGH, the trainer waits for groups"),
-        f"rank 0    {seconds['rank0_processor_per_version']:.2f} s of its process for the calls of"
+        f"calls     {seconds['sync_processor_per_version']:.2f} s of the sync process for those of"
         f" a version, in each step of {setup.step_s:g} s",
     ]
     if not run["steps"]:

@@ -71,7 +71,7 @@ class Setup:
     load_gb_s: float = _option(5.0, "an engine's load of a staged version, by each GPU, GB/s")
     call_s: float = _option(0.02, "one call to a server, seconds")
     call_cpu_s: float = _option(
-        0.0009, "processor time of rank 0's process for one call, seconds (measured)"
+        0.0009, "processor time of the sync process for one call, seconds (measured)"
     )
     step_s: float = _option(30.0, "a training step on groups that are there, seconds")
     groups: int = _option(0, "groups of a step (rollout.prompts_per_step; default: one per server)")
@@ -231,9 +231,14 @@ class Setup:
         return self.sync.lane_deadline_s + self.image_bytes / self.sync.min_rate
 
     @property
-    def rank0_s(self) -> float:
-        """Processor time of rank 0's process for the commits of a version on all servers."""
-        return self.servers * self.call_cpu_s * len(lane.COMMITTING) * 1.4
+    def step_cpu_s(self) -> float:
+        """Processor time of the sync process for one step of a commit: 1.4 calls."""
+        return 1.4 * self.call_cpu_s
+
+    @property
+    def commits_cpu_s(self) -> float:
+        """The same for the commits of a version on all servers."""
+        return self.servers * len(lane.COMMITTING) * self.step_cpu_s
 
     # Generation.
 

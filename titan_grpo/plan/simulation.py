@@ -54,6 +54,8 @@ class Result:
     """Of each transfer that arrived."""
     commit_s: list[float] = field(default_factory=list)
     """From publish to the read-back, of each version on each server."""
+    pause_s: list[float] = field(default_factory=list)
+    """Of each commit: generation stood still."""
     failed_transfers: int = 0
     deaths: int = 0
     moved: int = 0
@@ -113,6 +115,10 @@ class Simulation:
         self._read: set[tuple[int, int]] = set()
         self._network = Network(s, slow, self._random)
         self._relays = relay.Relays(roots=s.trainer_hosts)
+        # Calls: the sync process makes one at a time, of some lanes at a time (sync/turns.py).
+        self._process_free_s = 0.0
+        self._at_work: set[int] = set()
+        self._turns: deque[_Server] = deque()
         # Groups.
         self._admission = Admission(0, s.groups_per_step, s.max_staleness)
         self._next = 0
@@ -224,7 +230,7 @@ class Simulation:
                 if server.alive:
                     self._work(server, s.connect_s, up)
                 else:
-                    self._work(server, s.call_s, lane.Failed())
+                    self._work(server, self._call_s(), lane.Failed())
             case lane.AwaitNewer():
                 self._waiting[server.number] = server.entry.held
                 self._pin(server)
@@ -239,24 +245,45 @@ class Simulation:
                 deadline_s = s.sync.progress_deadline_s if still else s.transfer_deadline_s
                 self._work(server, deadline_s, lane.Failed())
             case lane.Pause():
-                server.paused_at = self._now
-                self._work(server, s.call_s, lane.Paused())
+                self._turns.append(server)
+                self._next_turn()
             case lane.Load(version):
-                self._work(server, s.load_s, lane.Loaded(version, ok=True, intact=True))
+                self._end_turn(server)
+                loaded = lane.Loaded(version, ok=True, intact=True)
+                self._work(server, self._call_s() + s.load_s - s.call_s, loaded)
             case lane.SetLabel():
+                self._at_work.add(server.number)
                 server.engine = server.lane.version
-                self._work(server, s.call_s, lane.Labelled())
+                self._work(server, self._call_s(), lane.Labelled())
             case lane.Resume():
-                self._work(server, s.call_s, lane.Resumed())
+                self._work(server, self._call_s(), lane.Resumed())
             case lane.ReadLabel():
                 self._resumed(server)
-                self._work(server, s.call_s, lane.ReadBack(server.engine))
+                self._work(server, self._call_s(), lane.ReadBack(server.engine))
             case lane.Rest():
                 self._resumed(server)
                 server.health = server.health.silent(self._now)
                 self._work(server, server.health.until - self._now, lane.Rested())
             case _:
                 raise ProtocolError(f"no plan performs {work!r}")
+
+    def _call_s(self) -> float:
+        """Until a call that a lane makes now is answered."""
+        begins = max(self._now, self._process_free_s)
+        self._process_free_s = begins + self._s.step_cpu_s
+        return self._process_free_s - self._now + self._s.call_s
+
+    def _next_turn(self) -> None:
+        while self._turns and len(self._at_work) < lane.AT_WORK:
+            server = self._turns.popleft()
+            if server.lane.phase is lane.Phase.PAUSING and server.paused_at is None:
+                self._at_work.add(server.number)
+                server.paused_at = self._now
+                self._work(server, self._call_s(), lane.Paused())
+
+    def _end_turn(self, server: _Server) -> None:
+        self._at_work.discard(server.number)
+        self._next_turn()
 
     def _work(self, server: _Server, seconds: float, event: lane.Event) -> None:
         self._after(seconds, "work", server.number, server.work, event)
@@ -266,10 +293,12 @@ class Simulation:
         match event:
             case lane.Failed() if server.lane.phase is lane.Phase.SENDING:
                 self._stop_transfer(server)
-            case lane.ReadBack(version) if version is not None:
-                server.health = server.health.answered()
-                if self._first_step is not None:
-                    self.result.commit_s.append(self._now - self._reached[version])
+            case lane.ReadBack(version):
+                self._end_turn(server)
+                if version is not None:
+                    server.health = server.health.answered()
+                    if self._first_step is not None:
+                        self.result.commit_s.append(self._now - self._reached[version])
         self._todo.append((server, event))
 
     def _relay(self, event: relay.Event) -> tuple[relay.Read, ...]:
@@ -364,6 +393,7 @@ class Simulation:
         server.groups.clear()
         server.held_up.clear()
         server.paused_at = None
+        self._end_turn(server)
         self._waiting.pop(server.number, None)
         self._relay(relay.Gone(str(server.number)))
         self._network.leave(server.number)
@@ -438,6 +468,8 @@ class Simulation:
         if server.paused_at is None:
             return
         server.paused_s += self._now - server.paused_at
+        if self._first_step is not None:
+            self.result.pause_s.append(self._now - server.paused_at)
         server.paused_at = None
         for group in server.held_up:
             left_s = server.groups[group] - server.generated_s(self._now)

@@ -43,6 +43,10 @@ COMMITTING = frozenset(
 )
 """The phases of a commit: a lane that stopped in one of them could leave its server paused."""
 
+AT_WORK = 8
+"""Lanes that make the calls of a commit at once: as many as keep the sync process busy while
+servers answer, and no more, since a server is paused for the calls of all that are (sync/turns.py).
+"""
 
 CALLS = {
     Phase.CONNECTING: 10,

@@ -404,8 +404,8 @@ class ServerLane:
             with recorder.span(names.DRAIN_S, self.url, version=self._state.version):
                 self._c.drain(self.url)
         self._before = self._control.label()
-        self._paused_s = recorder.now()
         self._pass(Point.PAUSE)
+        self._paused_s = recorder.now()
         self._control.pause()
         if self._config.kv_after_update == "recompute":
             self._control.drop_kv()

@@ -32,7 +32,7 @@ from titan_grpo.layout.image import fingerprint
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import members
-from titan_grpo.protocol.lane import LaneEvent, Observer, commit_s, no_observer
+from titan_grpo.protocol.lane import LaneEvent, Observer, Point, commit_s, no_observer
 from titan_grpo.protocol.messages import NIXL, RANGES, TCP, Hashed, Label, RangeSource
 from titan_grpo.protocol.patches import Place, still_there
 from titan_grpo.protocol.pause_guard import Deadlines
@@ -56,6 +56,7 @@ from titan_grpo.sync.server_set import JOIN_S, OpenLane, Reports, ServerObserver
 from titan_grpo.sync.transports.broadcast import LOOPBACK, store_errors
 from titan_grpo.sync.transports.nixl import NixlSource
 from titan_grpo.sync.transports.range_server import RangeServer
+from titan_grpo.sync.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +220,7 @@ class SyncLanes:
         deadlines = options.guard_deadlines or deadlines_of(config, forwarded)
         self.guard = PauseGuard(link, log, deadlines) if options.guarded else None
         self.slots = slots or ImageSlots(config.slots)
-        self._threads = LaneThreads()
+        self._threads, self._turns = LaneThreads(), Turns()
         tensors = pool.tensors()
         self._context = LaneContext(
             run_id=pool.run_id,
@@ -260,6 +261,13 @@ class SyncLanes:
         return make_control(self._o.engine, access)
 
     def _pass(self, passing: LaneEvent) -> None:
+        match passing.point:
+            case Point.PAUSE:
+                self._turns.wait(passing.url)
+            case Point.LABEL:
+                self._turns.go_on(passing.url)
+            case Point.LOAD | Point.HELD:
+                self._turns.end(passing.url)
         if self.guard is not None:
             self.guard.observe(passing)
         self._o.lane_observer(passing)
