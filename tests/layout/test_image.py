@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,18 @@ def test_a_descriptor_that_became_another_file_is_refused() -> None:
 def test_an_image_that_the_machine_can_not_hold_is_refused_before_it_is_made() -> None:
     with pytest.raises(ConfigError, match="the weight image huge needs"):
         SharedImage.create(available_memory() * 2, "huge")
+
+
+def test_an_image_that_a_limit_of_the_process_forbids_is_refused_with_the_remedy() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"image small must have 8192 bytes .*ulimit"):
+            SharedImage.create(8192, "small")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 SMALL_SHM = """

@@ -159,8 +159,9 @@ class SharedImage:
         extents = ((0, nbytes),) if extents is None else extents
         pages = _pages(extents, nbytes)
         require_memory(sum(stop - start for start, stop in pages), f"the weight image {label}")
-        fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = -1
         try:
+            fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, nbytes)
             mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
             _make_pages(mapped, pages, made, fd)
@@ -168,8 +169,15 @@ class SharedImage:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             address = ImageAddress(os.getpid(), fd, nbytes, os.fstat(fd).st_ino)
             return cls(address, mapped, fd)
-        except BaseException:  # ``made`` may raise anything
-            os.close(fd)
+        except BaseException as error:  # ``made`` may raise anything
+            if fd >= 0:
+                os.close(fd)
+            if isinstance(error, OSError):
+                raise ConfigError(
+                    f"the weight image {label} must have {nbytes} bytes of shared memory, which the"
+                    f" kernel refuses ({error}): there is no room for a version; raise the limits"
+                    " of this process (ulimit -a: -v, -f and -n) or of its container"
+                ) from error
             raise
 
     @classmethod
