@@ -1,5 +1,6 @@
 """A receiver's memory is made while its lane watches: it may take long, but not stand still."""
 
+import errno
 import os
 import threading
 import time
@@ -21,9 +22,9 @@ PROGRESS_S = 3.0
 TRIES = 10
 
 
-def connect(mib: int) -> tuple[Staged, float]:
+def connect(mib: int, moved: Callable[[int], object] | None = None) -> tuple[Staged, float]:
     """A lane hands the manifest of an image of ``mib`` MiB to a receiver; its answer, and after how
-    many seconds."""
+    many seconds. ``moved``: see LaneLink.send_manifest."""
     version = Version({"w": torch.zeros(mib << 20, dtype=torch.uint8)})
     config = WeightSync(
         bucket_bytes=PIECE,
@@ -43,7 +44,7 @@ def connect(mib: int) -> tuple[Staged, float]:
     try:
         assert link.wait_joined(180.0).ok
         began = time.monotonic()
-        return link.send_manifest(), time.monotonic() - began
+        return link.send_manifest(moved), time.monotonic() - began
     finally:
         link.close()
 
@@ -83,6 +84,24 @@ def test_memory_that_does_not_come_is_given_up_after_the_progress_deadline(
     with pytest.raises(TransferFailed, match=f"to have byte {3 * PIECE} of transfer 0"):
         connect(4)
     never.set()
+
+
+def test_memory_that_the_kernel_refuses_is_named_to_the_lane(
+    slow_memory: Callable[[Callable[[int], object]], None],
+) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(errno.ENOMEM, "planted")
+
+    slow_memory(refuse)
+    staged, _ = connect(4)
+    assert not staged.ok
+    assert "image titan_grpo staging must have" in staged.error
+
+
+def test_a_lane_sees_each_bucket_that_has_its_memory() -> None:
+    seen: list[int] = []
+    assert connect(4, seen.append)[0].ok
+    assert seen == [PIECE, 2 * PIECE, 3 * PIECE, 4 * PIECE]
 
 
 def test_other_threads_run_while_memory_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from titan_grpo.layout.manifest import ALIGNMENT, parts_of
 from titan_grpo.layout.plan import written_extents
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.lane import Observer, no_observer
+from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.runkey import Key
 from titan_grpo.sync.images import ImagePool
 from titan_grpo.sync.lanes import SyncLanes, SyncOptions, server_set
@@ -78,7 +79,8 @@ class Rig:
         """``config``: keys of [weight_sync], ``watch``, ``drain``, ``observer``, ``owner``,
         ``take_over``, ``run_id``, ``look_s``, ``needs``, ``far`` (servers read no
         memory of the trainer, as on another host), ``run_keys``: "trainer" or a server -> its key,
-        and ``quantised``: a server -> its method.
+        ``quantised``: a server -> its method, and ``leases``: of a pause guard; None: there is
+        none.
 
         ``hosts``: over so many the rows of both matrices are cut; this process is the first, the
         others are in ``hosts``, at 127.0.0.2 and so on."""
@@ -94,6 +96,7 @@ class Rig:
         look_s: float = config.pop("look_s", 1.0)
         far: bool = config.pop("far", False)
         needs: RolloutNeeds = config.pop("needs", RolloutNeeds())
+        leases: Deadlines | None = config.pop("leases", None)
         self.loaded = {url: Weights() for url in urls}
         self.servers = {
             url: ReceiverServer(
@@ -124,7 +127,8 @@ class Rig:
             take_over=take_over,
             look_s=look_s,
             needs=needs,
-            guarded=False,
+            guarded=leases is not None,
+            guard_deadlines=leases,
             tamper=tuple if far else None,
         )
         self.server_set = server_set(

@@ -3,7 +3,9 @@ and never a mix."""
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from titan_grpo.observe import names
 from titan_grpo.protocol import lane as table
 from titan_grpo.protocol.lane import LaneEvent, Point
 from titan_grpo.protocol.ledger import Standing
+from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.receive.commit import WorkerDevice
 from titan_grpo.runkey import Key
 from titan_grpo.sync.pause_guard_main import Access, fence
@@ -62,6 +65,30 @@ def test_a_version_reaches_every_server_and_is_read_back(rig: MakeRig) -> None:
         assert r.server_set.entry(url).accepting
     assert r.recorder.history().commits == {"a": [1], "b": [1]}
     assert r.server_set.take_error() is None
+
+
+def test_a_receiver_that_joins_late_renews_the_lease_of_its_lane(
+    rig: MakeRig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The hello and the look at the label take 5 s each, where the lease is 9 s. The server is none
+    that the guard could reach: each look at it is a line of its log."""
+    pace, greet, label = threading.Event(), DirectControl.greet, DirectControl.label
+
+    def slow_greet(control: DirectControl, hello: Mapping[str, Any]) -> None:
+        pace.wait(5.0)
+        greet(control, hello)
+
+    def slow_label(control: DirectControl) -> str:
+        pace.wait(5.0)
+        return label(control)
+
+    monkeypatch.setattr(DirectControl, "greet", slow_greet)
+    monkeypatch.setattr(DirectControl, "label", slow_label)
+    connected = Strike(Point.CONNECTED, pace.set)
+    r = rig("a", watch=connected, leases=Deadlines(60.0, 9.0, tries=1))
+    assert connected.wait(Point.CONNECTED, 1)
+    r.end()
+    assert (tmp_path / "pause_guard.log").read_text() == ""
 
 
 def test_how_a_server_quantises_is_known_from_its_joining_on(rig: MakeRig) -> None:

@@ -331,6 +331,30 @@ def test_a_lease_covers_one_call_or_a_whole_step_where_another_process_makes_the
     assert deadlines_of(streamed, forwarded=True).pause_s == 5 * 4.0 + 9.0
 
 
+def test_a_connections_lease_covers_its_longest_silence() -> None:
+    """One call, the receiver's answer and the communicator; or the next bucket of memory."""
+    quick = WeightSync(commit_deadline_s=4.0, connect_deadline_s=10.0, backoff_max_s=3.0)
+    rest_s = RENEW_S + 4.0 + 2 * 3.0
+    assert deadlines_of(quick, forwarded=False).greet_s == rest_s + 2 * 10.0
+    slow = replace(quick, bucket_bytes=1 << 30, min_rate=1 << 20, progress_deadline_s=5.0)
+    assert deadlines_of(slow, forwarded=False).greet_s == rest_s + 5.0 + 1024.0
+    assert deadlines_of(quick, forwarded=True).greet_s == 3 * 10.0 + 10 * 4.0 + 2 * 3.0
+
+
+def test_a_connection_that_moves_on_is_not_fenced_however_long_it_takes(tmp_path: Path) -> None:
+    guard = PauseGuard(LINK, tmp_path / "log", Deadlines(60.0, 5.0, tries=1))
+    lane = "http://127.0.0.1:9"
+    guard.observe(passing(lane, Point.GREET))
+    process, pace = psutil.Process(guard.pid), threading.Event()
+    for _ in range(6):
+        pace.wait(1.1 * RENEW_S)  # more than the lease together
+        guard.renew(lane)
+    guard.observe(passing(lane, Point.CONNECTED))
+    guard.close()
+    process.wait(WAIT_S)
+    assert (tmp_path / "log").read_text() == ""
+
+
 def test_a_refused_epoch_is_its_own_only_if_it_is_in_force() -> None:
     def refused(run: str, epoch: int) -> Joined:
         force: dict[str, Any] = {"run_in_force": run, "epoch_in_force": epoch, "term_in_force": 1}

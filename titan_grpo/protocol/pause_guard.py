@@ -3,7 +3,7 @@
 ::
 
     CONNECTING --CONNECTED--> (forgotten)    a connecting lane may die before it resumes its server
-    PAUSED     --RESUMED----> (forgotten)    a commit; each of its calls renews its lease
+    PAUSED     --RESUMED----> (forgotten)    a commit; each call renews the lease of either
     both, when the lease ends, or at once when the trainer ends --> RECOVERING
     RECOVERING --Recovered--> RECOVERED, checked again --Superseded--> (forgotten)
                --Failed--> tried again, a few times
@@ -24,8 +24,8 @@ from titan_grpo.protocol.lane import LaneEvent, Point
 class Deadlines:
     """All in seconds, but ``tries``: how often a server that does not answer is asked.
 
-    ``pause_s``: how long a lane may be silent with its server paused; ``greet_s``: how long it may
-    take to connect; both with its rest after a failure. ``again_s``: from the first look at a dead
+    ``pause_s``: how long a lane may be silent with its server paused; ``greet_s``: while it
+    connects; both with its rest after a failure. ``again_s``: from the first look at a dead
     trainer's server to the second. The rests between tries double from ``first_s`` to
     ``longest_s``.
     """

@@ -75,6 +75,8 @@ class LaneContext:
     """Server URL -> address of this host that its lane's sockets bind to."""
     observer: Observer
     look_s: float
+    renew: Callable[[str], object]
+    """Called with a server's URL when its connection moves on. Never waits."""
     drain: Callable[[str], None] | None
     """Wait, with a deadline, until a server that takes no new requests has none left; None: they
     run over a commit."""
@@ -288,12 +290,12 @@ class ServerLane:
             self._pass(Point.GREET)
             self._link, self._number = self._make_link(wire_epoch(epoch), term), 0
             joined = self._link.join(self._control, self._config.connect_deadline_s)
+            self._c.renew(self.url)
             # Also that it does not: it may have been restarted without.
             self._c.recorder.quantised(self.url, joined.quantization)
             event = self._settle(joined)
-            # after settling: the receiver that answers is the one that joined, so its engine was
-            # not restarted meanwhile
-            accepted = self._link.send_manifest()
+            # after settling: the same receiver answers, so its engine was not restarted meanwhile
+            accepted = self._link.send_manifest(lambda _: self._c.renew(self.url))
         if not accepted.ok:
             raise TransferFailed(f"the server's receiver refused the manifest: {accepted.error}")
         if isinstance(self._link, LaneLink) and not self._streamed:
@@ -459,8 +461,7 @@ class ServerLane:
     def _set_label(self, outcome: table.Outcome) -> table.Event:
         self._pass(Point.LABEL)
         if outcome is table.Outcome.NEW and not self._streamed:
-            # no engine fences its label: a trainer that was frozen here and replaced must not set
-            # that of its last version
+            # no engine fences its label: a trainer that froze and was replaced must not set its own
             self._ping()
         labels = {
             table.Outcome.NEW: str(self._label),

@@ -233,6 +233,7 @@ class SyncLanes:
             recorder=recorder,
             observer=self._pass,
             look_s=options.look_s,
+            renew=self.guard.renew if self.guard is not None else lambda _: None,
             drain=options.drain,
             bind_host=lambda url: resolve_bind_host(config.bind_host, url),
         )

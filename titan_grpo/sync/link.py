@@ -254,11 +254,12 @@ class LaneLink:
             transport.abort()
         return joined
 
-    def send_manifest(self) -> Staged:
+    def send_manifest(self, moved: Moved | None = None) -> Staged:
         """Hand the manifest over and wait until the receiver has memory for an image of that size:
-        as long as more of it is there within the deadline of a bucket."""
+        as long as more of it is there within the deadline of a bucket. ``moved`` gets the bytes
+        that have it."""
         self._post(Order(MANIFEST_NUMBER, "manifest", 0, ""), self._manifest.to_json().encode())
-        return self._moving(MANIFEST_NUMBER, None, 0)
+        return self._moving(MANIFEST_NUMBER, moved, 0)
 
     def send(
         self,

@@ -2,8 +2,8 @@
 longer can (pause_guard_main).
 
 ``observe`` writes one short line when a pause begins and one when it is over, ``renew`` one more
-where a commit is slow. Neither waits, for the process or for its start: a lane calls them inside
-its commit.
+where a commit or a connection is slow. Neither waits, for the process or for its start: a lane
+calls them inside its commit.
 """
 
 import json
@@ -52,8 +52,8 @@ def transfer_in_load_s(config: WeightSync) -> float:
 
 
 def deadlines_of(config: WeightSync, forwarded: bool) -> Deadlines:
-    """How long a lane of this configuration may take to connect, and how long it may be silent in a
-    commit. ``forwarded``: rank 0 makes its calls, and only each step renews the lease."""
+    """How long a lane of this configuration may be silent in a commit, and while it connects.
+    ``forwarded``: rank 0 makes its calls, and only each step renews the lease."""
     call_s, transfer_s = config.commit_deadline_s, transfer_in_load_s(config)
     if forwarded:
         pause_s = lane.step_s(lane.Phase.LOADING, call_s, transfer_s)
@@ -61,13 +61,15 @@ def deadlines_of(config: WeightSync, forwarded: bool) -> Deadlines:
         # one call, a ping or a report before the next one, and the rest after a failure
         answers_s = 2 * answer_s(call_s)
         pause_s = RENEW_S + call_s + transfer_s + answers_s + config.backoff_max_s
-    # hello, joined, communicator, manifest, reading label and pause; then the rest after a failure
-    greet_s = (
-        3 * config.connect_deadline_s
-        + lane.step_s(lane.Phase.CONNECTING, call_s)
-        + 2 * config.backoff_max_s
-    )
-    return Deadlines(pause_s, greet_s)
+    if forwarded or config.apply == "streamed":
+        # Of the whole connection: stock SGLang's routes renew nothing either.
+        greet_s = 3 * config.connect_deadline_s + lane.step_s(lane.Phase.CONNECTING, call_s)
+    else:
+        # one call, and what follows it without one: the receiver's answer and the communicator, or
+        # the next bucket of its memory
+        bucket_s = config.progress_deadline_s + config.bucket_bytes / config.min_rate
+        greet_s = RENEW_S + call_s + max(2 * config.connect_deadline_s, bucket_s)
+    return Deadlines(pause_s, greet_s + 2 * config.backoff_max_s)  # with the rest after a failure
 
 
 class PauseGuard:
@@ -135,13 +137,12 @@ class PauseGuard:
             self._write(_line(event))
 
     def renew(self, url: str) -> None:
-        """A call to a server begins: its commit, if it is in one, has a new lease. Any thread;
-        never waits, never raises."""
+        """A call to a server begins, or its connection moves on: its commit or connection, if it
+        is in one, has a new lease. Any thread; never waits, never raises."""
         now = time.monotonic()
         with self._lock:
             event, written_s = self._open.get(url, (None, now))
-            # a connection has one lease for all of it, which also covers what is no call
-            if event is None or event.point is Point.GREET or now < written_s + RENEW_S:
+            if event is None or now < written_s + RENEW_S:
                 return
             self._open[url] = event, now
             self._write(_line(event))

@@ -72,7 +72,7 @@ class StockLink:
         self._intact = control.label() != UNUSABLE
         return Joined(True, "", "stock", 0, "", -1, "", self._intact)
 
-    def send_manifest(self) -> Staged:
+    def send_manifest(self, _: object = None) -> Staged:
         """Compare the names: SGLang ignores unknown ones and answers with success."""
         theirs = self._routes.parameter_names(self._options.config.lane_deadline_s)
         problem = names_problem([spec.name for spec in self._manifest.tensors], theirs)
