@@ -1,6 +1,7 @@
 """A source and its readers over real sockets and memfds: who is served what, and until when."""
 
 import os
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -132,6 +133,23 @@ def test_a_proof_of_another_connection_is_refused(server: RangeServer, image: Sh
         sock.recv(NONCE_BYTES, socket.MSG_WAITALL)
         sock.sendall(overheard)
         assert sock.recv(1) == b""
+
+
+def test_a_source_that_may_open_no_more_files_says_so_once(
+    server: RangeServer,
+    image: SharedImage,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = place(server, image)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
+    held = [TcpReader(source, None, SOON_S) for _ in range(2)]
+    for _ in range(2):
+        with pytest.raises(TransferFailed, match=r"closed the connection|was lost"):
+            TcpReader(source, None, SOON_S)
+    assert [record.message.count("ulimit -n") for record in caplog.records] == [1]
+    for reader in held:
+        reader.close()
 
 
 def test_an_unknown_ticket_is_refused(server: RangeServer, image: SharedImage) -> None:

@@ -158,7 +158,7 @@ class RangeServer:
         self._resting: dict[socket.socket, float] = {}
         self._selector: selectors.BaseSelector | None = None
         self._thread: threading.Thread | None = None
-        self._closing = False
+        self._closing = self._full = False
 
     def listen(self, host: str, port: int = 0) -> int:
         """The port on this host's address ``host``, opened if it is not yet: ``port``, or a free
@@ -357,12 +357,21 @@ class RangeServer:
         except BlockingIOError:
             return
         except OSError as error:
-            log.warning("the range source cannot accept a connection: %s", error)
+            log.warning("a server's connection cannot be accepted now: %s; see ulimit -n", error)
             selector.unregister(listener)
             self._resting[listener] = time.monotonic() + REST_S
             return
         # the trainer needs descriptors too; a reader takes its ranges over fewer connections then
-        if len(self._all()) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+        open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if len(self._all()) >= open_files // 2:
+            if not self._full:
+                log.warning(
+                    "servers' connections may be half of the %d files that this process may open"
+                    " (ulimit -n), and are: further ones are closed, so servers read over fewer,"
+                    " and new ones may not join; raise it",
+                    open_files,
+                )
+            self._full = True
             sock.close()
             return
         sock.setblocking(False)
