@@ -217,8 +217,9 @@ def link() -> Iterator[LaneLink]:
 
 
 def test_a_receiver_that_does_not_come_is_a_failed_transfer_at_the_deadline(link: LaneLink) -> None:
-    link.open()
-    with pytest.raises(TransferFailed, match="receiver"):
+    hello = link.open()
+    said = rf"receiver to connect to {hello.host}:{hello.port} .*server's log says why; .*bind_host"
+    with pytest.raises(TransferFailed, match=said):
         link.wait_joined(0.3)
 
 

@@ -220,7 +220,12 @@ class LaneLink:
         or does not prove this run's key; ServerRefused if it refuses otherwise; TransferFailed if
         no answer comes in time.
         """
-        frame = self._take(0, (Kind.JOINED,), timeout_s, "waiting for the server's receiver")
+        channel = self._opened()
+        what = (
+            f"waiting for the server's receiver to connect to {channel.host}:{channel.port} (if it"
+            " cannot, the server's log says why; weight_sync.bind_host sets the address)"
+        )
+        frame = self._take(0, (Kind.JOINED,), timeout_s, what)
         joined = Joined.from_json(frame.body)
         if joined.final:
             raise ServerUnfit(joined.error)
@@ -236,7 +241,7 @@ class LaneLink:
             )
         self._joined = True
         o, store = self._options, self._store
-        o.relay.came(o.url, joined, self._opened().host)
+        o.relay.came(o.url, joined, channel.host)
         if store is None:
             return joined
         options = TransportOptions(
