@@ -98,6 +98,19 @@ def test_an_image_that_a_limit_of_the_process_forbids_is_refused_with_the_remedy
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_an_image_that_no_other_process_could_find_is_refused_when_it_is_made() -> None:
+    """In a new pid namespace, where /proc is still the one outside."""
+
+    def apart(*command: str) -> subprocess.CompletedProcess[str]:
+        inside = ["unshare", "--pid", "--fork", *command]
+        return subprocess.run(inside, capture_output=True, text=True, timeout=120, check=False)
+
+    if (probe := apart("true")).returncode != 0:
+        pytest.skip(f"no pid namespace can be made here: {probe.stderr.strip()}")
+    code = "from titan_grpo.layout.image import *; SharedImage.create(4096, 'x')"
+    assert "start it with the /proc of its own" in apart(sys.executable, "-c", code).stderr
+
+
 SMALL_SHM = """
 import os
 from titan_grpo.layout.image import SharedImage

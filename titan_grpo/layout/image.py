@@ -123,6 +123,18 @@ def open_memfd(address: ImageAddress, mode: int) -> int:
     return fd
 
 
+def _require_found(ours: ImageAddress) -> None:
+    """ConfigError if this process's own image is not where others look for it."""
+    try:
+        os.close(open_memfd(ours, os.O_RDONLY))
+    except SyncError as error:
+        raise ConfigError(
+            f"/proc must show the files of this process as those of {ours.pid}, it does not"
+            f" ({error.__cause__ or error}): no other process would find the weights here; start it"
+            " with the /proc of its own pid namespace (unshare --mount-proc)"
+        ) from error
+
+
 def _pages(extents: Sequence[Extent], nbytes: int) -> list[Extent]:
     """The whole pages that these extents are on, up to the end of the image."""
     return [(start, min(stop, nbytes)) for start, stop in whole_pages(extents, mmap.PAGESIZE)]
@@ -149,7 +161,7 @@ class SharedImage:
     ) -> "SharedImage":
         """Allocate a zeroed image, or of its ``nbytes`` only these ``extents``: the rest has no
         memory. ``label`` is what /proc shows; ``made`` gets the bytes so far, on this thread.
-        Raises ConfigError if the memory is not there.
+        Raises ConfigError if the memory is not there, or other processes could not find it.
 
         The pages are reserved at once: without that a full machine shows as a SIGBUS in the middle
         of a step.
@@ -168,6 +180,7 @@ class SharedImage:
             # no process that attaches can shrink the file under the others' mappings
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             address = ImageAddress(os.getpid(), fd, nbytes, os.fstat(fd).st_ino)
+            _require_found(address)
             return cls(address, mapped, fd)
         except BaseException as error:  # ``made`` may raise anything
             if fd >= 0:
