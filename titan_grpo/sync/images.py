@@ -32,6 +32,7 @@ from titan_grpo.protocol.patches import kept
 from titan_grpo.runkey import Key
 from titan_grpo.sync.publisher import copied_key
 from titan_grpo.sync.transports.broadcast import LOOPBACK, host_store, join_store, store_errors
+from titan_grpo.sync.transports.channel import open_listener
 from titan_grpo.sync.transports.tls import Certificate
 
 SHARE = 1 / 4
@@ -159,6 +160,12 @@ def check_certificate(config: WeightSync, run_key: Key | None) -> None:
             "weight_sync.tls_certificate needs a run key (weight_sync.run_key_file), there is none:"
             " who reads the calls to a server could take its weights in its place"
         )
+
+
+def check_address(config: WeightSync) -> None:
+    """ConfigError for a bind_host that is no address of this host."""
+    if config.bind_host:
+        open_listener(config.bind_host).close()
 
 
 def wait_copied(pool: ImagePool, version: int, rank: int, timeout_s: float) -> str:

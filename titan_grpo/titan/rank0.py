@@ -38,7 +38,7 @@ from titan_grpo.rollout.messages import COUNTED, RolloutSpec
 from titan_grpo.runkey import find_run_key
 from titan_grpo.samples import Group
 from titan_grpo.subprocesses import run_command, without_torchrun
-from titan_grpo.sync.images import ImagePool, check_certificate
+from titan_grpo.sync.images import ImagePool, check_address, check_certificate
 from titan_grpo.sync.lanes import SyncOptions, load_deadline_s
 from titan_grpo.sync.process import SyncProcess
 from titan_grpo.titan.data import Sampled, Share, StepWork, varied_groups
@@ -112,6 +112,7 @@ class Controller:
         specs = launched(job_config, model_dir, cpu, run_key, self._keys)
         self.run_key = specs[0].run_key if specs else run_key
         check_certificate(job_config.weight_sync, self.run_key)
+        check_address(job_config.weight_sync)
         self._servers = ServerGroup(specs)
         self._step_values: dict[str, float] = {}
         self._codec: TextCodec | None = None

@@ -39,7 +39,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from titan_grpo.errors import TransferFailed
+from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.protocol.messages import Kind
 from titan_grpo.runkey import Key
 from titan_grpo.sync.transports.tls import WOULD_BLOCK, secured
@@ -70,6 +70,27 @@ def proof(key: Key | None, who: str, ours: bytes, theirs: bytes, ticket: bytes) 
     if key is None:
         return bytes(PROOF_BYTES)
     return bytes.fromhex(key.proof(f"range {who} {ours.hex()} {theirs.hex()} {ticket.hex()}"))
+
+
+def open_listener(host: str, port: int = 0) -> socket.socket:
+    """Listen on this host's address ``host``, without blocking. ConfigError if it cannot be
+    bound."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, proto, _, address = found[0]
+        listener = socket.socket(family, kind, proto)
+        # a process before this one had the port: its connections may still be closing
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+        listener.setblocking(False)
+    except OSError as error:
+        raise ConfigError(
+            f"weight_sync.bind_host must be an address of this host, got {host!r} ({error});"
+            " servers could not read versions here; set it to this host's address in their"
+            " network"
+        ) from error
+    return listener
 
 
 def connect(

@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 
-from titan_grpo.errors import ConfigError
 from titan_grpo.layout.manifest import Part
 from titan_grpo.protocol.messages import Kind
 from titan_grpo.runkey import Key
@@ -38,6 +37,7 @@ from titan_grpo.sync.transports.channel import (
     LaneChannel,
     header,
     keep_alive,
+    open_listener,
     proof,
     read_header,
 )
@@ -165,7 +165,7 @@ class RangeServer:
         one. ConfigError if the address cannot be bound."""
         with self._lock:
             if host not in self._listeners:
-                self._listeners[host] = self._open(host, port)
+                self._listeners[host] = open_listener(host, port)
                 self._selector_().register(self._listeners[host], selectors.EVENT_READ)
                 self._wake()
             return int(self._listeners[host].getsockname()[1])
@@ -253,24 +253,6 @@ class RangeServer:
             channel.abort()
         if thread is not None:
             thread.join(GREET_S)
-
-    def _open(self, host: str, port: int) -> socket.socket:
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            family, kind, proto, _, address = found[0]
-            listener = socket.socket(family, kind, proto)
-            # a process before this one had the port: its connections may still be closing
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(1024)
-            listener.setblocking(False)
-        except OSError as error:
-            raise ConfigError(
-                f"weight_sync.bind_host must be an address of this host, got {host!r} ({error});"
-                " servers could not read versions here; set it to this host's address in their"
-                " network"
-            ) from error
-        return listener
 
     def _selector_(self) -> selectors.BaseSelector:
         """Under the lock: the selector, with the thread that waits in it."""
