@@ -5,6 +5,7 @@ import ipaddress
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 
@@ -358,3 +359,15 @@ def test_both_ends_listen_on_the_configured_interface_only(host: str, site: Site
     assert [sorted(address for address, _ in found) for found in trainer] == [ours] * len(trainer)
     own = [host] if site.transport == "gloo" else []
     assert [sorted(address for address, _ in found) for found in receiver] == [own] * len(receiver)
+
+
+def test_a_large_version_has_its_bytes_at_the_least_rate_beside_the_lanes_deadline() -> None:
+    """Over gloo too: 9 buckets of 0.7 s each, where lane_deadline_s is 5 s and the rate adds 8."""
+    site = Site(transport="gloo", lane_deadline_s=5.0, min_rate=BUCKET)
+    weights, pace = Weights(1.0), threading.Event()
+    try:
+        link = site.connect(weights)
+        content = weights.image, weights.digests, weights.fingerprint
+        assert link.send(1, 1, *content, lambda _: pace.wait(0.7)).ok
+    finally:
+        site.close()

@@ -306,7 +306,8 @@ class LaneLink:
                     o.patches.sent(o.url, answer.read_bytes, answer.receive_s)
             return answer
         self._post(Order(number, "receive", version, fingerprint), b"".join(digests))
-        self.stream(bytes_, moved)
+        transport, bucket_bytes = self._connected(), o.config.bucket_bytes
+        broadcast_image(transport, bytes_, bucket_bytes, self._transfer_s, moved)
         left = max(0.0, start + self._transfer_s - time.monotonic())
         return self._staged(number, left)
 
@@ -401,7 +402,7 @@ class LaneLink:
         return applied
 
     def stream(self, image: torch.Tensor, moved: Moved | None = None) -> None:
-        """Broadcast the image; of a windowed apply the engine must be loading.
+        """Broadcast the image of a windowed apply; the engine must be loading.
 
         Raises TransferFailed when bytes are lost or late, a block differs or the engine gives up:
         the epoch is over, but the engine's report can still be awaited.
