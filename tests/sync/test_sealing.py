@@ -1,13 +1,17 @@
 """The sealer and the image slots between a trainer and its lanes: skipping, other ranks'
 parts, and memory."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.rigs.host_process import host_shards
 from tests.rigs.present import present
 from tests.sync.conftest import SHAPES, MakeRig
+from titan_grpo.errors import SyncError
+from titan_grpo.layout import image
 from titan_grpo.sync.publisher import Announcer, Copy
 
 pytestmark = pytest.mark.e2e
@@ -63,6 +67,31 @@ def test_a_part_that_never_arrives_discards_the_version_latches_an_error_and_fre
     assert r.server_set.take_error() is None
     assert r.servers["a"].versions == [2]
     announcer.close(WAIT_S)
+
+
+def test_a_version_that_gets_no_threads_to_be_hashed_is_given_up_and_the_next_one_is_not(
+    rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = rig("a")
+    r.deliver(1)
+
+    errors: list[SyncError] = []
+
+    def latched() -> bool:
+        errors.extend(filter(None, [r.server_set.take_error()]))
+        return bool(errors)
+
+    class Exhausted(ThreadPoolExecutor):
+        def map(self, *_: Any, **__: Any) -> Any:
+            # what Python says where the system has no further thread
+            raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as system:
+        system.setattr(image, "ThreadPoolExecutor", Exhausted)
+        r.publish(2)
+        r.until(latched)
+    assert "version 2: could not be published: can't start" in str(errors[0])
+    r.deliver(3)
 
 
 def memory(pid: int | str, key: str) -> int:

@@ -302,7 +302,8 @@ class SyncLanes:
                 self.slots.writing(job.version, job.slot, writers)
                 try:
                     self._seal(job)
-                except TitanGrpoError as error:
+                # RuntimeError: Python has it where the system has no further thread now
+                except (TitanGrpoError, RuntimeError) as error:
                     self.slots.discard(job.version)
                     self._reports.sealed(job.version, None)
                     self._reports.latch(
