@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from titan_grpo.cli import command
+from titan_grpo.commands.plan import of_job
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError
 from titan_grpo.plan import report
@@ -75,8 +76,35 @@ def test_patches_are_read_in_place_of_versions_where_links_are_slow() -> None:
     result = Simulation(patched).run()
     assert quantile(result.send_s, 0.5) == pytest.approx(4.0 * 0.05, rel=0.1)
     quick = replace(patched, trainer_link_gbit=800.0, server_link_gbit=800.0, source_gb_s=100.0)
-    assert quick.patch_bytes(1) == 0
+    assert Simulation(quick).run().patched == 0
     assert patched.patch_bytes(6) == 0  # more than a quarter of a version
+
+
+def test_servers_that_read_from_each_other_get_versions_too_fast_for_patches() -> None:
+    """1.3 s each, which is less than four times the second that a patch takes to make."""
+    auto = replace(SMALL, servers=16, sync=WeightSync(delta="auto"))
+    assert Simulation(auto).run().patched == 0
+    patched = replace(auto, sync=WeightSync(delta="on"))
+    result = Simulation(patched).run()
+    assert result.patched == len(result.send_s)
+    said = report.text(patched, report.figures(patched, result), [], result)
+    assert "patches come from the trainer to each server: it sends 0.64 times" in said
+
+
+def test_a_plan_for_one_server_names_no_others() -> None:
+    one = replace(SMALL, servers=1, sync=WeightSync())
+    result = Simulation(one).run()
+    said = report.text(one, report.figures(one, result), [], result)
+    assert "each other" not in said
+    assert "0.5 billion parameters, 1 GB a version" in said
+    assert "1 servers" not in said
+
+
+def test_sizes_of_thousands_are_written_out() -> None:
+    huge = replace(SMALL, parameters=10**12, hours=0.01)
+    result = Simulation(huge).run()
+    said = report.text(huge, report.figures(huge, result), [], result)
+    assert "1,000 billion parameters, 2,000 GB a version" in said
 
 
 def test_a_plan_tries_whether_servers_that_serve_each_other_would_do() -> None:
@@ -177,6 +205,13 @@ def test_a_version_that_takes_longer_than_a_step_stalls_the_trainer_by_its_stale
     assert max(result.staleness) <= late.max_staleness
 
 
+def test_a_stall_for_a_version_that_all_servers_get_at_once_is_a_stall_for_versions() -> None:
+    late = replace(SMALL, trainer_link_gbit=800.0, source_gb_s=100.0, server_link_gbit=1.0)
+    result = Simulation(late).run()  # 8 s of a step's 10, before groups of 1.7 to 5 s
+    assert result.stall_s > 5.0
+    assert result.stall_for_versions_s == pytest.approx(result.stall_s)
+
+
 def test_readers_of_both_slots_cost_versions_and_a_third_slot_brings_them_back() -> None:
     """Slow servers read one slot and quick ones the other, for longer than a step."""
     wide = replace(SMALL, trainer_link_gbit=800.0, source_gb_s=100.0, step_s=0.8, hours=0.02)
@@ -211,11 +246,18 @@ def test_a_seed_makes_the_same_run_again_and_another_seed_another() -> None:
 
 
 def test_proposed_settings_make_the_run_better() -> None:
-    setup = replace(SMALL, servers=20)
+    setup = replace(SMALL, servers=20, hours=0.5)
     before = Simulation(setup).run()
     changes, after = report.advice(setup, before)
     assert 1 <= len(changes) <= 3
+    assert after.simulated_s > 0.9 * 3600 * setup.hours, "simulated in full, not as a trial"
     assert report.score(after) < report.score(before)
+
+
+def test_a_version_of_many_steps_gets_advice_too() -> None:
+    far = replace(SMALL, servers=140, hours=0.5)  # 140 s a version, in steps of 10 s
+    changes, _ = report.advice(far, Simulation(far).run())
+    assert changes[0].setting == "weight_sync.relay"
 
 
 def test_a_run_that_is_well_gets_no_advice() -> None:
@@ -229,6 +271,37 @@ def test_sizes_that_make_no_sense_are_refused_by_name(field: str, value: float) 
     change: dict[str, Any] = {field: value}
     with pytest.raises(ConfigError, match=field):
         replace(SMALL, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"sync": WeightSync(transport="nccl")}, "weight_sync.transport"),
+        ({"sync": WeightSync(apply="streamed")}, "weight_sync.apply"),
+        ({"same_host": True, "trainer_hosts": 2}, "same_host is for one trainer host"),
+    ],
+)
+def test_what_a_plan_does_not_simulate_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        replace(SMALL, **change)
+
+
+def test_servers_that_a_job_starts_itself_are_counted_on_the_trainers_host(root: Path) -> None:
+    found = of_job(root / "train_configs" / "qwen3_0.6b_one_node.toml")
+    setup = Setup(**found)
+    assert (setup.servers, setup.same_host, setup.server_gpus) == (4, True, 1)
+    assert setup.server_bytes == 4 * setup.image_bytes
+
+
+def test_servers_that_a_job_names_are_on_the_hosts_of_their_addresses(
+    root: Path, tmp_path: Path
+) -> None:
+    job = tmp_path / "job.toml"
+    text = (root / "train_configs" / "qwen3_0.6b_gsm8k.toml").read_text()
+    named = '"http://a:8000", "http://a:8001", "http://b:8000"'
+    job.write_text(text.replace('"http://inference-0:8000"', named))
+    setup = Setup(**of_job(job))
+    assert (setup.servers, setup.servers_per_host, setup.same_host) == (3, 2, False)
 
 
 def test_the_command_reads_a_file_of_options_and_writes_every_figure(

@@ -2,12 +2,15 @@
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from titan_grpo.commands import read_toml
+from titan_grpo.config.rollout import LAUNCH, is_loopback, server_url
 from titan_grpo.errors import ConfigError
 from titan_grpo.plan.setup import Setup
 
@@ -41,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
             text += f" (default: {option.default})"
         flag = "--" + name.replace("_", "-")
         if option.type is bool:
-            out.add_argument(flag, action="store_true", default=None, help=text)
+            out.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         else:
             out.add_argument(flag, type=option.type, metavar="N", help=text)
     return out
@@ -118,8 +121,16 @@ def of_job(path: Path) -> dict[str, Any]:
         "in_flight": max(1, rollout.max_concurrent_requests // rollout.group_size),
         "parameters": parameters_of(config.model.name, config.model.flavor),
     }
-    if rollout.servers:
-        out["servers"] = len(rollout.servers)
+    if rollout.servers == [LAUNCH]:
+        count = rollout.launch_count * len(rollout.launch_engines)
+        out |= {"servers": count, "servers_per_host": count, "same_host": True}
+        out |= {"server_gpus": max(1, len(rollout.launch_gpus) // count)}
+    elif rollout.servers:
+        hosts = Counter(urlsplit(server_url(url)).hostname or "" for url in rollout.servers)
+        out |= {"servers": len(rollout.servers), "servers_per_host": max(hosts.values())}
+        out["same_host"] = all(map(is_loopback, hosts))
+    elif rollout.servers_slurm:
+        out["servers_per_host"] = rollout.servers_per_host
     return out
 
 

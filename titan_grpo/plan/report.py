@@ -3,7 +3,7 @@ settings to change.
 
 A change is proposed because a simulation with it is better, never by a rule of thumb. Those
 simulations have LEAST_SERVERS servers or fewer, with as much less of the trainer hosts' links: the
-ratio is what counts.
+ratio is what counts. What all changes make of the run is simulated in full.
 """
 
 import math
@@ -19,7 +19,7 @@ LEAST_SERVERS = 64
 """Servers of a simulation that only compares settings."""
 
 TRIAL_STEPS = 14
-"""Training steps of one, without waits."""
+"""Training steps of one, without waits, or versions where one takes longer than a step."""
 
 WORTH = 0.03
 """What a change must improve the score by."""
@@ -57,15 +57,17 @@ def smaller(setup: Setup) -> Setup:
     share = servers / setup.servers
     # of servers that read from each other the trainer sends to few, however many there are
     sent = 1.0 if setup.relays else share
-    return replace(
+    small = replace(
         setup,
         servers=servers,
         trainer_link_gbit=setup.trainer_link_gbit * sent,
         source_gb_s=setup.source_gb_s * sent,
         groups=max(1, round(setup.groups_per_step * share)),
         in_flight=setup.groups_at_once,
-        hours=min(setup.hours, TRIAL_STEPS * setup.step_s / 3600 + setup.connect_s / 3600),
     )
+    # a trial that ends before its second version shows no stall
+    trial_s = setup.connect_s + TRIAL_STEPS * max(setup.step_s, small.version_s)
+    return replace(small, hours=min(setup.hours, trial_s / 3600))
 
 
 def fed_hosts(setup: Setup) -> int:
@@ -129,7 +131,7 @@ def candidates(setup: Setup) -> Iterator[tuple[Change, Setup]]:
 
 def advice(setup: Setup, whole: Result) -> tuple[list[Change], Result]:
     """Up to CHANGES settings, each the one that helps most beside those before it, and the run
-    with all of them (at the size of a trial). Empty where no single one helps.
+    with all of them. Empty where no single one helps, or all of them do not at full size.
 
     ``whole``: the run without changes. Deaths stall it the more the more servers there are, which
     a small trial does not show: then work made further ahead is tried at full size.
@@ -155,6 +157,10 @@ def advice(setup: Setup, whole: Result) -> tuple[list[Change], Result]:
         result = Simulation(changed).run()
         if result.stall_s < whole.stall_s / 2:
             changes.append(change)
+    elif changes:
+        result = Simulation(present).run()
+        if score(result) >= score(whole):
+            changes.clear()
     return changes, result
 
 
@@ -230,6 +236,7 @@ def figures(setup: Setup, result: Result) -> dict[str, Any]:
             "deaths": result.deaths,
             "groups_moved": result.moved,
             "failed_transfers": result.failed_transfers,
+            "patched_transfers": result.patched,
         },
     }
 
@@ -240,7 +247,7 @@ def text(setup: Setup, found: Mapping[str, Any], changes: list[Change], then: Re
     hosts = math.ceil(setup.servers / setup.servers_per_host)
     where = "on the trainer's host" if setup.same_host else f"on {_many(hosts, 'host')}"
     lines = [
-        f"{setup.parameters / 1e9:.3g} billion parameters, {_gb(setup.image_bytes)} a version;"
+        f"{_short(setup.parameters / 1e9)} billion parameters, {_gb(setup.image_bytes)} a version;"
         f" {_many(setup.trainer_hosts, 'trainer host')} x {setup.trainer_gpus} GPUs,"
         f" {_many(setup.servers, 'server')} {where}; {setup.slow:.0%} slow,"
         f" {setup.dying:.0%} die in a minute",
@@ -256,9 +263,9 @@ def text(setup: Setup, found: Mapping[str, Any], changes: list[Change], then: Re
         f"          generation stands still {_spread(seconds['pause'], 's')}; a server's connection"
         f" takes {seconds['connect']:.1f} s",
         *_network(setup, found),
-        f"groups    a step's need {setup.generation_share:.0%} of what {setup.servers:,} servers"
-        f" make in a step of {setup.step_s:g} s ({setup.groups_at_once} at once on each,"
-        f" {setup.mean_group_s:.3g} s a group)"
+        f"groups    a step's need {setup.generation_share:.0%} of what"
+        f" {_many(setup.servers, 'server')} make in a step of {setup.step_s:g} s"
+        f" ({setup.groups_at_once} at once on each, {setup.mean_group_s:.3g} s a group)"
         + ("" if setup.generation_share < 1 else ": NOT ENOUGH, the trainer waits for groups"),
         f"calls     {seconds['sync_processor_per_version']:.2f} s of the sync process for those of"
         f" a version, in each step of {setup.step_s:g} s",
@@ -300,6 +307,14 @@ def _network(setup: Setup, found: Mapping[str, Any]) -> Iterator[str]:
     yield f"network   limit: {network['limit']}, in {share:.0%} of the transfers' time"
     if network["source_bytes_per_s"] is None:
         return
+    if setup.sync.delta != "off" and setup.trainer_hosts > 1:
+        yield "          no patches (weight_sync.delta): they are for one trainer host"
+    if found["run"]["patched_transfers"]:
+        yield (
+            "          patches come from the trainer to each server: it sends"
+            f" {network['sent_per_version']:.2g} times a version's bytes"
+        )
+        return
     if setup.relays:
         yield (
             "          servers read from each other: the trainer sends a version"
@@ -329,7 +344,11 @@ def _why_none(setup: Setup, found: Mapping[str, Any]) -> str:
 
 
 def _gb(nbytes: float) -> str:
-    return f"{nbytes / GB:.3g} GB"
+    return f"{_short(nbytes / GB)} GB"
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def _many(count: int, what: str) -> str:

@@ -31,8 +31,8 @@ ENCODE_RATE, APPLY_RATE = 1 << 30, 2 << 30
 """Bytes of an image per second that a patch is made of and applied to (scripts/bench_delta.py)."""
 
 WORTH, PATCHES = 4, 1 / 4
-"""When weight_sync.delta = "auto" makes patches, and how much of an image they may have: as
-sync.images has it."""
+"""How much longer than making a patch a whole version must take for weight_sync.delta = "auto", and
+how much of an image patches may have: as sync.images has it."""
 
 WIRE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -94,7 +94,7 @@ class Setup:
     )
     slow: float = _option(0.0, "share of the servers that are slow, 0 to 1")
     slow_factor: float = _option(
-        0.1, "a slow server's share of the link rate; 0: it stands still in every transfer"
+        0.1, "a slow server's share of the others' rate; 0: it stands still in every transfer"
     )
     dying: float = _option(0.0, "share of the servers that die in a minute, 0 to 1")
     restart_s: float = _option(120.0, "a dead server is back after so long, seconds")
@@ -125,6 +125,17 @@ class Setup:
                 'weight_sync.apply must be "staged": a plan is of images that servers fetch, got'
                 f" {self.sync.apply!r}"
             )
+        if self.sync.transport not in ("auto", "tcp"):
+            yield (
+                'weight_sync.transport must be "auto" or "tcp": a plan is of reads over TCP, got'
+                f" {self.sync.transport!r}"
+            )
+        if self.same_host and self.trainer_hosts > 1:
+            yield (
+                "same_host is for one trainer host: a server reads the other hosts' parts over its"
+                f" link, got trainer_hosts {self.trainer_hosts} (--no-same-host plans servers on"
+                " hosts of their own)"
+            )
 
     # Sizes.
 
@@ -141,7 +152,8 @@ class Setup:
     @property
     def server_bytes(self) -> int:
         """Host memory of one server host: a staging image for each of its servers."""
-        return min(self.servers, self.servers_per_host) * self.image_bytes
+        most = self.servers if self.same_host else self.servers_per_host
+        return min(self.servers, most) * self.image_bytes
 
     @property
     def state_bytes(self) -> float:
@@ -151,7 +163,7 @@ class Setup:
     @property
     def relays(self) -> bool:
         """Whether servers read from each other."""
-        return self.sync.relay and self.sync.transport in ("auto", "tcp") and not self.same_host
+        return self.sync.relay and self.servers > 1 and not self.same_host
 
     @property
     def hop_bytes(self) -> int:
@@ -159,13 +171,18 @@ class Setup:
         return min(self.sync.connections * self.sync.block_bytes, self.image_bytes)
 
     def patch_bytes(self, behind: int) -> int:
-        """What a server reads that is so many versions behind: 0 where no patch leads there."""
-        delta, one = self.sync.delta, self.trainer_hosts == 1 and not self.same_host
-        source = min(self.source_limits.values(), default=0.0) / self.servers
-        slow = min(self.link_rate, source) * WORTH < ENCODE_RATE
+        """The patches for a server that is so many versions behind: 0 where they have more than may
+        be kept."""
         share = behind * self.patch_share
-        made = one and (delta == "on" or (delta == "auto" and slow)) and 0 < share <= PATCHES
-        return int(share * self.image_bytes) if made else 0
+        return int(share * self.image_bytes) if 0 < share <= PATCHES else 0
+
+    def patches_wanted(self, slowest_s: float) -> bool:
+        """Whether a patch is made of the next version. ``slowest_s``: of all servers, for a whole
+        version."""
+        if self.trainer_hosts > 1 or self.same_host or not self.patch_bytes(1):
+            return False
+        worth = slowest_s > WORTH * self.encode_s
+        return self.sync.delta == "on" or (self.sync.delta == "auto" and worth)
 
     # Rates.
 
@@ -208,7 +225,7 @@ class Setup:
     @property
     def encode_s(self) -> float:
         """The making of a patch."""
-        return self.image_bytes / ENCODE_RATE if self.patch_bytes(1) else 0.0
+        return self.image_bytes / ENCODE_RATE
 
     @property
     def apply_s(self) -> float:
@@ -224,6 +241,14 @@ class Setup:
     def load_s(self) -> float:
         """The load of a version, in the pause."""
         return self.call_s + self.image_bytes / (self.server_gpus * self.load_gb_s * GB)
+
+    @property
+    def version_s(self) -> float:
+        """About what a version takes to all servers, from its publish to their load of it."""
+        times = 1 if self.relays else self.servers
+        rates = (rate / times for rate in self.source_limits.values())
+        fetch_s = self.image_bytes / min(self.link_rate, self.reader_rate, *rates)
+        return self.copy_s + self.digest_s + fetch_s + self.load_s
 
     @property
     def transfer_deadline_s(self) -> float:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from titan_grpo.errors import ProtocolError
 from titan_grpo.plan.network import TRAINER, Network
+from titan_grpo.plan.patches import Patches
 from titan_grpo.plan.setup import Setup
 from titan_grpo.protocol import admission, image_slots, lane, ledger, recovery, relay
 from titan_grpo.protocol.admission import Admission
@@ -58,6 +59,8 @@ class Result:
     """Of each commit: generation stood still."""
     failed_transfers: int = 0
     deaths: int = 0
+    patched: int = 0
+    """Transfers of patches in place of a version."""
     moved: int = 0
     """Groups whose server died: another one made the rest of them, or all of them anew."""
     busy_s: dict[str, float] = field(default_factory=dict)
@@ -119,6 +122,7 @@ class Simulation:
         self._process_free_s = 0.0
         self._at_work: set[int] = set()
         self._turns: deque[_Server] = deque()
+        self._patches = Patches(s)
         # Groups.
         self._admission = Admission(0, s.groups_per_step, s.max_staleness)
         self._next = 0
@@ -190,8 +194,9 @@ class Simulation:
                 self._group_ends(self._servers[work], number)
             case "copied":
                 self._step_slots(image_slots.Copied(number, 0))
-                self._after(self._s.digest_s + self._s.encode_s, "hashed", number)
+                self._after(self._s.digest_s + self._patches.make(), "hashed", number)
             case "hashed":
+                self._patches.completed(number)
                 self._step_slots(image_slots.Complete(number))
                 self._reserve()
                 for waiting in list(self._waiting):
@@ -218,7 +223,7 @@ class Simulation:
                         self._reserve()
                     case lane.Note(note):
                         server.entry = ledger.step(server.entry, note)
-                        self._fill(server)
+                        self._fill(server, idle=True)
             self._perform(server, actions[-1])
 
     def _perform(self, server: _Server, work: lane.Action) -> None:
@@ -238,7 +243,7 @@ class Simulation:
                 n = server.number
                 server.sent_at = self._now
                 version, held = server.lane.version or 0, server.entry.held
-                server.patch = s.patch_bytes(version - held) if held is not None else 0
+                server.patch = self._patches.bytes_to(version, held)
                 parent = TRAINER if server.patch else self._parent(server)
                 self._network.begin(n, server.patch or s.image_bytes, parent)
                 still = server.slow and s.slow_factor == 0
@@ -369,8 +374,10 @@ class Simulation:
             version = server.lane.version
             assert version is not None
             if server.patch:
+                self.result.patched += self._first_step is not None
                 self._work(server, self._s.apply_s, lane.Staged(version))
                 continue
+            self._patches.sent_whole(n, self._now - server.sent_at)
             if str(n) in self._relays.nodes:
                 rate = self._s.image_bytes / max(self._now - server.sent_at, 1e-9)
                 self._relay(relay.Answered(str(n), version, True, rate))
@@ -414,10 +421,11 @@ class Simulation:
 
     # Groups.
 
-    def _fill(self, server: _Server) -> None:
-        """Give a server groups until it is full or none may start on its version."""
+    def _fill(self, server: _Server, idle: bool = False) -> None:
+        """Give a server groups until it is full or none may start on its version. ``idle``: it had
+        room before."""
         n, room = server.number, self._s.groups_at_once
-        idle = bool(self._spare)
+        idle = idle or bool(self._spare)
         while len(server.groups) < room and server.entry.accepting:
             version = server.entry.held
             assert version is not None
