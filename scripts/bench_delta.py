@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for every script
 
 from scripts.bench_gpu import SHAPES
-from scripts.common import options_of, write_json
+from scripts.common import options_of, positive, write_json
 from titan_grpo.layout import delta
 from titan_grpo.layout.image import digest_block
 
@@ -41,8 +41,10 @@ def main(argv: list[str]) -> int:
     parser = options_of(__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3_0.6b")
     parser.add_argument("--lr", type=float, default=1e-6)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=positive, default=6)
     options = parser.parse_args(argv)
+    if not 0 <= options.lr < 1:
+        parser.error(f"--lr is a learning rate, 0 or more and below 1, got {options.lr:g}")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     image_bytes, equal = 0, True

@@ -38,7 +38,6 @@ for the bytes. Compare with a run with ``--trainer-hosts 1``.
 import argparse
 import json
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -60,7 +59,8 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import ENGINES, ROOT, options_of, python_of, write_json
+from scripts.common import ROOT, python_of, write_json
+from scripts.hosts_options import parse
 from tests.faults.netns import Host, Hosts, NotAllowed
 from tests.rigs.scores import Scores, apart, right, said
 from tests.rigs.server_handle import served_digest
@@ -96,38 +96,6 @@ CALL_S = 60.0
 SPARE = 2.0
 """An engine rounds elsewhere than transformers does, and the largest of some hundred errors
 varies."""
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-
-
-def rate(text: str) -> float:
-    """Bytes per second: ``rate("20mbit") == 2.5e6``."""
-    found = re.fullmatch(r"([0-9.]+)(kbit|mbit|gbit)", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"must be like 20mbit, got {text!r}")
-    return float(found[1]) * UNITS[found[2]] / 8
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = options_of(__doc__)
-    parser.add_argument("--trainer-hosts", type=int, default=2, help="hosts that train")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks on each of them")
-    parser.add_argument("--receivers", type=int, default=4, help="hosts with a server each")
-    parser.add_argument("--per-host", type=int, default=1, help="servers on each of these hosts")
-    parser.add_argument("--relay", action=argparse.BooleanOptionalAction, default=False)
-    parser.add_argument("--kill-inner", action="store_true", help="needs --relay and 3 receivers")
-    real = "real servers; default: servers without an engine"
-    parser.add_argument("--engine", nargs="+", choices=ENGINES, default=[], help=real)
-    parser.add_argument("--step-s", type=float, default=0.0, help="seconds between two versions")
-    parser.add_argument("--stop-s", type=float, default=0.0, help="needs 2 trainer hosts")
-    parser.add_argument("--step-products", type=int, default=200, help="of matrices, with --stop-s")
-    parser.add_argument("--delta", choices=("auto", "on", "off"), default="off")
-    parser.add_argument(
-        "--changed", type=float, default=1.0, help="share of each row that a version changes"
-    )
-    parser.add_argument("--rate", type=rate, default="20mbit", help="of each link, each way")
-    parser.add_argument("--mib", type=int, default=8, help="bytes of one version, in MiB")
-    parser.add_argument("--versions", type=int, default=3, help="measured ones, after the first")
-    return parser.parse_args(argv)
 
 
 class Weights(torch.nn.Module):
@@ -527,7 +495,7 @@ def figures_of(
 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 2 without the rights, 1 if a server held other bytes."""
-    options = parse(argv)
+    options = parse(__doc__, argv)
     stop_on_sigterm()  # its namespaces and servers would outlive it
     if os.geteuid() != 0:
         print("bench_hosts: hosts are namespaces, which need root: run it as root", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,8 +21,23 @@ def options_of(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there too")
+    parser.add_argument("--json", type=new_file, metavar="PATH", help="write the figures there too")
     return parser
+
+
+def new_file(text: str) -> Path:
+    """A path to write to. A wrong one is an error at once, not after the measurement."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"must be a file in a folder to write to, got {text!r}")
+    return path
+
+
+def positive(text: str) -> int:
+    """An integer of 1 or more."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text!r}")
+    return value
 
 
 def write_json(path: Path | None, figures: Any) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from titan_grpo.errors import TitanGrpoError
 
@@ -92,7 +92,8 @@ class Namespace:
             _try(f"{tc} qdisc del dev {device} root")
 
     def __enter__(self) -> "Namespace":
-        try:
+        with ExitStack() as undo:  # whatever ends this early, an interrupt too
+            undo.push(self.__exit__)
             _run(f"ip netns add {self.name}")
             _run(f"ip link add {self._ours} type veth peer name {self._theirs}")
             _run(f"ip link set {self._theirs} netns {self.name}")
@@ -103,9 +104,7 @@ class Namespace:
             _run(f"ip -n {self.name} link set lo up")
             # All of our addresses are reached through this pair, and so within its limit.
             _run(f"ip -n {self.name} route add default via {self.outer}")
-        except NotAllowed:
-            self.__exit__(None, None, None)
-            raise
+            undo.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -181,15 +180,14 @@ class Hosts:
         ]
 
     def __enter__(self) -> "Hosts":
-        try:
+        with ExitStack() as undo:  # whatever ends this early, an interrupt too
+            undo.push(self.__exit__)
             _run(f"ip link add {self._bridge} type bridge")
             _run(f"ip addr add {self.address}/24 dev {self._bridge}")
             _run(f"ip link set {self._bridge} up")
             for host in self.hosts:
                 self._add(host)
-        except NotAllowed:
-            self.__exit__(None, None, None)
-            raise
+            undo.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -1,0 +1,41 @@
+"""Options of benches that take minutes: wrong ones end them at once."""
+
+import pytest
+
+from scripts import bench_delta, hosts_options
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--kill-inner --receivers 8", "--kill-inner needs --relay"),
+        ("--kill-inner --relay --receivers 2", "--kill-inner needs --relay and 3 receivers"),
+        ("--stop-s 5 --trainer-hosts 1", "--stop-s"),
+        ("--step-s -1", "--step-s"),
+        ("--changed 0", "--changed"),
+        ("--receivers 300", "253 hosts at most"),
+        ("--receivers 0", "--receivers: must be 1 or more, got '0'"),
+        ("--versions 0", "--versions"),
+        ("--rate 20", "--rate: must be like 20mbit"),
+        ("--rate 0mbit", "--rate: must be like 20mbit, and over 0"),
+        ("--rate 1.2.3mbit", "--rate: must be like 20mbit"),
+        ("--json /proc/none/figures.json", "--json: must be a file in a folder to write to"),
+    ],
+)
+def test_options_of_bench_hosts_that_do_not_go_together_are_named(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        hosts_options.parse("", words.split())
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--steps 0", "--lr -1", "--lr nan", "--shape none"])
+def test_options_of_bench_delta_that_make_no_sense_are_named(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench_delta.main(words.split())
+    assert ended.value.code == 2
+    assert words.split()[0] in capsys.readouterr().err
