@@ -190,6 +190,7 @@ def test_the_slurm_script_starts_a_torchrun_and_two_servers_on_each_host(
     assert all(serve in each for each in servers)
     assert sorted(re.findall(r"--port (\d+)", "".join(servers))) == ["8000", "8001"]
     assert "--gpus-per-task=4" in servers[0]
+    assert "--tensor-parallel-size 4" in servers[0]
     assert '--weight-transfer-config {"backend":"titan_grpo"}' in servers[0]
     assert "--nnodes 2 --nproc_per_node 8" in trainer
     assert f"hosts={hosts}" in trainer
@@ -197,6 +198,27 @@ def test_the_slurm_script_starts_a_torchrun_and_two_servers_on_each_host(
     assert known_servers(rollout, {"SERVER_HOSTS": hosts}).urls == [
         f"http://{host}:{port}" for host in ("s1", "s2") for port in (8000, 8001)
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("PER_HOST", "0"), ("PER_HOST", "16"), ("SERVER_NODES", "0"), ("SERVER_NODES", "two")],
+)
+def test_the_slurm_script_refuses_numbers_that_leave_no_host_or_gpu(
+    root: Path, tmp_path: Path, name: str, value: str
+) -> None:
+    names = tmp_path / "scontrol"
+    names.write_text("#!/usr/bin/env bash\nprintf '%s\\n' t1 s1 s2\n")
+    names.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "any"}
+    done = subprocess.run(
+        ["bash", str(root / "examples" / "cluster" / "slurm.sh")],
+        env=env | {"HOME": str(tmp_path), "SLURM_JOB_ID": "7", name: value},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{name} must")
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_evaluation_example_is_a_job_with_the_quickstarts_recipe(

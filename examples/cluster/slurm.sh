@@ -14,6 +14,11 @@ PER_HOST="${PER_HOST:-1}"             # servers of a host, which share its GPUs
 GPUS="${GPUS:-8}"                     # of a host
 SERVER_NODES="${SERVER_NODES:-2}"     # in a job of one group
 
+wrong() { echo "$1" >&2; exit 2; }
+within() { [[ "$1" =~ ^[1-9][0-9]*$ && "$1" -le "$2" ]]; }
+within "$PER_HOST" "$GPUS" || wrong "PER_HOST must be 1 to GPUS ($GPUS), got $PER_HOST"
+SERVER_GPUS=$((GPUS / PER_HOST))      # its tensor parallelism
+
 listed() { (IFS=, && echo "$*"); }
 if [ -n "${SLURM_JOB_NODELIST_HET_GROUP_1:-}" ]; then
     trainers="$SLURM_JOB_NUM_NODES_HET_GROUP_0"
@@ -21,8 +26,8 @@ if [ -n "${SLURM_JOB_NODELIST_HET_GROUP_1:-}" ]; then
     train=(--het-group=0) serve=(--het-group=1)
 else
     mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    within "$SERVER_NODES" $((${#hosts[@]} - 1)) || wrong "SERVER_NODES must leave some of ${#hosts[@]} hosts to train, got $SERVER_NODES"
     trainers=$((${#hosts[@]} - SERVER_NODES))
-    [ "$trainers" -gt 0 ] || { echo "SERVER_NODES=$SERVER_NODES leaves none of ${#hosts[@]} hosts to train" >&2; exit 2; }
     SERVER_HOSTS="$(listed "${hosts[@]:$trainers}")"
     export SERVER_HOSTS
     train=(--nodes="$trainers" --nodelist="$(listed "${hosts[@]:0:$trainers}")")
@@ -33,11 +38,11 @@ fi
 key="$(mktemp -p "$HOME" .titan_grpo_key.XXXXXX)"
 trap 'rm -f "$key"' EXIT
 python3 -c 'import secrets; print(secrets.token_hex(32))' >"$key"
-export TITAN_GRPO_RUN_KEY_FILE="$key" MODEL PORT
+export TITAN_GRPO_RUN_KEY_FILE="$key" MODEL PORT SERVER_GPUS
 
-VLLM_SERVER_DEV_MODE=1 srun "${serve[@]}" --ntasks-per-node="$PER_HOST" --gpus-per-task=$((GPUS / PER_HOST)) --export=ALL \
+VLLM_SERVER_DEV_MODE=1 srun "${serve[@]}" --ntasks-per-node="$PER_HOST" --gpus-per-task="$SERVER_GPUS" --export=ALL \
     bash -c 'exec .venv-vllm/bin/vllm serve "$MODEL" \
-    --host 0.0.0.0 --port $((PORT + SLURM_LOCALID)) --logprobs-mode processed_logprobs \
+    --host 0.0.0.0 --port $((PORT + SLURM_LOCALID)) --tensor-parallel-size "$SERVER_GPUS" --logprobs-mode processed_logprobs \
     --weight-transfer-config "{\"backend\":\"titan_grpo\"}" \
     --middleware titan_grpo.receive.vllm_http.WeightsMiddleware' &
 
