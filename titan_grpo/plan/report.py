@@ -3,7 +3,7 @@ settings to change.
 
 A change is proposed because a simulation with it is better, never by a rule of thumb. Those
 simulations have LEAST_SERVERS servers or fewer, with as much less of the trainer hosts' links: the
-ratio is what counts. What all changes make of the run is simulated in full.
+ratio is what counts. What all changes make of the run is simulated with all servers.
 """
 
 import math
@@ -17,6 +17,10 @@ from titan_grpo.plan.simulation import Result, Simulation, quantile
 
 LEAST_SERVERS = 64
 """Servers of a simulation that only compares settings."""
+
+SERVER_HOURS = 128
+"""Servers times hours of a run with all changes: the hour of 1,024 servers that a plan begins with
+takes most of a minute."""
 
 TRIAL_STEPS = 14
 """Training steps of one, without waits, or versions where one takes longer than a step."""
@@ -42,13 +46,19 @@ class Change:
         return f"{self.setting}: {self.old} -> {self.new}"
 
 
+def stall_share(result: Result) -> float:
+    """Of a run with a step."""
+    return result.stall_s / result.simulated_s
+
+
 def score(result: Result) -> float:
     """How bad a run was: 0 without stall and lag."""
     if not result.steps:
         return 100.0
-    share = result.stall_s / result.simulated_s
     lag = statistics.fmean(result.lags) if result.lags else 10.0
-    return 10 * share + min(10.0, lag) + 0.1 * statistics.fmean(result.staleness or [0])
+    return (
+        10 * stall_share(result) + min(10.0, lag) + 0.1 * statistics.fmean(result.staleness or [0])
+    )
 
 
 def smaller(setup: Setup) -> Setup:
@@ -152,13 +162,14 @@ def advice(setup: Setup, whole: Result) -> tuple[list[Change], Result]:
             break
         changes.append(found[0])
         _, present, result = found
-    if not changes and whole.steps and whole.stall_s > STALL_SHARE * whole.simulated_s:
+    hours = min(setup.hours, SERVER_HOURS / setup.servers)
+    if not changes and whole.steps and stall_share(whole) > STALL_SHARE:
         change, changed = next(candidates(setup))
-        result = Simulation(changed).run()
-        if result.stall_s < whole.stall_s / 2:
+        result = Simulation(replace(changed, hours=hours)).run()
+        if result.steps and stall_share(result) < stall_share(whole) / 2:
             changes.append(change)
     elif changes:
-        result = Simulation(present).run()
+        result = Simulation(replace(present, hours=hours)).run()
         if score(result) >= score(whole):
             changes.clear()
     return changes, result
@@ -226,7 +237,7 @@ def figures(setup: Setup, result: Result) -> dict[str, Any]:
             "versions_published": result.published,
             "versions_skipped": result.skipped,
             "stall_s": result.stall_s,
-            "stall_share": result.stall_s / result.simulated_s if result.simulated_s else None,
+            "stall_share": stall_share(result) if result.simulated_s else None,
             "stall_for_versions_s": result.stall_for_versions_s,
             "stall_for_copy_s": result.stall_for_copy_s,
             "lag": spread(lags),
@@ -293,7 +304,7 @@ def text(setup: Setup, found: Mapping[str, Any], changes: list[Change], then: Re
             f"{'change' if n == 1 else '':9} {n}. {change}" for n, change in enumerate(changes, 1)
         ]
         after = (
-            f"stall {then.stall_s / then.simulated_s:.1%}, median lag {quantile(then.lags, 0.5):g}"
+            f"stall {stall_share(then):.1%}, median lag {quantile(then.lags, 0.5):g}"
             if then.steps
             else "still no step"
         )

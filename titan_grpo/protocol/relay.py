@@ -160,13 +160,13 @@ def _parent(t: Relays, url: str, version: int, depth: int) -> str:
     """The best server to read from; empty: the trainer. Same host, same zone, no reader yet, least
     depth, rate."""
     host, zone = t.nodes[url].host, t.nodes[url].zone
-    full = {busy for busy, readers in t.readers.items() if len(readers) >= DEGREE} - {host}
+    busy = {place: len(readers) for place, readers in t.readers.items()}
     # what leaves most of them out comes first: a thousand servers are looked through here
     free = [
-        (n.host != host, n.zone != zone, len(t.readers.get(n.host, ())), n.depth, -n.rate, u)
+        (n.host != host, n.zone != zone, load, n.depth, -n.rate, u)
         for u, n in t.nodes.items()
         if n.version == version
-        and n.host not in full
+        and ((load := busy.get(n.host, 0)) < DEGREE or n.host == host)
         and n.depth < depth
         and u != url
         and n.serves
@@ -175,8 +175,8 @@ def _parent(t: Relays, url: str, version: int, depth: int) -> str:
     ]
     if not free:
         return ""
-    elsewhere, _, readers, _, _, best = min(free)
-    return "" if elsewhere and readers and _at_the_trainer(t) < t.roots else best
+    elsewhere, _, load, _, _, best = min(free)
+    return "" if elsewhere and load and _at_the_trainer(t) < t.roots else best
 
 
 def _at_the_trainer(t: Relays) -> int:
