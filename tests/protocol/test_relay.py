@@ -94,6 +94,16 @@ def test_trainer_hosts_send_to_as_many_servers_before_a_server_sends_to_a_second
     assert [table.asks(url) for url in "abcde"] == [(), ("a",), (), (), ("a",)]
 
 
+def test_a_version_that_the_trainer_has_sent_comes_from_a_server_with_a_reader() -> None:
+    table = Table(a="1", b="2", c="3")
+    table.do(Came("b", "2", "", False))
+    assert table.asks("a") == ()
+    table.do(Answered("a", 1, True, 1.0))
+    assert [table.asks(url) for url in "bc"] == [("a",), ("a",)]
+    assert table.asks("a", 2) == ()
+    assert table.asks("c", 2) == ("a",)
+
+
 @pytest.mark.parametrize(("rate", "slow"), [(2.5, False), (2.0, True)])
 def test_a_reader_beside_another_one_may_take_twice_as_long(rate: float, slow: bool) -> None:
     table = Table(a="1", b="2", c="3")

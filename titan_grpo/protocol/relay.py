@@ -176,12 +176,12 @@ def _parent(t: Relays, url: str, version: int, depth: int) -> str:
     if not free:
         return ""
     elsewhere, _, load, _, _, best = min(free)
-    return "" if elsewhere and load and _at_the_trainer(t) < t.roots else best
+    return "" if elsewhere and load and _at_the_trainer(t, version) < t.roots else best
 
 
-def _at_the_trainer(t: Relays) -> int:
-    """Servers that read from it, or take it for the last one that is left."""
-    return sum(n.reading and t.above(n) is None for n in t.nodes.values())
+def _at_the_trainer(t: Relays, version: int) -> int:
+    """Servers that had to read the version from it."""
+    return sum(n.version == version and n.depth == 1 for n in t.nodes.values())
 
 
 def step(t: Relays, event: Event, depth: int = DEPTH) -> Outcome:
