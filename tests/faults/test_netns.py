@@ -1,7 +1,9 @@
 """Networks of a test on a host that does not give them: what was made is removed."""
 
 import os
+import signal
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -16,6 +18,15 @@ case "$*" in *"addr add"*) kill -INT $PPID; exec sleep 60;; esac
 """
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where tests were started in a shell's background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize(
     ("network", "made"),
     [(Namespace(), "netns"), (Hosts(2), "link")],
