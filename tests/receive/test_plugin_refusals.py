@@ -29,7 +29,8 @@ from vllm.engine.arg_utils import EngineArgs
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import essential
 from titan_grpo.receive import vllm_http
-from titan_grpo.receive.vllm_plugin import problem_of, quantization_of, sends_routes
+from titan_grpo.receive.commit import quantization_of
+from titan_grpo.receive.vllm_plugin import problem_of, sends_routes
 
 def configured(model=sys.argv[1], **options):
     args = EngineArgs(model=model, max_model_len=64, enforce_eager=True, **options)
@@ -99,8 +100,9 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import essential
+from titan_grpo.receive.commit import quantization_of
 from titan_grpo.receive.sglang_plugin import (
-    LOADER, SglangModel, compatibility, model_problem, quantization_of, sends_routes
+    LOADER, SglangModel, compatibility, model_problem, sends_routes
 )
 
 def problem(**options):

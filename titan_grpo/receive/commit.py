@@ -101,6 +101,12 @@ class WorkerDevice:
         return unpin
 
 
+def quantization_of(model_config: Any) -> str:
+    """How a server with this ModelConfig, of either engine, quantises its weights; empty if it does
+    not."""
+    return model_config.quantization or ""
+
+
 class Engine(Protocol):
     """The part that differs between engines: names and loading. ``config``: of its model, as
     config.json has it; empty where there is none. ``routes``: whether completions come with the

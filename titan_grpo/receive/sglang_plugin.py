@@ -40,6 +40,7 @@ from titan_grpo.receive.commit import (
     log_ready,
     log_to_stderr,
     package_version,
+    quantization_of,
 )
 from titan_grpo.runkey import Key, environment_key
 from titan_grpo.unix_rpc import Server, abstract_address, call
@@ -271,11 +272,6 @@ def compatibility(args: Any) -> str:
 def sends_routes(args: Any) -> bool:
     """Whether a server with these ServerArgs answers with the experts of each token."""
     return bool(args.enable_return_routed_experts)
-
-
-def quantization_of(model_config: Any) -> str:
-    """How a server with this ModelConfig quantises its weights; empty if it does not."""
-    return model_config.quantization or ""
 
 
 def experts_problem(args: Any) -> str:

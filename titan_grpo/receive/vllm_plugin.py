@@ -32,6 +32,7 @@ from titan_grpo.receive.commit import (
     Workers,
     log_ready,
     log_to_stderr,
+    quantization_of,
 )
 from titan_grpo.runkey import Key, environment_key
 
@@ -117,11 +118,6 @@ def problem_of(vllm_config: Any) -> str:
 def sends_routes(vllm_config: Any) -> bool:
     """Whether a server with this VllmConfig answers with the experts of each token."""
     return bool(vllm_config.aux_output_config.enable_return_routed_experts)
-
-
-def quantization_of(model_config: Any) -> str:
-    """How a server with this ModelConfig quantises its weights; empty if it does not."""
-    return model_config.quantization or ""
 
 
 def compatibility(vllm_config: Any) -> tuple[bool, str]:

@@ -406,7 +406,7 @@ class ServerLane:
             with recorder.span(names.DRAIN_S, self.url, version=self._state.version):
                 self._c.drain(self.url)
         self._before = self._control.label()
-        self._pass(Point.PAUSE)
+        self._pass(Point.PAUSE)  # waits for the lane's turn: the pause begins after it
         self._paused_s = recorder.now()
         self._control.pause()
         if self._config.kv_after_update == "recompute":

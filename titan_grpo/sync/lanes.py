@@ -263,7 +263,7 @@ class SyncLanes:
 
     def _pass(self, passing: LaneEvent) -> None:
         match passing.point:
-            case Point.PAUSE:
+            case Point.PAUSE:  # before the guard's lease begins
                 self._turns.wait(passing.url)
             case Point.LABEL:
                 self._turns.go_on(passing.url)

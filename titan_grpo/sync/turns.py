@@ -25,8 +25,8 @@ class Turns:
         self._began: dict[str, float] = {}
 
     def wait(self, url: str) -> None:
-        """Begin when fewer than AT_WORK are at work: after TURN_S / AT_WORK for each lane that
-        waited before, at most."""
+        """Begin when fewer than AT_WORK are at work. A commit has two turns, before and after the
+        load: each lane that began before holds this one up for 2 * TURN_S / AT_WORK at most."""
         with self._changed:
             while len(self._at_work()) >= AT_WORK:
                 self._changed.wait(min(self._began.values()) + TURN_S - time.monotonic())
