@@ -7,8 +7,9 @@ import pytest
 
 from tests.views.runs import Clock, Made, make_run, url_of
 from titan_grpo.errors import ConfigError
-from titan_grpo.observe import names
+from titan_grpo.observe import names, report
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.views.findings import facts_of
 from titan_grpo.views.run import TRAINER, Trace, read_run, read_trace, short
 from titan_grpo.views.timeline import figures, held, published, timeline
 
@@ -56,6 +57,22 @@ def test_a_run_that_goes_on_has_no_summary_and_reads_up_to_its_last_whole_line(
     spans = [(key, spans.start.size) for key, spans in whole.spans.items()]
     read = [(key, spans.start.size) for key, spans in run.trace.spans.items()]
     assert sum(n for _, n in spans) - sum(n for _, n in read) == 1
+
+
+@pytest.mark.parametrize("finished", [False, True], ids=["goes on", "has ended"])
+def test_how_servers_quantise_is_known_of_a_run_at_any_time(tmp_path: Path, finished: bool) -> None:
+    recorder = Recorder(tmp_path, clock=Clock())
+    recorder.quantised(url_of(0), "fp8")
+    recorder.quantised(url_of(1), "")
+    recorder.step(1, {names.ON_POLICY_GAP: 0.3})
+    if finished:
+        report.write_report(recorder, "a run", "async", "")
+    else:
+        recorder.close()
+    run = read_run(tmp_path)
+    assert (run.summary is not None) == finished
+    assert run.quantised == {url_of(0): "fp8"}
+    assert facts_of(run).quantised == run.quantised
 
 
 def test_the_summary_of_an_earlier_run_is_not_that_of_one_that_goes_on(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class Facts:
     skipped_versions: int = 0
     digest_mismatches: int = 0
     quantised: Mapping[str, str] = field(default_factory=dict)
-    """URL -> how that server quantises its weights; known once the run has ended."""
+    """URL -> how that server quantises its weights, of those that do."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Groups by reason."""
     errors: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ def facts_of(run: Run) -> Facts:
         servers=tuple(figures(run.trace, url) for url in in_order(urls)),
         skipped_versions=s.skipped_versions if s else skipped,
         digest_mismatches=s.digest_mismatches if s else 0,
-        quantised=s.quantised if s else {},
+        quantised=run.quantised,
         dropped=s.dropped if s else {},
         errors=tuple(s.errors if s else errors),
         ended_by=s.ended_by if s else "",

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_grpo.errors import ConfigError
-from titan_grpo.observe.recorder import read_metrics
+from titan_grpo.observe.recorder import read_history, read_metrics
 from titan_grpo.observe.schema import ShownStep, Summary
 
 BLOCK_BYTES = 1 << 18
@@ -133,6 +133,8 @@ class Run:
     """Of samples.jsonl, in rising order of steps."""
     summary: Summary | None
     """None while the run goes on, and after a kill."""
+    quantised: Mapping[str, str] = field(default_factory=dict)
+    """URL -> how that server quantises its weights, of those that do."""
     gone: bool = False
     """Whether its trainer is known to be dead."""
 
@@ -146,12 +148,16 @@ def read_run(folder: Path) -> Run:
             " nor trace.json: name another one"
         )
     try:
+        summary = _summary(folder)
+        # A run that goes on has said it to its history alone.
+        said = summary or read_history(folder / "history.jsonl")
         return Run(
             folder.resolve().name,
             read_metrics(metrics) if metrics.is_file() else [],
             read_trace(trace) if trace.is_file() else Trace(),
             read_samples(folder / "samples.jsonl"),
-            _summary(folder),
+            summary,
+            {url: method for url, method in said.quantised.items() if method},
             trainer_lives(folder / "run.lock") is False,
         )
     except OSError as error:
