@@ -86,7 +86,7 @@ made = translated(JobConfig())
 said = []
 for option in ("--parallelism.expert_tensor_parallel_degree=2",
                "--parallelism.enable_async_tensor_parallel", "--grpo.ptx_mixin_batchsize=32",
-               "--activation_checkpoint.mode=memory_budget",
+               "--activation_checkpoint.mode=memory_budget", "--model.name=deepseek_v3",
                "--parallelism.pipeline_parallel_degree=2 --model.flavor=grpo_tiny_untied"):
     try:
         parse(["--job.config_file", {str(QUICK)!r}, *option.split()])
@@ -123,6 +123,7 @@ def test_what_has_no_counterpart_or_was_never_run_is_refused_by_its_name(found: 
         "parallelism.enable_async_tensor_parallel",
         "grpo.ptx_mixin_batchsize",
         "activation_checkpoint.mode",
+        "model.name",
         "parallelism.pipeline_parallel_degree",
     )
     for text, key in zip(found[2], keys, strict=True):

@@ -15,8 +15,37 @@ import pytest
 
 from tests.rollout.conftest import completion_server, model_dir  # noqa: F401 - fixtures
 from tests.sync.conftest import rig  # noqa: F401 - a fixture
+from titan_grpo.titan import jobconfig
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import Kind, write_tiny_model
+
+MINIMAL = """
+[model]
+name = "qwen3"
+flavor = "grpo_tiny"
+[rollout]
+servers = ["http://127.0.0.1:8000"]
+max_completion_tokens = 16
+batch_timeout_s = 300.0
+[training]
+seq_len = 64
+"""
+
+Parse = Callable[..., Any]
+"""Its result has a class that torchtitan makes at run time."""
+
+
+@pytest.fixture
+def parse(tmp_path: Path) -> Parse:
+    """``parse(extra TOML, *arguments, world_size=None)`` on top of a minimal file."""
+
+    def run(extra: str = "", *arguments: str, world_size: int | None = None) -> Any:
+        path = tmp_path / "job.toml"
+        path.write_text(MINIMAL + extra)
+        return jobconfig.parse(["--job.config_file", str(path), *arguments], world_size)
+
+    return run
+
 
 RUN_DEADLINE_S = 280
 

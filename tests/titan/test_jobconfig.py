@@ -3,7 +3,6 @@ line."""
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +10,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.titan.conftest import MINIMAL, Parse
 from titan_grpo.config import Rollout
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan import jobconfig, jobfile, tiny
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import Kind
-
-MINIMAL = """
-[model]
-name = "qwen3"
-flavor = "grpo_tiny"
-[rollout]
-servers = ["http://127.0.0.1:8000"]
-max_completion_tokens = 16
-batch_timeout_s = 300.0
-[training]
-seq_len = 64
-"""
-
-
-Parse = Callable[..., Any]
-"""Its result has a class that torchtitan makes at run time."""
-
-
-@pytest.fixture
-def parse(tmp_path: Path) -> Parse:
-    """``parse(extra TOML, *arguments, world_size=None)`` on top of a minimal file."""
-
-    def run(extra: str = "", *arguments: str, world_size: int | None = None) -> Any:
-        path = tmp_path / "job.toml"
-        path.write_text(MINIMAL + extra)
-        return jobconfig.parse(["--job.config_file", str(path), *arguments], world_size)
-
-    return run
 
 
 def test_a_minimal_file_gets_our_sections_and_the_derived_values(parse: Parse) -> None:
@@ -184,41 +156,6 @@ def test_no_bound_on_the_gradient_norm_is_infinity(parse: Parse) -> None:
         ("--grpo.sglang-urls http://a:1", "command line: .*; it is rollout.servers here"),
         ("--rollout.engine trt", "command line: invalid choice 'trt'"),
         (
-            "--parallelism.pipeline_parallel_degree=2",
-            "model.flavor must be one whose embeddings are not tied with pipeline parallelism",
-        ),
-        (
-            "--parallelism.pipeline_parallel_degree=2 --grpo.pack_sequences",
-            "grpo.pack_sequences must be false with parallelism.pipeline_parallel_degree > 1",
-        ),
-        (
-            "--parallelism.pipeline_parallel_degree=2 --lora.rank=4",
-            "lora.rank must be 0 with parallelism.pipeline_parallel_degree > 1",
-        ),
-        (
-            "--parallelism.pipeline_parallel_degree=2 --grpo.router_replay",
-            "grpo.router_replay must be false with parallelism.pipeline_parallel_degree > 1",
-        ),
-        (
-            "--parallelism.pipeline_parallel_degree=2 --grpo.ptx_mixin_batchsize=8",
-            "grpo.ptx_mixin_batchsize must be 0 with parallelism.pipeline_parallel_degree > 1",
-        ),
-        (
-            "--parallelism.pipeline_parallel_degree=2"
-            " --parallelism.pipeline_parallel_schedule_csv=x.csv",
-            "pipeline_parallel_schedule_csv must be empty with .*steps have different ones",
-        ),
-        (
-            "--parallelism.pipeline_parallel_degree=2"
-            " --parallelism.pipeline_parallel_microbatch_size=2",
-            "pipeline_parallel_microbatch_size must be 1 with .*grpo.token_budget says",
-        ),
-        (
-            "--parallelism.context_parallel_degree=2",
-            "context_parallel_degree must be 1 .* titan/optimizer_step.py makes a batch,"
-            " Stepper._batch, and where algorithm/loss.py sums",
-        ),
-        (
             "--grpo.router_replay --rollout.servers=launch --rollout.launch_python=python",
             "rollout.launch_engines must be .* with grpo.router_replay on CPU",
         ),
@@ -305,26 +242,6 @@ def test_lists_on_the_command_line_have_commas(parse: Parse) -> None:
     ).rollout
     assert (rollout.reward, rollout.reward_weights) == (["a:b", "c:d"], [1.0, 0.5])
     assert rollout.stop_token_ids == [3, 4]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "ranks", "message"),
-    [
-        (("--parallelism.data_parallel_replicate_degree=2",), 2, "they come out 2 times too small"),
-        (("--parallelism.data_parallel_replicate_degree=2",), 3, "number of ranks"),
-        (("--parallelism.data_parallel_shard_degree=2",), 4, "number of ranks"),
-        (("--parallelism.data_parallel_replicate_degree=2",), 4, ""),
-        ((), 1, ""),
-    ],
-)
-def test_parallel_degrees_are_checked_against_the_number_of_ranks(
-    parse: Parse, arguments: tuple[str, ...], ranks: int, message: str
-) -> None:
-    if not message:
-        assert parse("", *arguments, world_size=ranks)
-        return
-    with pytest.raises(ConfigError, match=message):
-        parse("", *arguments, world_size=ranks)
 
 
 def test_several_broken_rules_are_counted(parse: Parse) -> None:

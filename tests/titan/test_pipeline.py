@@ -93,9 +93,15 @@ EVERYTHING = (
         ("qwen3_moe", 2, "", ""),
         ("qwen3_moe", 4, "expert_parallel_degree=2", ""),
         ("llama3", 2, "pipeline_parallel_schedule=Interleaved1F1B", ""),
+        ("llama3", 2, "pipeline_parallel_schedule=GPipe", ""),
+        ("llama3", 2, "pipeline_parallel_schedule=LoopedBFS", ""),
+        ("llama3", 2, "pipeline_parallel_schedule=InterleavedZeroBubble", ""),
         ("llama3", 4, "tensor_parallel_degree=2", "--grpo.m2_threshold=0.01"),
     ],
-    ids=["FSDP and every term", "MoE", "EP", "several stages on a rank", "TP"],
+    ids=[
+        *("FSDP and every term", "MoE", "EP"),
+        *("Interleaved1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble", "TP"),
+    ],
 )
 def test_stages_beside_other_ways_of_sharding_train_like_one_rank(
     trained: Trained, kind: Kind, ranks: int, sharding: str, terms: str

@@ -174,12 +174,11 @@ def _derive(config: Any, given: set[str]) -> None:
 
 def _model_violations(config: Any) -> list[str]:
     name, flavor = config.model.name, config.model.flavor
+    models = compat.upstream("models")
     try:
-        spec = compat.upstream("models").get_spec(name)
+        spec = models.get_spec(name)
     except ValueError:
-        return [
-            f"model.name must be a model that torchtitan knows (llama3, qwen3, ...), got {name!r}"
-        ]
+        return [f"model.name must be {models.KNOWN}, got {name!r}"]
     if spec.state_dict_adapter is None:
         return [
             "model.name must be a model with a Hugging Face state dict adapter (the servers' names"
@@ -193,7 +192,12 @@ def _model_violations(config: Any) -> list[str]:
             f" {flavor!r}{hint}"
         ]
     args, stages = spec.model_args[flavor], config.parallelism.pipeline_parallel_degree
-    found = rules.attention_violation(flavor, args) or rules.tied_violation(flavor, args, stages)
+    found = (
+        rules.attention_violation(flavor, args)
+        or rules.tied_violation(flavor, args, stages)
+        or rules.stages_violation(config.parallelism, args)
+        or rules.experts_violation(config, args)
+    )
     if not found and config.lora.rank > 0:
         # torchtitan's models are imported by it
         from titan_grpo.titan.export import skeleton

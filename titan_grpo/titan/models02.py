@@ -12,6 +12,9 @@ from titan_grpo.titan.tiny import EOS, SHAPE
 TIED = {"output.weight"}
 """Parameters that tied embeddings leave without values of their own."""
 
+KNOWN = "a model that torchtitan knows (llama3, qwen3, ...)"
+"""What model.name must be."""
+
 TOKENS = 2
 """Dimension of tokens in what attention gets: [rows, heads, tokens, dim]."""
 
@@ -50,8 +53,15 @@ def separate_qkv(args: Any) -> None:
 
 
 def violations(config: Any) -> list[str]:
-    """What of a job this torchtitan cannot run: nothing that the rules do not say."""
-    return []
+    """What of a job 0.2.2 cannot run, each as "key must be rule (why), got value"."""
+    p = config.parallelism
+    if p.expert_tensor_parallel_degree in (1, p.tensor_parallel_degree):
+        return []
+    return [
+        "parallelism.expert_tensor_parallel_degree must be 1 or that of"
+        f" parallelism.tensor_parallel_degree ({p.tensor_parallel_degree}; torchtitan has no other"
+        f" cut of experts), got {p.expert_tensor_parallel_degree}"
+    ]
 
 
 def stored_tensors(model: Any, to_hf: ToHF) -> list[tuple[str, Any]]:

@@ -23,6 +23,9 @@ from titan_grpo.titan.tiny import SHAPE
 TIED = {"lm_head.weight"}
 """Parameters that tied embeddings leave without values of their own."""
 
+KNOWN = "llama3 or qwen3 with torchtitan 0.3 (no other was run with it)"
+"""What model.name must be."""
+
 TOKENS = 1
 """Dimension of tokens in what attention gets: [rows, tokens, heads, dim]."""
 

@@ -59,6 +59,8 @@ COUNTS = (
             "tensor_parallel",
             "pipeline_parallel",
             "context_parallel",
+            "expert_parallel",
+            "expert_tensor_parallel",
             "data_parallel_replicate",
         )
     ),
@@ -158,6 +160,71 @@ def tied_violation(flavor: str, model_args: Any, stages: int) -> str:
     )
 
 
+def experts_violation(config: Any, model_args: Any) -> str:
+    """Why a job asks of a flavor's experts what they cannot do, or "". ``model_args`` are
+    torchtitan's."""
+    moe = getattr(model_args, "moe_args", None)
+    flavor, degree = config.model.flavor, config.parallelism.expert_parallel_degree
+    if moe is None or not getattr(model_args, "moe_enabled", True):
+        return (
+            "grpo.router_replay must be false with a model without experts, as"
+            f" {config.model.name}/{flavor} is, got True"
+            if config.grpo.router_replay
+            else ""
+        )
+    if moe.num_experts % degree == 0:
+        return ""
+    return (
+        "parallelism.expert_parallel_degree must be a divisor of the experts of a layer"
+        f" ({moe.num_experts} with {flavor!r}; each rank has as many), got {degree}"
+    )
+
+
+SCHEDULES = {
+    "1F1B": 1,
+    "GPipe": 1,
+    "Interleaved1F1B": 2,
+    "LoopedBFS": 2,
+    "InterleavedZeroBubble": 2,
+}
+"""Schedules of a pipeline that were run -> stages that each rank has with them, at least; 1: just
+that many."""
+
+
+def stages_violation(parallelism: Any, model_args: Any) -> str:
+    """Why a model's layers cannot be cut into the stages that a job asks for, or "". Counts as
+    torchtitan 0.2.2 does, which stops every rank with a traceback."""
+    p, ranks = parallelism, parallelism.pipeline_parallel_degree
+    known = p.pipeline_parallel_schedule in SCHEDULES
+    if ranks == 1 or not known or p.module_fqns_per_model_part is not None:
+        return ""
+    where, least = "parallelism.pipeline_parallel_", SCHEDULES[p.pipeline_parallel_schedule]
+    size, layers = p.pipeline_parallel_layers_per_stage, model_args.n_layers
+    ends = p.pipeline_parallel_first_stage_less_layers, p.pipeline_parallel_last_stage_less_layers
+    if min(ends) < 0:
+        return f"{where}first_stage_less_layers and last_.. must be 0 or more, got {ends}"
+    count = ranks * least if size is None else math.ceil((layers + sum(ends)) / max(size, 1))
+    if size is not None and (
+        size < 1 or count % ranks or count < ranks * least or (least == 1 and count != ranks)
+    ):
+        rule = (
+            f"one stage for each of the {ranks} ranks"
+            if least == 1
+            else (f"a multiple of {ranks} stages, and two or more for each rank")
+        )
+        return (
+            f"{where}layers_per_stage must make {rule} with {p.pipeline_parallel_schedule}"
+            f" ({layers} layers, and {sum(ends)} for the embedding and the head), got {size}"
+        )
+    if (layers + sum(ends)) // count < max(*ends, 1):
+        return (
+            f"{where}degree must be one that leaves each stage enough of the model: {count} stages"
+            f" of {layers} layers, and {ends[0]} and {ends[1]} for the embedding and the head"
+            f" (first_stage_less_layers, last_..), got {ranks}"
+        )
+    return ""
+
+
 TORCHTITANS = {
     "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads",
@@ -241,6 +308,9 @@ def _pipeline(config: Any) -> Rules:
         said = str(value).lower() or "empty"
         rule = f"{said} with parallelism.pipeline_parallel_degree > 1 ({why})"
         yield attrgetter(key)(config) != value, key, rule
+    key = "parallelism.pipeline_parallel_schedule"
+    rule = f"one of {', '.join(SCHEDULES)} (no other was run)"
+    yield attrgetter(key)(config) not in SCHEDULES, key, rule
 
 
 def _ranks(config: Any, machine: Machine) -> list[str]:
@@ -257,6 +327,13 @@ def _ranks(config: Any, machine: Machine) -> list[str]:
             ]
         shards = ranks // (replicas * inner)
     out = []
+    experts = p.expert_parallel_degree * p.expert_tensor_parallel_degree
+    if ranks is not None and (shards * p.tensor_parallel_degree) % experts != 0:
+        out.append(
+            "parallelism.expert_parallel_degree (times expert_tensor_parallel_degree) must be a"
+            " divisor of the ranks that share a layer's weights, the data-parallel shards times"
+            f" tensor_parallel_degree ({shards * p.tensor_parallel_degree}), got {experts}"
+        )
     if replicas > 1 and shards == 1:
         out.append(
             "parallelism.data_parallel_replicate_degree must be 1 unless weights are sharded too"

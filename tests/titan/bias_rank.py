@@ -1,0 +1,50 @@
+"""One rank that trains an MoE whose load balancing bias has a name in its checkpoint, and publishes
+it: ``bias_rank.py RANK PORT FOLDER``. Not a test module itself.
+
+Prints one JSON line: layer -> the largest number of the trained bias, the type that it has in the
+image, and whether the image has its very numbers.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.titan.pipeline_rank import RECIPE, published, train_to
+from titan_grpo.titan.jobconfig import parse
+from titan_grpo.titan.tiny import write_tiny_model
+from titan_grpo.titan.trainer import GRPOTrainer
+
+
+def main(rank: str, port: str, folder: Path) -> None:
+    """See the module's docstring."""
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
+    # Of these files only the tokenizer's are read: the weights are torchtitan's own first ones.
+    model = write_tiny_model("qwen3", folder / "model", seed=1)
+    job = (
+        *("--model.name=deepseek_v3", "--model.flavor=debugmodel"),
+        *("--checkpoint.no-enable", "--checkpoint.no-initial_load_in_hf"),
+        *(f"--model.hf_assets_path={model}", f"--job.dump_folder={folder / 'run'}"),
+    )
+    trainer = GRPOTrainer(parse(["--job.config_file", RECIPE, *job], 1))
+    trainer.controller = None  # which has started nothing yet
+    train_to(trainer, 2)
+    held, found = published(trainer), {}
+    tensors = {spec.name: spec for spec in trainer.sync.plan.manifest.tensors}
+    for name, buffer in trainer.whole.named_buffers():
+        if name.endswith(".moe.expert_bias"):
+            layer = name.split(".")[1]
+            spec = tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
+            sent = held[spec.offset : spec.offset + spec.nbytes].view(torch.float32)
+            found[layer] = [buffer.abs().max().item(), spec.dtype, torch.equal(sent, buffer)]
+    print(json.dumps(found))
+    trainer.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,129 @@
+"""What of [parallelism] is refused in one line: degrees, stages and experts that do not come out,
+at which torchtitan would stop every rank with a traceback."""
+
+import pytest
+
+from tests.titan.conftest import Parse
+from titan_grpo.errors import ConfigError
+
+UNTIED = "--model.flavor=grpo_tiny_untied"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "--parallelism.pipeline_parallel_degree=2",
+            "model.flavor must be one whose embeddings are not tied with pipeline parallelism",
+        ),
+        (
+            "--parallelism.pipeline_parallel_degree=2 --grpo.pack_sequences",
+            "grpo.pack_sequences must be false with parallelism.pipeline_parallel_degree > 1",
+        ),
+        (
+            "--parallelism.pipeline_parallel_degree=2 --lora.rank=4",
+            "lora.rank must be 0 with parallelism.pipeline_parallel_degree > 1",
+        ),
+        (
+            "--parallelism.pipeline_parallel_degree=2 --grpo.router_replay",
+            "grpo.router_replay must be false with parallelism.pipeline_parallel_degree > 1",
+        ),
+        (
+            "--parallelism.pipeline_parallel_degree=2 --grpo.ptx_mixin_batchsize=8",
+            "grpo.ptx_mixin_batchsize must be 0 with parallelism.pipeline_parallel_degree > 1",
+        ),
+        (
+            "--parallelism.pipeline_parallel_degree=2"
+            " --parallelism.pipeline_parallel_schedule_csv=x.csv",
+            "pipeline_parallel_schedule_csv must be empty with .*steps have different ones",
+        ),
+        (
+            "--parallelism.pipeline_parallel_degree=2"
+            " --parallelism.pipeline_parallel_microbatch_size=2",
+            "pipeline_parallel_microbatch_size must be 1 with .*grpo.token_budget says",
+        ),
+        (
+            "--parallelism.pipeline_parallel_degree=2"
+            " --parallelism.pipeline_parallel_schedule=1F2B",
+            "pipeline_parallel_schedule must be one of 1F1B, .*, got '1F2B'",
+        ),
+        (
+            f"{UNTIED} --parallelism.pipeline_parallel_degree=8",
+            "pipeline_parallel_degree must be one that leaves each stage enough .* 8 stages of 2",
+        ),
+        (
+            f"{UNTIED} --parallelism.pipeline_parallel_degree=2"
+            " --parallelism.pipeline_parallel_schedule=Interleaved1F1B"
+            " --parallelism.pipeline_parallel_first_stage_less_layers=2",
+            "must be one that leaves each stage enough .* 4 stages of 2 layers, and 2 and 1",
+        ),
+        (
+            f"{UNTIED} --parallelism.pipeline_parallel_degree=2"
+            " --parallelism.pipeline_parallel_layers_per_stage=1",
+            "layers_per_stage must make one stage for each of the 2 ranks with 1F1B",
+        ),
+        (
+            f"{UNTIED} --parallelism.pipeline_parallel_degree=2"
+            " --parallelism.pipeline_parallel_layers_per_stage=0",
+            "layers_per_stage must make one stage for each of the 2 ranks .* got 0",
+        ),
+        ("--parallelism.expert_parallel_degree=0", "expert_parallel_degree must be 1 or more"),
+        (
+            "--model.flavor=grpo_tiny_moe --parallelism.expert_parallel_degree=3",
+            "expert_parallel_degree must be a divisor of the experts of a layer \\(8 with",
+        ),
+        (
+            "--parallelism.expert_tensor_parallel_degree=2",
+            "expert_tensor_parallel_degree must be 1 or that of .*tensor_parallel_degree \\(1;",
+        ),
+        ("--grpo.router_replay", "grpo.router_replay must be false with a model without experts"),
+        (
+            "--parallelism.context_parallel_degree=2",
+            "context_parallel_degree must be 1 .* titan/optimizer_step.py makes a batch,"
+            " Stepper._batch, and where algorithm/loss.py sums",
+        ),
+    ],
+)
+def test_a_broken_rule_is_refused_in_one_line(parse: Parse, arguments: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse("", *arguments.split())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages"),
+    [
+        (4, ""),
+        (2, "--parallelism.pipeline_parallel_schedule=LoopedBFS"),
+        (2, "--parallelism.pipeline_parallel_layers_per_stage=2"),
+    ],
+)
+def test_stages_that_come_out_are_let_in(parse: Parse, ranks: int, stages: str) -> None:
+    degree = f"--parallelism.pipeline_parallel_degree={ranks}"
+    assert parse("", UNTIED, degree, *stages.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "message"),
+    [
+        (("--parallelism.data_parallel_replicate_degree=2",), 2, "they come out 2 times too small"),
+        (("--parallelism.data_parallel_replicate_degree=2",), 3, "number of ranks"),
+        (("--parallelism.data_parallel_shard_degree=2",), 4, "number of ranks"),
+        (("--parallelism.data_parallel_replicate_degree=2",), 4, ""),
+        (
+            ("--parallelism.expert_parallel_degree=4",),
+            2,
+            r"shares? a layer's weights.*\(2\), got 4",
+        ),
+        (("--parallelism.expert_parallel_degree=2",), 2, ""),
+        ((), 1, ""),
+    ],
+)
+def test_parallel_degrees_are_checked_against_the_number_of_ranks(
+    parse: Parse, arguments: tuple[str, ...], ranks: int, message: str
+) -> None:
+    if not message:
+        assert parse("", *arguments, world_size=ranks)
+        return
+    with pytest.raises(ConfigError, match=message):
+        parse("", *arguments, world_size=ranks)
