@@ -76,6 +76,10 @@ UNTIED = "--model.flavor=grpo_tiny_untied"
             "--parallelism.expert_tensor_parallel_degree=2",
             "expert_tensor_parallel_degree must be 1 or that of .*tensor_parallel_degree \\(1;",
         ),
+        (
+            "--model.name=llama3 --parallelism.tensor_parallel_degree=2 --lora.rank=1",
+            "lora.rank must be at least parallelism.tensor_parallel_degree \\(2; .* got 1",
+        ),
         ("--grpo.router_replay", "grpo.router_replay must be false with a model without experts"),
         (
             "--parallelism.context_parallel_degree=2",

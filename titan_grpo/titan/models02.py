@@ -54,14 +54,21 @@ def separate_qkv(args: Any) -> None:
 
 def violations(config: Any) -> list[str]:
     """What of a job 0.2.2 cannot run, each as "key must be rule (why), got value"."""
-    p = config.parallelism
-    if p.expert_tensor_parallel_degree in (1, p.tensor_parallel_degree):
-        return []
-    return [
-        "parallelism.expert_tensor_parallel_degree must be 1 or that of"
-        f" parallelism.tensor_parallel_degree ({p.tensor_parallel_degree}; torchtitan has no other"
-        f" cut of experts), got {p.expert_tensor_parallel_degree}"
-    ]
+    p, split = config.parallelism, config.parallelism.tensor_parallel_degree
+    out = []
+    if p.expert_tensor_parallel_degree not in (1, split):
+        out.append(
+            "parallelism.expert_tensor_parallel_degree must be 1 or that of"
+            f" parallelism.tensor_parallel_degree ({split}; torchtitan has no other cut of"
+            f" experts), got {p.expert_tensor_parallel_degree}"
+        )
+    if 0 < config.lora.rank < split:
+        out.append(
+            f"lora.rank must be at least parallelism.tensor_parallel_degree ({split}; 0.2.2 gives"
+            " each rank some of A's rows, and the optimizer has no step for a rank without one;"
+            f" 0.3 keeps A whole), got {config.lora.rank}"
+        )
+    return out
 
 
 def stored_tensors(model: Any, to_hf: ToHF) -> list[tuple[str, Any]]:
