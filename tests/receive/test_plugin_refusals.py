@@ -69,10 +69,14 @@ print(json.dumps({
     "ngram": problem(speculative_config={"method": "ngram", **tokens}),
     "draft": problem(speculative_config={"method": "draft_model", "model": sys.argv[1], **tokens}),
     "eplb": problem({"enable_eplb": True}),
-    "pipeline": problem({"pipeline_parallel_size": 2}),
+    "pipeline": problem(pipeline_parallel_size=2),
     "replicas": problem(data_parallel_size=2),
     "experts": problem({"enable_expert_parallel": True, "tensor_parallel_size": 2}),
-    "hosts": problem({"nnodes": 2}),
+    "hosts": problem(
+        nnodes=2, tensor_parallel_size=2, master_addr="127.0.0.1",
+        distributed_executor_backend="mp",
+    ),
+    "launcher": problem(tensor_parallel_size=2, distributed_executor_backend="external_launcher"),
     "ray": problem({"distributed_executor_backend": "ray"}),
     "own processes": problem({"distributed_executor_backend": "mp"}),
     "online": problem(quantization="fp8_per_tensor"),
@@ -205,7 +209,7 @@ def test_vllm_refuses_load_balanced_experts_and_draft_weights_and_nothing_else(
     assert "awq cannot be made anew from whole weights" in found["awq"]
     assert "fp8_per_tensor cannot be made anew on a CPU" in found["online, cpu"]
     assert "start one server per replica" in found["replicas"]
-    for name in ("pipeline", "hosts", "ray"):
+    for name in ("pipeline", "hosts", "launcher", "ray"):
         assert "tensor parallelism on one host" in found[name]
     assert "--enable-eplb" in found["eplb"]
     assert "draft_model would keep its old draft weights" in found["draft"]
