@@ -184,5 +184,46 @@ def test_one_thread_finishes_what_the_others_cannot_connect_for(site: Site) -> N
     assert site.whole()
 
 
+def test_a_source_that_another_thread_cannot_open_serves_the_thread_that_has_it_open(
+    site: Site,
+) -> None:
+    """Before, the thread that had it open gave up with the other one: all was sent again."""
+    _, open_ = site.source(site.good)
+    refused = threading.Event()
+    opened: list[threading.Thread] = []
+
+    def only_one() -> RangeReader:
+        opened.append(threading.current_thread())
+        if opened[0] is not threading.current_thread():
+            raise TransferFailed("planted: no more connections")
+        return Hooked(open_(), lambda offset: refused.wait(SOON_S))
+
+    def never() -> RangeReader:
+        refused.set()  # the thread without a connection asks here, after the first source
+        raise TransferFailed("planted: not there")
+
+    assert site.fetch(only_one, never, threads=2).error == ""
+    assert refused.is_set()
+    assert site.whole()
+
+
+def test_a_block_that_was_bad_is_not_named_where_the_range_failed_for_another_reason(
+    site: Site,
+) -> None:
+    bad = site.good.clone()
+    bad[3] ^= 1
+    _, lying = site.source(bad)
+    asked: list[int] = []
+
+    def lie_once(offset: int) -> None:
+        asked.append(offset)
+        if len(asked) > 1:
+            raise TransferFailed("planted: gone")
+
+    fetch = site.fetch(lambda: Hooked(lying(), lie_once), threads=1)
+    assert fetch.error == "planted: gone"
+    assert fetch.bad_block == -1
+
+
 def test_a_fetch_without_a_source_says_so(site: Site) -> None:
     assert "no source" in site.fetch().error

@@ -4,7 +4,7 @@ import os
 import resource
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ from titan_grpo.layout.image import SharedImage
 from titan_grpo.protocol.messages import RangeSource
 from titan_grpo.receive.fetch import MemfdReader, TcpReader
 from titan_grpo.runkey import Key
-from titan_grpo.sync.transports.channel import GREETING, NONCE_BYTES, proof
+from titan_grpo.sync.transports.broadcast import host_store
+from titan_grpo.sync.transports.channel import GREETING, NONCE_BYTES, open_listener, proof
 from titan_grpo.sync.transports.range_server import RangeServer
 
 LOOPBACK = "127.0.0.1"
@@ -206,6 +207,22 @@ def test_a_served_and_revoked_image_leaves_no_descriptor_behind(
     reader.close()
     server.close()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("listen", [open_listener, host_store])
+def test_a_port_without_a_descriptor_gets_advice_about_open_files_not_about_the_address(
+    listen: Callable[[str], object],
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        with pytest.raises(ConfigError, match="ulimit -n") as refused:
+            listen(LOOPBACK)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "bind_host" not in str(refused.value)
 
 
 def test_an_address_that_is_not_ours_is_a_config_error(server: RangeServer) -> None:

@@ -267,7 +267,7 @@ class Fetch:
         self._arrived = 0
         self._others = frozenset[Open]() if relaying is None else relaying.others
         self._unusable: dict[Open, str] = {}
-        """Sources that are asked no more in this transfer, and why."""
+        """Sources that are opened no more in this transfer, and why."""
         self._running = 0
         self._deadline = 0.0
         self.error = ""
@@ -367,7 +367,8 @@ class Fetch:
             return
         reason, bad = "", -1
         for source in [*self._sources.get(part, ())] * ATTEMPTS:
-            if source in self._unusable:
+            # a thread that could not connect says nothing of the connections that are there
+            if source in self._unusable and (source in self.lost or source not in readers):
                 reason = reason or self._unusable[source]
                 continue
             try:
@@ -377,7 +378,7 @@ class Fetch:
             except TransferFailed as error:
                 if (reader := readers.pop(source, None)) is not None:
                     reader.close()
-                reason = str(error)
+                reason, bad = str(error), -1
                 self._strike(source, reason)
                 continue
             began = time.monotonic()
@@ -406,7 +407,7 @@ class Fetch:
         try:
             return source()
         except TransferFailed as error:
-            # not asked again in this transfer: each try may take a connection's deadline
+            # not opened again in this transfer: each try may take a connection's deadline
             with self._turn:
                 if any(s not in self._unusable for s in self._sources[part] if s is not source):
                     self._unusable[source] = str(error)

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.protocol.messages import RANGES
+from titan_grpo.sync.transports.channel import cannot_listen
 
 LOOPBACK = "127.0.0.1"
 
@@ -83,10 +84,7 @@ def host_store(bind_host: str) -> dist.TCPStore:
         listener.bind(address)
         listener.listen(128)
     except OSError as error:
-        raise ConfigError(
-            f"weight_sync.bind_host must be an address of this host, got {bind_host!r} ({error}); "
-            "servers could not reach the trainer; set it to this host's address in their network"
-        ) from error
+        raise cannot_listen(bind_host, error) from error
     port = listener.getsockname()[1]
     with store_errors(f"hosting a store on {bind_host}:{port}"):
         # the store owns the descriptor from here on, also if its constructor fails

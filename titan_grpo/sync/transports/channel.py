@@ -25,6 +25,7 @@ kind u8, number u64, nbytes u64, and so many bytes. The end of the connection sa
 end is gone.
 """
 
+import errno
 import hmac
 import math
 import secrets
@@ -73,8 +74,8 @@ def proof(key: Key | None, who: str, ours: bytes, theirs: bytes, ticket: bytes) 
 
 
 def open_listener(host: str, port: int = 0) -> socket.socket:
-    """Listen on this host's address ``host``, without blocking. ConfigError if it cannot be
-    bound."""
+    """Listen on this host's address ``host``, without blocking. ConfigError if it cannot be bound,
+    or there is no descriptor."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, proto, _, address = found[0]
@@ -85,12 +86,21 @@ def open_listener(host: str, port: int = 0) -> socket.socket:
         listener.listen(1024)
         listener.setblocking(False)
     except OSError as error:
-        raise ConfigError(
-            f"weight_sync.bind_host must be an address of this host, got {host!r} ({error});"
-            " servers could not read versions here; set it to this host's address in their"
-            " network"
-        ) from error
+        raise cannot_listen(host, error) from error
     return listener
+
+
+def cannot_listen(host: str, error: OSError) -> ConfigError:
+    """What to change where no socket listens on ``host``."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return ConfigError(
+            f"the port for servers on {host!r} needs a descriptor, there is none left ({error});"
+            " servers could not read versions here; raise the limit on open files (ulimit -n)"
+        )
+    return ConfigError(
+        f"weight_sync.bind_host must be an address of this host, got {host!r} ({error}); servers"
+        " could not read versions here; set it to this host's address in their network"
+    )
 
 
 def connect(
