@@ -161,6 +161,32 @@ def test_a_call_that_is_given_up_makes_room_for_another_one(board: Board) -> Non
     assert given_up != after
 
 
+def test_a_connection_that_the_server_closed_while_it_was_idle_is_not_used_again() -> None:
+    async def run() -> None:
+        closed = asyncio.Event()
+
+        async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+            closed.set()
+
+        server = await asyncio.start_server(answer_once, "127.0.0.1", 0)
+        driver = AsyncDriver(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        for _ in range(2):
+            await driver.run(vllm.health(60.0))
+            await asyncio.wait_for(closed.wait(), 60)
+            closed.clear()
+            for _ in range(3):
+                await asyncio.sleep(0)  # rounds of the loop, in which the end is read
+        await driver.close()
+        server.close()
+
+    asyncio.run(run())
+
+
 @pytest.fixture
 def private(tmp_path: Path) -> Iterator[tuple[Board, Path]]:
     """A server with a self-signed certificate, and the certificate."""

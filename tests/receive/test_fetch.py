@@ -192,11 +192,14 @@ def test_a_source_that_another_thread_cannot_open_serves_the_thread_that_has_it_
     refused = threading.Event()
     opened: list[threading.Thread] = []
 
+    def wait_refused(offset: int) -> None:
+        refused.wait(SOON_S)
+
     def only_one() -> RangeReader:
         opened.append(threading.current_thread())
         if opened[0] is not threading.current_thread():
             raise TransferFailed("planted: no more connections")
-        return Hooked(open_(), lambda offset: refused.wait(SOON_S))
+        return Hooked(open_(), wait_refused)
 
     def never() -> RangeReader:
         refused.set()  # the thread without a connection asks here, after the first source

@@ -1,4 +1,4 @@
-"""HTTP calls as data, and the two drivers that execute them over httpx: blocking and in asyncio.
+"""HTTP calls as data, and the two drivers that execute them: blocking, over httpx, and in asyncio.
 
 The only place where HTTP errors become ours."""
 
@@ -7,15 +7,16 @@ import functools
 import os
 import socket
 import ssl
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, cast
-from urllib.parse import urlsplit, urlunsplit
+from typing import Any, Generic, Protocol, TypeVar
+from urllib.parse import urlencode, urlsplit, urlunsplit
 
 import httpx
 import msgspec
 
+from titan_grpo.engines.connections import BROKEN, KEEPALIVE_S, Connections, Exchange
 from titan_grpo.errors import ConfigError, ServerRefused, ServerUnfit, ServerUnreachable
 
 T = TypeVar("T")
@@ -29,10 +30,8 @@ NOT_RECOMPUTED = (
 )
 """End of a refusal of ``drop_kv``."""
 
-KEEPALIVE_S = 1.0
-"""Idle connections are dropped after this. uvicorn (so vLLM) closes them after 5 s, which is
-httpx's default too: a request that meets the closing connection fails with a read error although
-nothing is wrong."""
+LIMITS = httpx.Limits(max_connections=4, max_keepalive_connections=4, keepalive_expiry=KEEPALIVE_S)
+"""Of a thread's connections to one server."""
 
 CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 """Environment variables with the certificate authorities that https servers are checked against, in
@@ -145,14 +144,6 @@ def _no_tls() -> ssl.SSLContext:
     return httpx.create_ssl_context(verify=False, trust_env=False)
 
 
-def _limits(connections: int) -> httpx.Limits:
-    return httpx.Limits(
-        max_connections=connections,
-        max_keepalive_connections=connections,
-        keepalive_expiry=KEEPALIVE_S,
-    )
-
-
 class _Driver:
     """What both drivers have in common. Proxy settings of the environment are not used: servers are
     addressed directly."""
@@ -163,32 +154,23 @@ class _Driver:
         https = urlsplit(base_url).scheme == "https"
         self._tls = _tls(*map(os.environ.get, CA_VARIABLES)) if https else _no_tls()
 
-    def _request(self, call: Call[Any], timeout_s: float | None) -> dict[str, Any]:
-        """Arguments of httpx for a call; without a timeout where the loop keeps it."""
+    def _headers(self, call: Call[Any]) -> list[tuple[str, str]]:
         # A server with an admin key takes that one alone for admin calls, and refuses it elsewhere.
         key = self._admin_key if call.admin and self._admin_key else self._api_key
-        return {
-            "method": call.method,
-            "url": call.path,
-            "params": dict(call.params),
-            "json": call.json,
-            "timeout": timeout_s,
-            "headers": {"Authorization": f"Bearer {key}"} if key else {},
-        }
+        return [("Authorization", f"Bearer {key}")] if key else []
 
-    def _check(self, call: Call[Any], response: httpx.Response) -> None:
-        if not response.is_success:
-            kind = KeyRefused if response.status_code in (401, 403) else HttpRefused
+    def _check(self, call: Call[Any], status: int, body: bytes) -> None:
+        if not httpx.codes.is_success(status):
+            kind = KeyRefused if status in (401, 403) else HttpRefused
+            text = body.decode(errors="replace")[:BODY_CHARS]
             raise kind(
-                f"{self.url}: {call.method} {call.path} was refused with"
-                f" {response.status_code}: {response.text[:BODY_CHARS]}",
-                response.status_code,
+                f"{self.url}: {call.method} {call.path} was refused with {status}: {text}", status
             )
 
-    def _value(self, call: Call[T], response: httpx.Response) -> T:
-        self._check(call, response)
+    def _value(self, call: Call[T], status: int, body: bytes) -> T:
+        self._check(call, status, body)
         try:
-            answer = msgspec.json.decode(response.content)
+            answer = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError):
             answer = None
         return call.parse(answer)
@@ -227,7 +209,7 @@ class SyncDriver(_Driver):
 
     def _connect(self) -> httpx.Client:
         return httpx.Client(
-            base_url=self._base_url, verify=self._tls, limits=_limits(4), trust_env=False
+            base_url=self._base_url, verify=self._tls, limits=LIMITS, trust_env=False
         )
 
     def run(self, call: Call[T]) -> T:
@@ -235,7 +217,14 @@ class SyncDriver(_Driver):
         (unreadable answer)."""
         self._calling()
         try:
-            response = self._client.request(**self._request(call, call.timeout_s))
+            response = self._client.request(
+                call.method,
+                call.path,
+                params=dict(call.params),
+                json=call.json,
+                timeout=call.timeout_s,
+                headers=self._headers(call),
+            )
         except httpx.HTTPError as error:
             raise self._unreachable(call, error) from error
         if response.is_server_error:
@@ -244,7 +233,7 @@ class SyncDriver(_Driver):
             # there
             self._client.close()
             self._client = self._connect()
-        return self._value(call, response)
+        return self._value(call, response.status_code, response.content)
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
@@ -278,91 +267,6 @@ class ServerAccess:
         return SyncDriver(self.url, self.api_key, self.admin_key, calling=self.calling)
 
 
-class _Connections(httpx.AsyncBaseTransport):
-    """Connections to one server, at most ``most``, each a transport of httpx of its own.
-
-    One transport with many connections looks at all of them whenever a request begins or ends: with
-    256 requests at once that was most of the processor time of short ones.
-    """
-
-    def __init__(self, tls: ssl.SSLContext, most: int) -> None:
-        self._tls, self._room = tls, asyncio.Semaphore(most)
-        self._idle: deque[tuple[float, httpx.AsyncHTTPTransport]] = deque()
-        """With the time since when, in that order. The newest is used first, so that what stays
-        idle is at the left."""
-        self._closed = False
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """One request, once there is room; its place is free again when the answer is closed."""
-        # no deadline: the driver's, which all of a call is within; a call that ends makes room
-        await self._room.acquire()
-        transport = None
-        try:
-            await self._close_idle(asyncio.get_running_loop().time() - KEEPALIVE_S)
-            transport = self._idle.pop()[1] if self._idle else self._connect()
-            response = await transport.handle_async_request(request)
-        except BaseException:
-            await self.give_back(transport, reuse=False)
-            raise
-        # uvicorn: see SyncDriver.run
-        reuse = not httpx.codes.is_server_error(response.status_code)
-        body = _Body(cast(httpx.AsyncByteStream, response.stream), self, transport, reuse)
-        return httpx.Response(
-            response.status_code,
-            headers=response.headers,
-            stream=body,
-            extensions=response.extensions,
-        )
-
-    def _connect(self) -> httpx.AsyncHTTPTransport:
-        return httpx.AsyncHTTPTransport(verify=self._tls, limits=_limits(1), trust_env=False)
-
-    async def give_back(self, transport: httpx.AsyncHTTPTransport | None, reuse: bool) -> None:
-        """A request is over. ``transport``: the one that it had, if any."""
-        self._room.release()
-        if transport is not None and reuse and not self._closed:
-            self._idle.append((asyncio.get_running_loop().time(), transport))
-        elif transport is not None:
-            await transport.aclose()
-
-    async def _close_idle(self, since: float) -> None:
-        while self._idle and self._idle[0][0] <= since:
-            await self._idle.popleft()[1].aclose()
-
-    async def aclose(self) -> None:
-        """Close what is idle, and the others when their requests are over."""
-        self._closed = True
-        await self._close_idle(asyncio.get_running_loop().time())
-
-
-class _Body(httpx.AsyncByteStream):
-    """The bytes of an answer, after which its connection is idle again."""
-
-    def __init__(
-        self,
-        body: httpx.AsyncByteStream,
-        connections: _Connections,
-        transport: httpx.AsyncHTTPTransport,
-        reuse: bool,
-    ) -> None:
-        self._body, self._connections, self._transport = body, connections, transport
-        self._reuse = reuse
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for chunk in self._body:
-            yield chunk
-
-    async def aclose(self) -> None:
-        # httpx closes an answer once. A transport whose request was broken off closes its
-        # connection here and makes another one when it is used again.
-        closed = False
-        try:
-            await self._body.aclose()
-            closed = True
-        finally:
-            await self._connections.give_back(self._transport, closed and self._reuse)
-
-
 class AsyncDriver(_Driver):
     """Calls to one server from an asyncio loop, many at once (at most ``max_connections`` in
     flight, the others wait)."""
@@ -372,19 +276,25 @@ class AsyncDriver(_Driver):
     ) -> None:
         """As SyncDriver."""
         super().__init__(base_url, api_key, admin_key)
-        self._client = httpx.AsyncClient(
-            base_url=base_url, transport=_Connections(self._tls, max_connections), trust_env=False
-        )
+        self._connections = Connections(base_url, self._tls, max_connections)
 
     async def run(self, call: Call[T]) -> T:
         """Execute within ``call.timeout_s`` in all. Raises as SyncDriver.run does; cancelling it
         drops the connection, which makes the engine abort the request."""
         try:
-            async with asyncio.timeout(call.timeout_s):
-                response = await self._client.request(**self._request(call, None))
-        except (httpx.HTTPError, TimeoutError) as error:
+            async with asyncio.timeout(call.timeout_s), self._asked(call) as answer:
+                body = b"".join([chunk async for chunk in answer.chunks()])
+        except BROKEN as error:
             raise self._unreachable(call, error) from error
-        return self._value(call, response)
+        return self._value(call, answer.status, body)
+
+    def _asked(self, call: Call[Any]) -> AbstractAsyncContextManager[Exchange]:
+        query = f"?{urlencode(call.params)}" if call.params else ""
+        headers, body = self._headers(call), b""
+        if call.json is not None:
+            headers.append(("Content-Type", "application/json"))
+            body = msgspec.json.encode(call.json)
+        return self._connections.ask(call.method, call.path + query, headers, body)
 
     async def stream(self, call: Call[Any], sink: Sink) -> None:
         """Execute, and hand the body of a 2xx answer to ``sink`` as it comes.
@@ -397,17 +307,17 @@ class AsyncDriver(_Driver):
         try:
             async with (
                 asyncio.timeout(call.timeout_s) as silence,
-                self._client.stream(**self._request(call, None)) as response,
+                self._asked(call) as answer,
             ):
-                if not response.is_success:
-                    await response.aread()
-                    self._check(call, response)
-                async for chunk in response.aiter_bytes():
+                if not httpx.codes.is_success(answer.status):
+                    body = b"".join([chunk async for chunk in answer.chunks()])
+                    self._check(call, answer.status, body)
+                async for chunk in answer.chunks():
                     began = True
                     silence.reschedule(clock() + call.timeout_s)
                     sink.take(chunk)
             sink.end()
-        except (httpx.HTTPError, TimeoutError) as error:
+        except BROKEN as error:
             if not sink.whole:
                 raise self._unreachable(call, error, began) from error
         if not sink.whole:
@@ -415,4 +325,4 @@ class AsyncDriver(_Driver):
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
-        await self._client.aclose()
+        await self._connections.close()
