@@ -16,6 +16,13 @@ beside a second server whose link is ``SLOWER`` times as slow.
 ``ideal``: the seconds of the longest of training, rollouts and sync, each measured where nothing
 ran beside it. A rollout may be two versions old, in the drained way one. An async run is faster
 than the ideal where it leaves out versions.
+
+Of each run there are the processor seconds of a step too: of the trainer, and of the other
+processes on its core (``beside``: most is the rollouts' process), of the server, which has the
+other core. In the async ways these are what training and rollouts take beside each other, where
+cores that share a memory or a clock are slower; in the first row, alone. ``busier``: the share of
+the time in which the busier of the two cores works. What the ideal is missed by although this is
+near 1 is no waiting.
 """
 
 import argparse
@@ -23,11 +30,15 @@ import os
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
@@ -51,6 +62,12 @@ TOKENS = 96
 
 SLOWER = 5.0
 SLOW_SHARE = 40
+TRAINER, ROLLOUTS, SERVER, OTHERS = "trainer", "rollouts", "server", "others"
+"""Roles of processes; others are those of weight sync, and torchrun."""
+
+LOOK_S = 0.05
+"""Between two looks for a new line of metrics.jsonl."""
+
 WARM_STEPS = 4
 """Steps at the start that are not counted: compilers, connections, full queues."""
 
@@ -82,6 +99,14 @@ class Seen:
     sync_s: float
     tokens_per_s: float
     versions: int
+    cpu_s: dict[str, float]
+    """Processor seconds of a step, by role."""
+
+    @property
+    def busier(self) -> float:
+        """Share of the time in which the busier core works."""
+        ours = sum(seconds for role, seconds in self.cpu_s.items() if role != SERVER)
+        return max(ours, self.cpu_s[SERVER]) * self.steps_per_s
 
 
 def parse() -> argparse.Namespace:
@@ -140,14 +165,59 @@ def last_core() -> int:
     return max(os.sched_getaffinity(0))
 
 
+def cpu_so_far(hosts: Sequence[Host]) -> Counter[str]:
+    """Processor seconds of all processes that this one has started, by role."""
+    found = Counter[str]()
+    servers = {
+        process.pid
+        for host in hosts
+        for process in psutil.Process(host.server.group).children(recursive=True)
+    }
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            command, used = process.cmdline(), process.cpu_times()
+            role = OTHERS
+            if process.pid in servers:
+                role = SERVER
+            elif "titan_grpo.rollout.worker" in command:
+                role = ROLLOUTS
+            elif "titan_grpo.train" in command and "torch.distributed.run" not in command:
+                role = TRAINER
+            found[role] += used.user + used.system
+    return found
+
+
+@contextmanager
+def cpu_of_steps(metrics: Path, hosts: Sequence[Host]) -> Iterator[dict[str, float]]:
+    """Processor seconds of a step that counts, by role, once the run is over."""
+    over, seen, found = Event(), list[tuple[int, Counter[str]]](), dict[str, float]()
+
+    def watch() -> None:
+        while not over.wait(LOOK_S):
+            lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+            if lines > max(WARM_STEPS, seen[-1][0] if seen else 0):
+                seen.append((lines, cpu_so_far(hosts)))
+
+    thread = Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join(10)
+    (first, before), (last, after) = seen[0], seen[-1]
+    for role in (TRAINER, ROLLOUTS, OTHERS, SERVER):
+        found[role] = (after[role] - before[role]) / (last - first)
+
+
 def run(
     options: argparse.Namespace,
     folder: Path,
     hosts: Sequence[Host],
     name: str,
     arguments: Sequence[str],
-) -> list[dict[str, Any]]:
-    """One training run; its lines of metrics.jsonl that count."""
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """One training run: its lines of metrics.jsonl that count, and their processor seconds."""
     out = folder / name.replace(" ", "_").replace(",", "")
     model, flavor = FLAVORS["qwen3"]
     settings: dict[str, object] = {
@@ -171,12 +241,17 @@ def run(
     core, given = str(min(os.sched_getaffinity(0))), [*words(settings), *arguments]
     command = ["taskset", "-c", core, *torchrun(1, str(ROOT / RECIPE), given)]
     log = folder / f"{out.name}.log"
-    run_logged(command, log, {**os.environ, "OMP_NUM_THREADS": "1"}, None)
-    return read_metrics(out / "metrics.jsonl")[WARM_STEPS:]
+    metrics = out / "metrics.jsonl"
+    with cpu_of_steps(metrics, hosts) as cpu_s:
+        run_logged(command, log, {**os.environ, "OMP_NUM_THREADS": "1"}, None)
+    return read_metrics(metrics)[WARM_STEPS:], cpu_s
 
 
-def seen(name: str, share: int, slow: bool, rows: Sequence[dict[str, Any]]) -> Seen:
+def seen(
+    name: str, share: int, slow: bool, run: tuple[Sequence[dict[str, Any]], dict[str, float]]
+) -> Seen:
     """What a run's lines say."""
+    rows, cpu_s = run
 
     def median(key: str) -> float:
         return float(statistics.median(row[key] for row in rows if row.get(key) is not None))
@@ -194,12 +269,14 @@ def seen(name: str, share: int, slow: bool, rows: Sequence[dict[str, Any]]) -> S
         sync_s=median(names.SYNC_S),
         tokens_per_s=median(names.GENERATED),
         versions=rows[-1][names.SYNC_COUNT] - rows[0][names.SYNC_COUNT],
+        cpu_s=cpu_s,
     )
 
 
 HEAD = (
     f"{'sync share':>10} {'servers':>14} {'way':18} {'steps/s':>8} {'of sync':>8} {'of ideal':>8}"
     f" {'tokens/s':>9} {'blocked s':>9} {'waits s':>8} {'sync s':>7} {'versions':>8}"
+    f" {'trains s':>8} {'cpu s: trainer':>14} {'beside':>6} {'server':>6} {'busier':>6}"
 )
 
 
@@ -209,7 +286,8 @@ def line(s: Seen, base: Seen, ideal_s: float) -> str:
         f"{s.share:>9}% {servers:>14} {s.name:18} {s.steps_per_s:8.3f}"
         f" {s.steps_per_s / base.steps_per_s:8.2f} {ideal_s * s.steps_per_s:8.2f}"
         f" {s.tokens_per_s:9.0f} {s.blocked_s:9.3f} {s.rollout_wait_s:8.3f} {s.sync_s:7.3f}"
-        f" {s.versions:8}"
+        f" {s.versions:8} {s.train_s:8.3f} {s.cpu_s[TRAINER]:14.3f}"
+        f" {s.cpu_s[ROLLOUTS] + s.cpu_s[OTHERS]:6.3f} {s.cpu_s[SERVER]:6.3f} {s.busier:6.2f}"
     )
 
 
@@ -260,7 +338,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         print(
             f"a step: training {train_s:.2f} s, rollouts {rollout_s:.2f} s; synchronous without a"
         )
-        print(f"limit {free.step_s:.2f} s, of it sync {free.sync_s:.2f} s\n\n{HEAD}", flush=True)
+        print(f"limit {free.step_s:.2f} s, of it sync {free.sync_s:.2f} s\n\n{HEAD}")
+        for s in (alone, free):
+            print(line(s, free, max(train_s, rollout_s, s.sync_s)), flush=True)
         found, ideal = [alone, free], {}
 
         def compare(share: int, hosts: Sequence[Host]) -> None:
