@@ -233,6 +233,9 @@ def run(
         "model.hf_assets_path": folder / "model",
         "rollout.prompts_per_step": PROMPTS,
         "rollout.max_completion_tokens": TOKENS,
+        # The server's one core makes no more tokens of more requests: those of a later step would
+        # only slow the ones that the trainer waits for.
+        "rollout.max_concurrent_requests": PROMPTS * 8,
         "rollout.max_staleness": STALENESS,
         "grpo.num_epochs": 2,
         # The weights change as little as they can: lengths stay as they are.
