@@ -16,6 +16,7 @@ from titan_grpo.plan import report
 from titan_grpo.plan.network import water_level
 from titan_grpo.plan.setup import Setup
 from titan_grpo.plan.simulation import Simulation, quantile
+from titan_grpo.sync.transports.sender import senders_of
 
 ONE_GB = 500_000_000
 """Parameters of a version of 1 GB in bfloat16."""
@@ -339,3 +340,9 @@ def test_a_bad_sizes_file_is_one_line_and_exit_code_2(
 def test_a_model_is_a_number_or_torchtitans_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["plan", "--model", "eight billion"]) == 2
     assert "--model must be NAME/FLAVOR" in capsys.readouterr().err
+
+
+def test_a_host_sends_with_as_many_threads_as_the_product_starts_on_a_large_one() -> None:
+    assert Setup().source_threads == senders_of(64)
+    rates = [replace(SMALL, source_threads=n).source_rate for n in (1, 4)]
+    assert rates[1] == 4 * rates[0] == 4 * SMALL.source_gb_s * 1e9

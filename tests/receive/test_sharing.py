@@ -26,7 +26,8 @@ from titan_grpo.receive.fetch import (
 )
 from titan_grpo.runkey import Key
 from titan_grpo.sync.transports.channel import ADDRESS
-from titan_grpo.sync.transports.range_server import RangeServer, _Grant
+from titan_grpo.sync.transports.grant import Grant
+from titan_grpo.sync.transports.range_server import RangeServer
 
 BLOCK, BLOCKS = 4096, 24
 TICKET = "ab" * 16
@@ -211,13 +212,13 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of versions that sources send over sockets, noted right after: a reader may have the
     last of them before it is noted."""
     out: list[int] = []
-    send = _Grant.send
+    send = Grant.send
 
-    def noted(self: _Grant, sock: socket.socket, offset: int, nbytes: int) -> int:
+    def noted(self: Grant, sock: socket.socket, offset: int, nbytes: int) -> int:
         out.append(send(self, sock, offset, nbytes))
         return out[-1]
 
-    monkeypatch.setattr(_Grant, "send", noted)
+    monkeypatch.setattr(Grant, "send", noted)
     return out
 
 
@@ -276,7 +277,7 @@ def test_a_server_whose_memory_may_not_be_read_is_read_over_the_connection(
     first.fetch(trainer=trainer)
     sent.clear()
     # as in another pid namespace: that process is not there
-    monkeypatch.setattr(_Grant, "address", lambda self: ADDRESS.pack(2**31 - 1, 3, 1, 1))
+    monkeypatch.setattr(Grant, "address", lambda self: ADDRESS.pack(2**31 - 1, 3, 1, 1))
     second.begin()
     fetch = second.fetch(first.beside(), trainer=trainer)
     assert second.whole()

@@ -9,7 +9,7 @@ import random
 
 import numpy as np
 
-from titan_grpo.plan.setup import GB, Setup
+from titan_grpo.plan.setup import Setup
 from titan_grpo.protocol.relay import DEPTH
 
 TRAINER = -1
@@ -24,7 +24,7 @@ LIMITS = (
     "a slow server",
     "the server hosts' links",
     "a server's readers (weight_sync.connections)",
-    "what a server's host sends to others (its link, and one thread)",
+    "what a server's host sends to others (its link, and its sending threads)",
 )
 """What may bound a transfer. The first one is the trainer hosts' links or range sources."""
 
@@ -57,7 +57,7 @@ class Network:
         self._limit = np.zeros(setup.servers, dtype=np.intp)
         self._bounding = np.zeros(len(LIMITS), dtype=np.intp)
         self._moved_at, self._ends_at, self._dirty = 0.0, float("inf"), False
-        self._sends = min(setup.link_rate, setup.source_gb_s * GB)
+        self._sends = min(setup.link_rate, setup.source_rate)
         self._trainers_rate = 0.0
         self.busy_s: dict[str, float] = {}
         """Limit -> seconds of transfers that it bounded."""

@@ -53,8 +53,11 @@ class Setup:
     trainer_gpus: int = _option(8, "GPUs of a trainer host")
     trainer_gpu_gb: float = _option(80.0, "memory of one of them, GB")
     trainer_link_gbit: float = _option(100.0, "link of a trainer host, Gbit/s")
-    source_gb_s: float = _option(
-        2.5, "what the one thread of a trainer host's range source sends, GB/s"
+    source_gb_s: float = _option(2.5, "what one thread of a host's range source sends, GB/s")
+    source_threads: int = _option(
+        8,
+        "threads of a host's range source, as sync.transports.sender has it: half of the cores, 8"
+        " at most (that they send so many times as much is assumed)",
     )
     servers: int = _option(8, "servers")
     servers_per_host: int = _option(1, "servers of one host, which share its link")
@@ -193,10 +196,15 @@ class Setup:
             return {}
         return {
             "the trainer hosts' links": self.trainer_hosts * self.trainer_link_gbit * GBIT,
-            "the trainer hosts' range sources (one thread each)": (
-                self.trainer_hosts * self.source_gb_s * GB
+            "the trainer hosts' range sources (their sending threads)": (
+                self.trainer_hosts * self.source_rate
             ),
         }
+
+    @property
+    def source_rate(self) -> float:
+        """What the threads of one host's range source send, bytes per second."""
+        return self.source_threads * self.source_gb_s * GB
 
     @property
     def reader_rate(self) -> float:

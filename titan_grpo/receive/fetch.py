@@ -466,8 +466,9 @@ class Sharing:
         self._server.arrived(ticket)
 
     def end(self) -> None:
-        """Serve nothing: when it returns, no byte of the image is sent any more. Who reads the
-        memfd on this host finds by its checks that the image is another one's. Idempotent."""
+        """Serve nothing: when it returns, no thread reads the image any more (Grant.revoke). Who
+        reads the memfd on this host, or gets pages of it that the kernel had not sent yet, finds by
+        its checks that the image is another one's. Idempotent."""
         with self._lock:
             tickets, self._tickets = self._tickets, ()
         for ticket in tickets:

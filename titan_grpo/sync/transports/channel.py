@@ -274,7 +274,7 @@ class Inbox:
 
 
 class LaneChannel:
-    """The trainer's end. The source's thread owns the socket: ``send`` never waits."""
+    """The trainer's end. The thread of its source owns the socket: ``send`` never waits."""
 
     def __init__(
         self,

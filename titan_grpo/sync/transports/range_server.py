@@ -1,8 +1,9 @@
-"""The trainer's port for receivers: one thread serves ranges of all images to all of them, and
-carries the messages of all lanes (channel.py).
+"""A host's port for receivers: its thread accepts their connections, asks each for its proof, and
+carries the messages of all lanes (channel.py). A reader of ranges goes on to one of the sending
+threads (sender.py): no message waits for a version's bytes.
 
-It sleeps while nothing comes or goes. An idle lane costs no thread, and one connection, whose end
-says that the lane's receiver is gone.
+All of them sleep while nothing comes or goes. An idle lane costs no thread, and one connection,
+whose end says that the lane's receiver is gone.
 """
 
 import hmac
@@ -12,26 +13,21 @@ import resource
 import secrets
 import selectors
 import socket
-import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 
 from titan_grpo.layout.manifest import Part
 from titan_grpo.protocol.messages import Kind
 from titan_grpo.runkey import Key
 from titan_grpo.sync.transports.channel import (
-    ADDRESS,
-    ADDRESS_ONLY,
     GREETING,
     HEADER,
     NONCE_BYTES,
     PROOF_BYTES,
-    RANGE,
     TICKET_BYTES,
     Frame,
     LaneChannel,
@@ -41,27 +37,18 @@ from titan_grpo.sync.transports.channel import (
     proof,
     read_header,
 )
-from titan_grpo.sync.transports.tls import WOULD_BLOCK, Certificate, send_records, shaken
+from titan_grpo.sync.transports.grant import Grant
+from titan_grpo.sync.transports.loop import Loop
+from titan_grpo.sync.transports.sender import Reader, Sender, senders_of
+from titan_grpo.sync.transports.tls import WOULD_BLOCK, Certificate, shaken
 
 GREET_S = 10.0
-"""Seconds for a reader to prove itself; then its connection is closed."""
+"""Seconds for a reader to prove itself; then its connection is closed. And for a thread to end."""
 
 ANSWER_BYTES = 1 << 20
 """Longest body of a receiver's message."""
 
 READ_BYTES = 64 << 10
-
-SEND_BYTES = 8 << 20
-"""Most bytes handed to the kernel in one call, so that one connection does not delay the others."""
-
-TLS_BYTES = 1 << 20
-"""The same where this thread encrypts them."""
-
-LONG_BYTES = 256 << 10
-"""A piece of an image that is worth a call of its own."""
-
-PIECES = 512
-"""Most pieces in one call; the kernel takes 1024."""
 
 RETIRED = 64
 """Tickets that are remembered after they were revoked."""
@@ -72,93 +59,56 @@ REST_S = 1.0
 log = logging.getLogger(__name__)
 
 
-def _ticket(greeting: bytes) -> bytes:
-    return bytes(GREETING.unpack(greeting)[1])
-
-
-@dataclass(frozen=True, slots=True)
-class _Grant:
-    """An image that may be read. ``fd``: a descriptor of our own; -1 if only ``view`` is there."""
-
-    view: memoryview
-    fd: int
-    key: Key | None
-    part: Part
-    has: Callable[[int, int], bool] | None
-    """Whether so many bytes from an offset are there; None: all are."""
-
-    def send(self, sock: socket.socket, offset: int, nbytes: int) -> int:
-        """Hand some bytes to the kernel without blocking; how many."""
-        stop = offset + min(nbytes, SEND_BYTES)
-        pieces = list(islice(self.part.pieces(offset, stop), PIECES))
-        low, high = pieces[0]
-        alone = len(pieces) == 1 or high - low >= LONG_BYTES
-        if isinstance(sock, ssl.SSLSocket):
-            some = self.view[low:high] if alone else b"".join(self.view[a:b] for a, b in pieces)
-            return send_records(sock, memoryview(some)[:TLS_BYTES])
-        if self.fd >= 0 and alone:
-            return os.sendfile(sock.fileno(), self.fd, low, high - low)
-        # one call for short pieces: each by itself would be a packet of its own
-        return sock.sendmsg([self.view[a:b] for a, b in pieces])
-
-    def address(self) -> bytes:
-        """Where a reader on this host finds the image, as ADDRESS; zeros: in no memfd."""
-        if self.fd < 0:
-            return bytes(ADDRESS.size)
-        about = os.fstat(self.fd)
-        return ADDRESS.pack(os.getpid(), self.fd, about.st_size, about.st_ino)
-
-
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """One connection. ``left``: bytes of the current range that are still to be sent."""
+    """A connection that has not proven itself, or a channel's."""
 
     sock: socket.socket
     nonce: bytes
     born: float
-    ticket: bytes = b""
-    proven: bool = False
     inbox: bytearray = field(default_factory=bytearray)
     out: memoryview = field(default_factory=lambda: memoryview(b""))
-    offset: int = 0
-    left: int = 0
-    address_only: bool = False
-    """It reads them from the memfd."""
-    parked: bool = False
-    """Its ticket, or the range that it asked for, has not come yet."""
     greeting: bytes = b""
-    """Of one whose ticket has not come."""
+    """Of one whose ticket has not come: it is parked."""
     channel: LaneChannel | None = None
-    """Whose messages it carries; None: it reads ranges."""
+    """Whose messages it carries."""
+    proven: bool = False
+    grant: Grant | None = None
+    """What it may read: it has proven itself, and is a sending thread's from now on."""
 
 
 class RangeServer:
     """Serves images, and carries channels, by ticket, on every interface that ``listen`` was asked
     for."""
 
-    def __init__(self, expects: bool = False, certificate: Certificate | None = None) -> None:
+    def __init__(
+        self,
+        expects: bool = False,
+        certificate: Certificate | None = None,
+        most_senders: int | None = None,
+    ) -> None:
         """Opens nothing until the first ``listen``. ``expects``: a reader may come GREET_S before
-        its ticket is granted, and waits. ``certificate``: all connections are TLS."""
+        its ticket is granted, and waits. ``certificate``: all connections are TLS.
+        ``most_senders``: sending threads; None: what this process's cores are for."""
         self._expects, self._certificate = expects, certificate
         self.pin = "" if certificate is None else certificate.pin
         """See RangeSource.pin."""
+        self._most_senders = most_senders or senders_of(len(os.sched_getaffinity(0)))
+        self._lock = threading.Lock()
         self._retired: deque[bytes] = deque(maxlen=RETIRED)
         """Tickets that were revoked: no wait for them is open."""
-        self._lock = threading.Lock()
-        self._grants: dict[bytes, _Grant] = {}
+        self._grants: dict[bytes, Grant] = {}
         self._channels: dict[bytes, LaneChannel] = {}
-        self._unsent: set[bytes] = set()
-        """Tickets of channels and images that have something new to send."""
-        self._revoked: set[bytes] = set()
-        """Tickets whose connections are still to be closed."""
         self._listeners: dict[str, socket.socket] = {}
+        self._loop: Loop | None = None
+        self._senders: list[Sender] = []
+        """The thread adds them; each stays until ``close``."""
+        self._closing = False
+        # The thread's own:
         self._unproven: set[_Peer] = set()
-        self._peers: dict[bytes, set[_Peer]] = {}
-        """The others, by ticket."""
+        self._joined: dict[LaneChannel, _Peer] = {}
         self._resting: dict[socket.socket, float] = {}
-        self._selector: selectors.BaseSelector | None = None
-        self._thread: threading.Thread | None = None
-        self._closing = self._full = False
+        self._full = False
 
     def listen(self, host: str, port: int = 0) -> int:
         """The port on this host's address ``host``, opened if it is not yet: ``port``, or a free
@@ -166,8 +116,9 @@ class RangeServer:
         with self._lock:
             if host not in self._listeners:
                 self._listeners[host] = open_listener(host, port)
-                self._selector_().register(self._listeners[host], selectors.EVENT_READ)
-                self._wake()
+                if self._loop is None:
+                    self._loop = Loop("range source", self._ready, self._tidy, self._drop_all)
+                self._loop.soon(self._accept_at, self._listeners[host])
             return int(self._listeners[host].getsockname()[1])
 
     def grant(
@@ -180,23 +131,27 @@ class RangeServer:
         has: Callable[[int, int], bool] | None = None,
     ) -> str:
         """Serve an image (uint8), or this part of it, to readers that prove ``key``: its ticket, a
-        new one unless given. ``fd``: of the memfd that ``view`` maps, if any; it may be closed
-        after this call. ``has``: a range is sent when all of it is there; say so by ``arrived``."""
+        new one unless given; what had that ticket is revoked. ``fd``: of the memfd that ``view``
+        maps, if any; it may be closed after this call. ``has``: whether so many bytes from an
+        offset are there, which any thread may ask; it must not wait, and ``arrived`` says that it
+        may have changed. A range is sent when all of it is there. None: all are."""
         name = bytes.fromhex(ticket) or secrets.token_bytes(TICKET_BYTES)
-        part = part or Part(((0, view.nbytes),))
+        made = Grant(view, fd, key, part or Part(((0, view.nbytes),)), has)
         with self._lock:
-            # a descriptor of our own: a closed one's number may be another file's by then
-            own = os.dup(fd) if fd is not None else -1
-            self._grants[name] = _Grant(view, own, key, part, has)
-            self._unsent.add(name)
-            self._wake()
+            before, self._grants[name] = self._grants.get(name), made
+            senders = list(self._senders)
+        self._soon(self._granted, name)
+        if before is not None:
+            self._revoke(before, senders)
         return name.hex()
 
     def arrived(self, ticket: str) -> None:
         """More of that image is there. Never waits."""
         with self._lock:
-            self._unsent.add(bytes.fromhex(ticket))
-            self._wake()
+            grant, senders = self._grants.get(bytes.fromhex(ticket)), list(self._senders)
+        if grant is not None:
+            for sender in senders:
+                sender.arrived(grant)
 
     def channel(
         self, host: str, key: Key | None, lost: Callable[[], object] = lambda: None
@@ -214,25 +169,24 @@ class RangeServer:
         """Send ``parts`` over a channel, after what is on its way. Never waits."""
         with self._lock:
             channel.out.extend(part for part in parts if part)
-            self._unsent.add(channel.ticket)
-            self._wake()
+        self._soon(self._send_posted, channel)
 
     def hang_up(self, channel: LaneChannel) -> None:
         """Close a channel's connection. Idempotent."""
         with self._lock:
             self._channels.pop(channel.ticket, None)
-            self._revoked.add(channel.ticket)
-            self._wake()
+        self._soon(self._hang_up, channel)
 
     def revoke(self, ticket: str) -> None:
-        """Serve the ticket's image no more: its connections are closed. Idempotent."""
+        """Serve the ticket's image no more: see Grant.revoke; then its connections are closed.
+        Idempotent."""
         with self._lock:
             grant = self._grants.pop(bytes.fromhex(ticket), None)
-            if grant is not None and grant.fd >= 0:
-                os.close(grant.fd)
-            self._revoked.add(bytes.fromhex(ticket))
             self._retired.append(bytes.fromhex(ticket))
-            self._wake()
+            senders = list(self._senders)
+        # Not under the lock: it waits for the threads that send, and the others need the table.
+        if grant is not None:
+            self._revoke(grant, senders)
 
     def close(self) -> None:
         """Close everything. Idempotent."""
@@ -240,99 +194,81 @@ class RangeServer:
             if self._closing:
                 return
             self._closing = True
-            thread = self._thread
-            # before the thread has ended: it looks a grant up under the lock, and finds none
-            for grant in self._grants.values():
-                if grant.fd >= 0:
-                    os.close(grant.fd)
+            grants, channels = list(self._grants.values()), list(self._channels.values())
             self._grants.clear()
-            channels = list(self._channels.values())
             self._channels.clear()
-            self._wake()
+            loop = self._loop
+        for grant in grants:
+            self._revoke(grant, ())
         for channel in channels:
             channel.abort()
-        if thread is not None:
-            thread.join(GREET_S)
+        if loop is not None:
+            loop.close(GREET_S)
+        # after the thread that hands readers to them
+        for sender in self._senders:
+            sender.close(GREET_S)
 
-    def _selector_(self) -> selectors.BaseSelector:
-        """Under the lock: the selector, with the thread that waits in it."""
-        if self._selector is None:
-            self._selector = selectors.DefaultSelector()
-            self._wake_read, self._wake_write = socket.socketpair()
-            self._wake_read.setblocking(False)
-            self._wake_write.setblocking(False)
-            self._selector.register(self._wake_read, selectors.EVENT_READ)
-            self._thread = threading.Thread(
-                target=self._run, args=(self._selector,), name="range source", daemon=True
-            )
-            self._thread.start()
-        return self._selector
+    def _revoke(self, grant: Grant, senders: Sequence[Sender]) -> None:
+        grant.revoke()
+        # A sender that is made meanwhile, or a reader on its way to one, finds the grant revoked.
+        for sender in senders:
+            sender.revoked(grant)
 
-    def _wake(self) -> None:
-        if self._selector is not None:
-            with suppress(BlockingIOError):  # full: the thread is about to wake anyway
-                self._wake_write.send(b".")
+    def _soon(self, work: Callable[..., object], about: object) -> None:
+        if self._loop is not None:
+            self._loop.soon(work, about)
 
     # The thread.
 
-    def _run(self, selector: selectors.BaseSelector) -> None:
-        while not self._closing:
-            # timeout None: every peer has proven itself; what it sends, a new connection, a new
-            # listener, post(), revoke(), hang_up() or close() wakes
-            timeout_s = REST_S if self._unproven or self._resting else None
-            # no deadline: see the line above; the thread is a daemon
-            for entry, _ in selector.select(timeout_s):
-                sock = entry.fileobj
-                if sock is self._wake_read:
-                    self._drain()
-                elif entry.data is None:
-                    self._accept(selector, sock)  # type: ignore[arg-type]
-                else:
-                    self._serve(selector, entry.data)
-            self._tidy(selector)
-        for peer in self._all():
-            self._drop(selector, peer)
+    def _ready(self, ready: "_Peer | socket.socket") -> None:
+        if isinstance(ready, _Peer):
+            self._serve(ready)
+        else:
+            self._accept(ready)
+
+    def _tidy(self) -> float | None:
+        """Drop who proves nothing, listen again after a rest; in how many seconds to look again."""
+        now = time.monotonic()
+        for peer in [p for p in self._unproven if now - p.born > GREET_S]:
+            self._drop(peer)
+        for listener in [each for each, until in self._resting.items() if now >= until]:
+            del self._resting[listener]
+            self._accept_at(listener)
+        # None: every peer has proven itself; what it sends, a new connection, and soon() wake
+        return REST_S if self._unproven or self._resting else None
+
+    def _accept_at(self, listener: socket.socket) -> None:
+        self._selector.register(listener, selectors.EVENT_READ, listener)
+
+    @property
+    def _selector(self) -> selectors.BaseSelector:
+        assert self._loop is not None
+        return self._loop.selector
+
+    def _drop_all(self) -> None:
+        for peer in [*self._unproven, *self._joined.values()]:
+            self._drop(peer)
         for listener in self._listeners.values():
             listener.close()
-        with self._lock:  # a caller wakes an open socket or none
-            self._selector = None
-            self._wake_read.close()
-            self._wake_write.close()
-        selector.close()
 
-    def _drain(self) -> None:
-        with suppress(BlockingIOError):
-            # no deadline: the socket does not block
-            while self._wake_read.recv(4096):
-                pass
-
-    def _all(self) -> list[_Peer]:
-        return [*self._unproven, *(peer for peers in self._peers.values() for peer in peers)]
-
-    def _tidy(self, selector: selectors.BaseSelector) -> None:
-        """Send what is new, drop who proves nothing or has no valid ticket, listen again after a
-        rest."""
-        now = time.monotonic()
-        with self._lock:
-            unsent, self._unsent = self._unsent, set()
-            revoked, self._revoked = self._revoked, set()
-        for peer in [p for p in self._unproven if p.parked and _ticket(p.greeting) in unsent]:
-            peer.parked, greeting, peer.greeting = False, peer.greeting, b""
+    def _granted(self, ticket: bytes) -> None:
+        """Let those in that wait for it."""
+        for peer in [p for p in self._unproven if p.greeting and _ticket(p.greeting) == ticket]:
+            greeting, peer.greeting = peer.greeting, b""
             if self._greeted(peer, greeting):
-                self._serve(selector, peer)
+                self._serve(peer)
             else:
-                self._drop(selector, peer)
-        for peer in [peer for ticket in unsent for peer in self._peers.get(ticket, ())]:
-            self._serve(selector, peer)
-        gone = [peer for ticket in revoked for peer in self._peers.get(ticket, ())]
-        for peer in [*gone, *(p for p in self._unproven if now - p.born > GREET_S)]:
-            self._drop(selector, peer)
-        for listener, until in list(self._resting.items()):
-            if now >= until:
-                del self._resting[listener]
-                selector.register(listener, selectors.EVENT_READ)
+                self._drop(peer)
 
-    def _accept(self, selector: selectors.BaseSelector, listener: socket.socket) -> None:
+    def _send_posted(self, channel: LaneChannel) -> None:
+        if (peer := self._joined.get(channel)) is not None:
+            self._serve(peer)
+
+    def _hang_up(self, channel: LaneChannel) -> None:
+        if (peer := self._joined.get(channel)) is not None:
+            self._drop(peer)
+
+    def _accept(self, listener: socket.socket) -> None:
         try:
             # no deadline: the listener does not block
             sock, _ = listener.accept()
@@ -340,12 +276,13 @@ class RangeServer:
             return
         except OSError as error:
             log.warning("a server's connection cannot be accepted now: %s; see ulimit -n", error)
-            selector.unregister(listener)
+            self._selector.unregister(listener)
             self._resting[listener] = time.monotonic() + REST_S
             return
         # the trainer needs descriptors too; a reader takes its ranges over fewer connections then
         open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if len(self._all()) >= open_files // 2:
+        reading = sum(sender.load for sender in self._senders)
+        if len(self._unproven) + len(self._joined) + reading >= open_files // 2:
             if not self._full:
                 log.warning(
                     "servers' connections may be half of the %d files that this process may open"
@@ -372,10 +309,10 @@ class RangeServer:
         peer = _Peer(sock, nonce, time.monotonic(), out=memoryview(nonce))
         # Without a proof it holds a descriptor for GREET_S at most: see _tidy.
         self._unproven.add(peer)
-        selector.register(sock, selectors.EVENT_READ, peer)
-        self._serve(selector, peer)
+        self._selector.register(sock, selectors.EVENT_READ, peer)
+        self._serve(peer)
 
-    def _serve(self, selector: selectors.BaseSelector, peer: _Peer) -> None:
+    def _serve(self, peer: _Peer) -> None:
         """Whatever the connection can do now without blocking."""
         waits_for = 0
         try:
@@ -386,73 +323,81 @@ class RangeServer:
         except OSError:  # a receiver that went away, or no TLS
             alive = False
         if not alive:
-            self._drop(selector, peer)
-            return
-        if waits_for:
-            selector.modify(peer.sock, waits_for, peer)
-            return
-        events = selectors.EVENT_WRITE if (peer.out or peer.left) and not peer.parked else 0
-        if peer.channel is not None or not events:
-            events |= selectors.EVENT_READ
-        selector.modify(peer.sock, events, peer)
+            self._drop(peer)
+        elif peer.grant is not None:
+            self._hand_over(peer, peer.grant)
+        elif waits_for:
+            self._selector.modify(peer.sock, waits_for, peer)
+        else:
+            events = selectors.EVENT_WRITE if peer.out else 0
+            if peer.channel is not None or not events:
+                events |= selectors.EVENT_READ
+            self._selector.modify(peer.sock, events, peer)
+
+    def _hand_over(self, peer: _Peer, grant: Grant) -> None:
+        """To the sending thread with the fewest readers; to a further one where all have some."""
+        self._unproven.discard(peer)
+        self._selector.unregister(peer.sock)  # first: no other thread has the socket until then
+        sender = min(self._senders, key=lambda each: each.load, default=None)
+        if sender is None or (sender.load > 0 and len(self._senders) < self._most_senders):
+            try:
+                sender = Sender(f"range sender {len(self._senders)}")
+            except (OSError, RuntimeError) as error:
+                log.warning("no further thread can send versions now: %s", error)
+            else:
+                with self._lock:
+                    self._senders.append(sender)
+        if sender is None:
+            peer.sock.close()
+        else:
+            sender.take(Reader(peer.sock, grant, peer.out))
 
     def _read(self, peer: _Peer) -> bool:
         """Take what has come; whether the connection lives."""
-        if peer.parked:
-            return self._waits(peer)
-        if peer.channel is None and (peer.out or peer.left):
+        if peer.channel is None and peer.out:
             return True
-        want = READ_BYTES if peer.channel else RANGE.size if peer.ticket else GREETING.size
+        want = READ_BYTES if peer.channel else GREETING.size - len(peer.inbox)
         try:
             # no deadline: the socket does not block
-            chunk = peer.sock.recv(want if peer.channel else want - len(peer.inbox))
+            chunk = peer.sock.recv(1 if peer.greeting else want)
         except WOULD_BLOCK:
             return True
-        if not chunk:
+        if not chunk or peer.greeting:  # while it waits for its ticket, it has nothing to say
             return False
         peer.inbox += chunk
         if peer.channel is not None:
             return self._frames(peer, peer.channel)
-        if len(peer.inbox) < want:
+        if len(peer.inbox) < GREETING.size:
             return True
         message = bytes(peer.inbox)
         peer.inbox.clear()
-        return self._range(peer, message) if peer.ticket else self._greeted(peer, message)
-
-    def _waits(self, peer: _Peer) -> bool:
-        """Whether a parked connection lives: its reader has nothing to say."""
-        with suppress(*WOULD_BLOCK):
-            # no deadline: the socket does not block
-            peer.sock.recv(1)
-            return False
-        return True
+        return self._greeted(peer, message)
 
     def _greeted(self, peer: _Peer, message: bytes) -> bool:
         theirs, ticket, claimed = GREETING.unpack(message)
         with self._lock:
             channel, grant = self._channels.get(ticket), self._grants.get(ticket)
+            retired = ticket in self._retired
         holder = channel or grant
         if holder is None:
-            peer.parked = self._expects and ticket not in self._retired
             peer.greeting = message
-            return peer.parked
+            return self._expects and not retired
         wanted = proof(holder.key, "reader", peer.nonce, theirs, ticket)
         peer.proven = hmac.compare_digest(claimed, wanted)
-        if channel is not None and peer.proven:
+        if not peer.proven:
+            if channel is None:
+                log.warning("a reader of weights did not prove the run key: refused")
+                return False
+            peer.channel, peer.out = channel, memoryview(bytes(PROOF_BYTES))
+            return True
+        if channel is not None:
             if channel.joined:
                 return False
             channel.joined = True
-        elif channel is None and not peer.proven:
-            log.warning("a reader of weights did not prove the run key: refused")
-            return False
-        peer.ticket, peer.channel = ticket, channel
-        if peer.proven:
             self._unproven.discard(peer)
-            self._peers.setdefault(ticket, set()).add(peer)
-            ours = proof(holder.key, "source", peer.nonce, theirs, ticket)
-        else:
-            ours = bytes(PROOF_BYTES)
-        peer.out = memoryview(ours)
+            self._joined[channel] = peer
+        peer.channel, peer.grant = channel, None if channel is not None else grant
+        peer.out = memoryview(proof(holder.key, "source", peer.nonce, theirs, ticket))
         return True
 
     def _frames(self, peer: _Peer, channel: LaneChannel) -> bool:
@@ -478,40 +423,11 @@ class RangeServer:
                 channel.inbox.put(Frame(kind, number, body))
         return True
 
-    def _range(self, peer: _Peer, message: bytes) -> bool:
-        peer.offset, nbytes = RANGE.unpack(message)
-        peer.address_only, peer.left = bool(nbytes & ADDRESS_ONLY), nbytes & ~ADDRESS_ONLY
-        with self._lock:
-            grant = self._grants.get(peer.ticket)
-        return grant is not None and peer.offset + peer.left <= grant.part.nbytes
-
     def _write(self, peer: _Peer) -> bool:
         """Send what the socket takes; whether the connection lives."""
         with suppress(*WOULD_BLOCK):  # it takes no more for now
-            return self._write_all(peer)
-        return True
-
-    def _write_all(self, peer: _Peer) -> bool:
-        while self._next_out(peer) or peer.left:
-            if peer.out:
+            while self._next_out(peer):
                 peer.out = peer.out[peer.sock.send(peer.out) :]
-                continue
-            # under the lock: after revoke() returns, no byte of the image is read any more
-            with self._lock:
-                grant = self._grants.get(peer.ticket)
-                if grant is None:
-                    return False
-                peer.parked = grant.has is not None and not grant.has(peer.offset, peer.left)
-                if peer.parked:
-                    return True
-                if peer.address_only:
-                    peer.out, peer.left = memoryview(grant.address()), 0
-                    continue
-                sent = grant.send(peer.sock, peer.offset, peer.left)
-            if sent == 0:
-                return False
-            peer.offset += sent
-            peer.left -= sent
         return True
 
     def _next_out(self, peer: _Peer) -> bool:
@@ -522,17 +438,19 @@ class RangeServer:
                     peer.out = peer.channel.out.popleft()
         return bool(peer.out)
 
-    def _drop(self, selector: selectors.BaseSelector, peer: _Peer) -> None:
-        selector.unregister(peer.sock)
+    def _drop(self, peer: _Peer) -> None:
+        self._selector.unregister(peer.sock)
         peer.sock.close()
         self._unproven.discard(peer)
-        if peers := self._peers.get(peer.ticket):
-            peers.discard(peer)
-            if not peers:
-                del self._peers[peer.ticket]
-        if peer.channel is not None and peer.proven:
+        channel = peer.channel
+        if channel is not None and self._joined.get(channel) is peer:
+            del self._joined[channel]
             with self._lock:
-                lost = self._channels.pop(peer.ticket, None) is not None
-            peer.channel.inbox.end("the connection was lost")
+                lost = self._channels.pop(channel.ticket, None) is not None
+            channel.inbox.end("the connection was lost")
             if lost:
-                peer.channel.lost()
+                channel.lost()
+
+
+def _ticket(greeting: bytes) -> bytes:
+    return bytes(GREETING.unpack(greeting)[1])
