@@ -85,17 +85,17 @@ def _table(w: World) -> r.Relays:
 
 
 class _Model:
-    def __init__(self, rules: Rules, versions: int, depth: int) -> None:
-        self._rules, self._versions, self._depth = rules, versions, depth
+    def __init__(self, rules: Rules, bounds: "Bounds") -> None:
+        self._rules, self._bounds = rules, bounds
 
     def table(self, w: World, event: r.Event) -> tuple[World, tuple[str, ...]]:
-        table, actions = self._rules.step(_table(w), event, self._depth)
+        table, actions = self._rules.step(_table(w), event, self._bounds.depth)
         nodes, readers = tuple(sorted(table.nodes.items())), tuple(sorted(table.readers.items()))
         read = tuple(url for action in actions for url in action.urls)
         return w._replace(nodes=nodes, readers=readers, turns=table.turns), read
 
     def moves(self, w: World) -> Iterator[Move]:
-        if w.newest < self._versions:
+        if w.newest < self._bounds.versions:
             yield f"version {w.newest + 1} is published", w._replace(newest=w.newest + 1)
         for url, server in w.servers:
             if server.frozen:
@@ -181,10 +181,14 @@ class _Model:
         return _with(w, url, server._replace(image=image, there=server.there + 1, told=False))
 
     def _faults(self, w: World, url: str, server: Server) -> Iterator[Move]:
+        more = w.faults < self._bounds.faults
+        if not more and not server.frozen:
+            return  # what the table answers to one more would be thrown away
         failed = w._replace(faults=w.faults + 1)
         gone, _ = self.table(failed, r.Gone(url))
         back, _ = self.table(gone, r.Came(url, dict(w.nodes)[url].host, "", True))
-        yield f"{url} dies and is back", _with(back, url, Server())
+        if more:
+            yield f"{url} dies and is back", _with(back, url, Server())
         if server.frozen:
             yield (
                 f"{url} is killed and is back",
@@ -264,7 +268,7 @@ def explore_relay(rules: Rules | None = None, bounds: Sequence[Bounds] = BOUNDS)
 
 
 def _explore(bounds: Bounds, rules: Rules) -> Result:
-    model = _Model(rules, bounds.versions, bounds.depth)
+    model = _Model(rules, bounds)
     names = "abcd"[: bounds.servers]
     nodes = tuple((u, r.Node("one" if bounds.beside else u)) for u in names)
     return search_from(

@@ -14,6 +14,7 @@ from titan_grpo.protocol.pause_guard import (
     GiveUp,
     GuardState,
     LaneReported,
+    Phase,
     Recover,
     Recovered,
     Superseded,
@@ -152,6 +153,7 @@ def test_a_silent_server_is_given_up_after_its_tries_with_growing_rests() -> Non
         rests.append(state.due - now)
         assert actions == ()
     assert rests == [0.5, 1.0]
+    assert state.servers[URL].phase is Phase.PAUSED
     state, _ = step(state, Ticked(20.0))
     state, actions = step(state, Failed(URL, 2, 20.0))
     assert (actions, state.done) == ((GiveUp(URL),), True)
