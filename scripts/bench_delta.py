@@ -25,6 +25,7 @@ from scripts.bench_gpu import SHAPES
 from scripts.common import options_of, positive, write_json
 from titan_grpo.layout import delta
 from titan_grpo.layout.image import digest_block
+from titan_grpo.layout.manifest import Part
 
 GIB = 2**30
 SLICE = 1 << 24
@@ -63,11 +64,12 @@ def main(argv: list[str]) -> int:
                 adam.step()
                 new = image_of(master)
                 base = staged.copy()
+                whole = Part(((0, new.size),))
                 begin = time.thread_time()
-                patch = delta.encode(base, new, 2 * new.size)
+                patch = delta.encode(base, new, whole, 2 * new.size)
                 encoded = time.thread_time()
                 assert patch is not None
-                delta.apply(patch, staged)
+                delta.apply(patch, staged, whole)
                 apply_s[step] += time.thread_time() - encoded
                 encode_s[step] += encoded - begin
                 sizes[step] += len(patch)

@@ -127,6 +127,8 @@ class Weights(torch.nn.Module):
         """Other values, element by element: the same in a shard and in the whole."""
         with torch.no_grad():
             for p in self.layers:
+                if p.dim() < 2 and self._every > 1:
+                    continue  # a shard has a part of its only dimension
                 whole = p.to_local() if hasattr(p, "to_local") else p
                 some = whole[..., self._version % self._every :: self._every]
                 some.mul_(1.05 if self._folder else 1.01)

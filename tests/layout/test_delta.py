@@ -1,6 +1,7 @@
 """Patches between images: lossless, small, and harmless where they are not patches."""
 
 from contextlib import suppress
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from titan_grpo.errors import PeerError
 from titan_grpo.layout import delta
+from titan_grpo.layout.manifest import Part, joined
 
 
 def image(seed: int, words: int) -> np.ndarray:
@@ -26,10 +28,20 @@ def changed(base: np.ndarray, seed: int, share: float, most: int) -> np.ndarray:
     return new
 
 
+def whole(image: np.ndarray) -> Part:
+    """The part that one trainer host has."""
+    return Part(((0, image.size),))
+
+
+def encode(base: np.ndarray, new: np.ndarray, limit: int = 1 << 30) -> bytes | None:
+    """A patch of the whole image."""
+    return delta.encode(base, new, whole(new), limit)
+
+
 def patched(base: np.ndarray, patch: bytes) -> np.ndarray:
     """What a patch makes of an image."""
     out = base.copy()
-    delta.apply(patch, out)
+    delta.apply(patch, out, whole(out))
     return out
 
 
@@ -44,11 +56,42 @@ def test_a_patch_makes_exactly_the_new_image(
 ) -> None:
     base = image(seed, words)
     new = changed(base, seed + 1, share, most)
-    patch = delta.encode(base, new, 1 << 30)
+    patch = encode(base, new)
     assert patch is not None
     assert np.array_equal(patched(base, patch), new)
     # Whole chunks where that is smaller.
     assert len(patch) <= new.size + 8 * (new.size // delta.CHUNK + 1)
+
+
+@given(
+    seed=st.integers(0, 1 << 30),
+    cuts=st.lists(st.integers(0, 5 * delta.CHUNK // 2), min_size=2, max_size=40, unique=True),
+)
+def test_patches_of_two_parts_make_the_image_and_each_changes_its_own_bytes(
+    seed: int, cuts: list[int]
+) -> None:
+    """Rows of two hosts in turns, also of one byte an element."""
+    size = max(cuts)
+    base = image(seed, size // 2 + 1)[:size]
+    new = image(seed + 1, size // 2 + 1)[:size]
+    keep = np.random.default_rng(seed).random(size) < 0.97
+    new[keep] = base[keep]
+    edges = [0, *sorted(cuts)]
+    rows = list(pairwise(edges))
+    parts = [Part(joined(rows[first::2])) for first in (0, 1)]
+    out = base.copy()
+    for part in parts:
+        patch = delta.encode(base, new, part, 1 << 30)
+        assert patch is not None
+        delta.apply(patch, out, part)
+        for low, high in part.extents:
+            assert np.array_equal(out[low:high], new[low:high])
+    assert np.array_equal(out, new)
+    delta.apply(delta.encode(new, base, parts[1], 1 << 30) or b"", out, parts[1])
+    for (low, high), after in [(e, new) for e in parts[0].extents] + [
+        (e, base) for e in parts[1].extents
+    ]:
+        assert np.array_equal(out[low:high], after[low:high])
 
 
 @given(places=st.sets(st.integers(0, delta.CHUNK - 1)), up=st.booleans())
@@ -56,7 +99,7 @@ def test_words_at_any_distance_are_found_again(places: set[int], up: bool) -> No
     base = np.zeros(2 * delta.CHUNK, dtype=np.uint8)  # two chunks, CHUNK words
     new = base.copy()
     new.view(np.uint16)[sorted(places)] = 1 if up else 0xFFFF
-    patch = delta.encode(base, new, 1 << 30)
+    patch = encode(base, new)
     assert patch is not None
     assert np.array_equal(patched(base, patch), new)
 
@@ -68,14 +111,14 @@ def test_a_gap_at_the_codes_borders_is_exact(gap: int) -> None:
     base = np.zeros(delta.CHUNK, dtype=np.uint8)
     new = base.copy()
     new.view(np.uint16)[[0, gap + 1]] = 1, 7
-    patch = delta.encode(base, new, 1 << 30)
+    patch = encode(base, new)
     assert patch is not None
     assert np.array_equal(patched(base, patch), new)
 
 
 def test_changes_by_one_unit_are_a_byte_each() -> None:
     base = image(0, 1 << 20)
-    patch = delta.encode(base, changed(base, 1, 0.02, 1), 1 << 30)
+    patch = encode(base, changed(base, 1, 0.02, 1))
     assert patch is not None
     assert len(patch) < 0.02 * base.size  # 1.3 % of the words, two bytes each, have changed
 
@@ -83,10 +126,10 @@ def test_changes_by_one_unit_are_a_byte_each() -> None:
 def test_a_patch_over_its_limit_is_none() -> None:
     base = image(0, 1 << 20)
     new = changed(base, 1, 0.1, 1)
-    patch = delta.encode(base, new, base.size)
+    patch = encode(base, new, base.size)
     assert patch is not None
-    assert delta.encode(base, new, len(patch)) == patch
-    assert delta.encode(base, new, len(patch) - 1) is None
+    assert encode(base, new, len(patch)) == patch
+    assert encode(base, new, len(patch) - 1) is None
 
 
 @given(data=st.binary(max_size=200), words=st.integers(1, 300))
@@ -96,7 +139,7 @@ def test_bytes_that_are_no_patch_are_the_peers_mistake_or_change_the_image_only(
     """Never an index outside, nor any other error: patches may come from other servers."""
     memory = np.zeros(2 * words + 32, dtype=np.uint8)
     with suppress(PeerError):
-        delta.apply(data, memory[16:-16])
+        delta.apply(data, memory[16:-16], Part(((0, 2 * words),)))
     assert not memory[:16].any()
     assert not memory[-16:].any()
 
@@ -104,8 +147,8 @@ def test_bytes_that_are_no_patch_are_the_peers_mistake_or_change_the_image_only(
 @given(cut=st.integers(0, 10_000), seed=st.integers(0, 100))
 def test_a_patch_that_is_cut_short_or_too_long_is_refused(cut: int, seed: int) -> None:
     base = image(seed, 40_000)
-    patch = delta.encode(base, changed(base, seed + 1, 0.05, 3), 1 << 30)
+    patch = encode(base, changed(base, seed + 1, 0.05, 3))
     assert patch is not None
     for wrong in (patch[: min(cut, len(patch) - 1)], patch + bytes(cut + 1)):
         with pytest.raises(PeerError):
-            delta.apply(wrong, base.copy())
+            delta.apply(wrong, base.copy(), whole(base))

@@ -73,6 +73,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         explored["hosts"] = explore_hosts(bounds.versions)
         explored["relay"] = explore_relay(bounds=BOUNDS)
         explored["patches"] = explore_patches(bounds.versions + 2, faults=2)
+        explored["patches of two hosts"] = explore_patches(bounds.versions + 1, hosts=2)
     for name, result in explored.items():
         _show(name, result)
     caught = [] if options.no_bugs else [_catch(bug) for bug in ALL_BUGS]

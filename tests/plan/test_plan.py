@@ -79,6 +79,9 @@ def test_patches_are_read_in_place_of_versions_where_links_are_slow() -> None:
     quick = replace(patched, trainer_link_gbit=800.0, server_link_gbit=800.0, source_gb_s=100.0)
     assert Simulation(quick).run().patched == 0
     assert patched.patch_bytes(6) == 0  # more than a quarter of a version
+    two = replace(patched, trainer_hosts=2, trainer_link_gbit=patched.trainer_link_gbit / 2)
+    assert two.encode_s == patched.encode_s / 2
+    assert quantile(Simulation(two).run().send_s, 0.5) == pytest.approx(4.0 * 0.05, rel=0.1)
 
 
 def test_servers_that_read_from_each_other_get_versions_too_fast_for_patches() -> None:
@@ -89,7 +92,7 @@ def test_servers_that_read_from_each_other_get_versions_too_fast_for_patches() -
     result = Simulation(patched).run()
     assert result.patched == len(result.send_s)
     said = report.text(patched, report.figures(patched, result), [], result)
-    assert "patches come from the trainer to each server: it sends 0.64 times" in said
+    assert "patches come from the trainer to each server: its hosts send 0.64 times" in said
 
 
 def test_a_plan_for_one_server_names_no_others() -> None:

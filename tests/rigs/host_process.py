@@ -43,12 +43,15 @@ def host_ops(shapes: Shapes, manifest: Manifest, part: int, hosts: int) -> dict[
     }
 
 
-def host_shards(shapes: Shapes, hosts: int, version: int) -> dict[str, torch.Tensor]:
-    """What a host trains, and the same on each: ``version`` everywhere."""
-    return {
-        fqn: torch.full((rows // hosts, cols), float(version))
-        for fqn, (rows, cols) in shapes.items()
-    }
+def host_shards(
+    shapes: Shapes, hosts: int, version: int, changed: int = 0
+) -> dict[str, torch.Tensor]:
+    """What a host trains, and the same on each: ``version`` everywhere; or in as many first
+    elements more than in the last version as ``changed`` says, and 0 elsewhere."""
+    shards = {fqn: torch.zeros((rows // hosts, cols)) for fqn, (rows, cols) in shapes.items()}
+    for tensor in shards.values():
+        tensor.view(-1)[: changed * version if changed else None] = float(version)
+    return shards
 
 
 class FarHost(HostSync):
@@ -122,7 +125,7 @@ class HostProcess:
 
 def hold(settings: dict[str, Any]) -> None:
     """``settings``: shapes, manifest, part, hosts, slots, store_port, address, algorithm, key,
-    config (of [weight_sync])."""
+    changed (see host_shards), config (of [weight_sync])."""
     torch.set_num_threads(1)
     manifest = Manifest.from_json(settings["manifest"])
     shapes, part, hosts = settings["shapes"], settings["part"], settings["hosts"]
@@ -138,7 +141,7 @@ def hold(settings: dict[str, Any]) -> None:
     print(here.pid, os.fstat(pool.images[0].address.fd).st_blocks * 512, flush=True)
     for line in sys.stdin:
         version, slot = map(int, line.split())
-        publisher.publish(version, slot, host_shards(shapes, hosts, version))
+        publisher.publish(version, slot, host_shards(shapes, hosts, version, settings["changed"]))
         publisher.fence()
 
 

@@ -79,12 +79,13 @@ class Rig:
         """``config``: keys of [weight_sync], ``watch``, ``drain``, ``observer``, ``owner``,
         ``take_over``, ``run_id``, ``look_s``, ``needs``, ``far`` (servers read no
         memory of the trainer, as on another host), ``run_keys``: "trainer" or a server -> its key,
-        ``quantised``: a server -> its method, and ``leases``: of a pause guard; None: there is
-        none.
+        ``changed``: see host_shards, ``quantised``: a server -> its method, and ``leases``: of a
+        pause guard; None: there is none.
 
         ``hosts``: over so many the rows of both matrices are cut; this process is the first, the
         others are in ``hosts``, at 127.0.0.2 and so on."""
         self._hosts = hosts = int(config.pop("hosts", 1))
+        self._changed = int(config.pop("changed", 0))
         run_keys: dict[str, Key] = config.pop("run_keys", {})
         quantised: dict[str, str] = config.pop("quantised", {})
         watch: Observer = config.pop("watch", no_observer)
@@ -152,6 +153,7 @@ class Rig:
                 "part": part,
                 "hosts": hosts,
                 "slots": self.config.slots,
+                "changed": self._changed,
                 "store_port": self.pool.hashed.port,
                 "address": f"127.0.0.{part + 1}",
                 "algorithm": hashing.algorithm,
@@ -181,11 +183,11 @@ class Rig:
         self, version: int, slot: int, shards: Mapping[str, torch.Tensor] | None = None
     ) -> None:
         """What the trainer's hosts do at a step boundary; none of it waits for anybody. ``shards``:
-        of this host, in place of ``version`` as every element."""
+        of this host, in place of host_shards."""
         for host in self.hosts:
             host.publish(version, slot)
         self.lanes.publish(version, slot, self.recorder.now())
-        shards = shards or host_shards(SHAPES, self._hosts, version)
+        shards = shards or host_shards(SHAPES, self._hosts, version, self._changed)
         self.publisher.publish(version, slot, shards)
         self.publisher.fence()
 

@@ -63,9 +63,9 @@ class WeightSync:
 
     delta: Literal["auto", "on", "off"] = "off"
     """Patches of changed elements in place of whole versions, for servers that hold an earlier one
-    (staged by tcp, one trainer host). auto: where the slowest server's whole version takes four
-    times as long as making a patch, which is about 1 s for a GiB. What a patch does not make
-    exactly is read from the version."""
+    (staged by tcp); each trainer host makes those of its part. auto: where the slowest server's
+    whole version takes four times as long as making a patch, which is about 1 s for a GiB of a
+    part. What a patch does not make exactly is read from the version."""
 
     relay: bool = True
     """Whether servers on other hosts than the trainer's read versions from each other, while they

@@ -1,4 +1,4 @@
-"""Lossless patches between two images of the same layout.
+"""Lossless patches between two versions of a part of an image (layout.manifest).
 
 An optimizer step at lr 1e-6 changes 1 to 4 % of a bfloat16 image's elements, most of them by one
 unit in the last place, and every block. So a patch lists changed words of 2 bytes (bfloat16's size;
@@ -7,7 +7,7 @@ result is right is for the digests of its blocks to say.
 
 ::
 
-    patch = chunk...          one for each CHUNK bytes of the image, the last one shorter
+    patch = chunk...          one for each CHUNK bytes of the part's stream, the last one shorter
     chunk = codes (u32), values (u32), then  codes bytes, 0 or 1 byte of padding, 2 bytes per value
           | WHOLE (u32), 0 (u32), then  the chunk's bytes of the new image
     code  = n << 2 | kind     +1: n words stay, the next one is 1 more; -1: 1 less;
@@ -16,13 +16,16 @@ result is right is for the digests of its blocks to say.
 Little-endian. A step is up to 63 words, so a change is one byte, after a gap of up to 4,031 two.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
 from titan_grpo.errors import PeerError
+from titan_grpo.layout.manifest import Extent, Part
 
 CHUNK = 1 << 20
-"""Bytes of an image that one chunk covers: what fits into a core's cache."""
+"""Bytes of a part that one chunk covers: what fits into a core's cache."""
 
 _SPAN = 63
 _UP, _DOWN, _VALUE, _SKIP = range(4)
@@ -31,43 +34,58 @@ _CODE = np.arange(256, dtype=np.int64)
 _WORDS_OF = np.where(_CODE & 3 == _SKIP, ((_CODE >> 2) + 1) * _SPAN, (_CODE >> 2) + 1)
 _CHANGE_OF = np.array([1, -1, 0, 0], dtype=np.int16).view(np.uint16)[_CODE & 3]
 
-Words = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]
 
 
-def encode(base: Bytes, new: Bytes, limit: int) -> bytes | None:
-    """The patch that makes ``new`` of ``base`` (equal, even numbers of bytes), or None where it
-    would be more than ``limit`` bytes."""
-    if base.size != new.size or new.size % 2:
-        raise ValueError(f"images must have one even size, got {base.size} and {new.size} bytes")
-    old_words, new_words = base.view(np.uint16), new.view(np.uint16)
-    parts: list[bytes] = []
+def encode(base: Bytes, new: Bytes, part: Part, limit: int) -> bytes | None:
+    """The patch that makes this part of ``new`` of that of ``base`` (images of one size), or None
+    where it would be more than ``limit`` bytes."""
+    out: list[bytes] = []
     room = limit
-    for start in range(0, new_words.size, CHUNK // 2):
-        chunk = slice(start, start + CHUNK // 2)
-        part = _encode(old_words[chunk], new_words[chunk])
-        room -= len(part)
+    for extents in _chunks(part):
+        chunk = _encode(_gathered(base, extents), _gathered(new, extents))
+        room -= len(chunk)
         if room < 0:
             return None
-        parts.append(part)
-    return b"".join(parts)
+        out.append(chunk)
+    return b"".join(out)
 
 
-def apply(patch: bytes | memoryview, image: Bytes) -> None:
-    """Make the new image of the base, in place.
+def apply(patch: bytes | memoryview, image: Bytes, part: Part) -> None:
+    """Make this part of the new image of the base's, in place.
 
-    Raises PeerError where the patch is none of an image of this size; ``image`` is then neither.
+    Raises PeerError where the patch is none of such a part, which is then neither.
     """
     data = np.frombuffer(patch, dtype=np.uint8)
-    words = image.view(np.uint16)
     at = 0
-    for start in range(0, words.size, CHUNK // 2):
-        at = _apply(data, at, words[start : start + CHUNK // 2])
+    for extents in _chunks(part):
+        chunk = _gathered(image, extents)
+        at = _apply(data, at, chunk)
+        if len(extents) > 1:  # it is a copy
+            start = 0
+            for low, high in extents:
+                image[low:high] = chunk[start : start + high - low]
+                start += high - low
     if at != data.size:
         raise PeerError(f"a patch must end with its image, got {data.size - at} bytes more")
 
 
-def _encode(old: Words, new: Words) -> bytes:
+def _chunks(part: Part) -> Iterator[list[Extent]]:
+    """Where each chunk is in the image."""
+    for start in range(0, part.nbytes, CHUNK):
+        yield list(part.pieces(start, min(start + CHUNK, part.nbytes)))
+
+
+def _gathered(image: Bytes, extents: list[Extent]) -> Bytes:
+    """The bytes of a chunk: the image's own where it lies in one piece, else a copy."""
+    pieces = [image[low:high] for low, high in extents]
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _encode(base: Bytes, changed: Bytes) -> bytes:
+    if changed.size % 2:  # no words
+        return _whole(changed)
+    old, new = base.view(np.uint16), changed.view(np.uint16)
     # Through bits and bytes: half the time of flatnonzero(old != new) where few have changed.
     bits = np.packbits(old != new, bitorder="little")
     some = np.flatnonzero(bits != 0)
@@ -98,12 +116,16 @@ def _encode(old: Words, new: Words) -> bytes:
     codes[ends[far] - 1] = ((skips - 1) & 63).astype(np.uint8) << 2 | _SKIP
     nbytes = codes.size + codes.size % 2 + values.nbytes
     if nbytes >= new.nbytes:
-        return b"".join((np.array([_WHOLE, 0], dtype="<u4").tobytes(), new.tobytes()))
+        return _whole(changed)
     head = np.array([codes.size, values.size], dtype="<u4").tobytes()
     return b"".join((head, codes.tobytes(), bytes(codes.size % 2), values.tobytes()))
 
 
-def _apply(data: Bytes, at: int, words: Words) -> int:
+def _whole(chunk: Bytes) -> bytes:
+    return b"".join((np.array([_WHOLE, 0], dtype="<u4").tobytes(), chunk.tobytes()))
+
+
+def _apply(data: Bytes, at: int, chunk: Bytes) -> int:
     """Patch one chunk by the part that begins at ``at``; where the next one begins."""
 
     def take(nbytes: int) -> Bytes:
@@ -115,8 +137,11 @@ def _apply(data: Bytes, at: int, words: Words) -> int:
 
     num_codes, num_values = map(int, take(8).view("<u4"))
     if num_codes == _WHOLE:
-        words[:] = take(words.nbytes).view(np.uint16)
+        chunk[:] = take(chunk.size)
         return at
+    if chunk.size % 2:
+        raise PeerError(f"a patch must have a chunk of {chunk.size} bytes whole: they are no words")
+    words = chunk.view(np.uint16)
     codes = take(num_codes + num_codes % 2)[:num_codes]
     values = take(2 * num_values).view(np.uint16)
     if not num_codes:

@@ -1,10 +1,10 @@
-"""Which versions of a simulation have patches (weight_sync.delta), as sync.images makes them."""
+"""Which versions of a simulation have patches (weight_sync.delta), as sync.patches makes them."""
 
 from titan_grpo.plan.setup import Setup
 
 
 class Patches:
-    """Of one trainer host. A patch leads from the version that was complete before to the newest
+    """A patch leads from the version that was complete before to the newest
     one; a gap makes all earlier ones useless."""
 
     def __init__(self, setup: Setup) -> None:

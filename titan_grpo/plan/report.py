@@ -318,11 +318,9 @@ def _network(setup: Setup, found: Mapping[str, Any]) -> Iterator[str]:
     yield f"network   limit: {network['limit']}, in {share:.0%} of the transfers' time"
     if network["source_bytes_per_s"] is None:
         return
-    if setup.sync.delta != "off" and setup.trainer_hosts > 1:
-        yield "          no patches (weight_sync.delta): they are for one trainer host"
     if found["run"]["patched_transfers"]:
         yield (
-            "          patches come from the trainer to each server: it sends"
+            "          patches come from the trainer to each server: its hosts send"
             f" {network['sent_per_version']:.2g} times a version's bytes"
         )
         return

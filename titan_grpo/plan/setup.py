@@ -32,7 +32,7 @@ ENCODE_RATE, APPLY_RATE = 1 << 30, 2 << 30
 
 WORTH, PATCHES = 4, 1 / 4
 """How much longer than making a patch a whole version must take for weight_sync.delta = "auto", and
-how much of an image patches may have: as sync.images has it."""
+how much of an image patches may have: as sync.patches has it."""
 
 WIRE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -182,7 +182,7 @@ class Setup:
     def patches_wanted(self, slowest_s: float) -> bool:
         """Whether a patch is made of the next version. ``slowest_s``: of all servers, for a whole
         version."""
-        if self.trainer_hosts > 1 or self.same_host or not self.patch_bytes(1):
+        if self.same_host or not self.patch_bytes(1):
             return False
         worth = slowest_s > WORTH * self.encode_s
         return self.sync.delta == "on" or (self.sync.delta == "auto" and worth)
@@ -232,8 +232,8 @@ class Setup:
 
     @property
     def encode_s(self) -> float:
-        """The making of a patch."""
-        return self.image_bytes / ENCODE_RATE
+        """The making of a patch: each trainer host's of its part, at the same time."""
+        return self.image_bytes / self.trainer_hosts / ENCODE_RATE
 
     @property
     def apply_s(self) -> float:

@@ -362,22 +362,27 @@ class RangeSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where to read the ``nbytes`` (layout.delta) that make ``version`` of the image of
-    ``base``."""
+    """Where to read the ``nbytes`` (layout.delta) that make the source's part of ``version`` of
+    that of ``base``."""
 
     base: Number
     version: Number
     nbytes: Number
     source: RangeSource
 
+    @property
+    def part(self) -> int:
+        """See protocol.patches.Leads."""
+        return self.source.part
+
 
 class Order(Message, frozen=True):
     """The lane's next request. ``version`` and ``fingerprint`` belong to "receive" and "stream".
 
     ``sources``: from where a "receive" reads the version; none: the lane broadcasts it.
-    ``patches``: from the version that is staged to the new one, in order, or none. ``relays``:
-    other servers that read it too, asked before the sources; ``serve``: tickets under which this
-    one serves each part to others, or none.
+    ``patches``: of each part from the version that is staged to the new one, in order, or none.
+    ``relays``: other servers that read it too, asked before the sources; ``serve``: tickets under
+    which this one serves each part to others, or none.
     """
 
     number: Number
@@ -466,7 +471,7 @@ class Hashed(Message, frozen=True):
     ``version`` is whole, hashed and served at ``source``; or ``error`` says why not.
 
     ``digests``: of the part's blocks, in order, hexadecimal. The store takes 8 MiB: with blocks of
-    4 MiB and keyed digests a part may have 500 GB.
+    4 MiB and keyed digests a part may have 500 GB. ``patches``: that lead to it, in order.
     """
 
     version: int
@@ -474,6 +479,7 @@ class Hashed(Message, frozen=True):
     source: RangeSource
     digests: str
     error: str = ""
+    patches: tuple[Patch, ...] = ()
 
     def problem(self, version: int, part: int) -> str:
         """Why this is not the part that a version waits for; empty if it is. Digests of another

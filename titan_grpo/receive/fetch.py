@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -247,11 +247,11 @@ class Fetch:
         content: Content,
         sources: Mapping[int, Sequence[Open]],
         bucket_bytes: int,
-        patched: bool = False,
+        patched: Collection[int] = (),
         relaying: Relaying | None = None,
     ) -> None:
         """``sources`` of each part, in the order in which they are asked. ``bucket_bytes``: between
-        two marks. ``patched``: only what differs in the image is read."""
+        two marks. ``patched``: parts of which only what differs in the image is read."""
         self._patched, self._relaying = patched, relaying
         self._buffer, self._content, self._sources = image.buffer, content, sources
         manifest = content.manifest
@@ -362,7 +362,7 @@ class Fetch:
         part, manifest = range_.part, self._content.manifest
         pieces = manifest.parts[part].pieces(range_.start, range_.stop)
         views = [self._buffer[low:high] for low, high in pieces]
-        if self._patched and self._content.first_bad(self._buffer, range_.blocks) is None:
+        if part in self._patched and self._content.first_bad(self._buffer, range_.blocks) is None:
             self._done(range_)
             return
         reason, bad = "", -1

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -39,7 +39,6 @@ from titan_grpo.protocol.messages import (
     Joined,
     Kind,
     Order,
-    Patch,
     RangeSource,
     Staged,
     marks,
@@ -55,6 +54,7 @@ from titan_grpo.receive.fetch import (
     Sharing,
     TcpReader,
 )
+from titan_grpo.receive.patches import apply_patches
 from titan_grpo.runkey import EpochKeys
 from titan_grpo.sync.transports.channel import ReceiverChannel
 from titan_grpo.sync.transports.nixl import NixlReader, nixl_problem
@@ -398,19 +398,22 @@ class Receiver:
             error = f"the fingerprint must be {order.fingerprint}, got {print_}"
         else:
             content = Content(manifest, expected, self._hashing)
-            patched = self._patch(image, order.patches)
+            patches = leading_from(self._base, order.patches)
+            patched, patch_bytes = apply_patches(
+                image, manifest, patches, self._range_key, hello.progress_s, hello.connections
+            )
             others = [self._other(source, manifest) for source in order.relays]
             relaying = None
             if sharing is not None:
                 sharing.begin(image, manifest, order.serve)
                 relaying = Relaying(frozenset(others), sharing.arrived)
             sources = self._opens(order, others, manifest)
-            fetch = Fetch(image, content, sources, hello.bucket_bytes, patched > 0, relaying)
+            fetch = Fetch(image, content, sources, hello.bucket_bytes, patched, relaying)
             ahead = marks(manifest.total_bytes, hello.bucket_bytes)
             moved = partial(self._moved, channel, order.number)
             fetch.run(hello.connections, hello.timeout_s, ahead, moved)
             error, bad, verify_s = fetch.error, fetch.bad_block, fetch.verify_s
-            read, relay_bytes = patched + fetch.read_bytes, fetch.relay_bytes
+            read, relay_bytes = patch_bytes + fetch.read_bytes, fetch.relay_bytes
             lost = tuple(i for i, other in enumerate(others) if other in fetch.lost)
             if error and sharing is not None:
                 sharing.end()
@@ -432,30 +435,6 @@ class Receiver:
         if source.host == self._joined.relay_host and source.part < len(manifest.parts):
             return partial(BesideReader, source, key, wait_s, manifest.parts[source.part])
         return partial(TcpReader, source, key, wait_s, whole=True)
-
-    def _patch(self, image: SharedImage, patches: Sequence[Patch]) -> int:
-        """Change the staged image by all patches, or by some if one is lost or bad: the fetch reads
-        what differs. Bytes that were read; 0 where the patches are not for what was staged."""
-        patches = leading_from(self._base, patches)
-        if not patches:
-            return 0
-        # Imported here: without patches a receiver needs no numpy.
-        import numpy as np
-
-        from titan_grpo.layout import delta
-
-        read, wait_s = 0, self._hello.progress_s
-        if sum(patch.nbytes for patch in patches) > image.buffer.nbytes:
-            return 0
-        with suppress(TransferFailed, PeerError):
-            for patch in patches:
-                data = bytearray(patch.nbytes)
-                reader = TcpReader(patch.source, self._range_key, wait_s)
-                with closing(reader):
-                    reader.read_into(0, memoryview(data))
-                read += patch.nbytes
-                delta.apply(memoryview(data), np.frombuffer(image.buffer, np.uint8))
-        return read
 
     def _moved(self, channel: ReceiverChannel, number: int, _: int) -> None:
         """Report to the lane that the transfer has reached its next mark."""

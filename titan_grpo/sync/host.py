@@ -18,6 +18,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from msgspec.structs import replace as change
+
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, PeerError, SyncError, TitanGrpoError
 from titan_grpo.layout.image import Hashing
@@ -31,6 +33,7 @@ from titan_grpo.sync.images import (
     own_certificate,
     wait_copied,
 )
+from titan_grpo.sync.patches import Patches, is_wanted
 from titan_grpo.sync.publisher import Announcer, Copy
 from titan_grpo.sync.transports.broadcast import store_errors
 from titan_grpo.sync.transports.channel import TICKET_BYTES
@@ -161,16 +164,18 @@ class HostMain(Performer):
         self._store = self._pool.hashed
         key = Key.parse(b.key, "the run's key for blocks") if b.key else None
         self._hashing = Hashing(b.algorithm, key)
-        self._ranks, self._timeout_s = b.ranks, b.config.lane_deadline_s
+        self._ranks, self._config = b.ranks, b.config
         self._server = RangeServer(certificate=own_certificate(b.config))
-        self._host, self._port = b.address, self._listen(b.address, b.port)
+        port = self._listen(b.address, b.port)
+        self._place = RangeSource(b.address, port, "", part=self._pool.part, pin=self._server.pin)
+        self._patches = Patches(self._pool, self._server, self._place, self._hashing.range_key)
         self._tickets: dict[int, str] = {}
         self._newest: dict[int, int] = {}
         """The version that each slot gets, or has."""
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._hash, name="host part", daemon=True)
         self._thread.start()
-        self._pipe.post("listens", self._port)
+        self._pipe.post("listens", port)
 
     def _listen(self, address: str, port: int) -> int:
         try:
@@ -206,8 +211,7 @@ class HostMain(Performer):
             # RuntimeError: from a store that closes
             except (TitanGrpoError, RuntimeError) as error:
                 self._failed(version, error)
-                source = RangeSource(self._host, self._port, "", part=part)
-                message = Hashed(version, part, source, "", error=str(error))
+                message = Hashed(version, part, self._place, "", error=str(error))
             try:
                 with store_errors(f"announcing version {version}"):
                     text = message.proven(self._hashing.key).to_json()
@@ -228,22 +232,18 @@ class HostMain(Performer):
         pool, manifest = self._pool, self._pool.manifest
         if ticket := self._tickets.pop(slot, ""):
             self._server.revoke(ticket)
-        read.extend(wait_copied(pool, version, rank, self._timeout_s) for rank in self._ranks)
+        self._patches.writing(slot)
+        timeout_s = self._config.lane_deadline_s
+        read.extend(wait_copied(pool, version, rank, timeout_s) for rank in self._ranks)
         image = pool.images[slot]
         digests = self._hashing.blocks(image.buffer, manifest, pool.part)
         if self._newest[slot] != version:
             # rank 0 has given this version up
             raise SyncError("its slot was given to a newer version before it was hashed")
         self._serve(job)
-        source = RangeSource(
-            self._host,
-            self._port,
-            job.ticket,
-            image.address.to_json(),
-            pool.part,
-            self._server.pin,
-        )
-        return Hashed(version, pool.part, source, b"".join(digests).hex())
+        source = change(self._place, ticket=job.ticket, memfd=image.address.to_json())
+        patches = self._patches.make(version, slot, is_wanted(self._store, self._config))
+        return Hashed(version, pool.part, source, b"".join(digests).hex(), patches=patches)
 
     def _serve(self, job: Job) -> None:
         pool = self._pool

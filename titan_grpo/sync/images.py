@@ -1,5 +1,5 @@
 """One trainer host's images of versions: their memory and how its blocks are hashed; the slots
-where finished ones stand, and who reads which; and patches from one to the next.
+where finished ones stand, and who reads which.
 
 Rank 0's host hashes its part in its sealer (sync.lanes), every other host in its own sync process
 (sync.host). The slots' lock is used by lanes and the sealer, and never by the trainer's main
@@ -16,58 +16,32 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError
-from titan_grpo.layout import delta
 from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import image_slots
 from titan_grpo.protocol.image_slots import SlotTable
-from titan_grpo.protocol.messages import Label, RangeSource, new_run_id
-from titan_grpo.protocol.patches import kept
+from titan_grpo.protocol.messages import Label, Patch, RangeSource, new_run_id
 from titan_grpo.runkey import Key
 from titan_grpo.sync.publisher import copied_key
 from titan_grpo.sync.transports.broadcast import LOOPBACK, host_store, join_store, store_errors
 from titan_grpo.sync.transports.channel import open_listener
 from titan_grpo.sync.transports.tls import Certificate
 
-SHARE = 1 / 4
-"""Of an image, which all patches that are kept may have."""
-
-ENCODE_RATE = 1 << 30
-"""Bytes of an image per second that one thread makes a patch of (scripts/bench_delta.py)."""
-
-WORTH = 4.0
-"""How much longer than making a patch the slowest server's whole version must take."""
-
 Images = tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """What makes version ``version`` of version ``base``."""
-
-    base: int
-    version: int
-    data: bytes
-
-    @property
-    def nbytes(self) -> int:
-        """See protocol.patches.Leads."""
-        return len(self.data)
 
 
 class Parts(NamedTuple):
     """An image that several trainer hosts have: this one has part 0, ``elsewhere`` the others.
-    ``patches`` lead to it, oldest first."""
+    ``patches``: see Published."""
 
     image: torch.Tensor | SharedImage
     elsewhere: tuple[RangeSource, ...] = ()
-    patches: tuple[Made, ...] = ()
+    patches: tuple[Patch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +167,9 @@ class Published:
     """When the trainer published it, on the recorder's clock."""
     elsewhere: tuple[RangeSource, ...] = ()
     """Where the parts of the trainer's other hosts are served."""
-    patches: tuple[Made, ...] = ()
-    """Up to this version, oldest first."""
+    patches: tuple[Patch, ...] = ()
+    """Of each part those that lead to this version, oldest first. Of part 0 without an address: a
+    lane has its own."""
 
     @property
     def version(self) -> int:
@@ -431,49 +406,3 @@ class ImageSlots:
     def _step(self, event: image_slots.Event) -> tuple[image_slots.Action, ...]:
         self._table, actions = image_slots.step(self._table, event)
         return actions
-
-
-class Patches:
-    """The last patches between versions (layout.delta), which receivers take instead of versions,
-    of a trainer host that has the whole image. ``make`` is for one thread.
-
-    The sealer makes one per version, from the version that was complete before, before lanes may
-    pin the new one. The old one's slot may be written anew meanwhile: then the patch is wrong, and
-    a receiver sees that by the digests and reads the blocks themselves. So nothing waits for a
-    patch, and none is ever trusted.
-    """
-
-    def __init__(
-        self, config: WeightSync, total_bytes: int, spared: Callable[[int], object]
-    ) -> None:
-        """``spared`` is called with the bytes that a server did not read."""
-        self._mode, self._total, self._spared = config.delta, total_bytes, spared
-        self._kept: tuple[Made, ...] = ()
-        self._lock = threading.Lock()
-        self._whole_s: dict[str, float] = {}
-
-    def sent(self, url: str, read_bytes: int, seconds: float) -> None:
-        """A server has a version, by so many bytes in so long. Any thread."""
-        if read_bytes < self._total:
-            self._spared(self._total - read_bytes)
-            return
-        with self._lock:
-            self._whole_s[url] = seconds
-
-    def wanted(self) -> bool:
-        """Whether a patch is worth its making now."""
-        with self._lock:
-            slowest = max(self._whole_s.values(), default=0.0)
-        worth = slowest > WORTH * self._total / ENCODE_RATE
-        return self._mode == "on" or (self._mode == "auto" and worth)
-
-    def make(self, base: int, old: memoryview, version: int, new: memoryview) -> tuple[Made, ...]:
-        """Patches up to ``version``, oldest first, without a gap; none where it is not worth it.
-        ``old`` and ``new``: the images of both (uint8)."""
-        room = int(SHARE * self._total)
-        data = None
-        if self.wanted():
-            data = delta.encode(np.frombuffer(old, np.uint8), np.frombuffer(new, np.uint8), room)
-        made = None if data is None else Made(base, version, data)
-        self._kept = () if made is None else kept(made, self._kept, room)
-        return self._kept

@@ -34,15 +34,12 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import members
 from titan_grpo.protocol.lane import LaneEvent, Observer, Point, commit_s, no_observer
 from titan_grpo.protocol.messages import NIXL, RANGES, TCP, Hashed, Label, RangeSource
-from titan_grpo.protocol.patches import Place, still_there
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.runkey import Key
 from titan_grpo.sync.images import (
     ImagePool,
     Images,
     ImageSlots,
-    Made,
-    Patches,
     Published,
     hashed_key,
     own_certificate,
@@ -50,6 +47,7 @@ from titan_grpo.sync.images import (
 )
 from titan_grpo.sync.lane import LOOK_S, LaneContext, ServerLane
 from titan_grpo.sync.link import LinkOptions
+from titan_grpo.sync.patches import Deliveries, Patches, say_wanted
 from titan_grpo.sync.pause_guard import PauseGuard, deadlines_of, transfer_in_load_s
 from titan_grpo.sync.relay import Relay
 from titan_grpo.sync.server_set import JOIN_S, OpenLane, Reports, ServerObserver, ServerSet
@@ -201,16 +199,21 @@ class SyncLanes:
         self._writers = 0, *options.remote_writers
         self._source = RangeServer(certificate=own_certificate(config))
         spared = partial(recorder.count, names.SPARED_BYTES)
-        self._patches = Patches(config, pool.manifest.total_bytes, spared)
+        self._deliveries = Deliveries(config, pool.manifest, spared)
+        self._wanted = False
+        """Whether patches are, as the other hosts know it."""
         link = options.link(config)
         relays = config.relay and link.transport == TCP
         relayed = partial(recorder.count, names.RELAYED_BYTES)
         self.relay = Relay(relays, relayed, config.zones, 1 + len(options.leaders))
-        link = replace(link, source=self._source, patches=self._patches, relay=self.relay)
+        link = replace(link, source=self._source, deliveries=self._deliveries, relay=self.relay)
         if link.transport == NIXL:
             link = replace(link, nixl=NixlSource())
         self._link = link
         self.hashing = link.hashing(pool.run_id)
+        # without an address: each lane has its own
+        place = RangeSource("", 0, "", pin=self._source.pin)
+        self._patches = Patches(pool, self._source, place, self.hashing.range_key)
         self._read: list[tuple[int, dist.TCPStore, str]] = []
         """Version, store and key of what other ranks have said."""
         self._complete = -1
@@ -239,8 +242,6 @@ class SyncLanes:
         )
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._sealer = threading.Thread(target=self._seal_loop, name="sealer", daemon=True)
-        self._sealed: Place | None = None
-        """Of the last version that was complete; its slot may be written anew by now."""
 
     def start(self) -> None:
         """Start the sealer."""
@@ -319,7 +320,8 @@ class SyncLanes:
     def _seal(self, job: _Job) -> None:
         timeout_s = self._config.lane_deadline_s
         self._forget_read()
-        self._sealed = still_there(self._sealed, job.slot)
+        self._patches.writing(job.slot)
+        wanted = self._patches_wanted()
         for rank in self._writers:
             key = wait_copied(self.pool, job.version, rank, timeout_s)
             self._read.append((job.version, self.pool.store, key))
@@ -327,11 +329,13 @@ class SyncLanes:
         with self._recorder.span(names.DIGEST_S, "sealer", version=job.version):
             image = self.pool.images[job.slot].buffer
             digests = self.hashing.blocks(image, self.manifest, self.pool.part)
+        patches = self._patches.make(job.version, job.slot, wanted)
         others = self._others(job.version)
-        digests += tuple(digest for _, theirs in others for digest in theirs)
+        for hashed, theirs in others:
+            digests += tuple(theirs)
+            patches += hashed.patches
         label = Label(self.run_id, job.version, fingerprint(self.manifest.digest, digests))
-        elsewhere = tuple(source for source, _ in others)
-        patches = () if elsewhere else self._patch(job)
+        elsewhere = tuple(hashed.source for hashed, _ in others)
         published = Published(label, job.slot, digests, job.published_s, elsewhere, patches)
         self.slots.complete(published)
         self._complete = job.version
@@ -346,17 +350,17 @@ class SyncLanes:
             with store_errors("deleting what other ranks have said"):
                 store.delete_key(key)
 
-    def _patch(self, job: _Job) -> tuple[Made, ...]:
-        images = self.pool.images
-        sealed, self._sealed = self._sealed, (job.version, job.slot)
-        if sealed is None or self._link.transport not in RANGES:
-            return ()
-        base, slot = sealed
-        return self._patches.make(base, images[slot].buffer, job.version, images[job.slot].buffer)
+    def _patches_wanted(self) -> bool:
+        wanted = self._link.transport in RANGES and self._deliveries.patches_wanted()
+        if wanted != self._wanted and self.pool.hashed is not None:
+            say_wanted(self.pool.hashed, wanted)
+        self._wanted = wanted
+        return wanted
 
-    def _others(self, version: int) -> list[tuple[RangeSource, list[bytes]]]:
-        """Source and digests of each other host's part, once all are hashed. TransferFailed if one
-        is not within the deadline: the hosts copy and hash at the same time as this one."""
+    def _others(self, version: int) -> list[tuple[Hashed, list[bytes]]]:
+        """What the leader of each other host says of its part, with the digests, once all are
+        hashed. TransferFailed if one is not within the deadline: the hosts copy and hash at the
+        same time as this one."""
         store, config = self.pool.hashed, self._config
         if store is None:
             return []
@@ -384,7 +388,7 @@ class SyncLanes:
                 raise SyncError(f"part {part} of rank {rank}'s host failed: {why}")
             count = len(self.manifest.blocks(part))
             digests = self.hashing.split(bytes.fromhex(hashed.digests), count)
-            out.append((hashed.source, digests))
+            out.append((hashed, digests))
             self.slots.copied(version, rank)
         return out
 

@@ -41,7 +41,8 @@ from titan_grpo.protocol.messages import (
 )
 from titan_grpo.protocol.patches import leading_from
 from titan_grpo.runkey import EpochKeys, Key
-from titan_grpo.sync.images import Made, Parts, Patches
+from titan_grpo.sync.images import Parts
+from titan_grpo.sync.patches import Deliveries
 from titan_grpo.sync.relay import Relay
 from titan_grpo.sync.transports.broadcast import (
     Transport,
@@ -104,7 +105,7 @@ class LinkOptions:
     """Shared by the lanes of a process; a link without one has its own."""
     nixl: NixlSource | None = None
     """With transport "nixl": offers images beside it."""
-    patches: Patches | None = None
+    deliveries: Deliveries | None = None
     """Gets what was sent, and how fast."""
     relay: Relay = field(default_factory=Relay)
     """Which servers read from each other."""
@@ -288,22 +289,19 @@ class LaneLink:
         bytes_ = image.tensor() if isinstance(image, SharedImage) else image
         if self._options.transport in RANGES:
             staged, self._base = self._base, None
-            patches = leading_from(staged, patches)
-            with (
-                self._served(bytes_, shared.address if shared else None) as place,
-                self._patches_served(patches) as offered,
-            ):
+            offered = self._offered(leading_from(staged, patches))
+            with self._served(bytes_, shared.address if shared else None) as place:
                 others = o.relay.asked(o.url, version, len(self._manifest.parts))
                 sources = (place, *elsewhere)
                 order = Order(number, "receive", version, fingerprint, sources, offered)
                 order = replace(order, relays=others.sources, serve=others.serve)
                 self._post(order, b"".join(digests))
-                answer = self._moving(number, moved, sum(made.nbytes for made in patches))
+                answer = self._moving(number, moved, sum(patch.nbytes for patch in offered))
             o.relay.answered(o.url, answer, others, self._manifest.total_bytes)
             if answer.ok:
                 self._base = version
-                if o.patches is not None:
-                    o.patches.sent(o.url, answer.read_bytes, answer.receive_s)
+                if o.deliveries is not None:
+                    o.deliveries.came(o.url, answer.read_bytes, answer.receive_s)
             return answer
         self._post(Order(number, "receive", version, fingerprint), b"".join(digests))
         transport, bucket_bytes = self._connected(), o.config.bucket_bytes
@@ -326,19 +324,15 @@ class LaneLink:
         finally:
             self._source.revoke(ticket)
 
-    @contextmanager
-    def _patches_served(self, patches: Sequence[Made]) -> Iterator[tuple[Patch, ...]]:
-        """Let the receiver read the patches within it."""
-        channel, offered = self._opened(), []
-        try:
-            for made in patches:
-                ticket = self._source.grant(memoryview(made.data), None, self._range_key)
-                source = RangeSource(channel.host, channel.port, ticket, pin=channel.pin)
-                offered.append(Patch(made.base, made.version, made.nbytes, source))
-            yield tuple(offered)
-        finally:
-            for patch in offered:
-                self._source.revoke(patch.source.ticket)
+    def _offered(self, patches: Sequence[Patch]) -> tuple[Patch, ...]:
+        """``patches`` with the address at which this server reads those of rank 0's host."""
+        host, port = self._opened().host, self._opened().port
+        return tuple(
+            patch
+            if patch.part
+            else replace(patch, source=replace(patch.source, host=host, port=port))
+            for patch in patches
+        )
 
     def _moving(self, number: int, moved: Moved | None, patch_bytes: int) -> Staged:
         """The receiver's answer, which comes early where it gives the transfer up. TransferFailed

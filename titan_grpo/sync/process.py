@@ -446,7 +446,7 @@ class Main(Performer):
         self._pipe.post("latch", error.cause, error.url, error.version, error.block)
 
     def sealed(self, version: int, published: Published | None) -> None:
-        # Patches are large, and of no use to another process.
+        # This process serves the patches of its part.
         whole = None if published is None else replace(published, patches=())
         self._pipe.post("sealed", version, whole)
 
