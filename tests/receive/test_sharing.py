@@ -26,8 +26,8 @@ from titan_grpo.receive.fetch import (
 )
 from titan_grpo.runkey import Key
 from titan_grpo.sync.transports.channel import ADDRESS
-from titan_grpo.sync.transports.grant import Grant
 from titan_grpo.sync.transports.range_server import RangeServer
+from titan_grpo.sync.transports.sender import Grant
 
 BLOCK, BLOCKS = 4096, 24
 TICKET = "ab" * 16

@@ -20,8 +20,8 @@ from titan_grpo.layout.image import SharedImage
 from titan_grpo.protocol.messages import Kind, RangeSource
 from titan_grpo.receive.fetch import TcpReader
 from titan_grpo.sync.transports.channel import ReceiverChannel
-from titan_grpo.sync.transports.grant import Grant
 from titan_grpo.sync.transports.range_server import RangeServer
+from titan_grpo.sync.transports.sender import Grant
 from titan_grpo.sync.transports.tls import Certificate
 
 LOOPBACK = "127.0.0.1"

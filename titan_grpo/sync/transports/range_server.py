@@ -37,9 +37,7 @@ from titan_grpo.sync.transports.channel import (
     proof,
     read_header,
 )
-from titan_grpo.sync.transports.grant import Grant
-from titan_grpo.sync.transports.loop import Loop
-from titan_grpo.sync.transports.sender import Reader, Sender, senders_of
+from titan_grpo.sync.transports.sender import Grant, Loop, Reader, Sender, senders_of
 from titan_grpo.sync.transports.tls import WOULD_BLOCK, Certificate, shaken
 
 GREET_S = 10.0
