@@ -88,6 +88,9 @@ def test_servers_that_read_from_each_other_get_versions_too_fast_for_patches() -
     """1.3 s each, which is less than four times the second that a patch takes to make."""
     auto = replace(SMALL, servers=16, sync=WeightSync(delta="auto"))
     assert Simulation(auto).run().patched == 0
+    slow = replace(auto, server_link_gbit=0.4, patch_share=0.05)
+    assert Simulation(slow).run().patched > 0
+    assert Simulation(replace(slow, servers=21)).run().patched == 0  # patches of 1.05 versions
     patched = replace(auto, sync=WeightSync(delta="on"))
     result = Simulation(patched).run()
     assert result.patched == len(result.send_s)

@@ -196,7 +196,7 @@ def test_patches_to_a_version_are_served_until_its_slot_is_written_again(host: H
     assert host.served() == set()
 
 
-def test_auto_makes_patches_where_a_server_needs_much_longer_for_a_version() -> None:
+def test_auto_makes_patches_where_versions_take_long_and_all_patches_are_less_than_one() -> None:
     manifest = Manifest.build([("a", "bfloat16", (1 << 29,))], 1 << 20)
     seen = Deliveries(WeightSync(delta="auto"), manifest, int)
     assert not seen.patches_wanted()
@@ -204,6 +204,12 @@ def test_auto_makes_patches_where_a_server_needs_much_longer_for_a_version() -> 
     assert not seen.patches_wanted()
     seen.came("b", 1 << 30, 90.0)  # 100 Mbit/s
     assert seen.patches_wanted()
+    for servers, wanted in ((20, True), (21, False)):
+        seen = Deliveries(WeightSync(delta="auto"), manifest, int, relays=True)
+        for number in range(servers):
+            seen.came(str(number), 1 << 30, 90.0)
+        seen.made(0.05)
+        assert seen.patches_wanted() is wanted
     seen = Deliveries(WeightSync(), manifest, int)
     seen.came("b", 1 << 30, 90.0)
     assert not seen.patches_wanted()

@@ -63,9 +63,10 @@ class WeightSync:
 
     delta: Literal["auto", "on", "off"] = "off"
     """Patches of changed elements in place of whole versions, for servers that hold an earlier one
-    (staged by tcp); each trainer host makes those of its part. auto: where the slowest server's
-    whole version takes four times as long as making a patch, which is about 1 s for a GiB of a
-    part. What a patch does not make exactly is read from the version."""
+    (staged by tcp); each trainer host makes those of its part and sends them to each server. auto:
+    where the slowest server's whole version takes four times as long as making a patch, which is
+    about 1 s for a GiB of a part, and with relay while all servers' patches are less than a
+    version. What a patch does not make exactly is read from the version."""
 
     relay: bool = True
     """Whether servers on other hosts than the trainer's read versions from each other, while they

@@ -184,7 +184,8 @@ class Setup:
         version."""
         if self.same_host or not self.patch_bytes(1):
             return False
-        worth = slowest_s > WORTH * self.encode_s
+        many = self.relays and self.servers * self.patch_share > 1
+        worth = slowest_s > WORTH * self.encode_s and not many
         return self.sync.delta == "on" or (self.sync.delta == "auto" and worth)
 
     # Rates.

@@ -198,12 +198,12 @@ class SyncLanes:
         self._reports = servers
         self._writers = 0, *options.remote_writers
         self._source = RangeServer(certificate=own_certificate(config))
-        spared = partial(recorder.count, names.SPARED_BYTES)
-        self._deliveries = Deliveries(config, pool.manifest, spared)
-        self._wanted = False
-        """Whether patches are, as the other hosts know it."""
         link = options.link(config)
         relays = config.relay and link.transport == TCP
+        spared = partial(recorder.count, names.SPARED_BYTES)
+        self._deliveries = Deliveries(config, pool.manifest, spared, relays)
+        self._wanted = False
+        """Whether patches are, as the other hosts know it."""
         relayed = partial(recorder.count, names.RELAYED_BYTES)
         self.relay = Relay(relays, relayed, config.zones, 1 + len(options.leaders))
         link = replace(link, source=self._source, deliveries=self._deliveries, relay=self.relay)
@@ -330,6 +330,8 @@ class SyncLanes:
             image = self.pool.images[job.slot].buffer
             digests = self.hashing.blocks(image, self.manifest, self.pool.part)
         patches = self._patches.make(job.version, job.slot, wanted)
+        if patches:
+            self._deliveries.made(patches[-1].nbytes / self.manifest.parts[0].nbytes)
         others = self._others(job.version)
         for hashed, theirs in others:
             digests += tuple(theirs)

@@ -103,10 +103,16 @@ class Deliveries:
     making. Any thread."""
 
     def __init__(
-        self, config: WeightSync, manifest: Manifest, spared: Callable[[int], object]
+        self,
+        config: WeightSync,
+        manifest: Manifest,
+        spared: Callable[[int], object],
+        relays: bool = False,
     ) -> None:
-        """``spared`` is called with the bytes that a server did not read."""
+        """``spared`` is called with the bytes that a server did not read. ``relays``: servers read
+        from each other, so that the trainer sends a version about once."""
         self._mode, self._total, self._spared = config.delta, manifest.total_bytes, spared
+        self._relays, self._share = relays, 0.0
         # the hosts make theirs at the same time
         self._make_s = max(part.nbytes for part in manifest.parts) / ENCODE_RATE
         self._lock = threading.Lock()
@@ -120,11 +126,17 @@ class Deliveries:
         with self._lock:
             self._whole_s[url] = seconds
 
+    def made(self, share: float) -> None:
+        """A patch has so much of its part."""
+        self._share = share
+
     def patches_wanted(self) -> bool:
-        """Whether a patch is worth its making now."""
+        """Whether a patch is worth its making now: for the slowest server, and for the trainer's
+        links, which carry one to each server, but with relays a version once."""
         with self._lock:
             slowest_s = max(self._whole_s.values(), default=0.0)
-        worth = slowest_s > WORTH * self._make_s
+            all_patches = self._share * len(self._whole_s)
+        worth = slowest_s > WORTH * self._make_s and not (self._relays and all_patches > 1)
         return self._mode == "on" or (self._mode == "auto" and worth)
 
 
