@@ -1,6 +1,8 @@
 """The planner: production's tables over a simulated clock, and the command."""
 
 import json
+import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from titan_grpo.commands.plan import of_job
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError
 from titan_grpo.plan import report
-from titan_grpo.plan.network import water_level
+from titan_grpo.plan.network import TRAINER, Network, water_level
 from titan_grpo.plan.setup import Setup
 from titan_grpo.plan.simulation import Simulation, quantile
 from titan_grpo.sync.transports.sender import senders_of
@@ -38,6 +40,25 @@ def test_servers_behind_one_link_get_a_version_in_their_number_times_its_bytes()
     assert max(result.send_s) == pytest.approx(4.0, rel=0.01)
     assert result.stall_s == 0.0
     assert report.limit(SMALL, result)[0] == "the trainer hosts' links"
+
+
+def test_transfers_share_a_link_unevenly_after_idle_connections_and_evenly_when_they_go_on() -> (
+    None
+):
+    network = Network(SMALL, set(), random.Random(0))
+
+    def ends(began: float) -> list[float]:
+        for n in range(4):
+            network.begin(n, 400_000_000, TRAINER, began)
+        out, now = list[float](), began
+        while (now := network.next_end(now)) < math.inf:
+            out += [now] * len(network.take_arrived(now))
+        return out
+
+    anew = ends(0.0)
+    assert len(set(anew)) > 1
+    assert ends(anew[-1] + 0.1) == pytest.approx([anew[-1] + 0.1 + 1.6] * 4)
+    assert len(set(ends(10.0))) > 1
 
 
 def test_servers_that_read_from_each_other_take_little_longer_than_one() -> None:
