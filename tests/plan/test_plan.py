@@ -1,6 +1,8 @@
 """The planner: production's tables over a simulated clock, and the command."""
 
 import json
+import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ from titan_grpo.commands.plan import of_job
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError
 from titan_grpo.plan import report
-from titan_grpo.plan.network import water_level
+from titan_grpo.plan.network import TRAINER, Network, water_level
 from titan_grpo.plan.setup import Setup
 from titan_grpo.plan.simulation import Simulation, quantile
 from titan_grpo.sync.transports.sender import senders_of
+
+RECIPES = Path(__file__).parents[2] / "train_configs"
 
 ONE_GB = 500_000_000
 """Parameters of a version of 1 GB in bfloat16."""
@@ -38,6 +42,25 @@ def test_servers_behind_one_link_get_a_version_in_their_number_times_its_bytes()
     assert max(result.send_s) == pytest.approx(4.0, rel=0.01)
     assert result.stall_s == 0.0
     assert report.limit(SMALL, result)[0] == "the trainer hosts' links"
+
+
+def test_transfers_share_a_link_unevenly_after_idle_connections_and_evenly_when_they_go_on() -> (
+    None
+):
+    network = Network(SMALL, set(), random.Random(0))
+
+    def ends(began: float) -> list[float]:
+        for n in range(4):
+            network.begin(n, 400_000_000, TRAINER, began)
+        out, now = list[float](), began
+        while (now := network.next_end(now)) < math.inf:
+            out += [now] * len(network.take_arrived(now))
+        return out
+
+    anew = ends(0.0)
+    assert len(set(anew)) > 1
+    assert ends(anew[-1] + 0.1) == pytest.approx([anew[-1] + 0.1 + 1.6] * 4)
+    assert len(set(ends(10.0))) > 1
 
 
 def test_servers_that_read_from_each_other_take_little_longer_than_one() -> None:
@@ -183,7 +206,7 @@ def test_groups_of_more_than_the_servers_make_in_a_step_are_named_as_too_many() 
     result = Simulation(busy).run()
     assert result.stall_s / result.simulated_s > 1 - 1 / 1.2
     said = report.text(busy, report.figures(busy, result), [], result)
-    assert "120% of what 4 servers make in a step of 10 s" in said
+    assert "120% of what 4 servers can make in a step of 10 s" in said
     assert "NOT ENOUGH, the trainer waits for groups" in said
 
 
@@ -300,6 +323,39 @@ def test_servers_that_a_job_starts_itself_are_counted_on_the_trainers_host(root:
     assert setup.server_bytes == 4 * setup.image_bytes
 
 
+@pytest.mark.parametrize("servers", [[], ["--servers", "12"]])
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_recipe_has_a_plan_with_steps(
+    capsys: pytest.CaptureFixture[str], recipe: Path, servers: list[str]
+) -> None:
+    assert command(["plan", str(recipe), "--hours", "0.05", *servers]) == 0
+    out = capsys.readouterr().out
+    assert "NO STEP" not in out
+    assert "e-" not in out, "no length of time is said as a power of ten"
+    if servers:
+        assert f"{servers[1]} servers on" in out
+
+
+def test_more_servers_than_a_job_starts_on_the_trainers_host_are_on_others() -> None:
+    setup = Setup(**of_job(RECIPES / "qwen3_0.6b_one_node.toml", 64))
+    assert not setup.same_host
+    assert setup.servers_per_host == 4
+
+
+def test_a_job_without_servers_has_a_plan_for_a_given_number(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, sizes = tmp_path / "job.toml", tmp_path / "sizes.toml"
+    text = (root / "train_configs" / "qwen3_0.6b_gsm8k.toml").read_text()
+    job.write_text(text.replace('servers = ["http://inference-0:8000"]', ""))
+    sizes.write_text("servers = 5\n")
+    assert command(["plan", str(job)]) == 2
+    assert "--servers N must say how many" in capsys.readouterr().err
+    for options in (["--servers", "5"], [str(sizes)]):
+        assert command(["plan", *options, str(job), "--hours", "0.05"]) == 0
+        assert "5 servers on 5 hosts" in capsys.readouterr().out
+
+
 def test_servers_that_a_job_names_are_on_the_hosts_of_their_addresses(
     root: Path, tmp_path: Path
 ) -> None:
@@ -315,8 +371,9 @@ def test_the_command_reads_a_file_of_options_and_writes_every_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes, out = tmp_path / "sizes.toml", tmp_path / "plan.json"
-    sizes.write_text('model = "5e8"\nservers = 3\nhours = 0.1\nstep_s = 5\n')
-    assert command(["plan", str(sizes), "--servers", "2", "--json", str(out)]) == 0
+    sizes.write_text('model = "9e9"\nservers = 3\nhours = 0.1\nstep_s = 5\n')
+    model = ["--model", "5e8"]
+    assert command(["plan", str(sizes), "--servers", "2", *model, "--json", str(out)]) == 0
     record = json.loads(out.read_text())
     assert record["setup"]["servers"] == 2
     assert record["memory"]["image_bytes"] == 1_000_000_000

@@ -16,6 +16,9 @@ from titan_grpo.plan.setup import Setup
 
 OPTIONS = {f.name: f for f in fields(Setup) if f.name not in ("sync", "parameters")}
 
+ANY_SERVER = "http://server:8000"
+"""In the place of servers that a job's file does not name."""
+
 
 def parser() -> argparse.ArgumentParser:
     """Arguments of the command."""
@@ -24,8 +27,8 @@ def parser() -> argparse.ArgumentParser:
         description="Run the sync's own tables (lanes, image slots, ledger, admission, backoff)"
         " against a simulated clock and network, and print memory, time per version, lag,"
         " staleness, which link is the limit, and up to three settings to change.",
-        epilog="Later beats earlier, an option beats a file. Exit code 2: bad input. The default"
-        " rates are assumptions: set those of your machines.",
+        epilog="Later beats earlier, a file of options beats a job's, an option beats both. Exit"
+        " code 2: bad input. The default rates are assumptions: set those of your machines.",
     )
     out.add_argument(
         "files", nargs="*", type=Path, metavar="FILE",
@@ -53,13 +56,19 @@ def parser() -> argparse.ArgumentParser:
 def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Print the plan; 0. A mistake in the input is a ConfigError. ``env`` is not used."""
     args = parser().parse_args(argv)
+    tables = {path: read_toml(path, "FILE") for path in args.files}
+    options: dict[str, Any] = {}
+    for path, table in tables.items():
+        options |= {} if is_job(table) else of_options(path, table)
+    options |= {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     given: dict[str, Any] = {}
-    for path in args.files:
-        given |= of_file(path)
-    model = given.pop("model", None) if args.model is None else args.model
+    for path, table in tables.items():
+        given |= of_job(path, options.get("servers")) if is_job(table) else {}
+    given |= options
+    of_file = given.pop("model", None)
+    model = of_file if args.model is None else args.model
     if model is not None:
         given["parameters"] = parameters(str(model))
-    given |= {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     setup = Setup(**given)
     # Imported here: --help is answered before numpy is loaded.
     from titan_grpo.plan import report
@@ -82,11 +91,13 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     return 0
 
 
-def of_file(path: Path) -> dict[str, Any]:
-    """What a file says of a plan: a job's has tables, one of options has none."""
-    table = read_toml(path, "FILE")
-    if any(isinstance(value, dict | list) for value in table.values()):
-        return of_job(path)
+def is_job(table: Mapping[str, Any]) -> bool:
+    """Whether a file is a job's: that has tables, one of options has none."""
+    return any(isinstance(value, dict | list) for value in table.values())
+
+
+def of_options(path: Path, table: dict[str, Any]) -> dict[str, Any]:
+    """A file of options, checked."""
     for name, value in table.items():
         if name == "model":
             continue
@@ -100,13 +111,25 @@ def of_file(path: Path) -> dict[str, Any]:
     return table
 
 
-def of_job(path: Path) -> dict[str, Any]:
-    """What a job's TOML says of a plan."""
+def of_job(path: Path, servers: int | None = None) -> dict[str, Any]:
+    """What a job's TOML says of a plan. ``servers``: their number, where it is given beside the
+    file. Such a file may name none, as where servers_slurm is an argument of the run; and of more
+    than a job has on the trainer's host all are on other ones."""
     # Imported here: torchtitan takes seconds.
     from titan_grpo.titan.flavors import parameters_of
     from titan_grpo.titan.jobconfig import parse
 
-    config = parse(["--job.config_file", str(path)])
+    argv, keys = ["--job.config_file", str(path)], read_toml(path, "FILE").get("rollout")
+    ways = ("servers", "servers_file", "servers_slurm")
+    named = isinstance(keys, dict) and any(keys.get(way) for way in ways)
+    if not named and servers is None:
+        raise ConfigError(
+            f"FILE {path} must name servers (rollout.servers, servers_file or servers_slurm), or"
+            " --servers N must say how many there are"
+        )
+    if not named:
+        argv += ["--rollout.servers", ANY_SERVER]
+    config = parse(argv)
     rollout = config.rollout
     if not config.grpo.async_weight_update:
         raise ConfigError(
@@ -125,12 +148,14 @@ def of_job(path: Path) -> dict[str, Any]:
         count = rollout.launch_count * len(rollout.launch_engines)
         out |= {"servers": count, "servers_per_host": count, "same_host": True}
         out |= {"server_gpus": max(1, len(rollout.launch_gpus) // count)}
-    elif rollout.servers:
+    elif named and rollout.servers:
         hosts = Counter(urlsplit(server_url(url)).hostname or "" for url in rollout.servers)
         out |= {"servers": len(rollout.servers), "servers_per_host": max(hosts.values())}
         out["same_host"] = all(map(is_loopback, hosts))
     elif rollout.servers_slurm:
         out["servers_per_host"] = rollout.servers_per_host
+    if servers is not None and servers > out.get("servers", 0):
+        out["same_host"] = False
     return out
 
 

@@ -16,8 +16,13 @@ TRAINER = -1
 """In the place of a server that is read from."""
 
 SHARES = (0.7, 0.9, 1.1, 1.3)
-"""Weights of transfers behind one link, drawn for each: TCP does not share it evenly (8 servers:
-5.9 to 8.2 s for the same bytes at once, bench_plan.py), and a slot is pinned until the last."""
+"""Weights of transfers behind one link that begin after their connections were idle, drawn for
+each: TCP begins anew then and does not share the link evenly (8 servers: 5.1 to 7.4 s for the same
+bytes at once, bench_plan.py), and a slot is pinned until the last."""
+
+IDLE_S = 1.0
+"""A connection that was idle for longer begins anew, as TCP has it after a retransmission timeout.
+One that goes on has an even share (7 servers: 7.0 to 7.1 s in the same run)."""
 
 LIMITS = (
     "",
@@ -47,6 +52,7 @@ class Network:
         self._active = np.zeros(setup.servers, dtype=bool)
         self._rate = np.zeros(setup.servers)
         self._weight = np.ones(setup.servers)
+        self._sent_at = np.full(setup.servers, -np.inf)
         self._parent = np.full(setup.servers, TRAINER)
         self._hosts = np.array([n // setup.servers_per_host for n in numbers])
         self._factor = np.array([setup.slow_factor if n in slow else 1.0 for n in numbers])
@@ -64,12 +70,13 @@ class Network:
         self.sent_bytes = 0.0
         """By the trainer."""
 
-    def begin(self, n: int, nbytes: int, parent: int) -> None:
+    def begin(self, n: int, nbytes: int, parent: int, now: float) -> None:
         """So much of a version goes to server ``n``, from another one or from the trainer."""
         self.leave(n)
         self._parent[n] = parent
         self._left[n], self._active[n], self._dirty = nbytes, True, True
-        self._weight[n] = self._random.choice(SHARES)
+        anew = now - self._sent_at[n] > IDLE_S
+        self._weight[n] = self._random.choice(SHARES) if anew else 1.0
 
     def leave(self, n: int) -> None:
         """Servers that read from ``n`` read from the trainer."""
@@ -93,6 +100,7 @@ class Network:
         self._dirty = True
         done = self._active & (self._left <= np.maximum(DONE_BYTES, self._rate * 1e-6))
         self._active &= ~done
+        self._sent_at[done & (self._parent == TRAINER)] = now
         return [int(n) for n in np.flatnonzero(done)]
 
     def _share(self, now: float) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 from titan_grpo.plan.setup import GB, Setup
 from titan_grpo.plan.simulation import Result, Simulation, quantile
 
+MB = 1e6
+
 LEAST_SERVERS = 64
 """Servers of a simulation that only compares settings."""
 
@@ -258,7 +260,7 @@ def text(setup: Setup, found: Mapping[str, Any], changes: list[Change], then: Re
     hosts = math.ceil(setup.servers / setup.servers_per_host)
     where = "on the trainer's host" if setup.same_host else f"on {_many(hosts, 'host')}"
     lines = [
-        f"{_short(setup.parameters / 1e9)} billion parameters, {_gb(setup.image_bytes)} a version;"
+        f"{_parameters(setup.parameters)} parameters, {_gb(setup.image_bytes)} a version;"
         f" {_many(setup.trainer_hosts, 'trainer host')} x {setup.trainer_gpus} GPUs,"
         f" {_many(setup.servers, 'server')} {where}; {setup.slow:.0%} slow,"
         f" {setup.dying:.0%} die in a minute",
@@ -274,8 +276,8 @@ def text(setup: Setup, found: Mapping[str, Any], changes: list[Change], then: Re
         f"          generation stands still {_spread(seconds['pause'], 's')}; a server's connection"
         f" takes {seconds['connect']:.1f} s",
         *_network(setup, found),
-        f"groups    a step's need {setup.generation_share:.0%} of what"
-        f" {_many(setup.servers, 'server')} make in a step of {setup.step_s:g} s"
+        f"groups    a step's need {_percent(setup.generation_share)} of what"
+        f" {_many(setup.servers, 'server')} can make in a step of {setup.step_s:g} s"
         f" ({setup.groups_at_once} at once on each, {setup.mean_group_s:.3g} s a group)"
         + ("" if setup.generation_share < 1 else ": NOT ENOUGH, the trainer waits for groups"),
         f"calls     {seconds['sync_processor_per_version']:.2f} s of the sync process for those of"
@@ -353,7 +355,15 @@ def _why_none(setup: Setup, found: Mapping[str, Any]) -> str:
 
 
 def _gb(nbytes: float) -> str:
-    return f"{_short(nbytes / GB)} GB"
+    return f"{_short(nbytes / GB)} GB" if nbytes >= GB / 10 else f"{_short(nbytes / MB)} MB"
+
+
+def _parameters(count: int) -> str:
+    return f"{_short(count / 1e9)} billion" if count >= 1e8 else f"{_short(count / 1e6)} million"
+
+
+def _percent(share: float) -> str:
+    return "less than 1%" if 0 < share < 0.005 else f"{share:.0%}"
 
 
 def _short(value: float) -> str:
@@ -367,6 +377,12 @@ def _many(count: int, what: str) -> str:
 def _spread(values: Mapping[str, float] | None, unit: str = "") -> str:
     if values is None:
         return "unknown"
+    scale = 1.0
+    if unit == "s" and values["most"] < 0.1:
+        unit, scale = "ms", 1000.0
     unit = unit and f" {unit}"
-    median, late, most = (f"{values[key]:.3g}{unit}" for key in ("median", "p95", "most"))
+    shown = (values[key] * scale for key in ("median", "p95", "most"))
+    median, late, most = (
+        f"{value:.2f}{unit}" if value < 1 and unit else f"{value:.3g}{unit}" for value in shown
+    )
     return f"{median} (95 %: {late}, most {most})"

@@ -245,7 +245,7 @@ class Simulation:
                 version, held = server.lane.version or 0, server.entry.held
                 server.patch = self._patches.bytes_to(version, held)
                 parent = TRAINER if server.patch else self._parent(server)
-                self._network.begin(n, server.patch or s.image_bytes, parent)
+                self._network.begin(n, server.patch or s.image_bytes, parent, self._now)
                 still = server.slow and s.slow_factor == 0
                 deadline_s = s.sync.progress_deadline_s if still else s.transfer_deadline_s
                 self._work(server, deadline_s, lane.Failed())
