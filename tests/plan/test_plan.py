@@ -378,7 +378,10 @@ def test_the_command_reads_a_file_of_options_and_writes_every_figure(
     assert record["setup"]["servers"] == 2
     assert record["memory"]["image_bytes"] == 1_000_000_000
     assert record["run"]["stall_s"] == 0.0
-    assert "2 servers on 2 hosts" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "2 servers on 2 hosts" in said
+    assert "assumed   trainer_hosts 1, trainer_gpus 8, trainer_link_gbit 100, server_link" in said
+    assert "step_s 5" not in said
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,9 @@ from titan_grpo.plan.setup import Setup
 
 OPTIONS = {f.name: f for f in fields(Setup) if f.name not in ("sync", "parameters")}
 
+MACHINES = ("trainer_hosts", "trainer_gpus", "trainer_link_gbit", "server_link_gbit", "step_s")
+"""Options that decide most, and that no job's file has."""
+
 ANY_SERVER = "http://server:8000"
 """In the place of servers that a job's file does not name."""
 
@@ -78,6 +81,9 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     found = report.figures(setup, result)
     changes, then = report.advice(setup, result)
     print(report.text(setup, found, changes, then))
+    assumed = [f"{name} {getattr(setup, name):g}" for name in MACHINES if name not in given]
+    if assumed:
+        print(f"assumed   {', '.join(assumed)}: set them by options of these names")
     if args.json is not None:
         record = {
             "setup": asdict(setup),
