@@ -117,6 +117,16 @@ def test_a_lane_can_stop_unless_a_commit_runs_and_then_as_soon_as_that_has_ended
     assert {p for p in L.Phase if not L.Lane(phase=p).stoppable} == L.COMMITTING | {L.Phase.STOPPED}
 
 
+def test_a_lane_that_stops_while_it_sends_gives_the_transfer_up_and_has_nothing_else_to_say() -> (
+    None
+):
+    for phase in L.Phase:
+        state = L.Lane(phase=phase, version=1)
+        if state.stoppable:
+            said = [ledger.TransferFailed()] if phase is L.Phase.SENDING else []
+            assert notes(list(L.step(state, L.Stopped())[1])) == said
+
+
 def test_a_first_epoch_that_an_earlier_run_refuses_is_opened_again_with_a_higher_term() -> None:
     state, done = drive(L.Started(), L.Outranked(4, earlier=True))
     assert done[-2:] == [L.Note(ledger.Forgotten()), L.Connect(2, 5)]

@@ -17,6 +17,7 @@ from titan_grpo.protocol.messages import (
     Commit,
     Hello,
     Joined,
+    Label,
     Message,
     Order,
     Patch,
@@ -167,3 +168,9 @@ def test_what_has_no_address_gets_no_answer(data: object) -> None:
 )
 def test_no_body_makes_the_address_crash(data: dict[str, int | str | None]) -> None:
     reply_address(HELLO.to_dict() | data)
+
+
+def test_what_an_engine_holds_is_a_label_or_its_initial_weights() -> None:
+    joined = Joined(True, "", "titan_grpo 0", 12, "00000000000a-bb", 4, "ff", True)
+    assert joined.held == Label("00000000000a-bb", 4, "ff")
+    assert msgspec.structs.replace(joined, held_run="", held_version=-1).held is None
