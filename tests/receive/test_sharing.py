@@ -275,6 +275,8 @@ def test_a_server_whose_memory_may_not_be_read_is_read_over_the_connection(
     first, second, _ = servers
     first.begin()
     first.fetch(trainer=trainer)
+    # the sending thread counts what it has sent when the reader may have it already
+    assert wait_until(lambda: sum(sent) == manifest.total_bytes, SOON_S)
     sent.clear()
     # as in another pid namespace: that process is not there
     monkeypatch.setattr(Grant, "address", lambda self: ADDRESS.pack(2**31 - 1, 3, 1, 1))
