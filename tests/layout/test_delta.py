@@ -33,12 +33,12 @@ def whole(image: np.ndarray) -> Part:
     return Part(((0, image.size),))
 
 
-def encode(base: np.ndarray, new: np.ndarray, limit: int = 1 << 30) -> bytes | None:
+def encode(base: np.ndarray, new: np.ndarray, limit: int = 1 << 30) -> bytearray | None:
     """A patch of the whole image."""
     return delta.encode(base, new, whole(new), limit)
 
 
-def patched(base: np.ndarray, patch: bytes) -> np.ndarray:
+def patched(base: np.ndarray, patch: bytes | bytearray) -> np.ndarray:
     """What a patch makes of an image."""
     out = base.copy()
     delta.apply(patch, out, whole(out))

@@ -123,7 +123,7 @@ def test_a_wrong_patch_costs_the_blocks_that_differ_and_nothing_else(
     """As after a slot that was written anew while the patch was made from it."""
     encode = delta.encode
 
-    def torn(base: np.ndarray, new: np.ndarray, part: Part, limit: int) -> bytes | None:
+    def torn(base: np.ndarray, new: np.ndarray, part: Part, limit: int) -> bytearray | None:
         torn = base.copy()
         torn[5 << 20] ^= 1
         return encode(torn, new, part, limit)
@@ -186,6 +186,21 @@ def test_what_is_kept_stays_within_its_share_of_a_part(host: Host) -> None:
     assert host.whole(20, 2, share=0.9) == ()
 
 
+def test_a_version_for_whose_patch_no_memory_is_left_has_none(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a part of many GB: the sealer goes on, and the next version has a patch again."""
+
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    host.whole(0, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(delta, "encode", full)
+        assert host.whole(1, 1) == ()
+    assert [(made.base, made.version) for made in host.whole(2, 2)] == [(1, 2)]
+
+
 def test_patches_to_a_version_are_served_until_its_slot_is_written_again(host: Host) -> None:
     host.whole(0, 0)
     chain = host.whole(1, 1)
@@ -210,6 +225,8 @@ def test_auto_makes_patches_where_versions_take_long_and_all_patches_are_less_th
             seen.came(str(number), 1 << 30, 90.0)
         seen.made(0.05)
         assert seen.patches_wanted() is wanted
+    seen.gone("0")  # 20 are left
+    assert seen.patches_wanted()
     seen = Deliveries(WeightSync(), manifest, int)
     seen.came("b", 1 << 30, 90.0)
     assert not seen.patches_wanted()

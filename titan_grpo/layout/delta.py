@@ -37,21 +37,18 @@ _CHANGE_OF = np.array([1, -1, 0, 0], dtype=np.int16).view(np.uint16)[_CODE & 3]
 Bytes = npt.NDArray[np.uint8]
 
 
-def encode(base: Bytes, new: Bytes, part: Part, limit: int) -> bytes | None:
+def encode(base: Bytes, new: Bytes, part: Part, limit: int) -> bytearray | None:
     """The patch that makes this part of ``new`` of that of ``base`` (images of one size), or None
     where it would be more than ``limit`` bytes."""
-    out: list[bytes] = []
-    room = limit
+    out = bytearray()
     for extents in _chunks(part):
-        chunk = _encode(_gathered(base, extents), _gathered(new, extents))
-        room -= len(chunk)
-        if room < 0:
+        out += _encode(_gathered(base, extents), _gathered(new, extents))
+        if len(out) > limit:
             return None
-        out.append(chunk)
-    return b"".join(out)
+    return out
 
 
-def apply(patch: bytes | memoryview, image: Bytes, part: Part) -> None:
+def apply(patch: bytes | bytearray | memoryview, image: Bytes, part: Part) -> None:
     """Make this part of the new image of the base's, in place.
 
     Raises PeerError where the patch is none of such a part, which is then neither.

@@ -149,8 +149,10 @@ class Setup:
 
     @property
     def trainer_bytes(self) -> float:
-        """Host memory of one trainer host for its part of all slots."""
-        return self.sync.slots * self.image_bytes / self.trainer_hosts
+        """Host memory of one trainer host for its part of all slots, and at most for patches to the
+        versions in them."""
+        slot = 1 + (PATCHES if self.sync.delta != "off" else 0)
+        return self.sync.slots * slot * self.image_bytes / self.trainer_hosts
 
     @property
     def server_bytes(self) -> int:

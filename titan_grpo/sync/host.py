@@ -199,6 +199,13 @@ class HostMain(Performer):
         self.exit()
 
     def _hash(self) -> None:
+        try:
+            self._hash_all()
+        except Exception:  # top of a thread: rank 0 would wait for every later version
+            logger.exception("a host's versions cannot be hashed: the process is started again")
+            self.exit()
+
+    def _hash_all(self) -> None:
         # no deadline: close() puts None into the queue; the thread is a daemon
         while (job := self._jobs.get()) is not None:
             if job.announced:

@@ -478,6 +478,8 @@ class LaneLink:
         """Close communicator and channel; the receiver then loses its connection and ends.
         Idempotent."""
         self._options.relay.gone(self._options.url)
+        if self._options.deliveries is not None:
+            self._options.deliveries.gone(self._options.url)
         with self._lock:
             transport, self._transport = self._transport, None
             channel, self._channel = self._channel, None

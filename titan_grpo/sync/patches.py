@@ -5,6 +5,7 @@ Rank 0's sealer has one ``Patches`` for its host's part, every other host's sync
 own. What leads to a version is offered with it, by rank 0's lanes.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -21,6 +22,8 @@ from titan_grpo.runkey import Key
 from titan_grpo.sync.images import ImagePool
 from titan_grpo.sync.transports.broadcast import store_errors
 from titan_grpo.sync.transports.range_server import RangeServer
+
+logger = logging.getLogger(__name__)
 
 SHARE = 1 / 4
 """Of a part, which the patches may have that are kept for the next version."""
@@ -71,12 +74,14 @@ class Patches:
         """The host's part of ``version`` is whole in ``slot``: the patches that lead to it, oldest
         first, without a gap. None where they are not ``wanted``, or too large."""
         last, self._last = self._last, (version, slot)
-        data = None
+        data = made = None
         if last is not None and wanted:
             images = [self._pool.images[each].buffer for each in (last[1], slot)]
             old, new = (np.frombuffer(image, np.uint8) for image in images)
-            data = delta.encode(old, new, self._part, self._room)
-        made = None
+            try:
+                data = delta.encode(old, new, self._part, self._room)
+            except MemoryError:  # a version needs no patch
+                logger.warning("version %d is sent whole: no memory for a patch", version)
         if last is not None and data is not None:
             ticket = self._server.grant(memoryview(data), None, self._key)
             self._served.add(ticket)
@@ -125,6 +130,11 @@ class Deliveries:
             return
         with self._lock:
             self._whole_s[url] = seconds
+
+    def gone(self, url: str) -> None:
+        """Its lane has closed the connection: the next version is read whole. Idempotent."""
+        with self._lock:
+            self._whole_s.pop(url, None)
 
     def made(self, share: float) -> None:
         """A patch has so much of its part."""
