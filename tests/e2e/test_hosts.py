@@ -61,9 +61,9 @@ def train(
         assert [node.finish(400.0) for node in nodes] == [0, 0], nodes[0].log + nodes[1].log
 
 
-@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+@pytest.mark.parametrize(("rendezvous", "delta"), [("static", "off"), ("c10d", "on")])
 def test_servers_hold_every_version_of_a_run_on_two_hosts(
-    runs: Runs, hosts: Hosts, tmp_path: Path, rendezvous: str
+    runs: Runs, hosts: Hosts, tmp_path: Path, rendezvous: str, delta: str
 ) -> None:
     replay = Replay(tmp_path / "replay.jsonl", 4, 4, 16).write(STEPS)
     launch = engineless_launcher(runs.model, hosts.address)
@@ -78,6 +78,8 @@ def test_servers_hold_every_version_of_a_run_on_two_hosts(
         # An asynchronous run skips versions where its steps are quicker than its commits.
         mode = "--grpo.no-async-weight-update"
         arguments = [*replay.arguments, f"--training.steps={STEPS}", mode]
+        # changes that patches are made for
+        arguments += [f"--weight_sync.delta={delta}", "--optimizer.lr=1e-5"]
         train(runs, hosts, rendezvous, out, urls, arguments)
     held = [{c.version: c.tensors for c in Record(recorded(f)).commits()} for f in folders]
     assert set(held[0]) == set(held[1]) == set(range(STEPS + 1))
@@ -86,6 +88,7 @@ def test_servers_hold_every_version_of_a_run_on_two_hosts(
     last = held[0][STEPS]
     on_the_wire = {name: tensor_digest(t.to(torch.bfloat16)) for name, t in exported.items()}
     assert on_the_wire == {name: last[name] for name in exported}
+    assert (runs.summary(out)["spared_bytes"] > 0) == (delta == "on")
     sent = [host.moved()[0] for host in hosts.hosts]
     print("bytes that left each host:", sent)
 
