@@ -16,7 +16,14 @@ from titan_grpo.plan.setup import Setup
 
 OPTIONS = {f.name: f for f in fields(Setup) if f.name not in ("sync", "parameters")}
 
-MACHINES = ("trainer_hosts", "trainer_gpus", "trainer_link_gbit", "server_link_gbit", "step_s")
+MACHINES = (
+    "trainer_hosts",
+    "trainer_gpus",
+    "trainer_link_gbit",
+    "server_link_gbit",
+    "source_threads",
+    "step_s",
+)
 """Options that decide most, and that no job's file has."""
 
 ANY_SERVER = "http://server:8000"
