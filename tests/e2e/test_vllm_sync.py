@@ -1,6 +1,6 @@
 """Real vLLM servers of every kind of model, started with other weights, compute what was committed:
-also in two tensor-parallel workers, and not without the patch for its CPU reload. And what our
-middleware adds: the two routes that Atropos asks for."""
+also in two tensor-parallel workers, not without the patch for its CPU reload, and not without a
+pause. And what our middleware adds: the two routes that Atropos asks for."""
 
 import json
 import subprocess
@@ -16,7 +16,14 @@ import pytest
 from tests.conformance import commits
 from tests.conformance.commits import difference, sender
 from tests.conformance.crowd import REQUEST_S, prompt
-from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest, furthest, refusal, remake
+from tests.conformance.engine import (
+    MAX_DIFFERENCE,
+    EngineUnderTest,
+    assert_aborted,
+    furthest,
+    refusal,
+    remake,
+)
 from tests.conformance.reference import Reference
 from tests.e2e.conftest import Site
 from titan_grpo.engines.http import Call, HttpRefused, ServerAccess, SyncDriver, ignore
@@ -102,6 +109,23 @@ def test_two_tensor_parallel_workers_load_their_halves_refuse_together_and_show_
                 seen += process.cmdline()
         for secret in (RUN_KEY, keys.messages, keys.blocks):
             assert not any(secret.hex() in text for text in seen)
+
+
+def test_a_server_that_is_not_paused_takes_no_weights(site: Site, tmp_path: Path) -> None:
+    vllm = EngineUnderTest.of(site.server, tmp_path, site.access)
+    with sender(vllm) as trainer:
+        old = trainer.sync(1, 1)
+        weights, _ = trainer.make(2)
+        with trainer.link(weights) as link, vllm.crowd(trainer.label(1)) as crowd:
+            info = link.commit(trainer.stage(link, weights, 2)).to_dict()
+            refused = refusal(partial(trainer.control.load, info))
+            assert_aborted(vllm, crowd.end(), [trainer.label(1)])
+        assert isinstance(refused, HttpRefused)
+        assert refused.status == 409
+        assert "not paused" in str(refused)
+        assert difference(vllm, old) <= MAX_DIFFERENCE
+        new = trainer.sync(2, 2)
+        assert difference(vllm, new) <= MAX_DIFFERENCE
 
 
 UNREPAIRED = """

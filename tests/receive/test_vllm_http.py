@@ -1,4 +1,4 @@
-"""The middleware around vLLM's HTTP application: salts and the two routes."""
+"""The middleware around vLLM's HTTP application: salts, two routes, no update without a pause."""
 
 import asyncio
 import json
@@ -77,6 +77,22 @@ def test_a_request_without_a_salt_gets_one_of_the_weights_that_are_served() -> N
     assert salt_of(inner, app, cache_salt="own") == "own"
     ask(app, "POST", "/update_weights", "x")
     assert salt_of(inner, app) not in (before, "")
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "passed"),
+    [({"is_paused": True}, 200, True), ({"is_paused": False}, 200, False), ({}, 401, True)],
+    ids=["paused", "not paused", "refused by vLLM, as the update will be"],
+)
+def test_an_update_is_passed_on_unless_generation_goes_on(
+    said: dict[str, bool], status: int, passed: bool
+) -> None:
+    inner = Inner(said, status)
+    answered, answer = ask(WeightsMiddleware(inner), "POST", "/update_weights", {"update_info": {}})
+    assert inner.came[0] == ("/is_paused", None)
+    assert [path for path, _ in inner.came[1:]] == (["/update_weights"] if passed else [])
+    assert answered == (status if passed else 409)
+    assert passed or "not paused" in answer["error"]
 
 
 def test_generate_is_a_completion_whose_tokens_come_by_their_ids() -> None:

@@ -20,6 +20,7 @@ from titan_grpo.protocol.ledger import Standing
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.receive.commit import WorkerDevice
 from titan_grpo.runkey import Key
+from titan_grpo.sync.lane import STOOD_STILL_S
 from titan_grpo.sync.pause_guard_main import Access, fence
 
 pytestmark = pytest.mark.e2e
@@ -387,6 +388,24 @@ def test_a_lane_that_was_fenced_before_its_load_learns_it_before_the_deadline_of
     assert r.servers["a"].versions == [1]
     assert not r.servers["a"].paused
     assert greeted - strike.times(Point.LOAD)[0] < WAIT_S
+
+
+def test_a_lane_that_stood_still_before_its_resume_does_not_resume_a_server_that_another_has(
+    rig: MakeRig,
+) -> None:
+    def replaced() -> None:
+        access = Access("127.0.0.1", 10.0, WAIT_S, "")
+        fence(DirectControl(r.servers["a"]), access, r.pool.run_id, 3)
+        threading.Event().wait(2 * STOOD_STILL_S)  # as long as the lane stands still
+
+    strike = Strike(Point.RESUME, replaced)
+    r = rig("a", watch=strike)
+    r.publish(1)
+    assert strike.wait(Point.GREET, 2)
+    assert strike.times(Point.RESUMED) == []
+    r.everyone(1)
+    assert r.servers["a"].versions == [1]
+    assert not r.servers["a"].paused
 
 
 def test_a_draining_server_generates_and_takes_nothing_new_while_the_other_one_commits(

@@ -43,6 +43,13 @@ COMMITTING = frozenset(
 )
 """The phases of a commit: a lane that stopped in one of them could leave its server paused."""
 
+
+def wire_epoch(epoch: int) -> int:
+    """The epoch of a lane's ``epoch``-th connection in messages. The odd ones are the pause
+    guard's."""
+    return 2 * epoch
+
+
 AT_WORK = 8
 """Lanes that make the calls of a commit at once: as many as keep the sync process busy while
 servers answer, and no more, since a server is paused for the calls of all that are (sync/turns.py).
@@ -53,7 +60,7 @@ CALLS = {
     Phase.PAUSING: 4,
     Phase.LOADING: 5,
     Phase.LABELLING: 4,
-    Phase.RESUMING: 1,
+    Phase.RESUMING: 2,
     Phase.READING: 3,
 }
 """Calls of each phase at most, over all engines, with the receiver's answers; each has the deadline

@@ -13,6 +13,8 @@ an update.
   it arrives, whatever model it names.
 * ``GET /generate`` is answered with 405, which shows the doctor that the middleware is there.
 * ``GET /health_generate``: 200 once a token was generated, as SGLang has it.
+* ``POST /update_weights`` of a server that is not paused is answered with 409. Its tokens would be
+  of two versions, which vLLM allows; SGLang waits until no request runs.
 
 A version that is an adapter is written by the worker's plugin, as PEFT does, into a folder of this
 host's memory. Before the label is set the middleware has vLLM load it under the label as its name,
@@ -58,10 +60,17 @@ MEMORY = Path("/dev/shm")
 
 Shape = tuple[int, ...]
 
-UPDATES = frozenset({"/update_weights", "/reset_prefix_cache"})
+UPDATE = "/update_weights"
+UPDATES = frozenset({UPDATE, "/reset_prefix_cache"})
 """Routes after which, as after the end of an update, the prefixes of before are those of other
 weights. One too many costs a prefix, one too few a wrong token."""
 
+
+NOT_PAUSED = (
+    "weights are loaded while generation is paused, and it is not paused here (is the pause gone to"
+    " another server behind the same URL?): requests would go on with two versions; each server"
+    " needs a URL of its own"
+)
 
 LABELS = {"/finish_weight_update": "weight_version", "/update_weight_version": "new_version"}
 """Routes that set the label, and its name there. The second one is recovery's, of a server whose
@@ -108,6 +117,8 @@ class WeightsMiddleware:
                 await _answer(send, 500, {"error": refusal})
             else:
                 await self._app(scope, _replay(body, receive), send)
+        elif path == ("POST", UPDATE) and not await self._paused(scope):
+            await _answer(send, 409, {"error": NOT_PAUSED})
         else:
             if path[0] == "POST" and path[1] in UPDATES:
                 self._updates += 1
@@ -137,7 +148,7 @@ class WeightsMiddleware:
             place = staged.with_name(f"version-{self._updates}")
             staged.rename(place)
             asked = {"lora_name": name, "lora_path": str(place)}
-            status, said = await self._route(scope, "/v1/load_lora_adapter", asked)
+            status, said = await self._route(scope, "POST", "/v1/load_lora_adapter", asked)
             if status != 200:
                 # for the next who sets this label: without its files it would be set alone
                 place.rename(staged)
@@ -151,15 +162,22 @@ class WeightsMiddleware:
     async def _unload_unused(self, scope: dict[str, Any]) -> None:
         for name in self._adapters.take_unused():
             place = self._folders.pop(name)
-            await self._route(scope, "/v1/unload_lora_adapter", {"lora_name": name})
+            asked = {"lora_name": name}
+            await self._route(scope, "POST", "/v1/unload_lora_adapter", asked)
             shutil.rmtree(place, ignore_errors=True)
 
+    async def _paused(self, scope: dict[str, Any]) -> bool:
+        """Whether generation stands still: False only where vLLM says so. Another answer is for
+        the update itself to meet."""
+        status, said = await self._route(scope, "GET", "/is_paused")
+        return status != 200 or json.loads(said).get("is_paused") is not False
+
     async def _route(
-        self, scope: dict[str, Any], path: str, body: dict[str, Any]
+        self, scope: dict[str, Any], method: str, path: str, body: dict[str, Any] | None = None
     ) -> tuple[int, str]:
         """Status and text of one of vLLM's own routes, called with the headers of ``scope``, so
         that its keys hold."""
-        data, status, said = json.dumps(body).encode(), 0, b""
+        data, status, said = b"" if body is None else json.dumps(body).encode(), 0, b""
         sent = [{"type": "http.request", "body": data, "more_body": False}]
 
         async def receive() -> Message:
@@ -171,7 +189,7 @@ class WeightsMiddleware:
             status = message.get("status", status)
             said += message.get("body", b"")
 
-        called = {**scope, "method": "POST", "path": path, "raw_path": path.encode()}
+        called = {**scope, "method": method, "path": path, "raw_path": path.encode()}
         await self._app(_with_length(called, data), receive, send)
         return status, said.decode(errors="replace")[:500]
 

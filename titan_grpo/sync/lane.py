@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -50,11 +51,9 @@ SOON_S = 10.0
 """The same for a server without our receiver, as a restarted one looks healthy and holds other
 weights, and for one that is half loaded, which another client must not resume."""
 
-
-def wire_epoch(epoch: int) -> int:
-    """The epoch of a lane's ``epoch``-th connection in messages. The odd ones are the pause
-    guard's."""
-    return 2 * epoch
+STOOD_STILL_S = 0.5
+"""From the answer to the label to the resume, in seconds, which takes microseconds. After longer
+the process may have been frozen, and another run may have its server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +97,8 @@ class ServerLane:
         """``epoch``: that of the last lane to the same server in this run; this one's are
         higher."""
         self.url = control.url
-        self._c = context
-        self._servers = servers
-        self._control = control
+        self._c, self._servers, self._control = context, servers, control
+        self._wake = partial(context.wake, self)
         self._turn = threading.Lock()
         self._stopping, self._ended = threading.Event(), threading.Event()
         self._idle: table.Action | None = None  # the work it goes on with; None: not started
@@ -116,7 +114,7 @@ class ServerLane:
         self._health = Health(config.backoff_s, config.backoff_max_s)
         self._label = self._held = Label(context.run_id, -1, "")
         self._before, self._refusal, self._resting = "", "", False
-        self._published_s = self._paused_s = 0.0
+        self._published_s = self._paused_s = self._labelled_s = 0.0
 
     def __repr__(self) -> str:
         return f"<ServerLane {self.url} {self._state!r}>"
@@ -142,9 +140,6 @@ class ServerLane:
     def join(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for the end."""
         self._ended.wait(timeout)
-
-    def _wake(self) -> None:
-        self._c.wake(self)
 
     def stop(self) -> None:
         """End the lane now. Any thread; does not wait.
@@ -278,7 +273,7 @@ class ServerLane:
     def _pass(self, point: Point) -> None:
         version = -1 if self._state.version is None else self._state.version
         label = str(self._label) if version >= 0 else ""
-        epoch = wire_epoch(self._state.epoch)
+        epoch = table.wire_epoch(self._state.epoch)
         self._c.observer(LaneEvent(point, self.url, self._c.run_id, epoch, version, label))
 
     def _connect(self, epoch: int, term: int) -> table.Event:
@@ -288,7 +283,7 @@ class ServerLane:
                 # Before the server is taken from another run.
                 self._control.check_tool_parser()
             self._pass(Point.GREET)
-            self._link, self._number = self._make_link(wire_epoch(epoch), term), 0
+            self._link, self._number = self._make_link(table.wire_epoch(epoch), term), 0
             joined = self._link.join(self._control, self._config.connect_deadline_s)
             self._c.renew(self.url)
             # Also that it does not: it may have been restarted without.
@@ -469,10 +464,15 @@ class ServerLane:
             table.Outcome.BROKEN: UNUSABLE,
         }
         self._control.finish(labels[outcome])
+        self._labelled_s = time.monotonic()
         return table.Labelled()
 
     def _resume(self) -> table.Event:
         self._pass(Point.RESUME)
+        if time.monotonic() - self._labelled_s > STOOD_STILL_S:
+            # no engine fences its resume: that of a trainer that froze here and was replaced would
+            # come between load and label of the next one
+            self._ping()
         self._control.resume()
         recorder = self._c.recorder
         recorder.record_span(
