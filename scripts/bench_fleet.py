@@ -33,7 +33,6 @@ from titan_grpo.rollout import messages
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.dispatch import Dispatcher
 from titan_grpo.rollout.messages import OnMessage, RolloutSpec, RolloutStopped, Ticket
-from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.sampler import Sampler
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import TaskRunner
@@ -61,10 +60,10 @@ class Timed:
         self._chance = random.Random(1)
 
     async def group(
-        self, ticket: Ticket, parts: list[Partial], server: Server, driver: AsyncDriver
+        self, ticket: Ticket, parts: list[Completion], server: Server, driver: AsyncDriver
     ) -> Group:
         """As Sampler.group."""
-        version = server.version or 0
+        version = server.state.version or 0
         await asyncio.sleep(GROUP_S * self._chance.uniform(0.75, 1.25))
         one = Completion((5,) * TOKENS, (-1.0,) * TOKENS, "stop", version, version, server.url, 1.0)
         return Group(Prompt(ticket.index, (3,)), (one,) * GROUP)

@@ -3,8 +3,8 @@ torch for them."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import compress
+from dataclasses import dataclass, field, replace
+from itertools import compress, groupby
 from typing import Any
 
 LARGEST_REWARD = 3e38
@@ -53,14 +53,20 @@ class Prompt:
     """What the reward needs besides the tokens (a reference answer, say)."""
 
 
+TURN_OVER = "turn"
+"""``finish_reason`` of a completion whose task has not yet answered the policy's turn."""
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled continuation, token in and token out.
+    """One sampled continuation, token in and token out, from its first token (``NO_TOKENS``) on,
+    over one request or several.
 
-    ``logprobs[i]`` is the engine's log-probability (natural logarithm) of ``token_ids[i]`` under
-    the distribution it was sampled from. ``version_first`` and ``version_last`` bound the policy
-    versions of all that its tokens depend on, the KV of the prompt included: equal unless weights
-    were committed while it ran or waited. Staleness is bounded by ``version_first``.
+    ``finish_reason`` is empty while more is to come. ``logprobs[i]`` is the engine's
+    log-probability (natural logarithm) of ``token_ids[i]`` under the distribution it was sampled
+    from. ``version_first`` and ``version_last`` bound the policy versions of all that its tokens
+    depend on, the KV of the prompt included: equal unless weights were committed while it ran or
+    waited. Staleness is bounded by ``version_first``.
     """
 
     token_ids: tuple[int, ...]
@@ -101,6 +107,73 @@ class Completion:
         """Tokens that are trained on."""
         return sum(self.sampled) if self.sampled else len(self.token_ids)
 
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.finish_reason not in ("", TURN_OVER)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the policy's turn is over, and the task's answer to it is missing."""
+        return self.finish_reason == TURN_OVER
+
+    @property
+    def answers(self) -> int:
+        """How many of its turns are the task's."""
+        return sum(not sampled for sampled, _ in groupby(self.sampled))
+
+    def then(self, more: "Completion") -> "Completion":
+        """The two as one. All that is not of tokens (how it ended, its reward) is that of ``more``.
+
+        >>> part = Completion((5,), (-0.5,), "", 3, 3, "s")
+        >>> whole = part.then(Completion((8, 9), (-1.0, 0.0), "stop", 3, 5, "s", spans=((5, 2),)))
+        >>> whole.token_ids, whole.version_last, whole.token_spans, whole.finish_reason
+        ((5, 8, 9), 5, ((3, 1), (5, 2)), 'stop')
+        """
+        if not self.token_ids:
+            return more
+        if not more.token_ids:
+            return replace(self, finish_reason=more.finish_reason)
+        first = min(self.version_first, more.version_first)
+        flags: tuple[bool, ...] = ()
+        if self.sampled or more.sampled:
+            flags = tuple(f for c in (self, more) for f in c.sampled or (True,) * len(c.token_ids))
+        return replace(
+            more,
+            token_ids=self.token_ids + more.token_ids,
+            logprobs=self.logprobs + more.logprobs,
+            version_first=first,
+            version_last=max(self.version_last, more.version_last),
+            sampled=flags,
+            spans=spans_from(first, (*self.token_spans, *more.token_spans)),
+            # An engine's answer has the routes of what came before its own tokens too, as they were
+            # when that was computed again; the tokens were sampled on those that are here already.
+            routes=self.routes + more.routes[len(self.routes) :],
+        )
+
+
+NO_TOKENS = Completion((), (), "", -1, -1, "")
+"""A completion before its first token."""
+
+
+def spans_from(first: int, spans: Sequence[Span]) -> tuple[Span, ...]:
+    """``Completion.spans`` of a completion with ``version_first = first``: neighbours of one
+    version as one.
+
+    >>> spans_from(3, ((3, 2), (3, 1), (4, 0), (5, 2))), spans_from(3, ((3, 2), (3, 1)))
+    (((3, 3), (5, 2)), ())
+    """
+    runs = groupby((span for span in spans if span[1]), key=lambda span: span[0])
+    found = tuple((version, sum(tokens for _, tokens in run)) for version, run in runs)
+    return found if any(version != first for version, _ in found) else ()
+
+
+def context(token_ids: Sequence[int], version: int) -> Completion:
+    """Tokens that the policy did not sample; they count as of ``version``, that of those beside
+    them."""
+    ids, none = tuple(token_ids), (0.0,) * len(token_ids)
+    return Completion(ids, none, "", version, version, "", sampled=(False,) * len(ids))
+
 
 def whole_routes(routes: bytes, tokens: int, width: int = 0) -> bool:
     """Whether ``routes`` (as in Completion) are of all of ``tokens`` tokens but the last, ``width``
@@ -122,8 +195,8 @@ def fresh_enough(first: int, spans: Sequence[Span], oldest: int, stale_share: fl
     >>> half = ((3, 2), (5, 2))
     >>> [fresh_enough(3, half, 4, share) for share in (0.0, 0.5, 0.6)]
     [False, False, True]
-    >>> fresh_enough(3, ((5, 4),), 4, 0.1), fresh_enough(3, ((5, 4),), 4)  # admitted at 3
-    (True, False)
+    >>> [fresh_enough(3, ((5, 4),), 4, share) for share in (0.1, 0.0)]  # admitted at 3
+    [True, False]
     """
     stale = sum(tokens for version, tokens in spans if version < oldest)
     return first >= oldest or stale < stale_share * sum(tokens for _, tokens in spans)

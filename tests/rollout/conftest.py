@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.rollout.sampling import holding
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import PeerError
 from titan_grpo.protocol.messages import ServerState
@@ -24,11 +25,9 @@ from titan_grpo.rollout.agents import Agents
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.rollout.partial import Partial
-from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows, ToolParser, hermes
-from titan_grpo.samples import Group
+from titan_grpo.samples import NO_TOKENS, Group
 from titan_grpo.titan.tiny import write_tiny_model
 
 Behaviour = Callable[[dict[str, Any]], tuple[int, Any]]
@@ -256,15 +255,14 @@ def group_of(model: str, completion_server: MakeServer) -> GroupOf:
 
         async def run() -> Group:
             group: Group | None = None
-            parts = [Partial()] * changes.get("group_size", 1)
+            parts = [NO_TOKENS] * changes.get("group_size", 1)
             async with made(agent, timeout_s, changes, tool_parser) as (sampler, agents):
                 if look is not None:
                     look(agents)
                 for attempt, behaviour in enumerate(behaviours):
                     engine = completion_server()
                     engine.behaviour = behaviour
-                    label = f"r:{3 + attempt}:f"
-                    server = Server(engine.url, 3 + attempt, True, label, "vllm")
+                    server = holding(engine.url, 3 + attempt)
                     driver = AsyncDriver(engine.url)
                     try:
                         group = await sampler.group(

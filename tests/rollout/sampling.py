@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from titan_grpo.engines.http import AsyncDriver
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.sampler import Sampler
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import Codec, TaskOptions, TaskRunner
 from titan_grpo.rollout.tasks.functions import load_task
-from titan_grpo.samples import Group
+from titan_grpo.samples import Completion, Group
 
 
 class Letters:
@@ -35,7 +35,12 @@ def sampler_of(task: str, model_dir: str, group_size: int, max_tokens: int) -> S
     return Sampler(spec, TaskRunner(load_task(task, TaskOptions()), codec, 8, 60.0))
 
 
-def sample(sampler: Sampler, parts: list[Partial], server: Server, attempt: int = 0) -> Group:
+def holding(url: str, version: int) -> Server:
+    """A server that takes new groups."""
+    return Server(ServerState(url, version, True, f"r:{version}:f"))
+
+
+def sample(sampler: Sampler, parts: list[Completion], server: Server, attempt: int = 0) -> Group:
     """A group of prompt 0."""
 
     async def run() -> Group:

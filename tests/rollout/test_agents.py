@@ -16,18 +16,17 @@ from openai.types.chat import ChatCompletion
 
 from tests.rollout.agents import ADD, HELLO, client_of, says, talker
 from tests.rollout.conftest import GroupOf, MakeServer, answer, piece
+from tests.rollout.sampling import holding
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import DataError, PeerError
 from titan_grpo.rollout.agent_sampler import AgentSampler
 from titan_grpo.rollout.agents import Agents
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.sampler import GroupDropped
-from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows, hermes
-from titan_grpo.samples import Group
+from titan_grpo.samples import NO_TOKENS, Group
 from titan_grpo.titan.tiny import EOS, UNK
 
 openai = pytest.importorskip("openai")
@@ -283,10 +282,10 @@ def test_an_episode_whose_tokens_were_thrown_away_begins_again_with_another_key(
         sampler = AgentSampler(spec, runner, agents, hermes)
         engine, first = completion_server(), says(codec, "one")
         engine.behaviour = lambda b: (500, {}) if len(engine.bodies) == 2 else first(b)
-        server, driver = Server(engine.url, 3, True, "r:3:f", "vllm"), AsyncDriver(engine.url)
+        server, driver = holding(engine.url, 3), AsyncDriver(engine.url)
         with pytest.raises(PeerError):
-            await sampler.group(Ticket(0), [Partial()], server, driver)
-        group = await sampler.group(Ticket(0, 1), [Partial()], server, driver)
+            await sampler.group(Ticket(0), [NO_TOKENS], server, driver)
+        group = await sampler.group(Ticket(0, 1), [NO_TOKENS], server, driver)
         await driver.close()
         await agents.close()
         return group
@@ -497,10 +496,10 @@ def test_a_tool_parser_that_breaks_is_the_users_error(
 
         engine = completion_server()
         engine.behaviour = says(codec, "one")
-        server, driver = Server(engine.url, 3, True, "r:3:f", "vllm"), AsyncDriver(engine.url)
+        server, driver = holding(engine.url, 3), AsyncDriver(engine.url)
         try:
             sampler = AgentSampler(spec, runner, agents, parser)
-            await sampler.group(Ticket(0), [Partial()], server, driver)
+            await sampler.group(Ticket(0), [NO_TOKENS], server, driver)
         finally:
             await driver.close()
             await agents.close()

@@ -7,20 +7,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.rollout.conftest import MakeServer, StartClient
-from tests.rollout.sampling import sample, sampler_of
+from tests.rollout.sampling import holding, sample, sampler_of
 from titan_grpo.engines import vllm
-from titan_grpo.engines.generation import Answer, Sampled, Sampling
+from titan_grpo.engines.generation import Answer, Sampling
 from titan_grpo.engines.http import AsyncDriver, Call, Sink
 from titan_grpo.errors import PeerError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.rollout.partial import Made, Partial
 from titan_grpo.rollout.sampler import GroupDropped, Sampler, TokenStream
-from titan_grpo.rollout.schedule import Server
-from titan_grpo.samples import whole_routes
+from titan_grpo.samples import NO_TOKENS, Completion, whole_routes
 
 WAIT_S = 60.0
 TOKENS = 6
@@ -47,19 +46,19 @@ def test_a_broken_connection_leaves_its_streamand_those_of_the_requests_beside_i
         return 200, speak()
 
     first.behaviour = break_off
-    parts = [Partial(), Partial()]
+    parts = [NO_TOKENS, NO_TOKENS]
     with pytest.raises(PeerError, match="broke off"):
-        sample(sampler, parts, Server(first.url, 3, True, "r:3:f", "vllm"))
+        sample(sampler, parts, holding(first.url, 3))
     broken = [part for part in parts if part.token_ids]
     assert broken, "the one that broke has its tokens; the one beside it has them if they had come"
-    assert {(p.token_ids, p.logprobs, p.first, p.last, p.finish_reason) for p in broken} == {
-        ((7, 8), (-1.0, -1.0), 3, 3, "")
-    }
+    assert {
+        (p.token_ids, p.logprobs, p.version_first, p.version_last, p.finish_reason) for p in broken
+    } == {((7, 8), (-1.0, -1.0), 3, 3, "")}
 
     other.behaviour = lambda body: other.answer(
         [9] * body["max_tokens"], [-2.0] * body["max_tokens"]
     )
-    group = sample(sampler, parts, Server(other.url, 4, True, "r:4:f", "vllm"), attempt=1)
+    group = sample(sampler, parts, holding(other.url, 4), attempt=1)
     assert all(len(c.token_ids) == TOKENS for c in group.completions), (
         "the budget is the original one"
     )
@@ -86,11 +85,11 @@ def test_a_cancelled_request_leaves_its_tokens(
         return 200, speak()
 
     server.behaviour = stall
-    parts = [Partial()]
+    parts = [NO_TOKENS]
 
     async def cancelled() -> None:
         driver = Telling(server.url)
-        state = Server(server.url, 3, True, "r:3:f", "vllm")
+        state = holding(server.url, 3)
         running = asyncio.create_task(sampler.group(Ticket(0), parts, state, driver))
         async with asyncio.timeout(WAIT_S):
             await driver.came.wait()
@@ -99,7 +98,7 @@ def test_a_cancelled_request_leaves_its_tokens(
         await driver.close()
 
     asyncio.run(cancelled())
-    assert (parts[0].token_ids, parts[0].first, parts[0].last) == ((7, 8), 3, 3)
+    assert (parts[0].token_ids, parts[0].version_first, parts[0].version_last) == ((7, 8), 3, 3)
 
 
 class Told:
@@ -134,12 +133,12 @@ class Telling(AsyncDriver):
 def test_what_came_after_the_ledger_lost_track_is_not_kept(
     completion_server: MakeServer,
 ) -> None:
-    server = Server("http://a", 3, True, "r:3:f", "vllm")
+    server = holding("http://a", 3)
     stream = TokenStream(Answer(vllm.stream([1], Sampling(9), 1.0)), server)
     assert stream.kept().token_ids == ()
     assert (stream.version,) == (None,)
     for version, tokens in ((3, [5]), (4, [6, 7]), (None, [8])):
-        server.version = version
+        server.state = msgspec.structs.replace(server.state, version=version)
         stream.take(completion_server().piece(tokens))
     kept = stream.kept()
     assert (kept.token_ids, kept.finish_reason, stream.version) == ((5, 6, 7), "abort", 4)
@@ -148,9 +147,7 @@ def test_what_came_after_the_ledger_lost_track_is_not_kept(
 def test_an_answer_that_only_lacked_its_last_line_is_kept_as_finished(
     completion_server: MakeServer,
 ) -> None:
-    stream = TokenStream(
-        Answer(vllm.stream([1], Sampling(9), 1.0)), Server("http://a", 3, True, "r:3:f", "vllm")
-    )
+    stream = TokenStream(Answer(vllm.stream([1], Sampling(9), 1.0)), holding("http://a", 3))
     stream.take(completion_server().piece([5, 6], "stop"))
     assert (stream.whole, stream.kept().finish_reason) == (True, "stop")
 
@@ -190,10 +187,9 @@ def test_the_rollout_process_goes_on_at_another_server_and_the_broken_one_gets_i
 def test_a_completion_that_goes_on_keeps_the_routes_that_its_tokens_were_sampled_on() -> None:
     # A prompt of one token, one expert of one layer each; the second server computes the first
     # three tokens again, and routes them otherwise.
-    first = Sampled((7, 8), (-1.0, -1.0), "abort", routes=array("H", [1, 2]).tobytes())
-    second = Sampled((9,), (-1.0,), "stop", routes=array("H", [5, 5, 3]).tobytes())
-    part = Partial().after(first, Made(3, 3, ((3, 2),)), TOKENS)
-    whole = part.after(second, Made(4, 4, ((4, 1),)), TOKENS).completion("s")
+    first, second = (array("H", experts).tobytes() for experts in ([1, 2], [5, 5, 3]))
+    part = Completion((7, 8), (-1.0, -1.0), "", 3, 3, "s", routes=first)
+    whole = part.then(Completion((9,), (-1.0,), "stop", 4, 4, "s", routes=second))
     assert array("H", whole.routes).tolist() == [1, 2, 3]
     assert whole_routes(whole.routes, 1 + 3, 1)
 
@@ -205,5 +201,5 @@ def test_an_answer_without_the_routes_that_training_needs_drops_its_group(
     server.behaviour = lambda body: server.answer([9] * TOKENS, [-2.0] * TOKENS)
     sampler._spec = replace(sampler._spec, router_replay=True)
     with pytest.raises(GroupDropped, match="no_routes"):
-        sample(sampler, [Partial(), Partial()], Server(server.url, 3, True, "r:3:f", "vllm"))
+        sample(sampler, [NO_TOKENS, NO_TOKENS], holding(server.url, 3))
     assert not any(body.get("stream") for body in server.bodies)

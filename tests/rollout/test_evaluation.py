@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.conftest import MakeServer
+from tests.rollout.conftest import CompletionServer, MakeServer
 from titan_grpo.config.rollout import Rollout
 from titan_grpo.config.task import Evaluation, inherited
 from titan_grpo.errors import ConfigError, DataError, PeerError
 from titan_grpo.observe.schema import Estimate, Evaluated
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import evaluation
 from titan_grpo.rollout.evaluation import (
     EvaluationFailed,
@@ -52,28 +53,29 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def job(folder: Path, model_dir: str) -> Callable[..., Job]:
-    """A factory of jobs on a server."""
+    """A factory of jobs."""
 
-    def make(url: str, reward: str = "worth", **keys: Any) -> Job:
+    def make(reward: str = "worth", **keys: Any) -> Job:
         rollout = Rollout(chat_template="none", max_completion_tokens=4)
         table = {"name": "own", "dataset": str(folder / "rows.jsonl"), "samples": SAMPLES}
         table |= {"reward": [f"own_rewards:{reward}"], "pass_at": [1, 2], "pass_reward": 3.0}
         settings = Evaluation(**inherited(table | keys, rollout))
         spec = RolloutSpec.from_config(rollout, model_dir)
-        return Job.of(settings, spec).on(url, "vllm", 7, "run:7:f")
+        return Job.of(settings, spec)
 
     return make
 
 
-def run(job: Job) -> Evaluated:
-    return asyncio.run(evaluate(job, prepare(job), ""))
+def run(job: Job, server: CompletionServer) -> Evaluated:
+    state = ServerState(server.url, 7, True, "run:7:f", "vllm")
+    return asyncio.run(evaluate(job, state, prepare(job), ""))
 
 
 def test_each_row_is_asked_as_often_as_there_are_samples_and_its_reward_counts_once(
     job: Callable[..., Job], completion_server: MakeServer
 ) -> None:
     server = completion_server()
-    found = run(job(server.url))
+    found = run(job(), server)
     assert (found.prompts, found.samples, found.refused, found.version) == (ROWS, SAMPLES, 0, 7)
     assert found.reward.value == sum(range(ROWS)) / ROWS
     assert found.passed["1"].value == found.passed["2"].value == 2 / ROWS, "rows 3 and 4"
@@ -87,9 +89,9 @@ def test_the_same_prompts_and_seeds_are_asked_each_time(
     job: Callable[..., Job], completion_server: MakeServer
 ) -> None:
     server = completion_server()
-    one = job(server.url, rows=2)
+    one = job(rows=2)
     for _ in range(2):
-        run(one)
+        run(one, server)
     asked = [(tuple(body["prompt"]), body["seed"]) for body in server.bodies]
     assert sorted(asked[: 2 * SAMPLES]) == sorted(asked[2 * SAMPLES :])
 
@@ -102,7 +104,7 @@ def test_a_prompt_that_the_server_refuses_is_counted_and_in_no_figure(
     server.behaviour = lambda body: (
         (400, {"error": "too long"}) if len(body["prompt"]) >= longest else server.good(body)
     )
-    found = run(job(server.url))
+    found = run(job(), server)
     assert (found.prompts, found.refused) == (ROWS - 1, 1)
     assert found.reward.value == sum(range(ROWS - 1)) / (ROWS - 1)
 
@@ -120,18 +122,18 @@ def test_a_server_that_fails_for_a_moment_costs_an_attempt_and_one_that_stays_so
         return server.good(body)
 
     server.behaviour = fail_once
-    assert run(job(server.url)).prompts == ROWS
+    assert run(job(), server).prompts == ROWS
     server.behaviour = lambda body: (503, {"error": "busy"})
     with pytest.raises(PeerError, match=r"prompt \d could not be finished"):
-        run(job(server.url))
+        run(job(), server)
 
 
 def test_a_mistake_in_a_reward_function_is_shown_with_its_row(
     job: Callable[..., Job], completion_server: MakeServer
 ) -> None:
     with pytest.raises(TaskFailed) as failed:
-        run(job(completion_server().url, "broken"))
-    text = evaluation.failure(job(""), failed.value).text
+        run(job("broken"), completion_server())
+    text = evaluation.failure(failed.value).text
     assert "my own mistake" in text
     assert "own_rewards.py" in text
     assert "row" in text
@@ -154,7 +156,7 @@ def test_a_mistake_names_the_tables_keys_and_the_users_paths_as_they_are(
     job: Callable[..., Job], folder: Path, keys: dict[str, list[str] | str], said: str
 ) -> None:
     with pytest.raises((ConfigError, DataError, TaskFailed)) as refused:
-        prepare(job("", **keys))
+        prepare(job(**keys))
     error = getattr(refused.value, "error", refused.value)
     wanted = said.format(rows=folder / "rows.jsonl")
     assert str(error).startswith(f"evaluation 'own'{wanted}"), str(error)
@@ -167,7 +169,7 @@ def test_an_evaluation_that_takes_too_long_has_no_result(
     server = completion_server()
     server.behaviour = server.hang
     with pytest.raises(EvaluationFailed, match=r"it was not over after 0\.5 s"):
-        run(job(server.url, timeout_s=0.5))
+        run(job(timeout_s=0.5), server)
 
 
 @pytest.mark.parametrize("samples", [1, 4, 7])

@@ -1,11 +1,8 @@
 """A real server socket: it sleeps until a client connects, and ends on request."""
 
 import http.client
-import http.server
 import os
-import socketserver
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ from tests.rigs.census import wakes
 from tests.rigs.present import present
 from titan_grpo.engines.http import Call, SyncDriver
 from titan_grpo.errors import ServerUnreachable
-from titan_grpo.rollout.httpd import HttpServer, Reply, Serving
+from titan_grpo.rollout.httpd import HttpServer, Reply
 
 UPSTREAMS_LOOK_S = 0.5
 """How often socketserver's own loop wakes."""
@@ -21,34 +18,21 @@ UPSTREAMS_LOOK_S = 0.5
 TRIES = 20
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", "4")
-        self.end_headers()
-        self.wfile.write(b"true")
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
-
-
-class Web(Serving, http.server.HTTPServer):
-    pass
-
-
-class Unix(Serving, socketserver.UnixStreamServer):
-    pass
-
-
 ASK = Call("GET", "/", 60.0, bool)
 
 
+def serving() -> tuple[HttpServer, threading.Thread]:
+    """A server, and the thread that accepts its connections."""
+    before = set(threading.enumerate())
+    server = HttpServer("127.0.0.1:0", "", lambda _: Reply(200, {"any": 1}), "x")
+    (thread,) = set(threading.enumerate()) - before
+    return server, thread
+
+
 def test_it_answers_and_does_not_wake_in_between() -> None:
-    server = Web(("127.0.0.1", 0), Handler)
-    server.begin("web")
-    with SyncDriver(f"http://127.0.0.1:{server.server_address[1]}") as driver:
+    server, thread = serving()
+    with SyncDriver(f"http://{server.address}") as driver:
         assert driver.run(ASK)
-        thread = next(thread for thread in threading.enumerate() if thread.name == "web")
         own = {present(thread.native_id)}
 
         def asleep() -> bool:
@@ -58,21 +42,16 @@ def test_it_answers_and_does_not_wake_in_between() -> None:
 
         # It may have been about to sleep; what looks again and again is never asleep for so long.
         assert any(asleep() for _ in range(TRIES))
-        server.end()
+        server.close()
         assert not thread.is_alive()
-    with (
-        SyncDriver(f"http://127.0.0.1:{server.server_address[1]}") as driver,
-        pytest.raises(ServerUnreachable),
-    ):
+    with SyncDriver(f"http://{server.address}") as driver, pytest.raises(ServerUnreachable):
         driver.run(ASK)
 
 
-def test_it_ends_also_twice(tmp_path: Path) -> None:
-    server = Unix(str(tmp_path / "socket"), Handler)
-    server.begin("unix thread")
-    thread = next(thread for thread in threading.enumerate() if thread.name == "unix thread")
-    server.end()
-    server.end()
+def test_it_ends_also_twice() -> None:
+    server, thread = serving()
+    server.close()
+    server.close()
     assert not thread.is_alive()
 
 

@@ -37,7 +37,7 @@ def test_waiting_for_completions_costs_nothing(
     client.start(60)
     named = [thread for thread in threading.enumerate() if thread.name.startswith("rollout-")]
     ours = {present(thread.native_id) for thread in named}
-    pid = present(transport.pid)
+    pid = present(transport._process).pid
     client.set_server(ServerState(server.url, 0, True, "0"))
     server.wait_for_requests(REQUESTS)
     assert ours

@@ -23,12 +23,12 @@ from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import atropos, external
 from titan_grpo.rollout.messages import Cursor
 from titan_grpo.rollout.records import GroupRecorder, ReplayClient
-from titan_grpo.rollout.sampler import completion_fault, made_by, request_seed
+from titan_grpo.rollout.sampler import completion_fault, request_seed, versioned
 from titan_grpo.rollout.schedule import Pool, Server
 from titan_grpo.rollout.task_runner import TaskOptions
 from titan_grpo.rollout.tasks.built_in import Digits
 from titan_grpo.rollout.tasks.functions import load_task
-from titan_grpo.samples import LARGEST_LOGPROB, Completion, Group, Prompt, defect
+from titan_grpo.samples import LARGEST_LOGPROB, Completion, Group, Prompt, Span, defect
 
 GOOD = Completion((5, 6), (-0.5, -1.25), "stop", 3, 4, "http://a", 0.5)
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -154,9 +154,10 @@ def cheapest(
 ) -> Server | None:
     """The server of the rule, by a look at all of them."""
     able = [
-        (s, s.version)
+        (s, s.state.version)
         for s in servers
-        if s.accepting and s.version is not None and s.version >= needed and s.health.askable(0.1)
+        if s.state.accepting and s.state.version is not None and s.state.version >= needed
+        if s.health.askable(0.1)
         if s.in_flight == 0 or s.in_flight + requests <= capacity
     ]
     able = [(s, version) for s, version in able if s.url != avoid] or able
@@ -181,7 +182,7 @@ def test_groups_go_one_after_the_other_to_the_cheapest_server_that_may_take_them
     for server in servers:
         server.in_flight = chance.choice((0, 4, 8, 12, 16))
         if chance.random() < 0.2:
-            pool.failed(server, 0.0)
+            server.failed(0.0)
     room = pool.room(4, 0.1)
     for _ in range(12):
         needed, avoid = chance.choice((0, 2, 3, 4, 5)), chance.choice(("", "s0"))
@@ -213,7 +214,7 @@ def test_a_full_server_takes_nothing_but_an_idle_one_takes_a_group_of_any_size()
 def test_a_failing_server_is_paused_for_longer_and_longer() -> None:
     pool = Pool(8)
     server = pool.set(ServerState("a", 1, True, "1", "vllm"))
-    assert [pool.failed(server, 100.0) for _ in range(7)] == [
+    assert [server.failed(100.0) for _ in range(7)] == [
         100.5,
         101.0,
         102.0,
@@ -224,8 +225,8 @@ def test_a_failing_server_is_paused_for_longer_and_longer() -> None:
     ]
     assert pool.room(1, 114.0).take(1) is None
     assert pool.room(1, 115.0).take(1) is server
-    pool.succeeded(server)
-    assert pool.failed(server, 0.0) == 0.5
+    server.succeeded()
+    assert server.failed(0.0) == 0.5
 
 
 SPANS = (("r:7:f", 0, 3), ("r:8:f", 3, 5))
@@ -235,25 +236,32 @@ def sampled(versions: tuple[VersionSpan, ...]) -> Sampled:
     return Sampled((1,) * 5, (-1.0,) * 5, "stop", versions)
 
 
+def versions(label: str, *spans: VersionSpan, **how: bool) -> tuple[int, int, tuple[Span, ...]]:
+    """First, last and all versions of an answer of a server that held 6 at first and 9 at the end,
+    whose engine names ``spans``."""
+    found = present(versioned(sampled(spans), label, 6, 9, **how))
+    return found.version_first, found.version_last, found.token_spans
+
+
 def test_versions_of_tokens_are_the_engines_where_it_names_them_and_the_ledgers_elsewhere() -> None:
-    assert made_by(sampled(SPANS), "r:7:f", 7, 9) == (7, 8, ((7, 3), (8, 2)))
-    assert made_by(sampled(()), "r:6:f", 6, 9) == (6, 9, ((6, 5),))
+    assert versions("r:6:f", *SPANS) == (6, 8, ((7, 3), (8, 2)))
+    assert versions("r:6:f") == (6, 9, ((6, 5),))
 
 
 def test_a_request_that_waited_over_a_commit_is_as_old_as_its_admission() -> None:
-    waited = sampled((("r:8:f", 0, 5),))
-    assert made_by(waited, "r:6:f", 6, 9) == (6, 8, ((8, 5),))
-    assert made_by(waited, "r:6:f", 6, 9, kv_recomputed=True) == (8, 8, ((8, 5),))
+    waited = "r:8:f", 0, 5
+    assert versions("r:6:f", waited) == (6, 8, ((8, 5),))
+    assert versions("r:6:f", waited, kv_recomputed=True) == (8, 8, ((8, 5),))
 
 
 def test_versions_that_are_not_named_for_every_token_only_bound_them() -> None:
-    assert made_by(sampled(SPANS[:1]), "r:7:f", 7, 9) == (7, 7, ((7, 5),))
+    assert versions("r:7:f", SPANS[0]) == (6, 7, ((6, 5),))
 
 
 @pytest.mark.parametrize("label", ["default", "unusable", "other:7:f", ""])
 def test_tokens_of_weights_that_are_not_of_this_run_have_no_version(label: str) -> None:
-    assert made_by(sampled((SPANS[0], (label, 3, 5))), "r:6:f", 6, 9) is None
-    assert made_by(sampled(SPANS), label, 6, 9) is None
+    assert versioned(sampled((SPANS[0], (label, 3, 5))), "r:6:f", 6, 9) is None
+    assert versioned(sampled(SPANS), label, 6, 9) is None
 
 
 def test_digits_rewards_the_share_of_digits() -> None:

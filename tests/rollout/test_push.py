@@ -14,7 +14,6 @@ import httpx
 import pytest
 from httpx import Client
 
-from tests.rigs.present import present
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout import external, httpd
 from titan_grpo.rollout.external import Incoming, PushQueue, PushSource, parse
@@ -191,9 +190,7 @@ def listening(loop: asyncio.AbstractEventLoop, address: str = "127.0.0.1:0") -> 
     )
 
     async def start() -> PushSource:
-        source = PushSource(spec, lambda _: None, lambda _: None)
-        source.start()
-        return source
+        return PushSource(spec, lambda _: None, lambda _: None)
 
     return asyncio.run_coroutine_threadsafe(start(), loop).result(60)
 
@@ -204,7 +201,7 @@ def server(
 ) -> Iterator[HttpServer]:
     monkeypatch.setenv("PUSH_KEY", "secret")
     source = listening(loop)
-    yield present(source._server)
+    yield source._server
     asyncio.run_coroutine_threadsafe(source.close(), loop).result(60)
 
 
@@ -281,8 +278,7 @@ def test_a_loop_that_has_ended_is_503() -> None:
             lambda _: None,
             lambda _: None,
         )
-        source.start()
-        return present(source._server)
+        return source._server
 
     server = asyncio.run(start())
     try:

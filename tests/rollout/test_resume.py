@@ -2,20 +2,23 @@
 budget."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.rigs.present import present
 from tests.rollout.conftest import MakeServer
-from tests.rollout.sampling import sample, sampler_of
+from tests.rollout.sampling import holding, sample, sampler_of
 from titan_grpo.engines.generation import Sampled
 from titan_grpo.errors import PeerError
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import consumption_order
+from titan_grpo.rollout.dispatch import worth_keeping
 from titan_grpo.rollout.messages import GroupDone, Ticket
-from titan_grpo.rollout.partial import Made, Partial, oldest, worth_keeping
-from titan_grpo.rollout.sampler import kv_survived
+from titan_grpo.rollout.sampler import kv_survived, versioned, went_on
 from titan_grpo.rollout.schedule import Server
-from titan_grpo.samples import Completion, Group, Prompt
+from titan_grpo.samples import NO_TOKENS, Completion, Group, Prompt
 
 BUDGET = 20
 
@@ -23,20 +26,22 @@ BUDGET = 20
 def test_however_often_it_is_cut_a_completion_keeps_all_tokens_its_versions_and_budget() -> None:
     chance = random.Random(5)
     for _ in range(2000):
-        part, version = Partial(), chance.randrange(5)
+        part, version = NO_TOKENS, chance.randrange(5)
         made: list[tuple[int, float]] = []
         versions: list[int] = []
         of_tokens: list[int] = []
         while not part.finish_reason:
-            left = part.left(BUDGET)
-            assert left == BUDGET - len(made) > 0
+            left = BUDGET - len(made)
+            assert left > 0
             count, over = chance.randint(0, left), version + chance.randrange(3)
             reason = "abort" if chance.random() < 0.8 else "length" if count == left else "stop"
             tokens = tuple((chance.randrange(99), -chance.random()) for _ in range(count))
             sampled = Sampled(tuple(t for t, _ in tokens), tuple(p for _, p in tokens), reason)
             split = chance.randint(0, count)
-            answer = Made(version, over, ((version, split), (over, count - split)))
-            part = part.after(sampled, answer, BUDGET)
+            spans = ((f"r:{version}:f", 0, split), (f"r:{over}:f", split, count))
+            sampled = replace(sampled, versions=spans)
+            answer = present(versioned(sampled, f"r:{version}:f", version, over))
+            part = went_on(part, answer, BUDGET)
             made += tokens
             of_tokens += [version] * split + [over] * (count - split)
             versions += [version, over] if tokens else []
@@ -45,45 +50,43 @@ def test_however_often_it_is_cut_a_completion_keeps_all_tokens_its_versions_and_
         assert len(made) <= BUDGET
         assert part.finish_reason in ("stop", "length")
         if made:
-            assert (part.first, part.last) == (min(versions), max(versions))
-            assert oldest([Partial(), part]) == part.first
-            spans = part.completion("").token_spans
-            assert [version for version, count in spans for _ in range(count)] == of_tokens
+            assert (part.version_first, part.version_last) == (min(versions), max(versions))
+            assert [version for version, n in part.token_spans for _ in range(n)] == of_tokens
 
 
-FINISHED = Partial((1, 2), (-1.0, -1.0), 3, 4, "stop")
-OPEN = Partial((1,), (-1.0,), 4, 4)
+FINISHED = Completion((1, 2), (-1.0, -1.0), "stop", 3, 4, "")
+OPEN = Completion((1,), (-1.0,), "", 4, 4, "")
 
 
 @pytest.mark.parametrize(
     ("version", "needed", "mix", "kept"),
     [
         (5, 3, True, (FINISHED, OPEN)),
-        (5, 4, True, (Partial(), OPEN)),
-        (5, 5, True, (Partial(), Partial())),
-        (5, 3, False, (FINISHED, Partial())),
+        (5, 4, True, (NO_TOKENS, OPEN)),
+        (5, 5, True, (NO_TOKENS, NO_TOKENS)),
+        (5, 3, False, (FINISHED, NO_TOKENS)),
         (4, 3, False, (FINISHED, OPEN)),
     ],
 )
 def test_parts_that_are_too_old_or_would_mix_versions_begin_again(
-    version: int, needed: int, mix: bool, kept: tuple[Partial, Partial]
+    version: int, needed: int, mix: bool, kept: tuple[Completion, Completion]
 ) -> None:
     assert worth_keeping((FINISHED, OPEN), version, needed, mix) == kept
-    assert worth_keeping((Partial(),), version, needed, mix) == (Partial(),)
+    assert worth_keeping((NO_TOKENS,), version, needed, mix) == (NO_TOKENS,)
 
 
 def test_a_part_with_few_tokens_of_too_old_versions_goes_on_where_a_share_is_borne() -> None:
-    part = Partial((1, 2, 3), (-1.0,) * 3, 3, 4, spans=((3, 1), (4, 2)))
+    part = Completion((1, 2, 3), (-1.0,) * 3, "", 3, 4, "", spans=((3, 1), (4, 2)))
     assert worth_keeping((part,), 5, 4, True, 0.5) == (part,)
-    assert worth_keeping((part,), 5, 4, True, 0.25) == (Partial(),)
-    assert worth_keeping((part,), 5, 4, True) == (Partial(),)
+    assert worth_keeping((part,), 5, 4, True, 0.25) == (NO_TOKENS,)
+    assert worth_keeping((part,), 5, 4, True) == (NO_TOKENS,)
 
 
 def test_what_is_finished_when_a_server_fails_is_kept_and_not_asked_for_again(
     completion_server: MakeServer, model_dir: str
 ) -> None:
     server, sampler = completion_server(), sampler_of("digits", model_dir, 3, 4)
-    state = Server(server.url, 4, True, "r:4:f", "vllm")
+    state = holding(server.url, 4)
     parts = [FINISHED, OPEN, FINISHED]
     server.behaviour = lambda _: (500, {"error": "engine is dead"})
     with pytest.raises(PeerError):
@@ -106,14 +109,14 @@ def test_a_completion_that_ends_while_a_commit_runs_may_be_of_the_version_that_c
 ) -> None:
     server, sampler = completion_server(), sampler_of("digits", model_dir, 1, 2)
     committing = 4 if begins else None
-    state = Server(server.url, 3, not begins, "r:3:f", "vllm", committing)
+    known = Server(ServerState(server.url, 3, not begins, "r:3:f", committing=committing))
 
     def commit(body: dict[str, Any]) -> tuple[int, object]:
-        state.accepting, state.committing = False, 4
+        known.state = ServerState(server.url, 3, False, "r:3:f", committing=4)
         return server.answer([7, 7], [-1.0, -1.0])
 
     server.behaviour = commit
-    [completion] = sample(sampler, [Partial()], state).completions
+    [completion] = sample(sampler, [NO_TOKENS], known).completions
     assert (completion.version_first, completion.version_last) == (3, 4)
     assert completion.token_spans == ((3, 2),)
 

@@ -6,6 +6,8 @@ import re
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +16,17 @@ import pytest
 
 from tests.rigs.present import present
 from tests.rollout.conftest import CompletionServer, MakeServer, StartClient
-from tests.rollout.sampling import Letters, sample, sampler_of
-from titan_grpo.engines.generation import Sampled
+from tests.rollout.sampling import Letters, holding, sample, sampler_of
 from titan_grpo.errors import ConfigError, PeerError, TaskError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
-from titan_grpo.rollout.partial import Made, Partial
-from titan_grpo.rollout.sampler import Interrupted, Sampler, request_seed
+from titan_grpo.rollout.sampler import Interrupted, Sampler, answered, request_seed
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import Codec, TaskFailed, TaskOptions, TaskRunner, Turn, at_once
 from titan_grpo.rollout.tasks.built_in import Calculator
 from titan_grpo.rollout.tasks.functions import load_task
-from titan_grpo.samples import Completion, Prompt
+from titan_grpo.samples import NO_TOKENS, TURN_OVER, Completion, Prompt
 
 DONE = Completion((5, 6), (-0.5, -1.0), "stop", 0, 0, "")
 PROMPT = Prompt(0, (1,))
@@ -44,8 +44,8 @@ def test_a_request_has_the_stops_of_the_run_and_of_its_task(
     spec = RolloutSpec(model_dir=model_dir, group_size=1, stop=["END"], stop_token_ids=[9])
     made = Sampler(spec, TaskRunner(task, TextCodec(model_dir), 8, 60.0))
     completions = completion_server()
-    server = Server(completions.url, 3, True, "r:3:f", "vllm")
-    sample(made, [Partial()], server)
+    server = holding(completions.url, 3)
+    sample(made, [NO_TOKENS], server)
     (body,) = completions.bodies
     assert (body["stop"], body["stop_token_ids"]) == (["END", "\n"], [9, 7])
 
@@ -73,36 +73,33 @@ def test_a_class_that_breaks_when_it_is_made_is_shown_from_its_own_line_on(
 def test_an_episode_keeps_its_budget_and_knows_which_tokens_are_the_policys() -> None:
     chance = random.Random(4)
     for _ in range(500):
-        part, made, budget = Partial(), [], 30
-        while not part.finish_reason:
-            count = chance.randint(1, part.left(budget))
+        part, made, budget, answers = NO_TOKENS, [], 30, 0
+        while not part.finished:
+            count = chance.randint(1, budget - len(part.token_ids))
             ids = tuple(chance.randrange(99) for _ in range(count))
             made += [(token, -1.0, True) for token in ids]
             version = chance.randrange(9)
-            of_version = Made(version, version, ((version, count),))
-            sampled = Sampled(ids, (-1.0,) * count, "stop")
-            part = part.after(sampled, of_version, budget).waiting()
+            turn = Completion(ids, (-1.0,) * count, TURN_OVER, version, version, "")
+            part = part.then(turn)
             context = (
                 tuple(chance.randrange(99) for _ in range(chance.randint(1, 9)))
                 if chance.random() < 0.8
                 else None
             )
-            room = part.left(budget)
-            part = part.answered(context, budget)
+            room = budget - len(part.token_ids)
+            part = answered(part, context, budget)
             assert part.finish_reason == (
                 "stop" if context is None else "length" if len(context) >= room else ""
             )
-            made += (
-                [(token, 0.0, False) for token in context or ()] if not part.finish_reason else []
-            )
-        done = part.completion("")
-        assert [t for t, _, _ in made] == list(done.token_ids)
-        assert sum(count for _, count in done.token_spans) == len(made)
-        assert [p for _, p, _ in made] == list(done.logprobs)
-        assert done.num_sampled == sum(sampled for _, _, sampled in made)
-        assert [sampled for sampled, _ in part.stretches()] == [
-            turn % 2 == 0 for turn in range(2 * part.answers + 1)
-        ]
+            if not part.finished:
+                made += [(token, 0.0, False) for token in context or ()]
+                answers += 1
+        assert [t for t, _, _ in made] == list(part.token_ids)
+        assert sum(count for _, count in part.token_spans) == len(made)
+        assert [p for _, p, _ in made] == list(part.logprobs)
+        assert [s for _, _, s in made] == list(part.sampled or [True] * len(made))
+        assert part.num_sampled == sum(sampled for _, _, sampled in made)
+        assert part.answers == answers
         assert len(made) <= budget
 
 
@@ -157,7 +154,7 @@ def test_plain_functions_run_in_threads_and_coroutines_in_the_loop() -> None:
         prompt=plain.prompt, turn=lambda *_: (4,), episode_reward=lambda *_: 0.75
     )
     both = TaskRunner(loop, Letters(), 8, 60.0)
-    assert asyncio.run(both.turn(PROMPT, Partial((1,), (-1.0,), 0, 0))) == (4,)
+    assert asyncio.run(both.turn(PROMPT, DONE)) == (4,)
     assert asyncio.run(both.reward(PROMPT, DONE)) == 0.75
 
 
@@ -268,7 +265,7 @@ def test_an_answer_that_is_no_tokens_is_the_tasks_error(answer: object) -> None:
 
     task = SimpleNamespace(prompt=turn, turn=turn, episode_reward=turn)
     with pytest.raises(TaskFailed, match="at least one token id"):
-        asyncio.run(TaskRunner(task, Letters(), 8, 60.0).turn(PROMPT, Partial((1,), (-1.0,), 0, 0)))
+        asyncio.run(TaskRunner(task, Letters(), 8, 60.0).turn(PROMPT, DONE))
 
 
 def test_a_task_with_half_a_loop_is_refused(
@@ -304,10 +301,10 @@ def test_the_calculator_answers_calls_and_rewards_what_the_policy_says_after_the
 def test_an_episode_that_waited_for_the_task_when_it_was_cancelled_samples_nothing_again() -> None:
     said = tuple(map(ord, "it is 7"))
     parts = [
-        Partial(said, (-1.0,) * len(said), 3, 4, waits=True),
-        Partial((1,), (-1.0,), 4, 4, "stop"),
+        Completion(said, (-1.0,) * len(said), TURN_OVER, 3, 4, ""),
+        Completion((1,), (-1.0,), "stop", 4, 4, ""),
     ]
-    absent = Server("http://127.0.0.1:9", 5, True, "r:5:f", "vllm")  # A request would fail.
+    absent = holding("http://127.0.0.1:9", 5)  # A request would fail.
     group = sample(sampler_of("calculator", "", 2, 40), parts, absent)
     assert [(c.token_ids, c.version_first, c.finish_reason) for c in group.completions] == [
         (said, 3, "stop"),
@@ -317,8 +314,8 @@ def test_an_episode_that_waited_for_the_task_when_it_was_cancelled_samples_nothi
 
 def test_an_episode_goes_on_elsewhere_when_its_server_became_unknown_after_a_turn() -> None:
     said = tuple(map(ord, "[3+4]"))
-    parts = [Partial(said, (-1.0,) * len(said), 3, 4, waits=True)]
-    unknown = Server("http://127.0.0.1:9", None, False, "", "vllm")
+    parts = [Completion(said, (-1.0,) * len(said), TURN_OVER, 3, 4, "")]
+    unknown = Server(ServerState("http://127.0.0.1:9", None, False, "", "vllm"))
     with pytest.raises(Interrupted):
         sample(sampler_of("calculator", "", 1, 40), parts, unknown)
     assert parts[0].token_ids == (*said, *map(ord, "=7\n"))
@@ -396,9 +393,9 @@ def test_a_tool_loop_makes_episodes_whose_tool_tokens_are_not_trained_on(
     for group in batch:
         total = str(group.prompt.payload["sum"])
         for completion in group.completions:
-            stretches = Partial(
-                completion.token_ids, completion.logprobs, sampled=completion.sampled
-            ).stretches()
+            flagged = zip(completion.sampled, completion.token_ids, strict=True)
+            pairs = groupby(flagged, itemgetter(0))
+            stretches = [(sampled, [token for _, token in run]) for sampled, run in pairs]
             call, answered, said = (
                 text_of(t for t in tokens if t != EOS) for _, tokens in stretches
             )
@@ -435,12 +432,7 @@ def test_the_turns_of_an_episode_are_bounded(start: StartClient, sums: Completio
     client = start(max_turns=3, max_completion_tokens=400)
     client.set_server(ServerState(sums.url, 0, True, "r:0:f"))
     batch = client.next_batch(0, 2, 60)
-    parts = [
-        Partial(c.token_ids, c.logprobs, sampled=c.sampled)
-        for group in batch
-        for c in group.completions
-    ]
-    assert {part.answers for part in parts} == {2}
+    assert {c.answers for group in batch for c in group.completions} == {2}
     assert {c.finish_reason for group in batch for c in group.completions} == {"stop"}
     assert len(sums.bodies) == 3 * 2 * GROUP
 

@@ -4,7 +4,7 @@ simulated clock and network.
 The tables are production's own (lane, image_slots, ledger, admission, recovery); what is simulated
 is what they wait for. Nothing of a transfer takes time but its bytes. A server that dies loses its
 weights and its lane's epoch, and is noticed at once, as by the watch on its connection. Its groups
-go on at other servers with the tokens that were streamed, as rollout/partial.py has it.
+go on at other servers with the tokens that were streamed, as rollout/dispatch.py has it.
 """
 
 import heapq

@@ -16,19 +16,27 @@ from titan_grpo.rollout.agents import Agents, Call, Episode, Trajectory
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.openai_api import ChatAnswer, Message, tool_call
-from titan_grpo.rollout.partial import Partial, joined
 from titan_grpo.rollout.sampler import (
     Ask,
     GroupDropped,
     Interrupted,
     Job,
     Sampler,
+    answered,
     completion_fault,
 )
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner, at_once
 from titan_grpo.rollout.tasks.agent import ToolParser
-from titan_grpo.samples import Completion, Group, Prompt
+from titan_grpo.samples import (
+    NO_TOKENS,
+    TURN_OVER,
+    Completion,
+    Group,
+    Prompt,
+    context,
+    spans_from,
+)
 
 TURN_ENDS = frozenset(("stop", "length"))
 """Only the agent's end is the end of an episode."""
@@ -61,7 +69,7 @@ class AgentSampler(Sampler):
         await self._agents.close()
 
     async def group(
-        self, ticket: Ticket, parts: list[Partial], server: Server, driver: AsyncDriver
+        self, ticket: Ticket, parts: list[Completion], server: Server, driver: AsyncDriver
     ) -> Group:
         """As the base. ``parts`` grows where an episode has several trajectories."""
         prompt = self._runner.prompt(ticket.index)
@@ -104,18 +112,19 @@ class AgentSampler(Sampler):
         trajectory, parts = call.trajectory, job.parts
         if trajectory.part < 0:
             trajectory.part = len(parts)
-            parts.append(Partial())
+            parts.append(NO_TOKENS)
         at = trajectory.part
         # Longer where a server failed after it had sampled this answer whole.
         if parts[at].waits and len(parts[at].token_ids) == trajectory.delivered:
-            parts[at] = parts[at].answered(call.context, self._budget)
+            parts[at] = answered(parts[at], call.context, self._budget)
         # The part's end where no token of the answer came yet.
         before = trajectory.delivered + len(call.context)
         most = call.request.max_tokens or self._budget
         while not parts[at].waits:
-            left = min(parts[at].left(self._budget), before + most - len(parts[at].token_ids))
+            left = min(self._budget, before + most) - len(parts[at].token_ids)
             if left <= 0:
-                parts[at], call.reason = parts[at].waiting(), "length"
+                parts[at] = replace(parts[at], finish_reason=TURN_OVER)
+                call.reason = "length"
                 break
             ask = Ask(trajectory.prompt, left, TURN_ENDS, call.request.stop)
             call.reason = await self._sample(job, at, ask)
@@ -173,8 +182,8 @@ class AgentSampler(Sampler):
             ids = unended(codec, ids, call.request.stop)
         if not ids:
             return text, []
-        engine, within_s = dialect(job.server.engine), self._spec.request_timeout_s
-        where = job.server.url, job.server.engine
+        engine, within_s = dialect(job.server.state.engine), self._spec.request_timeout_s
+        where = job.server.url, job.server.state.engine
         if where not in self._parser_names:
             question = engine.tool_parser(within_s)
             name = "" if question is None else await job.driver.run(question)
@@ -197,10 +206,10 @@ class AgentSampler(Sampler):
             reward = episode.over.result()
             for trajectory in delivered:
                 # The agent has not seen what came after the last answer that it waited for.
-                part = job.parts[trajectory.part].first_tokens(trajectory.delivered)
-                part = replace(part, finish_reason=trajectory.finish_reason)
                 completion = replace(
-                    part.completion(job.server.url),
+                    first_tokens(job.parts[trajectory.part], trajectory.delivered),
+                    finish_reason=trajectory.finish_reason,
+                    server=job.server.url,
                     reward=reward,
                     episode=episode.number if len(delivered) > 1 else -1,
                 )
@@ -209,7 +218,9 @@ class AgentSampler(Sampler):
                     raise GroupDropped(fault)
                 made.append((trajectory, completion))
         shared = shared_prefix([trajectory.prompt for trajectory, _ in made])
-        completions = [after(t.prompt[len(shared) :], completion) for t, completion in made]
+        completions = [
+            context(t.prompt[len(shared) :], c.token_spans[0][0]).then(c) for t, c in made
+        ]
         group = Group(replace(job.prompt, token_ids=shared), tuple(completions))
         if not shared:
             raise GroupDropped("empty_prompt")
@@ -248,22 +259,23 @@ def shared_prefix(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return first[: next(same, len(first))]
 
 
-def after(context: tuple[int, ...], completion: Completion) -> Completion:
-    """A completion that begins with context.
+def first_tokens(part: Completion, count: int) -> Completion:
+    """Without what came after the first ``count`` tokens, of which there is at least one.
 
-    >>> after((7,), Completion((8, 9), (-1.0, -2.0), "stop", 3, 3, "s")).sampled
-    (False, True, True)
+    >>> part = Completion((5, 6), (-1.0, -2.0), "", 3, 4, "s", spans=((3, 1), (4, 1)))
+    >>> first_tokens(part, 1).token_ids, first_tokens(part, 1).token_spans
+    ((5,), ((3, 1),))
     """
-    if not context:
-        return completion
-    (version, _), count = completion.token_spans[0], len(context)
-    spans = completion.spans and joined(((version, count), *completion.spans))
+    spans, left = [], count
+    for version, tokens in part.token_spans:
+        spans.append((version, min(tokens, left)))
+        left -= spans[-1][1]
     return replace(
-        completion,
-        token_ids=context + completion.token_ids,
-        logprobs=(0.0,) * count + completion.logprobs,
-        sampled=(False,) * count + (completion.sampled or (True,) * len(completion.token_ids)),
-        spans=spans,
+        part,
+        token_ids=part.token_ids[:count],
+        logprobs=part.logprobs[:count],
+        sampled=part.sampled[:count],
+        spans=spans_from(part.version_first, spans),
     )
 
 

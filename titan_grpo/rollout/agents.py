@@ -48,9 +48,9 @@ from titan_grpo.rollout.openai_api import (
     models_body,
     parse,
 )
-from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows
+from titan_grpo.samples import Completion
 
 NO_EPISODE = "the API key must be that of a running episode"
 GRACE_S = 10.0
@@ -172,7 +172,7 @@ class Episode:
         if not call.answer.done():
             call.answer.set_result(answer)
 
-    def lost(self, parts: Sequence[Partial]) -> bool:
+    def lost(self, parts: Sequence[Completion]) -> bool:
         """Whether tokens that the agent has got are no longer among the group's parts."""
         return any(
             trajectory.delivered
@@ -241,7 +241,7 @@ class Agents:
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         await self._loop.run_in_executor(None, self._server.close)
 
-    def take(self, index: int, parts: Sequence[Partial]) -> list[Episode]:
+    def take(self, index: int, parts: Sequence[Completion]) -> list[Episode]:
         """The episodes of a group, one for each of its completions: those that run, and new ones in
         place of those whose tokens are no longer among ``parts``."""
         episodes = self._groups.setdefault(index, [])

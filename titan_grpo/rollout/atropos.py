@@ -250,21 +250,16 @@ class AtroposSource(External):
         # batch_size counts sequences, not groups.
         self._registration = spec.registration | {"batch_size": self._per_step}
         self._room = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._room.set()
         self._rejected_in_a_row = 0
         self._age = Waiting(spec.base_version, spec.base_version)
-
-    def start(self) -> None:
-        """Register and take batches, in a task of its own."""
-        self._room.set()
         self._task = asyncio.get_running_loop().create_task(self._take_batches())
         self._task.add_done_callback(self._ended)
 
     async def close(self) -> None:
         """Leave the API; what it holds stays there."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
         await self._driver.close()
 
     def on(self, message: messages.ToWorker) -> None:
@@ -299,7 +294,7 @@ class AtroposSource(External):
                 # It may have been restarted or reset; after a reset it answers 500 until a trainer
                 # registers.
                 known = False
-                self._counts["outages"] += 1
+                self._counts.add("outages")
                 self._report(f"{self._driver.url} gave no batch: {error}")
                 pause = await _pause(max(pause, OUTAGE_S[0]), OUTAGE_S[1])
                 continue
@@ -339,7 +334,7 @@ class AtroposSource(External):
                     f"its version {group.version} does not exist, the newest is {newest}",
                 )
         except Rejected as error:
-            self._counts[f"dropped.{error.reason}"] += 1
+            self._counts.add(f"dropped.{error.reason}")
             self._rejected_in_a_row += 1
             self._report(
                 f"a group of atropos environment {item.get('env_id')} is not trained on: {error}"

@@ -31,8 +31,8 @@ from titan_grpo.rollout.messages import (
     RolloutStopped,
     SessionLost,
     WorkerTransport,
+    length_range,
 )
-from titan_grpo.rollout.partial import length_range
 from titan_grpo.rollout.records import GroupRecorder
 from titan_grpo.rollout.worker import LocalTransport
 from titan_grpo.samples import Group, fresh_enough
@@ -112,10 +112,6 @@ class RolloutClient:
         with self._changed:
             self._servers.pop(url, None)
             self._transport.send(messages.ServerLeft(url))
-
-    def fail(self, error: TitanGrpoError) -> None:
-        """No batch can come any more: ``next_batch`` raises ``error``. Any thread; never blocks."""
-        self._latch(error)
 
     def drain(self, url: str, within_s: float) -> None:
         """Wait up to ``within_s`` seconds for the server's running requests; those still running
@@ -312,7 +308,7 @@ class RolloutClient:
         requests ``in_flight_at_commits``,
         ``outages``, ``skipped``, ``moved`` (their server left), ``resumed`` (completions that went
         on from ``resumed_tokens`` tokens), ``dropped.<reason>``, ``thrown_tokens``, completions by
-        length as ``made.<n>`` and ``trained.<n>`` (partial.length_range), ``sessions_lost``; and
+        length as ``made.<n>`` and ``trained.<n>`` (messages.length_range), ``sessions_lost``; and
         ``ready``, the finished groups that wait."""
         with self._changed:
             both = Counter(self._own)
@@ -346,11 +342,11 @@ class RolloutClient:
     def _on_message(self, message: Message) -> None:
         match message:
             case TitanGrpoError():
-                self._latch(message)
+                self.fail(message)
                 return
             case messages.Failed(kind, text):
                 kinds = {"config": ConfigError, "data": DataError, "task": TaskError}
-                self._latch(kinds.get(kind, RolloutStopped)(text))
+                self.fail(kinds.get(kind, RolloutStopped)(text))
                 return
             case SessionLost():
                 self._resync(message)
@@ -432,7 +428,8 @@ class RolloutClient:
             " recent version"
         )
 
-    def _latch(self, error: TitanGrpoError) -> None:
+    def fail(self, error: TitanGrpoError) -> None:
+        """No batch can come any more: ``next_batch`` raises ``error``. Any thread; never blocks."""
         with self._changed:
             if self._error is None and not self._closing:
                 self._error = error

@@ -3,7 +3,7 @@ outcomes."""
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
@@ -12,11 +12,10 @@ from titan_grpo.protocol.admission import GiveUp, Unversioned, Used, too_stale
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.rollout.partial import Partial, length_range, oldest, sampled_tokens, worth_keeping
 from titan_grpo.rollout.sampler import GroupDropped, Interrupted, NotAccepted, Sampler
 from titan_grpo.rollout.schedule import Durations, Pool, Server, Starts
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
-from titan_grpo.samples import fresh_enough
+from titan_grpo.samples import NO_TOKENS, Completion, fresh_enough
 
 WINDOW = 100
 """Groups in a row that the error budget counts over."""
@@ -37,7 +36,7 @@ class Running:
     made or makes any of it."""
 
     ticket: Ticket
-    parts: list[Partial]
+    parts: list[Completion]
     server: Server
     version: int
     began_s: float
@@ -115,9 +114,9 @@ class Dispatcher:
         share = self._spec.max_stale_token_share
         # What a request adds is not known before it ends; finished completions only get older.
         return not share or any(
-            not fresh_enough(part.first, part.token_spans, self._oldest_usable, share)
+            not fresh_enough(part.version_first, part.token_spans, self._oldest_usable, share)
             for part in run.parts
-            if part.finish_reason
+            if part.finished
         )
 
     async def close(self) -> None:
@@ -156,18 +155,17 @@ class Dispatcher:
             self._start(waiting.ticket, server)
 
     def _start(self, ticket: Ticket, server: Server) -> None:
-        spec, loop, version = self._spec, asyncio.get_running_loop(), server.version
+        spec, loop, version = self._spec, asyncio.get_running_loop(), server.state.version
         assert version is not None, "no group starts on a server of an unknown version"
         used_at = self._starts.start(ticket.index, version)
-        had = ticket.parts or (Partial(),) * spec.group_size
+        had = ticket.parts or (NO_TOKENS,) * spec.group_size
         needed = max(self._oldest_usable, used_at - spec.max_staleness)
         mix, share = spec.in_flight_weight_updates, spec.max_stale_token_share
         parts = list(worth_keeping(had, version, needed, mix, share))
         self._throw_away([was for was, part in zip(had, parts, strict=True) if part is not was])
-        first = oldest(parts)
-        made_by = version if first is None else min(first, version)
-        run = Running(ticket, parts, server, made_by, loop.time())
-        resumed = [len(p.token_ids) for p in parts if p.token_ids and not p.finish_reason]
+        oldest = min([version, *(part.version_first for part in parts if part.token_ids)])
+        run = Running(ticket, parts, server, oldest, loop.time())
+        resumed = [len(p.token_ids) for p in parts if p.token_ids and not p.finished]
         self._counts.add("resumed", len(resumed))
         self._counts.add("resumed_tokens", sum(resumed))
         self._note_load(server.url)
@@ -180,8 +178,8 @@ class Dispatcher:
         if url not in self._drivers:
             self._drivers[url] = self._connect(url)
         answers = sum(part.answers for part in run.parts)
-        whole = not sampled_tokens(run.parts)
-        self._counts.add("requests", sum(not (p.finish_reason or p.waits) for p in run.parts))
+        whole = not any(part.token_ids for part in run.parts)
+        self._counts.add("requests", sum(not part.finish_reason for part in run.parts))
         try:
             group = await self._sampler.group(run.ticket, run.parts, run.server, self._drivers[url])
         finally:
@@ -191,7 +189,7 @@ class Dispatcher:
         tokens = sum(c.num_sampled for c in group.completions)
         self._counts.add("tokens", tokens)
         self._counts.add(f"tokens.{url}", tokens)
-        self._count_made(c.num_sampled for c in group.completions)
+        self._counts.made(group.completions)
         if whole:
             self._durations.took(group, asyncio.get_running_loop().time() - run.began_s)
         self._send(messages.GroupDone(run.ticket.done(), group, self._counts.changed()))
@@ -202,7 +200,7 @@ class Dispatcher:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         run = self._running.pop(task)
-        self._pool.ended(run.server, self._spec.group_size)
+        run.server.in_flight -= self._spec.group_size
         self._note_load(run.server.url)
         if self._closing:
             return
@@ -213,9 +211,9 @@ class Dispatcher:
         moved = run.server.left or run.drained
         match error:
             case None:
-                self._pool.succeeded(run.server)
+                run.server.succeeded()
             case NotAccepted():
-                self._pool.succeeded(run.server)
+                run.server.succeeded()
                 self._leave_out(run, error)
             case PeerError() | GroupDropped() | Interrupted() | asyncio.CancelledError() if moved:
                 # Its server left the run, or commits a version; that costs no budget.
@@ -234,7 +232,7 @@ class Dispatcher:
             case PeerError():
                 self._counts.add("outages")
                 loop = asyncio.get_running_loop()
-                loop.call_at(self._pool.failed(run.server, loop.time()), self._pump)
+                loop.call_at(run.server.failed(loop.time()), self._pump)
                 self._report(f"prompt {ticket.index} will be retried: {error}")
                 self._settle(ticket.failed(tuple(run.parts)), avoid=url)
             case Interrupted():
@@ -332,13 +330,9 @@ class Dispatcher:
             ticket.index,
         )
 
-    def _throw_away(self, parts: Sequence[Partial]) -> None:
-        self._counts.add("thrown_tokens", sampled_tokens(parts))
-        self._count_made(sampled_tokens([part]) for part in parts if part.token_ids)
-
-    def _count_made(self, lengths: Iterable[int]) -> None:
-        for tokens in lengths:
-            self._counts.add(f"made.{length_range(tokens)}")
+    def _throw_away(self, parts: Sequence[Completion]) -> None:
+        self._counts.add("thrown_tokens", sum(part.num_sampled for part in parts))
+        self._counts.made(part for part in parts if part.token_ids)
 
     def _note_commit(self, state: ServerState) -> None:
         """Count what runs on a server whose commit begins."""
@@ -351,3 +345,22 @@ class Dispatcher:
 
     def _report(self, text: str, skipped: int | None = None) -> None:
         self._send(messages.Event(text, self._counts.changed(), skipped))
+
+
+def worth_keeping(
+    parts: Sequence[Completion], version: int, needed: int, mix: bool, stale_share: float = 0.0
+) -> tuple[Completion, ...]:
+    """The parts with which a group goes on at a server that holds ``version``; unusable ones begin
+    again.
+
+    ``needed``: oldest version that the trainer can use at the group's step (``stale_share``: as in
+    samples.fresh_enough). ``mix``: whether one completion may be of several versions (a finished
+    one keeps those it has).
+    """
+
+    def usable(part: Completion) -> bool:
+        unmixed = mix or part.finished or part.version_last == version
+        fresh = fresh_enough(part.version_first, part.token_spans, needed, stale_share)
+        return not part.token_ids or (fresh and unmixed)
+
+    return tuple(part if usable(part) else NO_TOKENS for part in parts)

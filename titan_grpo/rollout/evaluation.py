@@ -22,14 +22,14 @@ from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.errors import ConfigError, DataError, PeerError, TitanGrpoError
 from titan_grpo.observe import names
 from titan_grpo.observe.schema import Estimate, Evaluated
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.dispatch import BAD_REQUEST
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.rollout.partial import Partial
 from titan_grpo.rollout.sampler import GroupDropped, Interrupted, Sampler
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner, at_once
 from titan_grpo.rollout.tasks.functions import FunctionTask, ready
-from titan_grpo.samples import Group
+from titan_grpo.samples import NO_TOKENS, Group
 
 Z_95 = 1.959964
 """Two-sided 95 % quantile of the normal distribution."""
@@ -103,7 +103,7 @@ def passes(prompts: Sequence[Prompted], k: int, least: float) -> Estimate:
     )
 
 
-def of_version(group: Group, version: int) -> bool:
+def of_version(group: Group, version: int | None) -> bool:
     """Whether every token of a group was sampled by ``version``, on KV of its own. Engines that
     name the version of each token have it checked by token; others by what the ledger knew when a
     request began and ended."""
@@ -168,18 +168,14 @@ class EvaluationFailed(TitanGrpoError):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is evaluated, by which rules, and where. Without secrets."""
+    """What is evaluated, and by which rules. Without secrets."""
 
     table: Evaluation
     spec: RolloutSpec
-    url: str = ""
-    engine: str = ""
-    version: int = 0
-    label: str = ""
 
     @classmethod
     def of(cls, table: Evaluation, spec: RolloutSpec) -> "Job":
-        """That of a table, on no server yet. ``spec``: the run's, for what a table does not say."""
+        """That of a table. ``spec``: the run's, for what a table does not say."""
         names = Evaluation.__dataclass_fields__.keys() & RolloutSpec.__dataclass_fields__.keys()
         shared = {name: getattr(table, name) for name in names}
         longest = table.max_completion_tokens or spec.max_completion_tokens
@@ -193,10 +189,6 @@ class Job:
         }
         shared |= {"max_concurrent_requests": table.concurrent_requests}
         return cls(table, replace(spec, **shared))
-
-    def on(self, url: str, engine: str, version: int, label: str) -> "Job":
-        """The same on a server that holds ``version``."""
-        return replace(self, url=url, engine=engine, version=version, label=label)
 
 
 Prepared = tuple[TaskRunner, int]
@@ -216,8 +208,8 @@ def prepare(job: Job) -> Prepared:
     return runner, min(table.rows or rows, rows) if rows else table.rows
 
 
-async def evaluate(job: Job, prepared: Prepared, api_key: str) -> Evaluated:
-    """Sample and reward every prompt.
+async def evaluate(job: Job, state: ServerState, prepared: Prepared, api_key: str) -> Evaluated:
+    """Sample and reward every prompt on a server, with the version that it holds.
 
     Raises as the task does, PeerError where a prompt cannot be finished or
     the server left the version, EvaluationFailed past the deadline and without a prompt.
@@ -225,8 +217,7 @@ async def evaluate(job: Job, prepared: Prepared, api_key: str) -> Evaluated:
     table, spec = job.table, job.spec
     runner, count = prepared
     sampler = Sampler(spec, runner)
-    driver = AsyncDriver(job.url, api_key, table.concurrent_requests)
-    server = Server(job.url, job.version, True, job.label, job.engine)
+    driver, server = AsyncDriver(state.url, api_key, table.concurrent_requests), Server(state)
     places = asyncio.Semaphore(max(1, table.concurrent_requests // table.samples))
     begin = time.monotonic()
 
@@ -245,11 +236,12 @@ async def evaluate(job: Job, prepared: Prepared, api_key: str) -> Evaluated:
         await driver.close()
     prompts = [each for each in found if each is not None]
     if not prompts:
-        raise EvaluationFailed(f"{job.url} refused all {count} prompts: are they too long for it?")
+        raise EvaluationFailed(f"{state.url} refused all {count} prompts: are they too long?")
+    assert state.version is not None, "a server of an unknown version makes no group"
     return Evaluated(
         table.name,
-        job.version,
-        job.url,
+        state.version,
+        state.url,
         len(prompts),
         table.samples,
         estimate([sum(p.rewards) / len(p.rewards) for p in prompts]),
@@ -264,7 +256,7 @@ async def _group(
     job: Job, sampler: Sampler, server: Server, driver: AsyncDriver, index: int
 ) -> Prompted | None:
     """One prompt's completions; None: the server refuses it."""
-    ticket, parts = Ticket(index), [Partial()] * job.table.samples
+    ticket, parts = Ticket(index), [NO_TOKENS] * job.table.samples
     for attempt in range(1, ATTEMPTS + 1):
         try:
             group = await sampler.group(ticket, parts, server, driver)
@@ -274,22 +266,23 @@ async def _group(
             failure: TitanGrpoError = error
         except GroupDropped as error:
             failure, ticket = error, ticket.dropped()
-            parts = [Partial()] * len(parts)
+            parts = [NO_TOKENS] * len(parts)
         except (PeerError, Interrupted) as error:
             # With a new seed, and from the tokens that came.
             failure, ticket = error, ticket.moved(tuple(parts))
         else:
-            if of_version(group, job.version):
+            version = server.state.version
+            if of_version(group, version):
                 return Prompted.of(group)
             raise PeerError(
-                f"{job.url} left version {job.version}: prompt {index} has tokens of another one"
+                f"{server.url} left version {version}: prompt {index} has tokens of another one"
             )
         if attempt < ATTEMPTS:
             await asyncio.sleep(RETRY_S)
     raise PeerError(f"prompt {index} could not be finished: {failure}")
 
 
-def failure(job: Job, error: BaseException) -> Failure:
+def failure(error: BaseException) -> Failure:
     """Why there is no result: the traceback of a user's function, else the message."""
     if isinstance(error, TaskFailed):
         return Failure(error.report, False)
@@ -299,30 +292,30 @@ def failure(job: Job, error: BaseException) -> Failure:
 
 
 def main(sock: socket.socket, _: int) -> int:
-    """Read a job without a server from the socket, and send back None once it is loaded, or a
-    Failure; then read the same job on a server, and send back Evaluated or a Failure."""
+    """Read a Job from the socket, and send back None once it is loaded, or a Failure; then read the
+    ServerState of a server, and send back Evaluated or a Failure."""
     connection: Connection[Any, Any] = Connection(sock.detach())
-    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(connection, jobs), daemon=True).start()
+    read: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, read), daemon=True).start()
     try:
         # no deadline: without the trainer, whose end closes the connection, this process ends
-        job = jobs.get()
+        job: Job = read.get()
         key = os.environ.get(job.spec.api_key_env, "") if job.spec.api_key_env else ""
         prepared = prepare(job)
         connection.send(None)
         # no deadline: likewise
-        job = jobs.get()
-        connection.send(asyncio.run(evaluate(job, prepared, key)))
+        state: ServerState = read.get()
+        connection.send(asyncio.run(evaluate(job, state, prepared, key)))
     except Exception as error:  # noqa: BLE001 - top of the process: the trainer shows it
-        connection.send(failure(job, error))
+        connection.send(failure(error))
     return 0
 
 
-def _read(connection: "Connection[Any, Any]", jobs: "queue.SimpleQueue[Job]") -> None:
+def _read(connection: "Connection[Any, Any]", read: "queue.SimpleQueue[Any]") -> None:
     """End this process when the trainer's end of the connection closes."""
     try:
         while True:
             # no deadline: the trainer's end of the connection is the end
-            jobs.put(connection.recv())
+            read.put(connection.recv())
     except (EOFError, OSError):
         os._exit(1)

@@ -21,7 +21,7 @@ import asyncio
 import json
 import os
 import re
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
@@ -37,7 +37,6 @@ from titan_grpo.protocol.messages import Label, ServerState
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.httpd import RETRY_AFTER_S, HttpServer, Reply, Request
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.rollout.partial import length_range
 from titan_grpo.samples import Completion, Group, Prompt, sound_logprobs
 
 REMEMBERED_IDS = 100_000
@@ -238,13 +237,10 @@ class External:
         self._indices = spec.unused_prompts()
         self._waiting = dict(spec.waiting)
         self._versions: dict[str, int] = {}
-        self._counts: Counter[str] = Counter()
+        self._counts = messages.Counters()
         self._trainer_version = spec.base_version
         self._per_step = spec.prompts_per_step * spec.group_size
         """Completions of one step."""
-
-    def start(self) -> None:
-        """Begin."""
 
     async def close(self) -> None:
         """End."""
@@ -277,14 +273,13 @@ class External:
         index = next(self._indices)
         group = replace(group, prompt=replace(group.prompt, index=index))
         self._waiting[index] = len(group.completions)
-        self._counts["external_groups"] += 1
-        self._counts["tokens"] += sum(c.num_sampled for c in group.completions)
-        for completion in group.completions:
-            self._counts[f"made.{length_range(completion.num_sampled)}"] += 1
-        self._send(messages.GroupDone(Ticket(index), group, dict(self._counts)))
+        self._counts.add("external_groups")
+        self._counts.add("tokens", sum(c.num_sampled for c in group.completions))
+        self._counts.made(group.completions)
+        self._send(messages.GroupDone(Ticket(index), group, self._counts.changed()))
 
     def _report(self, text: str, skipped: int | None = None) -> None:
-        self._send(messages.Event(text, dict(self._counts), skipped))
+        self._send(messages.Event(text, self._counts.changed(), skipped))
 
 
 class PushSource(External):
@@ -292,25 +287,21 @@ class PushSource(External):
     server's threads parse; the loop decides."""
 
     def __init__(self, spec: RolloutSpec, send: Send, fail: Fail) -> None:
+        """Listens. Raises ConfigError where the address cannot be bound."""
         super().__init__(spec, send, fail)
         capacity = (1 + spec.max_staleness) * self._per_step
         self._queue = PushQueue(
             capacity, spec.max_staleness, spec.base_version, newest_version=spec.base_version
         )
         self._loop = asyncio.get_running_loop()
-        self._server: HttpServer | None = None
-
-    def start(self) -> None:
-        """Listen. Raises ConfigError where the address cannot be bound."""
-        spec, key = self._spec, os.environ.get(self._spec.push_key_env, "")
+        key = os.environ.get(spec.push_key_env, "")
         self._server = HttpServer(spec.push_address, key, self._answer, "rollout.push_address")
         self._report(f"environments may push groups to http://{self._server.address}/groups")
 
     async def close(self) -> None:
         """Refuse what still comes, and stop listening."""
         self._queue.closing = True
-        if self._server is not None:
-            await self._loop.run_in_executor(None, self._server.close)
+        await self._loop.run_in_executor(None, self._server.close)
 
     def on(self, message: messages.ToWorker) -> None:
         """As the base; and pass the versions to the queue."""
@@ -327,7 +318,7 @@ class PushSource(External):
         reply, groups = self._queue.take(incoming, self.waiting)
         for group in groups:
             self._deliver(group)
-        self._counts[f"pushes.{reply.status}"] += 1
+        self._counts.add(f"pushes.{reply.status}")
         return reply
 
     # What follows runs in the server's threads.

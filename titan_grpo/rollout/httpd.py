@@ -32,43 +32,6 @@ MAX_BYTES = 256 << 20
 RETRY_AFTER_S = 1
 
 
-class Serving(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """A stream server that sleeps until a client connects, with a thread for each connection.
-    (socketserver's own loop wakes twice a second to see whether it shall end.)
-
-    Put it before another server class: ``class MyServer(Serving, http.server.HTTPServer)``.
-    """
-
-    daemon_threads = True
-    block_on_close = False  # a silent client must not hold up the end of the run
-
-    def begin(self, name: str) -> None:
-        """Serve in a thread called ``name``, until ``end``."""
-        self._ending = threading.Event()
-        self._loop = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._loop.start()
-
-    def end(self) -> None:
-        """Stop listening. Requests under way are not waited for. Idempotent; bounded."""
-        self._ending.set()
-        with suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # ends the loop's accept
-        self._loop.join(END_S)
-        self.server_close()
-
-    def _serve(self) -> None:
-        while not self._ending.is_set():
-            try:
-                connection, address = self.get_request()
-            except OSError:
-                self._ending.wait(SPENT_S)
-                continue
-            try:
-                self.process_request(connection, address)
-            except RuntimeError:  # no thread is left
-                self.shutdown_request(connection)
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """``body`` is empty for a GET, and unpacked where it came gzipped. ``key``: what the header
@@ -112,7 +75,6 @@ class HttpServer:
                 f"{what} must be an address of this host, got {address!r}: {error}"
             ) from error
         self.address = f"{f'[{host}]' if ':' in host else host}:{self._server.server_address[1]}"
-        self._server.begin("http")
 
     def close(self) -> None:
         """Refuse further requests, also over connections that are open. Idempotent."""
@@ -120,15 +82,44 @@ class HttpServer:
         self._server.end()
 
 
-class _Server(Serving):
+class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """Sleeps until a client connects, and has a thread for each connection. (socketserver's own
+    loop wakes twice a second to see whether it shall end.)"""
+
     # Not HTTPServer, which asks the DNS for its own name, without a deadline.
     request_queue_size = 64
     allow_reuse_address = True
+    daemon_threads = True
+    block_on_close = False  # a silent client must not hold up the end of the run
 
     def __init__(self, host: str, port: int, owner: HttpServer) -> None:
+        """Serves until ``end``."""
         self.owner = owner
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
+        self._ending = threading.Event()
+        self._loop = threading.Thread(target=self._serve, name="http", daemon=True)
+        self._loop.start()
+
+    def end(self) -> None:
+        """Stop listening. Requests under way are not waited for. Idempotent; bounded."""
+        self._ending.set()
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # ends the loop's accept
+        self._loop.join(END_S)
+        self.server_close()
+
+    def _serve(self) -> None:
+        while not self._ending.is_set():
+            try:
+                connection, address = self.get_request()
+            except OSError:
+                self._ending.wait(SPENT_S)
+                continue
+            try:
+                self.process_request(connection, address)
+            except RuntimeError:  # no thread is left
+                self.shutdown_request(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that went away; show anything else."""

@@ -8,7 +8,7 @@ hosts each is one JSON text, and what is read can only become one of these messa
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -20,8 +20,7 @@ from titan_grpo.config.task import ROLLOUT
 from titan_grpo.errors import DataError, PeerError, TitanGrpoError
 from titan_grpo.observe import names
 from titan_grpo.protocol.messages import ServerState
-from titan_grpo.rollout.partial import Partial
-from titan_grpo.samples import Group
+from titan_grpo.samples import Completion, Group
 
 
 class Cursor:
@@ -147,24 +146,24 @@ class Ticket:
     attempt: int = 0
     drops: int = 0
     outages: int = 0
-    parts: tuple[Partial, ...] = ()
+    parts: tuple[Completion, ...] = ()
 
     def dropped(self) -> "Ticket":
         """After its group was dropped as unusable, with all its parts."""
         return replace(self, attempt=self.attempt + 1, drops=self.drops + 1, parts=())
 
-    def failed(self, parts: tuple[Partial, ...]) -> "Ticket":
+    def failed(self, parts: tuple[Completion, ...]) -> "Ticket":
         """After its server failed, or aborted it.
 
-        >>> ticket = Ticket(0, outages=19)
-        >>> ticket.failed(()).outages, ticket.failed((Partial((5,), (-1.0,), 3, 3),)).outages
+        >>> ticket, part = Ticket(0, outages=19), Completion((5,), (-1.0,), "", 3, 3, "s")
+        >>> ticket.failed(()).outages, ticket.failed((part,)).outages
         (20, 1)
         """
         had, has = (sum(len(part.token_ids) for part in some) for some in (self.parts, parts))
         outages = 1 if has > had else self.outages + 1
         return replace(self, attempt=self.attempt + 1, outages=outages, parts=parts)
 
-    def moved(self, parts: tuple[Partial, ...]) -> "Ticket":
+    def moved(self, parts: tuple[Completion, ...]) -> "Ticket":
         """After its server left the run or had to be drained, or its group grew too stale; costs no
         budget."""
         return replace(self, attempt=self.attempt + 1, parts=parts)
@@ -200,10 +199,24 @@ class Counters:
         self._counts[name] = count
         self._changed.add(name)
 
+    def made(self, completions: Iterable[Completion]) -> None:
+        """Completions by their lengths (``length_range``)."""
+        for completion in completions:
+            self.add(f"made.{length_range(completion.num_sampled)}")
+
     def changed(self) -> dict[str, int]:
         """What changed since the last call, as it is now."""
         changed, self._changed = self._changed, set()
         return {name: self._counts[name] for name in changed}
+
+
+def length_range(tokens: int) -> int:
+    """Greatest length of the range that a length is counted in.
+
+    >>> [length_range(n) for n in (0, 1, 2, 3, 4, 5, 64, 65)]
+    [1, 1, 2, 4, 4, 8, 64, 128]
+    """
+    return 1 << max(0, tokens - 1).bit_length()
 
 
 def totals(counters: dict[str, int]) -> dict[str, int]:

@@ -12,10 +12,22 @@ from titan_grpo.engines.server import dialect
 from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.protocol.messages import Label
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.rollout.partial import ABORTED, Made, Partial, joined
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import TaskRunner, at_once
-from titan_grpo.samples import Completion, Group, Prompt, defect, whole_routes
+from titan_grpo.samples import (
+    TURN_OVER,
+    Completion,
+    Group,
+    Prompt,
+    Span,
+    context,
+    defect,
+    spans_from,
+    whole_routes,
+)
+
+ABORTED = "abort"
+"""``finish_reason`` of an answer that an engine cut short; its tokens are as good as any."""
 
 
 class GroupDropped(TitanGrpoError):
@@ -45,7 +57,7 @@ class Job:
 
     prompt: Prompt
     ticket: Ticket
-    parts: list[Partial]
+    parts: list[Completion]
     server: Server
     driver: AsyncDriver
 
@@ -80,7 +92,7 @@ class Sampler:
         """End what outlives a group's stay on a server: nothing here."""
 
     async def group(
-        self, ticket: Ticket, parts: list[Partial], server: Server, driver: AsyncDriver
+        self, ticket: Ticket, parts: list[Completion], server: Server, driver: AsyncDriver
     ) -> Group:
         """Finish the completions of ``parts``, which holds their tokens also after an error.
 
@@ -91,12 +103,12 @@ class Sampler:
         prompt = self._runner.prompt(ticket.index)
         job = Job(prompt, ticket, parts, server, driver)
         await at_once([self._finish(job, sample) for sample in range(len(parts))])
-        if cut := sum(not part.finish_reason for part in parts):
+        if cut := sum(not part.finished for part in parts):
             raise Interrupted(f"{server.url} cut {cut} of {len(parts)} completions short")
-        completions = [part.completion(server.url) for part in parts]
-        self._check(prompt, completions)
-        rewards = await self._runner.rewards(prompt, completions)
-        completions = [replace(c, reward=r) for c, r in zip(completions, rewards, strict=True)]
+        self._check(prompt, parts)
+        rewards = await self._runner.rewards(prompt, parts)
+        rewarded = zip(parts, rewards, strict=True)
+        completions = [replace(c, server=server.url, reward=r) for c, r in rewarded]
         self._check(prompt, completions)
         return await self._accepted(Group(prompt, tuple(completions)))
 
@@ -115,29 +127,28 @@ class Sampler:
 
     async def _finish(self, job: Job, sample: int) -> None:
         """Turn after turn, until the completion ends or an engine cuts it short."""
-        while not job.parts[sample].finish_reason:
-            part = job.parts[sample]
+        while not (part := job.parts[sample]).finished:
             if not part.waits:
-                left = part.left(self._budget)
-                await self._sample(job, sample, Ask(job.prompt.token_ids, left, self._turn_ends))
+                room = self._budget - len(part.token_ids)
+                await self._sample(job, sample, Ask(job.prompt.token_ids, room, self._turn_ends))
             part = job.parts[sample]
             if not part.waits:
                 return
-            stretches = part.stretches()
-            silent = not stretches or not stretches[-1][0]
-            full = part.answers + 1 >= self._spec.max_turns or part.left(self._budget) < 2
-            context = None if silent or full else await self._runner.turn(job.prompt, part)
-            job.parts[sample] = part.answered(context, self._budget)
+            silent = not part.token_ids or part.sampled[-1:] == (False,)
+            room = self._budget - len(part.token_ids)
+            full = part.answers + 1 >= self._spec.max_turns or room < 2
+            answer = None if silent or full else await self._runner.turn(job.prompt, part)
+            job.parts[sample] = answered(part, answer, self._budget)
 
     async def _sample(self, job: Job, sample: int, ask: Ask) -> str:
         """One request, from the completion's last token to the end of its turn. Returns the
         engine's reason for the end; empty where no request was made."""
         spec, server, part = self._spec, job.server, job.parts[sample]
-        if server.version is None:
+        if server.state.version is None:
             # The ledger lost track of it between two turns. No token of an unknown version was
             # made, so the episode goes on elsewhere.
             return ""
-        label, first = server.label, server.version
+        label, first = server.state.label, server.state.version
         seed = request_seed(spec.seed, job.ticket.index, sample, job.ticket.attempt, part.answers)
         salt = label or str(first)
         texts, ids = self._stops
@@ -145,17 +156,19 @@ class Sampler:
         sampling = Sampling(
             ask.tokens, spec.temperature, seed, salt, *stops, routes=spec.router_replay
         )
-        engine, token_ids = dialect(server.engine), (*ask.prompt_ids, *part.token_ids)
+        engine, token_ids = dialect(server.state.engine), (*ask.prompt_ids, *part.token_ids)
 
-        def added(sampled: Sampled, last: int | None) -> Partial:
+        def added(sampled: Sampled, last: int | None) -> Completion:
             # None: the ledger lost track of the server meanwhile, so which weights made the tokens
             # is unknown.
-            made = None
+            answer = None
             if last is not None:
-                made = made_by(sampled, label, first, last, spec.kv_recomputed)
-            if made is None:
+                answer = versioned(sampled, label, first, last, spec.kv_recomputed)
+            if answer is None:
                 raise GroupDropped("version_unknown")
-            return self._added(ask, part, sampled, made)
+            if spec.kv_recomputed and kv_survived(sampled):
+                raise GroupDropped("kv_kept")
+            return self._added(ask, part, answer)
 
         if not spec.stream_completions or spec.router_replay:
             # The engines send routes at an answer's end, vLLM not among a stream's events: pieces
@@ -178,20 +191,17 @@ class Sampler:
         job.parts[sample] = added(sampled, server.newest)
         return sampled.finish_reason
 
-    def _added(self, ask: Ask, part: Partial, sampled: Sampled, made: Made) -> Partial:
-        if self._spec.kv_recomputed and kv_survived(sampled):
-            raise GroupDropped("kv_kept")
-        after = part.after(sampled, made, self._budget)
+    def _added(self, ask: Ask, part: Completion, answer: Completion) -> Completion:
+        after = went_on(part, answer, self._budget)
         tokens = len(ask.prompt_ids) + len(after.token_ids)
         routed = not self._spec.router_replay or whole_routes(after.routes, tokens)
-        if sampled.token_ids and not routed:
+        if answer.token_ids and not routed:
             raise GroupDropped("no_routes")
         if after.finish_reason in ask.turn_ends:
-            after = after.waiting()
-        if after.token_ids and not after.finish_reason:
+            after = replace(after, finish_reason=TURN_OVER)
+        if after.token_ids and not after.finished:
             # It goes on from these tokens, elsewhere or after the task's answer.
-            prompt = Prompt(0, ask.prompt_ids)
-            fault = completion_fault(prompt, after.completion(""), self._budget)
+            fault = completion_fault(Prompt(0, ask.prompt_ids), after, self._budget)
             if fault not in ("", "unfinished"):
                 raise GroupDropped(fault)
         return after
@@ -257,11 +267,41 @@ def completion_fault(prompt: Prompt, completion: Completion, max_tokens: int) ->
     return "" if completion.finish_reason in ("stop", "length") else "unfinished"
 
 
-def made_by(
+def went_on(part: Completion, answer: Completion, budget: int) -> Completion:
+    """A completion with an engine's answer appended. ``budget``: tokens of the whole; a full one
+    that the engine cut short is finished by its length.
+
+    >>> answer = Completion((5, 6), (-1.0, -2.0), "abort", 3, 3, "s")
+    >>> [went_on(answer, answer, budget).finish_reason for budget in (5, 4)]
+    ['', 'length']
+    """
+    after = part.then(answer)
+    if after.finish_reason == ABORTED:
+        full = len(after.token_ids) >= budget
+        after = replace(after, finish_reason="length" if full else "")
+    return after
+
+
+def answered(part: Completion, answer: Sequence[int] | None, budget: int) -> Completion:
+    """A completion with the task's answer to its turn appended, which no version made; None ends
+    it. An answer that leaves no room to go on is left out.
+
+    >>> part = answered(Completion((5,), (-1.0,), "turn", 3, 3, "s"), (8, 9), 4)
+    >>> part.token_ids, part.sampled, part.token_spans, part.finish_reason
+    ((5, 8, 9), (True, False, False), ((3, 3),), '')
+    >>> answered(part, (8,), 4).finish_reason, answered(part, None, 4).finish_reason
+    ('length', 'stop')
+    """
+    if answer is None or len(part.token_ids) + len(answer) >= budget:
+        return replace(part, finish_reason="stop" if answer is None else "length")
+    return part.then(context(answer, part.token_spans[-1][0]))
+
+
+def versioned(
     sampled: Sampled, label: str, first: int, last: int, kv_recomputed: bool = False
-) -> Made | None:
-    """The versions behind an answer. ``first``: the server's when the request was admitted to it;
-    ``last``: the newest that it may have served until the answer came.
+) -> Completion | None:
+    """An answer with the versions behind it. ``first``: the server's when the request was admitted
+    to it; ``last``: the newest that it may have served until the answer came.
 
     The engine's own statement for each token says which weights sampled it, but not on which KV: a
     request that waited over a commit meets the older version's prefix under the salt of its
@@ -271,21 +311,29 @@ def made_by(
 
     Example: admitted at 3, all tokens named 4 -> first 3, last 4, spans ((4, n),).
     """
-    count = len(sampled.token_ids)
-    if not sampled.versions:
-        return Made(first, last, ((first, count),))
-    ours = Label.parse(label)
-    spans = []
-    for text, start, end in sampled.versions:
-        shown = Label.parse(text)
-        if shown is None or ours is None or shown.run_id != ours.run_id:
-            return None
-        spans.append((shown.version, end - start))
-    named = [version for version, _ in spans]
-    oldest = min(named) if kv_recomputed else min(first, *named)
-    if sum(tokens for _, tokens in spans) != count:  # not said of every token
-        spans = [(oldest, count)]
-    return Made(oldest, max(named), joined(spans))
+    spans: list[Span] = []
+    if sampled.versions:
+        ours = Label.parse(label)
+        for text, start, end in sampled.versions:
+            shown = Label.parse(text)
+            if shown is None or ours is None or shown.run_id != ours.run_id:
+                return None
+            spans.append((shown.version, end - start))
+        named = [version for version, _ in spans]
+        first = min(named) if kv_recomputed else min(first, *named)
+        last = max(named)
+        if sum(tokens for _, tokens in spans) != len(sampled.token_ids):
+            spans = []  # not said of every token
+    return Completion(
+        sampled.token_ids,
+        sampled.logprobs,
+        sampled.finish_reason,
+        first,
+        last,
+        "",
+        spans=spans_from(first, spans),
+        routes=sampled.routes,
+    )
 
 
 def kv_survived(sampled: Sampled) -> bool:

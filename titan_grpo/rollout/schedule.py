@@ -23,24 +23,34 @@ HEALTH = Health(first_s=0.5, longest_s=15.0)
 
 @dataclass(slots=True)
 class Server:
-    """What the ledger has of a server, and how its generation went, which the ledger does not
-    see."""
+    """What the ledger has of a server (``state``), and how its generation went, which the ledger
+    does not see."""
 
-    url: str
-    version: int | None = None
-    accepting: bool = False
-    label: str = ""
-    engine: str = ""
-    committing: int | None = None
+    state: ServerState
     in_flight: int = 0
     left: bool = False
     health: Health = HEALTH
 
     @property
+    def url(self) -> str:
+        """Its address."""
+        return self.state.url
+
+    @property
     def newest(self) -> int | None:
         """The newest version that it may serve: from a commit's pause on that one, though the
         ledger learns only some time after the engine goes on that it is in. None: unknown."""
-        return self.version if self.version is None else max(self.version, self.committing or 0)
+        version, committing = self.state.version, self.state.committing
+        return version if version is None else max(version, committing or 0)
+
+    def failed(self, now: float) -> float:
+        """A request failed on it: no new groups for a while. Returns when that ends."""
+        self.health = self.health.silent(now)
+        return self.health.until
+
+    def succeeded(self) -> None:
+        """A group came back whole."""
+        self.health = self.health.answered()
 
 
 class Room:
@@ -58,9 +68,9 @@ class Room:
         the same for all servers. One heap for each version, since a group may start on some
         versions alone and must be placed without a look at all servers."""
         for server in servers:
-            if server.version is not None and self._takes(server):
-                entry = self._entry(server, server.version)
-                self._heaps.setdefault(server.version, []).append(entry)
+            version = server.state.version
+            if version is not None and self._takes(server):
+                self._heaps.setdefault(version, []).append(self._entry(server, version))
         for heap in self._heaps.values():
             heapify(heap)
 
@@ -83,8 +93,8 @@ class Room:
         for of, entry in aside:
             heappush(of, entry)
         server.in_flight += self._requests
-        if server.version is not None and self._takes(server):
-            heappush(heap, self._entry(server, server.version))
+        if (version := server.state.version) is not None and self._takes(server):
+            heappush(heap, self._entry(server, version))
         return server
 
     def _takes(self, server: Server) -> bool:
@@ -103,17 +113,15 @@ class Pool:
 
     def set(self, state: ServerState) -> Server:
         """Take over the ledger's state. A rest after failures stays."""
-        server = self._servers.setdefault(state.url, Server(state.url))
-        server.version, server.accepting = state.version, state.accepting
-        server.label, server.engine = state.label, state.engine
-        server.committing = state.committing
+        server = self._servers.setdefault(state.url, Server(state))
+        server.state = state
         return server
 
     def remove(self, url: str) -> None:
         """The server left the run. Its running groups keep its record, which takes no others."""
         server = self._servers.pop(url, None)
         if server is not None:
-            server.accepting, server.left = False, True
+            server.left = True
 
     def in_flight(self) -> dict[str, int]:
         """Requests in flight by server URL."""
@@ -125,36 +133,22 @@ class Pool:
 
     def committing(self, url: str) -> int | None:
         """The version whose commit runs on a server."""
-        return self._servers[url].committing if url in self._servers else None
+        return self._servers[url].state.committing if url in self._servers else None
 
     def newest(self) -> int | None:
         """The newest version that a server is known to hold."""
-        return max(
-            (s.version for s in self._servers.values() if s.version is not None), default=None
-        )
+        versions = (server.state.version for server in self._servers.values())
+        return max((version for version in versions if version is not None), default=None)
 
     def room(self, requests: int, now: float) -> "Room":
         """The servers that can take a group of ``requests`` now: they accept, are not at rest, and
         have room for it. A group larger than the capacity is admitted to an idle server, whose
         connections then bound what is in flight."""
         return Room(
-            (s for s in self._servers.values() if s.accepting and s.health.askable(now)),
+            (s for s in self._servers.values() if s.state.accepting and s.health.askable(now)),
             requests,
             self._capacity,
         )
-
-    def ended(self, server: Server, requests: int) -> None:
-        """A group that ``Room.take`` placed there runs no more."""
-        server.in_flight -= requests
-
-    def failed(self, server: Server, now: float) -> float:
-        """A request failed on it: no new groups for a while. Returns when that ends."""
-        server.health = server.health.silent(now)
-        return server.health.until
-
-    def succeeded(self, server: Server) -> None:
-        """A group came back whole."""
-        server.health = server.health.answered()
 
 
 REMEMBERED = 100_000

@@ -12,13 +12,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import dropwhile
+from itertools import dropwhile, groupby
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from titan_grpo.config.task import ROLLOUT
 from titan_grpo.errors import ConfigError, DataError, TitanGrpoError
-from titan_grpo.rollout.partial import Partial
 from titan_grpo.samples import Completion, Group, Prompt, sound_reward
 
 T = TypeVar("T")
@@ -216,7 +215,7 @@ class TaskRunner:
         except Exception as error:  # the boundary to a user's code: counted or raised
             raise TaskFailed(f"expected_tokens of prompt {prompt.index}", error) from error
 
-    async def turn(self, prompt: Prompt, part: Partial) -> tuple[int, ...] | None:
+    async def turn(self, prompt: Prompt, part: Completion) -> tuple[int, ...] | None:
         """Tokens with which an episode goes on after the policy's turn, at least one; None where it
         ends."""
         if not isinstance(self._task, MultiTurnTask):
@@ -236,8 +235,7 @@ class TaskRunner:
     async def reward(self, prompt: Prompt, completion: Completion) -> float:
         """The reward of a finished completion, for tasks that reward them one by one."""
         if isinstance(self._task, MultiTurnTask):
-            part = Partial(completion.token_ids, completion.logprobs, sampled=completion.sampled)
-            turns = self._turns(part)
+            turns = self._turns(completion)
             return await self._call("reward", float, self._task.episode_reward, prompt, turns)
         assert hasattr(self._task, "reward"), "the completions of this task are rewarded together"
         text, token_ids = self._codec.decode(completion.token_ids), completion.token_ids
@@ -253,11 +251,11 @@ class TaskRunner:
             return True
         return await self._call("should_accept", _verdict, self._accept, group)
 
-    def _turns(self, part: Partial) -> tuple[Turn, ...]:
-        return tuple(
-            Turn(token_ids, sampled, self._codec.decode(token_ids))
-            for sampled, token_ids in part.stretches()
-        )
+    def _turns(self, completion: Completion) -> tuple[Turn, ...]:
+        flags = completion.sampled or (True,) * len(completion.token_ids)
+        pairs = groupby(zip(flags, completion.token_ids, strict=True), key=lambda pair: pair[0])
+        runs = [(sampled, tuple(token for _, token in run)) for sampled, run in pairs]
+        return tuple(Turn(ids, sampled, self._codec.decode(ids)) for sampled, ids in runs)
 
     async def _call(
         self, what: str, read: Callable[[Any], T], function: Callable[..., Any], *arguments: Any

@@ -34,7 +34,6 @@ class Worker:
 
     def __init__(self, sock: socket.socket) -> None:
         self._pipe = Pipe(sock, self)
-        self._loop = asyncio.get_running_loop()
         self._source: Dispatcher | External | None = None
         self._stop = asyncio.Event()
         self._error: BaseException | None = None
@@ -42,6 +41,7 @@ class Worker:
     async def run(self) -> int:
         """Serve until Stop, a closed connection (the trainer is gone) or an error; returns the exit
         code."""
+        self._loop = asyncio.get_running_loop()
         # Without it a bug in a callback would only be logged, and the trainer would wait for its
         # deadline.
         self._loop.set_exception_handler(
@@ -108,9 +108,7 @@ class Worker:
         """Where groups come from, started. Takes seconds: loads task, dataset and tokenizer."""
         if spec.source != "task":
             kind = AtroposSource if spec.source == "atropos" else PushSource
-            source = kind(spec, self._send, self._fail)
-            source.start()
-            return source
+            return kind(spec, self._send, self._fail)
         task, codec, accept = load(spec)
         runner = TaskRunner(task, codec, spec.task_concurrency, spec.task_timeout_s, accept)
         key = os.environ.get(spec.api_key_env, "")
@@ -147,11 +145,6 @@ class LocalTransport:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """Of the child; None while there is none."""
-        return None if self._process is None else self._process.pid
 
     def start(self, spec: RolloutSpec, on_message: OnMessage, timeout_s: float) -> None:
         """Start the process, which loads task and tokenizer."""
@@ -208,10 +201,6 @@ class LocalTransport:
         return "its connection closed while it still runs"
 
 
-async def _work(sock: socket.socket) -> int:
-    return await Worker(sock).run()
-
-
 def main(sock: socket.socket, _: int) -> int:
     """Entry point of the process."""
-    return asyncio.run(_work(sock))
+    return asyncio.run(Worker(sock).run())
