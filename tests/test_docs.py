@@ -1,5 +1,8 @@
-"""The site is built from docs/ with every link checked, and says what the code says."""
+"""The site is built from docs/ with every link checked, and says what the code says. So do the
+worked examples in docstrings."""
 
+import doctest
+import importlib
 import json
 import os
 import re
@@ -10,10 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+import titan_grpo
 from tests.rigs.trainer_handle import wait_until
 from titan_grpo.commands import config
 from titan_grpo.config import Rollout
-from titan_grpo.titan import jobconfig
+from titan_grpo.titan import compat, jobconfig
 from titan_grpo.titan.servers import known_servers
 
 WAIT_S = 200.0
@@ -41,6 +45,20 @@ def test_the_site_builds_without_a_warning(root: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "site" / "first_job" / "index.html").read_text()
     assert not re.search(r'(src|href)="https?://fonts', page), "it needs no network"
+
+
+PACKAGE = Path(titan_grpo.__file__).parent
+WITH_EXAMPLES = [
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if ">>> " in path.read_text()
+]
+
+
+@pytest.mark.parametrize("module", WITH_EXAMPLES)
+def test_worked_examples_give_what_they_say(module: str) -> None:
+    compat.prepare()
+    assert doctest.testmod(importlib.import_module(module)).failed == 0
 
 
 def test_the_metrics_page_is_what_the_command_prints(root: Path) -> None:

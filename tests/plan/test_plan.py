@@ -19,6 +19,7 @@ from titan_grpo.plan.network import TRAINER, Network, water_level
 from titan_grpo.plan.setup import Setup
 from titan_grpo.plan.simulation import Simulation, quantile
 from titan_grpo.sync.transports.sender import senders_of
+from titan_grpo.titan.jobfile import read_toml
 
 RECIPES = Path(__file__).parents[2] / "train_configs"
 
@@ -35,6 +36,10 @@ SMALL = Setup(
     sync=WeightSync(relay=False),
 )
 """A trainer's link of 1 GB/s for 4 servers that read from it alone: 4 s a version."""
+
+
+def of_file(job: Path, servers: int | None = None) -> Setup:
+    return Setup(**of_job(job, read_toml(job, "FILE"), servers))
 
 
 def test_servers_behind_one_link_get_a_version_in_their_number_times_its_bytes() -> None:
@@ -317,8 +322,7 @@ def test_what_a_plan_does_not_simulate_is_refused(change: dict[str, Any], said: 
 
 
 def test_servers_that_a_job_starts_itself_are_counted_on_the_trainers_host(root: Path) -> None:
-    found = of_job(root / "train_configs" / "qwen3_0.6b_one_node.toml")
-    setup = Setup(**found)
+    setup = of_file(root / "train_configs" / "qwen3_0.6b_one_node.toml")
     assert (setup.servers, setup.same_host, setup.server_gpus) == (4, True, 1)
     assert setup.server_bytes == 4 * setup.image_bytes
 
@@ -337,7 +341,7 @@ def test_every_recipe_has_a_plan_with_steps(
 
 
 def test_more_servers_than_a_job_starts_on_the_trainers_host_are_on_others() -> None:
-    setup = Setup(**of_job(RECIPES / "qwen3_0.6b_one_node.toml", 64))
+    setup = of_file(RECIPES / "qwen3_0.6b_one_node.toml", 64)
     assert not setup.same_host
     assert setup.servers_per_host == 4
 
@@ -363,7 +367,7 @@ def test_servers_that_a_job_names_are_on_the_hosts_of_their_addresses(
     text = (root / "train_configs" / "qwen3_0.6b_gsm8k.toml").read_text()
     named = '"http://a:8000", "http://a:8001", "http://b:8000"'
     job.write_text(text.replace('"http://inference-0:8000"', named))
-    setup = Setup(**of_job(job))
+    setup = of_file(job)
     assert (setup.servers, setup.servers_per_host, setup.same_host) == (3, 2, False)
 
 
@@ -389,7 +393,7 @@ def test_the_command_reads_a_file_of_options_and_writes_every_figure(
     [
         ("server = 3\n", "unknown key 'server'"),
         ("servers = 3.5\n", "servers must be of type int"),
-        ("servers =\n", "FILE must be a TOML file, got"),
+        ("servers =\n", "FILE must be a readable TOML file, got"),
     ],
 )
 def test_a_bad_sizes_file_is_one_line_and_exit_code_2(

@@ -15,10 +15,10 @@ from titan_grpo.titan import compat, jobfile
         ("0.2.2", ""),
         ("0.2.7+local", ""),
         ("0.3.0", ""),
-        ("0.4.0", "newer than the trainers"),
-        ("1.0", "newer than the trainers"),
-        ("0.2.1", "too old"),
-        (None, "not installed"),
+        ("0.4.0", "0.4.0 is installed"),
+        ("1.0", "1.0 is installed"),
+        ("0.2.1", "0.2.1 is installed"),
+        (None, "none is installed"),
     ],
 )
 def test_the_torchtitan_gate_says_why(version: str | None, reason: str) -> None:

@@ -157,8 +157,8 @@ def test_a_key_of_the_job_wins_and_the_start_says_so() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "must name a readable TOML file"),
-        ("[grpo]\nkl_beta = ", "must name a readable TOML file"),
+        (None, "must be a readable TOML file"),
+        ("[grpo]\nkl_beta = ", "must be a readable TOML file"),
         ("kl_beta = 1.0", "must have the one table"),
         ('[grpo]\nalgorithm = "grpo"', "without the key algorithm"),
         ("[grpo]\n[rollout]\n", "must have the one table"),

@@ -89,6 +89,14 @@ def test_spread_is_that_of_the_shaped_rewards() -> None:
     assert [g.prompt.index for g in found.groups] == [0, 1]
 
 
+def test_parts_of_one_episode_make_no_spread_by_their_lengths() -> None:
+    whole = group(0, 1, 1, lengths=(2, 8))
+    parts = replace(whole, completions=tuple(replace(c, episode=3) for c in whole.completions))
+    shaped = replace(KIND, grpo=GRPO(overlong_cache_tokens=4), longest=8)
+    found = varied_groups(lambda count: [parts, whole], lambda count: None, 2, 0, shaped)
+    assert found.groups == [whole]
+
+
 def test_a_completion_that_is_not_trained_on_makes_no_spread_and_its_reward_stops_nothing() -> None:
     groups = [group(0, 1, math.nan), group(1, 0, math.inf), group(2, 0, 1)]
     found = varied_groups(lambda count: groups, lambda count: None, 3, 0, KIND)

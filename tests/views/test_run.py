@@ -10,7 +10,7 @@ from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names, report
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.views.findings import facts_of
-from titan_grpo.views.run import TRAINER, Trace, read_run, read_trace, short
+from titan_grpo.views.run import TRAINER, Trace, read_run, read_trace
 from titan_grpo.views.timeline import figures, held, published, timeline
 
 
@@ -154,7 +154,9 @@ def test_an_evaluation_that_held_a_server_and_the_waits_meanwhile_are_counted(
 def test_an_error_that_names_a_server_is_marked_on_its_row(tmp_path: Path) -> None:
     make_run(tmp_path, Made(steps=20, servers=3, faulty_server=1))
     found = timeline(read_run(tmp_path).trace)
-    assert [found["rows"][mark[0]]["name"] for mark in found["marks"]] == [short(url_of(1))] * 2
+    assert [found["rows"][mark[0]]["name"] for mark in found["marks"]] == [
+        names.short(url_of(1))
+    ] * 2
     assert figures(read_run(tmp_path).trace, url_of(1)).faults == 2
 
 

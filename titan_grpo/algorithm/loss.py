@@ -39,17 +39,9 @@ from titan_grpo.algorithm.objective import (
 from titan_grpo.algorithm.rows import IGNORE_INDEX, MicroBatch
 from titan_grpo.config.grpo import GRPO
 from titan_grpo.errors import ConfigError, ProtocolError
+from titan_grpo.observe.names import GAP_PARTS
 
 Metrics = dict[str, torch.Tensor]
-
-
-GAP_PARTS: Mapping[str, tuple[float, ...]] = {
-    "position": (16, 128, 1024, 8192, math.inf),
-    "probability": (0.01, 0.1, 0.5, math.inf),
-    "lag": (0, 1, 2, math.inf),
-}
-"""Parts of the tokens whose log-probability gap is a figure of its own: the greatest place in the
-completion, probability, or number of versions behind, that a part has."""
 
 
 class LogitTerms(NamedTuple):

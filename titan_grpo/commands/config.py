@@ -5,7 +5,8 @@ import argparse
 import ast
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 from titan_grpo import config
 from titan_grpo.config import older
@@ -24,15 +25,9 @@ This page is what `titan-grpo config` prints.
 """
 
 
-SECTIONS: dict[str, type] = {
-    "grpo": config.GRPO,
-    "rollout": config.Rollout,
-    "weight_sync": config.WeightSync,
-    "lora": config.Lora,
-    "alerts": config.Alerts,
-    "dashboards": config.Dashboards,
-    "[evaluation]": config.Evaluation,
-}
+SECTIONS: dict[str, Any] = {
+    f.name: f.type for f in fields(config.JobConfig) if is_dataclass(f.type)
+} | {"[evaluation]": config.Evaluation}
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def wanted(
     if not rest:
         return out, None
     from titan_grpo.titan import jobconfig
-    from titan_grpo.titan.hf_files import read_config
+    from titan_grpo.titan.jobfile import read_config
     from titan_grpo.titan.servers import known_servers
 
     try:

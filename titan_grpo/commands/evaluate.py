@@ -11,11 +11,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_grpo.config import LAUNCH
 from titan_grpo.config.rollout import server_url
 from titan_grpo.errors import ConfigError, PeerError
+
+if TYPE_CHECKING:
+    from titan_grpo.protocol.messages import ServerState
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,10 +77,9 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     found = []
     # Before a server is waited for: a mistake in a task is said at once.
     prepared = [prepare(Job.of(table, spec)) for table in tables]
-    with _server(server, config, model, key) as (url, engine, version, label):
+    with _server(server, config, model, key) as state:
         for table, loaded in zip(tables, prepared, strict=True):
-            job = Job.of(table, spec).on(url, engine, version, label)
-            result = asyncio.run(evaluate(job, loaded, key))
+            result = asyncio.run(evaluate(Job.of(table, spec), state, loaded, key))
             print(evaluation.line(result), flush=True)
             found.append(msgspec.to_builtins(result))
     if out is not None:
@@ -86,14 +88,12 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 
 
 @contextmanager
-def _server(
-    url: str | None, config: Any, model: str, key: str
-) -> Iterator[tuple[str, str, int, str]]:
-    """(URL, engine, version, label) of what runs, or of a server that is started for it. The
-    version is 0 where the server names none of a run's."""
+def _server(url: str | None, config: Any, model: str, key: str) -> "Iterator[ServerState]":
+    """What runs, or a server that is started for it. The version is 0 where the server names none
+    of a run's."""
     from titan_grpo.engines.http import SyncDriver
     from titan_grpo.engines.server import detect, dialect
-    from titan_grpo.protocol.messages import Label
+    from titan_grpo.protocol.messages import Label, ServerState
 
     if url is None:
         with tempfile.TemporaryDirectory() as folder, _launched(config, model, key, folder) as own:
@@ -109,15 +109,14 @@ def _server(
             f"{url} shows the label {text!r}, which no run set: its answers name no version that"
             " could be checked; start it with --weight-version run:0:0"
         )
-    yield url, engine, 0 if label is None else label.version, text if label else ""
+    version = 0 if label is None else label.version
+    yield ServerState(url, version, True, text if label else "", engine)
 
 
 @contextmanager
-def _launched(
-    config: Any, model: str, key: str, folder: str
-) -> Iterator[tuple[str, str, int, str]]:
+def _launched(config: Any, model: str, key: str, folder: str) -> "Iterator[ServerState]":
     from titan_grpo.engines.launch import Server
-    from titan_grpo.protocol.messages import Label
+    from titan_grpo.protocol.messages import Label, ServerState
     from titan_grpo.titan import compat
     from titan_grpo.titan.startup import launched
 
@@ -143,4 +142,4 @@ def _launched(
     with Server(spec) as server:
         print(f"starting {spec.engine} for {model}", file=sys.stderr, flush=True)
         server.wait_healthy(config.weight_sync.startup_deadline_s)
-        yield server.url, spec.engine, 0, label
+        yield ServerState(server.url, 0, True, label, spec.engine)

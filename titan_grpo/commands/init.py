@@ -8,7 +8,6 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from titan_grpo.commands import read_toml
 from titan_grpo.config import older
 from titan_grpo.config.rollout import server_url
 from titan_grpo.config.task import TEXT, TaskKeys
@@ -16,6 +15,7 @@ from titan_grpo.errors import ConfigError
 from titan_grpo.observe.terminal import next_command
 from titan_grpo.rollout.codec import ChatTemplate
 from titan_grpo.rollout.tasks.dataset import open_table
+from titan_grpo.titan.jobfile import read_config, read_toml
 
 ANSWERS = ("answer", "solution", "target", "label")
 """Columns that a first reward can compare with, the first that there is."""
@@ -150,8 +150,11 @@ def new(args: argparse.Namespace, out: Path) -> dict[Path, str]:
     for name in ("model", "data", "servers"):
         if not getattr(args, name):
             raise ConfigError(f"init needs --{name} (or --from OLD.toml); see --help")
-    folder = Path(args.model)
-    settings = _sizes(folder)
+    settings = read_config(Path(args.model) / "config.json")
+    if not settings:
+        raise ConfigError(
+            f"--model must be a directory with the model's config.json, got {args.model!r}"
+        )
     columns = list(open_table(TaskKeys(dataset=args.data)).column_names)
     files: dict[Path, str] = {}
     if not args.reward:
@@ -185,17 +188,6 @@ def new(args: argparse.Namespace, out: Path) -> dict[Path, str]:
 
 def _first(names: tuple[str, ...], columns: list[str]) -> str:
     return next((name for name in names if name in columns), "")
-
-
-def _sizes(folder: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            "--model must be a directory with the model's config.json, got"
-            f" {str(folder)!r}: {error}"
-        ) from error
-    return found
 
 
 def _flavor(named: str, settings: Mapping[str, Any]) -> tuple[str, str]:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from titan_grpo.commands import read_toml
 from titan_grpo.config.rollout import LAUNCH, is_loopback, server_url
 from titan_grpo.errors import ConfigError
 from titan_grpo.plan.setup import Setup
+from titan_grpo.titan.jobfile import read_config, read_toml
 
 OPTIONS = {f.name: f for f in fields(Setup) if f.name not in ("sync", "parameters")}
 
@@ -73,7 +73,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     options |= {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     given: dict[str, Any] = {}
     for path, table in tables.items():
-        given |= of_job(path, options.get("servers")) if is_job(table) else {}
+        given |= of_job(path, table, options.get("servers")) if is_job(table) else {}
     given |= options
     of_file = given.pop("model", None)
     model = of_file if args.model is None else args.model
@@ -124,15 +124,15 @@ def of_options(path: Path, table: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
-def of_job(path: Path, servers: int | None = None) -> dict[str, Any]:
-    """What a job's TOML says of a plan. ``servers``: their number, where it is given beside the
-    file. Such a file may name none, as where servers_slurm is an argument of the run; and of more
-    than a job has on the trainer's host all are on other ones."""
+def of_job(path: Path, table: Mapping[str, Any], servers: int | None = None) -> dict[str, Any]:
+    """What a job's TOML, which has ``table``, says of a plan. ``servers``: their number, where it
+    is given beside the file. Such a file may name none, as where servers_slurm is an argument of
+    the run; and of more than a job has on the trainer's host all are on other ones."""
     # Imported here: torchtitan takes seconds.
     from titan_grpo.titan.flavors import parameters_of
     from titan_grpo.titan.jobconfig import parse
 
-    argv, keys = ["--job.config_file", str(path)], read_toml(path, "FILE").get("rollout")
+    argv, keys = ["--job.config_file", str(path)], table.get("rollout")
     ways = ("servers", "servers_file", "servers_slurm")
     named = isinstance(keys, dict) and any(keys.get(way) for way in ways)
     if not named and servers is None:
@@ -180,16 +180,7 @@ def parameters(model: str) -> int:
         pass
     from titan_grpo.titan.flavors import flavor_of, parameters_of
 
-    path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.is_file():
-        try:
-            settings = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--model {path} is no config.json: {error}") from error
-        if not isinstance(settings, dict):
-            raise ConfigError(f"--model {path} is no config.json: it has no table")
+    if settings := read_config(model):
         return parameters_of(*flavor_of(settings))
     name, slash, flavor = model.partition("/")
     if not slash:

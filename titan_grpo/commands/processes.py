@@ -26,16 +26,17 @@ class TrainingFailed(TitanGrpoError):
     """torchrun ended with an error; the message has its cause and the log file."""
 
 
-def torchrun(nproc: int, config_file: str, arguments: Sequence[str]) -> list[str]:
-    """Command line of a training run on this host, on a port that torchrun finds itself."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={nproc}",
-    ]
-    return [*launcher, "-m", "titan_grpo.train", "--job.config_file", config_file, *arguments]
+def torchrun(
+    nproc: int,
+    config_file: str,
+    arguments: Sequence[str],
+    module: Sequence[str] = ("titan_grpo.train",),
+) -> list[str]:
+    """Command line of a training run on this host, on a port that torchrun finds itself.
+    ``module``: the trainer's, with arguments of its own."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    job = ["--job.config_file", config_file, *arguments]
+    return [*launcher, f"--nproc_per_node={nproc}", "-m", *module, *job]
 
 
 def run_logged(
@@ -135,6 +136,24 @@ def add_tiny_run(
         python = engine_python(engine)
         add(f"--{engine}-python", default=python, help=f"interpreter of {title}'s environment")
     add("--config", default=str(RECIPES / recipe), help="TOML file of a run")
+
+
+def tiny_job(options: argparse.Namespace, model: Path, folder: Path, servers: str) -> list[str]:
+    """Arguments that such a command's ``--config`` is run with. ``servers``: URLs with commas
+    between them."""
+    # Imported here: --help is answered before torch is loaded.
+    from titan_grpo.titan.flavors import FLAVORS
+
+    name, flavor = FLAVORS[options.model]
+    settings = {
+        "--rollout.servers": servers,
+        "--job.dump_folder": str(folder),
+        "--model.hf_assets_path": str(model),
+        "--model.name": name,
+        "--model.flavor": flavor,
+        "--training.steps": str(options.steps),
+    }
+    return [text for pair in settings.items() for text in pair]
 
 
 def require_python(engine: str, path: str) -> None:

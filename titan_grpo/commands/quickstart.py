@@ -13,6 +13,7 @@ from titan_grpo.commands.processes import (
     print_progress,
     require_python,
     run_logged,
+    tiny_job,
     torchrun,
 )
 from titan_grpo.engines.launch import ServerGroup, ServerSpec
@@ -109,7 +110,6 @@ def _train_and_tell(options: argparse.Namespace, env: Mapping[str, str]) -> int:
 def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
     # Imported here: --help and mistakes are answered before torch is loaded.
     from titan_grpo.titan import jobconfig
-    from titan_grpo.titan.flavors import FLAVORS
     from titan_grpo.titan.tiny import write_tiny_model
 
     out: Path = options.out
@@ -124,7 +124,6 @@ def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
     else:
         # Other weights than the trainer's: what the servers serve later can only be the trainer's.
         write_tiny_model(options.model, server_model, seed=2, std=std)
-    name, flavor = FLAVORS[options.model]
     run_key = find_run_key(env) or Key.generate()
     env = {**with_run_key(env, run_key), "OMP_NUM_THREADS": "1"}
     specs = [
@@ -143,15 +142,7 @@ def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
     with ServerGroup(specs) as servers:
         names = ", ".join(Path(spec.log_path).stem for spec in specs)
         print_progress(f"starting {names}, about a minute on two cores; logs in {out}/*.log")
-        settings = {
-            "--rollout.servers": ",".join(servers.urls),
-            "--job.dump_folder": str(out),
-            "--model.hf_assets_path": str(model),
-            "--model.name": name,
-            "--model.flavor": flavor,
-            "--training.steps": str(options.steps),
-        }
-        arguments = [text for pair in settings.items() for text in pair]
+        arguments = tiny_job(options, model, out, ",".join(servers.urls))
         if options.lora is not None:
             arguments += ["--lora.rank", str(options.lora), "--optimizer.lr", "1e-2"]
             arguments += ["--lora.sync", options.lora_sync or "merged"]

@@ -53,11 +53,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Run, judge, report. Every process is gone at the end, however it ends."""
     options = arguments(argv)
+    # Imported here: --help and mistakes are answered before torch is loaded.
+    from titan_grpo.commands.verify_runs import verify
 
-    def verified() -> int:
-        # Imported here: --help and mistakes are answered before torch is loaded.
-        from titan_grpo.commands.verify_runs import verify
-
-        return verify(options, env)
-
-    return in_foreground(verified)
+    return in_foreground(lambda: verify(options, env))

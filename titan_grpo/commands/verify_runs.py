@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from titan_grpo.commands.processes import print_progress, run_logged, torchrun
+from titan_grpo.commands.processes import print_progress, run_logged, tiny_job, torchrun
 from titan_grpo.engines.launch import Server
 from titan_grpo.errors import ServerUnreachable
 from titan_grpo.runkey import Key, find_run_key, with_run_key
-from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify.outcome import (
     START,
@@ -156,22 +155,11 @@ class PhaseRuns:
 
     def _train(self, phase: str, phase_arguments: Sequence[str], url: str, folder: Path) -> None:
         options = self._options
-        name, flavor = FLAVORS[options.model]
-        settings = {
-            "--rollout.servers": url,
-            "--job.dump_folder": str(folder),
-            "--training.steps": str(options.steps),
-            "--model.hf_assets_path": str(options.out / "model"),
-            "--model.name": name,
-            "--model.flavor": flavor,
-            "--weight_sync.transport": self._devices.transport,
-        }
-        arguments = [text for pair in settings.items() for text in pair]
-        command = torchrun(
-            options.nproc, options.config, [*arguments, *phase_arguments, *options.rest]
-        )
-        at = command.index("titan_grpo.train")
-        command[at : at + 1] = self.module(phase, folder / "evidence")
+        arguments = tiny_job(options, options.out / "model", folder, url)
+        arguments += ["--weight_sync.transport", self._devices.transport]
+        arguments += [*phase_arguments, *options.rest]
+        module = self.module(phase, folder / "evidence")
+        command = torchrun(options.nproc, options.config, arguments, module)
         log = folder / "train.log"
         print_progress(f"run {phase}: {options.nproc} ranks, {options.steps} steps; log in {log}")
         run_logged(command, log, self._devices.trainer_environment(self._env), None)

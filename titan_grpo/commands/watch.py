@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_grpo.commands import read_toml
 from titan_grpo.errors import ConfigError
+from titan_grpo.titan.jobfile import read_toml
 
 if TYPE_CHECKING:
     from rich.console import Console

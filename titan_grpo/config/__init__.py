@@ -13,16 +13,9 @@ from typing import Any, Literal
 
 from titan_grpo.config.grpo import GRPO
 from titan_grpo.config.grpo import violations as grpo_violations
-from titan_grpo.config.rollout import (
-    LAUNCH,
-    Rollout,
-    Rules,
-    broken,
-    engines_read_calls,
-    listens,
-)
+from titan_grpo.config.rollout import LAUNCH, Rollout, engines_read_calls, listens
 from titan_grpo.config.rollout import violations as rollout_violations
-from titan_grpo.config.task import Evaluation, evaluation_rules, task_rules
+from titan_grpo.config.task import Evaluation, Rules, broken, evaluation_rules, task_rules
 
 __all__ = (
     "GRPO",
@@ -294,7 +287,7 @@ def violations(config: Any) -> list[str]:
         *grpo_violations(grpo, rollout),
         *rollout_violations(rollout),
         *broken("weight_sync", config.weight_sync, _weight_sync(config.weight_sync)),
-        *broken("rollout", rollout, iter([both])),
+        *broken("rollout", rollout, [both]),
         *broken("lora", config.lora, _lora(config.lora)),
         *broken("dashboards", config.dashboards, _dashboards(config.dashboards)),
         *_evaluations(config),
@@ -306,7 +299,7 @@ def _evaluations(config: Any) -> Iterator[str]:
     tables: list[Evaluation] = config.evaluation
     for table in tables:
         rules = (*evaluation_rules(table), *task_rules(table))
-        yield from broken(table.section, table, iter(rules))
+        yield from broken(table.section, table, rules)
     if not tables:
         return
     names = [table.name for table in tables]

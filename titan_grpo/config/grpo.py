@@ -8,7 +8,8 @@ objects.
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_grpo.config.rollout import Rollout, Rules, broken
+from titan_grpo.config.rollout import Rollout
+from titan_grpo.config.task import Rules, broken
 
 
 @dataclass
@@ -282,7 +283,7 @@ def violations(grpo: GRPO, rollout: Rollout) -> list[str]:
     """All broken rules of the section, each as "key must be rule, got value". Pure; empty if
     none."""
     rules = (*_bounds(grpo), *_combinations(grpo), *_with_rollout(grpo, rollout))
-    return broken("grpo", grpo, iter(rules))
+    return broken("grpo", grpo, rules)
 
 
 def _bounds(g: GRPO) -> Rules:

@@ -12,8 +12,6 @@ from typing import Any
 from titan_grpo.config.grpo import GRPO
 from titan_grpo.config.rollout import Rollout
 
-_UNSET: Any = None
-
 
 @dataclass(frozen=True, slots=True)
 class Older:
@@ -29,7 +27,8 @@ class Older:
     """What is different, or why there is none."""
 
     keep: bool = True
-    """Whether a converted job that does not set it gets the older default, where they differ."""
+    """Whether a converted job that does not set it gets the older default, where they differ; the
+    keys of the correction get it only in a job that sets ``rollout_is_threshold``."""
 
 
 ENGINE = "the servers' own matter: give it to each server's command line"
@@ -60,11 +59,11 @@ OLDER: dict[str, Older] = {
     "clip_ratio_upper_bound": Older(0.25, "grpo.clip_ratio_upper_bound"),
     "policy_ratio_type": Older("token", "grpo.policy_ratio_type"),
     "num_microbatches": Older(1, "grpo.num_microbatches"),
-    "rollout_is_threshold": Older(_UNSET, "grpo.rollout_is_threshold", CORRECTION, keep=False),
+    "rollout_is_threshold": Older(None, "grpo.rollout_is_threshold", CORRECTION, keep=False),
     "rollout_is_level": Older("sequence", "grpo.rollout_is_level", keep=False),
     "rollout_is_mode": Older("mask", "grpo.rollout_is_mode", keep=False),
     "rollout_is_threshold_lower": Older(
-        _UNSET, "grpo.rollout_is_threshold_lower", "0 is 1 / rollout_is_threshold", keep=False
+        None, "grpo.rollout_is_threshold_lower", "0 is 1 / rollout_is_threshold", keep=False
     ),
     "rollout_is_veto_threshold": Older(1e-4, "grpo.rollout_is_veto_threshold", keep=False),
     "onpolicy_logp_threshold": Older(
@@ -97,13 +96,6 @@ NO_PEFT = {
     "layers_to_train": "every block has adapters; lora.targets names layers in a block",
 }
 """Name in ``[peft]`` there that has no counterpart -> why. Unset, 0 and false mean the same."""
-
-DEPENDENT = (
-    "rollout_is_level",
-    "rollout_is_mode",
-    "rollout_is_veto_threshold",
-)
-"""Keys whose older defaults matter where the job sets ``rollout_is_threshold``."""
 
 
 def value_here(name: str, value: Any) -> Any:
@@ -139,7 +131,7 @@ def hint(key: str) -> str:
     """What to write in place of an older key, in whatever section; empty if it is none.
 
     >>> hint("grpo.sglang_urls")
-    "it is rollout.servers here (with http://, and vLLM servers too)"
+    'it is rollout.servers here (with http://, and vLLM servers too)'
     """
     if key.partition(".")[0] == "peft":
         named = ", ".join(f"{name} is {ours}" for name, ours in PEFT.items())
@@ -183,8 +175,7 @@ def convert(older: Mapping[str, Any]) -> list[Converted]:
             out.append(Converted(of.key, value_here(name, value), of.note))
     corrected = "rollout_is_threshold" in older
     for name, of in OLDER.items():
-        wanted = of.keep or (corrected and name in DEPENDENT)
-        if name not in older and of.key and wanted and differs(name):
+        if name not in older and (of.keep or corrected) and differs(name):
             note = "the older trainer's default"
             out.append(Converted(of.key, value_here(name, of.default), note))
     return out

@@ -5,12 +5,12 @@ objects.
 """
 
 import ipaddress
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit, urlunsplit
 
-from titan_grpo.config.task import ENGINE, TaskKeys, task_rules
+from titan_grpo.config.task import ENGINE, Rules, TaskKeys, broken, task_rules
 from titan_grpo.errors import ConfigError
 
 LAUNCH = "launch"
@@ -199,19 +199,6 @@ class Rollout(WorkerKeys):
     version."""
 
 
-Rules = Iterator[tuple[bool, str, str]]
-"""(broken, key, what it must be and why), of one section."""
-
-
-def broken(section: str, values: Any, rules: Rules) -> list[str]:
-    """The broken ones, each as "section.key must be rule, got value"."""
-    return [
-        f"{section}.{key} must be {rule}, got {getattr(values, key)!r}"
-        for is_broken, key, rule in rules
-        if is_broken
-    ]
-
-
 def server_url(text: str) -> str:
     """A server's URL in the one form that is compared: without a slash at its end, host in lower
     case. Raises ConfigError for another than http://host:port or https://host:port with a path.
@@ -281,7 +268,7 @@ def violations(r: Rollout) -> list[str]:
         *_controller(r),
         *_sampling(r),
     )
-    return out + broken("rollout", r, iter(rules))
+    return out + broken("rollout", r, rules)
 
 
 def _host(url: str) -> str:

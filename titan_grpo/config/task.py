@@ -6,10 +6,28 @@ objects.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import isfinite
+from operator import attrgetter
 from typing import Any
+
+Rule = tuple[bool, str, str]
+"""(broken, key, what it must be and why)."""
+
+Rules = Iterator[Rule]
+
+
+def broken(section: str, values: Any, rules: Iterable[Rule]) -> list[str]:
+    """The broken rules of a section, or of ``values`` with sections (``section`` is empty, and keys
+    are dotted), each as "section.key must be rule, got value"."""
+    prefix = f"{section}." if section else ""
+    return [
+        f"{prefix}{key} must be {rule}, got {attrgetter(key)(values)!r}"
+        for is_broken, key, rule in rules
+        if is_broken
+    ]
+
 
 TEXT = "none"
 """The value of ``rollout.chat_template`` that is no file: prompts are plain text."""
@@ -130,8 +148,8 @@ class TaskKeys:
         return ROLLOUT
 
 
-def task_rules(r: TaskKeys) -> Iterator[tuple[bool, str, str]]:
-    """(broken, key, what it must be and why) of these keys. Pure."""
+def task_rules(r: TaskKeys) -> Rules:
+    """Of these keys. Pure."""
     for name in ("task_concurrency", "max_turns", "task_timeout_s"):
         yield getattr(r, name) <= 0, name, "greater than 0"
     yield not 0 <= r.task_error_budget <= 100, "task_error_budget", "0 to 100"
@@ -159,7 +177,7 @@ def task_rules(r: TaskKeys) -> Iterator[tuple[bool, str, str]]:
             yield bool(getattr(r, name)), name, rule
 
 
-def _agent_rules(r: TaskKeys) -> Iterator[tuple[bool, str, str]]:
+def _agent_rules(r: TaskKeys) -> Rules:
     rule = f'"package.module:function", or "{OUTSIDE}"'
     yield r.agent != OUTSIDE and not all(r.agent.partition(":")), "agent", rule
     for name in ("reward", "reward_weights", "prompt", "system_prompt", "tools"):
@@ -224,8 +242,8 @@ class Evaluation(TaskKeys):
         return f"evaluation {self.name!r}"
 
 
-def evaluation_rules(e: Evaluation) -> Iterator[tuple[bool, str, str]]:
-    """(broken, key, what it must be and why) of one table, but for its task's keys. Pure."""
+def evaluation_rules(e: Evaluation) -> Rules:
+    """Of one table, but for its task's keys. Pure."""
     named = re.fullmatch(r"[A-Za-z0-9_-]+", e.name)
     yield named is None, "name", "letters, digits, - and _ (its metrics are evaluation/NAME/...)"
     yield e.every < 0, "every", "0 (only at the start and at the end) or greater"

@@ -107,7 +107,7 @@ def likely_cause(last: Mapping[str, float], quantised: Mapping[str, str]) -> str
             " than is trained: rollout_is_threshold corrects for it; an unquantised server has no"
             " such gap"
         )
-    places = [last.get(names.gap("position", high)) for high in (16, 128, 1024, 8192, math.inf)]
+    places = [last.get(names.gap("position", high)) for high in names.GAP_PARTS["position"]]
     found = [gap for gap in places if gap is not None]
     if len(found) > 1 and found[-1] >= GREW * max(found[0], LEAST_GAP / GREW):
         return (

@@ -4,6 +4,8 @@ Blocked time and work time never share a name: ``time/blocked_s`` is what the ma
 other ``*_s`` names are work done elsewhere (a lane, a server, the device), or the step as a whole.
 """
 
+from math import inf
+
 # Learning, one value per step.
 REWARD = "reward/mean"
 REWARD_STD = "reward/std"
@@ -255,6 +257,14 @@ def dropped(reason: str) -> str:
 GAP = "logprob_gap"
 """Prefix of the gap of a part of the tokens: ``logprob_gap/position/128`` (see :func:`gap`)."""
 
+GAP_PARTS: dict[str, tuple[float, ...]] = {
+    "position": (16, 128, 1024, 8192, inf),
+    "probability": (0.01, 0.1, 0.5, inf),
+    "lag": (0, 1, 2, inf),
+}
+"""Parts of the tokens whose log-probability gap is a figure of its own: the greatest place in the
+completion, probability, or number of versions behind, that a part has."""
+
 GAP_OF = {
     "position": "tokens up to that place in their completion, past the part before it",
     "probability": "tokens that the engine gave up to that probability, more than the part before",
@@ -269,7 +279,7 @@ def gap(by: str, high: float) -> str:
     >>> gap("position", 128), gap("lag", float("inf"))
     ('logprob_gap/position/128', 'logprob_gap/lag/more')
     """
-    return f"{GAP}/{by}/{'more' if high == float('inf') else f'{high:g}'}"
+    return f"{GAP}/{by}/{'more' if high == inf else f'{high:g}'}"
 
 
 def lengths(kind: str, longest: str) -> str:
@@ -298,10 +308,15 @@ OF_EVALUATION = {
 }
 
 
+def short(url: str) -> str:
+    """A server's URL for people: ``http://host:8000/`` -> ``host:8000``."""
+    return url.split("://")[-1].rstrip("/")
+
+
 def of_server(url: str, what: str) -> str:
     """Name of one server's value:
     ``of_server("http://a:8000", "lag") == "server/a:8000/lag"``."""
-    return f"{SERVER}/{url.partition('://')[2].rstrip('/')}/{what}"
+    return f"{SERVER}/{short(url)}/{what}"
 
 
 def meaning(name: str) -> str:

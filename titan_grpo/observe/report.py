@@ -247,6 +247,16 @@ def final_table(summary: Mapping[str, Any]) -> str:
     return table(rows, f"{s['run']} ({s['mode']})")
 
 
+def held_by(versions: Mapping[str, int | None]) -> str:
+    """What each server holds (None: unknown), as the end of a step's line; empty without one.
+
+    >>> held_by({"http://a:8000": 3, "http://b:8000": None})
+    '  versions a:8000=3 b:8000=?'
+    """
+    found = [f"{names.short(url)}={'?' if v is None else v}" for url, v in versions.items()]
+    return f"  versions {' '.join(found)}" if found else ""
+
+
 def progress_line(
     step: int, last_step: int, metrics: Mapping[str, float], versions: Mapping[str, int | None]
 ) -> str:
@@ -257,10 +267,6 @@ def progress_line(
         step 12/60  reward 0.431  stale 1  blocked 2.1 ms  step 612.0 ms  gap 0.003
         versions 127.0.0.1:8000=11
     """
-    held = " ".join(
-        f"{url.split('://')[-1].rstrip('/')}={'?' if v is None else v}"
-        for url, v in versions.items()
-    )
     parts = [
         f"step {step:>{len(str(last_step))}}/{last_step}",
         f"reward {number(metrics.get(names.REWARD), '.3f')}",
@@ -269,4 +275,4 @@ def progress_line(
         f"step {seconds(metrics.get(names.STEP_S))}",
         f"gap {number(metrics.get(names.LOGPROB_GAP), '.3f')}",
     ]
-    return "  ".join(parts + ([f"versions {held}"] if held else []))
+    return "  ".join(parts) + held_by(versions)

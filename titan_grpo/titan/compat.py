@@ -7,7 +7,7 @@ from importlib import metadata
 from typing import Any
 
 from titan_grpo.errors import UpstreamError
-from titan_grpo.patches.versions import Range, inside, release
+from titan_grpo.patches.versions import Range, inside
 
 TORCHTITAN: Range = ("torchtitan", "0.2.2", "0.4")
 
@@ -17,22 +17,13 @@ THREE: Range = ("torchtitan", "0.3", "0.4")
 def refusal(version: str | None) -> str:
     """Why this torchtitan version cannot be used, with the remedy; empty if it can. Pure; None
     means not installed."""
-    remedy = "install torchtitan 0.2.2 or 0.3.0"
-    if version is None:
-        return (
-            f"torchtitan is not installed, and training needs it: {remedy} (pip install"
-            " 'titan_grpo[train]')"
-        )
-    if inside(version, TORCHTITAN):
+    if version is not None and inside(version, TORCHTITAN):
         return ""
-    if release(version) >= release(TORCHTITAN[2]):
-        return (
-            f"torchtitan {version} is not supported: it is newer than the trainers that titan_grpo"
-            f" plugs into; {remedy}"
-        )
+    _, first, beyond = TORCHTITAN
     return (
-        f"torchtitan {version} is too old: the seams that titan_grpo plugs into came with 0.2.2;"
-        f" {remedy}"
+        f"training plugs into torchtitan >={first},<{beyond}, and"
+        f" {f'{version} is' if version else 'none is'} installed: pip install 'titan_grpo[train]'"
+        " (0.2.2) or 'titan_grpo[train03]' (0.3)"
     )
 
 

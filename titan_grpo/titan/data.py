@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
 
-from titan_grpo.algorithm.advantages import Scored, has_spread
+from titan_grpo.algorithm.advantages import by_episode, has_spread
 from titan_grpo.algorithm.batch import BatchOptions
 from titan_grpo.algorithm.rows import MicroBatch, Rows, attention_rows, build
 from titan_grpo.errors import ConfigError, ProtocolError, TitanGrpoError
@@ -61,7 +61,7 @@ def varied_groups(
         # A group with a defect is not trained on; a reward that is none would stop the run here.
         if any(defect(group.prompt, c) for c in group.completions):
             return False
-        return has_spread([Scored.of(c) for c in group.completions], options.grpo, options.longest)
+        return has_spread(by_episode(group.completions)[0], options.grpo, options.longest)
 
     kept: list[Group] = []
     flat: list[Group] = []

@@ -1,6 +1,5 @@
 """torchtitan 0.2.2's trainer behind the calls that ``engine03`` has too."""
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,15 +8,13 @@ import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.protocols.train_spec import register_train_spec
-from torchtitan.tools import utils
 from torchtitan.train import Trainer
 
-from titan_grpo.patches import torchtitan_gloo_premul, torchtitan_pipeline_metrics
-from titan_grpo.titan import flavors, lora, models02
-from titan_grpo.titan.modules import load_files
+from titan_grpo.patches import torchtitan_pipeline_metrics
+from titan_grpo.titan import lora, models02
+from titan_grpo.titan.engine import Built
+from titan_grpo.titan.flavors import disable_unexported_buffers
 from titan_grpo.titan.pipeline import Activations, Pipeline
-
-logger = logging.getLogger(__name__)
 
 
 def _register(job_config: Any, make_loader: Callable[[int], Any]) -> Any:
@@ -25,8 +22,7 @@ def _register(job_config: Any, make_loader: Callable[[int], Any]) -> Any:
     loader; returns the spec as it was."""
     spec = models02.get_spec(job_config.model.name)
     args = spec.model_args[job_config.model.flavor]
-    if flavors.disable_unexported_buffers(args, spec.state_dict_adapter(args, None)):
-        logger.warning(flavors.BIAS_IS_OFF)
+    disable_unexported_buffers(args, spec.state_dict_adapter(args, None))
 
     def build_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
         return make_loader(dp_rank)
@@ -55,27 +51,16 @@ def _register(job_config: Any, make_loader: Callable[[int], Any]) -> Any:
     return spec
 
 
-class Engine(Trainer):
+class Engine(Built, Trainer):
     """0.2.2's trainer, built from a job."""
 
     def __init__(self, job_config: Any, make_loader: Callable[[int], Any]) -> None:
         self.own_spec = _register(job_config, make_loader)
-        """The model's spec as torchtitan has it: with its loader of text."""
         self.pp_schedule: Any = None
         super().__init__(job_config)
-        torchtitan_gloo_premul.apply(self.model_parts)
-        self.pipeline = self._pipeline(self.pp_schedule, self.model_parts)
-        """None where every rank has the whole model."""
-        self.whole: torch.nn.Module = self.model_parts[0]
-        """The model; with a pipeline without memory."""
-        if self.pipeline is not None:
-            self.whole = self._on_meta()
-        self.policy: torch.nn.Module = self.pipeline or self.whole
-        """What this rank has of it."""
-        if job_config.lora.rank:
-            lora.start_values(self.model_parts[0], job_config.debug.seed or 0)
-        path = str(job_config.model.hf_assets_path)
-        self.to_hf = self.train_spec.state_dict_adapter(self.model_args, path).to_hf
+        staged = self.parallel_dims.pp_enabled
+        self.pipeline = self._pipeline(self.pp_schedule, self.model_parts) if staged else None
+        self._complete()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -83,46 +68,19 @@ class Engine(Trainer):
         with self.train_context(), self.maybe_enable_amp:
             yield
 
-    def logits(self, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        """[R, L, V] of "input" [R, L], and of "positions" where the batch has them."""
-        extra = {"positions": batch["positions"]} if "positions" in batch else {}
-        inputs, _, extra_inputs, extra_kwargs = self.post_dataloading_process(
-            {"input": batch["input"], **extra}, batch["labels"]
-        )
-        logits: torch.Tensor = model(inputs, **extra_inputs, **extra_kwargs)
-        return logits
-
-    def _on_meta(self) -> torch.nn.Module:
-        dtype = TORCH_DTYPE_MAP[self.job_config.training.dtype]
-        with torch.device("meta"), utils.set_default_dtype(dtype):
-            model: torch.nn.Module = self.train_spec.model_cls(self.model_args)
-        return model
-
-    def _pipeline(self, schedule: Any, parts: list[torch.nn.Module]) -> Pipeline | None:
+    def _pipeline(self, schedule: Any, parts: list[torch.nn.Module]) -> Pipeline:
         dims, training = self.parallel_dims, self.job_config.training
-        if not dims.pp_enabled:
-            return None
         # as torchtitan computes with a pipeline: without FSDP there is no mixed precision
         name = training.mixed_precision_param if dims.fsdp_enabled else training.dtype
         between = Activations(self.model_args.dim, TORCH_DTYPE_MAP[name], self.device, dims.tp)
         return Pipeline(schedule, parts, dims.get_mesh("pp").get_group(), between)
 
-    def second_model(self, path: str) -> torch.nn.Module:
-        """A model built and sharded like the one that is trained (with a pipeline a Pipeline), with
-        the weights of the Hugging Face files in ``path``. Collective."""
-        spec, schedule = self.own_spec, None  # without adapters
-        model = self._on_meta()
+    def _parallelized(self, model: torch.nn.Module) -> torch.nn.Module:
+        parallelize, dims, job = self.own_spec.parallelize_fn, self.parallel_dims, self.job_config
         if self.pipeline is None:
-            parts = [spec.parallelize_fn(model, self.parallel_dims, self.job_config)]
-        else:
-            schedule, parts, _, _ = self.train_spec.pipelining_fn(
-                model,
-                self.parallel_dims,
-                self.job_config,
-                self.device,
-                self.model_args,
-                spec.parallelize_fn,
-                None,
-            )
-        load_files(parts, spec.state_dict_adapter(self.model_args, path), path, self.device.type)
-        return self._pipeline(schedule, parts) or parts[0]
+            made: torch.nn.Module = parallelize(model, dims, job)
+            return made
+        schedule, parts, _, _ = self.train_spec.pipelining_fn(
+            model, dims, job, self.device, self.model_args, parallelize, None
+        )
+        return self._pipeline(schedule, parts)

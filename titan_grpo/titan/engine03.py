@@ -6,7 +6,6 @@ what has no counterpart is refused with its name (``violations``), as is what wa
 0.3.
 """
 
-import logging
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
@@ -24,7 +23,6 @@ from torchtitan.components.optimizer import (
     ParamGroupConfig,
 )
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.configs import (
     CommConfig,
     CompileConfig,
@@ -34,16 +32,13 @@ from torchtitan.config.configs import (
 )
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.decoder_sharding import dense_param_placement
-from torchtitan.tools import utils
 from torchtitan.tools.profiler import Profiler
 from torchtitan.trainer import Trainer
 
-from titan_grpo.patches import torchtitan_gloo_premul
-from titan_grpo.titan import flavors, lora, models03
+from titan_grpo.titan import lora, models03
+from titan_grpo.titan.engine import Built
+from titan_grpo.titan.flavors import disable_unexported_buffers
 from titan_grpo.titan.jobfile import JobConfig
-from titan_grpo.titan.modules import load_files
-
-logger = logging.getLogger(__name__)
 
 SECTIONS: dict[str, tuple[str, Any]] = {
     "profiling": ("profiler", Profiler.Config),
@@ -151,21 +146,17 @@ def _init_and_shard_adapter(layer: Any) -> None:
     layer._sharding_config = replace(sharding, state_shardings={**cut, **added})
 
 
-class Engine(Trainer):
+class Engine(Built, Trainer):
     """0.3's trainer, built from a job."""
 
     def __init__(self, job_config: Any, make_loader: Callable[[int], Any]) -> None:
-        self.job_config = job_config
-        spec = models03.get_spec(job_config.model.name)
+        self.job_config, self.pipeline = job_config, None
+        spec = self.own_spec = models03.get_spec(job_config.model.name)
         self.model_args = spec.model_args[job_config.model.flavor]
-        self._adapter = spec.state_dict_adapter
-        if flavors.disable_unexported_buffers(
-            self.model_args, self._adapter(self.model_args, None)
-        ):
-            logger.warning(flavors.BIAS_IS_OFF)
+        disable_unexported_buffers(self.model_args, spec.state_dict_adapter(self.model_args, None))
 
         def adapter(model_config: Any, path: str | None) -> Any:
-            return lora.of_base(self._adapter(self.model_args, path))
+            return lora.of_base(spec.state_dict_adapter(self.model_args, path))
 
         model_spec = replace(self.model_args.spec, state_dict_adapter=adapter)
         self._parallelize = model_spec.parallelize_fn
@@ -182,12 +173,7 @@ class Engine(Trainer):
                 tokenizer=_NoTokenizer(),
             )
         )
-        torchtitan_gloo_premul.apply(self.model_parts)
-        if job_config.lora.rank:
-            lora.start_values(self.model_parts[0], job_config.debug.seed or 0)
-        self.pipeline, self.whole = None, self.model_parts[0]
-        self.policy = self.whole
-        self.to_hf = adapter(None, job_config.model.hf_assets_path).to_hf
+        self._complete()
 
     def _with_adapters(self, model: torch.nn.Module, **arguments: Any) -> torch.nn.Module:
         """The model parallelized, with adapters, and these alone to be trained."""
@@ -198,7 +184,7 @@ class Engine(Trainer):
             made: torch.nn.Module = self._parallelize(model, **arguments)
             return made
 
-        to_hf = self._adapter(self.model_args, None).to_hf
+        to_hf = self.own_spec.state_dict_adapter(self.model_args, None).to_hf
         return lora.sharded(model, to_hf, self.job_config.lora, parallelize)
 
     def computing(self) -> AbstractContextManager[Any]:
@@ -206,23 +192,9 @@ class Engine(Trainer):
         context: AbstractContextManager[Any] = self.train_context()
         return context
 
-    def logits(self, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        """[R, L, V] of "input" [R, L], and of "positions" where the batch has them."""
-        extra = {"positions": batch["positions"]} if "positions" in batch else {}
-        inputs, _, keywords = self.post_dataloading_process(
-            {"input": batch["input"], **extra}, batch["labels"]
-        )
-        logits: torch.Tensor = model(inputs, **keywords)
-        return logits
-
-    def second_model(self, path: str) -> torch.nn.Module:
-        """A model built and sharded like the one that is trained, with the weights of the Hugging
-        Face files in ``path``. Collective."""
+    def _parallelized(self, model: torch.nn.Module) -> torch.nn.Module:
         c = self.config
-        dtype = TORCH_DTYPE_MAP[c.training.dtype]
-        with torch.device("meta"), utils.set_default_dtype(dtype):
-            model: torch.nn.Module = self.model_config.build()
-        model = self._parallelize(
+        made: torch.nn.Module = self._parallelize(
             model,
             parallel_dims=self.parallel_dims,
             training=c.training,
@@ -231,8 +203,7 @@ class Engine(Trainer):
             ac_config=c.activation_checkpoint,
             dump_folder=c.dump_folder,
         )
-        load_files([model], self._adapter(self.model_args, path), path, self.device.type)
-        return model
+        return made
 
 
 def without_counterpart(config: Any) -> list[str]:

@@ -227,9 +227,11 @@ class Evaluations:
                 self._kept_since[state.url] = self._recorder.now()
             self._kept[state.url] += 1
             self._keep(state.url)
-            job = table.job.on(state.url, state.engine, state.version, state.label)
             thread = threading.Thread(
-                target=self._run, args=(table, table.running, job), name=job.table.name, daemon=True
+                target=self._run,
+                args=(table, table.running, state),
+                name=table.job.table.name,
+                daemon=True,
             )
             self._threads = [t for t in self._threads if t.is_alive()] + [thread]
             thread.start()
@@ -241,9 +243,9 @@ class Evaluations:
 
     # A thread per evaluation.
 
-    def _run(self, table: _Table, run: _Running, job: Job) -> None:
+    def _run(self, table: _Table, run: _Running, state: ServerState) -> None:
         try:
-            outcome = self._outcome(table, run, job)
+            outcome = self._outcome(table, run, state)
         except (OSError, EOFError) as error:
             outcome = Failure(f"its process failed: {error or type(error).__name__}", True)
         if run.broken:
@@ -254,7 +256,7 @@ class Evaluations:
             self._recorder.evaluated(msgspec.to_builtins(outcome))
             terminal.print_status(evaluation.line(outcome))
         elif not self._closing:
-            what = f"evaluation {job.table.name} of version {job.version}"
+            what = f"evaluation {table.job.table.name} of version {run.version}"
             text = f"{what} has no result: {outcome.text}"
             self._recorder.error(text)
             terminal.print_status(text)
@@ -308,7 +310,7 @@ class Evaluations:
         if state is not None and state.version == run.version:
             self._begin(state)
 
-    def _outcome(self, table: _Table, run: _Running, job: Job) -> Evaluated | Failure:
+    def _outcome(self, table: _Table, run: _Running, state: ServerState) -> Evaluated | Failure:
         with self._changed:
             process, table.spare = table.spare, None
         if process is not None and process.ended():
@@ -320,9 +322,9 @@ class Evaluations:
                 run.process = process
                 if run.broken:
                     process.kill()
-            limit_s = job.table.timeout_s
+            limit_s = table.job.table.timeout_s
             try:
-                return process.evaluate(job, limit_s + MARGIN_S)
+                return process.evaluate(state, limit_s + MARGIN_S)
             except TimeoutError:
                 return Failure(f"it was not over after {limit_s:g} s (timeout_s)", False)
         finally:
@@ -334,8 +336,7 @@ class _Process:
     but for ``kill``."""
 
     def __init__(self, job: Job, nice: int = 0) -> None:
-        """Begin to load; ``job`` has no server. ``nice``: what it gives way by meanwhile. Raises
-        OSError."""
+        """Begin to load. ``nice``: what it gives way by meanwhile. Raises OSError."""
         self._process, socket = start_module(
             "titan_grpo.rollout.evaluation",
             env=helper_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""},
@@ -359,13 +360,13 @@ class _Process:
         self._loaded = failure is None
         return failure
 
-    def evaluate(self, job: Job, within_s: float) -> Evaluated | Failure:
-        """The outcome on the job's server. Raises as ``loaded``."""
+    def evaluate(self, state: ServerState, within_s: float) -> Evaluated | Failure:
+        """The outcome on a server. Raises as ``loaded``."""
         deadline = time.monotonic() + within_s
         if failure := self.loaded(within_s):
             return failure
         os.setpriority(os.PRIO_PROCESS, self._process.pid, NICE)
-        self._connection.send(job)
+        self._connection.send(state)
         outcome: Evaluated | Failure = self._answer(max(0.0, deadline - time.monotonic()))
         return outcome
 

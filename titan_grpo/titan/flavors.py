@@ -1,6 +1,7 @@
 """The tiny models of ``titan.tiny`` as torchtitan flavors, and model arguments that weight sync
 needs changed."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,8 @@ from titan_grpo.errors import ConfigError
 from titan_grpo.titan import compat
 from titan_grpo.titan.rules import attention_violation
 from titan_grpo.titan.tiny import Kind
+
+logger = logging.getLogger(__name__)
 
 FLAVORS: dict[Kind, tuple[str, str]] = {
     "qwen3": ("qwen3", "grpo_tiny"),
@@ -18,17 +21,12 @@ FLAVORS: dict[Kind, tuple[str, str]] = {
 """kind of ``write_tiny_model`` -> (model.name, model.flavor)."""
 
 
-BIAS_IS_OFF = (
-    "the MoE load balancing bias is off: servers cannot receive it, and they would route otherwise"
-)
-
-
 def disable_unexported_buffers(model_args: Any, adapter: Any = None) -> bool:
     """Turn off an MoE's load balancing bias if the model's state dict adapter cannot export it.
 
     The bias changes routing during training; an engine that never receives it would sample from
-    another model than the one that is trained, and no digest would show it. With it off the router
-    trains without that bias.
+    another model than the one that is trained, and no digest would show it. With it off, which is
+    logged, the router trains without that bias.
 
     Args:
         model_args: torchtitan model arguments of any model; changed in place.
@@ -51,6 +49,10 @@ def disable_unexported_buffers(model_args: Any, adapter: Any = None) -> bool:
         return False
     for each in getattr(model_args, "all_moe_args", [moe]):
         each.load_balance_coeff = None
+    logger.warning(
+        "the MoE load balancing bias is off: servers cannot receive it, and they would route"
+        " otherwise"
+    )
     return True
 
 

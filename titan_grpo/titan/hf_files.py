@@ -104,20 +104,8 @@ def write_adapter(
     return written
 
 
-def read_config(folder: str) -> dict[str, Any]:
-    """Content of a model directory's config.json; empty without one. ConfigError if it cannot be
-    read."""
-    path = Path(folder) / "config.json"
-    try:
-        config = json.loads(path.read_text()) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} must be JSON: {error}") from error
-    return dict(config)
-
-
-def copy_assets(source: Path, out: Path, dtype: str) -> list[str]:
-    """Copy configuration and tokenizer, with ``dtype`` as the type in config.json; names of what
-    was copied.
+def copy_assets(source: Path, out: Path, dtype: str) -> None:
+    """Copy configuration and tokenizer, with ``dtype`` as the type in config.json.
 
     Raises ConfigError if there is no config.json: no engine could load the directory.
     """
@@ -127,16 +115,13 @@ def copy_assets(source: Path, out: Path, dtype: str) -> list[str]:
             " config.json: no server could load what is exported; point it at the directory of the"
             " base model"
         )
-    names = sorted(
-        {path.name for pattern in ASSETS for path in source.glob(pattern) if path.is_file()}
-    )
-    for name in names:
-        shutil.copyfile(source / name, out / name)
+    for path in (path for pattern in ASSETS for path in source.glob(pattern)):
+        if path.is_file():
+            shutil.copyfile(path, out / path.name)
     config = json.loads((out / "config.json").read_text())
     # transformers renamed the key; whichever the base model uses goes on being used.
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return names
 
 
 @contextmanager

@@ -5,9 +5,7 @@ import difflib
 import math
 import shlex
 import shutil
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,16 @@ from titan_grpo.rollout.codec import ChatTemplate
 from titan_grpo.rollout.tasks.dataset import files_of
 from titan_grpo.runkey import find_run_key
 from titan_grpo.titan import compat, rules
-from titan_grpo.titan.jobfile import OURS, given_keys, load, load_toml, mismatches, refuse
+from titan_grpo.titan.jobfile import (
+    OURS,
+    given_keys,
+    load,
+    load_toml,
+    mismatches,
+    read_config,
+    read_toml,
+    refuse,
+)
 from titan_grpo.titan.servers import known_servers
 
 ALGORITHMS = Path(__file__).with_name("algorithms")
@@ -33,22 +40,14 @@ TIMEOUT_MARGIN_S = 60
 better message."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A merged, checked configuration, and what a person should know of it at the start."""
-
-    config: Any
-    notes: tuple[str, ...]
-    """What ``grpo.algorithm`` set, and which keys were set and cannot act."""
-
-
 def parse(argv: Sequence[str], world_size: int | None = None) -> Any:
-    """``read(...).config``."""
-    return read(argv, world_size).config
+    """The configuration of ``read``, without the notes."""
+    return read(argv, world_size)[0]
 
 
-def read(argv: Sequence[str], world_size: int | None = None) -> Job:
-    """The merged, checked JobConfig. Argument beats TOML beats ``grpo.algorithm`` beats default.
+def read(argv: Sequence[str], world_size: int | None = None) -> tuple[Any, list[str]]:
+    """The merged, checked JobConfig, and notes for the start: what ``grpo.algorithm`` set, and
+    which keys were set and cannot act. Argument beats TOML beats ``grpo.algorithm`` beats default.
 
     Derived where neither TOML nor argument gives them: ``job.custom_config_module``,
     ``checkpoint.last_save_model_only`` (false: the last checkpoint can be resumed) and the two
@@ -62,7 +61,7 @@ def read(argv: Sequence[str], world_size: int | None = None) -> Job:
         ConfigError: a broken rule, in one line. (``--help`` raises SystemExit(0) after printing.)
         UpstreamError: an unsupported torchtitan.
     """
-    machine = rules.Machine(on_cpu=compat.prepare(), world_size=world_size)
+    on_cpu = compat.prepare()
     args, table = list(argv), load_toml(argv)
     given = given_keys(args, table)
     if not {"job.custom_config_module", "experimental.custom_args_module"} & given:
@@ -74,30 +73,27 @@ def read(argv: Sequence[str], world_size: int | None = None) -> Job:
         refuse(mismatches(type(config.grpo), keys, f"{config.grpo.algorithm}: grpo."))
         notes.append(expand(config.grpo, keys, given))
         given |= {f"grpo.{name}" for name in keys}
+    config.evaluation = [_evaluation(n, t, config.rollout) for n, t in enumerate(config.evaluation)]
     # Before a deadline is computed with them.
     refuse(rules.not_finite(config))
-    config.evaluation = [_evaluation(n, t, config.rollout) for n, t in enumerate(config.evaluation)]
     _derive(config, given)
     if not config.lora.rank and any(key.startswith("lora.") for key in given):
         refuse([f"lora.rank must be 1 or greater with a section [lora], got {config.lora.rank}"])
     broken = (
         our_config.violations(config)
-        + rules.violations(config, machine)
+        + rules.violations(config, on_cpu, world_size)
         + compat.upstream("models").violations(config)
         + _model_violations(config)
     )
     refuse(broken)
     resolve_aliases(config.grpo)
-    return Job(config, (*notes, *inert(config, given)))
+    return config, notes + inert(config, given)
 
 
 def _evaluation(number: int, table: Mapping[str, Any], rollout: Any) -> Evaluation:
     """The settings of one [[evaluation]] table. Raises ConfigError for a mistake in its keys."""
     key = f"evaluation[{number}]."
     refuse(mismatches(Evaluation, table, key))
-    timeout_s = table.get("timeout_s", Evaluation.timeout_s)
-    if not 0 < timeout_s < math.inf:
-        raise ConfigError(f"{key}timeout_s must be greater than 0, and finite, got {timeout_s!r}")
     try:
         # The form in which the run compares them.
         servers = [server_url(url) for url in table.get("servers", ())]
@@ -124,12 +120,7 @@ def algorithm_keys(algorithm: str) -> dict[str, Any]:
             f" .toml, got {algorithm!r}"
         )
     path = Path(algorithm) if own else ALGORITHMS / f"{algorithm}.toml"
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"grpo.algorithm must name a readable TOML file, got {algorithm!r}: {error}"
-        ) from error
+    table = read_toml(path, "grpo.algorithm")
     keys = table.get("grpo")
     if set(table) != {"grpo"} or not isinstance(keys, dict) or "algorithm" in keys:
         raise ConfigError(
@@ -191,22 +182,17 @@ def _model_violations(config: Any) -> list[str]:
             f"model.flavor must be one of {', '.join(sorted(spec.model_args))} for {name}, got"
             f" {flavor!r}{hint}"
         ]
-    args, stages = spec.model_args[flavor], config.parallelism.pipeline_parallel_degree
-    found = (
-        rules.attention_violation(flavor, args)
-        or rules.tied_violation(flavor, args, stages)
-        or rules.stages_violation(config.parallelism, args)
-        or rules.experts_violation(config, args)
-    )
-    if not found and config.lora.rank > 0:
+    if found := rules.model_violations(config, spec.model_args[flavor]):
+        return found
+    if config.lora.rank > 0:
         # torchtitan's models are imported by it
         from titan_grpo.titan.export import skeleton
 
         try:
             skeleton(config)
         except ConfigError as error:
-            found = str(error)
-    return [found] if found else []
+            return [str(error)]
+    return []
 
 
 def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
@@ -219,8 +205,6 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
     Raises:
         ConfigError: the first that is missing, with the key that names it.
     """
-    from titan_grpo.titan.hf_files import read_config
-
     folder = Path(config.model.hf_assets_path)
     if not folder.is_dir():
         raise ConfigError(
@@ -232,7 +216,7 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
             raise ConfigError(f"model.hf_assets_path must contain {name}, got {str(folder)!r}")
     flavor = config.model.flavor
     args = compat.upstream("models").get_spec(config.model.name).model_args[flavor]
-    if found := rules.model_violation(flavor, args, essential(read_config(str(folder)))):
+    if found := rules.other_model(flavor, args, essential(read_config(folder))):
         raise ConfigError(found)
     weights = config.checkpoint.initial_load_path or str(folder)
     if config.checkpoint.initial_load_in_hf and not any(Path(weights).glob("*.safetensors")):

@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import importlib
 import io
+import json
 import os
 import re
 import sys
@@ -76,12 +77,35 @@ def argument(args: Sequence[str], key: str) -> str | None:
     return found
 
 
-def load_toml(args: Sequence[str]) -> dict[str, Any]:
-    """Content of the file that ``--job.config_file`` names; empty without one.
+def read_toml(path: str | Path, key: str) -> dict[str, Any]:
+    """Content of the TOML file that ``key`` names. Raises ConfigError where it is missing,
+    unreadable or not TOML."""
+    try:
+        # An editor may have put a byte-order mark there, which tomllib would call invalid.
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"{key} must be a readable TOML file, got {str(path)!r}: {reason}"
+        ) from error
 
-    Raises:
-        ConfigError: the file is missing, unreadable or not TOML.
-    """
+
+def read_config(place: str | Path) -> dict[str, Any]:
+    """Content of a model's config.json, which is ``place`` or lies in it; empty where there is
+    none. Raises ConfigError where it cannot be read."""
+    path = Path(place) / "config.json" if Path(place).is_dir() else Path(place)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} must be a model's config.json: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must be a model's config.json, it has no table")
+    return found
+
+
+def load_toml(args: Sequence[str]) -> dict[str, Any]:
+    """Content of the file that ``--job.config_file`` names; empty without one. Raises
+    ConfigError."""
     path = argument(args, "job.config_file")
     if path is None:
         return {}
@@ -90,22 +114,7 @@ def load_toml(args: Sequence[str]) -> dict[str, Any]:
             f"job.config_file must name a TOML file, got {path or 'nothing'!r} after"
             " --job.config_file"
         )
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        if text.startswith("\ufeff"):
-            # tomllib would call the first line invalid, in which an editor shows no mistake.
-            raise ConfigError(
-                f"job.config_file must be TOML without a byte-order mark, {path!r} starts with one:"
-                ' save it as "UTF-8", not as "UTF-8 with BOM"'
-            )
-        return tomllib.loads(text)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"job.config_file must be a readable file, got {path!r}: {reason}"
-        ) from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"job.config_file must be valid TOML, got {path!r}: {error}") from error
+    return read_toml(path, "job.config_file")
 
 
 def given_keys(args: Sequence[str], table: Mapping[str, Any]) -> set[str]:

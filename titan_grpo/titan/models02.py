@@ -6,6 +6,7 @@ torchtitan, so ``titan.compat.prepare()`` comes first.
 
 from typing import Any
 
+from titan_grpo.config.task import broken
 from titan_grpo.layout.infer import ToHF
 from titan_grpo.titan.tiny import EOS, SHAPE
 
@@ -55,20 +56,21 @@ def separate_qkv(args: Any) -> None:
 def violations(config: Any) -> list[str]:
     """What of a job 0.2.2 cannot run, each as "key must be rule (why), got value"."""
     p, split = config.parallelism, config.parallelism.tensor_parallel_degree
-    out = []
-    if p.expert_tensor_parallel_degree not in (1, split):
-        out.append(
-            "parallelism.expert_tensor_parallel_degree must be 1 or that of"
-            f" parallelism.tensor_parallel_degree ({split}; torchtitan has no other cut of"
-            f" experts), got {p.expert_tensor_parallel_degree}"
-        )
-    if 0 < config.lora.rank < split:
-        out.append(
-            f"lora.rank must be at least parallelism.tensor_parallel_degree ({split}; 0.2.2 gives"
-            " each rank some of A's rows, and the optimizer has no step for a rank without one;"
-            f" 0.3 keeps A whole), got {config.lora.rank}"
-        )
-    return out
+    rules = (
+        (
+            p.expert_tensor_parallel_degree not in (1, split),
+            "parallelism.expert_tensor_parallel_degree",
+            f"1 or that of parallelism.tensor_parallel_degree ({split}; torchtitan has no other cut"
+            " of experts)",
+        ),
+        (
+            0 < config.lora.rank < split,
+            "lora.rank",
+            f"at least parallelism.tensor_parallel_degree ({split}; 0.2.2 gives each rank some of"
+            " A's rows, and the optimizer has no step for a rank without one; 0.3 keeps A whole)",
+        ),
+    )
+    return broken("", config, rules)
 
 
 def stored_tensors(model: Any, to_hf: ToHF) -> list[tuple[str, Any]]:

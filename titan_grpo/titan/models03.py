@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from titan_grpo.config.task import broken
 from titan_grpo.layout.infer import ToHF
 from titan_grpo.titan.lora import is_adapter
 from titan_grpo.titan.tiny import SHAPE
@@ -297,9 +298,8 @@ def violations(config: Any) -> list[str]:
         # "2", 0.2.2's default, is as good as left out
         ("activation_checkpoint.selective_ac_option", ("op", "2"), " (0.3 selects operations)"),
     )
-    given = [(key, values, why, attrgetter(key)(config)) for key, values, why in allowed]
-    return [
-        f"{key} must be {' or '.join(map(repr, values))}{why}, got {value!r}"
-        for key, values, why, value in given
-        if value not in values
-    ] + without_counterpart(config)
+    rules = [
+        (attrgetter(key)(config) not in values, key, f"{' or '.join(map(repr, values))}{why}")
+        for key, values, why in allowed
+    ]
+    return broken("", config, rules) + without_counterpart(config)

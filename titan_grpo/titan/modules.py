@@ -2,14 +2,13 @@
 routers on the engine's experts, logits in float32, and the moving reference of the KL term."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -17,7 +16,6 @@ from torch.nn import functional
 from titan_grpo.algorithm.loss import Metrics
 from titan_grpo.algorithm.rows import AttentionRows
 from titan_grpo.errors import ConfigError, ProtocolError
-from titan_grpo.patches import torchtitan_gloo_premul
 from titan_grpo.titan import compat
 
 
@@ -212,22 +210,6 @@ def compute_head_in_fp32(model: torch.nn.Module) -> None:
     # The instance's forward: hooks of FSDP and TP around it stay.
     assert isinstance(head, torch.nn.Linear)
     head.forward = MethodType(_float32_logits, head)  # type: ignore[method-assign]
-
-
-def load_files(parts: Sequence[Any], adapter: Any, path: str, device: str) -> None:
-    """Give the parts of a model, which are sharded and without memory, the weights of the Hugging
-    Face files in ``path``. ``adapter``: torchtitan's, of these files. Collective."""
-    for part in parts:
-        part.to_empty(device=device)
-        with torch.no_grad():
-            part.init_weights(buffer_device=None)
-    torchtitan_gloo_premul.apply(parts)
-    from torchtitan.components.checkpoint import ModelWrapper
-
-    wrapper = ModelWrapper(list(parts))
-    hf_state = adapter.to_hf(wrapper.state_dict())
-    dcp.load(hf_state, storage_reader=adapter.get_hf_storage_reader(path, False))
-    wrapper.load_state_dict(adapter.from_hf(hf_state))
 
 
 @torch.no_grad()

@@ -43,7 +43,8 @@ from titan_grpo.sync.lanes import SyncOptions, load_deadline_s
 from titan_grpo.sync.process import SyncProcess
 from titan_grpo.titan.data import Sampled, Share, StepWork, varied_groups
 from titan_grpo.titan.evaluations import Evaluations
-from titan_grpo.titan.hf_files import read_config, save_version
+from titan_grpo.titan.hf_files import save_version
+from titan_grpo.titan.jobfile import read_config
 from titan_grpo.titan.rules import sync_waits_s
 from titan_grpo.titan.servers import Membership, ServersFile, known_servers
 from titan_grpo.titan.startup import Rollouts, launched, start_rollouts, sync_settings

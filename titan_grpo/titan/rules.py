@@ -2,52 +2,37 @@
 Pure."""
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
 from titan_grpo.config import LAUNCH, sends_adapters
+from titan_grpo.config.task import Rules, broken
 from titan_grpo.observe import alerts
 from titan_grpo.receive.checkpoint import difference
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What the rules need to know besides the configuration."""
-
-    on_cpu: bool
-    """Training runs on the CPU with gloo."""
-
-    world_size: int | None
-    """Number of trainer ranks; None while unknown (a recipe that is only checked)."""
-
-
-Rules = Iterator[tuple[bool, str, str]]
-"""(broken, key, what it must be and why)."""
-
-
-def violations(config: Any, machine: Machine) -> list[str]:
+def violations(config: Any, on_cpu: bool, ranks: int | None) -> list[str]:
     """All broken rules of torchtitan's sections, each as "key must be rule (why), got value". Empty
-    if none."""
+    if none.
+
+    ``on_cpu``: training runs on the CPU with gloo. ``ranks``: the trainer's number of them; None
+    while it is unknown (a recipe that is only checked).
+    """
     # First: other rules divide by some of these.
-    if outside := [_said(config, key, rule) for broken, key, rule in _numbers(config) if broken]:
+    if outside := broken("", config, _numbers(config)):
         return outside
-    found = [
+    rules = (
         *_parallelism(config),
         *_pipeline(config),
         *_training(config),
-        *_checkpoint(config, machine),
+        *_checkpoint(config, on_cpu),
         *_lora(config),
         *_unsupported(config),
-        *_device(config, machine),
-    ]
-    out = [_said(config, key, rule) for broken, key, rule in found if broken]
-    return [*out, *_ranks(config, machine), *alerts.rules(config.alerts)]
-
-
-def _said(config: Any, key: str, rule: str) -> str:
-    return f"{key} must be {rule}, got {attrgetter(key)(config)!r}"
+        *(_on_cpu(config) if on_cpu else _on_gpus(config)),
+    )
+    return [*broken("", config, rules), *_ranks(config, ranks), *alerts.rules(config.alerts)]
 
 
 COUNTS = (
@@ -95,12 +80,14 @@ MAY_BE_INFINITE = {"training.max_norm"}
 def not_finite(config: Any) -> list[str]:
     """Every number of any section that is nan or infinite: each comparison with nan is false, so
     no other rule would see it. Pure."""
+    sections = [(f.name, getattr(config, f.name)) for f in fields(config)]
+    sections += [(table.section, table) for table in config.evaluation]
     return [
         f"{key} must be a finite number, got {value}"
-        for section in fields(config)
-        if is_dataclass(getattr(config, section.name))
-        for name, value in vars(getattr(config, section.name)).items()
-        for key in [f"{section.name}.{name}"]
+        for section, values in sections
+        if is_dataclass(values)
+        for name, value in vars(values).items()
+        for key in [f"{section}.{name}"]
         if isinstance(value, float)
         and not math.isfinite(value)
         and not (key in MAY_BE_INFINITE and value > 0)
@@ -150,34 +137,34 @@ def attention_violation(flavor: str, model_args: Any) -> str:
     return f"model.flavor must be one with sdpa attention, got {flavor!r} with {kind}"
 
 
-def tied_violation(flavor: str, model_args: Any, stages: int) -> str:
-    """Why a flavor cannot be cut into so many pipeline stages, or ""."""
-    if stages == 1 or not getattr(model_args, "enable_weight_tying", False):
-        return ""
-    return (
-        "model.flavor must be one whose embeddings are not tied with pipeline parallelism (the"
-        f" first and the last stage would each train them on their own), got {flavor!r}"
+def model_violations(config: Any, model_args: Any) -> list[str]:
+    """What a job asks of its model that this cannot do. ``model_args`` are torchtitan's."""
+    texts = (
+        attention_violation(config.model.flavor, model_args),
+        stages_violation(config.parallelism, model_args),
     )
+    return [*filter(None, texts), *broken("", config, _model(config, model_args))]
 
 
-def experts_violation(config: Any, model_args: Any) -> str:
-    """Why a job asks of a flavor's experts what they cannot do, or "". ``model_args`` are
-    torchtitan's."""
+def _model(config: Any, model_args: Any) -> Rules:
+    flavor, p = config.model.flavor, config.parallelism
+    yield (
+        p.pipeline_parallel_degree > 1 and getattr(model_args, "enable_weight_tying", False),
+        "model.flavor",
+        "one whose embeddings are not tied with pipeline parallelism (the first and the last stage"
+        " would each train them on their own)",
+    )
     moe = getattr(model_args, "moe_args", None)
-    flavor, degree = config.model.flavor, config.parallelism.expert_parallel_degree
     if moe is None or not getattr(model_args, "moe_enabled", True):
-        return (
-            "grpo.router_replay must be false with a model without experts, as"
-            f" {config.model.name}/{flavor} is, got True"
-            if config.grpo.router_replay
-            else ""
-        )
-    if moe.num_experts % degree == 0:
-        return ""
-    return (
-        "parallelism.expert_parallel_degree must be a divisor of the experts of a layer"
-        f" ({moe.num_experts} with {flavor!r}; each rank has as many), got {degree}"
+        rule = f"false with a model without experts, as {config.model.name}/{flavor} is"
+        yield config.grpo.router_replay, "grpo.router_replay", rule
+        return
+    rule = (
+        f"a divisor of the experts of a layer ({moe.num_experts} with {flavor!r}; each rank has as"
+        " many)"
     )
+    degree = p.expert_parallel_degree
+    yield moe.num_experts % degree != 0, "parallelism.expert_parallel_degree", rule
 
 
 SCHEDULES = {
@@ -235,7 +222,7 @@ TORCHTITANS = {
 """Attribute of torchtitan's model arguments -> the field of receive.checkpoint.essential."""
 
 
-def model_violation(flavor: str, model_args: Any, fields: Mapping[str, Any]) -> str:
+def other_model(flavor: str, model_args: Any, fields: Mapping[str, Any]) -> str:
     """Why a flavor is not the model of a config.json with these ``fields``, or "". Shapes are not
     compared: loading does."""
     ours = {theirs: getattr(model_args, name, None) for name, theirs in TORCHTITANS.items()}
@@ -313,9 +300,9 @@ def _pipeline(config: Any) -> Rules:
     yield attrgetter(key)(config) not in SCHEDULES, key, rule
 
 
-def _ranks(config: Any, machine: Machine) -> list[str]:
+def _ranks(config: Any, ranks: int | None) -> list[str]:
     """Rules over the product of the parallel degrees."""
-    p, ranks = config.parallelism, machine.world_size
+    p = config.parallelism
     replicas, shards = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
     inner = p.tensor_parallel_degree * p.pipeline_parallel_degree * p.context_parallel_degree
     if ranks is not None:
@@ -382,7 +369,7 @@ def _training(config: Any) -> Rules:
         )
 
 
-def _checkpoint(config: Any, machine: Machine) -> Rules:
+def _checkpoint(config: Any, on_cpu: bool) -> Rules:
     c = config.checkpoint
     yield (
         not c.enable and bool(c.initial_load_in_hf or c.initial_load_path),
@@ -401,7 +388,7 @@ def _checkpoint(config: Any, machine: Machine) -> Rules:
         "false (make the seed checkpoint with torchtitan.train)",
     )
     yield (
-        machine.on_cpu and c.async_mode == "async_with_pinned_mem",
+        on_cpu and c.async_mode == "async_with_pinned_mem",
         "checkpoint.async_mode",
         '"async" or "disabled" on CPU (nothing can be pinned)',
     )
@@ -458,15 +445,16 @@ def _unsupported(config: Any) -> Rules:
     yield config.comm.mode != "default", "comm.mode", '"default" (the others move no data)'
 
 
-def _device(config: Any, machine: Machine) -> Rules:
-    if not machine.on_cpu:
-        yield (
-            config.training.enable_cpu_offload,
-            "training.enable_cpu_offload",
-            "false (the optimizer changes offloaded weights on the host, where no fence of the"
-            " device keeps it from their copy; shard over more GPUs)",
-        )
-        return
+def _on_gpus(config: Any) -> Rules:
+    yield (
+        config.training.enable_cpu_offload,
+        "training.enable_cpu_offload",
+        "false (the optimizer changes offloaded weights on the host, where no fence of the device"
+        " keeps it from their copy; shard over more GPUs)",
+    )
+
+
+def _on_cpu(config: Any) -> Rules:
     for key, why in (
         ("profiling.enable_profiling", "it needs a GPU"),
         ("profiling.enable_memory_snapshot", "it needs a GPU"),

@@ -12,7 +12,6 @@ import torch
 
 from titan_grpo.algorithm.balance import variation
 from titan_grpo.algorithm.batch import Batch
-from titan_grpo.algorithm.loss import GAP_PARTS
 from titan_grpo.algorithm.rows import IGNORE_INDEX
 from titan_grpo.observe import names
 from titan_grpo.observe.schema import Shown
@@ -63,7 +62,7 @@ def loss_values(metrics: Mapping[str, float]) -> dict[str, float]:
     if metrics["on_policy_count"] > 0:
         values[names.ON_POLICY_GAP] = metrics["on_policy_gap"] / metrics["on_policy_count"]
         values[names.ON_POLICY_GAP_MAX] = metrics["on_policy_gap_max"]
-    for by, bounds in GAP_PARTS.items():
+    for by, bounds in names.GAP_PARTS.items():
         for high in bounds:
             if count := metrics.get(f"gap_{by}_{high:g}_count", 0):
                 values[names.gap(by, high)] = metrics[f"gap_{by}_{high:g}"] / count

@@ -9,7 +9,8 @@ import numpy as np
 
 from titan_grpo.observe import names
 from titan_grpo.observe.alerts import GREW, LEAST_GAP, ON_POLICY_GAP, likely_cause
-from titan_grpo.views.run import Run, columns, in_order, short
+from titan_grpo.observe.names import short
+from titan_grpo.views.run import Run, columns, in_order
 from titan_grpo.views.timeline import ServerFigures, figures
 
 SLOW_TRANSFER = 2.0

@@ -15,9 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from titan_grpo.observe import names
-from titan_grpo.observe.report import number
+from titan_grpo.observe.names import short
+from titan_grpo.observe.report import held_by, number
 from titan_grpo.views.findings import duration, percent
-from titan_grpo.views.run import band, edges, in_order, short, summary_of, trainer_lives
+from titan_grpo.views.run import band, edges, in_order, summary_of, trainer_lives
 
 TAIL_BYTES = 1 << 22
 """Of a file that is there already when watching begins: its end, which has what is new, and as much
@@ -179,8 +180,6 @@ def spark(values: Sequence[float]) -> str:
 
 def step_line(row: Mapping[str, Any], held: Mapping[str, int | None]) -> str:
     """One line for a step, where the output is no terminal. ``held``: versions at that step."""
-    versions = " ".join(f"{short(url)}={'?' if v is None else v}" for url, v in held.items())
-    versions = f"  versions {versions}" if versions else ""
     figures = (
         ("reward", names.REWARD),
         ("stale", names.STALENESS_MAX),
@@ -190,7 +189,7 @@ def step_line(row: Mapping[str, Any], held: Mapping[str, int | None]) -> str:
         ("blocked_s", names.BLOCKED_S),
     )
     text = "  ".join(f"{label} {number(row.get(name))}" for label, name in figures)
-    return f"step {row['step']}  {text}{versions}"
+    return f"step {row['step']}  {text}{held_by(held)}"
 
 
 def screen(name: str, state: State, now: float) -> RenderableType:

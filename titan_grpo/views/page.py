@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_grpo.observe import names
+from titan_grpo.observe.names import short
 from titan_grpo.observe.schema import ShownStep
 from titan_grpo.views.findings import Facts, duration, facts_of, findings, percent
-from titan_grpo.views.run import Array, Run, band, columns, edges, short
+from titan_grpo.views.run import Array, Run, band, columns, edges
 from titan_grpo.views.timeline import timeline
 
 TOKENS = 60_000
@@ -47,8 +48,6 @@ class Chart:
     """Curves are parts of a whole, drawn on top of each other."""
 
 
-MORE = ((math.inf, "more"),)
-
 CHARTS = (
     Chart("Reward", "", ((names.REWARD, "mean"),), spread=names.REWARD_STD),
     Chart(
@@ -72,20 +71,15 @@ CHARTS = (
         Chart(
             f"Log-probability gap by {what}",
             "nats",
-            tuple((names.gap(by, high), label) for high, label in parts),
+            tuple(
+                (names.gap(by, high), "more" if high == math.inf else f"{to}{high:g}")
+                for high in names.GAP_PARTS[by]
+            ),
         )
-        for by, what, parts in (
-            (
-                "position",
-                "place in the completion",
-                ((16, "to 16"), (128, "to 128"), (1024, "to 1024"), (8192, "to 8192"), *MORE),
-            ),
-            (
-                "probability",
-                "the engine's probability",
-                ((0.01, "to 0.01"), (0.1, "to 0.1"), (0.5, "to 0.5"), *MORE),
-            ),
-            ("lag", "versions behind", ((0, "0"), (1, "1"), (2, "2"), *MORE)),
+        for by, what, to in (
+            ("position", "place in the completion", "to "),
+            ("probability", "the engine's probability", "to "),
+            ("lag", "versions behind", ""),
         )
     ),
     Chart("Completion length", "tokens", ((names.COMPLETION_TOKENS, "mean"),)),
@@ -339,7 +333,7 @@ def completions(
             "first": c.version_first,
             "last": c.version_last,
             "stale": step.version - c.version_first,
-            "server": c.server.split("://")[-1],
+            "server": short(c.server),
             "gap": float(f"{c.gap:.4g}"),
             "prompt": decode(c.prompt[-PROMPT_TOKENS:]),
             "tokens": [

@@ -116,11 +116,6 @@ def in_order(urls: Iterable[str]) -> list[str]:
     return sorted(urls, key=lambda url: [part.zfill(20) for part in re.split(r"(\d+)", url)])
 
 
-def short(url: str) -> str:
-    """``http://host:8000/`` -> ``host:8000``."""
-    return url.split("://")[-1].rstrip("/")
-
-
 @dataclass(frozen=True, slots=True)
 class Run:
     """A run as its files have it."""

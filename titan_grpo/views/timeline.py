@@ -7,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_grpo.observe import names
-from titan_grpo.views.run import NO_SPANS, TRAINER, Array, Instant, Spans, Trace, short
+from titan_grpo.observe.names import short
+from titan_grpo.views.run import TRAINER, Array, Instant, Spans, Trace
 
 TRAINER_STATES = {"waiting": "rollout wait", "training": "train", "publishing": "publish"}
 SERVER_STATES = {
@@ -165,7 +166,7 @@ def timeline(trace: Trace, exact_spans: int = EXACT_SPANS) -> dict[str, Any]:
 
 def _states(trace: Trace, track: str) -> dict[str, Spans]:
     table = TRAINER_STATES if track == TRAINER else SERVER_STATES
-    return {state: trace.spans.get((track, name), NO_SPANS) for state, name in table.items()}
+    return {state: trace.of(track, name) for state, name in table.items()}
 
 
 def covered(start: Array, stop: Array, bounds: Array) -> Array:

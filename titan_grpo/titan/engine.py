@@ -1,0 +1,79 @@
+"""What the trainers of both torchtitans have besides what torchtitan built: the model as a run asks
+for it, its logits, and a second one like it."""
+
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torchtitan.components.checkpoint import ModelWrapper
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.tools import utils
+
+from titan_grpo.patches import torchtitan_gloo_premul
+from titan_grpo.titan import lora
+from titan_grpo.titan.pipeline import Pipeline
+
+
+class Built:
+    """Beside torchtitan's Trainer in the Engines of ``engine02`` and ``engine03``, which set what
+    is declared here and then call ``_complete``."""
+
+    own_spec: Any
+    """The model's spec as torchtitan has it: with its loader of text, without adapters."""
+    model_args: Any
+    job_config: Any
+    pipeline: Pipeline | None
+    """None where every rank has the whole model."""
+
+    model_parts: list[torch.nn.Module]
+    device: torch.device
+    post_dataloading_process: Any
+    """These three are torchtitan's."""
+
+    def _complete(self) -> None:
+        config = self.job_config
+        torchtitan_gloo_premul.apply(self.model_parts)
+        self.whole = self.model_parts[0] if self.pipeline is None else self._on_meta()
+        """The model; with a pipeline without memory."""
+        self.policy: torch.nn.Module = self.pipeline or self.whole
+        """What this rank has of it."""
+        if config.lora.rank:
+            lora.start_values(self.model_parts[0], config.debug.seed or 0)
+        path = str(config.model.hf_assets_path)
+        self.to_hf = lora.of_base(self.own_spec.state_dict_adapter(self.model_args, path)).to_hf
+
+    def logits(self, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        """[R, L, V] of "input" [R, L], and of "positions" where the batch has them."""
+        given = {name: batch[name] for name in ("input", "positions") if name in batch}
+        # 0.2.2 has the further arguments in two tables, 0.3 in one.
+        inputs, _, *tables = self.post_dataloading_process(given, batch["labels"])
+        further = {name: value for table in tables for name, value in table.items()}
+        logits: torch.Tensor = model(inputs, **further)
+        return logits
+
+    def second_model(self, path: str) -> torch.nn.Module:
+        """A model built and sharded like the one that is trained (with a pipeline a Pipeline), with
+        the weights of the Hugging Face files in ``path``. Collective."""
+        model = self._parallelized(self._on_meta())
+        parts: list[Any] = list(model) if isinstance(model, Pipeline) else [model]
+        for part in parts:
+            part.to_empty(device=self.device.type)
+            with torch.no_grad():
+                part.init_weights(buffer_device=None)
+        torchtitan_gloo_premul.apply(parts)
+        wrapper = ModelWrapper(parts)
+        adapter = self.own_spec.state_dict_adapter(self.model_args, path)
+        hf_state = adapter.to_hf(wrapper.state_dict())
+        dcp.load(hf_state, storage_reader=adapter.get_hf_storage_reader(path, False))
+        wrapper.load_state_dict(adapter.from_hf(hf_state))
+        return model
+
+    def _on_meta(self) -> torch.nn.Module:
+        dtype = TORCH_DTYPE_MAP[self.job_config.training.dtype]
+        with torch.device("meta"), utils.set_default_dtype(dtype):
+            model: torch.nn.Module = self.own_spec.model_cls(self.model_args)
+        return model
+
+    def _parallelized(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Sharded like the one that is trained, without adapters."""
+        raise NotImplementedError
