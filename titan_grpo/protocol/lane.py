@@ -60,7 +60,7 @@ CALLS = {
     Phase.PAUSING: 4,
     Phase.LOADING: 5,
     Phase.LABELLING: 4,
-    Phase.RESUMING: 2,
+    Phase.RESUMING: 3,
     Phase.READING: 3,
 }
 """Calls of each phase at most, over all engines, with the receiver's answers; each has the deadline
@@ -68,8 +68,8 @@ of a commit call. Connecting: hello, the looks at label and pause, the steps of 
 the call to map memory.
 Pausing: the label, the pause, two that drop the KV cache. Loading: vLLM's start, the end of an
 update that a dead lane left open, start, load, the report. Labelling: a ping's two answers, the
-end; without our plugin a refusal, SGLang's end and label. Reading: the label, a ping's two
-answers."""
+end; without our plugin a refusal, SGLang's end and label. Resuming: after a standstill a ping's
+two answers, the call. Reading: the label, a ping's two answers."""
 
 
 def step_s(phase: Phase, call_s: float, transfer_s: float = 0.0) -> float:
