@@ -283,7 +283,7 @@ class SyncProcess(Child):
         self.servers.latch(SyncError(cause, url=url, version=version, block=block))
 
     def lane_ended(self, url: str) -> None:
-        """Drop a lane that has ended, and release those that wait for its end."""
+        """Drop a lane that has ended; its ``join`` returns."""
         with self.lock:
             lane = self.lanes.pop(url, None)
         if lane is not None:
