@@ -87,7 +87,7 @@ class Child:
         """Thread: perform the process's calls until it ends, then start the next one."""
         try:
             pipe.receive()
-        except Exception:  # top of a thread: without it the process's posts have no reader
+        except Exception:  # top of a thread: end the process, whose calls have no reader now
             logger.exception("what the %s said could not be performed", self.NAME)
             self._process.kill()
         try:

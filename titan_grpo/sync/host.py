@@ -6,8 +6,8 @@ its ranges, outside the training rank's interpreter.
     ranks of the host --copied--> its sync process: hash, serve --hashed--> rank 0's: lanes
 
 If the process dies, it is started again with its jobs. It serves the announced versions at the same
-address under the same tickets: a server may still need the newest one, and no later version comes
-if it does not get that one.
+address under the same tickets: a server may still need the newest one, and no later version may
+come before it has that one.
 """
 
 import logging
@@ -200,7 +200,7 @@ class HostMain(Performer):
     def _hash(self) -> None:
         try:
             self._hash_all()
-        except Exception:  # top of a thread: without it rank 0 waits in vain for later versions
+        except Exception:  # top of a thread: restart, else rank 0 waits in vain for later versions
             logger.exception("a host's versions cannot be hashed: the process is started again")
             self.exit()
 
@@ -245,7 +245,7 @@ class HostMain(Performer):
         image = pool.images[slot]
         digests = self._hashing.blocks(image.buffer, manifest, pool.part)
         if self._newest[slot] != version:
-            # rank 0 gave this version up; the hashed bytes may be of both
+            # rank 0 gave this version up: the hashed bytes may be of both versions
             raise SyncError("its slot was given to a newer version before it was hashed")
         self._serve(job)
         source = change(self._place, ticket=job.ticket, memfd=image.address.to_json())

@@ -1,4 +1,4 @@
-"""Trainer's end of one epoch with a server that has our receiver: channel, communicator, sending."""
+"""Trainer's end of one epoch with a server that has our receiver: channel, communicator, sends."""
 
 import threading
 import time
