@@ -119,7 +119,7 @@ class HostSync(Child):
         return self._announcer.take_error() or error
 
     def close(self, timeout_s: float) -> None:
-        """End the process, which ends its serving, within ``timeout_s`` seconds."""
+        """End the process, and with it the serving, within ``timeout_s`` seconds."""
         self._end(timeout_s)
         self._announcer.close(timeout_s)
 

@@ -52,8 +52,8 @@ SOON_S = 10.0
 weights) and for a half-loaded one (another client must not resume it)."""
 
 STOOD_STILL_S = 0.5
-"""Seconds between the label's answer and the resume from which on the lane pings first: that takes
-microseconds, so the process may have been frozen, and another run may have its server."""
+"""Longest time from the label's answer to a resume without a ping, in seconds. It takes
+microseconds: after more, the process may have been frozen, and another run may have its server."""
 
 
 @dataclass(frozen=True, slots=True)

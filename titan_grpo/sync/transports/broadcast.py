@@ -36,7 +36,7 @@ from titan_grpo.sync.transports.channel import cannot_listen
 LOOPBACK = "127.0.0.1"
 
 REAP_SLACK_S = 5.0
-"""Seconds that a reaper waits beyond the deadline of an abandoned operation."""
+"""Seconds that a reaper waits for an abandoned operation, beyond TransportOptions.timeout_s."""
 
 MAX_CTAS = 4
 """Most thread blocks of NCCL: a lane competes with training for the device, and a network needs no
@@ -176,8 +176,8 @@ def broadcast_image(
 def beside(
     call: Callable[[], T], name: str, failed: Callable[[], object] = lambda: None
 ) -> Future[T]:
-    """Make a call on a daemon thread of its own. ``failed`` is called if the call raises: it must
-    end a broadcast of the caller, whose bytes have no reader then."""
+    """Make a call on a daemon thread of its own. ``failed`` is called if it raises: the caller may
+    be sending bytes that nothing reads then."""
     future: Future[T] = Future()
 
     def run() -> None:

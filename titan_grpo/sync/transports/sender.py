@@ -265,7 +265,7 @@ class Sender:
     def arrived(self, grant: Grant) -> None:
         """Serve the image's parked readers: more of it is there."""
         # Without readers, do not wake the thread. A reader that comes meanwhile enters the table
-        # before it calls has(), which is true already.
+        # before it calls has(), and that finds the new bytes.
         if grant in self._readers:
             self._loop.soon(self._serve_parked, grant)
 
