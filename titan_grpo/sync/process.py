@@ -189,6 +189,7 @@ class SyncProcess(Child):
         waits."""
         if error := self._announcer.take_error():
             self.servers.latch(error)
+        # Atomic: a restart must find the slot in ``taken`` or in the jobs, and post the job once.
         with self.lock:
             self.slots.taken = None
             self._jobs[version] = job = (slot, self.recorder.now())

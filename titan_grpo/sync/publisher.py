@@ -44,8 +44,7 @@ class Copy:
         return 0.0
 
     def fence(self) -> None:
-        """Order the copy before all later work on the current stream: it must have read the weights
-        first."""
+        """Make all later work on the current stream wait until the copy has read the weights."""
 
     def wait(self, timeout_s: float) -> float:
         """Block until the bytes are in the image; return the seconds that the copy took. Raises

@@ -118,6 +118,7 @@ class StockLink:
         start, done, began = time.monotonic(), 0, False
         deadline = start + self._options.config.lane_deadline_s
         try:
+            # Before the first weight: if this trainer dies, the label must not hide a half load.
             control.relabel(UNUSABLE)
             self._routes.begin(self._options.config.lane_deadline_s)
             began = True

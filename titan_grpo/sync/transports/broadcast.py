@@ -263,8 +263,8 @@ class GlooTransport(Transport):
         self._pending = None
 
     def abort(self) -> None:
-        """See Transport. The abandoned operation ends by its own deadline, or when the peer closes
-        after ``close``."""
+        """See Transport. The abandoned operation ends by its own deadline or, after ``close``, when
+        the peer goes."""
         with self._lock:
             self._aborted = True
             pending = self._pending

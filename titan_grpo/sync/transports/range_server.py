@@ -170,6 +170,7 @@ class RangeServer:
 
     def hang_up(self, channel: LaneChannel) -> None:
         """Close a channel's connection. Idempotent."""
+        # First: _drop reports the end of a connection whose channel is in the table as a loss.
         with self._lock:
             self._channels.pop(channel.ticket, None)
         self._soon(self._hang_up, channel)
