@@ -195,7 +195,7 @@ class Loop:
 
     def _run(self) -> None:
         while not self._stopping:
-            # no deadline if tidy() returns none: a ready socket or soon() ends the wait, and the
+            # no deadline: if tidy() returns none, a ready socket or soon() ends the wait; the
             # thread is a daemon
             ready = [entry.data for entry, _ in self.selector.select(self._tidy())]
             for data in ready:
