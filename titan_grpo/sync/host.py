@@ -1,13 +1,13 @@
-"""The sync process of a trainer host that is not rank 0's, both ends: blocks are hashed and ranges
-served there, out of the training rank's interpreter.
+"""Sync process of a trainer host other than rank 0's, both ends: hashes the host's part and serves
+its ranges, outside the training rank's interpreter.
 
 ::
 
     ranks of the host --copied--> its sync process: hash, serve --hashed--> rank 0's: lanes
 
-Killed, the process is started again, with the versions that it has not announced, and serves those
-that it has, at the same address under the same tickets: a server may still need the newest one, and
-without that one no later one may come.
+If the process dies, it is started again with its jobs. It serves the announced versions at the same
+address under the same tickets: a server may still need the newest one, and no later version may
+come before it has that one.
 """
 
 import logging
@@ -44,8 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A version in a slot. ``ticket``: under which it is served; ``announced``: rank 0 knows of
-    it."""
+    """A version in a slot, served under ``ticket``. ``announced``: rank 0 has its Hashed."""
 
     version: int
     slot: int
@@ -55,25 +54,25 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class HostBegin:
-    """What the process starts with."""
+    """Arguments of the process."""
 
     pool: PoolAddress
     """Its ``hashed`` is rank 0's."""
     ranks: tuple[int, ...]
-    """Of the host, that write."""
+    """The host's ranks that write."""
     algorithm: str
     key: str = field(repr=False)
-    """Hashing.key as digits; empty without a run key."""
+    """Hashing.key, hexadecimal; empty without a run key."""
     address: str
-    """Of this host, where servers read."""
+    """This host's address for servers."""
     config: WeightSync
     port: int = 0
-    """Where the last process served; 0: it is the first one."""
+    """Port of the previous process; 0: this is the first one."""
 
 
 class HostSync(Child):
-    """The leader's end: announces this rank's copies, and has the host's part hashed and served.
-    ``take_error`` and ``close`` as an Announcer."""
+    """The leader's end: announces this rank's copies, and has the process hash and serve the host's
+    part. Has an Announcer's interface."""
 
     MODULE = "titan_grpo.sync.host"
     NAME = "host's sync process"
@@ -87,8 +86,8 @@ class HostSync(Child):
         rank0: tuple[str, int],
         config: WeightSync,
     ) -> None:
-        """``ranks``: those that write, this one first. ``rank0``: host and port of its
-        ImagePool.hashed. The rest: see HostBegin."""
+        """``ranks``: the host's ranks that write, this one first. ``rank0``: host and port of its
+        ImagePool.hashed. ``address``: see HostBegin."""
         super().__init__(config)
         self._handed = HostBegin(
             pool=replace(pool.address, hashed=rank0),
@@ -99,28 +98,28 @@ class HostSync(Child):
             config=config,
         )
         self._jobs: dict[int, Job] = {}
-        """Of each slot the last one."""
+        """Slot -> its last job."""
         self._error: SyncError | None = None
         self._announcer = Announcer(ranks[0], pool.store.port, config.connect_deadline_s)
         self._begun = True
         self._run(self.launch(config))
 
     def __call__(self, version: int, slot: int, copy: Copy) -> None:
-        """This rank copies its share of ``version`` into ``slot``. Never waits."""
+        """Publish ``version``, whose ``copy`` this rank has started into ``slot``. Never waits."""
         job = Job(version, slot, secrets.token_hex(TICKET_BYTES))
         with self.lock:
-            self._jobs.pop(slot, None)  # in order of the versions
+            self._jobs.pop(slot, None)  # keeps the dict in the order of the versions
             self._jobs[slot] = job
             self.post("publish", job)
         self._announcer(version, slot, copy)
 
     def take_error(self) -> SyncError | None:
-        """The first error since the last call."""
+        """Return the first error since the last call."""
         error, self._error = self._error, None
         return self._announcer.take_error() or error
 
     def close(self, timeout_s: float) -> None:
-        """End the process: it serves no more."""
+        """End the process, and with it the serving, within ``timeout_s`` seconds."""
         self._end(timeout_s)
         self._announcer.close(timeout_s)
 
@@ -132,33 +131,33 @@ class HostSync(Child):
     def _ended(self, text: str) -> None:
         self.failed(f"part {self._handed.pool.part}: {text}; servers read nothing here until then")
 
-    # What the process posts, one after the other.
+    # Called by the process, one after the other.
 
     def listens(self, port: int) -> None:
-        """It serves at this port."""
+        """Note the port of the process, for its successor."""
         with self.lock:
             self._handed = replace(self._handed, port=port)
 
     def announced(self, slot: int, version: int) -> None:
-        """Rank 0 knows of the part of ``version``, or that it failed."""
+        """Note that the part of ``version`` was announced to rank 0, or failed."""
         with self.lock:
             if (job := self._jobs[slot]).version == version:
                 self._jobs[slot] = replace(job, announced=True)
 
     def failed(self, text: str) -> None:
-        """For the next ``take_error``."""
+        """Keep the first error for ``take_error``."""
         self._error = self._error or SyncError(text)
 
 
 class HostMain(Performer):
-    """A thread that hashes the host's part of each version, and the range server's.
+    """The process's object: a thread hashes the host's part of each version; a range server serves.
 
-    A version's ticket ends when its slot is written again. Rank 0 decides when that is: its slot
-    table knows every lane that reads.
+    A version's ticket is revoked when its slot is written again. Rank 0 decides when: its slot
+    table has the pins of all lanes.
     """
 
     def begin(self, b: HostBegin) -> None:
-        """The first of all calls."""
+        """Open the pool, listen and start the thread. The first call."""
         self._pool = b.pool.open(b.config.connect_deadline_s)
         assert self._pool.hashed is not None
         self._store = self._pool.hashed
@@ -171,7 +170,7 @@ class HostMain(Performer):
         self._patches = Patches(self._pool, self._server, self._place, self._hashing.range_key)
         self._tickets: dict[int, str] = {}
         self._newest: dict[int, int] = {}
-        """The version that each slot gets, or has."""
+        """Slot -> the version that it has, or is about to get."""
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._hash, name="host part", daemon=True)
         self._thread.start()
@@ -187,12 +186,12 @@ class HostMain(Performer):
             return self._server.listen(address)
 
     def publish(self, job: Job) -> None:
-        """The host's ranks have started to copy a version into its slot. Never waits."""
+        """Queue a version, which the host's ranks have started to copy. Never waits."""
         self._newest[job.slot] = job.version
         self._jobs.put(job)
 
     def end(self) -> None:
-        """The last of all calls: serve no more."""
+        """End the process. The last call."""
         self._jobs.put(None)
         self._thread.join(END_S)
         self._server.close()
@@ -201,12 +200,12 @@ class HostMain(Performer):
     def _hash(self) -> None:
         try:
             self._hash_all()
-        except Exception:  # top of a thread: rank 0 would wait for every later version
+        except Exception:  # top of a thread: restart, else rank 0 waits in vain for later versions
             logger.exception("a host's versions cannot be hashed: the process is started again")
             self.exit()
 
     def _hash_all(self) -> None:
-        # no deadline: close() puts None into the queue; the thread is a daemon
+        # no deadline: end() puts None into the queue; the thread is a daemon
         while (job := self._jobs.get()) is not None:
             if job.announced:
                 self._serve(job)
@@ -215,7 +214,7 @@ class HostMain(Performer):
             read: list[str] = []
             try:
                 message = self._sealed(job, read)
-            # RuntimeError: from a store that closes
+            # RuntimeError: from a store that closes.
             except (TitanGrpoError, RuntimeError) as error:
                 self._failed(version, error)
                 message = Hashed(version, part, self._place, "", error=str(error))
@@ -223,10 +222,10 @@ class HostMain(Performer):
                 with store_errors(f"announcing version {version}"):
                     text = message.proven(self._hashing.key).to_json()
                     self._store.set(hashed_key(version, part), text)
-                    # Not earlier: a process that is started in this one's place reads it again.
+                    # Not earlier: a process that replaces this one reads the keys again.
                     for key in read:
                         self._pool.store.delete_key(key)
-            # It must not end the thread: rank 0 would wait for every later version.
+            # The thread must go on: without it rank 0 waits in vain for every later version.
             except (PeerError, RuntimeError) as error:
                 self._failed(version, error)
             self._pipe.post("announced", job.slot, version)
@@ -237,6 +236,7 @@ class HostMain(Performer):
     def _sealed(self, job: Job, read: list[str]) -> Hashed:
         version, slot = job.version, job.slot
         pool, manifest = self._pool, self._pool.manifest
+        # First: the slot is being written, so its last version must not be read or patched from.
         if ticket := self._tickets.pop(slot, ""):
             self._server.revoke(ticket)
         self._patches.writing(slot)
@@ -245,7 +245,7 @@ class HostMain(Performer):
         image = pool.images[slot]
         digests = self._hashing.blocks(image.buffer, manifest, pool.part)
         if self._newest[slot] != version:
-            # rank 0 has given this version up
+            # rank 0 gave this version up: the hashed bytes may be of both versions
             raise SyncError("its slot was given to a newer version before it was hashed")
         self._serve(job)
         source = change(self._place, ticket=job.ticket, memfd=image.address.to_json())

@@ -1,10 +1,9 @@
-"""One trainer host's images of versions: their memory and how its blocks are hashed; the slots
-where finished ones stand, and who reads which.
+"""One trainer host's images of versions: their memory, and the slots with the lanes that read them.
 
 Rank 0's host hashes its part in its sealer (sync.lanes), every other host in its own sync process
-(sync.host). The slots' lock is used by lanes and the sealer, and never by the trainer's main
-thread: that one takes its next slot from a pipe, so no lock that a lane holds is ever on the
-training path, and lanes and main thread may be in two processes.
+(sync.host). Lanes and the sealer take the slots' lock. The trainer's main thread never does: it
+takes its next slot from a pipe. So no lock of a lane is on the training path, and lanes and main
+thread may be in two processes.
 """
 
 import os
@@ -36,7 +35,7 @@ Images = tuple[torch.Tensor, ...]
 
 
 class Parts(NamedTuple):
-    """An image that several trainer hosts have: this one has part 0, ``elsewhere`` the others.
+    """An image in parts: ``image`` has part 0, ``elsewhere`` names the other hosts' sources.
     ``patches``: see Published."""
 
     image: torch.Tensor | SharedImage
@@ -46,19 +45,19 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImagePool:
-    """One host's part of a run's version images, and what their writers share. Its leader, rank 0
-    on rank 0's host, creates it."""
+    """One host's part of a run's images, with the stores of their writers. The host's leader
+    creates it."""
 
     run_id: str
     manifest: Manifest
     part: int
     images: tuple[SharedImage, ...]
-    """Of the whole image's size; they have memory for this part only."""
+    """Each has the whole image's size, and memory for this part only."""
     store: dist.TCPStore
-    """Carries the notices of this host's other ranks that their bytes are there: on loopback, since
-    nothing proves them."""
+    """Carries the notices of this host's ranks that their bytes are there. On loopback, because
+    the notices have no proof."""
     hashed: dist.TCPStore | None
-    """On rank 0 of several hosts: carries what the others' leaders say, which a run key proves."""
+    """With several hosts: rank 0's store, for the other leaders' Hashed (proven by the run key)."""
 
     @classmethod
     def create(
@@ -69,8 +68,8 @@ class ImagePool:
         part: int = 0,
         hashed_host: str = "",
     ) -> "ImagePool":
-        """Of a new run, unless it has a ``run_id`` already. ``hashed_host``: the address of rank
-        0's host where other hosts' leaders reach it; empty: there are none."""
+        """Create the pool of a new run, or of run ``run_id`` if given. ``hashed_host``: rank 0's
+        address for other hosts' leaders; empty: there are none."""
         extents = manifest.parts[part].extents
         images = tuple(
             SharedImage.create(manifest.total_bytes, f"titan_grpo slot {i}", extents)
@@ -82,14 +81,14 @@ class ImagePool:
 
     @property
     def address(self) -> "PoolAddress":
-        """What other processes of this host open it by."""
+        """Address by which other processes of this host open the pool."""
         images = tuple(image.address for image in self.images)
         hashed = None if self.hashed is None else (self.hashed.host, self.hashed.port)
         manifest = self.manifest.to_json()
         return PoolAddress(self.run_id, manifest, self.part, images, self.store.port, hashed)
 
     def tensors(self) -> Images:
-        """The images as bytes: uint8[total_bytes] each."""
+        """Return the images as bytes: uint8[total_bytes] each."""
         return tuple(image.tensor() for image in self.images)
 
     def close(self) -> None:
@@ -100,8 +99,8 @@ class ImagePool:
 
 @dataclass(frozen=True, slots=True)
 class PoolAddress:
-    """An ImagePool of another process of this host. ``manifest``: Manifest.to_json(); ``store``:
-    a port; ``hashed``: host and port, also of another host's leader."""
+    """Address of an ImagePool in another process of this host. ``manifest``: Manifest.to_json();
+    ``store``: port on loopback; ``hashed``: host and port."""
 
     run_id: str
     manifest: str
@@ -111,8 +110,8 @@ class PoolAddress:
     hashed: tuple[str, int] | None
 
     def open(self, timeout_s: float) -> ImagePool:
-        """Attach the images, to be served too, and join the stores within ``timeout_s`` seconds
-        each."""
+        """Attach the images, for serving too, and join the stores within ``timeout_s`` seconds
+        each. Raises TransferFailed if a store does not answer."""
         manifest = Manifest.from_json(self.manifest)
         extents = manifest.parts[self.part].extents
         images = tuple(SharedImage.attach(image, extents, serve=True) for image in self.images)
@@ -122,13 +121,13 @@ class PoolAddress:
 
 
 def own_certificate(config: WeightSync) -> Certificate | None:
-    """What this host of the trainer shows to servers. ConfigError: see Certificate.load."""
+    """Load the certificate of this trainer host. Raises ConfigError as Certificate.load."""
     names = "weight_sync.tls_certificate", "weight_sync.tls_key"
     return Certificate.load(config.tls_certificate, config.tls_key, names)
 
 
 def check_certificate(config: WeightSync, run_key: Key | None) -> None:
-    """ConfigError for a certificate that cannot be shown, or that protects nothing."""
+    """Raise ConfigError for a certificate that cannot be loaded, or that protects nothing."""
     if own_certificate(config) is not None and run_key is None:
         raise ConfigError(
             "weight_sync.tls_certificate needs a run key (weight_sync.run_key_file), there is none:"
@@ -137,14 +136,14 @@ def check_certificate(config: WeightSync, run_key: Key | None) -> None:
 
 
 def check_address(config: WeightSync) -> None:
-    """ConfigError for a bind_host that is no address of this host."""
+    """Raise ConfigError if bind_host is not an address of this host."""
     if config.bind_host:
         open_listener(config.bind_host).close()
 
 
 def wait_copied(pool: ImagePool, version: int, rank: int, timeout_s: float) -> str:
-    """Wait until another ``rank`` of this host has announced its copy; the key that says so, for
-    the caller to delete. TransferFailed if it does not within ``timeout_s`` seconds."""
+    """Wait until ``rank`` of this host has announced its copy; return its key in the pool's store,
+    for the caller to delete. Raises TransferFailed past ``timeout_s`` seconds."""
     key = copied_key(version, rank)
     with store_errors(f"waiting for the part of rank {rank} of version {version}"):
         pool.store.wait([key], timedelta(seconds=timeout_s))
@@ -152,24 +151,24 @@ def wait_copied(pool: ImagePool, version: int, rank: int, timeout_s: float) -> s
 
 
 def hashed_key(version: int, part: int) -> str:
-    """Key in rank 0's store that another host's leader sets to a Hashed."""
+    """Return the key in rank 0's store that another host's leader sets to a Hashed."""
     return f"hashed/{version}/{part}"
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A complete version: which slot holds it, and what proves its bytes."""
+    """A complete version: its slot, and the proof of its bytes."""
 
     label: Label
     slot: int
     digests: tuple[bytes, ...]
     published_s: float
-    """When the trainer published it, on the recorder's clock."""
+    """Time of its publication, on the recorder's clock."""
     elsewhere: tuple[RangeSource, ...] = ()
-    """Where the parts of the trainer's other hosts are served."""
+    """Sources of the parts of the trainer's other hosts."""
     patches: tuple[Patch, ...] = ()
-    """Of each part those that lead to this version, oldest first. Of part 0 without an address: a
-    lane has its own."""
+    """Patches of each part that lead to this version, oldest first. Those of part 0 have no
+    address: each lane fills in its own."""
 
     @property
     def version(self) -> int:
@@ -178,16 +177,16 @@ class Published:
 
 
 class Reserved:
-    """The slots that are reserved for the trainer's next version: a pipe. Each is read once, by the
-    main thread or by what takes it back; the kernel decides which."""
+    """Pipe of the slots reserved for the trainer's next version. The kernel delivers each byte
+    once: the main thread takes the slot, or the slot table takes it back."""
 
     def __init__(self, pid: int = 0, read: int = -1, write: int = -1) -> None:
-        """A new pipe, or another process's, by its descriptors."""
+        """Create a pipe, or open another process's by its descriptors."""
         self._read, self._write = (
             os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             if not pid
             else (
-                # reading ends in both processes, of one pipe: each byte is read once
+                # both processes have reading ends of one pipe: each byte is read once
                 os.open(f"/proc/{pid}/fd/{read}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC),
                 os.open(f"/proc/{pid}/fd/{write}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC),
             )
@@ -195,23 +194,24 @@ class Reserved:
 
     @property
     def address(self) -> tuple[int, int, int]:
-        """Process and descriptors: what another process opens it by."""
+        """Process id and descriptors, for another process to open it by."""
         return os.getpid(), self._read, self._write
 
     def put(self, slot: int) -> None:
-        """Offer a slot. Never waits: a pipe holds thousands. Nothing once it is closed."""
+        """Put a slot into the pipe. Never waits: a pipe holds thousands. No effect once closed."""
         if self._write >= 0:
             os.write(self._write, bytes((slot,)))
 
     def take(self) -> int | None:
-        """A slot, or None. Never waits."""
+        """Take a slot, or None. Never waits."""
         try:
             return os.read(self._read, 1)[0] if self._read >= 0 else None
         except BlockingIOError:
             return None
 
     def wait(self, timeout_s: float, take: Callable[[], int | None] | None = None) -> int | None:
-        """``take``, or another one, that waits: for the end of a run only."""
+        """Wait up to ``timeout_s`` seconds for a slot, taken by ``take`` if given, else by
+        ``self.take``. For the end of a run only."""
         deadline, take = time.monotonic() + timeout_s, take or self.take
         poll = select.poll()
         poll.register(self._read, select.POLLIN)
@@ -237,18 +237,18 @@ class ImageSlots:
         taken: Collection[int] = (),
         complete: Published | None = None,
     ) -> None:
-        """``taken`` and ``complete``: what an earlier process has left, see SlotTable.left."""
+        """``taken``, ``complete``: state left by an earlier process, see SlotTable.left."""
         whole = None if complete is None else (complete.slot, complete.version)
         self._table = SlotTable.left(num_slots, taken, whole)
         self._lock = threading.Lock()
         self._published = {} if complete is None else {complete.version: complete}
         self._idle: dict[str, Callable[[], object]] = {}
-        """Who wakes each lane that found nothing to pin."""
+        """Idle lane -> its wake callback."""
         self._waiting: dict[str, int | None] = {}
-        """What the lanes hold that want a newer version."""
+        """Lane that wants a newer version -> the version that it holds."""
         self._stopping: set[str] = set()
         self._kept: set[str] = set()
-        """Lanes that get no newer version for now."""
+        """Lanes kept on their version for now."""
         self.reserved = reserved or Reserved()
         with self._lock:
             self._reserve()
@@ -263,20 +263,20 @@ class ImageSlots:
     # Sealer.
 
     def writing(self, version: int, slot: int, ranks: frozenset[int]) -> None:
-        """``ranks`` copy their parts of ``version`` into ``slot``; the next slot is reserved at
-        once."""
+        """Note that ``ranks`` copy their parts of ``version`` into ``slot``; reserve the next
+        slot."""
         with self._lock:
             self._step(image_slots.Write(slot, version, ranks))
             self._published = {v: p for v, p in self._published.items() if p.slot != slot}
             self._reserve()
 
     def copied(self, version: int, rank: int) -> None:
-        """The part of ``rank`` is in the image."""
+        """Note that the part of ``rank`` is in the image."""
         with self._lock:
             self._step(image_slots.Copied(version, rank))
 
     def complete(self, published: Published) -> None:
-        """All bytes and digests of a version are there: lanes may pin it."""
+        """Let lanes pin a version, whose bytes and digests are complete; wake the idle ones."""
         with self._lock:
             self._step(image_slots.Complete(published.version))
             self._published[published.version] = published
@@ -284,13 +284,14 @@ class ImageSlots:
             self._wake(*self._idle)
 
     def discard(self, version: int) -> None:
-        """The copy of ``version`` failed; no lane will see it."""
+        """Free the slot of ``version``, whose copy failed."""
         with self._lock:
             self._step(image_slots.Discard(version))
             self._reserve()
 
     def seal(self) -> None:
-        """No more versions follow; the newest image stays for the lanes that still need it."""
+        """Reserve no more slots: no version follows, and the newest image stays for the lanes that
+        still need it."""
         with self._lock:
             self._revoke()
             self._step(image_slots.Seal())
@@ -301,11 +302,11 @@ class ImageSlots:
     def pin_newer(
         self, lane: str, held: int | None, wake: Callable[[], object]
     ) -> Published | None:
-        """Pin a complete version newer than ``held``. None if there is none, the lane is kept on
-        its version, or it stops.
+        """Pin the newest complete version if it is newer than ``held``. Return None if it is not,
+        if the lane is kept on its version, or if it stops.
 
         After None the lane is idle until it pins or leaves: ``wake`` is called, under the lock,
-        when it should ask again, and a version that it wants is not written over.
+        when it should retry, and a version that it wants is not overwritten.
         """
         with self._lock:
             found = None if lane in self._stopping else self._pin(lane, held)
@@ -316,7 +317,7 @@ class ImageSlots:
             return found
 
     def leave(self, lane: str) -> None:
-        """The lane asks for no version for now. Idempotent."""
+        """End the idle state of a lane: it wants no version for now. Idempotent."""
         with self._lock:
             self._leave(lane)
 
@@ -337,40 +338,40 @@ class ImageSlots:
         return None
 
     def keep(self, lane: str) -> None:
-        """The lane gets no newer version until ``go_on``: its server stays on what it holds. One
-        that it reads already is committed all the same."""
+        """Give the lane no newer version until ``go_on``: its server stays on its version. One that
+        the lane has pinned is still committed."""
         with self._lock:
             self._kept.add(lane)
-            # It wants no slot: the newest version's may be written again.
+            # A kept lane must not hold the newest version's slot.
             self._waiting.pop(lane, None)
             self._reserve()
 
     def go_on(self, lane: str) -> None:
-        """The opposite of ``keep``. Idempotent."""
+        """Undo ``keep``. Idempotent."""
         with self._lock:
             self._kept.discard(lane)
             self._wake(lane)
 
     def unpin(self, lane: str) -> None:
-        """The lane no longer reads its image."""
+        """End the lane's read of its image."""
         with self._lock:
             self._step(image_slots.Unpin(lane))
             self._reserve()
 
     def stop(self, lane: str) -> None:
-        """The lane pins nothing any more."""
+        """Let the lane pin nothing any more."""
         with self._lock:
             self._stopping.add(lane)
             self._leave(lane)
 
     def forget(self, lane: str) -> None:
-        """The lane has ended; one of the same name may come later."""
+        """Forget a lane that has ended: a later one of the same name may pin."""
         with self._lock:
             self._stopping.discard(lane)
             self._leave(lane)
 
     def newest(self) -> Published | None:
-        """The newest complete version."""
+        """Return the newest complete version, if any."""
         with self._lock:
             version = self._table.newest
             return None if version is None else self._published[version]
@@ -392,13 +393,12 @@ class ImageSlots:
                 self.reserved.put(action.slot)
 
     def _revoke(self) -> None:
-        """Cancel the reservation if it is still in the queue: a lane wants what the slot holds.
+        """Cancel the reservation if it is still in the pipe: a lane wants the slot's version.
 
-        While a lane was stuck, no lane wanted the newest version, so its slot was reserved for the
-        next one. But the next one may need rollouts from that very lane's server, and would never
-        come.
+        The slot was reserved while that lane was stuck and no other wanted the version. The next
+        version may need rollouts from that lane's server: without this it might never come.
         """
-        # The kernel decides: the main thread has read it by now, or never will.
+        # The kernel decides: the main thread has taken it before, or never will.
         slot = self.reserved.take()
         if slot is not None:
             self._step(image_slots.Revoke(slot))

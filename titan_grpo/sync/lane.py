@@ -1,9 +1,9 @@
-"""One server's lane: drives the pure table of protocol/lane.py and performs what it asks for.
+"""One server's lane: drives the pure table of protocol/lane.py and performs its actions.
 
-Takes images from the slots. While it works it has a thread (lanes.py), which waits for its
-own server only, always with a deadline. While it is idle it has none: a new image, the end of its
-receiver, a stop, or its next look at the server wakes it. An error of the server closes the epoch
-and never leaves the thread except as a latched record.
+A lane takes images from the slots. A working lane has a thread (lanes.py), which waits for its own
+server only, always with a deadline. An idle lane has none: a new image, the end of its receiver, a
+stop or its next look at the server wakes it. A server's error closes the epoch and leaves the
+thread only as a latched record.
 """
 
 import logging
@@ -44,46 +44,46 @@ from titan_grpo.sync.stock import StockLink
 logger = logging.getLogger(__name__)
 
 LOOK_S = 60.0
-"""How often an idle lane looks at its server's label and pause, which a late call of a replaced
-trainer may have changed. That a server was restarted, or taken, the end of its receiver says."""
+"""Seconds between two looks of an idle lane at its server's label and pause, which a late call of a
+replaced trainer may have changed. A restart or a takeover needs no look: it ends the receiver."""
 
 SOON_S = 10.0
-"""The same for a server without our receiver, as a restarted one looks healthy and holds other
-weights, and for one that is half loaded, which another client must not resume."""
+"""The same for a server without our receiver (after a restart it looks healthy and holds other
+weights) and for a half-loaded one (another client must not resume it)."""
 
 STOOD_STILL_S = 0.5
-"""From the answer to the label to the resume, in seconds, which takes microseconds. After longer
-the process may have been frozen, and another run may have its server."""
+"""Longest time from the label's answer to a resume without a ping, in seconds. It takes
+microseconds: after more, the process may have been frozen, and another run may have its server."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneContext:
-    """What all lanes of a run share. ``observer`` is called at every point of the protocol."""
+    """Context shared by all lanes of a run. ``observer`` is called at every point."""
 
     run_id: str
     manifest: Manifest
     images: tuple[torch.Tensor, ...]
     shared: tuple[SharedImage | None, ...]
-    """The same images, for readers on this host; None: they may not read them in place."""
+    """The same images, for readers on this host; None: no reading in place."""
     link: LinkOptions
     slots: ImageSlots
     wake: Callable[["ServerLane"], object]
-    """Have a lane work now, or again if it works. Never waits."""
+    """Callback that has a lane work now, or once more after its present work. Never waits."""
     recorder: Recorder
     bind_host: Callable[[str], str]
-    """Server URL -> address of this host that its lane's sockets bind to."""
+    """Server URL -> local address that its lane's sockets bind to."""
     observer: Observer
     look_s: float
     renew: Callable[[str], object]
-    """Called with a server's URL when its connection moves on. Never waits."""
+    """Callback with a server's URL when its connection makes progress. Never waits."""
     drain: Callable[[str], None] | None
-    """Wait, with a deadline, until a server that takes no new requests has none left; None: they
-    run over a commit."""
+    """Callback that waits, with a deadline, until a server that takes no new requests has none
+    left; None: requests stay in flight over a commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Idle:
-    """The work goes on when something wakes the lane, or at ``until_s`` (monotonic clock)."""
+    """Result of idle work: it resumes on a wake, or at ``until_s`` (monotonic clock)."""
 
     until_s: float
 
@@ -94,16 +94,16 @@ class ServerLane:
     def __init__(
         self, context: LaneContext, servers: Reports, control: ServerControl, epoch: int
     ) -> None:
-        """``epoch``: that of the last lane to the same server in this run; this one's are
-        higher."""
+        """``epoch``: the last one of the previous lane to this server in this run, or 0; this
+        lane's are higher."""
         self.url = control.url
         self._c, self._servers, self._control = context, servers, control
         self._wake = partial(context.wake, self)
         self._turn = threading.Lock()
         self._stopping, self._ended = threading.Event(), threading.Event()
-        self._idle: table.Action | None = None  # the work it goes on with; None: not started
-        self._entry = ledger.Entry()  # the server's line, as this lane's own events make it
-        self._seen_s = 0.0  # when the server was as its line says (monotonic clock)
+        self._idle: table.Action | None = None  # work to resume; None: not started
+        self._entry = ledger.Entry()  # the server's ledger line, from this lane's own events
+        self._seen_s = 0.0  # when the server last matched its line (monotonic clock)
         self._link: LaneLink | StockLink | None = None
         self._published: Published | None = None
         self._staged: Staged | None = None
@@ -130,11 +130,11 @@ class ServerLane:
         return self._control.engine
 
     def start(self) -> None:
-        """Begin; does not wait for the server."""
+        """Start; does not wait for the server."""
         self._wake()
 
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Return whether the lane has not ended."""
         return not self._ended.is_set()
 
     def join(self, timeout: float) -> None:
@@ -142,12 +142,12 @@ class ServerLane:
         self._ended.wait(timeout)
 
     def stop(self) -> None:
-        """End the lane now. Any thread; does not wait.
+        """End the lane soon. Any thread; does not wait.
 
-        What it waits for is aborted, but not a commit, which has a deadline and would leave its
-        server paused; nor an idle lane, which wakes up and sends its receiver that the run leaves.
+        Abort its wait, except in a commit (it has a deadline; an abort would leave the server
+        paused) and in an idle lane (it wakes up and sends its receiver that the run leaves).
         """
-        # One turn: a step into a commit either comes first and is left alone, or sees the stop.
+        # Under the lock of step(): a commit has either begun, and is not aborted, or never begins.
         with self._turn:
             self._stopping.set()
             ends_soon = self._state.phase in table.COMMITTING | {table.Phase.READY}
@@ -157,20 +157,20 @@ class ServerLane:
         self._wake()
 
     def abort(self) -> None:
-        """Abort whatever the lane waits for, a commit too. Any thread."""
+        """Abort the lane's wait, in a commit too. Any thread."""
         link = self._link
         if link is not None:
             with suppress(PeerError):
                 if self._streamed and self._state.phase in table.COMMITTING:
-                    # the engine's report can still be read, and the server be resumed
+                    # Not link.abort(): the lane still reads the report and resumes the server.
                     link.cancel()
                 else:
                     link.abort()
         self._wake()
 
     def work(self) -> float | None:
-        """The lane's loop: table, actions, event, table, until it is idle. When it goes on at the
-        latest (monotonic clock); None: it has ended."""
+        """Step the table and perform its actions until the lane is idle. Return when to call again
+        at the latest (monotonic clock); None: it has ended."""
         if not self.is_alive():
             return None
         try:
@@ -188,7 +188,7 @@ class ServerLane:
                 event = self._perform(work)
             else:
                 return event.until_s
-        except Exception as error:  # top of a thread: the server would stay on its version
+        except Exception as error:  # top of a thread: report that the server gets no more versions
             logger.exception("lane %s ended", self.url)
             self._servers.apply(self.url, ledger.Forgotten())
             cause = f"the lane ended with {error!r}; this server gets no more versions"
@@ -235,7 +235,7 @@ class ServerLane:
             self._close_link()
             earlier = taken.age_s > time.monotonic() - self._c.link.started_s
             if self._state.admitted:
-                # The other run is newer than this one: this one never serves it again.
+                # The other run is newer: this run gives the server up for good.
                 self._stopping.set()
                 self._servers.taken(self.url, taken.run_id)
             elif not earlier:
@@ -247,7 +247,7 @@ class ServerLane:
             connecting = self._state.phase is table.Phase.CONNECTING
             if final or (connecting and isinstance(error, ServerRefused)):
                 known = self._refused(str(error), final)
-            # A refusal that stays is an error once: it lasts until the server is started anew.
+            # Latch a final refusal once: it lasts until the server restarts.
             if not (final and known):
                 self._latch(
                     f"{type(work).__name__.lower()} failed: {error}", getattr(error, "block", None)
@@ -256,7 +256,7 @@ class ServerLane:
         raise AssertionError(f"the lane table asked for {work!r}, which no lane performs")
 
     def _refused(self, reason: str, final: bool) -> bool:
-        """Report a refusal, unless the server gave the same one before; whether it did."""
+        """Report a refusal unless it repeats the last one; return whether it does."""
         known, self._refusal = reason == self._refusal, reason
         if not known:
             self._servers.refused(self.url, reason, final)
@@ -266,7 +266,7 @@ class ServerLane:
         if not self._stopping.is_set():
             self._c.recorder.count(names.SYNC_FAILURES)
             error = SyncError(cause, url=self.url, version=self._state.version, block=block)
-            # a step boundary shows the first one and counts the others
+            # Log each one: a step boundary shows only the first and counts the others.
             logger.warning("weight sync: %s", error)
             self._servers.latch(error)
 
@@ -280,16 +280,16 @@ class ServerLane:
         with self._c.recorder.span(names.CONNECT_S, self.url, epoch=epoch):
             needs = self._c.link.needs
             if needs.tool_calls and self.url not in needs.exempt:
-                # Before the server is taken from another run.
+                # Before the hello, which takes the server from another run.
                 self._control.check_tool_parser()
             self._pass(Point.GREET)
             self._link, self._number = self._make_link(table.wire_epoch(epoch), term), 0
             joined = self._link.join(self._control, self._config.connect_deadline_s)
             self._c.renew(self.url)
-            # Also that it does not: it may have been restarted without.
+            # Record no quantization too: the server may have restarted without it.
             self._c.recorder.quantised(self.url, joined.quantization)
             event = self._settle(joined)
-            # after settling: the same receiver answers, so its engine was not restarted meanwhile
+            # After settling: the answer proves that the engine has not restarted meanwhile.
             accepted = self._link.send_manifest(lambda _: self._c.renew(self.url))
         if not accepted.ok:
             raise TransferFailed(f"the server's receiver refused the manifest: {accepted.error}")
@@ -302,15 +302,15 @@ class ServerLane:
     def _make_link(self, epoch: int, term: int) -> LaneLink | StockLink:
         c = self._c
         stock = self._control.stock() if self._streamed else None
-        # Resolved anew for each connection: a server that comes up late may have had no name.
+        # Resolve for each connection: the name of a server that starts late may not resolve yet.
         options = replace(c.link, bind_host=c.bind_host(self.url), url=self.url)
         if stock is not None:
             return StockLink(c.run_id, epoch, c.manifest, options, stock)
         return LaneLink(c.run_id, epoch, c.manifest, options, term, self._wake)
 
     def _settle(self, joined: Joined) -> table.Event:
-        """A lane, a receiver or a trainer that died may have left the server paused, or over
-        weights that its label hides."""
+        """Settle the server: a dead lane, receiver or trainer may have left it paused, or with a
+        label of other weights."""
         held = joined.held
         for step in settle(held, joined.intact, self._control.label(), self._control.paused()):
             perform(self._control, step)
@@ -342,13 +342,13 @@ class ServerLane:
         return _Idle(self._seen_s + every_s)
 
     def _look(self) -> None:
-        """Raise ServerRefused if an idle server is not as its line says: the next connection
-        settles it."""
+        """Check an idle server against its line. Raises ServerRefused if they differ: the next
+        connection settles the server."""
         entry = self._entry
         if entry.standing is ledger.Standing.QUARANTINED and not self._control.paused():
             raise ServerRefused("it is half loaded, and another client resumed it")
         if isinstance(self._link, LaneLink):
-            self._ping()  # a host that vanished closes no connection
+            self._ping()  # a vanished host closes no connection
         if entry.held is None:
             return
         label = Label.parse(self._control.label())
@@ -396,12 +396,12 @@ class ServerLane:
     def _pause(self) -> table.Event:
         recorder = self._c.recorder
         if self._c.drain is not None:
-            # No phase of its own: the ledger is at COMMITTING, so no new requests come; the server
-            # is not paused, so the guard has nothing to do; and the pause follows in any case.
+            # Needs no phase of its own: at COMMITTING the server gets no new requests; it is not
+            # paused, so the guard has nothing to do; and the pause follows in any case.
             with recorder.span(names.DRAIN_S, self.url, version=self._state.version):
                 self._c.drain(self.url)
         self._before = self._control.label()
-        self._pass(Point.PAUSE)  # waits for the lane's turn: the pause begins after it
+        self._pass(Point.PAUSE)  # waits for the lane's turn, so before the clock of the pause
         self._paused_s = recorder.now()
         self._control.pause()
         if self._config.kv_after_update == "recompute":
@@ -456,7 +456,7 @@ class ServerLane:
     def _set_label(self, outcome: table.Outcome) -> table.Event:
         self._pass(Point.LABEL)
         if outcome is table.Outcome.NEW and not self._streamed:
-            # no engine fences its label: a trainer that froze and was replaced must not set its own
+            # Engines do not fence their label: after a freeze, another run may have the server.
             self._ping()
         labels = {
             table.Outcome.NEW: str(self._label),
@@ -470,8 +470,8 @@ class ServerLane:
     def _resume(self) -> table.Event:
         self._pass(Point.RESUME)
         if time.monotonic() - self._labelled_s > STOOD_STILL_S:
-            # no engine fences its resume: that of a trainer that froze here and was replaced would
-            # come between load and label of the next one
+            # Engines do not fence a resume: after a freeze here it would fall between the load and
+            # the label of the run that has the server now.
             self._ping()
         self._control.resume()
         recorder = self._c.recorder
@@ -489,8 +489,8 @@ class ServerLane:
                 " this server"
             )
             return table.ReadBack(None)
-        # a server that was restarted since its load takes the label if a stray call has opened an
-        # update on it
+        # The label alone proves nothing: a server that restarted since its load takes it, if a
+        # stray call has opened an update there.
         self._ping()
         self._held, self._seen_s = self._label, time.monotonic()
         self._health = self._health.answered()
@@ -521,11 +521,11 @@ class ServerLane:
             try:
                 link.bye(answer_s(self._config.commit_deadline_s))
             except PeerError as error:
-                # The next run waits for the time after which this one counts as dead.
+                # Harmless: the next run waits until this one counts as dead.
                 logger.info("%s was not told that this run leaves: %s", self.url, error)
         self._close_link()
         self._control.close()
-        # The next lane of this server may pin images again.
+        # Undo slots.stop(): the server's next lane must be able to pin.
         self._c.slots.forget(self.url)
 
     def _close_link(self) -> None:

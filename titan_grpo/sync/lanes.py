@@ -1,4 +1,4 @@
-"""What runs in the sync process (process.py): ``SyncLanes`` seals images and has the lanes.
+"""Body of the sync process (process.py): ``SyncLanes`` seals images and has the lanes.
 
 ::
 
@@ -59,18 +59,18 @@ from titan_grpo.sync.turns import Turns
 logger = logging.getLogger(__name__)
 
 ANYWHERE = "192.0.2.1"
-"""An address that no host has (RFC 5737): the way to it is the default route."""
+"""An address that no host has (RFC 5737): the route to it is the default route."""
 
 REST_S = 1.0
-"""Back-off where a thread cannot be started, in seconds."""
+"""Back-off after a thread could not be started, in seconds."""
 
 
 def resolve_bind_host(configured: str, url: str) -> str:
-    """The address for the sockets of a server's lane: as configured, loopback for a local server,
-    else the one towards it.
+    """Return the local address for the sockets of a server's lane: the configured one, else
+    loopback for a local server, else the source address of the route to the server.
 
-    The kernel's routing answers without sending a packet (a connected UDP socket). The address of
-    the default route where the server's name cannot be resolved now: it may come up later.
+    The kernel's routing answers without sending a packet (a connected UDP socket). If the server's
+    name does not resolve (yet), return the address of the default route.
     """
     if configured:
         return configured
@@ -85,7 +85,7 @@ def resolve_bind_host(configured: str, url: str) -> str:
 
 
 def load_deadline_s(config: WeightSync) -> float:
-    """Of a server's load call, which streamed waits for the transfer too, in seconds."""
+    """Return the deadline of a server's load call in seconds; streamed, with the transfer."""
     return config.commit_deadline_s + transfer_in_load_s(config)
 
 
@@ -98,25 +98,25 @@ class _Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncOptions:
-    """What a sync works with, beside its weights and the section of the configuration."""
+    """Options of a sync, beside its weights and the section of the configuration."""
 
     urls: Sequence[str]
     make_control: Callable[[str], ServerControl] | None = None
-    """For servers whose calls rank 0's own process makes; None: ``engine``'s, in the process of the
-    lanes."""
+    """Factory of controls whose calls rank 0's own process makes; None: those of ``engine``, in the
+    process of the lanes."""
     engine: str = AUTO
     listed: Sequence[str] = ()
-    """In the servers file at the start."""
+    """URLs in the servers file at the start."""
     observer: ServerObserver | None = None
     keys: tuple[str, str] = ("", "")
     """The servers' API key and admin key."""
     run_key: Key | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Of the trainer."""
+    """The trainer's device."""
     remote_writers: Sequence[int] = ()
     """Other ranks of rank 0's host that write to each image."""
     leaders: Sequence[int] = ()
-    """The leaders' ranks of the trainer's other hosts, by part from 1 on."""
+    """Leaders of the trainer's other hosts: the rank of part 1, of part 2, ..."""
     model: Mapping[str, Any] = field(default_factory=dict)
     needs: RolloutNeeds = field(default_factory=RolloutNeeds)
     """See LinkOptions, like ``model``."""
@@ -136,24 +136,23 @@ class SyncOptions:
     """Whether a pause guard's process watches the lanes."""
     guard_deadlines: Deadlines | None = None
     tamper: Callable[[Images], Images] | None = None
-    """For tests, a function of a module: what lanes send in place of the images whose bytes were
-    hashed. Servers read no memory of the trainer then."""
+    """For tests (picklable): replaces the images that lanes send, after the originals were hashed.
+    Servers then do not read the trainer's memory in place."""
 
     def link(self, config: WeightSync) -> LinkOptions:
-        """What all connections have in common."""
+        """Return the options common to all connections."""
         transport: str = config.transport
         if transport == "auto":
-            # Nothing of a lane is on a GPU: NCCL takes memory and thread blocks of training's, and
-            # both ends must have one version of it. Streamed needs a communicator: the route of a
-            # server without our plugin joins one, and a window takes a bucket only where the lane
-            # has sent it.
+            # Never nccl: it takes device memory and thread blocks from training, and needs one
+            # version at both ends. Streamed needs a communicator: a server without our plugin joins
+            # one, and a window takes a bucket only when the lane sends it.
             transport = TCP if config.apply == "staged" else "gloo"
         urls = (*self.urls, *self.listed)
         remote = [url for url in urls if not is_loopback(urlsplit(url).hostname or "")]
         return LinkOptions(
             config,
             transport,
-            # Of the pause guard; a lane resolves its own at each connection.
+            # For the pause guard; a lane resolves its own at each connection.
             resolve_bind_host(config.bind_host, (remote or [f"http://{LOOPBACK}"])[0]),
             device=str(self.device) if transport == "nccl" else "cpu",
             run_key=self.run_key,
@@ -168,7 +167,7 @@ class SyncOptions:
 def server_set(
     config: WeightSync, recorder: Recorder, options: SyncOptions, open_lane: OpenLane
 ) -> ServerSet:
-    """The servers that a run starts with."""
+    """Create the set of the servers that a run starts with."""
     return ServerSet(
         members.start(frozenset(options.urls), frozenset(options.listed)),
         open_lane,
@@ -180,8 +179,8 @@ def server_set(
 
 
 class SyncLanes:
-    """Seals images (all ranks' bytes are there, blocks hashed) and has the lanes, which report to
-    ``servers``. ``slots`` is for its users too."""
+    """Seals images (waits for all ranks' bytes, hashes the blocks) and has the lanes, which report
+    to ``servers``."""
 
     def __init__(
         self,
@@ -192,7 +191,7 @@ class SyncLanes:
         servers: Reports,
         slots: ImageSlots | None = None,
     ) -> None:
-        """Nothing runs before ``start``, but for the pause guard's process."""
+        """Start the pause guard's process; all else begins with ``start``."""
         self.pool, self.run_id, self.manifest = pool, pool.run_id, pool.manifest
         self._config, self._recorder, self._o = config, recorder, options
         self._reports = servers
@@ -203,7 +202,7 @@ class SyncLanes:
         spared = partial(recorder.count, names.SPARED_BYTES)
         self._deliveries = Deliveries(config, pool.manifest, spared, relays)
         self._wanted = False
-        """Whether patches are, as the other hosts know it."""
+        """Last value of "patches are wanted" sent to the other hosts."""
         relayed = partial(recorder.count, names.RELAYED_BYTES)
         self.relay = Relay(relays, relayed, config.zones, 1 + len(options.leaders))
         link = replace(link, source=self._source, deliveries=self._deliveries, relay=self.relay)
@@ -211,14 +210,14 @@ class SyncLanes:
             link = replace(link, nixl=NixlSource())
         self._link = link
         self.hashing = link.hashing(pool.run_id)
-        # without an address: each lane has its own
+        # No address: each lane fills in its own.
         place = RangeSource("", 0, "", pin=self._source.pin)
         self._patches = Patches(pool, self._source, place, self.hashing.range_key)
         self._read: list[tuple[int, dist.TCPStore, str]] = []
-        """Version, store and key of what other ranks have said."""
+        """(version, store, key) of the other ranks' notices that were read."""
         self._complete = -1
         self._given_up: set[str] = set()
-        """Keys of hosts' parts that came too late, or may still come."""
+        """Keys of hosts' parts that are awaited, or were given up and may still be set."""
         log, forwarded = recorder.run_dir / "pause_guard.log", options.make_control is not None
         deadlines = options.guard_deadlines or deadlines_of(config, forwarded)
         self.guard = PauseGuard(link, log, deadlines) if options.guarded else None
@@ -248,7 +247,7 @@ class SyncLanes:
         self._sealer.start()
 
     def open_lane(self, url: str, epoch: int) -> ServerLane:
-        """A lane that is not started yet. ``epoch``: of the last one to the server."""
+        """Create a lane, not started yet. ``epoch``: the last one of the previous lane."""
         if self.guard is not None:
             self.guard.know(url, *self._o.keys)
         return ServerLane(self._context, self._reports, self._control(url), epoch)
@@ -264,7 +263,7 @@ class SyncLanes:
 
     def _pass(self, passing: LaneEvent) -> None:
         match passing.point:
-            case Point.PAUSE:  # before the guard's lease begins
+            case Point.PAUSE:  # first: this wait must not use up the lease of the pause guard
                 self._turns.wait(passing.url)
             case Point.LABEL:
                 self._turns.go_on(passing.url)
@@ -275,17 +274,17 @@ class SyncLanes:
         self._o.lane_observer(passing)
 
     def publish(self, version: int, slot: int, published_s: float) -> None:
-        """The host's ranks have started to copy ``version`` into ``slot``. Never waits.
-        ``published_s``: as in Published."""
+        """Queue ``version`` for the sealer: the host's ranks have started to copy it into ``slot``.
+        Never waits. ``published_s``: see Published."""
         self._jobs.put(_Job(version, slot, published_s))
 
     def seal(self) -> None:
-        """No version follows those that were published. Does not wait."""
+        """End the sealer after the versions published so far. Does not wait."""
         self._jobs.put(None)
 
     def end(self, deadline: float) -> None:
-        """After the lanes have ended: stop the sealer, by ``deadline`` (monotonic clock), and all
-        else."""
+        """Stop the sealer by ``deadline`` (monotonic clock), then all else. Call it after the lanes
+        have ended."""
         self._jobs.put(None)
         if self._sealer.is_alive():
             self._sealer.join(max(0.0, deadline - time.monotonic()))
@@ -297,13 +296,13 @@ class SyncLanes:
 
     def _seal_loop(self) -> None:
         try:
-            # no deadline: close() of its owner puts None into the queue; the thread is a daemon
+            # no deadline: seal() and end() put None into the queue; the thread is a daemon
             while (job := self._jobs.get()) is not None:
                 writers = frozenset({*self._writers, *self._o.leaders})
                 self.slots.writing(job.version, job.slot, writers)
                 try:
                     self._seal(job)
-                # RuntimeError: Python has it where the system has no further thread now
+                # RuntimeError: the system has no further thread now.
                 except (TitanGrpoError, RuntimeError) as error:
                     self.slots.discard(job.version)
                     self._reports.sealed(job.version, None)
@@ -311,7 +310,7 @@ class SyncLanes:
                         SyncError(f"could not be published: {error}", version=job.version)
                     )
             self.slots.seal()
-        except Exception as error:  # top of a thread: a silent death would end all syncs unseen
+        except Exception as error:  # top of a thread: report that no further version is published
             logger.exception("the sealer ended")
             self._reports.latch(
                 SyncError(f"the sealer ended with {error!r}: no further version is published")
@@ -344,8 +343,8 @@ class SyncLanes:
         self._reports.sealed(job.version, published)
 
     def _forget_read(self) -> None:
-        """Delete what was said of versions before the last complete one. Not earlier: a process
-        that is started in this one's place reads it again."""
+        """Delete notices of versions before the last complete one."""
+        # Not earlier: a process that replaces this one reads them again.
         old = [each for each in self._read if each[0] < self._complete]
         self._read = [each for each in self._read if each[0] >= self._complete]
         for _, store, key in old:
@@ -360,12 +359,13 @@ class SyncLanes:
         return wanted
 
     def _others(self, version: int) -> list[tuple[Hashed, list[bytes]]]:
-        """What the leader of each other host says of its part, with the digests, once all are
-        hashed. TransferFailed if one is not within the deadline: the hosts copy and hash at the
-        same time as this one."""
+        """Wait until every other host has hashed its part; return each Hashed with its digests.
+        Raises TransferFailed if one is late (all hosts copy and hash at the same time), SyncError
+        if one failed."""
         store, config = self.pool.hashed, self._config
         if store is None:
             return []
+        # Keys that were set after their deadline: delete them, or the store grows.
         for key in list(self._given_up):
             if store.check([key]):
                 store.delete_key(key)
@@ -396,72 +396,72 @@ class SyncLanes:
 
 
 class Worker(Protocol):
-    """A lane, as the threads see it (ServerLane)."""
+    """A ServerLane, as LaneThreads uses it."""
 
     url: str
 
     def work(self) -> float | None:
-        """What there is to do; when to call again, None once the lane has ended."""
+        """Do what there is to do; return when to call again, None once the lane has ended."""
 
 
 class LaneThreads:
-    """Threads for lanes that have something to do: ``work`` of each is called by one at a time.
+    """Threads for lanes with work. ``work`` of one lane is called by one thread at a time.
 
-    One thread waits for all idle lanes of a process, until something wakes one (a new image, the
-    end of its connection, a stop) or its time comes. Each lane that works has a thread of its own:
-    a server that stands still holds up no other lane.
+    One thread waits for all idle lanes of a process: until a wake (new image, end of a connection,
+    stop) or a lane's due time. Each working lane has a thread of its own, so a server that stands
+    still blocks no other lane.
     """
 
     def __init__(self) -> None:
-        """The waiting thread starts with the first ``wake``."""
+        """Start nothing: the waiting thread starts with the first ``wake``."""
         self._changed = threading.Condition()
         self._due: dict[Worker, float] = {}
-        """When each lane is to work; a lane that works already does so again afterwards."""
+        """Due time of each lane; a lane that is working works once more afterwards."""
         self._working: set[Worker] = set()
         self._thread: threading.Thread | None = None
         self._closing = False
 
     def wake(self, lane: Worker) -> None:
-        """Have the lane work now, or again if it works. Any thread; never waits."""
-        # Callers hold the slots' lock: nothing under this one may ask the slots.
+        """Have the lane work now, or once more after its present work. Any thread; never waits."""
+        # Lock order: callers hold the slots' lock, so nothing under this one may take that.
         with self._changed:
             self._due[lane] = -math.inf
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="lanes", daemon=True)
-                # where the system has no further thread for us now, the next wake tries again
+                # start() raises RuntimeError without a free thread: assign after it, so that the
+                # next wake tries again.
                 thread.start()
                 self._thread = thread
             self._changed.notify()
 
     def close(self) -> None:
-        """Call no lane any more. Idempotent; does not wait for those that work."""
+        """Call no lane again. Idempotent; does not wait for working lanes."""
         with self._changed:
             self._closing = True
             self._changed.notify()
 
     def _run(self) -> None:
-        """Thread: the idle lanes."""
+        """Thread that waits for the idle lanes."""
         while True:
             with self._changed:
                 while not (ready := self._take()) and not self._closing:
                     idle = [due for lane, due in self._due.items() if lane not in self._working]
-                    # no deadline without idle lanes: wake(), a lane that has worked, and close()
-                    # notify
+                    # no deadline without idle lanes: wake(), _worked() and close() notify
                     self._changed.wait(max(0.0, min(idle) - time.monotonic()) if idle else None)
                 if self._closing:
                     return
             for lane in ready:
                 name = f"lane {lane.url}"
-                # daemon: a lane may wait for its server when the process ends
+                # daemon: a lane may still wait for its server when the process ends
                 thread = threading.Thread(target=self._work, args=(lane,), name=name, daemon=True)
                 try:
                     thread.start()
-                except RuntimeError as error:  # the system has no further thread for us now
+                except RuntimeError as error:  # no free thread: retry later
                     logger.warning("%s waits for a thread: %s", name, error)
                     self._worked(lane, time.monotonic() + REST_S)
 
     def _take(self) -> list[Worker]:
-        """Under the lock: the lanes whose time has come; they work from now on."""
+        """Under the lock: take the lanes that are due; they count as working from now on."""
         now = time.monotonic()
         ready = [
             lane for lane, due in self._due.items() if due <= now and lane not in self._working
@@ -472,7 +472,7 @@ class LaneThreads:
         return ready
 
     def _work(self, lane: Worker) -> None:
-        """Thread: one lane, until it is idle."""
+        """Thread of one lane, until it is idle."""
         self._worked(lane, lane.work())
 
     def _worked(self, lane: Worker, again: float | None) -> None:

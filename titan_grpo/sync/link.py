@@ -1,5 +1,4 @@
-"""The trainer's end of one epoch with one server that has our receiver: channel, communicator,
-transfers."""
+"""Trainer's end of one epoch with a server that has our receiver: channel, communicator, sends."""
 
 import threading
 import time
@@ -59,31 +58,30 @@ from titan_grpo.sync.transports.nixl import NixlSource
 from titan_grpo.sync.transports.range_server import RangeServer
 
 Moved = Callable[[int], object]
-"""Callback after every bucket with the number of bytes sent; must not block. An error that it
+"""Callback after every bucket with the number of bytes sent. Must not block; an error that it
 raises ends the transfer."""
 
 LANE_RANK, RECEIVER_RANK = 0, 1
 """Ranks in the communicator of gloo or NCCL."""
 
 MANIFEST_NUMBER = 0
-"""Number of the order that hands over the manifest; transfers count from 1."""
+"""Number of the manifest's order; transfers count from 1."""
 
 ANSWER_S = 2.0
-"""Seconds that a live receiver may take for an answer without work."""
+"""Seconds that a live receiver may take for an answer that needs no work."""
 
 
 def answer_s(commit_deadline_s: float) -> float:
-    """Deadline of such an answer: never more than that of a commit call."""
+    """Return the deadline of such an answer: at most that of a commit call."""
     return min(ANSWER_S, commit_deadline_s)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
-    """Common to all epochs of a lane: the run's ``config``, with what it leaves open.
+    """Options common to all epochs of a lane: the run's ``config``, and what it leaves open.
 
-    With transport "tcp", receivers read from ``source``. With a ``run_key`` only servers that prove
-    it are joined, and blocks are hashed with its keys, so with blake3 and not with
-    ``config.digest``.
+    Receivers read ranges from ``source``. With a ``run_key`` a server must prove it to join, and
+    blocks are hashed with its keys (keyed blake3 in place of ``config.digest``).
     """
 
     config: WeightSync
@@ -97,39 +95,39 @@ class LinkOptions:
     take_over: bool = True
     """See Hello, like ``url`` and ``owner``."""
     started_s: float = field(default_factory=time.monotonic)
-    """When the run started, on the monotonic clock."""
+    """Start of the run, on the monotonic clock."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """See Hello."""
     needs: RolloutNeeds = field(default_factory=RolloutNeeds)
     source: RangeServer | None = None
-    """Shared by the lanes of a process; a link without one has its own."""
+    """Shared by the lanes of a process. None: the link creates its own."""
     nixl: NixlSource | None = None
-    """With transport "nixl": offers images beside it."""
+    """With transport "nixl": offers the images for one-sided reads too."""
     deliveries: Deliveries | None = None
-    """Gets what was sent, and how fast."""
+    """Gets the bytes and the duration of each transfer."""
     relay: Relay = field(default_factory=Relay)
-    """Which servers read from each other."""
+    """Assigns servers to read from each other."""
 
     def transfer_s(self, nbytes: int) -> float:
-        """Deadline of a transfer of ``nbytes``, in seconds."""
+        """Return the deadline of a transfer of ``nbytes``, in seconds."""
         return self.config.lane_deadline_s + nbytes / self.config.min_rate
 
     def keys(self, run_id: str, epoch: int) -> EpochKeys | None:
-        """The keys of one epoch, None without a run key."""
+        """Return the keys of one epoch, None without a run key."""
         return None if self.run_key is None else EpochKeys.of(self.run_key, run_id, epoch)
 
     def hashing(self, run_id: str) -> Hashing:
-        """How the blocks of a run are hashed."""
+        """Return the hash of a run's blocks."""
         keys = self.keys(run_id, 0)
         return Hashing(self.config.digest) if keys is None else Hashing(KEYED, keys.blocks)
 
 
 class LaneLink:
-    """One epoch: join, send_manifest, then send + wait_applied (windowed apply: offer + push) as
-    often as wanted, close.
+    """One epoch: join, send_manifest, any number of send + wait_applied (streamed: offer + push),
+    close.
 
-    Used by one thread, except ``cancel`` and ``abort``. After a TransferFailed the epoch is over:
-    close it and open the next one.
+    Used by one thread, except ``cancel`` and ``abort``. A TransferFailed ends the epoch: close it
+    and open the next one.
     """
 
     def __init__(
@@ -141,9 +139,9 @@ class LaneLink:
         term: int = 1,
         lost: Callable[[], object] = lambda: None,
     ) -> None:
-        """Opens nothing. ``epoch`` must be higher than that of every earlier link to the server.
-        ``term`` orders the runs (protocol.server). ``lost`` is called, on a thread that it must not
-        block, when the receiver ends."""
+        """Opens nothing. ``epoch``: higher than that of every earlier link to the server. ``term``
+        orders the runs (protocol.server). ``lost`` is called when the receiver's connection ends,
+        on a thread that it must not block."""
         self._run_id, self._epoch, self._manifest, self._options = run_id, epoch, manifest, options
         self._term, self._lost = term, lost
         keys = options.keys(run_id, epoch)
@@ -155,16 +153,16 @@ class LaneLink:
         self._source = options.source or RangeServer()
         self._channel: LaneChannel | None = None
         self._store: TCPStore | None = None
-        """At which the ranks of gloo or NCCL meet."""
+        """Rendezvous of gloo's or NCCL's ranks."""
         self._transport: Transport | None = None
         self._joined = False
         self._base: int | None = None
-        """The version that the receiver has staged."""
+        """Version in the receiver's staging memory, the base of patches."""
         self._transfer_s = options.transfer_s(manifest.total_bytes)
 
     def open(self) -> Hello:
-        """Listen; the ``init_info`` for the server. Raises ConfigError if bind_host is not an
-        address of this host."""
+        """Listen; return the Hello (``init_info``) for the server. Raises ConfigError if bind_host
+        is not an address of this host."""
         o, config = self._options, self._options.config
         channel = self._source.channel(o.bind_host, self._key, self._ended)
         if o.transport not in RANGES:
@@ -210,16 +208,17 @@ class LaneLink:
         return hello.proven(self._key)
 
     def join(self, control: ServerControl, timeout_s: float) -> Joined:
-        """``open``, send the hello, and ``wait_joined``."""
+        """Open, send the hello, and return ``wait_joined``."""
         control.greet(self.open().to_dict())
         return self.wait_joined(timeout_s)
 
     def wait_joined(self, timeout_s: float) -> Joined:
-        """The receiver's answer, with what its engine holds; then the communicator is open.
+        """Wait for the receiver's answer and open the communicator; return the answer, with the
+        label that the engine holds.
 
-        ServerTaken if another run is in force there; ServerUnfit if the receiver refuses for good
-        or does not prove this run's key; ServerRefused if it refuses otherwise; TransferFailed if
-        no answer comes in time.
+        Raises ServerTaken if another run is in force there, ServerUnfit if the receiver refuses for
+        good or does not prove this run's key, ServerRefused if it refuses otherwise, TransferFailed
+        past the deadline.
         """
         channel = self._opened()
         what = (
@@ -254,16 +253,15 @@ class LaneLink:
         transport = open_transport(o.transport, store, LANE_RANK, RECEIVER_RANK + 1, options)
         with self._lock:
             self._transport = transport
-            # what ended the connection meanwhile found no transport to abort
+            # an abort, or the connection's end, before this line found no transport to abort
             aborted = self._aborted or bool(self._opened().inbox.ended)
         if aborted:
             transport.abort()
         return joined
 
     def send_manifest(self, moved: Moved | None = None) -> Staged:
-        """Hand the manifest over and wait until the receiver has memory for an image of that size:
-        as long as more of it is there within the deadline of a bucket. ``moved`` gets the bytes
-        that have it."""
+        """Send the manifest and wait until the receiver has memory for an image of that size. Each
+        bucket of memory has a deadline; ``moved`` gets the bytes made so far."""
         self._post(Order(MANIFEST_NUMBER, "manifest", 0, ""), self._manifest.to_json().encode())
         return self._moving(MANIFEST_NUMBER, moved, 0)
 
@@ -277,18 +275,18 @@ class LaneLink:
         moved: Moved | None = None,
     ) -> Staged:
         """Send a whole image (uint8[total_bytes], host) and wait for its verification. ``number``
-        counts from 1. A receiver on this host reads a SharedImage in place. Those of its
-        patches are offered that lead from what the receiver has staged to ``version``.
+        counts from 1. A receiver on this host reads a SharedImage in place. Offers the patches of
+        ``image`` that lead from the receiver's staged version to ``version``.
 
-        Raises TransferFailed when bytes are lost or late. A Staged that is not ok (digests differ)
-        is returned: the epoch goes on, and the image may be sent again under the next number.
+        Raises TransferFailed if bytes are lost or late. A returned Staged may be not ok (digests
+        differ): the epoch continues, and the image may be sent again under the next number.
         """
         start, o = time.monotonic(), self._options
         image, elsewhere, patches = image if isinstance(image, Parts) else Parts(image)
         shared = image if isinstance(image, SharedImage) else None
         bytes_ = image.tensor() if isinstance(image, SharedImage) else image
         if self._options.transport in RANGES:
-            staged, self._base = self._base, None
+            staged, self._base = self._base, None  # unknown if this transfer fails
             offered = self._offered(leading_from(staged, patches))
             with self._served(bytes_, shared.address if shared else None) as place:
                 others = o.relay.asked(o.url, version, len(self._manifest.parts))
@@ -311,7 +309,7 @@ class LaneLink:
 
     @contextmanager
     def _served(self, image: torch.Tensor, memfd: ImageAddress | None) -> Iterator[RangeSource]:
-        """Let the receiver read the image within it."""
+        """Serve the image to the receiver inside the ``with`` block."""
         view = image.numpy().data
         fd, part = memfd.fd if memfd else None, self._manifest.parts[0]
         ticket = self._source.grant(view, fd, self._range_key, part)
@@ -325,7 +323,7 @@ class LaneLink:
             self._source.revoke(ticket)
 
     def _offered(self, patches: Sequence[Patch]) -> tuple[Patch, ...]:
-        """``patches`` with the address at which this server reads those of rank 0's host."""
+        """Return ``patches``, those of rank 0's host with the address that this server reads."""
         host, port = self._opened().host, self._opened().port
         return tuple(
             patch
@@ -335,11 +333,11 @@ class LaneLink:
         )
 
     def _moving(self, number: int, moved: Moved | None, patch_bytes: int) -> Staged:
-        """The receiver's answer, which comes early where it gives the transfer up. TransferFailed
-        if the next mark is late: the receiver or the network stands still."""
+        """Wait for the receiver's marks, then return its answer; it comes early if the receiver
+        gives up. Raises TransferFailed if a mark is late: receiver or network stands still."""
         config, deadline = self._options.config, time.monotonic() + self._transfer_s
         within_s = config.progress_deadline_s + config.bucket_bytes / config.min_rate
-        if patch_bytes:  # they come, and the image changes, before the first mark
+        if patch_bytes:  # all patches arrive and are applied before the first mark
             within_s += (patch_bytes + self._manifest.total_bytes) / config.min_rate
         for mark in marks(self._manifest.total_bytes, config.bucket_bytes):
             wait_s = min(within_s, max(0.0, deadline - time.monotonic()))
@@ -354,7 +352,7 @@ class LaneLink:
     def offer(
         self, number: int, version: int, digests: Sequence[bytes], fingerprint: str
     ) -> Staged:
-        """Prepare a windowed apply: nothing moves until ``push``. ``number`` counts from 1."""
+        """Prepare a streamed apply: no byte moves before ``push``. ``number`` counts from 1."""
         self._post(Order(number, "stream", version, fingerprint), b"".join(digests))
         return self._staged(number, self._options.config.lane_deadline_s)
 
@@ -368,8 +366,8 @@ class LaneLink:
     ) -> Applied:
         """Send ``image`` (uint8[total_bytes]) through the offered window, into the paused engine.
 
-        The engine's report also when the sending failed: it says whether the engine is intact.
-        PeerError if there is no report.
+        Return the engine's report, also if sending failed: it says whether the engine is intact.
+        Raises PeerError without a report.
         """
 
         def load() -> Applied:
@@ -386,27 +384,27 @@ class LaneLink:
         except TransferFailed as error:
             self.cancel()
             failure = error
-        # start and finish of an update, the load and the report each have a deadline of their own
+        # The update's start and end, the load and the report each have a deadline of their own.
         transfer_s = self._options.config.lane_deadline_s
         load_s = lane.step_s(lane.Phase.LOADING, commit_deadline_s, transfer_s)
-        # Also after a failed broadcast: the engine's report says what it holds now.
+        # After a failed broadcast too: only the report says what the engine holds now.
         applied = outcome(call, load_s, f"the load call of transfer {staged.number}")
         if failure is not None and applied.ok:
             raise failure  # the two ends disagree about the bytes
         return applied
 
     def stream(self, image: torch.Tensor, moved: Moved | None = None) -> None:
-        """Broadcast the image of a windowed apply; the engine must be loading.
+        """Broadcast the image of a streamed apply; the engine must be loading.
 
-        Raises TransferFailed when bytes are lost or late, a block differs or the engine gives up:
-        the epoch is over, but the engine's report can still be awaited.
+        Raises TransferFailed if bytes are lost or late, a block differs or the engine gives up: the
+        epoch is over, but the engine's report can still be awaited.
         """
         c = self._options.config
         broadcast_image(self._connected(), image, c.bucket_bytes, c.lane_deadline_s, moved)
 
     def cancel(self) -> None:
-        """End a windowed transfer at once and release the engine. Unlike after ``abort``, the
-        engine's report can still be awaited. Any thread; idempotent."""
+        """End a streamed transfer at once and release the engine. Unlike after ``abort``, its
+        report can still be awaited. Any thread; idempotent."""
         with self._lock:
             transport, channel = self._transport, self._channel
         if transport is not None:
@@ -416,11 +414,11 @@ class LaneLink:
                 channel.send(Kind.CANCEL, 0)
 
     def attach(self) -> Attach:
-        """The order to the engine, after the manifest, to map the receiver's memory."""
+        """Return the order for the engine to map the receiver's memory. Needs the manifest."""
         return Attach(run_id=self._run_id, epoch=self._epoch).proven(self._key)
 
     def commit(self, staged: Staged) -> Commit:
-        """The ``update_info`` for a staged or offered transfer."""
+        """Return the ``update_info`` for a staged or offered transfer."""
         commit = Commit(
             run_id=self._run_id,
             epoch=self._epoch,
@@ -433,10 +431,10 @@ class LaneLink:
         return commit.proven(self._key)
 
     def wait_applied(self, number: int, timeout_s: float) -> Applied:
-        """How the commit of that transfer ended in the engine; TransferFailed without a report: the
-        engine's version is unknown then.
+        """Return the engine's report of that transfer's commit. Raises TransferFailed without one:
+        the engine's version is then unknown.
 
-        The plugin delivers it before /update_weights answers, so a short wait is enough.
+        The plugin delivers it before /update_weights answers, so a short wait suffices.
         """
         what = f"waiting for the engine to apply transfer {number}"
         applied = Applied.from_json(self._take(number, (Kind.APPLIED,), timeout_s, what).body)
@@ -444,10 +442,10 @@ class LaneLink:
         return applied
 
     def ping(self, number: int, timeout_s: float) -> None:
-        """Prove that the receiver of this epoch lives, so that its engine has not restarted.
+        """Prove that the engine has not restarted: its receiver would have died with it.
 
-        TransferFailed if it does not answer in time, at once if the connection is lost. Call it
-        between two transfers.
+        Raises TransferFailed past the deadline, at once if the connection is lost. Call it between
+        two transfers.
         """
         self._post(Order(number, "ping", 0, ""))
         answer = self._staged(number, timeout_s)
@@ -458,14 +456,14 @@ class LaneLink:
 
     def bye(self, timeout_s: float) -> None:
         """Send the receiver, if it has joined, that this run leaves the server. Waits for its
-        answer: the connection ends with ``close``."""
+        answer: ``close`` ends the connection, and would drop the message."""
         if self._joined:
             number = self._next
             self._post(Order(number, "bye", 0, ""))
             self._staged(number, timeout_s)
 
     def abort(self) -> None:
-        """Make the blocked call and every later one raise TransferFailed at once. Any thread;
+        """Make the blocked call and all later ones raise TransferFailed at once. Any thread;
         idempotent."""
         with self._lock:
             self._aborted = True
@@ -492,7 +490,7 @@ class LaneLink:
             self._source.close()
 
     def check(self) -> None:
-        """TransferFailed if the link has ended: its receiver is gone, or it was aborted."""
+        """Raise TransferFailed if the link has ended: its receiver is gone, or it was aborted."""
         self._opened().check()
 
     def _ended(self) -> None:
@@ -506,7 +504,7 @@ class LaneLink:
             transport.abort()
 
     def _post(self, order: Order, blob: bytes = b"") -> None:
-        """Send an order, and before it the bytes that it is about."""
+        """Send an order, preceded by its ``blob``."""
         if order.number != self._next:
             raise ProtocolError(
                 f"orders count up by one within an epoch: the next is {self._next}, got"
@@ -528,7 +526,7 @@ class LaneLink:
         return staged
 
     def _take(self, number: int, kinds: tuple[Kind, ...], timeout_s: float, what: str) -> Frame:
-        """Block until such a frame is there, the deadline passes, or the link ends."""
+        """Wait for such a frame. Raises TransferFailed past the deadline, or if the link ends."""
         return self._opened().take(number, kinds, timeout_s, f"{what} (epoch {self._epoch})")
 
     def _opened(self) -> LaneChannel:

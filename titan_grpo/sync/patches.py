@@ -1,8 +1,8 @@
-"""One trainer host's patches between versions (layout.delta): made, kept and served to receivers;
-and whether they are worth their making.
+"""One trainer host's patches between versions (layout.delta): making, keeping and serving them, and
+the decision whether they pay off.
 
 Rank 0's sealer has one ``Patches`` for its host's part, every other host's sync process one for its
-own. What leads to a version is offered with it, by rank 0's lanes.
+own. Rank 0's lanes offer each version with the patches that lead to it.
 """
 
 import logging
@@ -26,53 +26,52 @@ from titan_grpo.sync.transports.range_server import RangeServer
 logger = logging.getLogger(__name__)
 
 SHARE = 1 / 4
-"""Of a part, which the patches may have that are kept for the next version."""
+"""Most bytes of the patches kept for the next version, as a share of the part's."""
 
 ENCODE_RATE = 1 << 30
-"""Bytes of a part per second that one thread makes a patch of (scripts/bench_delta.py)."""
+"""Bytes of a part per second that one thread encodes into a patch (scripts/bench_delta.py)."""
 
 WORTH = 4.0
-"""How much longer than making a patch the slowest server's whole version must take."""
+"""Least ratio of the slowest server's time for a whole version to the time to make a patch."""
 
 WANTED = "patches"
-"""Key in rank 0's store: "1" where patches are worth it, by what its lanes have seen."""
+"""Key in rank 0's store: "1" if patches pay off, as measured by its lanes."""
 
 
 class Patches:
-    """The last patches of a host's part, which receivers read in place of it. For one thread.
+    """The last patches of a host's part, which receivers read in place of the part. For one thread.
 
-    One is made per version, from the version that was whole before, before lanes may pin the new
-    one. The old one's slot may be written anew meanwhile: then the patch is wrong, and a receiver
-    sees that by the digests and reads the blocks themselves. So nothing waits for a patch, and none
-    is ever trusted.
+    Each version gets one patch, from the previous complete version, before lanes may pin the new
+    one. The old slot may be overwritten meanwhile: then the patch is wrong, a receiver finds wrong
+    digests, and reads the blocks themselves. So nothing waits for a patch, and none is trusted.
 
-    Those that lead to a version are served until its slot is written again: a lane that offers them
-    pins it. So a server may take longer for them than they are kept for the next version.
+    Patches that lead to a version are served until its slot is written again (a lane that offers
+    them pins it), even if they are no longer kept for the next version.
     """
 
     def __init__(
         self, pool: ImagePool, server: RangeServer, place: RangeSource, key: Key | None
     ) -> None:
-        """``place``: where ``server`` is read, without a ticket. ``key``: EpochKeys.ranges."""
+        """``place``: address of ``server``, without a ticket. ``key``: EpochKeys.ranges."""
         self._pool, self._server, self._place, self._key = pool, server, place, key
         self._part = pool.manifest.parts[pool.part]
         self._room = int(SHARE * self._part.nbytes)
         self._last: Place | None = None
         self._kept: tuple[Patch, ...] = ()
         self._offered: dict[int, tuple[Patch, ...]] = {}
-        """With the version in each slot."""
+        """Slot -> patches that lead to its version."""
         self._served: set[str] = set()
-        """Tickets."""
+        """Tickets of the patches that are served."""
 
     def writing(self, slot: int) -> None:
-        """A version is written into ``slot``, which no lane pins: what lay there is no base."""
+        """Drop the version in ``slot``, which is overwritten now: it is no base for a patch."""
         self._last = still_there(self._last, slot)
         self._offered.pop(slot, None)
         self._forget()
 
     def make(self, version: int, slot: int, wanted: bool) -> tuple[Patch, ...]:
-        """The host's part of ``version`` is whole in ``slot``: the patches that lead to it, oldest
-        first, without a gap. None where they are not ``wanted``, or too large."""
+        """Make a patch to ``version``, whose part is complete in ``slot``. Return the patches that
+        lead to it, oldest first, without a gap; none if it is not ``wanted`` or too large."""
         last, self._last = self._last, (version, slot)
         data = made = None
         if last is not None and wanted:
@@ -92,7 +91,7 @@ class Patches:
         return self._kept
 
     def _forget(self) -> None:
-        """Serve those no more that are neither kept nor offered: their memory is free then."""
+        """Stop serving patches that are neither kept nor offered, which frees their memory."""
         needed = {
             patch.source.ticket
             for chain in (self._kept, *self._offered.values())
@@ -104,8 +103,7 @@ class Patches:
 
 
 class Deliveries:
-    """How servers got their versions, by what the lanes report: whether patches are worth their
-    making. Any thread."""
+    """Record of how servers got their versions: decides whether patches pay off. Any thread."""
 
     def __init__(
         self,
@@ -114,17 +112,17 @@ class Deliveries:
         spared: Callable[[int], object],
         relays: bool = False,
     ) -> None:
-        """``spared`` is called with the bytes that a server did not read. ``relays``: servers read
-        from each other, so that the trainer sends a version about once."""
+        """``spared`` is called with the bytes that a server did not have to read. ``relays``:
+        servers read from each other, so the trainer sends a version about once."""
         self._mode, self._total, self._spared = config.delta, manifest.total_bytes, spared
         self._relays, self._share = relays, 0.0
-        # the hosts make theirs at the same time
+        # The hosts encode at the same time: the largest part counts.
         self._make_s = max(part.nbytes for part in manifest.parts) / ENCODE_RATE
         self._lock = threading.Lock()
         self._whole_s: dict[str, float] = {}
 
     def came(self, url: str, read_bytes: int, seconds: float) -> None:
-        """A server has a version, by so many bytes in so long."""
+        """Record that a server got a version by reading ``read_bytes`` in ``seconds``."""
         if read_bytes < self._total:
             self._spared(self._total - read_bytes)
             return
@@ -132,17 +130,18 @@ class Deliveries:
             self._whole_s[url] = seconds
 
     def gone(self, url: str) -> None:
-        """Its lane has closed the connection: the next version is read whole. Idempotent."""
+        """Forget a server whose lane closed the connection: it will read a whole version first.
+        Idempotent."""
         with self._lock:
             self._whole_s.pop(url, None)
 
     def made(self, share: float) -> None:
-        """A patch has so much of its part."""
+        """Record a patch's size, as a share of its part's."""
         self._share = share
 
     def patches_wanted(self) -> bool:
-        """Whether a patch is worth its making now: for the slowest server, and for the trainer's
-        links, which carry one to each server, but with relays a version once."""
+        """Return whether a patch pays off now: for the slowest server, and, with relays, for the
+        trainer's link (it carries a patch to every server, but a whole version only once)."""
         with self._lock:
             slowest_s = max(self._whole_s.values(), default=0.0)
             all_patches = self._share * len(self._whole_s)
@@ -151,14 +150,14 @@ class Deliveries:
 
 
 def say_wanted(store: TCPStore, wanted: bool) -> None:
-    """Let the trainer's other hosts know whether patches are worth it."""
+    """Publish to the trainer's other hosts whether to make patches."""
     with store_errors("saying whether patches are made"):
         store.set(WANTED, "1" if wanted else "0")
 
 
 def is_wanted(store: TCPStore, config: WeightSync) -> bool:
-    """On another host: whether patches are made. With "auto" it is rank 0's to say, whose lanes
-    see the servers; late by a version at most, which costs one patch made or not made."""
+    """Return, on another host, whether to make patches. With "auto" rank 0 decides, as its lanes
+    see the servers; its decision may come one version late, at the cost of one patch."""
     if config.delta != "auto":
         return config.delta == "on"
     with store_errors("asking whether patches are made"):

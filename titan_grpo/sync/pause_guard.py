@@ -1,9 +1,9 @@
-"""Rank 0's handle of the pause guard, the process that lets paused servers go on when rank 0 no
-longer can (pause_guard_main).
+"""Handle of the pause guard (pause_guard_main), the process that resumes paused servers when the
+trainer no longer can.
 
-``observe`` writes one short line when a pause begins and one when it is over, ``renew`` one more
-where a commit or a connection is slow. Neither waits, for the process or for its start: a lane
-calls them inside its commit.
+``observe`` writes one short line when a pause begins and one when it is over; ``renew`` writes more
+during a slow commit or connection. Neither waits, not even for the start of the process: lanes call
+them inside their commits.
 """
 
 import json
@@ -27,46 +27,45 @@ from titan_grpo.sync.link import LinkOptions, answer_s
 logger = logging.getLogger(__name__)
 
 OPENING = (Point.GREET, Point.PAUSE, Point.LOAD, Point.LABEL, Point.RESUME)
-"""From these on a server may stay paused if its lane stops."""
+"""Points after which a server may stay paused if its lane stops."""
 
 CLOSING = (Point.CONNECTED, Point.RESUMED, Point.HELD)
-"""From these on it does not."""
+"""Points after which it does not."""
 
 RENEW_S = 1.0
-"""Least time between two lines of a lane that say the same, in seconds: most commits are over
-before."""
+"""Least seconds before a lane's line is repeated; most commits are over by then."""
 
 CLOSE_S = 5.0
-"""Seconds to wait for the end of a guard that has nothing to do."""
+"""Seconds to wait for the end of an idle guard."""
 
 RESTART_S = 10.0
-"""Least time between two restarts of the process, in seconds."""
+"""Least seconds between two restarts of the process."""
 
 STUCK_BYTES = 1 << 16
-"""With as much unread behind a full socket buffer the process counts as stuck and is replaced."""
+"""With more bytes queued behind a full socket buffer the process is stuck, and is replaced."""
 
 
 def transfer_in_load_s(config: WeightSync) -> float:
-    """How long the transfer in a server's load call may take, in seconds: streamed only."""
+    """Return how long the transfer in a server's load call may take, in seconds; 0 if staged."""
     return config.lane_deadline_s if config.apply == "streamed" else 0.0
 
 
 def deadlines_of(config: WeightSync, forwarded: bool) -> Deadlines:
-    """How long a lane of this configuration may be silent in a commit, and while it connects.
-    ``forwarded``: rank 0 makes its calls, and only each step renews the lease."""
+    """Return how long a lane may be silent in a commit, and while it connects. ``forwarded``: rank
+    0 makes its calls, and only protocol points renew the lease."""
     call_s, transfer_s = config.commit_deadline_s, transfer_in_load_s(config)
     if forwarded:
         pause_s = lane.step_s(lane.Phase.LOADING, call_s, transfer_s)
     else:
-        # one call, a ping or a report before the next one, and the rest after a failure
+        # One call, a ping or a report before the next one, and the rest after a failure.
         answers_s = 2 * answer_s(call_s)
         pause_s = RENEW_S + call_s + transfer_s + answers_s + config.backoff_max_s
     if forwarded or config.apply == "streamed":
-        # Of the whole connection: stock SGLang's routes renew nothing either.
+        # The whole connection: stock SGLang's routes do not renew either.
         greet_s = 3 * config.connect_deadline_s + lane.step_s(lane.Phase.CONNECTING, call_s)
     else:
-        # one call, and what follows it without one: the receiver's answer and the communicator, or
-        # the next bucket of its memory
+        # One call, then a wait without calls: for the receiver's answer and the communicator, or
+        # for the next bucket of its memory.
         bucket_s = config.progress_deadline_s + config.bucket_bytes / config.min_rate
         greet_s = RENEW_S + call_s + max(2 * config.connect_deadline_s, bucket_s)
     return Deadlines(pause_s, greet_s + 2 * config.backoff_max_s)  # with the rest after a failure
@@ -75,8 +74,8 @@ def deadlines_of(config: WeightSync, forwarded: bool) -> Deadlines:
 class PauseGuard:
     """Starts the process and forwards lane events to it. One per run.
 
-    ``restarts``: how often the process had to be replaced; ``late``: lines that its full socket did
-    not take at once.
+    ``restarts``: number of replacements of the process; ``late``: writes that its full socket did
+    not take.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class PauseGuard:
         log: Path | None,
         deadlines: Deadlines,
     ) -> None:
-        """``log``: the file that the process appends to; None: this process's stderr."""
+        """``log``: file that the process appends to; None: this process's stderr."""
         config = link.config
         access = {
             "bind_host": link.bind_host,
@@ -99,7 +98,7 @@ class PauseGuard:
         self._lock = threading.Lock()
         self._servers: dict[str, dict[str, Any]] = {}
         self._open: dict[str, tuple[LaneEvent, float]] = {}
-        """With the time of its last line (monotonic clock)."""
+        """Server -> its last event, and the time of its last line (monotonic clock)."""
         self._sock: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._killed: list[subprocess.Popen[bytes]] = []
@@ -115,11 +114,11 @@ class PauseGuard:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None if it could not be started."""
+        """Process id; None if it could never be started."""
         return self._process.pid if self._process is not None else None
 
     def know(self, url: str, api_key: str, admin_key: str = "") -> None:
-        """The keys of a server's control plane. Call it before the server's lane starts."""
+        """Send the keys of a server's control plane. Call it before the server's lane starts."""
         message = {"op": "server", "url": url, "key": api_key, "admin_key": admin_key}
         with self._lock:
             self._servers[url] = message
@@ -137,8 +136,8 @@ class PauseGuard:
             self._write(_line(event))
 
     def renew(self, url: str) -> None:
-        """A call to a server begins, or its connection moves on: its commit or connection, if it
-        is in one, has a new lease. Any thread; never waits, never raises."""
+        """Renew the lease of a server's commit or connection, if one is open: a call to it begins,
+        or its connection makes progress. Any thread; never waits, never raises."""
         now = time.monotonic()
         with self._lock:
             event, written_s = self._open.get(url, (None, now))
@@ -148,8 +147,8 @@ class PauseGuard:
             self._write(_line(event))
 
     def close(self) -> None:
-        """Call it after the lanes have ended. The process ends at once, or goes on alone if a
-        server was left paused. Idempotent."""
+        """End the process; it continues alone if a server was left paused. Call it after the lanes
+        have ended. Idempotent."""
         with self._lock:
             if self._closed or self._process is None:
                 return
@@ -177,7 +176,7 @@ class PauseGuard:
             self._restart()
 
     def _flush(self) -> bool:
-        """Whether the process is there."""
+        """Send what the socket takes; return whether the process is there."""
         if self._sock is None:
             return False
         try:
@@ -192,7 +191,7 @@ class PauseGuard:
 
     def _restart(self) -> None:
         if self._restarted_s + RESTART_S > time.monotonic():
-            # _start() writes what is open
+            # Without a socket drop the lines: _start() writes the open ones anew.
             self._out = self._out if self._sock is not None else b""
             return
         if self._process is not None:
@@ -207,7 +206,7 @@ class PauseGuard:
     def _start(self) -> None:
         try:
             with open(self._log or os.devnull, "ab") as log:
-                # a session of its own: torchrun and terminals signal the trainer's
+                # A session of its own: torchrun and terminals signal the trainer's.
                 self._process, self._sock = start_module(
                     "titan_grpo.sync.pause_guard_main",
                     env=helper_environment(os.environ),
@@ -218,8 +217,9 @@ class PauseGuard:
         except OSError as error:
             logger.warning("no pause guard: servers stay paused if this trainer dies: %s", error)
             return
-        # a blocking send would make a lane, inside its commit, wait for this process
+        # A blocking send would stop a lane inside its commit.
         self._sock.setblocking(False)
+        # A new process needs all of it: configuration, keys, and the events that are open.
         lines = [self._first, *self._servers.values(), *(_line(e) for e, _ in self._open.values())]
         self._out = b"".join(map(_encoded, lines))
         self._flush()

@@ -2,10 +2,10 @@
 trainer died or froze in a commit.
 
 The lanes write one line when a pause begins and one when it is over. If the trainer ends, or a
-pause outlives its deadline, this process fences the lane with an epoch of its own (so nothing that
-the lane still does can load), reads from the receiver what the engine holds, gives the server that
-label and resumes it (protocol.recovery.settle). protocol.pause_guard decides which servers are open
-and when each is due. It is a process, because a thread dies and freezes with its trainer.
+lease runs out, this process fences the lane with an epoch of its own (after which no call of the
+lane can load), reads from the receiver what the engine holds, sets that label and resumes the
+server (protocol.recovery.settle). protocol.pause_guard decides which servers are open and when each
+is due. It is a process because a thread dies and freezes with its trainer.
 """
 
 import json
@@ -37,7 +37,7 @@ READ_BYTES = 1 << 16
 
 
 class SupersededError(PeerError):
-    """A newer trainer or lane has the server."""
+    """A newer run or epoch has the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,8 @@ class Access:
 
 
 def superseded(joined: Joined, run_id: str, epoch: int) -> str:
-    """The epoch that is in force instead of ours, empty if ours is. PeerError for another refusal.
-
-    A second hello of the same epoch is refused because the first one is in force: that is ours.
-    """
+    """Return the epoch in force instead of ours; empty if ours is. Raises PeerError for any other
+    refusal. A repeated hello is refused because its own epoch is in force: that is ours."""
     if joined.ok or (joined.run_in_force, joined.epoch_in_force) == (run_id, epoch):
         return ""
     if not joined.run_in_force:
@@ -70,10 +68,10 @@ def superseded(joined: Joined, run_id: str, epoch: int) -> str:
 
 
 def fence(control: ServerControl, access: Access, run_id: str, epoch: int) -> Joined:
-    """Open ``epoch`` on a server and close it again: no older one loads any more. Returns what the
-    engine holds.
+    """Open ``epoch`` on a server and close it again: no older epoch can load any more. Return the
+    receiver's answer, with what the engine holds. Raises as ask_receiver.
 
-    The engine serves one call at a time, so a load under way has ended when this returns.
+    The engine serves one call at a time, so a load in progress has ended when this returns.
     """
     return ask_receiver(
         control.greet,
@@ -88,7 +86,7 @@ def fence(control: ServerControl, access: Access, run_id: str, epoch: int) -> Jo
 
 
 def perform(control: ServerControl, step: Step) -> None:
-    """One step of protocol.recovery.settle."""
+    """Perform one step of protocol.recovery.settle."""
     match step:
         case Pause():
             control.pause()
@@ -104,8 +102,8 @@ def recover(
     due: pause_guard.Recover,
     cancelled: threading.Event,
 ) -> str:
-    """Settle one server; what was done, as text. PeerError if it cannot be reached, SupersededError
-    if a newer epoch has it."""
+    """Settle one server; return what was done, as text. Raises PeerError if it cannot be reached,
+    SupersededError if a newer epoch has it."""
     if due.doubtful and not control.paused():
         return ""
     epoch = due.epoch + 1
@@ -127,10 +125,10 @@ def recover(
 
 
 class GuardProcess:
-    """Reads the lanes' lines, keeps the table, recovers each server in a thread of its own."""
+    """Reads the lanes' lines, steps the table, and recovers each server in a thread of its own."""
 
     def __init__(self, sock: socket.socket, parent: int) -> None:
-        """``sock``: from the trainer, whose process id is ``parent``."""
+        """``sock``: to the trainer's process, ``parent``."""
         self._sock, self._parent = sock, parent
         self._rest = b""
         self._state: pause_guard.GuardState | None = None
@@ -142,13 +140,13 @@ class GuardProcess:
         self._wake_read, self._wake_write = socket.socketpair()
 
     def run(self) -> None:
-        """Until the trainer has ended and nothing is open."""
-        # poll and not select, which fails for the descriptors over 1023 of a busy trainer
+        """Run until the trainer has ended and no server is open."""
+        # poll: select fails for a descriptor over 1023, as a busy trainer may pass one
         with selectors.PollSelector() as selector:
             selector.register(self._wake_read, selectors.EVENT_READ)
             selector.register(self._sock, selectors.EVENT_READ)
-            # the socket alone is not enough: a child that the trainer forked also holds its other
-            # end open
+            # The socket alone is not enough: a child that the trainer forked holds the other end
+            # open too.
             parent = _pidfd(self._parent)
             if parent >= 0:
                 selector.register(parent, selectors.EVENT_READ)
@@ -161,7 +159,7 @@ class GuardProcess:
                 if self._wake_read in ready:
                     # no deadline: something is there to be read
                     self._wake_read.recv(READ_BYTES)
-                # the lanes' lines come first: a pause that ended in time is not recovered
+                # The lanes' lines come before the tick: a pause that ended in time is not due.
                 if not ended and (self._read() or parent < 0 or parent in ready):
                     if self._state is None:
                         return
@@ -176,7 +174,7 @@ class GuardProcess:
                     self._step(pause_guard.Ticked(time.monotonic()))
 
     def _read(self) -> bool:
-        """Take all lines that have come; whether the stream has ended."""
+        """Take all lines that have come; return whether the stream has ended."""
         ended = False
         with suppress(BlockingIOError):
             while not ended:
@@ -225,11 +223,11 @@ class GuardProcess:
                     )
 
     def _recover(self, due: pause_guard.Recover, cancel: threading.Event) -> None:
-        """Thread: one server, once."""
+        """Thread: try once to recover one server."""
         url, epoch = due.url, due.epoch
         result: type[pause_guard.Recovered | pause_guard.Failed] = pause_guard.Failed
         api_key, admin_key = self._keys.get(url, ("", ""))
-        # detect the engine: the server may have been restarted as another one since it connected
+        # AUTO: the server may have restarted with another engine.
         control = make_control(
             AUTO, ServerAccess(url, self._access.call_s, api_key=api_key, admin_key=admin_key)
         )
@@ -243,7 +241,7 @@ class GuardProcess:
             taken = True
         except TitanGrpoError as error:
             log.warning("%s could not be recovered: %s", url, error)
-        except Exception:  # top of a thread: the other servers are recovered all the same
+        except Exception:  # top of a thread: log it, and recover the other servers
             log.exception("recovering %s ended by a bug", url)
         finally:
             control.close()
@@ -255,7 +253,7 @@ class GuardProcess:
 
 
 def _pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends; -1 if it has."""
+    """Return a descriptor that becomes readable when the process ends; -1 if it has ended."""
     if os.getppid() != pid:
         return -1
     with suppress(ProcessLookupError):
@@ -265,7 +263,7 @@ def _pidfd(pid: int) -> int:
 
 def main(sock: socket.socket, parent: int) -> None:
     """Entry point of the process."""
-    # the signals that end a trainer reach its helpers too; this one must go on
+    # Signals that end the trainer reach its helpers too; this one must continue.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(
@@ -274,5 +272,5 @@ def main(sock: socket.socket, parent: int) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     GuardProcess(sock, parent).run()
     logging.shutdown()
-    # a cancelled recovery may still wait for its server: do not join its thread
+    # Do not join recovery threads: a cancelled one may still wait for its server.
     os._exit(0)

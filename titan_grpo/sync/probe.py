@@ -1,4 +1,4 @@
-"""Asks a server's receiver to join, and closes the epoch again: what does it hold, and would it?"""
+"""Probe of a server's receiver: have it join an epoch, read its answer, close the epoch again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,18 +9,18 @@ from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.sync.transports.range_server import RangeServer
 
 Greet = Callable[[dict[str, Any]], object]
-"""Sends a Hello (``init_info``) to the server's plugin."""
+"""Callback that sends a Hello (``init_info``) to the server's plugin."""
 
 
 def ask_receiver(
     greet: Greet, bind_host: str, timeout_s: float, run_key: Key | None = None, **hello: Any
 ) -> Joined:
-    """The receiver's answer to a Hello with these fields, which has come within ``timeout_s``
-    seconds; it then loses its lane and ends. With ``transport`` PROBE no epoch is opened.
+    """Send a Hello with the fields of ``hello`` and return the receiver's answer; the receiver then
+    loses its connection and ends. With ``transport`` PROBE no epoch is opened.
 
-    TransferFailed if none comes: no plugin, or no route from the server to this host. PeerError if
-    it is no refusal and does not prove the run key. With a run key, Joined.ok says whether the
-    server has the same; without, Joined.keyed whether it has any.
+    Raises TransferFailed without an answer within ``timeout_s`` seconds (no plugin, or no route
+    from the server to this host), PeerError if an acceptance does not prove the run key. With a run
+    key, Joined.ok says whether the server has the same; without, Joined.keyed whether it has any.
     """
     asked: dict[str, Any] = {"run_id": "probe", "epoch": 1, **hello}
     keys = EpochKeys.of(run_key, asked["run_id"], asked["epoch"]) if run_key is not None else None

@@ -1,6 +1,6 @@
-"""Rank 0's sync process, both ends. In the process are seals, lanes, HTTP and the source of ranges,
-so that no thread of theirs wants rank 0's interpreter; at rank 0 the servers' lines, and what must
-outlive the process.
+"""Rank 0's sync process, both ends. The process has the sealer, the lanes, their HTTP and the range
+source, so that none of their threads needs rank 0's interpreter. Rank 0 has the servers' ledger
+lines and the state that must outlive the process.
 
 ::
 
@@ -8,10 +8,10 @@ outlive the process.
         ^                      `<-- reports of the lanes: ServerSet, Recorder
         `------------- reserved slot: a pipe that both processes read
 
-Killed, the process is started again, with the lanes, their epochs, the slot that the main thread
-holds, the newest complete version, and the versions that were not complete yet. Servers keep what
-they hold meanwhile. It has no CUDA (but with transport = "nccl") and no torchtitan. It ends with
-rank 0, and what it leaves paused is its pause guard's.
+If the process dies, rank 0 starts it again and hands over the lanes with their epochs, the slot
+that the main thread holds, the newest complete version, and the versions that are not complete.
+Servers keep their versions meanwhile. The process has no CUDA (except with transport = "nccl") and
+no torchtitan. It ends with rank 0; its pause guard resumes the servers that it leaves paused.
 """
 
 import socket
@@ -45,12 +45,12 @@ from titan_grpo.unix_rpc import Pipe
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """What the process starts with."""
+    """Arguments of the process."""
 
     pool: PoolAddress
     config: WeightSync
     options: SyncOptions
-    """Without what only rank 0 has."""
+    """Without rank 0's callbacks and the run key."""
     run_key: str = field(repr=False)
     forwarded: bool
     """Whether rank 0 makes the calls of the servers' control planes."""
@@ -59,22 +59,22 @@ class Begin:
     reserved: tuple[int, int, int]
     """Reserved.address."""
     taken: tuple[int, ...]
-    """The slots that the main thread holds, or has published into without an end so far."""
+    """Slots that the main thread holds, or that have a version in the making."""
     complete: Published | None
-    """The newest complete version whose slot holds it still."""
+    """The newest complete version, if its slot still holds it."""
 
 
 class RemoteLane:
-    """A lane in the sync process, as the server set has it here. Over all starts of that."""
+    """Rank 0's handle of a lane in the sync process; it survives restarts of the process."""
 
     def __init__(self, owner: "SyncProcess", url: str, epoch: int) -> None:
-        """``epoch``: of the last lane to the server."""
+        """``epoch``: the last one of the previous lane to the server."""
         self.url, self.epoch, self.engine = url, epoch, ""
         self._owner, self.ended = owner, threading.Event()
         self.stopping = False
 
     def start(self) -> None:
-        # One piece: a process that is started in between gets the lane once, by its handover.
+        # Atomic: a restart in between would open the lane twice, by the handover and by the post.
         with self._owner.lock:
             self._owner.lanes[self.url] = self
             self._owner.post("open_lane", self.url, self.epoch)
@@ -95,18 +95,18 @@ class RemoteLane:
 
 
 class MainSlots:
-    """The image slots, as rank 0's threads use them."""
+    """Rank 0's view of the image slots."""
 
     def __init__(self, owner: "SyncProcess", reserved: Reserved) -> None:
         self._owner, self.reserved = owner, reserved
         self.taken: int | None = None
-        """The slot that the main thread holds and has not published into."""
+        """Slot that the main thread holds and has not published into."""
         self.kept: set[str] = set()
 
     def take_reserved(self) -> int | None:
-        """The slot for the next version, or None: every slot is in use, so the version is skipped.
+        """Take the slot for the next version. None: all are in use, so the version is skipped.
         Never waits."""
-        # One piece for a restart, which must know who has each slot.
+        # Atomic: a restart must find the slot either in the pipe or in ``taken``.
         with self._owner.lock:
             slot = self.reserved.take()
             self.taken = self.taken if slot is None else slot
@@ -116,7 +116,7 @@ class MainSlots:
         return self.reserved.wait(timeout_s, self.take_reserved)
 
     def put_back(self, slot: int) -> None:
-        """Return a slot that was taken and not written: it is the next one again. Never waits."""
+        """Put back a slot that was taken and not written: the next take gets it. Never waits."""
         with self._owner.lock:
             self.taken = None
             self.reserved.put(slot)
@@ -136,8 +136,7 @@ class MainSlots:
 
 
 class SyncProcess(Child):
-    """The weight sync, as rank 0 has it: the one assembly of a trainer, its benches and its
-    tests."""
+    """Rank 0's handle of the weight sync, also in benches and tests."""
 
     MODULE = "titan_grpo.sync.process"
     NAME = "sync process"
@@ -150,13 +149,14 @@ class SyncProcess(Child):
         options: SyncOptions,
         launched: Launched | None = None,
     ) -> None:
-        """``launched``: the process, if it was started before."""
+        """``launched``: the process, if it is already started. Raises ConfigError if NIXL is
+        configured and cannot be used here."""
         super().__init__(config)
         self.pool, self.manifest = pool, pool.manifest
         self.recorder, self._o = recorder, options
         link = options.link(config)
         if link.transport == NIXL and (problem := nixl_problem()):
-            raise ConfigError(problem)  # now: there it would end a process again and again
+            raise ConfigError(problem)  # here: in the process it would cause endless restarts
         self.hashing = link.hashing(pool.run_id)
         self.servers: ServerSet = server_set(
             config, recorder, options, lambda _, url, epoch: RemoteLane(self, url, epoch)
@@ -164,7 +164,7 @@ class SyncProcess(Child):
         self.slots = MainSlots(self, Reserved())
         self.lanes: dict[str, RemoteLane] = {}
         self._jobs: dict[int, tuple[int, float]] = {}
-        """Version that is not complete -> slot, and when it was published."""
+        """Version that is not complete -> slot, and time of its publication."""
         self.complete: Published | None = None
         self._sealed = False
         self._controls: dict[str, Any] = {}
@@ -178,17 +178,18 @@ class SyncProcess(Child):
         self._run(launched or self.launch(config))
 
     def start(self) -> None:
-        """Have it seal versions and open the lanes, one per server."""
+        """Have the process seal versions, and open one lane per server."""
         with self.lock:
             self._begun = True
             self._begin()
         self.servers.start()
 
     def publish(self, version: int, slot: int, copy: Copy) -> None:
-        """Rank 0 has started its part of the copy of ``version`` into ``slot``. Main thread; never
+        """Publish ``version``, whose ``copy`` rank 0 has started into ``slot``. Main thread; never
         waits."""
         if error := self._announcer.take_error():
             self.servers.latch(error)
+        # Atomic: a restart must find the slot in ``taken`` or in the jobs, and post the job once.
         with self.lock:
             self.slots.taken = None
             self._jobs[version] = job = (slot, self.recorder.now())
@@ -196,11 +197,11 @@ class SyncProcess(Child):
         self._announcer(version, slot, copy)
 
     def fingerprint(self, image: memoryview) -> str:
-        """The fingerprint of a version with these bytes, under this run's key."""
+        """Return the fingerprint of a version with these bytes, under this run's key."""
         return fingerprint(self.manifest.digest, self.hashing.blocks(image, self.manifest))
 
     def flush(self, version: int, timeout_s: float) -> list[str]:
-        """No version follows; see ServerSet."""
+        """Seal the slots (no version follows), then ServerSet.flush."""
         with self.lock:
             self._sealed = True
             self.post("lanes.seal")
@@ -219,8 +220,8 @@ class SyncProcess(Child):
     # The process.
 
     def _begin(self) -> None:
-        # What the last process had reserved: two processes' slots in one pipe would be written
-        # twice at once.
+        # Empty the pipe: the new process reserves by a table of its own, and a slot that is in the
+        # pipe twice would be written by two versions at once.
         while self.slots.reserved.take() is not None:
             pass
         slots = {slot for slot, _ in self._jobs.values()}
@@ -265,10 +266,10 @@ class SyncProcess(Child):
         self.recorder.error(text)
         terminal.print_status(text)
 
-    # What the process posts, one after the other, beside calls of ``servers`` and ``recorder``.
+    # Called by the process, one after the other (it also calls ``servers`` and ``recorder``).
 
     def connecting(self, url: str, epoch: int) -> None:
-        """A lane opens its ``epoch``-th connection."""
+        """Note that a lane opens its ``epoch``-th connection."""
         if lane := self.lanes.get(url):
             lane.epoch = epoch
 
@@ -283,7 +284,7 @@ class SyncProcess(Child):
         self.servers.latch(SyncError(cause, url=url, version=version, block=block))
 
     def lane_ended(self, url: str) -> None:
-        """A lane has ended."""
+        """Drop a lane that has ended; its ``join`` returns."""
         with self.lock:
             lane = self.lanes.pop(url, None)
         if lane is not None:
@@ -298,13 +299,13 @@ class SyncProcess(Child):
         self.recorder.add_span(name, start_s, stop_s, track, **args)
 
     def request(self, number: int, what: str, url: str, *arguments: Any) -> None:
-        """What a lane waits for."""
+        """Answer a lane's ``ask``."""
         pipe = self._pipe
         if what == "apply":
-            # Here, in order with all else.
+            # On this thread, in order with the lane's other reports.
             pipe.answer(number, lambda: self.apply(url, *arguments))
             return
-        # On a thread: it may take a commit's deadline, and what ends it may be posted meanwhile.
+        # On a thread: it may wait for a commit's deadline, or for a call that is posted after it.
         work: Callable[..., Any] = self._drain if what == "drain" else self._call
         threading.Thread(
             target=pipe.answer,
@@ -318,8 +319,8 @@ class SyncProcess(Child):
         self._o.drain(url)
 
     def _call(self, url: str, routes: bool, method: str, arguments: tuple[Any, ...]) -> Any:
-        """A method of a server's control, or of its StockRoutes; the engine, and what it
-        returns."""
+        """Call a method of a server's control, or of its StockRoutes. Return the engine's name and
+        the result."""
         assert self._o.make_control is not None
         if url not in self._controls:
             self._controls[url] = [self._o.make_control(url), None]
@@ -337,7 +338,7 @@ class SyncProcess(Child):
 
 
 class PipeRecorder(Recorder):
-    """A Recorder of the lanes whose entries rank 0's has."""
+    """The lanes' Recorder: forwards its entries to rank 0's."""
 
     def __init__(self, pipe: Pipe, run_dir: Path) -> None:
         """Opens no file."""
@@ -354,14 +355,14 @@ class PipeRecorder(Recorder):
 
 
 class PipeControl:
-    """A ServerControl, or its StockRoutes, whose calls rank 0 makes."""
+    """A ServerControl, or its StockRoutes, that has rank 0 make its calls."""
 
     def __init__(self, pipe: Pipe, url: str, routes: bool = False) -> None:
         self._pipe, self.url, self._routes = pipe, url, routes
         self.engine = ""
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        """A method of the interface."""
+        """Return a method of the interface."""
         if method.startswith("_"):
             raise AttributeError(method)
 
@@ -377,11 +378,11 @@ class PipeControl:
 
 
 class Main(Performer):
-    """Performs what rank 0 posts, calls of ``lanes`` and ``slots`` among it, and posts what the
-    lanes report (server_set.Reports)."""
+    """The process's object: rank 0 calls its methods, and those of its ``lanes`` and ``slots``. It
+    posts the lanes' reports to rank 0 (server_set.Reports)."""
 
     def begin(self, b: Begin) -> None:
-        """The first of all calls."""
+        """Open the pool and start. The first call."""
         pipe = self._pipe
         pool = b.pool.open(b.config.connect_deadline_s)
         self._servers: dict[str, ServerLane] = {}
@@ -390,7 +391,7 @@ class Main(Performer):
         options = replace(
             b.options,
             run_key=Key.parse(b.run_key, "rank 0's run key") if b.run_key else None,
-            # Its methods are looked up by name in the interface.
+            # cast: PipeControl finds its methods by name.
             make_control=(lambda url: cast(ServerControl, PipeControl(pipe, url)))
             if b.forwarded
             else None,
@@ -402,23 +403,24 @@ class Main(Performer):
         self.lanes.start()
 
     def open_lane(self, url: str, epoch: int) -> None:
-        """A server has come."""
+        """Open and start a server's lane."""
+        # Registered before its start: its thread reports under its URL at once.
         lane = self._servers[url] = self.lanes.open_lane(url, epoch)
         lane.start()
 
     def stop_lane(self, url: str) -> None:
-        """A server leaves. The lane's end is posted to rank 0."""
+        """Stop a server's lane. Its end is posted to rank 0."""
         self._servers[url].stop()
 
     def abort_lane(self, url: str) -> None:
         self._servers[url].abort()
 
     def end(self) -> None:
-        """The last of all calls, after the lanes have ended, or were given up."""
+        """End the process. The last call, after the lanes have ended or were given up."""
         self.lanes.end(time.monotonic() + JOIN_S)
         self.exit()
 
-    # Lanes' threads.
+    # Called on the lanes' threads.
 
     def _passing(self, event: LaneEvent) -> None:
         if event.point is Point.GREET:
@@ -427,12 +429,12 @@ class Main(Performer):
     def apply(self, url: str, event: ledger.Event, label: Label | None = None) -> None:
         said = (url, event, label, self._servers[url].engine)
         if isinstance(event, ledger.Committing):
-            # Until rank 0 has noted it: from then on the server's version is not certain, and
-            # rollouts must not ask it.
+            # Wait until rank 0 has noted it: during the commit the server's version is uncertain,
+            # and it must get no new request.
             self._pipe.ask("apply", *said)
             return
         if self._keeps and isinstance(event, ledger.Holds):
-            # Before rank 0 has noted it: that one says when the server may go on.
+            # Before the report: rank 0 answers it with the go_on that ends this.
             self.slots.keep(url)
         self._pipe.post("apply", *said)
 
@@ -446,7 +448,7 @@ class Main(Performer):
         self._pipe.post("latch", error.cause, error.url, error.version, error.block)
 
     def sealed(self, version: int, published: Published | None) -> None:
-        # This process serves the patches of its part.
+        # Without patches: this process serves them, so they end with it.
         whole = None if published is None else replace(published, patches=())
         self._pipe.post("sealed", version, whole)
 

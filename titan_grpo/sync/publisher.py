@@ -1,5 +1,5 @@
-"""One rank's part of a version: copy its shards into a slot of the image without stopping the
-trainer, and announce that the bytes are there.
+"""One rank's part of a version: its shards are copied into a slot of the image while the trainer
+continues, and announced when the bytes are there.
 
 ::
 
@@ -33,31 +33,30 @@ WIDEST_ITEM = 8
 
 
 class Copy:
-    """One snapshot; this one is finished, as the CPU makes it."""
+    """One snapshot. This class: made by the CPU, already complete."""
 
     def __init__(self, copy_s: float) -> None:
         self._copy_s = copy_s
 
     @property
     def fenced_s(self) -> float:
-        """Seconds that the device stood still at the fence; 0 before it is past it."""
+        """Seconds that the device waited at the fence; 0 until it has passed it."""
         return 0.0
 
     def fence(self) -> None:
-        """Let nothing that is enqueued after this on the current stream run before the copy has
-        read the weights."""
+        """Make all later work on the current stream wait until the copy has read the weights."""
 
     def wait(self, timeout_s: float) -> float:
-        """Block until the bytes are in the image; seconds the copy took. Raises SyncError past the
-        deadline."""
+        """Block until the bytes are in the image; return the seconds that the copy took. Raises
+        SyncError past ``timeout_s`` seconds."""
         return self._copy_s
 
 
 class CudaCopy(Copy):
-    """A copy that the device makes between two events.
+    """A copy by the device, between two events.
 
-    The events belong to this copy alone: a wait binds to the newest record of an event, so a reused
-    one would let the optimizer, or the lane, run into a later copy of the same slot.
+    The events belong to this copy alone. A wait binds to an event's newest record: with a reused
+    event the optimizer, or the lane, would wait for a later copy of the same slot.
     """
 
     def __init__(
@@ -67,14 +66,14 @@ class CudaCopy(Copy):
         shards: Sequence[torch.Tensor | MergedRows],
         device: torch.device,
     ) -> None:
-        """Both events are recorded on the side stream of ``device``; ``shards`` are kept alive
-        until the copy is done."""
+        """Both events are recorded on the side stream of ``device``. Keeps ``shards`` alive until
+        the copy is done."""
         self._started, self._ended, self._device = started, ended, device
         self._shards: Sequence[torch.Tensor | MergedRows] | None = shards
         self._fence: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def fence(self) -> None:
-        """Make the current stream wait on the device; the host goes on."""
+        """Make the current stream wait on the device; the host continues."""
         stream = torch.cuda.current_stream(self._device)
         with torch.cuda.device(self._device):
             arrived, past = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -91,11 +90,11 @@ class CudaCopy(Copy):
         return milliseconds / 1000.0
 
     def wait(self, timeout_s: float) -> float:
-        """Sleep until the event is done. CUDA has no wait with a deadline: another thread waits,
-        and ends when CUDA does."""
+        """See Copy. CUDA has no wait with a deadline: another thread waits, and ends when CUDA
+        does."""
 
         def synchronize() -> None:
-            # a new thread's device is GPU 0, where CUDA would make a context of its own
+            # A new thread's device is GPU 0, where CUDA would create another context.
             with torch.cuda.device(self._device):
                 self._ended.synchronize()
 
@@ -114,8 +113,7 @@ class CudaCopy(Copy):
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A CopyOp with its destination in one slot: ``dest`` is [num_rows, num_cols], strided, on the
-    host."""
+    """A CopyOp with its destination in one slot: ``dest`` [num_rows, num_cols], strided, on CPU."""
 
     rows: slice | torch.Tensor
     dest: torch.Tensor
@@ -134,11 +132,11 @@ class _Task:
     def pieces(
         self, source: torch.Tensor | MergedRows, chunk_bytes: int
     ) -> list[tuple[torch.Tensor, slice | torch.Tensor]]:
-        """(destination, source rows) of parts whose temporary, of either dtype, fits into
+        """Cut the copy into (destination, source rows) whose temporary, in either dtype, fits into
         ``chunk_bytes``.
 
-        A slice on the CPU, or one without a cast, makes no temporary; cutting it costs nothing
-        measurable.
+        A slice on the CPU, or one without a cast, makes no temporary; cutting it has no measurable
+        cost.
         """
         num_rows, num_cols = self.dest.shape
         item = max(self.dest.element_size(), source.element_size())
@@ -152,8 +150,8 @@ class _Task:
 
 
 def _part(rows: slice | torch.Tensor, first: int, last: int) -> slice | torch.Tensor:
-    """Entries ``first`` to ``last`` of a row selection: ``_part(slice(4, 20, 2), 1, 3) == slice(6,
-    10, 2)``."""
+    """Return entries ``first`` to ``last`` of a row selection: ``_part(slice(4, 20, 2), 1, 3) ==
+    slice(6, 10, 2)``."""
     if isinstance(rows, slice):
         return slice(rows.start + first * rows.step, rows.start + last * rows.step, rows.step)
     return rows[first:last]
@@ -166,8 +164,8 @@ def _as_matrix(shard: torch.Tensor | MergedRows) -> torch.Tensor | MergedRows:
 
 
 def _checked(fqn: str, source: torch.Tensor, dest: torch.Tensor) -> torch.Tensor:
-    """``source``, if it has ``dest``'s shape: copy_ would broadcast a single row over all of them
-    in silence."""
+    """Return ``source`` if it has ``dest``'s shape: copy_ would silently broadcast a single row to
+    all. Raises ProtocolError otherwise."""
     if source.shape != dest.shape:
         raise ProtocolError(
             f"the shard of {fqn} must give rows {tuple(dest.shape)} as planned, got"
@@ -177,11 +175,10 @@ def _checked(fqn: str, source: torch.Tensor, dest: torch.Tensor) -> torch.Tensor
 
 
 class Snapshotter:
-    """Holds the plan of this rank (``ops`` by parameter name) and the slots' images, and makes the
-    copies.
+    """Copies this rank's shards into the slots' images, by its plan (``ops`` by parameter name).
 
-    On CUDA it owns one stream and one staging buffer of ``chunk_bytes`` (or one row, if that is
-    more) on the device, and pins what this rank writes of the images (``cudaHostRegister``) until
+    On CUDA it owns one stream and one staging buffer of ``chunk_bytes`` (or one row, if larger) on
+    the device. It pins the pages of the images that this rank writes (``cudaHostRegister``) until
     ``close``.
     """
 
@@ -209,11 +206,11 @@ class Snapshotter:
             self._cuda = _CudaSide(parts, device, max(chunk_bytes, widest * WIDEST_ITEM))
 
     def start(self, shards: Mapping[str, torch.Tensor | MergedRows], slot: int) -> Copy:
-        """Copy the local ``shards`` (plain tensors, or merged rows, by parameter name; others than
-        the plan's are ignored) into ``slot``.
+        """Copy the local ``shards`` (plain tensors or merged rows by parameter name; unplanned ones
+        are ignored) into ``slot``.
 
         The caller keeps them unchanged until ``fence``. Raises ProtocolError if a planned shard is
-        missing or has another shape than at planning time.
+        missing or has another shape than planned.
         """
         plan = self._plans[slot]
         missing = plan.keys() - shards.keys()
@@ -241,8 +238,8 @@ class Snapshotter:
 
 
 class _CudaSide:
-    """The device half: stream, staging buffer, pinned parts of images. Nothing here waits on the
-    host, except close()."""
+    """Device half of a Snapshotter: stream, staging buffer, pinned parts of images. Only ``close``
+    blocks the host."""
 
     def __init__(
         self, parts: Sequence[torch.Tensor], device: torch.device, staging_bytes: int
@@ -250,7 +247,7 @@ class _CudaSide:
         self._device = device
         self._runtime = CudaRuntime()
         with torch.cuda.device(device):
-            # of the lowest priority that CUDA has, which is also that of training's streams
+            # default priority: the lowest that CUDA has, as training's streams
             self._stream = torch.cuda.Stream(device)
             self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
             self._pinned = [part for part in parts if self._pin(part)]
@@ -271,11 +268,11 @@ class _CudaSide:
         self, plan: Mapping[str, Sequence[_Task]], shards: Mapping[str, torch.Tensor | MergedRows]
     ) -> CudaCopy:
         started = torch.cuda.Event(enable_timing=True)
-        # blocking: a thread that waits for it sleeps, where CUDA would spin on a core
+        # blocking: a waiting thread sleeps; by default CUDA spins on a core
         ended = torch.cuda.Event(enable_timing=True, blocking=True)
         with torch.cuda.device(self._device):
-            # the optimizer's kernels are still queued on the current stream: read the weights after
-            # them
+            # The optimizer's kernels are still queued on the current stream: read the weights after
+            # them.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 started.record(self._stream)
@@ -293,7 +290,7 @@ class _CudaSide:
             return
         for dest, rows in task.pieces(source, self._staging.numel()):
             picked = _checked(fqn, source[rows], dest)
-            # one buffer for all pieces: the stream runs cast, copy, cast, copy in that order
+            # One buffer serves all pieces: the stream runs cast, copy, cast, copy in this order.
             raw = self._staging[: dest.numel() * dest.element_size()]
             staged = raw.view(dest.dtype).view(dest.shape)
             staged.copy_(picked)
@@ -303,13 +300,14 @@ class _CudaSide:
         rows, width = dest.shape[0], dest.shape[1] * dest.element_size()
         pitches = source.stride(0) * source.element_size(), dest.stride(0) * dest.element_size()
         if rows == 1 or pitches == (width, width):
-            # adjacent on both sides: a vector's 2-byte rows would crawl one by one
+            # contiguous on both sides: one long row, as a vector's 2-byte rows one by one are slow
             rows, width = 1, rows * width
             pitches = width, width
         device, host = Block(source.data_ptr(), pitches[0]), Block(dest.data_ptr(), pitches[1])
         self._runtime.copy_to_host(host, device, width, rows, self._stream.cuda_stream)
 
     def close(self) -> None:
+        # Before the pages are unpinned: a copy in flight still writes them.
         self._stream.synchronize()
         for part in self._pinned:
             self._runtime.unregister(part.data_ptr())
@@ -317,19 +315,19 @@ class _CudaSide:
 
 
 Announce = Callable[[int, int, Copy], None]
-"""Called by the main thread with (version, slot, copy). Must not wait."""
+"""Callback with (version, slot, copy), called by the main thread. Must not wait."""
 
 
 def copied_key(version: int, rank: int) -> str:
-    """Store key that a rank sets when its part of ``version`` is in the image."""
+    """Return the store key that a rank sets when its part of ``version`` is in the image."""
     return f"copied/{version}/{rank}"
 
 
 def local_shards(
     named: Sequence[tuple[str, torch.Tensor]], wanted: set[str]
 ) -> dict[str, torch.Tensor]:
-    """This rank's local tensors of the wanted parameters, detached. Call it between two steps,
-    while FSDP2 has them sharded."""
+    """Return this rank's local tensors of the wanted parameters, detached. Call it between two
+    steps, while FSDP2 has them sharded."""
     return {
         fqn: (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
         for fqn, tensor in named
@@ -338,7 +336,7 @@ def local_shards(
 
 
 class Publisher:
-    """Used by a rank's main thread, which waits for nothing here but its own device copy."""
+    """Publishes a rank's shards. Used by the main thread; only ``close`` waits."""
 
     def __init__(self, snapshotter: Snapshotter, announce: Announce) -> None:
         self._snapshotter = snapshotter
@@ -349,24 +347,24 @@ class Publisher:
     def publish(
         self, version: int, slot: int, shards: Mapping[str, torch.Tensor | MergedRows]
     ) -> None:
-        """Start the copy of this rank's ``shards`` by parameter name into ``slot``.
+        """Start the copy of this rank's ``shards`` (by parameter name) into ``slot``.
 
-        Returns when the copy is enqueued on a CUDA device, or done on the CPU: that is the whole
-        price of a version.
+        Returns when the copy is enqueued on a CUDA device, or done on the CPU: the whole cost of a
+        version. Raises as Snapshotter.start.
         """
         self._copy = self._snapshotter.start(shards, slot)
         self._announce(version, slot, self._copy)
 
     def fence(self) -> None:
-        """Before the parameters change: the current stream waits for the last copy, the host does
-        not."""
+        """Make the current stream, not the host, wait for the last copy. Call it before the
+        parameters change."""
         if self._copy is not None:
             self._copy.fence()
             self._fenced, self._copy = self._copy, None
 
     def take_fenced_s(self) -> float:
-        """Seconds that the device stood still at the fences since the last call. Call it when the
-        device is past them."""
+        """Return the seconds that the device waited at the last fence, once. Call it when the
+        device is past the fence."""
         fenced, self._fenced = self._fenced, None
         return 0.0 if fenced is None else fenced.fenced_s
 
@@ -376,8 +374,8 @@ class Publisher:
 
 
 class Announcer:
-    """Announces a rank's copies to the process that seals versions: a thread waits for each copy
-    and sets a key in rank 0's store."""
+    """Announces a rank's copies to the sealing process of its host: a thread waits for each copy
+    and sets a key in the pool's store."""
 
     def __init__(
         self,
@@ -386,7 +384,8 @@ class Announcer:
         timeout_s: float,
         copied: Callable[[float], object] = float,
     ) -> None:
-        """``copied`` is called with the seconds of each copy."""
+        """``port``: of ImagePool.store. ``timeout_s``: to join it, and for each copy. ``copied`` is
+        called with the seconds of each copy."""
         self._rank, self._copied = rank, copied
         self._timeout_s = timeout_s
         self._store: dist.Store = join_store(LOOPBACK, port, timeout_s)
@@ -396,16 +395,16 @@ class Announcer:
         self._thread.start()
 
     def __call__(self, version: int, slot: int, copy: Copy) -> None:
-        """Hand over; never waits."""
+        """Queue a copy. Never waits."""
         self._jobs.put((version, copy))
 
     def take_error(self) -> SyncError | None:
-        """The first error since the last call."""
+        """Return the first error since the last call."""
         error, self._error = self._error, None
         return error
 
     def close(self, timeout_s: float) -> None:
-        """End the thread."""
+        """End the thread after the queued copies; wait up to ``timeout_s`` seconds for it."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
 
@@ -418,7 +417,7 @@ class Announcer:
                 self._copied(copy_s)
                 with store_errors(f"announcing version {version}"):
                     self._store.set(copied_key(version, self._rank), repr(copy_s))
-            # RuntimeError: from CUDA's copy or a store that closes. It must not end the thread:
-            # rank 0 would wait for every later version until its deadline.
+            # RuntimeError: from CUDA, or from a store that closes. The thread must go on: without
+            # it every later version fails at its deadline.
             except (SyncError, PeerError, RuntimeError) as error:
                 self._error = self._error or SyncError(f"rank {self._rank}: {error}")

@@ -1,5 +1,5 @@
 """Servers that read versions from each other: the table of protocol/relay.py behind one lock, and
-where each server is read."""
+the address and tickets at which each server is read."""
 
 import secrets
 import threading
@@ -13,13 +13,13 @@ from titan_grpo.protocol.messages import Joined, RangeSource, Staged
 from titan_grpo.sync.transports.channel import TICKET_BYTES
 
 PATIENCE_S = 2.0
-"""Least time that a server waits for a range from another one, in seconds."""
+"""Base of a server's wait for a range from another one, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """For one transfer. ``sources``: other servers, part by part, the first one first; ``urls``:
-    whose each is; ``serve``: the tickets under which this one serves each part."""
+    """Sources of one transfer. ``sources``: other servers in order of preference, each part by
+    part; ``urls``: the server of each source; ``serve``: this server's own ticket for each part."""
 
     sources: tuple[RangeSource, ...] = ()
     urls: tuple[str, ...] = ()
@@ -36,28 +36,30 @@ class Relay:
         zones: Sequence[str] = (),
         trainer_hosts: int = 1,
     ) -> None:
-        """``on``: weight_sync.relay with a transport of ranges; otherwise no server ever comes.
+        """``on``: weight_sync.relay with transport tcp; otherwise the table stays empty.
         ``relayed`` is called with the bytes that a server has read from others. ``zones``: see
         weight_sync.zones."""
         self._on, self._relayed, self._zones = on, relayed, zones
         self._lock = threading.Lock()
         self._table = relay.Relays(roots=trainer_hosts)
         self._ports: dict[str, tuple[int, str]] = {}
-        """And pins."""
+        """Server -> port and pin."""
         self._tickets: dict[str, tuple[str, ...]] = {}
+        """Server -> ticket of each part of its last transfer."""
 
     def wait_s(
         self, connections: int, block_bytes: int, min_rate: float, progress_s: float
     ) -> float:
-        """How long a server waits for a range from another one, which may wait for it itself, in
-        seconds: less than a transfer may stand still. 0: servers do not serve each other."""
+        """Return how long a server waits for a range from another one, in seconds; 0: servers do
+        not read from each other. Covers a chain of waiting servers, but stays below
+        ``progress_s``, after which a transfer counts as stalled."""
         hop_s = connections * block_bytes / min_rate
         wait_s = min(progress_s * 3 / 4, PATIENCE_S + relay.DEPTH * hop_s)
         return wait_s if self._on else 0.0
 
     def came(self, url: str, joined: Joined, trainer: str) -> None:
-        """A server has joined. ``trainer``: the address of this host towards it. One on this host
-        has no part in it: it reads the trainer's memory, and its link is the trainer's own."""
+        """Add a server that has joined. ``trainer``: this host's address towards it. A server on
+        this host is left out: it reads the trainer's memory, and shares the trainer's link."""
         if not self._on or joined.relay_host == trainer:
             return
         name = urlsplit(url).hostname or ""
@@ -68,13 +70,13 @@ class Relay:
             self._step(relay.Came(url, joined.relay_host, zone, joined.relay_port > 0))
 
     def gone(self, url: str) -> None:
-        """Its lane has closed the connection. Idempotent."""
+        """Remove a server whose lane has closed the connection. Idempotent."""
         with self._lock:
             self._step(relay.Gone(url))
             self._ports.pop(url, None)
 
     def asked(self, url: str, version: int, parts: int) -> Places:
-        """A server is about to read ``version``, which has so many parts."""
+        """Assign the sources from which a server reads ``version``, which has ``parts`` parts."""
         with self._lock:
             if url not in self._ports:
                 return Places()
@@ -90,7 +92,7 @@ class Relay:
             return Places(sources, tuple(u for u in ancestors for _ in range(parts)), serve)
 
     def answered(self, url: str, answer: Staged, places: Places, nbytes: int) -> None:
-        """How the transfer of ``nbytes`` from these ended."""
+        """Record the end of a server's transfer of ``nbytes`` from ``places``."""
         rate = nbytes / max(answer.receive_s, 1e-9)
         lost = tuple(dict.fromkeys(places.urls[i] for i in answer.lost if i < len(places.urls)))
         with self._lock:

@@ -1,4 +1,4 @@
-"""The servers of a run, behind one lock: who is in the run, what each holds, who may sample.
+"""The servers of a run, behind one lock: members, versions held, servers open to rollouts.
 
 ::
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 JOIN_S = 10.0
-"""Seconds for all lanes to end, where no flush and no commit sets the deadline."""
+"""Seconds for all lanes to end, unless a flush or a commit sets the deadline."""
 
 LEAST_S = 1.0
-"""Seconds that the lanes get at least to end, if a flush used up its deadline."""
+"""Least seconds for the lanes to end after a flush that used up its deadline."""
 
 _KNOWN = (Standing.HOLDS, Standing.RECEIVING, Standing.COMMITTING)
 
 
 class ServerObserver(Protocol):
-    """Follows the servers' states. Called under the set's lock, in the order of the changes; never
-    blocks."""
+    """Observer of the servers' states. Called under the set's lock, in the order of the changes;
+    must not block."""
 
     def set_server(self, state: ServerState) -> None:
         """A server's line changed."""
@@ -48,7 +48,7 @@ class ServerObserver(Protocol):
         """A server left the run."""
 
     def fail(self, error: TitanGrpoError) -> None:
-        """The run has no server any more."""
+        """Other runs have all servers of the run."""
 
 
 class NoObserver:
@@ -65,13 +65,13 @@ class NoObserver:
 
 
 class Reports(Protocol):
-    """What a lane reports to: a ServerSet, or what forwards to one in another process."""
+    """Receiver of the lanes' reports: a ServerSet, or a forwarder to one in another process."""
 
     def apply(self, url: str, event: ledger.Event, label: Label | None = None) -> None:
         """Apply a lane's event to its server's line."""
 
     def refused(self, url: str, reason: str, final: bool) -> None:
-        """A server does not serve this run."""
+        """A server refused this run; ``final``: it always will, unless restarted otherwise."""
 
     def taken(self, url: str, run: str) -> None:
         """Another run took a server from this one."""
@@ -80,14 +80,14 @@ class Reports(Protocol):
         """Keep a background error until the step boundary collects it."""
 
     def sealed(self, version: int, published: "Published | None") -> None:
-        """What has become of a version; None: it failed."""
+        """A version is complete; None: it failed."""
 
     def lane_ended(self, url: str) -> None:
         """A lane has ended."""
 
 
 class Lane(Protocol):
-    """What keeps one server on the newest version."""
+    """One server's lane, in this process or another."""
 
     @property
     def epoch(self) -> int:
@@ -98,23 +98,23 @@ class Lane(Protocol):
         """Name of the server's engine, empty while unknown."""
 
     def start(self) -> None:
-        """Begin; does not wait for the server."""
+        """Start; does not wait for the server."""
 
     def stop(self) -> None:
-        """End soon: at once, or after a commit that runs. Does not wait."""
+        """End at once, or after the commit in progress. Does not wait."""
 
     def abort(self) -> None:
-        """Abort what the lane waits for, a commit too."""
+        """Abort the lane's wait, in a commit too."""
 
     def join(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for the end."""
 
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Return whether the lane has not ended."""
 
 
 OpenLane = Callable[["ServerSet", str, int], Lane]
-"""(set, url, epoch of the server's last lane) -> a lane that is not started yet."""
+"""(set, url, last epoch of the server's previous lane) -> a lane that is not started."""
 
 
 @dataclass(slots=True)
@@ -124,18 +124,18 @@ class _Server:
     lane: Lane | None = None
     epoch: int = 0
     highest: int | None = None
-    """Highest version that it was read back with in this run."""
+    """Highest version read back in this run."""
     error: SyncError | None = None
     refusal: str = ""
-    """Why it does not serve this run, until it does."""
+    """Reason of its last refusal, until it holds a version."""
     final: bool = False
-    """Whether asking again changes nothing."""
+    """Whether the refusal is for good: a retry changes nothing."""
     taken_by: str = ""
-    """The run that has it instead of this one."""
+    """Run that took it from this one."""
 
 
 class ServerSet:
-    """All servers of one run. Every method may be called by any thread; those that wait say so."""
+    """All servers of one run. Any thread may call any method; the docstring says if it waits."""
 
     def __init__(
         self,
@@ -147,15 +147,15 @@ class ServerSet:
         leave_s: float = JOIN_S,
         max_lag: int = 0,
     ) -> None:
-        """``first``: the servers that the run starts with. ``leave_s``: deadline for the lane of a
-        server that leaves, which must cover a commit. ``max_lag``: see weight_sync.max_lag."""
+        """``first``: the servers that the run starts with. ``leave_s``: seconds for the lane of a
+        leaving server to end; must cover a commit. ``max_lag``: see weight_sync.max_lag."""
         self._members = first
         self._servers = {url: _Server() for url in self.urls}
         self._open_lane, self._recorder, self._leave_s = open_lane, recorder, leave_s
         self._observer = observer or NoObserver()
         self._changing = threading.Lock()
-        """Of who changes the members, taken before ``_changed``; by the main thread at the start
-        and at the end only."""
+        """Serialises changes of the members; taken before ``_changed``. The main thread takes it
+        only at the start and at the end of the run."""
         self._changed = threading.Condition()
         self._lag, self._max_lag = Lag(), max_lag
         self._version = 0
@@ -175,10 +175,10 @@ class ServerSet:
                 self._open(url)
 
     def flush(self, version: int, timeout_s: float) -> list[str]:
-        """Wait until the servers that answer hold ``version``, the last one; those that do.
+        """Wait until all answering servers hold ``version``, the last one; return those that do.
 
-        ``timeout_s`` bounds this and the ``close`` that follows together: a quarter of it
-        (``JOIN_S`` at most) is kept for the ends of the lanes.
+        ``timeout_s`` bounds this call and the following ``close`` together: a quarter of it
+        (at most ``JOIN_S``) is kept for the lanes to end.
         """
         start = time.monotonic()
         holding = self.wait_held(version, timeout_s - min(JOIN_S, timeout_s / 4), everyone=True)
@@ -186,11 +186,10 @@ class ServerSet:
         return holding
 
     def close(self, within_s: float = JOIN_S) -> float:
-        """Stop all lanes and wait for them for ``within_s`` seconds, or less if a flush left less
-        of its own; the deadline (monotonic clock). 0 if it was closed already: lanes that did not
-        end by their deadline are not waited for again.
+        """Stop all lanes and wait up to ``within_s`` seconds for them, or less if a flush left
+        less. Return the deadline (monotonic clock), or 0 if the set was closed before.
 
-        A commit may end in that time; a lane that does not leaves its server to the pause guard.
+        Commits may end in that time. The pause guard recovers the server of a lane that does not.
         """
         within_s = min(within_s, self._left_s)
         deadline = time.monotonic() + within_s
@@ -203,23 +202,23 @@ class ServerSet:
         _end(lanes, deadline, min(1.0, within_s / 4))
         return deadline
 
-    # Who is in the run.
+    # Members.
 
     @property
     def urls(self) -> list[str]:
-        """Servers that have a lane and are not leaving."""
+        """Servers that are in the run and not leaving, sorted."""
         return sorted(self._members.present)
 
     def add(self, url: str) -> bool:
-        """A server joins: it gets the newest version before its first rollout. False: only when its
-        last lane has ended. ServerRefused with the reason if it cannot."""
+        """Add a server: it gets the newest version before its first rollout. Return False if it has
+        to wait for the end of its last lane. Raises ServerRefused with the reason."""
         self._change(members.Add(url))
         return url in self._members.present
 
     def remove(self, url: str, timeout_s: float) -> bool:
-        """A server leaves: rollouts go elsewhere at once, its transfer is aborted, its commit is
-        finished (it would stay paused). Waits for its lane; False if that goes on after
-        ``timeout_s`` seconds. ServerRefused with the reason if it cannot."""
+        """Remove a server: stop its rollouts at once, abort its transfer, finish its commit (else
+        it would stay paused). Wait up to ``timeout_s`` seconds for its lane to end; return whether
+        it did. Raises ServerRefused with the reason if the server cannot leave."""
         self._change(members.Remove(url))
         with self._changed:
             self._changed.wait_for(
@@ -230,12 +229,12 @@ class ServerSet:
             return url not in self._members.leaving
 
     def listed(self, urls: Iterable[str]) -> None:
-        """The servers file has new content. ServerRefused with the reason if it is not followed."""
+        """Apply new content of the servers file. Raises ServerRefused with the reason if it is
+        rejected."""
         self._change(members.Listed(frozenset(urls)))
 
     def _change(self, event: members.Event) -> None:
-        """Change who is in the run. One change at a time: it prints, and opens lanes, when the
-        lock under which the main thread looks at the servers is free again."""
+        """Change the members; one change at a time."""
         with self._changing:
             with self._changed:
                 if self._ended:
@@ -251,6 +250,7 @@ class ServerSet:
                             raise ServerRefused(reason)
                 self._changed.notify_all()
                 count, version = len(self._members.present), self._version
+            # Without _changed from here on: the main thread must not wait for prints and lanes.
             now = f"{count} server{'' if count == 1 else 's'} now"
             for action in actions:
                 match action:
@@ -280,15 +280,15 @@ class ServerSet:
         self._observer.set_server(ServerState(url, None, False, "", ""))
 
     def _leaves(self, url: str) -> None:
-        # GONE first: what the lane reports on its way out must not bring the server back.
+        # GONE first: the lane's last reports must not bring the server back.
         server = self._servers[url]
         server.entry = ledger.step(server.entry, ledger.Left())
         self._observer.remove_server(url)
 
     def _open(self, url: str) -> None:
-        """Under ``_changing`` alone, so that no other thread ends the lane before it is there."""
+        """Open a server's lane. Under ``_changing``: no thread ends the lane before it is set."""
         self._recorder.known_server(url)
-        # A receiver refuses an epoch that it has seen: the lanes of one server count on.
+        # Continue the count of epochs: a receiver refuses one that it has seen.
         lane = self._open_lane(self, url, self._servers[url].epoch)
         with self._changed:
             self._servers[url].lane = lane
@@ -304,13 +304,13 @@ class ServerSet:
                 self._latch(SyncError(cause, url=url))
                 return
             self._servers[url].epoch, self._servers[url].lane = lane.epoch, None
-        with suppress(ServerRefused):  # the run is ending
+        with suppress(ServerRefused):  # if the run is ending
             self._change(members.Ended(url))
 
-    # What each holds.
+    # Ledger.
 
     def apply(self, url: str, event: ledger.Event, label: Label | None = None) -> None:
-        """Apply a lane's event to its server's line, and show the observer what changed."""
+        """Apply a lane's event to its server's line; call the observer if the state changed."""
         with self._changed:
             server = self._servers[url]
             before = server.entry.accepting, server.entry.held
@@ -324,7 +324,7 @@ class ServerSet:
             changed = before != (server.entry.accepting, held)
             if changed and server.entry.standing is not Standing.GONE and not self._ended:
                 engine = server.lane.engine if server.lane is not None else ""
-                # Under the lock: a state that crosses a departure would bring the server back.
+                # Under the lock: after a concurrent removal this call would bring the server back.
                 entry = server.entry
                 self._observer.set_server(
                     ServerState(url, held, entry.accepting, server.label, engine, entry.committing)
@@ -332,27 +332,27 @@ class ServerSet:
             self._changed.notify_all()
 
     def entry(self, url: str) -> Entry:
-        """One server's line."""
+        """Return one server's line."""
         with self._changed:
             return self._servers[url].entry
 
     def entries(self) -> dict[str, Entry]:
-        """All lines, those of servers that left among them. A copy."""
+        """Return a copy of all lines, also of servers that have left."""
         with self._changed:
             return {url: server.entry for url, server in self._servers.items()}
 
     def versions(self) -> dict[str, int | None]:
-        """Version by server, None where nothing is known."""
+        """Return each server's version, None if unknown."""
         return {u: e.held for u, e in self.entries().items() if e.standing is not Standing.GONE}
 
     def lane(self, url: str) -> Lane | None:
-        """The lane of a server."""
+        """Return a server's lane, if it has one."""
         with self._changed:
             return self._servers[url].lane
 
     def reached(self, version: int) -> None:
-        """The trainer is at ``version``. SyncError if no server has committed anything for
-        weight_sync.max_lag versions, or other runs have them all."""
+        """Note that the trainer is at ``version``. Raises SyncError if no server has committed a
+        version for weight_sync.max_lag versions, or other runs have all servers."""
         with self._changed:
             if self._lost is not None:
                 raise self._lost
@@ -366,7 +366,7 @@ class ServerSet:
             )
 
     def lines(self, in_flight: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
-        """What is known of every server, as JSON-able values."""
+        """Return the state of every server that has not left, as JSON-able values."""
         with self._changed:
             return [
                 {
@@ -383,7 +383,7 @@ class ServerSet:
             ]
 
     def text(self) -> str:
-        """Every server, its standing and its last error, in one line."""
+        """Return every server's standing and last error, in one line."""
         return "; ".join(
             f"{line['url']} {line['standing']}"
             + (f", last error: {line['last_error']}" if line["last_error"] else "")
@@ -393,18 +393,18 @@ class ServerSet:
     # Refusals.
 
     def refused(self, url: str, reason: str, final: bool) -> None:
-        """A server does not serve this run; ``final``: nor will it as it was started. Said at once,
-        not at the next step boundary: the first one may never come."""
+        """Record a refusal and print a new reason; ``final``: the server refuses until it is
+        restarted otherwise."""
         with self._changed:
             server = self._servers[url]
             known = reason == server.refusal
             server.refusal, server.final = reason, final
             self._changed.notify_all()
-        if not known:
+        if not known:  # print at once: without a server the first step boundary may never come
             terminal.print_status(f"{url} refuses this run: {reason}")
 
     def taken(self, url: str, run: str) -> None:
-        """Another run took a server from this one. The last one ends the run."""
+        """Record that another run took a server. After the last one, ``reached`` raises."""
         text = f"run {run} took it over: it gets no more versions from this run"
         terminal.print_status(f"{url}: {text}")
         with self._changed:
@@ -418,7 +418,7 @@ class ServerSet:
                 self._observer.fail(self._lost)
 
     def unfit(self) -> str:
-        """Why no server can ever serve this run, with the reason of each; empty if one may."""
+        """Return each server's reason if none can ever serve this run; empty if one may."""
         with self._changed:
             servers = {url: self._servers[url] for url in self.urls}
             if not all(server.final for server in servers.values()):
@@ -428,7 +428,7 @@ class ServerSet:
     # Errors.
 
     def latch(self, error: SyncError) -> None:
-        """Keep the first background error until the step boundary collects it; count the others."""
+        """Keep the first error until ``take_error`` collects it; count the others."""
         with self._changed:
             self._latch(error)
 
@@ -442,8 +442,8 @@ class ServerSet:
         self._changed.notify_all()
 
     def take_error(self) -> SyncError | None:
-        """The latched error, once, with the number of those that followed it. Never waits for a
-        lane: the lock is held for assignments only."""
+        """Return the latched error once, with the number of errors after it. Never waits long: the
+        lock is held for assignments only."""
         if self._error is None:
             return None
         with self._changed:
@@ -452,29 +452,29 @@ class ServerSet:
         return error.followed_by(further)
 
     def last_error(self, url: str) -> SyncError | None:
-        """The last background error of a server, collected or not."""
+        """Return a server's last background error, collected or not."""
         with self._changed:
             return self._servers[url].error
 
     def sealed(self, version: int, published: "Published | None") -> None:
-        """See Reports: the lanes of this process ask their slots."""
+        """Ignore it: lanes of this process see their slots."""
 
     def lane_ended(self, url: str) -> None:
-        """See Reports: a lane of this process says so itself."""
+        """Ignore it: lanes of this process have ``is_alive``."""
 
     # Waits.
 
     def wait(self, fact: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until ``fact`` is true, checked after every change; False past the deadline."""
+        """Wait until ``fact()``, checked after every change; return False past the deadline."""
         with self._changed:
             return self._changed.wait_for(fact, timeout_s)
 
     def wait_held(self, version: int, timeout_s: float, everyone: bool) -> list[str]:
-        """Wait until a server holds ``version`` or newer; the servers that do by then. At once none
-        if no server can ever serve this run.
+        """Wait until a server holds ``version`` or newer; return the servers that do by then. End
+        the wait at once if no server can ever serve this run.
 
-        ``everyone``: wait for the others too, except for those about which nothing is known (dead,
-        restarting, quarantined): they get the newest version when they answer again.
+        ``everyone``: wait for the others too, except those of unknown state (dead, restarting,
+        quarantined): they get the newest version when they answer again.
         """
         holding: list[str] = []
 
@@ -493,8 +493,8 @@ class ServerSet:
 
 
 def _end(lanes: Sequence[Lane], deadline: float, abort_s: float) -> list[Lane]:
-    """Stop all, wait for all at once, abort ``abort_s`` before the deadline (monotonic clock) what
-    is left; those that go on."""
+    """Stop all lanes and wait for them together; abort the rest ``abort_s`` before the deadline
+    (monotonic clock). Return the lanes that have not ended by then."""
     for lane in lanes:
         lane.stop()
     slow = _join(lanes, deadline - abort_s)

@@ -1,8 +1,8 @@
-"""A lane's link to a server without our plugin: windowed apply over the engine's own update route.
+"""A lane's link to a server without our plugin: streamed apply over the engine's own update route.
 
-Unlike LaneLink it cannot check digests at the far end, fence a trainer that was replaced, or keep a
-whole old version. So the server is labelled "unusable" before its first weight is touched, and gets
-its real label only when all of them are through: a server with that label needs a whole version.
+Unlike LaneLink it cannot check digests at the server, fence a replaced trainer, or keep the old
+version whole. So it labels the server "unusable" before the first weight is touched, and the lane
+sets the real label after the last one: a server labelled "unusable" needs a whole version.
 """
 
 import threading
@@ -30,16 +30,16 @@ from titan_grpo.sync.transports.broadcast import (
 TRAINER_RANK = 0
 
 OPEN_S = 20.0
-"""Longest wait for a server's workers to join a group, in seconds. They stand still for it."""
+"""Longest wait for a server's workers to join a group, in seconds; they do not generate then."""
 
 
 class StockLink:
-    """One epoch with a stock SGLang server: join, send_manifest, then offer + push + ping as often
-    as wanted, close.
+    """One epoch with a stock SGLang server: join, send_manifest, any number of offer + push + ping,
+    close.
 
-    Each transfer has a process group of its own. The server leaves it after the read-back, which
-    proves that it has not restarted meanwhile. Used by one thread, except ``cancel`` and
-    ``abort``.
+    Each transfer has a process group of its own. The server leaves the group after the read-back;
+    that it can proves that it has not restarted meanwhile. Used by one thread, except ``cancel``
+    and ``abort``.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class StockLink:
         self._workers = 0
 
     def join(self, control: ServerControl, timeout_s: float) -> Joined:
-        """``intact`` comes from the server's label. A version in the label is ignored, because a
-        restarted server takes a label without an update: every connection sends a whole version.
-        """
+        """Read the workers and the label; return an answer with no version held. ``intact`` comes
+        from the label. Its version is ignored, because a restarted server accepts a label without
+        an update: every connection sends a whole version. Raises ServerRefused with a run key."""
         if self._options.run_key is not None:
             raise ServerRefused(
                 f"{control.url}: this run has a run key, and a server without our plugin can"
@@ -73,7 +73,7 @@ class StockLink:
         return Joined(True, "", "stock", 0, "", -1, "", self._intact)
 
     def send_manifest(self, _: object = None) -> Staged:
-        """Compare the names: SGLang ignores unknown ones and answers with success."""
+        """Compare the parameter names: SGLang ignores unknown ones and reports success."""
         theirs = self._routes.parameter_names(self._options.config.lane_deadline_s)
         problem = names_problem([spec.name for spec in self._manifest.tensors], theirs)
         return Staged(0, 0, not problem, "", error=problem)
@@ -81,16 +81,16 @@ class StockLink:
     def offer(
         self, number: int, version: int, digests: Sequence[bytes], fingerprint: str
     ) -> Staged:
-        """Open the group of one transfer; the server stands still meanwhile (a fraction of a
+        """Open the group of one transfer; the server generates nothing meanwhile (a fraction of a
         second)."""
         o, timeout_s = self._options, min(OPEN_S, self._options.config.lane_deadline_s)
         host = host_store(o.bind_host)
         name = f"titan_grpo-{self._run_id}-{self._epoch}-{number}"
         size = 1 + self._workers
         group = Group(name, o.bind_host, host.port, size, o.transport)
-        # Beside: the server answers when all ranks are there, and this one is the last.
+        # On another thread: the server answers when all ranks are there, and this is the last one.
         joining = beside(lambda: self._routes.init_group(group, timeout_s), "join", self.cancel)
-        # torch nests the prefixes in this way, and the server's torch looks for rank 0 there
+        # The server's torch nests the prefixes like this, and looks for rank 0 there.
         device = "cuda" if o.transport == "nccl" else "cpu"
         store = dist.PrefixStore(
             f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, host))
@@ -113,11 +113,12 @@ class StockLink:
         moved: Moved,
         commit_deadline_s: float,
     ) -> Applied:
-        """Send ``image`` (uint8[total_bytes]) into the paused engine, bucket by bucket; how that
-        ended."""
+        """Send ``image`` (uint8[total_bytes]) into the paused engine, bucket by bucket. Return how
+        that ended, also on a PeerError."""
         start, done, began = time.monotonic(), 0, False
         deadline = start + self._options.config.lane_deadline_s
         try:
+            # Before the first weight: if this trainer dies, the label must not hide a half load.
             control.relabel(UNUSABLE)
             self._routes.begin(self._options.config.lane_deadline_s)
             began = True
@@ -140,23 +141,24 @@ class StockLink:
         )
 
     def ping(self, number: int, timeout_s: float) -> None:
-        """Make the server leave the transfer's group. ServerRefused if it has restarted."""
+        """Make the server leave the transfer's group. Raises ServerRefused if it does not have the
+        group: it has restarted, or has left it before."""
         self._drop()
         self._routes.destroy_group(self._group, timeout_s)
 
     def bye(self, timeout_s: float) -> None:
-        """Nothing: there is no receiver."""
+        """Do nothing: there is no receiver."""
 
     def cancel(self) -> None:
-        """End a transfer: the connections close, and the server's update ends with a refusal. Any
-        thread; idempotent."""
+        """End a transfer: its connections close, so the server refuses its update. Any thread;
+        idempotent."""
         with self._lock:
             transport = self._transport
         if transport is not None:
             transport.abort()
 
     def abort(self) -> None:
-        """As ``cancel``, and for every later transfer too."""
+        """``cancel`` this transfer and all later ones."""
         with self._lock:
             self._aborted = True
         self.cancel()
@@ -167,8 +169,7 @@ class StockLink:
         self._routes.close()
 
     def _send(self, bucket: tuple[TensorSpec, ...], image: torch.Tensor, deadline: float) -> None:
-        """One announced broadcast. A request that is refused aborts it: a group without a reader
-        hangs."""
+        """Make one announced broadcast. A refused request aborts it: without readers it hangs."""
         left = deadline - time.monotonic()
         transport = self._transport
         if left <= 0 or transport is None:
@@ -180,7 +181,7 @@ class StockLink:
         announced = Announced(
             [spec.name for spec in bucket], [spec.dtype for spec in bucket], shapes
         )
-        # Beside: the server answers when it has the bytes, which this thread sends.
+        # On another thread: the server answers when it has the bytes, which this thread sends.
         update = beside(
             lambda: self._routes.update(self._group, announced, left), "load", transport.abort
         )
@@ -191,7 +192,7 @@ class StockLink:
             )
         except TransferFailed as error:
             failure = error
-            self._drop()  # the server's side ends with a refusal, which says more
+            self._drop()  # ends the server's update with a refusal, which has the cause
         outcome(update, max(1.0, deadline - time.monotonic()), "the server's update")
         if failure is not None:
             raise failure

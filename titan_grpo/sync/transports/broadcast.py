@@ -1,16 +1,16 @@
-"""Broadcasts from rank 0 with a deadline and an abort, by gloo or NCCL: how whole versions reach
-servers in place of ranges, and streamed ones always. And the key-value store at which their ranks
-meet, which also carries the notices of the trainer's ranks.
+"""Broadcasts from rank 0 by gloo or NCCL, with a deadline and an abort. They carry all streamed
+versions, and staged ones if the transport is not one of ranges. Also the key-value store at which
+the ranks meet, and which carries the notices of the trainer's ranks.
 
-gloo sends straight out of and into the image: no copy on either side.
+gloo sends straight from image to image: no copy on either side.
 
 With NCCL the image stays on the host: the sender copies host -> bucket -> NCCL, the receiver
 NCCL -> bucket -> host, in the order of one stream, with few CTAs, so that training kernels keep
-most of the device. A lane's communicator lives in the trainer's process, and torch gives each
-process group a watchdog that ends the process when a peer is lost. So these groups are made without
-one (TORCH_NCCL_BLOCKING_WAIT): ``wait`` looks for errors itself, and raises them. NCCL's blocking
-initialisation waits for a missing peer without end, even when it is aborted: it is made
-non-blocking (``ncclConfig_t.blocking = 0``), which torch gives up by itself (limit_nccl_opening).
+most of the device. torch gives each process group a watchdog that ends the process if a peer is
+lost, and with it all lanes. So these groups have none (TORCH_NCCL_BLOCKING_WAIT): ``wait`` checks
+for errors itself, and raises them. NCCL's blocking initialisation waits for a missing peer forever,
+even when aborted. So it is non-blocking (``ncclConfig_t.blocking = 0``), and torch ends it past a
+deadline (limit_nccl_opening).
 """
 
 import math
@@ -36,31 +36,30 @@ from titan_grpo.sync.transports.channel import cannot_listen
 LOOPBACK = "127.0.0.1"
 
 REAP_SLACK_S = 5.0
-"""How much longer than its own deadline a reaper waits for an abandoned operation, in seconds."""
+"""Seconds that a reaper waits for an abandoned operation, beyond TransportOptions.timeout_s."""
 
 MAX_CTAS = 4
-"""Thread blocks that NCCL may use: a lane competes with training for the device, and a network
-needs no more."""
+"""Most thread blocks of NCCL: a lane competes with training for the device, and a network needs no
+more."""
 
 CONNECT_S = 30.0
-"""Deadline of a store's own handshake, in seconds."""
+"""Default deadline of a hosted store's operations, in seconds."""
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 ABORT_S = 5.0
-"""Seconds that closing waits for NCCL to have aborted."""
+"""Seconds that ``close`` waits for NCCL's abort."""
 
 T = TypeVar("T")
 
 _environment = threading.Lock()
-"""The environment is the process's: lanes that connect at once would put back each other's
-value."""
+"""Guards the process's environment: concurrent lanes would restore each other's value."""
 
 
 @contextmanager
 def store_errors(what: str) -> Iterator[None]:
-    """Turn torch's store errors (timeout, lost connection) into TransferFailed that says what was
-    awaited."""
+    """Turn torch's store errors (timeout, lost connection) into a TransferFailed that names
+    ``what`` was awaited."""
     try:
         yield
     except dist.DistError as error:
@@ -70,15 +69,13 @@ def store_errors(what: str) -> Iterator[None]:
 
 
 def host_store(bind_host: str) -> dist.TCPStore:
-    """A TCPStore on a free port of the interface ``bind_host`` (a host name or an address, IPv4 or
-    IPv6).
-
-    The listening socket is bound here and handed over: a port that is only looked up and then bound
-    by the store can be taken by another process in between, and the store alone would listen on
-    every interface. Works under torchrun: it never looks at the agent's store. Raises ConfigError
-    if the address cannot be bound.
+    """Host a TCPStore on a free port of the interface ``bind_host`` (a host name or an address,
+    IPv4 or IPv6). Works under torchrun: never uses the agent's store. Raises ConfigError if the
+    address cannot be bound.
     """
     try:
+        # Bound here, not by the store: that would listen on every interface, and another process
+        # could take a port that was only looked up.
         family, _, _, _, address = socket.getaddrinfo(bind_host, 0, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.bind(address)
@@ -87,7 +84,7 @@ def host_store(bind_host: str) -> dist.TCPStore:
         raise cannot_listen(bind_host, error) from error
     port = listener.getsockname()[1]
     with store_errors(f"hosting a store on {bind_host}:{port}"):
-        # the store owns the descriptor from here on, also if its constructor fails
+        # The store owns the descriptor from here on, also if its constructor fails.
         return dist.TCPStore(
             bind_host,
             port,
@@ -99,10 +96,10 @@ def host_store(bind_host: str) -> dist.TCPStore:
 
 
 def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """A new connection to a hosted store; TransferFailed names the address if it is not there in
-    time.
+    """Open a connection to a hosted store. Raises TransferFailed with the address if it does not
+    answer within ``timeout_s`` seconds.
 
-    One connection serves one blocking call at a time: a thread that must set while another one
+    A connection serves one blocking call at a time: a thread that must set a key while another one
     waits needs its own.
     """
     with store_errors(f"joining the store at {host}:{port}"):
@@ -117,8 +114,8 @@ def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 @dataclass(frozen=True, slots=True)
 class TransportOptions:
-    """How a transport is opened. ``timeout_s``: of opening and of one transfer; ``bucket_bytes``:
-    of one broadcast."""
+    """Options of a transport. ``timeout_s``: deadline of opening, and of an operation without its
+    own; ``bucket_bytes``: most bytes of one broadcast."""
 
     timeout_s: float
     bind_host: str
@@ -127,21 +124,21 @@ class TransportOptions:
 
 
 class Transport(ABC):
-    """One communicator with rank 0 as the only sender. Used by one thread; ``abort`` may come from
-    any other."""
+    """One communicator with rank 0 as the only sender. Used by one thread; any other may call
+    ``abort``."""
 
     @abstractmethod
     def broadcast(self, view: torch.Tensor, timeout_s: float) -> None:
-        """Send (rank 0) or fill (others) ``view``: uint8, 1-D, contiguous, on the host; as long on
-        every rank.
+        """Send (rank 0) or fill (others) ``view``: uint8, 1-D, contiguous, on the host, of the same
+        length on every rank.
 
-        Returns when this rank's part is done. Raises TransferFailed when the peer is gone,
-        ``timeout_s`` passed or the transport was aborted; it is then of no further use.
+        Returns when this rank's part is done. Raises TransferFailed if the peer is gone,
+        ``timeout_s`` seconds passed or the transport was aborted; it is then of no further use.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Make a broadcast in progress, and every later one, raise TransferFailed at once. Any
+        """Make the broadcast in progress and all later ones raise TransferFailed at once. Any
         thread; idempotent."""
 
     @abstractmethod
@@ -156,10 +153,11 @@ def broadcast_image(
     timeout_s: float,
     moved: Callable[[int], object] | None = None,
 ) -> float:
-    """Broadcast a whole image (uint8[nbytes]) in buckets under one deadline; the seconds it took.
+    """Broadcast a whole image (uint8[nbytes]) in buckets under one deadline; return the seconds.
 
-    ``image`` of 10 bytes with 4-byte buckets goes as [0:4], [4:8], [8:10] on every rank. ``moved``
-    is called after each of them with the number of bytes that are through; it must not block.
+    An ``image`` of 10 bytes with 4-byte buckets goes as [0:4], [4:8], [8:10] on every rank.
+    ``moved`` is called after each bucket with the bytes sent so far; it must not block. Raises
+    TransferFailed past ``timeout_s`` seconds, and as ``Transport.broadcast``.
     """
     start = time.monotonic()
     for offset in range(0, image.numel(), bucket_bytes):
@@ -178,8 +176,8 @@ def broadcast_image(
 def beside(
     call: Callable[[], T], name: str, failed: Callable[[], object] = lambda: None
 ) -> Future[T]:
-    """Make a call on a daemon thread of its own. ``failed`` is called if it fails: of a request
-    that is answered only after this thread has sent bytes, which nothing would take then."""
+    """Make a call on a daemon thread of its own. ``failed`` is called if it raises: the caller may
+    be sending bytes that nothing reads then."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -194,7 +192,8 @@ def beside(
 
 
 def outcome(request: Future[T], timeout_s: float, what: str) -> T:
-    """What a request returned, or raises its error; TransferFailed if it does not end in time."""
+    """Return a request's result, or raise its error. Raises TransferFailed if it does not end
+    within ``timeout_s`` seconds."""
     try:
         return request.result(max(0.0, timeout_s))
     except TimeoutError:
@@ -206,7 +205,7 @@ class GlooTransport(Transport):
     interface."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: TransportOptions) -> None:
-        """Connect all ranks through ``store``; TransferFailed if one is missing past
+        """Connect all ranks through ``store``. Raises TransferFailed if one is missing past
         ``options.timeout_s``."""
         self._lock = threading.Lock()
         self._aborted = False
@@ -230,10 +229,10 @@ class GlooTransport(Transport):
             ) from error
 
     def broadcast(self, view: torch.Tensor, timeout_s: float) -> None:
-        """See Transport. A peer that expects another length is not noticed here: its process aborts
-        (gloo's rule)."""
+        """See Transport. A wrong length is not found here: the peer's process aborts (gloo's
+        rule)."""
         done = threading.Event()
-        with self._lock:  # an abort either sees this operation or is seen by it
+        with self._lock:  # an abort finds this operation, or this finds the abort
             if self._aborted:
                 raise TransferFailed("the transport was aborted")
             self._pending = done
@@ -244,8 +243,7 @@ class GlooTransport(Transport):
             options.rootRank = 0
             options.timeout = timedelta(seconds=timeout_s)
             work = self._work = self._group.broadcast([view], options)  # type: ignore[attr-defined]
-            # The future wakes us; Work.wait() could not be left by an abort (gloo's own abort does
-            # not end it).
+            # Wait for the future: neither our abort nor gloo's ends Work.wait().
             work.get_future().add_done_callback(lambda _: done.set())
             in_time = done.wait(timeout_s)
             if self._aborted:
@@ -255,7 +253,7 @@ class GlooTransport(Transport):
                     f"a gloo broadcast must end within {timeout_s:.1f} s; the peer stalls or the"
                     " network is too slow"
                 )
-            # no deadline: the work has completed: its future was waited for with a deadline
+            # no deadline: the work is complete, as its future is done
             work.wait()
         except RuntimeError as error:
             raise TransferFailed(
@@ -265,8 +263,8 @@ class GlooTransport(Transport):
         self._pending = None
 
     def abort(self) -> None:
-        """See Transport. The abandoned operation ends by its own deadline, or when ``close`` was
-        called and the peer goes."""
+        """See Transport. The abandoned operation ends by its own deadline or, after ``close``, when
+        the peer goes."""
         with self._lock:
             self._aborted = True
             pending = self._pending
@@ -274,16 +272,16 @@ class GlooTransport(Transport):
             pending.set()
 
     def close(self) -> None:
-        """See Transport. An operation still in flight is left to a daemon thread: the group's
-        destructor would block on it."""
+        """See Transport."""
+        # Leave an operation in flight to a reaper: the group's destructor would block on it.
         group, work, self._group, self._work = self._group, self._work, None, None
         if work is not None and not work.is_completed():
             _reap(group, work, self._deadline_s + REAP_SLACK_S)
 
 
 def _reap(group: dist.ProcessGroupGloo | None, work: dist.Work, timeout_s: float) -> None:
-    """Keep group, work and the tensors in it alive until the operation has ended: the references go
-    with the thread."""
+    """Keep group, work and its tensors alive, by a thread's references, until the operation has
+    ended, or for ``timeout_s`` seconds."""
     finished = threading.Event()
     work.get_future().add_done_callback(lambda _: finished.set())
     threading.Thread(
@@ -295,21 +293,21 @@ def _reap(group: dist.ProcessGroupGloo | None, work: dist.Work, timeout_s: float
 
 
 def limit_nccl_opening(open_s: float) -> None:
-    """Have torch give up a non-blocking NCCL initialisation whose peer does not come, after
-    ``open_s`` seconds in place of 30 minutes.
+    """Have torch give up a non-blocking NCCL initialisation after ``open_s`` seconds, in place of
+    30 minutes.
 
-    Call it before the process's first NCCL group: torch reads the variable once, at the first use
-    of any. What a user has set stays. Blocking groups, as torchtitan's are, never look at it.
+    Call it before the process's first NCCL group: torch reads the variable once, at the first use.
+    A user's value stays. Blocking groups, as torchtitan's, ignore it.
     """
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(open_s)))
 
 
 @contextmanager
 def no_watchdog() -> Iterator[None]:
-    """Within it, a new process group gets no watchdog, and its ``wait`` raises what went wrong.
+    """Create process groups without a watchdog inside the ``with`` block; their ``wait`` raises
+    errors.
 
-    The variable is read by the group's constructor; it is put back for the training groups that may
-    come later.
+    The group's constructor reads the variable; it is restored for later training groups.
     """
     with _environment:
         before = os.environ.get(BLOCKING_WAIT)
@@ -328,9 +326,9 @@ class NcclTransport(Transport):
     own."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: TransportOptions) -> None:
-        """Connect all ranks; TransferFailed if one is missing past the deadline, or the device has
-        no memory left. ``options.device``: "cuda" or "cuda:N"."""
-        limit_nccl_opening(options.timeout_s)  # of a process that has no other NCCL group
+        """Connect all ranks. Raises TransferFailed if one is missing past the deadline, or the
+        device has no memory left. ``options.device``: "cuda" or "cuda:N"."""
+        limit_nccl_opening(options.timeout_s)  # for a process without an earlier NCCL group
         name = options.device if options.device.startswith("cuda") else "cuda"
         self._device = (
             torch.device(name) if ":" in name else torch.device("cuda", torch.cuda.current_device())
@@ -353,8 +351,8 @@ class NcclTransport(Transport):
                 self._bucket = torch.empty(
                     options.bucket_bytes, dtype=torch.uint8, device=self._device
                 )
-            # the communicator is made by the first collective: make it here, where a missing peer
-            # is expected
+            # The first collective creates the communicator: do it here, where a missing peer is
+            # expected.
             self._run(self._bucket[:1], options.timeout_s)
         except RuntimeError as error:  # torch.OutOfMemoryError and DistBackendError are too
             self.close()
@@ -378,7 +376,7 @@ class NcclTransport(Transport):
             raise TransferFailed(f"NCCL on {self._device}: {_line(error)}") from error
 
     def _run(self, part: torch.Tensor, timeout_s: float) -> None:
-        """One broadcast; returns when the bytes are there."""
+        """Make one broadcast; return when the bytes are there."""
         with self._lock:
             if self._aborted or self._group is None:
                 raise TransferFailed("the transport was aborted or closed")
@@ -388,7 +386,8 @@ class NcclTransport(Transport):
             options.rootRank = 0
             with torch.cuda.stream(self._stream):
                 work = group.broadcast([part], options)  # type: ignore[attr-defined]
-                # without a watchdog it waits for the device, and looks for lost peers meanwhile
+                # Without a watchdog this blocks until the device is done, and checks for lost
+                # peers.
                 work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             why = "was aborted" if self._aborted else "failed"
@@ -399,7 +398,7 @@ class NcclTransport(Transport):
             raise TransferFailed("an NCCL broadcast was aborted")
 
     def abort(self) -> None:
-        """See Transport. Another thread aborts: NCCL's call may block."""
+        """See Transport. Aborts on another thread: NCCL's call may block."""
         with self._lock:
             group, self._group = self._group, None
             if group is None:
@@ -411,18 +410,17 @@ class NcclTransport(Transport):
             self._ending.start()
 
     def close(self) -> None:
-        """See Transport: aborts, since a regular shutdown waits for the peer."""
+        """See Transport. Aborts: a regular shutdown waits for the peer."""
         self.abort()
-        # an interpreter that ends under a thread within NCCL's abort ends with SIGABRT
+        # Join it: an interpreter that exits during NCCL's abort dies by SIGABRT.
         if self._ending is not None:
             self._ending.join(ABORT_S)
 
 
 def _abort(group: "dist.ProcessGroupNCCL") -> None:
-    """Thread: end what is under way. The group's destructor runs here too, if this
-    is the last reference."""
-    # an operation that was aborted before, or a communicator that never came to be, is an error of
-    # NCCL's, and its lane has ended
+    """Thread: abort the group's operation. The group's destructor also runs here, if this is the
+    last reference."""
+    # NCCL raises for an operation aborted before, or a communicator never made: nothing is left.
     with suppress(RuntimeError):
         group.abort()
 
@@ -432,15 +430,15 @@ def _line(error: BaseException) -> str:
 
 
 def nccl_version() -> str:
-    """Version of this process's NCCL, as "2.28.9"; empty where it cannot be used."""
+    """Return the version of this process's NCCL, as "2.28.9"; empty if it cannot be used."""
     if not (dist.is_nccl_available() and torch.cuda.is_available()):
         return ""
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def transport_problem(kind: str, trainers_nccl: str = "") -> str:
-    """Why this host cannot open transport ``kind``; empty if it can. ``trainers_nccl``: the version
-    of the other end (empty: unknown)."""
+    """Return why this host cannot open transport ``kind``; empty if it can. ``trainers_nccl``:
+    NCCL's version at the other end (empty: unknown)."""
     if kind == "nccl":
         ours = nccl_version()
         if not ours:
@@ -462,10 +460,10 @@ def transport_problem(kind: str, trainers_nccl: str = "") -> str:
 def open_transport(
     kind: str, store: dist.Store, rank: int, size: int, options: TransportOptions
 ) -> Transport:
-    """Open the communicator that "gloo" or "nccl" names; blocks until all ``size`` ranks are there
+    """Open a communicator of ``kind`` "gloo" or "nccl"; blocks until all ``size`` ranks are there
     or the deadline passed.
 
-    Raises TransferFailed if a rank does not come, ConfigError for an unknown kind or one that this
+    Raises TransferFailed if a rank is missing, ConfigError for an unknown kind or one that this
     host cannot open.
     """
     if problem := transport_problem(kind):

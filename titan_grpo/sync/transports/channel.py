@@ -1,9 +1,9 @@
 """A receiver's connections to a source (range_server.py): a greeting, then ranges of an image, or
 the messages of one epoch.
 
-A source corrupts nothing: the reader checks each block against the trainer's digests. It serves an
-image for as long as the image's ticket is valid. Of an image that several hosts have, a source
-serves its host's part (layout.manifest): offsets are those of the part's stream. Fixed sizes::
+A source cannot corrupt a version: the reader checks each block against the trainer's digests. It
+serves an image while the image's ticket is valid. Of an image in parts, a source serves its host's
+part (layout.manifest): offsets count in the part's stream. Fixed sizes::
 
     reader                                      source
                                                 nonce[32]
@@ -13,16 +13,15 @@ serves its host's part (layout.manifest): offsets are those of the part's stream
                                                 nbytes bytes of the part
     ... further ranges
 
-A reader on the source's host sets the highest bit of nbytes and gets the memfd's address (4 u64, as
-in ImageAddress; zeros: there is none) in place of the bytes, when they are there. receive/fetch.py
-has the readers.
+A reader on the source's host sets the highest bit of nbytes. Once the range is there, it gets the
+memfd's address (4 u64, as in ImageAddress; zeros: there is none) in place of the bytes. The readers
+are in receive/fetch.py.
 
 Both proofs are HMACs over both nonces and the ticket under EpochKeys.ranges; zeros without a run
 key.
 
-With an epoch's ticket each end sends frames of any size after the greeting, both ways, in order:
-kind u8, number u64, nbytes u64, and so many bytes. The end of the connection says that the other
-end is gone.
+With an epoch's ticket, both ends send frames after the greeting, in order: kind u8, number u64,
+nbytes u64, then nbytes bytes. The end of the connection means that the other end is gone.
 """
 
 import errno
@@ -53,34 +52,34 @@ TICKET_BYTES = 16
 PROOF_BYTES = 32
 
 GREETING = struct.Struct(f"{NONCE_BYTES}s{TICKET_BYTES}s{PROOF_BYTES}s")
-"""What a reader sends first: its nonce, the ticket, its proof."""
+"""A reader's first message: its nonce, the ticket, its proof."""
 
 RANGE = struct.Struct("!QQ")
 """One request: offset and length in bytes."""
 
 ADDRESS_ONLY = 1 << 63
-"""Of a request's length: answer with ADDRESS."""
+"""Bit of a request's length: answer with ADDRESS."""
 
 ADDRESS = struct.Struct("!QQQQ")
 """Process, descriptor, bytes and inode of the image's memfd."""
 
 
 def proof(key: Key | None, who: str, ours: bytes, theirs: bytes, ticket: bytes) -> bytes:
-    """Proof of the epoch's key by ``who`` ("reader" or "source"), PROOF_BYTES long; zeros without
-    a key. ``ours`` is the source's nonce."""
+    """Return the proof of the epoch's key by ``who`` ("reader" or "source"), PROOF_BYTES long;
+    zeros without a key. ``ours`` is the source's nonce, ``theirs`` the reader's."""
     if key is None:
         return bytes(PROOF_BYTES)
     return bytes.fromhex(key.proof(f"range {who} {ours.hex()} {theirs.hex()} {ticket.hex()}"))
 
 
 def open_listener(host: str, port: int = 0) -> socket.socket:
-    """Listen on this host's address ``host``, without blocking. ConfigError if it cannot be bound,
-    or there is no descriptor."""
+    """Return a non-blocking listener on this host's address ``host``. Raises ConfigError if it
+    cannot be bound, or no descriptor is left."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, proto, _, address = found[0]
         listener = socket.socket(family, kind, proto)
-        # a process before this one had the port: its connections may still be closing
+        # A process before this one had the port: its connections may still be closing.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(1024)
@@ -91,7 +90,7 @@ def open_listener(host: str, port: int = 0) -> socket.socket:
 
 
 def cannot_listen(host: str, error: OSError) -> ConfigError:
-    """What to change where no socket listens on ``host``."""
+    """Return the error that says what to change if no socket can listen on ``host``."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return ConfigError(
             f"the port for servers on {host!r} needs a descriptor, there is none left ({error});"
@@ -111,9 +110,9 @@ def connect(
     what: str,
     pin: str = "",
 ) -> socket.socket:
-    """A connection on which both ends have proven the key; ``timeout_s`` stays the longest wait for
-    the next byte. TransferFailed if ``what`` does not answer, or lacks the key or the certificate
-    of the ``pin``."""
+    """Return a connection on which both ends have proven the key; ``timeout_s`` remains its longest
+    wait for a byte. Raises TransferFailed if ``what`` does not answer, or lacks the key or the
+    ``pin``'s certificate."""
     name = f"{what} at {address[0]}:{address[1]}"
     try:
         sock = socket.create_connection(address, timeout_s)
@@ -143,7 +142,7 @@ def _greet(sock: socket.socket, ticket: bytes, key: Key | None, name: str) -> No
 
 
 def send_all(sock: socket.socket, data: bytes, name: str) -> None:
-    """Send to the source ``name``; TransferFailed if it is lost."""
+    """Send to the source ``name``. Raises TransferFailed if it is lost."""
     try:
         sock.sendall(data)
     except OSError as error:
@@ -151,8 +150,8 @@ def send_all(sock: socket.socket, data: bytes, name: str) -> None:
 
 
 def fill(sock: socket.socket, view: memoryview, name: str, until: float = math.inf) -> None:
-    """Fill ``view`` from the source ``name``, by ``until`` (monotonic clock); TransferFailed if it
-    is lost, or sends no byte for as long as the socket's timeout."""
+    """Fill ``view`` from the source ``name``. Raises TransferFailed if it is lost, sends no byte
+    within the socket's timeout, or has not sent all by ``until`` (monotonic clock)."""
     done = 0
     while done < view.nbytes:
         if time.monotonic() > until:
@@ -178,18 +177,18 @@ HEADER = struct.Struct("!BQQ")
 """Kind, number, length of the body."""
 
 MOST_BYTES = 1 << 30
-"""Longest body that a receiver takes: a manifest, or a version's digests."""
+"""Longest body that a receiver accepts: a manifest, or a version's digests."""
 
 SEND_S = 10.0
-"""Longest time in which the trainer takes no byte of an answer, in seconds."""
+"""Longest wait until the trainer takes the next byte of an answer, in seconds."""
 
 ALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
-"""After 60 s without a sign of the other host the kernel ends a connection."""
+"""The kernel ends an idle connection after 60 s without a sign of the other host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message. ``number``: of the order that it belongs to."""
+    """One message. ``number``: its order's."""
 
     kind: Kind
     number: int
@@ -197,25 +196,25 @@ class Frame:
 
 
 def header(frame: Frame) -> bytes:
-    """What goes before the body."""
+    """Return the bytes before the body."""
     return HEADER.pack(frame.kind, frame.number, len(frame.body))
 
 
 def read_header(data: bytes | bytearray) -> tuple[Kind, int, int] | None:
-    """Kind, number and length; None for a kind that there is not."""
+    """Return kind, number and length; None for an unknown kind."""
     kind, number, nbytes = HEADER.unpack(data)
     return (Kind(kind), number, nbytes) if kind in Kind._value2member_map_ else None
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Have the kernel notice a host that vanished."""
+    """Have the kernel end the connection to a vanished host."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ALIVE:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Inbox:
-    """Frames that have come, until the connection ends. One thread puts, any takes."""
+    """Queue of received frames, until the connection ends. One thread puts, any takes."""
 
     def __init__(self) -> None:
         self._turn = threading.Condition()
@@ -230,7 +229,7 @@ class Inbox:
         return self._end
 
     def put(self, frame: Frame) -> None:
-        """A frame has come."""
+        """Add a frame; a SIGN is only counted."""
         with self._turn:
             self._count += 1
             if frame.kind is not Kind.SIGN:
@@ -238,16 +237,16 @@ class Inbox:
             self._turn.notify_all()
 
     def end(self, why: str, aborted: bool = False) -> None:
-        """No further frame comes; those that are there can be taken, unless ``aborted``. The first
-        reason counts."""
+        """End the queue: no frame follows. Queued ones can still be taken, unless ``aborted``. The
+        first reason counts."""
         with self._turn:
             self._end = self._end or why
             self._aborted |= aborted
             self._turn.notify_all()
 
     def take(self, number: int | None, kinds: tuple[Kind, ...], timeout_s: float | None) -> Frame:
-        """The next frame of these kinds, about this number if one is given; frames before it are
-        dropped: their waits are over. TransferFailed past the deadline, or at the end."""
+        """Return the next frame of these kinds, with this number if given. Drop the frames before
+        it: their waits are over. Raises TransferFailed past the deadline, or at the end."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._turn:
             while True:
@@ -264,9 +263,9 @@ class Inbox:
                 self._turn.wait(left)
 
     def answered(self, ask: Callable[[], None], timeout_s: float) -> bool:
-        """Call ``ask`` and wait for any frame; whether one came in time."""
+        """Call ``ask`` and wait for any frame; return whether one came in time."""
         with self._turn:
-            before = self._count  # before asking: the answer may be here when ask() returns
+            before = self._count  # first: the answer may be here when ask() returns
         ask()
         with self._turn:
             self._turn.wait_for(lambda: self._count > before or bool(self._end), timeout_s)
@@ -274,7 +273,7 @@ class Inbox:
 
 
 class LaneChannel:
-    """The trainer's end. The thread of its source owns the socket: ``send`` never waits."""
+    """The trainer's end. The source's thread owns the socket, so ``send`` never waits."""
 
     def __init__(
         self,
@@ -292,59 +291,59 @@ class LaneChannel:
         self.ticket, self.key, self.lost = ticket, key, lost
         self.inbox = Inbox()
         self.out: deque[memoryview] = deque()
-        """What is still to be sent; under the source's lock."""
+        """Bytes still to be sent; under the source's lock."""
         self.joined = False
-        """Whether a receiver that proved the key has connected: there is one per channel."""
+        """Whether its one receiver has connected and proven the key."""
         self._source = source
 
     def send(self, kind: Kind, number: int, body: bytes = b"") -> None:
-        """Hand a frame to the source's thread. TransferFailed if the connection has ended."""
+        """Queue a frame for the source's thread. Raises TransferFailed if the connection ended."""
         self.check()
         frame = Frame(kind, number, body)
         self._source.post(self, memoryview(header(frame)), memoryview(body))
 
     def check(self) -> None:
-        """TransferFailed if the connection has ended."""
+        """Raise TransferFailed if the connection has ended."""
         if why := self.inbox.ended:
             raise TransferFailed(why)
 
     def take(self, number: int, kinds: tuple[Kind, ...], timeout_s: float, what: str) -> Frame:
-        """See Inbox.take; ``what`` is what the caller waits for, for the error."""
+        """``Inbox.take``, with ``what`` the caller waits for in the error."""
         try:
             return self.inbox.take(number, kinds, timeout_s)
         except TransferFailed as error:
             raise TransferFailed(f"{what}: {error}") from error
 
     def abort(self) -> None:
-        """Make the blocked call and every later one raise TransferFailed. Any thread."""
+        """Make the blocked call and all later ones raise TransferFailed. Any thread."""
         self.inbox.end("the link was aborted", aborted=True)
 
     def close(self) -> None:
-        """Close the connection, at once; the receiver then ends. Idempotent."""
+        """Close the connection at once, without what is queued; the receiver ends. Idempotent."""
         self.inbox.end("the link was closed", aborted=True)
         self._source.hang_up(self)
 
 
 class _Duplex:
-    """A socket that one thread reads while another sends: under TLS both change one state, so no
-    call on it may block."""
+    """A socket for one reading and one sending thread. TLS has one state for both directions, so
+    calls take a lock, and none blocks."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock, self._turn = sock, threading.Lock()
 
     def recv_into(self, view: memoryview) -> int:
-        """Wait for bytes; how many came, 0 at the end."""
+        """Wait for bytes; return how many came, 0 at the end."""
         while True:
             with self._turn, suppress(*WOULD_BLOCK):
                 # no deadline: the socket does not block
                 return self._sock.recv_into(view)
-            # no deadline: an idle trainer sends nothing; keep_alive ends a connection to a host
-            # that vanished
+            # no deadline: an idle trainer sends nothing; keep_alive ends the connection to a
+            # vanished host
             self._wait(select.POLLIN, None)
 
     def send_all(self, data: bytes | bytearray) -> None:
-        """OSError if no byte is taken for SEND_S seconds, or the other end is gone."""
+        """Send all. Raises OSError if no byte is taken for SEND_S seconds or the peer is gone."""
         left = memoryview(data)
         while left:
             with self._turn, suppress(*WOULD_BLOCK):
@@ -371,24 +370,24 @@ class ReceiverChannel:
         gave_up: Callable[[str], object],
         pin: str = "",
     ) -> None:
-        """Connect within ``timeout_s`` seconds; TransferFailed if the trainer is not there, or
-        lacks the key or the ``pin``'s certificate. ``gave_up`` is called with the reason, on the
-        reading thread, when the lane cancels a transfer and when the connection ends."""
+        """Connect within ``timeout_s`` seconds. Raises TransferFailed if the trainer does not
+        answer, or lacks the key or the ``pin``'s certificate. ``gave_up`` is called with the
+        reason, on the reading thread, if the lane cancels a transfer or the connection ends."""
         self._name = f"{address[0]}:{address[1]}"
         sock = connect(address, ticket, key, timeout_s, "trainer", pin)
         keep_alive(sock)
         self.local_host = str(sock.getsockname()[0])
-        """This host's address on the way to the trainer."""
+        """This host's address towards the trainer."""
         self._socket = _Duplex(sock)
         self._gave_up = gave_up
         self._sending = threading.Lock()
         self._inbox = Inbox()
         self.last_frame_s = time.monotonic()
-        """When the last frame came, or the connection ended (monotonic clock)."""
+        """Time of the last frame, or of the connection's end (monotonic clock)."""
         threading.Thread(target=self._read, name="channel", daemon=True).start()
 
     def send(self, kind: Kind, number: int, body: bytes = b"") -> None:
-        """Send a frame; TransferFailed if the trainer is gone, or takes no byte for SEND_S
+        """Send a frame. Raises TransferFailed if the trainer is gone, or takes no byte for SEND_S
         seconds."""
         frame = Frame(kind, number, body)
         try:
@@ -398,15 +397,16 @@ class ReceiverChannel:
             raise TransferFailed(f"the trainer at {self._name} was lost: {error}") from error
 
     def take(self, kinds: tuple[Kind, ...]) -> Frame:
-        """The next frame. It waits until the connection ends: TransferFailed then."""
+        """Wait for the next frame of these kinds. Raises TransferFailed if the connection ends."""
         return self._inbox.take(None, kinds, None)
 
     def ask_sign(self, timeout_s: float) -> None:
-        """Ask the trainer's process for a sign, which sets ``last_frame_s``; wait for it."""
+        """Ask the trainer's process for a sign and wait for a frame, which sets ``last_frame_s``.
+        Raises TransferFailed if the question cannot be sent."""
         self._inbox.answered(lambda: self.send(Kind.SIGN, 0), timeout_s)
 
     def _read(self) -> None:
-        """Thread: whatever comes, until the connection ends."""
+        """Thread: receive frames until the connection ends."""
         why = f"the trainer at {self._name} ended, or closed this epoch"
         try:
             while (frame := self._frame()) is not None:
@@ -421,7 +421,7 @@ class ReceiverChannel:
         self._gave_up(why)
 
     def _frame(self) -> Frame | None:
-        """The next frame; None at the end."""
+        """Read the next frame; None at the end."""
         head = bytearray(HEADER.size)
         if not self._fill(head):
             return None

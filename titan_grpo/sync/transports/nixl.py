@@ -1,9 +1,8 @@
-"""One-sided reads of ranges by NIXL (UCX: RDMA, shared memory, TCP): the source's processor is not
-asked for its bytes.
+"""One-sided reads of ranges by NIXL (UCX: RDMA, shared memory, TCP), without the source's CPU.
 
-Nor can it ask for a proof: who reads a lane's orders can read the image, in the clear. A read that
-is given up may still write. So it has memory of its own, from which checked bytes are copied, and
-which is not used again. What an image's slot gets meanwhile is seen by its digests, as over TCP.
+Nor can the source check a proof: a reader of a lane's orders can read the image, in the clear. An
+abandoned read may still write its memory, so that memory is never used again. Bytes are copied out
+of it, and their digests checked: a slot that is overwritten meanwhile is found as over TCP.
 """
 
 import base64
@@ -20,20 +19,20 @@ from typing import Any
 from titan_grpo.errors import ConfigError, TransferFailed
 
 SPINS = 200
-"""How often a read is looked at without a rest: one of 4 MiB over RDMA takes 0.1 ms."""
+"""Polls of a read without a rest: a read of 4 MiB over RDMA takes 0.1 ms."""
 
 REST_S = 0.0005
-"""Between two looks after that, in seconds."""
+"""Seconds between two polls after that."""
 
 
 PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
-"""The same for memory of the host. The last one chooses among the others by importing torch, which
-takes a receiver seconds."""
+"""Equivalent for host memory. The last one imports torch to choose among the others, which costs a
+receiver seconds."""
 
 
 @cache
 def _nixl() -> Any:
-    """The package's interface. ConfigError without it."""
+    """Return the package's interface. Raises ConfigError without it."""
     for package in PACKAGES:
         with suppress(ImportError):
             return importlib.import_module(f"{package}._api")
@@ -44,7 +43,7 @@ def _nixl() -> Any:
 
 
 def nixl_problem() -> str:
-    """Why NIXL cannot be used here; empty if it can."""
+    """Return why NIXL cannot be used here; empty if its package is found."""
     try:
         _nixl()
     except ConfigError as error:
@@ -54,23 +53,21 @@ def nixl_problem() -> str:
 
 @cache
 def _errors() -> tuple[type[Exception], ...]:
-    """What a call of NIXL's raises; the classes have no base of their own."""
+    """Return NIXL's exception classes, which have no common base of their own."""
     package = _nixl().__name__.removesuffix("._api")
     found = vars(importlib.import_module(f"{package}._bindings")).values()
     return tuple(e for e in found if isinstance(e, type) and issubclass(e, Exception))
 
 
 class _Agent:
-    """One end, and a lock: an agent takes one call at a time, none of which waits for the other
-    end."""
+    """One NIXL agent with its lock: it takes one call at a time. No call waits for the peer."""
 
     def __init__(self, role: str, serves: bool) -> None:
         api = _nixl()
         self.lock = threading.Lock()
         try:
-            # Its thread looks for work without a rest, on a core of its own. Who serves needs it:
-            # over TCP and shared memory reads are not one-sided all the way. Who reads looks
-            # itself, while it reads.
+            # The progress thread spins on a core. A source needs it: over TCP and shared memory,
+            # reads are not fully one-sided. A reader polls by itself.
             config = api.nixl_agent_config(backends=["UCX"], enable_prog_thread=serves)
             self.of = api.nixl_agent(f"{role}-{secrets.token_hex(8)}", config)
         except _errors() as error:
@@ -79,10 +76,10 @@ class _Agent:
                 " UCX_TLS and UCX_NET_DEVICES, or use tcp"
             ) from error
         self._others: dict[str, str] = {}
-        """Name by metadata."""
+        """Metadata -> name of the remote agent."""
 
     def knows(self, metadata: str) -> str:
-        """Under the lock: the name of the agent whose metadata this is."""
+        """Under the lock: return the name of the remote agent with this metadata; add it if new."""
         if metadata not in self._others:
             name = self.of.add_remote_agent(base64.b64decode(metadata))
             self._others[metadata] = name.decode() if isinstance(name, bytes) else name
@@ -91,21 +88,21 @@ class _Agent:
 
 @cache
 def _reader() -> _Agent:
-    """Of this process: an agent takes a second, threads and connections."""
+    """Return the process's one reading agent: each costs a second, threads and connections."""
     return _Agent("reader", serves=False)
 
 
 class NixlSource:
-    """Offers memory of this process. Any thread."""
+    """Offers memory of this process for reads. Any thread."""
 
     def __init__(self) -> None:
-        """ConfigError if NIXL cannot be used here."""
+        """Raises ConfigError if NIXL cannot be used here."""
         self._agent = _Agent("source", serves=True)
         self._known: dict[tuple[int, int], str] = {}
 
     def place(self, address: int, nbytes: int) -> str:
-        """RangeSource.nixl of an image, which must stay where it is until the process ends. Its
-        memory is registered once: with RDMA that pins it."""
+        """Return RangeSource.nixl of an image, which must stay in place until the process ends.
+        Registers its memory once (with RDMA, pins it). Raises TransferFailed if that fails."""
         with self._agent.lock:
             if (address, nbytes) not in self._known:
                 try:
@@ -118,10 +115,10 @@ class NixlSource:
 
 
 class NixlReader:
-    """Reads from one place. See ranges.RangeReader."""
+    """Reads from one place. See receive.fetch.RangeReader."""
 
     def __init__(self, place: str, timeout_s: float) -> None:
-        """``timeout_s``: of one range, in seconds. TransferFailed if the source cannot be
+        """``timeout_s``: for one range, in seconds. Raises TransferFailed if the source cannot be
         reached."""
         address, metadata = place.split(":")
         self._base, self._timeout_s, self._stop = int(address), timeout_s, threading.Event()
@@ -151,7 +148,7 @@ class NixlReader:
         whole.release()
 
     def _room(self, nbytes: int) -> mmap.mmap:
-        """Memory of its own for a range."""
+        """Return registered memory for a range."""
         if self._memory is None or len(self._memory) < nbytes:
             self.close()
             self._memory = mmap.mmap(-1, nbytes)
@@ -185,7 +182,7 @@ class NixlReader:
             agent.of.release_xfer_handle(handle)
 
     def _abandon(self) -> None:
-        """A read that may be on its way keeps its memory for good."""
+        """Keep the memory of a read that may still write, and use it no more."""
         if self._memory is not None:
             _ABANDONED.append(self._memory)
         self._memory = self._registered = None

@@ -1,9 +1,9 @@
-"""A host's port for receivers: its thread accepts their connections, asks each for its proof, and
-carries the messages of all lanes (channel.py). A reader of ranges goes on to one of the sending
-threads (sender.py): no message waits for a version's bytes.
+"""A host's port for receivers. Its thread accepts connections, checks each one's proof, and carries
+the messages of all lanes (channel.py). It hands readers of ranges to sending threads (sender.py),
+so no message waits for a version's bytes.
 
-All of them sleep while nothing comes or goes. An idle lane costs no thread, and one connection,
-whose end says that the lane's receiver is gone.
+All threads sleep while nothing comes or goes. An idle lane costs one connection and no thread; the
+connection's end means that the lane's receiver is gone.
 """
 
 import hmac
@@ -41,7 +41,7 @@ from titan_grpo.sync.transports.sender import Grant, Loop, Reader, Sender, sende
 from titan_grpo.sync.transports.tls import WOULD_BLOCK, Certificate, shaken
 
 GREET_S = 10.0
-"""Seconds for a reader to prove itself; then its connection is closed. And for a thread to end."""
+"""Seconds for a reader to prove itself before its connection is closed, and for a thread to end."""
 
 ANSWER_BYTES = 1 << 20
 """Longest body of a receiver's message."""
@@ -49,7 +49,7 @@ ANSWER_BYTES = 1 << 20
 READ_BYTES = 64 << 10
 
 RETIRED = 64
-"""Tickets that are remembered after they were revoked."""
+"""Number of revoked tickets that are remembered."""
 
 REST_S = 1.0
 """Back-off after accept() fails (EMFILE), in seconds."""
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A connection that has not proven itself, or a channel's."""
+    """A connection of this thread: not proven yet, or a channel's."""
 
     sock: socket.socket
     nonce: bytes
@@ -67,17 +67,16 @@ class _Peer:
     inbox: bytearray = field(default_factory=bytearray)
     out: memoryview = field(default_factory=lambda: memoryview(b""))
     greeting: bytes = b""
-    """Of one whose ticket has not come: it is parked."""
+    """Set while it is parked: its ticket is not granted yet."""
     channel: LaneChannel | None = None
-    """Whose messages it carries."""
+    """Channel whose messages it carries."""
     proven: bool = False
     grant: Grant | None = None
-    """What it may read: it has proven itself, and is a sending thread's from now on."""
+    """Image that it may read: a proven reader, to be handed to a sending thread."""
 
 
 class RangeServer:
-    """Serves images, and carries channels, by ticket, on every interface that ``listen`` was asked
-    for."""
+    """Serves images and carries channels, by ticket, on every address given to ``listen``."""
 
     def __init__(
         self,
@@ -85,32 +84,32 @@ class RangeServer:
         certificate: Certificate | None = None,
         most_senders: int | None = None,
     ) -> None:
-        """Opens nothing until the first ``listen``. ``expects``: a reader may come GREET_S before
-        its ticket is granted, and waits. ``certificate``: all connections are TLS.
-        ``most_senders``: sending threads; None: what this process's cores are for."""
+        """Opens nothing before the first ``listen``. ``expects``: a reader may come up to GREET_S
+        before its ticket is granted, and waits. ``certificate``: all connections are TLS.
+        ``most_senders``: limit of sending threads; None: by this process's cores (senders_of)."""
         self._expects, self._certificate = expects, certificate
         self.pin = "" if certificate is None else certificate.pin
         """See RangeSource.pin."""
         self._most_senders = most_senders or senders_of(len(os.sched_getaffinity(0)))
         self._lock = threading.Lock()
         self._retired: deque[bytes] = deque(maxlen=RETIRED)
-        """Tickets that were revoked: no wait for them is open."""
+        """Revoked tickets: their readers are not parked."""
         self._grants: dict[bytes, Grant] = {}
         self._channels: dict[bytes, LaneChannel] = {}
         self._listeners: dict[str, socket.socket] = {}
         self._loop: Loop | None = None
         self._senders: list[Sender] = []
-        """The thread adds them; each stays until ``close``."""
+        """Added by the thread; each stays until ``close``."""
         self._closing = False
-        # The thread's own:
+        # Used by the thread only:
         self._unproven: set[_Peer] = set()
         self._joined: dict[LaneChannel, _Peer] = {}
         self._resting: dict[socket.socket, float] = {}
         self._full = False
 
     def listen(self, host: str, port: int = 0) -> int:
-        """The port on this host's address ``host``, opened if it is not yet: ``port``, or a free
-        one. ConfigError if the address cannot be bound."""
+        """Return the port on this host's address ``host``; open ``port``, or a free one, if none is
+        open. Raises ConfigError if the address cannot be bound."""
         with self._lock:
             if host not in self._listeners:
                 self._listeners[host] = open_listener(host, port)
@@ -128,11 +127,11 @@ class RangeServer:
         ticket: str = "",
         has: Callable[[int, int], bool] | None = None,
     ) -> str:
-        """Serve an image (uint8), or this part of it, to readers that prove ``key``: its ticket, a
-        new one unless given; what had that ticket is revoked. ``fd``: of the memfd that ``view``
-        maps, if any; it may be closed after this call. ``has``: whether so many bytes from an
-        offset are there, which any thread may ask; it must not wait, and ``arrived`` says that it
-        may have changed. A range is sent when all of it is there. None: all are."""
+        """Serve an image (uint8), or ``part`` of it, to readers that prove ``key``. Return its
+        ticket: ``ticket``, whose last image is revoked, or a new one. ``fd``: of the memfd that
+        ``view`` maps, if any; may be closed after this call. ``has(offset, nbytes)``: whether a
+        range is there; called by any thread, must not wait; call ``arrived`` when it may have
+        changed. A range is sent once all of it is there. None: all ranges are there."""
         name = bytes.fromhex(ticket) or secrets.token_bytes(TICKET_BYTES)
         made = Grant(view, fd, key, part or Part(((0, view.nbytes),)), has)
         with self._lock:
@@ -144,7 +143,7 @@ class RangeServer:
         return name.hex()
 
     def arrived(self, ticket: str) -> None:
-        """More of that image is there. Never waits."""
+        """Serve parked readers: more of the ticket's image is there. Never waits."""
         with self._lock:
             grant, senders = self._grants.get(bytes.fromhex(ticket)), list(self._senders)
         if grant is not None:
@@ -154,9 +153,9 @@ class RangeServer:
     def channel(
         self, host: str, key: Key | None, lost: Callable[[], object] = lambda: None
     ) -> LaneChannel:
-        """A channel at this host's address ``host`` for the one receiver that proves ``key``;
-        others can only refuse. ``lost``: see LaneChannel. ConfigError if the address cannot be
-        bound."""
+        """Open a channel at this host's address ``host`` for the one receiver that proves ``key``;
+        others can only refuse. ``lost``: see LaneChannel. Raises ConfigError if the address cannot
+        be bound."""
         address = host, self.listen(host)
         made = LaneChannel(self, address, secrets.token_bytes(TICKET_BYTES), key, lost)
         with self._lock:
@@ -164,25 +163,26 @@ class RangeServer:
         return made
 
     def post(self, channel: LaneChannel, *parts: memoryview) -> None:
-        """Send ``parts`` over a channel, after what is on its way. Never waits."""
+        """Queue ``parts`` on a channel. Never waits."""
         with self._lock:
             channel.out.extend(part for part in parts if part)
         self._soon(self._send_posted, channel)
 
     def hang_up(self, channel: LaneChannel) -> None:
         """Close a channel's connection. Idempotent."""
+        # First: _drop reports the end of a connection whose channel is in the table as a loss.
         with self._lock:
             self._channels.pop(channel.ticket, None)
         self._soon(self._hang_up, channel)
 
     def revoke(self, ticket: str) -> None:
-        """Serve the ticket's image no more: see Grant.revoke; then its connections are closed.
+        """Stop serving the ticket's image (see Grant.revoke), and close its readers' connections.
         Idempotent."""
         with self._lock:
             grant = self._grants.pop(bytes.fromhex(ticket), None)
             self._retired.append(bytes.fromhex(ticket))
             senders = list(self._senders)
-        # Not under the lock: it waits for the threads that send, and the others need the table.
+        # Not under the lock: this waits for sending threads, and other callers need the table.
         if grant is not None:
             self._revoke(grant, senders)
 
@@ -202,13 +202,13 @@ class RangeServer:
             channel.abort()
         if loop is not None:
             loop.close(GREET_S)
-        # after the thread that hands readers to them
+        # After the loop, which hands readers to them.
         for sender in self._senders:
             sender.close(GREET_S)
 
     def _revoke(self, grant: Grant, senders: Sequence[Sender]) -> None:
         grant.revoke()
-        # A sender that is made meanwhile, or a reader on its way to one, finds the grant revoked.
+        # A sender that is created meanwhile finds the grant revoked when it gets a reader.
         for sender in senders:
             sender.revoked(grant)
 
@@ -225,14 +225,15 @@ class RangeServer:
             self._accept(ready)
 
     def _tidy(self) -> float | None:
-        """Drop who proves nothing, listen again after a rest; in how many seconds to look again."""
+        """Drop connections without a proof, listen again after a rest. Return the seconds until the
+        next call."""
         now = time.monotonic()
         for peer in [p for p in self._unproven if now - p.born > GREET_S]:
             self._drop(peer)
         for listener in [each for each, until in self._resting.items() if now >= until]:
             del self._resting[listener]
             self._accept_at(listener)
-        # None: every peer has proven itself; what it sends, a new connection, and soon() wake
+        # None: no deadline is open; sockets and soon() wake the thread.
         return REST_S if self._unproven or self._resting else None
 
     def _accept_at(self, listener: socket.socket) -> None:
@@ -250,7 +251,7 @@ class RangeServer:
             listener.close()
 
     def _granted(self, ticket: bytes) -> None:
-        """Let those in that wait for it."""
+        """Admit the readers that are parked for the ticket."""
         for peer in [p for p in self._unproven if p.greeting and _ticket(p.greeting) == ticket]:
             greeting, peer.greeting = peer.greeting, b""
             if self._greeted(peer, greeting):
@@ -277,7 +278,7 @@ class RangeServer:
             self._selector.unregister(listener)
             self._resting[listener] = time.monotonic() + REST_S
             return
-        # the trainer needs descriptors too; a reader takes its ranges over fewer connections then
+        # The trainer needs descriptors too. A refused reader uses fewer connections.
         open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         reading = sum(sender.load for sender in self._senders)
         if len(self._unproven) + len(self._joined) + reading >= open_files // 2:
@@ -300,25 +301,25 @@ class RangeServer:
                 sock = self._certificate.context.wrap_socket(
                     sock, server_side=True, do_handshake_on_connect=False
                 )
-            except OSError:  # it has gone already
+            except OSError:  # it is gone already
                 sock.close()
                 return
         nonce = secrets.token_bytes(NONCE_BYTES)
         peer = _Peer(sock, nonce, time.monotonic(), out=memoryview(nonce))
-        # Without a proof it holds a descriptor for GREET_S at most: see _tidy.
+        # Without a proof, _tidy closes it after GREET_S.
         self._unproven.add(peer)
         self._selector.register(sock, selectors.EVENT_READ, peer)
         self._serve(peer)
 
     def _serve(self, peer: _Peer) -> None:
-        """Whatever the connection can do now without blocking."""
+        """Do what the connection can do now without blocking."""
         waits_for = 0
         try:
             waits_for = shaken(peer.sock)
             alive = bool(waits_for) or (
                 self._write(peer) and self._read(peer) and self._write(peer)
             )
-        except OSError:  # a receiver that went away, or no TLS
+        except OSError:  # the receiver is gone, or speaks no TLS
             alive = False
         if not alive:
             self._drop(peer)
@@ -333,9 +334,10 @@ class RangeServer:
             self._selector.modify(peer.sock, events, peer)
 
     def _hand_over(self, peer: _Peer, grant: Grant) -> None:
-        """To the sending thread with the fewest readers; to a further one where all have some."""
+        """Hand a reader to the sending thread with the fewest readers, or to a new one if all have
+        some."""
         self._unproven.discard(peer)
-        self._selector.unregister(peer.sock)  # first: no other thread has the socket until then
+        self._selector.unregister(peer.sock)  # first: a socket must be in one selector only
         sender = min(self._senders, key=lambda each: each.load, default=None)
         if sender is None or (sender.load > 0 and len(self._senders) < self._most_senders):
             try:
@@ -351,7 +353,7 @@ class RangeServer:
             sender.take(Reader(peer.sock, grant, peer.out))
 
     def _read(self, peer: _Peer) -> bool:
-        """Take what has come; whether the connection lives."""
+        """Read what has come; return whether the connection lives."""
         if peer.channel is None and peer.out:
             return True
         want = READ_BYTES if peer.channel else GREETING.size - len(peer.inbox)
@@ -360,7 +362,7 @@ class RangeServer:
             chunk = peer.sock.recv(1 if peer.greeting else want)
         except WOULD_BLOCK:
             return True
-        if not chunk or peer.greeting:  # while it waits for its ticket, it has nothing to say
+        if not chunk or peer.greeting:  # a parked reader must send nothing
             return False
         peer.inbox += chunk
         if peer.channel is not None:
@@ -399,7 +401,7 @@ class RangeServer:
         return True
 
     def _frames(self, peer: _Peer, channel: LaneChannel) -> bool:
-        """Hand over the whole messages that have come; whether the connection lives."""
+        """Deliver the complete messages in the inbox; return whether the connection lives."""
         while len(peer.inbox) >= HEADER.size:
             read = read_header(peer.inbox[: HEADER.size])
             if read is None or read[2] > ANSWER_BYTES:
@@ -411,7 +413,7 @@ class RangeServer:
             body = bytes(peer.inbox[HEADER.size : HEADER.size + nbytes])
             del peer.inbox[: HEADER.size + nbytes]
             if not peer.proven:
-                # without the key it may say one thing: why it does not join
+                # Without the key it may send one message: why it does not join.
                 if kind is Kind.JOINED:
                     channel.inbox.put(Frame(kind, number, body))
                 return False
@@ -422,14 +424,14 @@ class RangeServer:
         return True
 
     def _write(self, peer: _Peer) -> bool:
-        """Send what the socket takes; whether the connection lives."""
+        """Send what the socket takes; return whether the connection lives."""
         with suppress(*WOULD_BLOCK):  # it takes no more for now
             while self._next_out(peer):
                 peer.out = peer.out[peer.sock.send(peer.out) :]
         return True
 
     def _next_out(self, peer: _Peer) -> bool:
-        """Whether ``peer.out`` has bytes to send."""
+        """Refill ``peer.out`` from its channel if empty; return whether it has bytes to send."""
         if not peer.out and peer.channel is not None and peer.proven:
             with self._lock:
                 if peer.channel.out:

@@ -1,5 +1,5 @@
-"""What a source serves (``Grant``), and the threads that send it to its readers (``Sender``), each
-of which has its own. What one waits in is a ``Loop``."""
+"""A source's images (``Grant``), and the threads that send them (``Sender``), each with readers of
+its own. A ``Loop`` is the thread of a Sender and of a RangeServer."""
 
 import os
 import selectors
@@ -18,25 +18,24 @@ from titan_grpo.sync.transports.channel import ADDRESS, ADDRESS_ONLY, RANGE
 from titan_grpo.sync.transports.tls import WOULD_BLOCK, send_records
 
 MOST_SENDERS = 8
-"""Threads of a source. What each does in Python is done one after the other."""
+"""Limit of a source's sending threads: their Python code runs one at a time."""
 
 SEND_BYTES = 8 << 20
-"""Most bytes handed to the kernel in one call, so that one connection does not delay the others of
-its thread."""
+"""Most bytes in one call: a connection must not delay the others of its thread."""
 
 TLS_BYTES = 1 << 20
 """The same where the thread encrypts them."""
 
 LONG_BYTES = 256 << 10
-"""A piece of an image that is worth a call of its own."""
+"""Least bytes of a piece that gets a call of its own."""
 
 PIECES = 512
 """Most pieces in one call; the kernel takes 1024."""
 
 
 def senders_of(cores: int) -> int:
-    """Most sending threads of a source on a host with so many cores: the rest are for what else the
-    host does.
+    """Return the limit of a source's sending threads on a host with so many cores: half of them are
+    for other work.
 
     >>> [senders_of(cores) for cores in (1, 2, 4, 16, 64)]
     [1, 1, 2, 8, 8]
@@ -45,7 +44,7 @@ def senders_of(cores: int) -> int:
 
 
 class Grant:
-    """An image that may be read until ``revoke`` returns."""
+    """An image that readers may read until ``revoke`` returns."""
 
     def __init__(
         self,
@@ -55,23 +54,23 @@ class Grant:
         part: Part,
         has: Callable[[int, int], bool] | None,
     ) -> None:
-        """As RangeServer.grant."""
+        """See RangeServer.grant."""
         self.key, self.part = key, part
         self.revoked = False
         self._view, self._has = view, has
-        # a descriptor of our own: a closed one's number may be another file's by then
+        # A descriptor of our own: the number of a closed one may be another file's.
         self._fd = os.dup(fd) if fd is not None else -1
         self._turn = threading.Condition()
         self._readings = 0
-        """Threads that read the image, or use its descriptor, now."""
+        """Number of threads that now use the image or its descriptor."""
 
     def has(self, offset: int, nbytes: int) -> bool:
-        """Whether these bytes are there."""
+        """Return whether these bytes are there."""
         return self._has is None or self._has(offset, nbytes)
 
     def send(self, sock: socket.socket, offset: int, nbytes: int) -> int:
-        """Hand some bytes to the kernel without blocking: how many; 0 once it is revoked. Raises
-        one of WOULD_BLOCK if the socket takes none."""
+        """Send some of the bytes without blocking; return how many, 0 once revoked. Raises one of
+        WOULD_BLOCK if the socket takes none."""
         if not self._begin():
             return 0
         try:
@@ -80,8 +79,8 @@ class Grant:
             self._end()
 
     def address(self) -> bytes:
-        """Where a reader on this host finds the image, as ADDRESS; zeros: in no memfd. Empty once
-        it is revoked."""
+        """Return the image's ADDRESS for a reader on this host; zeros without a memfd, empty once
+        revoked."""
         if not self._begin():
             return b""
         try:
@@ -93,18 +92,19 @@ class Grant:
             self._end()
 
     def revoke(self) -> None:
-        """When it returns, no thread reads the image, and none will. Idempotent.
+        """End all reads of the image: when this returns, no thread reads it, and none will.
+        Idempotent.
 
-        It waits for calls that are under way, each with SEND_BYTES at most. What sendfile has
-        handed to the kernel are pages of the memfd, not copies: a reader that has not taken them
-        yet may get what is written to them next, and its check of the blocks finds that.
+        Waits for calls in progress, each of SEND_BYTES at most. sendfile gives the kernel pages of
+        the memfd, not copies: a slow reader may get the next bytes written to them, and finds that
+        by its check of the blocks.
         """
         with self._turn:
             self.revoked = True
-            # no deadline: between _begin and _end there is one call on a socket that does not
-            # block, and no lock is taken, so whatever the caller holds, it ends
+            # no deadline: between _begin and _end there is one call on a non-blocking socket and
+            # no lock, so it ends whatever the caller holds
             self._turn.wait_for(lambda: self._readings == 0)
-            # no thread uses the number now, and _begin lets none: it may be another file's next
+            # No thread uses the descriptor now, and _begin admits none: it can be closed.
             fd, self._fd = self._fd, -1
             self._view = memoryview(b"")
         if fd >= 0:
@@ -124,7 +124,7 @@ class Grant:
                 self._turn.notify_all()
 
     def _send(self, sock: socket.socket, offset: int, nbytes: int) -> int:
-        # Not under the lock: the other threads would wait for the kernel's copy.
+        # Not under the lock: other threads would wait for the kernel's copy.
         stop = offset + min(nbytes, SEND_BYTES)
         pieces = list(islice(self.part.pieces(offset, stop), PIECES))
         low, high = pieces[0]
@@ -134,16 +134,16 @@ class Grant:
             return send_records(sock, memoryview(some)[:TLS_BYTES])
         if self._fd >= 0 and alone:
             return os.sendfile(sock.fileno(), self._fd, low, high - low)
-        # one call for short pieces: each by itself would be a packet of its own
+        # One call for all short pieces: by itself, each would be a packet.
         return sock.sendmsg([self._view[a:b] for a, b in pieces])
 
 
 def _nothing() -> None:
-    """No deadline, and nothing to do."""
+    """Do nothing; return no deadline."""
 
 
 class Loop:
-    """One such thread. It sleeps while nothing comes and nothing is to be done."""
+    """A thread that serves sockets and calls functions for other threads; else it sleeps."""
 
     def __init__(
         self,
@@ -152,11 +152,11 @@ class Loop:
         tidy: Callable[[], float | None] = _nothing,
         at_end: Callable[[], object] = _nothing,
     ) -> None:
-        """Start it. On it, ``ready`` is called with the data of a socket in ``selector`` that is
-        ready; ``tidy`` before each wait, for the longest time of the wait in seconds; ``at_end``
-        last. OSError or RuntimeError where the system has no further descriptor or thread now."""
+        """Start the thread. It calls ``ready`` with the data of each ready socket in ``selector``,
+        ``tidy`` before each wait for its longest time in seconds, and ``at_end`` last. Raises
+        OSError or RuntimeError if the system has no descriptor or thread left."""
         self.selector: selectors.BaseSelector = selectors.DefaultSelector()
-        """The thread's own, with data of each socket that is not None."""
+        """Used by the thread only. The data of each socket is not None."""
         self._ready, self._tidy, self._at_end = ready, tidy, at_end
         self._lock = threading.Lock()
         self._todo: dict[tuple[Any, ...], None] = {}
@@ -172,8 +172,9 @@ class Loop:
             raise
 
     def soon(self, work: Callable[..., object], *about: Any) -> None:
-        """Have the thread call ``work``, after all that it was given before. Once, where it has not
-        called it since the last time. Never waits. Nothing happens once the thread has ended."""
+        """Have the thread call ``work(*about)``, after all earlier ones. A call that is still
+        queued is not repeated, but moves to the end. No effect once the thread has ended. Never
+        waits."""
         task = (work, *about)
         with self._lock:
             if self._ended:
@@ -181,11 +182,11 @@ class Loop:
             silent = not self._todo
             self._todo.pop(task, None)
             self._todo[task] = None
-            if silent:  # else the thread has yet to hear the bell
+            if silent:  # else the bell is rung already, and not read yet
                 os.eventfd_write(self._bell, 1)
 
     def close(self, timeout_s: float) -> None:
-        """End the thread; it has ``timeout_s`` seconds. Idempotent."""
+        """End the thread; wait up to ``timeout_s`` seconds for it. Idempotent."""
         self.soon(self._stop)
         self._thread.join(timeout_s)
 
@@ -194,27 +195,27 @@ class Loop:
 
     def _run(self) -> None:
         while not self._stopping:
-            # no deadline: where tidy() names none; a socket that is ready and soon() end it, and
-            # the thread is a daemon
+            # no deadline: if tidy() returns none, a ready socket or soon() ends the wait; the
+            # thread is a daemon
             ready = [entry.data for entry, _ in self.selector.select(self._tidy())]
             for data in ready:
                 if data is not None:
                     self._ready(data)
-            # Last: what is to be done may close a socket that was ready too.
+            # After the sockets: a queued call may close a socket that is in ``ready``.
             if None in ready:
                 self._do()
         self._at_end()
         self._close()
 
     def _do(self) -> None:
-        os.eventfd_read(self._bell)  # before the list is taken: what is added after rings again
+        os.eventfd_read(self._bell)  # before the list is taken: later calls ring again
         with self._lock:
             todo, self._todo = self._todo, {}
         for work, *about in todo:
             work(*about)
 
     def _close(self) -> None:
-        with self._lock:  # soon() rings an open bell or none
+        with self._lock:  # soon() must not ring a closed descriptor
             self._ended = True
             if self._bell >= 0:
                 os.close(self._bell)
@@ -223,8 +224,8 @@ class Loop:
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """A connection that has proven its key. ``out``: of the greeting, or an address, what is still
-    to be sent. ``left``: the same of its range."""
+    """A connection that has proven its key. ``out``: bytes of the greeting or of an address still
+    to be sent; ``left``: number of bytes of its range still to be sent."""
 
     sock: socket.socket
     grant: Grant
@@ -233,18 +234,18 @@ class Reader:
     offset: int = 0
     left: int = 0
     address_only: bool = False
-    """It reads them from the memfd."""
+    """Whether it reads the range from the memfd."""
     parked: bool = False
-    """The range that it asked for has not come yet."""
+    """Whether its range is not there yet."""
     events: int = selectors.EVENT_READ
-    """That its selector waits for."""
+    """Events that its selector waits for."""
 
 
 class Sender:
-    """One thread. Its other methods are for any thread, and never wait."""
+    """One sending thread. Any thread may call its methods; only ``close`` waits."""
 
     def __init__(self, name: str) -> None:
-        """Start it. Errors as of Loop."""
+        """Start the thread. Raises as Loop."""
         self._lock = threading.Lock()
         self._load = 0
         self._readers: dict[Grant, set[Reader]] = {}
@@ -252,28 +253,28 @@ class Sender:
 
     @property
     def load(self) -> int:
-        """How many readers it has."""
+        """Number of its readers."""
         return self._load
 
     def take(self, reader: Reader) -> None:
-        """Serve a reader for the rest of its life. Its socket is in no other selector."""
-        with self._lock:  # at once: the next one goes to a thread with fewer
+        """Serve a reader until it is gone. Its socket must be in no other selector."""
+        with self._lock:  # counted here, not by the thread: the next reader's choice needs it
             self._load += 1
         self._loop.soon(self._taken, reader)
 
     def arrived(self, grant: Grant) -> None:
-        """More of that image is there."""
-        # It need not wake for an image that it does not read. A reader that comes meanwhile is put
-        # into the table before it asks what is there, and that was said before this call.
+        """Serve the image's parked readers: more of it is there."""
+        # Without readers, do not wake the thread. A reader that comes meanwhile enters the table
+        # before it calls has(), and that finds the new bytes.
         if grant in self._readers:
             self._loop.soon(self._serve_parked, grant)
 
     def revoked(self, grant: Grant) -> None:
-        """Close the connections of an image that is revoked."""
+        """Close the connections of a revoked image's readers."""
         self._loop.soon(self._drop_readers, grant)
 
     def close(self, timeout_s: float) -> None:
-        """Close all connections and end; it has ``timeout_s`` seconds, for which this one waits."""
+        """Close all connections and end the thread; wait up to ``timeout_s`` seconds for it."""
         self._loop.close(timeout_s)
 
     # The thread.
@@ -281,7 +282,7 @@ class Sender:
     def _taken(self, reader: Reader) -> None:
         self._readers.setdefault(reader.grant, set()).add(reader)
         self._loop.selector.register(reader.sock, reader.events, reader)
-        if reader.grant.revoked:  # before it was in the table: _drop_readers did not find it
+        if reader.grant.revoked:  # before it entered the table: _drop_readers missed it
             self._drop(reader)
         else:
             self._serve(reader)
@@ -299,10 +300,10 @@ class Sender:
             self._drop_readers(grant)
 
     def _serve(self, reader: Reader) -> None:
-        """Whatever the connection can do now without blocking."""
+        """Do what the connection can do now without blocking."""
         try:
             alive = self._write(reader) and self._read(reader) and self._write(reader)
-        except OSError:  # it went away
+        except OSError:  # the reader is gone
             alive = False
         if not alive:
             self._drop(reader)
@@ -314,7 +315,7 @@ class Sender:
             self._loop.selector.modify(reader.sock, events, reader)
 
     def _read(self, reader: Reader) -> bool:
-        """Take what has come; whether the connection lives."""
+        """Read what has come; return whether the connection lives."""
         if (reader.out or reader.left) and not reader.parked:
             return True
         want = 1 if reader.parked else RANGE.size - len(reader.inbox)
@@ -323,7 +324,7 @@ class Sender:
             chunk = reader.sock.recv(want)
         except WOULD_BLOCK:
             return True
-        if not chunk or reader.parked:  # while it is, it has nothing to say
+        if not chunk or reader.parked:  # a parked reader must send nothing
             return False
         reader.inbox += chunk
         if len(reader.inbox) < RANGE.size:
@@ -334,7 +335,7 @@ class Sender:
         return reader.offset + reader.left <= reader.grant.part.nbytes
 
     def _write(self, reader: Reader) -> bool:
-        """Send what the socket takes; whether the connection lives."""
+        """Send what the socket takes; return whether the connection lives."""
         with suppress(*WOULD_BLOCK):  # it takes no more for now
             return self._write_all(reader)
         return True

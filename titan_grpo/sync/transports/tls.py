@@ -1,8 +1,8 @@
-"""TLS under a source's connections: the certificate that it shows, and how a reader checks it.
+"""TLS under a source's connections: the source's certificate, and the reader's check of it.
 
-A certificate's pin, the SHA-256 of it, travels with the address at which it is shown: in the Hello
-and in the orders, under the run key's proof. So any certificate will do, and no authority and no
-host name is asked. The reader proves itself within, as without TLS (channel.py).
+A certificate's pin (its SHA-256) travels with the source's address, in the Hello and in the orders,
+under the run key's proof. So any certificate will do: no authority or host name is checked. The
+reader proves itself inside TLS as without it (channel.py).
 """
 
 import hashlib
@@ -16,13 +16,13 @@ from pathlib import Path
 from titan_grpo.errors import ConfigError, TransferFailed
 
 WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-"""What a call on a socket that does not block raises where it would."""
+"""Exceptions of a call on a non-blocking socket that would block."""
 
 PEM = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
 
 class WrongCertificate(TransferFailed):
-    """The other end is not the one that the address was given for. ``shown``: its pin."""
+    """The other end showed another certificate than the pin's. ``shown``: its pin."""
 
     def __init__(self, message: str, shown: str) -> None:
         super().__init__(message)
@@ -31,16 +31,17 @@ class WrongCertificate(TransferFailed):
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What a source shows."""
+    """A source's certificate."""
 
     context: ssl.SSLContext
     pin: str
-    """See the module; hexadecimal."""
+    """Hexadecimal."""
 
     @classmethod
     def load(cls, path: str, key_path: str, names: tuple[str, str]) -> "Certificate | None":
-        """From PEM files: a certificate (its chain may follow) and its private key; None if both
-        paths are empty. ``names``: what the two are called in the ConfigError."""
+        """Load a certificate (its chain may follow) and its private key from PEM files; None if
+        both paths are empty. Raises ConfigError if they do not fit; ``names``: of the two, for its
+        message."""
         if not path and not key_path:
             return None
         if not path or not key_path:
@@ -49,7 +50,7 @@ class Certificate:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0  # readers resume nothing
         try:
-            # A password would be asked for on the terminal.
+            # Without a password function, OpenSSL would ask on the terminal.
             context.load_cert_chain(path, key_path, password=lambda: b"")
             found = PEM.findall(Path(path).read_text(encoding="ascii", errors="replace"))
             return cls(context, _pin(ssl.PEM_cert_to_DER_cert(found[0])))
@@ -65,9 +66,9 @@ def _pin(certificate: bytes) -> str:
 
 
 def secured(sock: socket.socket, pin: str, name: str) -> socket.socket:
-    """``sock`` with TLS, which owns it from now on; ``name`` is the other end, for errors.
-    WrongCertificate if it shows another one than the ``pin``'s; TransferFailed if it speaks no TLS.
-    """
+    """Return ``sock`` with TLS; the result owns it. ``name``: of the other end, for errors. Raises
+    WrongCertificate if it shows another certificate than the ``pin``'s, TransferFailed if it does
+    not speak TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -89,8 +90,8 @@ def secured(sock: socket.socket, pin: str, name: str) -> socket.socket:
 
 
 def shaken(sock: socket.socket) -> int:
-    """Go on with a connection's handshake: the event of selectors that it waits for; 0: it is done,
-    or there is no TLS."""
+    """Continue a connection's handshake. Return the selectors event that it waits for; 0: it is
+    done, or there is no TLS."""
     if isinstance(sock, ssl.SSLSocket):
         try:
             sock.do_handshake()
@@ -102,8 +103,8 @@ def shaken(sock: socket.socket) -> int:
 
 
 def send_records(sock: ssl.SSLSocket, data: memoryview) -> int:
-    """Send what the socket takes, a record of 16 KiB at a time; how many bytes. Raises one of
-    WOULD_BLOCK if it takes none: then the next call must begin with the same bytes."""
+    """Send what the socket takes, a record of 16 KiB at a time; return how many bytes. Raises one
+    of WOULD_BLOCK if it takes none: the next call must then begin with the same bytes."""
     done = 0
     try:
         while done < data.nbytes:
