@@ -78,7 +78,7 @@ def reduce_metrics(outcome: Outcome, parallel_dims: Any) -> dict[str, float]:
     sums, maxima = pack(outcome.metrics)
     mesh = parallel_dims.get_optional_mesh("batch")
     if mesh is not None:
-        # pack makes float64 sums: a mean over a million tokens keeps its digits.
+        # The sums are float64: a mean over a million tokens keeps its digits.
         dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=mesh.get_group())
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group())
     values = summarize(unpack(list(outcome.metrics), sums, maxima))

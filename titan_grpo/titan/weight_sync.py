@@ -320,7 +320,7 @@ def _require_ranges(config: WeightSync, hosts: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Message of a host's leader to all ranks, sent once."""
+    """What a host's leader sends once to all ranks."""
 
     images: tuple[ImageAddress, ...]
     store_port: int = 0
@@ -335,7 +335,7 @@ class Meeting:
 
 class TrainerSync:
     """One rank's side of the weight sync. Construction is collective; of the later calls only
-    ``publish`` with LoRA is (it gathers A)."""
+    ``publish`` with merged LoRA is (it gathers the adapters)."""
 
     def __init__(
         self,
