@@ -287,7 +287,7 @@ def mismatches(cls: type, data: Mapping[str, Any], prefix: str = "") -> list[str
 
 def fits(kind: Any, value: Any) -> bool:
     """Whether a TOML value fits a field of type ``kind``. An integer fits a float, a bool neither.
-    Types that TOML cannot express always fit: the dataclass checks them."""
+    Types that TOML cannot express are not checked."""
     if isinstance(kind, type) and kind.__module__ not in ("builtins", "types"):
         return True
     try:
