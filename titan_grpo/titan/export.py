@@ -1,8 +1,8 @@
 """Export of a checkpoint as Hugging Face safetensors: in one process, without a GPU, one parameter
 at a time.
 
-Names and layout come from the model's own state dict adapter, as in a weight sync: the export
-equals what the servers held at that version.
+Names and layout come from the model's own state dict adapter, as in a weight sync: in
+``weight_sync.wire_dtype`` the export equals what the servers held at that version.
 """
 
 import copy
