@@ -57,8 +57,7 @@ TRANSLATED = {
     "activation_checkpoint": ("mode", "preserve_rng_state", "determinism_check", "debug"),
     "experimental": ("custom_args_module",),
 }
-"""Section -> keys that ``translated`` or models03 handles. Other keys of these sections have no
-counterpart."""
+"""Supported keys of other sections; the rest of these sections has no counterpart."""
 
 OURS = {
     "training.dataset",
