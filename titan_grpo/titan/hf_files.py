@@ -33,7 +33,7 @@ ASSETS = (
     "chat_template*",
     "*.model",
 )
-"""Files of a model besides its weights, each optional."""
+"""Files to copy beside the weights, if they exist."""
 
 SHARD_BYTES = 4 << 30
 """Size of the largest shard, unless one tensor is larger; also the host memory for writing."""

@@ -154,8 +154,8 @@ SequenceKey = tuple[int, ...]
 
 
 class FirstBatch(NamedTuple):
-    """A rank's first micro-batch of a step, each [R, L], int64, ``logprobs`` float32, detached.
-    They are the policy's before the batch's first optimizer step."""
+    """A rank's first micro-batch of a step, each [R, L], int64 or float32, detached. ``logprobs``
+    are the policy's before the batch's first optimizer step."""
 
     inputs: torch.Tensor
     labels: torch.Tensor
