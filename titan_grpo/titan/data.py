@@ -125,7 +125,7 @@ class BatchLoader(BaseDataLoader):
 
     @property
     def num_shares(self) -> int:
-        """Number of data-parallel ranks; ranks with the same one get equal micro-batches."""
+        """Number of shares: one per data-parallel index; ranks of the same index get the same."""
         return max(self._dp_ranks) + 1
 
     def fetch(self, prepare: Callable[[], StepWork] | None) -> Share:

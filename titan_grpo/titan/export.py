@@ -25,8 +25,8 @@ from titan_grpo.titan.hf_files import Written, copy_assets, write_adapter, write
 from titan_grpo.titan.weight_sync import layout_of
 
 PREFIX = "step-"
-"""torchtitan's name of a checkpoint's folder, before the step, which this module takes for the
-version. Steps that made no version make the step the greater one."""
+"""Prefix of torchtitan's checkpoint folders, before the step. This module takes the step for the
+version, although the version is less after a training step that changed no weight."""
 
 
 def versions_in(folder: Path) -> list[int]:

@@ -55,7 +55,7 @@ def write_weights(
     model.safetensors.index.json.
 
     Takes the tensors one by one and writes a shard as soon as it is full: with a generator, memory
-    for one shard is enough. Copies tensors that share storage: the format stores each name alone.
+    for one shard is enough. Tensors may share storage: the format stores each name alone.
     """
     where: dict[str, int] = {}
     total = pending_bytes = shards = 0

@@ -142,7 +142,7 @@ def load(base: Any, args: Sequence[str], table: Mapping[str, Any]) -> Any:
     module = argument(args, "job.custom_config_module")
     if module is None:
         module = str(job.get("custom_config_module", "")) if isinstance(job, Mapping) else ""
-    # Under torchrun -m the current directory is importable; the titan-grpo command adds it.
+    # torchrun -m makes the current directory importable; do the same for the titan-grpo command.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

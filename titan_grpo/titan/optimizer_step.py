@@ -220,11 +220,13 @@ class Stepper:
             ep_enabled=t.parallel_dims.ep_enabled,
         )
         bad = flags(loss, grad_norm, self._grpo.grad_norm_limit, collapsed)
+        # Over all ranks: a rank that skipped alone would hold other weights.
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         why = reasons(bad.tolist())
         if why:
             t.optimizers.zero_grad()
             return float(grad_norm), why
+        # Includes the fence (GRPOTrainer.__init__): the last version's copy reads these weights.
         t.checkpointer.maybe_wait_for_staging()
         t.optimizers.step()
         return float(grad_norm), ()
@@ -249,7 +251,8 @@ class Stepper:
         self, inputs: dict[str, Any], labels: torch.Tensor, version: int, own: int | None
     ) -> tuple[torch.Tensor, Metrics]:
         """Compute the GRPO loss of one micro-batch and its gradients. The batch's weights already
-        normalise over the optimizer step. ``own``: the policy's version, None between two."""
+        normalise over the optimizer step. ``own``: the policy's version; None if it is between two
+        versions."""
         t = self._t
         batch = self._batch(inputs, labels, version, own)
         reference = None

@@ -142,10 +142,12 @@ class Controller:
         # Not in __init__: restarting a finished job must change no file.
         traces = dashboards.traces_of(os.environ, self._run_dir.name, time.perf_counter())
         self.recorder = Recorder(self._run_dir, traces=traces)
+        # ``close`` runs these in reverse. Registered before the start: if one server fails to
+        # start, the others must be stopped.
         ends.callback(self._close_records)
         ends.callback(self._servers.stop)
         process = SyncProcess.launch(sync)  # it loads its modules while servers and rollouts start
-        # rules.rank0_waits_s bounds how long the other ranks wait for all of this.
+        # One deadline for all waits below: the other ranks wait no longer (rules.rank0_waits_s).
         deadline = time.monotonic() + sync.startup_deadline_s
         self._servers.start()
         # Before the wait for servers: a mistake in a task is reported at once.
@@ -267,7 +269,7 @@ class Controller:
         for the version it makes.
 
         Raises SyncError for a latched background error if weight_sync.on_sync_error is "stop", and
-        if no server commits for weight_sync.max_lag versions. Raises RolloutsLate.
+        if no server commits for weight_sync.max_lag versions; RolloutsLate past batch_timeout_s.
         """
         servers = self.worker.servers
         error = servers.take_error()
@@ -433,6 +435,7 @@ class Controller:
         """Flush the newest version to the servers, evaluate it and save it in HF layout. Return the
         evaluations' values since the last step."""
         worker, deadline_s = self.worker, self._job.weight_sync.shutdown_deadline_s
+        # No batch follows: the flush need not wait for running requests.
         self._rollouts.skip_drains()
         # Before the flush: an evaluating server takes no other version until it is done.
         self._evaluations.stop_schedule()

@@ -118,6 +118,7 @@ class ServersFile:
         malformed."""
         try:
             with self._path.open(encoding="utf-8") as file:
+                # Before reading: ``changed`` then notices a write in between.
                 self._seen = _stamp(os.fstat(file.fileno()))
                 return parse_servers(file.read())
         except (OSError, UnicodeDecodeError) as error:
@@ -136,7 +137,7 @@ class ServersFile:
             stamp = None
         if stamp == self._seen:
             return None
-        self._seen = stamp
+        self._seen = stamp  # also if ``read`` raises: raise once
         return self.read()
 
 

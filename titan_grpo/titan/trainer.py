@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 Engine: Any = compat.upstream("engine").Engine
-"""torchtitan's trainer, from engine02 or engine03: these hide what differs between versions."""
+"""torchtitan's trainer, from engine02 or engine03, which hide differences between versions."""
 
 
 def token_cost(model_args: Any, model: torch.nn.Module) -> TokenCost:

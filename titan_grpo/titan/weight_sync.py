@@ -119,10 +119,8 @@ def _holds(address: ImageAddress, token: bytes) -> bool:
 
 def host_address(bind_host: str, urls: Iterable[str], master: str) -> str:
     """Return this host's address on the route to ``bind_host`` (an address of rank 0's host), else
-    to the first server on another host, else to ``master`` (torchrun's MASTER_ADDR).
-
-    On rank 0's host that is ``bind_host`` itself, if given. Sends nothing.
-    """
+    to the first server on another host, else to ``master`` (torchrun's MASTER_ADDR). On rank 0's
+    host that is ``bind_host`` itself, if given. Sends nothing."""
     ways = (bind_host, *(urlsplit(url).hostname or "" for url in urls), master, ANYWHERE)
     for way in ways:
         if way and not is_loopback(way):
@@ -371,6 +369,7 @@ class TrainerSync:
             try:
                 mine = self._open_pool(run_key)
             except ConfigError as error:
+                # Send it: the other ranks wait in the collective below.
                 mine = Meeting((), error=str(error))
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine, group=group)
