@@ -50,7 +50,7 @@ COUNTS = (
         )
     ),
 )
-"""Keys that are 1 or more: torchtitan divides by each, and some only after the first step."""
+"""Keys that must be 1 or more: torchtitan divides by each, by some only after the first step."""
 
 
 def _numbers(config: Any) -> Rules:
@@ -95,7 +95,8 @@ def not_finite(config: Any) -> list[str]:
 
 
 def sync_waits_s(config: Any) -> float:
-    """Return the longest time of one transfer and its commit by their deadlines, in seconds."""
+    """Return the sum of the deadlines of one transfer and its commit, in seconds, without the time
+    of the transfer's bytes at weight_sync.min_rate."""
     w = config.weight_sync
     drain = 0.0 if config.rollout.in_flight_weight_updates else w.drain_deadline_s
     return float(w.lane_deadline_s + w.commit_deadline_s + drain)

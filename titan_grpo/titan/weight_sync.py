@@ -53,7 +53,7 @@ TOKEN_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """Surroundings of a rank."""
+    """A rank's group and host."""
 
     group: dist.ProcessGroup | None = None
     """Group of all ranks; None: the default group. It carries the key for blocks in clear, so it
@@ -328,7 +328,7 @@ class Meeting:
     key: str = ""
     """EpochKeys.blocks in hexadecimal; set by rank 0 if the run has a key."""
     error: str = ""
-    """Reason why this host cannot take part; empty if it can."""
+    """Why this host cannot take part; empty if it can."""
 
 
 class TrainerSync:
@@ -351,7 +351,7 @@ class TrainerSync:
         if len(self.plan.hosts) > 1:
             _require_ranges(config, len(self.plan.hosts))
         self.pool: ImagePool | None = None
-        """On the leader of each host only."""
+        """The images of this host's part; None except on its leader."""
         self._images: tuple[SharedImage, ...] = ()
         self._address = here.address or host_address(
             config.bind_host, here.urls, os.environ.get("MASTER_ADDR", "")
