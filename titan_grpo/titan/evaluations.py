@@ -372,7 +372,7 @@ class _Process:
     def _answer(self, within_s: float) -> Any:
         if not self._connection.poll(within_s):
             raise TimeoutError(f"no answer within {within_s:g} s")
-        # No deadline: the answer has begun to arrive, or the process has ended.
+        # no deadline: the answer has begun to arrive, or the process has ended.
         return self._connection.recv()
 
     def ended(self) -> bool:

@@ -142,8 +142,7 @@ class Controller:
         # Not in __init__: restarting a finished job must change no file.
         traces = dashboards.traces_of(os.environ, self._run_dir.name, time.perf_counter())
         self.recorder = Recorder(self._run_dir, traces=traces)
-        # ``close`` runs these in reverse. Registered before the start: if one server fails to
-        # start, the others must be stopped.
+        # ``close`` runs these in reverse, also after a start that failed halfway.
         ends.callback(self._close_records)
         ends.callback(self._servers.stop)
         process = SyncProcess.launch(sync)  # it loads its modules while servers and rollouts start
