@@ -1,5 +1,4 @@
-"""The gate to torchtitan: which versions, and everything that must happen before its first
-import."""
+"""Gate to torchtitan: supported versions, and the patches before its first import."""
 
 import importlib
 from collections.abc import Collection
@@ -15,8 +14,8 @@ THREE: Range = ("torchtitan", "0.3", "0.4")
 
 
 def refusal(version: str | None) -> str:
-    """Why this torchtitan version cannot be used, with the remedy; empty if it can. Pure; None
-    means not installed."""
+    """Return why this torchtitan version cannot be used, with the remedy; empty if it can. None:
+    not installed. Pure."""
     if version is not None and inside(version, TORCHTITAN):
         return ""
     _, first, beyond = TORCHTITAN
@@ -28,11 +27,8 @@ def refusal(version: str | None) -> str:
 
 
 def require_torchtitan() -> str:
-    """Installed version of torchtitan. Loads nothing of it.
-
-    Raises:
-        UpstreamError: it is missing, or its version is not supported.
-    """
+    """Return the installed version of torchtitan without importing it. Raises UpstreamError if it
+    is missing or unsupported."""
     try:
         version: str | None = metadata.version("torchtitan")
     except metadata.PackageNotFoundError:
@@ -44,15 +40,15 @@ def require_torchtitan() -> str:
 
 
 def upstream(part: str) -> Any:
-    """``models02`` or ``models03``, ``engine02`` or ``engine03``: what the installed torchtitan
-    differs in. ``part``: "models" or "engine". ``prepare`` comes first."""
+    """Import ``part`` ("models" or "engine") for the installed torchtitan: ``models02`` or
+    ``models03``, ``engine02`` or ``engine03``. Call ``prepare`` first."""
     number = "03" if inside(require_torchtitan(), THREE) else "02"
     return importlib.import_module(f"titan_grpo.titan.{part}{number}")
 
 
 def other_saver(names: Collection[str], version: str) -> str:
-    """Why the installed torchtitan cannot load a checkpoint with these tensors, or "". Pure: 0.2.2
-    and 0.3 name layers and optimizer state differently."""
+    """Return why torchtitan ``version`` cannot load a checkpoint with these tensors, or "". 0.2.2
+    and 0.3 name layers and optimizer state differently. Pure."""
     three = inside(version, THREE)
     if any((".attention.wq." if three else ".attention.qkv_linear.") in name for name in names):
         theirs = "0.2.2" if three else "0.3"
@@ -69,11 +65,11 @@ def prepare() -> bool:
     """Check the version and apply all patches that act at import, in the one order that works. Call
     before anything imports torchtitan. Idempotent.
 
-    Returns whether training runs on the CPU; there the patch ``torchtitan_gloo_premul`` is due once
-    a model is sharded.
+    Returns whether training runs on the CPU; then apply ``torchtitan_gloo_premul`` to each sharded
+    model.
 
     Raises:
-        UpstreamError: a version of torchtitan or torch that this was not written for.
+        UpstreamError: an unsupported version of torchtitan or torch.
         ProtocolError: torchtitan was imported before.
     """
     three = inside(require_torchtitan(), THREE)

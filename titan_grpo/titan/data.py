@@ -1,10 +1,10 @@
-"""What a step is made of: groups, in the data loader that torchtitan iterates, and plain text.
+"""A step's data: groups, in the data loader that torchtitan iterates, and plain text.
 
-Rank 0 takes groups, plans all ranks' work and scatters it. The scatter carries everything that all
-ranks must agree on: the micro-batches, the slot of the next version image, the resume state, and an
-error that stops the run. Micro-batches travel as tensors, or as the rows that each rank builds the
-very same tensors of (``grpo.single_rank_load``). It runs on a gloo group of its own, because the
-wait for rollouts may be longer than torchtitan's training timeout.
+Rank 0 takes groups, plans all ranks' work and scatters it. The scatter carries everything that the
+ranks must agree on: the micro-batches, the slot of the next version, the resume state, and an error
+that stops the run. With ``grpo.single_rank_load`` micro-batches travel as tensors; without, as rows
+from which each rank builds the same tensors. The scatter has its own gloo group: the wait for
+rollouts may be longer than torchtitan's training timeout.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,17 +24,17 @@ from titan_grpo.samples import Group, defect
 from titan_grpo.titan.rules import rank0_waits_s
 
 GROUP_MARGIN_S = 120.0
-"""Seconds that the loader's group waits longer than rank 0 may: rank 0 builds tensors and writes
-files besides, and its own error says more than a timeout of gloo."""
+"""Seconds that the loader's group waits beyond rank 0's own deadlines: rank 0 also builds tensors
+and writes files, and its error says more than a gloo timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step is made of."""
+    """Groups taken for one step."""
 
     groups: list[Group]
     left_out: list[Group]
-    """Groups that were taken for it too, but not used."""
+    """Groups that the step does not use."""
 
 
 def varied_groups(
@@ -44,21 +44,21 @@ def varied_groups(
     rounds: int,
     options: BatchOptions,
 ) -> Sampled:
-    """``want`` groups with reward spread, replacing the others up to ``rounds`` times; then as many
-    as there are (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2).
+    """Take ``want`` groups with reward spread, replacing the others up to ``rounds`` times. Return
+    fewer if that does not suffice (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2).
 
-    All completions of a prompt that is always or never solved have the same reward, so their
-    advantages are zero: such groups shrink the batch that the gradient is made of. Before groups
-    are replaced their number goes to ``give_places_back``, so that the bound on staleness lets
-    others start. If no group at all has spread, those of the last round are returned: a step needs
-    rows, and their advantages are zero.
+    A prompt that is always or never solved gives equal rewards, so zero advantages: its group only
+    shrinks the effective batch. If no group has spread, return those of the last round: a step
+    needs rows, and their advantages are zero.
 
     Args:
         take: waits for that many more groups.
+        give_places_back: gets the number of groups to replace, before ``take``; without it
+            admission would not start others.
     """
 
     def varied(group: Group) -> bool:
-        # A group with a defect is not trained on; a reward that is none would stop the run here.
+        # A group with a defect is not trained on; an invalid reward would raise below.
         if any(defect(group.prompt, c) for c in group.completions):
             return False
         return has_spread(by_episode(group.completions)[0], options.grpo, options.longest)
@@ -70,7 +70,7 @@ def varied_groups(
         kept += [group for group in taken if varied(group)]
         flat += [group for group in taken if not varied(group)]
         missing = want - len(kept)
-        # Groups from outside may be smaller than ours, and then more of them make a step.
+        # ``missing`` may be negative: groups from outside may be smaller, then ``take`` gives more.
         if missing <= 0 or round_ == rounds:
             break
         give_places_back(missing)
@@ -79,35 +79,34 @@ def varied_groups(
 
 @dataclass(slots=True)
 class Share:
-    """What one rank gets for one step."""
+    """One rank's share of one step."""
 
     steps: tuple[int, ...] = ()
     """Micro-batches of each optimizer step, in order."""
     slot: int | None = None
-    """Slot for the version that this step makes; None: it is skipped."""
+    """Slot for the version that this step makes; None: it is not published."""
     state: str = ""
     """Rollout state after this step, for the checkpoint."""
     error: str = ""
-    """Why the run must stop now, on every rank alike."""
+    """Why every rank must stop the run now; empty if it goes on."""
     microbatches: list[MicroBatch] | Rows = field(default_factory=list)
-    """The tensors, or what this rank is to build them of."""
+    """The tensors, or the rows to build them from."""
 
 
 StepWork = tuple[Share, Sequence[list[MicroBatch] | Rows]]
-"""What rank 0 prepared: what is the same for all ranks, and the micro-batches by data-parallel
-rank."""
+"""Rank 0's work for a step: the share without micro-batches, and these by data-parallel rank."""
 
 
 class RunStopped(TitanGrpoError):
-    """Rank 0 met an error that ends the run; raised on every rank with the same words."""
+    """Error of rank 0 that ends the run; raised on every rank with the same text."""
 
 
 class BatchLoader(BaseDataLoader):
-    """One rank's loader. ``fetch`` is collective; iterating yields the fetched micro-batches in
-    torchtitan's form."""
+    """One rank's data loader. ``fetch`` is collective; iteration yields the fetched micro-batches
+    in torchtitan's form."""
 
     group: dist.ProcessGroup
-    """The gloo group of all ranks, for control messages on the main thread; from ``connect`` on."""
+    """Gloo group of all ranks for control messages on the main thread; set by ``connect``."""
 
     def __init__(self, dp_rank: int) -> None:
         self.dp_rank = dp_rank
@@ -117,7 +116,7 @@ class BatchLoader(BaseDataLoader):
 
     def connect(self, job_config: Any) -> None:
         """Open the scatter's own group. Collective over all ranks, once."""
-        # The ranks wait in this group also while rank 0 starts servers and waits for a commit.
+        # The ranks also wait in this group while rank 0 starts servers and waits for a commit.
         timeout = timedelta(seconds=max(rank0_waits_s(job_config)) + GROUP_MARGIN_S)
         self.group = dist.new_group(backend="gloo", timeout=timeout)
         dp_ranks: list[Any] = [None] * dist.get_world_size()
@@ -126,12 +125,12 @@ class BatchLoader(BaseDataLoader):
 
     @property
     def num_shares(self) -> int:
-        """Data-parallel ranks, each of which gets a share of its own."""
+        """Number of shares: one per data-parallel index; ranks of the same index get the same."""
         return max(self._dp_ranks) + 1
 
     def fetch(self, prepare: Callable[[], StepWork] | None) -> Share:
-        """One step's share of this rank. Rank 0 passes ``prepare``; if it raises, every rank raises
-        RunStopped.
+        """Return this rank's share of one step. Rank 0 passes ``prepare``; if that raises a
+        TitanGrpoError or OSError, every rank raises RunStopped.
 
         Collective over all ranks; the ranks other than 0 wait here for the rollouts.
         """
@@ -141,7 +140,7 @@ class BatchLoader(BaseDataLoader):
                 share, ranks = prepare()
                 shares = [replace(share, microbatches=ranks[n]) for n in self._dp_ranks]
             except (TitanGrpoError, OSError) as error:
-                # The other ranks would wait in the scatter until its deadline without an answer.
+                # Scatter the error: without it the other ranks would wait until their deadline.
                 shares = [Share(error=f"{type(error).__name__}: {error}") for _ in self._dp_ranks]
         received: list[Any] = [None]
         dist.scatter_object_list(received, shares, src=0, group=self.group)
@@ -163,23 +162,23 @@ class BatchLoader(BaseDataLoader):
                 batch["rows"] = attention_rows(batch["sequence"])
             yield {"input": batch.pop("inputs"), **batch}, labels
 
-    # What torchtitan's checkpointer calls.
+    # Called by torchtitan's checkpointer.
 
     def state_dict(self) -> dict[str, Any]:
-        """The rollout state as text: cursor and counters, equal on every rank."""
+        """Return the rollout state as text: cursor and counters, equal on every rank."""
         return {"rollout": self.state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what a checkpoint holds; used when the rollouts start."""
+        """Restore the state of a checkpoint; it is used when the rollouts start."""
         self.state = state_dict["rollout"]
 
 
 class TextMixin:
-    """PTX mix-in: one rank's batches of plain text from torchtitan's own loader, whose
-    cross-entropy joins the optimizer step. As in InstructGPT (arXiv 2203.02155, eq. 2), where it
-    kept the policy from forgetting:  L = L_policy + ptx_scale * CE.
+    """PTX mix-in: one rank's batches of plain text from torchtitan's own loader. Their
+    cross-entropy joins the optimizer step against forgetting, as in InstructGPT (arXiv 2203.02155,
+    eq. 2):  L = L_policy + ptx_scale * CE.
 
-    ``loader`` goes into the checkpoint; iteration begins after that was loaded.
+    ``loader`` is checkpointed; iteration begins after the checkpoint is loaded.
     """
 
     def __init__(self, spec: Any, job_config: Any, dp_degree: int, dp_rank: int) -> None:
@@ -189,7 +188,7 @@ class TextMixin:
                 f"grpo.ptx_mixin_batchsize must be 0 for {job_config.model.name!r}: torchtitan has"
                 " no text loader for it"
             )
-        # rules.py refuses what is no multiple.
+        # Exact: rules.py refuses other values.
         self.batches_per_step = job_config.grpo.ptx_mixin_batchsize // (
             job_config.training.local_batch_size * dp_degree
         )
@@ -208,7 +207,7 @@ class TextMixin:
         self._batches: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]] | None = None
 
     def take(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(inputs, labels) int64 [B, L] on the CPU, one pair per batch of an optimizer step. The
+        """Return an optimizer step's batches as (inputs, labels), int64 [B, L] on the CPU. The
         loader repeats its data."""
         if self._batches is None:
             self._batches = iter(self.loader)
@@ -219,11 +218,11 @@ class TextMixin:
 def text_weight(
     text_tokens: float, completion_tokens: float, scale: float, by_tokens: bool
 ) -> float:
-    """Factor on the SUM of the text's cross-entropies, all tokens counted over all ranks.
+    """Return the factor on the SUM of the text's cross-entropies; token counts are over all ranks.
 
-    ``scale`` / text_tokens: ``scale`` times their mean. With ``by_tokens`` also times text_tokens /
-    completion_tokens, so that with token-normalised GRPO a token of text weighs ``scale`` times as
-    much as one of a completion.
+    It is ``scale`` / text_tokens: ``scale`` times the mean. With ``by_tokens`` it is ``scale`` /
+    completion_tokens: with token-normalised GRPO a token of text weighs ``scale`` times as much as
+    one of a completion.
 
     Example: 200 tokens of text, 50 of completions, scale 0.5: 0.0025, and by tokens 0.01.
     """

@@ -1,5 +1,5 @@
-"""What the trainers of both torchtitans have besides what torchtitan built: the model as a run asks
-for it, its logits, and a second one like it."""
+"""Parts that the trainers of both torchtitans share: the model of a run, its logits, and a second
+model like it."""
 
 from typing import Any
 
@@ -15,45 +15,45 @@ from titan_grpo.titan.pipeline import Pipeline
 
 
 class Built:
-    """Beside torchtitan's Trainer in the Engines of ``engine02`` and ``engine03``, which set what
-    is declared here and then call ``_complete``."""
+    """Mixin of the Engines in ``engine02`` and ``engine03``, beside torchtitan's Trainer. They set
+    the attributes declared here, then call ``_complete``."""
 
     own_spec: Any
-    """The model's spec as torchtitan has it: with its loader of text, without adapters."""
+    """torchtitan's own spec of the model: with its text loader, without adapters."""
     model_args: Any
     job_config: Any
     pipeline: Pipeline | None
-    """None where every rank has the whole model."""
+    """None without pipeline parallelism."""
 
     model_parts: list[torch.nn.Module]
     device: torch.device
     post_dataloading_process: Any
-    """These three are torchtitan's."""
+    """Set by torchtitan, like the two before it."""
 
     def _complete(self) -> None:
         config = self.job_config
         torchtitan_gloo_premul.apply(self.model_parts)
         self.whole = self.model_parts[0] if self.pipeline is None else self._on_meta()
-        """The model; with a pipeline without memory."""
+        """The whole model; with a pipeline on the meta device."""
         self.policy: torch.nn.Module = self.pipeline or self.whole
-        """What this rank has of it."""
+        """This rank's part of the model."""
         if config.lora.rank:
             lora.start_values(self.model_parts[0], config.debug.seed or 0)
         path = str(config.model.hf_assets_path)
         self.to_hf = lora.of_base(self.own_spec.state_dict_adapter(self.model_args, path)).to_hf
 
     def logits(self, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-        """[R, L, V] of "input" [R, L], and of "positions" where the batch has them."""
+        """Return logits [R, L, V] of "input" [R, L], with "positions" if the batch has them."""
         given = {name: batch[name] for name in ("input", "positions") if name in batch}
-        # 0.2.2 has the further arguments in two tables, 0.3 in one.
+        # 0.2.2 returns further arguments in two tables, 0.3 in one.
         inputs, _, *tables = self.post_dataloading_process(given, batch["labels"])
         further = {name: value for table in tables for name, value in table.items()}
         logits: torch.Tensor = model(inputs, **further)
         return logits
 
     def second_model(self, path: str) -> torch.nn.Module:
-        """A model built and sharded like the one that is trained (with a pipeline a Pipeline), with
-        the weights of the Hugging Face files in ``path``. Collective."""
+        """Build a model sharded like the trained one (with a pipeline a Pipeline), with the weights
+        of the Hugging Face files in ``path``. Collective."""
         model = self._parallelized(self._on_meta())
         parts: list[Any] = list(model) if isinstance(model, Pipeline) else [model]
         for part in parts:
@@ -75,5 +75,5 @@ class Built:
         return model
 
     def _parallelized(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Sharded like the one that is trained, without adapters."""
+        """Return the model sharded like the trained one, without adapters."""
         raise NotImplementedError

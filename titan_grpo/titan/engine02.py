@@ -1,4 +1,4 @@
-"""torchtitan 0.2.2's trainer behind the calls that ``engine03`` has too."""
+"""torchtitan 0.2.2's trainer behind the same interface as ``engine03``."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +18,8 @@ from titan_grpo.titan.pipeline import Activations, Pipeline
 
 
 def _register(job_config: Any, make_loader: Callable[[int], Any]) -> Any:
-    """Register the user's model under a name of its own, with our loader in place of the text
-    loader; returns the spec as it was."""
+    """Register the user's model under a name of its own, with our loader instead of the text
+    loader; return the unchanged spec."""
     spec = models02.get_spec(job_config.model.name)
     args = spec.model_args[job_config.model.flavor]
     disable_unexported_buffers(args, spec.state_dict_adapter(args, None))
@@ -34,7 +34,7 @@ def _register(job_config: Any, make_loader: Callable[[int], Any]) -> Any:
     }
     if job_config.parallelism.pipeline_parallel_degree > 1:
         torchtitan_pipeline_metrics.apply()
-        # qwen3 has none of its own, and runs with the one of the other language models.
+        # qwen3 has none of its own; that of the other language models works.
         ours["pipelining_fn"] = spec.pipelining_fn or pipeline_llm
     if job_config.lora.rank:
         to_hf = spec.state_dict_adapter(args, None).to_hf
@@ -52,7 +52,7 @@ def _register(job_config: Any, make_loader: Callable[[int], Any]) -> Any:
 
 
 class Engine(Built, Trainer):
-    """0.2.2's trainer, built from a job."""
+    """torchtitan 0.2.2's trainer, built from a job."""
 
     def __init__(self, job_config: Any, make_loader: Callable[[int], Any]) -> None:
         self.own_spec = _register(job_config, make_loader)
@@ -64,13 +64,13 @@ class Engine(Built, Trainer):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """What forward and backward happen in."""
+        """Enter the contexts of forward and backward."""
         with self.train_context(), self.maybe_enable_amp:
             yield
 
     def _pipeline(self, schedule: Any, parts: list[torch.nn.Module]) -> Pipeline:
         dims, training = self.parallel_dims, self.job_config.training
-        # as torchtitan computes with a pipeline: without FSDP there is no mixed precision
+        # as torchtitan does with a pipeline: without FSDP there is no mixed precision
         name = training.mixed_precision_param if dims.fsdp_enabled else training.dtype
         between = Activations(self.model_args.dim, TORCH_DTYPE_MAP[name], self.device, dims.tp)
         return Pipeline(schedule, parts, dims.get_mesh("pp").get_group(), between)

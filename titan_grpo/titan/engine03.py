@@ -1,9 +1,8 @@
-"""torchtitan 0.3's trainer behind the calls that ``engine02`` has too, and what its configuration
-is made of.
+"""torchtitan 0.3's trainer behind the same interface as ``engine02``, and the translation of a
+job's configuration.
 
-A job is written in the sections of 0.2.2. ``SECTIONS`` and ``translated`` say what becomes of them;
-what has no counterpart is refused with its name (``violations``), as is what was never run with
-0.3.
+Jobs use the sections of 0.2.2. ``SECTIONS`` and ``translated`` map them to 0.3's. models03's
+``violations`` refuses keys without a counterpart, and settings that were never run with 0.3.
 """
 
 from collections.abc import Callable, Collection
@@ -51,37 +50,37 @@ SECTIONS: dict[str, tuple[str, Any]] = {
     "comm": ("comm", CommConfig),
     "debug": ("debug", DebugConfig),
 }
-"""Section of a job -> (0.3's name, 0.3's class): keys of one name are one setting."""
+"""Section of a job -> (0.3's name, 0.3's class). Keys of the same name are the same setting."""
 
 TRANSLATED = {
     "optimizer": ("name", "lr", "beta1", "beta2", "eps", "weight_decay", "implementation"),
     "activation_checkpoint": ("mode", "preserve_rng_state", "determinism_check", "debug"),
     "experimental": ("custom_args_module",),
 }
-"""Keys of other sections that are one too; the others of these sections have no counterpart."""
+"""Supported keys of other sections; the rest of these sections has no counterpart."""
 
 OURS = {
     "training.dataset",
     "training.dataset_path",
     "training.dataloader",
-    "activation_checkpoint.selective_ac_option",  # "op" is all that 0.3 does: see violations
+    "activation_checkpoint.selective_ac_option",  # 0.3 has only "op": see models03.violations
     "checkpoint.enable_ft_dataloader_checkpoints",
     "parallelism.disable_loss_parallel",
     "parallelism.pipeline_parallel_expert_parallel_overlap",
 }
-"""Keys without a counterpart that change nothing in a GRPO job of the supported kinds."""
+"""Keys without a counterpart that have no effect on supported GRPO jobs."""
 
 
 def translated(config: Any) -> dict[str, Any]:
-    """Keyword arguments of Trainer.Config for a job, without the model and the loader."""
+    """Return a job's keyword arguments of Trainer.Config, without the model and the loader."""
     out = {}
     for section, (name, kind) in SECTIONS.items():
         known = {f.name for f in fields(kind)}
         values = vars(getattr(config, section))
         out[name] = kind(**{key: value for key, value in values.items() if key in known})
-    # The loss is ours and its shapes change from step to step.
+    # Our loss has shapes that change from step to step.
     out["training"].disable_cuda_graphs = True
-    # Weights that are cut are DTensors; 0.3's default leaves those of tensor parallelism plain.
+    # The sync needs sharded weights as DTensors; 0.3's default leaves tensor-parallel ones plain.
     out["parallelism"].spmd_backend = "partial_dtensor"
     out["debug"].print_config = config.job.print_config
     out["debug"].save_config_file = config.job.save_config_file
@@ -110,30 +109,30 @@ def translated(config: Any) -> dict[str, Any]:
 
 @dataclass(kw_only=True, slots=True)
 class _Loader(BaseDataLoader.Config):
-    """Builds our loader; the rest of what 0.3 passes is for loaders of text."""
+    """Configuration that builds our loader; 0.3's other arguments are for text loaders."""
 
     make: Any
 
     def build(self, *, dp_rank: int, **_: Any) -> Any:
-        """The loader of a data-parallel rank."""
+        """Return the loader of a data-parallel rank."""
         return self.make(dp_rank)
 
     def to_dict(self) -> dict[str, Any]:
-        """Nothing to show."""
+        """Return an empty table: nothing to log."""
         return {}
 
 
 @dataclass(kw_only=True, slots=True)
 class _NoTokenizer(BaseTokenizer.Config):
-    """The rollouts have the tokenizer."""
+    """Configuration without a tokenizer: only the rollouts need one."""
 
     def build(self, **_: Any) -> None:
-        """None."""
+        """Return None."""
 
 
 def _init_and_shard_adapter(layer: Any) -> None:
-    """Set how the parameters of an adapter start in 0.3 (``lora.start_values`` gives them values)
-    and how tensor parallelism cuts them: B as the weight's rows, A not at all."""
+    """Give an adapter's parameters the initialisers that 0.3 requires (``lora.start_values`` sets
+    the values later) and their tensor-parallel sharding: B like the weight's rows, A whole."""
     layer._param_init = {**layer._param_init, "lora_a": torch.nn.init.zeros_}
     layer._param_init["lora_b"] = torch.nn.init.zeros_
     sharding = layer._sharding_config
@@ -147,7 +146,7 @@ def _init_and_shard_adapter(layer: Any) -> None:
 
 
 class Engine(Built, Trainer):
-    """0.3's trainer, built from a job."""
+    """torchtitan 0.3's trainer, built from a job."""
 
     def __init__(self, job_config: Any, make_loader: Callable[[int], Any]) -> None:
         self.job_config, self.pipeline = job_config, None
@@ -167,7 +166,7 @@ class Engine(Built, Trainer):
             Trainer.Config(
                 **translated(job_config),
                 model_spec=model_spec,
-                # Never called: a Trainer must have one.
+                # Required by Trainer, never called.
                 loss=CrossEntropyLoss.Config(),
                 dataloader=_Loader(make=make_loader),
                 tokenizer=_NoTokenizer(),
@@ -176,7 +175,7 @@ class Engine(Built, Trainer):
         self._complete()
 
     def _with_adapters(self, model: torch.nn.Module, **arguments: Any) -> torch.nn.Module:
-        """The model parallelized, with adapters, and these alone to be trained."""
+        """Parallelize the model with adapters; only these are trained."""
 
         def parallelize(model: torch.nn.Module) -> torch.nn.Module:
             for _, layer in lora.adapted(model):
@@ -188,7 +187,8 @@ class Engine(Built, Trainer):
         return lora.sharded(model, to_hf, self.job_config.lora, parallelize)
 
     def computing(self) -> AbstractContextManager[Any]:
-        """What forward and backward happen in; FSDP2 casts, also on one rank."""
+        """Return the context of forward and backward. No autocast: FSDP2 casts, even on one
+        rank."""
         context: AbstractContextManager[Any] = self.train_context()
         return context
 
@@ -207,7 +207,8 @@ class Engine(Built, Trainer):
 
 
 def without_counterpart(config: Any) -> list[str]:
-    """Keys of a job that are not at their default and that 0.3 has no setting for."""
+    """Return a line for each key of a job that differs from its default and has no counterpart in
+    0.3."""
     plain = JobConfig()
     out = []
     known: dict[str, Collection[str]] = {**TRANSLATED}

@@ -1,7 +1,7 @@
-"""Evaluations of a training run: when, on which server, and what becomes of them.
+"""Evaluations of a training run: their schedule, servers, processes and results.
 
-A server's lane keeps it on its version while an evaluation runs there (``ImageSlots.keep``) and
-then goes on with the newest one; all other servers, and training, go on meanwhile.
+While an evaluation runs on a server, its lane keeps the server on its version (``ImageSlots.keep``)
+and then sends the newest one. Training and all other servers continue meanwhile.
 """
 
 import logging
@@ -32,28 +32,28 @@ from titan_grpo.sync.server_set import ServerObserver
 logger = logging.getLogger(__name__)
 
 MARGIN_S = 30.0
-"""How much longer than its own deadline an evaluation's process may take, in seconds."""
+"""Seconds that an evaluation's process may take beyond its own deadline."""
 
 END_S = 5.0
-"""Seconds for the processes to be gone after they were killed."""
+"""Seconds for the processes to end after they are killed."""
 
 NICE = 10
-"""What its process gives way to training by, which has the cores of rank 0's host first."""
+"""Niceness of an evaluation's process: training comes first on the cores of rank 0's host."""
 
 TRIES = 3
-"""How often in a row an evaluation that is due is begun whose server fails."""
+"""Starts of one due evaluation, if each fails in a way that allows a retry."""
 
 
 @dataclass(slots=True)
 class _Running:
-    """An evaluation under way: its process, once there is one."""
+    """An evaluation in progress."""
 
     url: str
     version: int
     due: int
-    """What was due when it began."""
+    """``_Table.due`` when it began."""
     broken: str = ""
-    """Why its outcome does not count."""
+    """Why its outcome does not count; empty if it does."""
     process: "_Process | None" = None
 
 
@@ -61,19 +61,18 @@ class _Running:
 class _Table:
     job: Job
     due: int | None
-    """Version from which it is due; None: none is."""
+    """Version from which the next evaluation is due; None: none is scheduled."""
     evaluated: int | None = None
     running: _Running | None = None
     tries: int = 0
-    """Of what is due, so far."""
+    """Failed tries of the due evaluation so far."""
     spare: "_Process | None" = None
-    """For what is due next: it loads, or waits, while no server is held."""
+    """Process for the next evaluation: it loads in advance, while no server is held for it."""
 
 
 class Evaluations:
-    """A ServerObserver between the server set and the rollouts: what it learns of servers goes on
-    to ``rollouts``, but for those that evaluate only. Its calls come from lanes, under the set's
-    lock, and never block."""
+    """ServerObserver between the server set and the rollouts. It forwards to ``rollouts``, except
+    for servers that only evaluate. Lanes call it under the set's lock; these calls never block."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class Evaluations:
         keep: Callable[[str], None],
         go_on: Callable[[str], None],
     ) -> None:
-        """``keep``, ``go_on``: a server's lane gets no newer version between the two calls."""
+        """``keep``, ``go_on``: between these calls a server's lane gets no newer version."""
         self._rollouts, self._recorder = rollouts, recorder
         self._keep, self._go_on = keep, go_on
         self.own = frozenset(url for table in tables for url in table.servers)
@@ -98,18 +97,17 @@ class Evaluations:
         ]
         self._servers: dict[str, ServerState] = {}
         self._kept: Counter[str] = Counter()
-        """How many evaluations run on each server."""
+        """Number of evaluations on each server."""
         self._kept_since: dict[str, float] = {}
-        """When the first of them began, by the recorder's clock."""
+        """Start of the first of them, on the recorder's clock."""
         self._values: dict[str, float] = {}
         self._threads: list[threading.Thread] = []
         self._closing = self._last = False
         self._changed = threading.Condition()
 
     def check(self, within_s: float) -> None:
-        """Raise ConfigError where a table's task cannot be begun as it stands, or one is not loaded
-        within ``within_s`` seconds of the call. Takes seconds: each is loaded by the process that
-        will evaluate it first."""
+        """Load every table's task, in the process that will evaluate it first. Raises ConfigError
+        if a task cannot start, or they are not all loaded within ``within_s`` seconds."""
         deadline = time.monotonic() + within_s
         for table in self._tables:
             try:
@@ -124,7 +122,7 @@ class Evaluations:
             if isinstance(outcome, Failure):
                 raise ConfigError(outcome.text)
 
-    # What ServerSet calls.
+    # Called by ServerSet.
 
     def set_server(self, state: ServerState) -> None:
         """See ServerObserver."""
@@ -136,7 +134,7 @@ class Evaluations:
                 run = table.running
                 if run is not None and run.url == state.url and state.version != run.version:
                     self._break(run, f"{run.url} left version {run.version}")
-            # A lane that has just said so reads no newer image: what it is given next waits.
+            # Safe to keep now: the lane that reports this state has not begun a newer image.
             self._begin(state)
 
     def remove_server(self, url: str) -> None:
@@ -153,17 +151,17 @@ class Evaluations:
         """See ServerObserver."""
         self._rollouts.fail(error)
 
-    # What rank 0's main thread calls.
+    # Called by rank 0's main thread.
 
     def take_values(self) -> dict[str, float]:
-        """Metrics of the evaluations that ended since the last call."""
+        """Return the metrics of the evaluations that ended since the last call."""
         with self._changed:
             values, self._values = self._values, {}
         return values
 
     def last(self, version: int) -> None:
-        """Training has ended, and the servers hold ``version``: evaluate it where at_end says so,
-        and wait for all evaluations until their deadlines."""
+        """Evaluate the last ``version``, which the servers hold, for tables with at_end. Wait for
+        all evaluations until their deadlines."""
         with self._changed:
             self._last = True
             for table in self._tables:
@@ -174,7 +172,7 @@ class Evaluations:
         self.wait_idle()
 
     def wait_idle(self) -> None:
-        """Wait for the evaluations under way until their deadlines; no further one begins."""
+        """Wait until no evaluation runs, or the longest deadline has passed."""
         longest = max((table.job.table.timeout_s for table in self._tables), default=0.0)
         running = [t.running for t in self._tables if t.running is not None]
         if running:
@@ -186,13 +184,13 @@ class Evaluations:
             )
 
     def stop_schedule(self) -> None:
-        """No further evaluation begins before ``last``."""
+        """Clear the schedule: until ``last`` only retries begin."""
         with self._changed:
             for table in self._tables:
                 table.due = None
 
     def close(self) -> None:
-        """End what runs. Idempotent; bounded."""
+        """End all processes and threads. Bounded; idempotent."""
         with self._changed:
             self._closing = True
             for table in self._tables:
@@ -211,7 +209,7 @@ class Evaluations:
     # Under the condition.
 
     def _begin(self, state: ServerState) -> None:
-        """Start what is due on a server that has just reached its version."""
+        """Start the evaluations that are due on a server with this state."""
         if self._closing or state.version is None or not state.accepting:
             return
         for table in self._tables:
@@ -241,7 +239,7 @@ class Evaluations:
         if run.process is not None:
             run.process.kill()
 
-    # A thread per evaluation.
+    # One thread per evaluation.
 
     def _run(self, table: _Table, run: _Running, state: ServerState) -> None:
         try:
@@ -250,8 +248,8 @@ class Evaluations:
             outcome = Failure(f"its process failed: {error or type(error).__name__}", True)
         if run.broken:
             outcome = Failure(run.broken, True)
-        # Before the server goes on: who waits for it then finds the result. Not under the
-        # condition, for which lanes would wait while a line is printed.
+        # Record before ``go_on``: a waiter for the server's next version then finds the result.
+        # Not under the condition: lanes would wait for it while a line is printed.
         if isinstance(outcome, Evaluated):
             self._recorder.evaluated(msgspec.to_builtins(outcome))
             terminal.print_status(evaluation.line(outcome))
@@ -270,7 +268,7 @@ class Evaluations:
             self._kept[run.url] -= 1
             if not self._kept[run.url]:
                 since, now = self._kept_since.pop(run.url), self._recorder.now()
-                if run.url not in self.own:  # where no rollout could have used a newer version
+                if run.url not in self.own:  # an evaluation-only server delays no rollout
                     self._recorder.record_span(
                         names.HELD_S, since, now, run.url, version=run.version
                     )
@@ -279,7 +277,7 @@ class Evaluations:
         self._prepare_next(table)
 
     def _prepare_next(self, table: _Table) -> None:
-        """Start the process of what is due next, now that no server waits for it."""
+        """Start the next evaluation's process in advance, while no server is held for it."""
         with self._changed:
             more = table.due is not None or (table.job.table.at_end and not self._last)
             if not more or table.spare is not None or table.running is not None or self._closing:
@@ -293,20 +291,20 @@ class Evaluations:
             if not self._closing and table.spare is None:
                 table.spare, spare = spare, None
         if spare is not None:
-            # It may not have loaded yet, and close() waits no longer than end() would for that.
+            # Kill it first: it may be loading, and ``end`` alone would wait END_S for that.
             spare.kill()
             spare.end()
 
     def _try_again(self, table: _Table, run: _Running, failure: Failure) -> None:
-        """What was due is due again: on the same server if it still holds the version, else on the
-        first that reaches one."""
+        """Schedule a failed evaluation again: on the same server if it still holds the version,
+        else on the first server that reaches one."""
         table.tries += 1
         if not failure.again or table.tries >= TRIES:
             table.tries = 0
             return
         table.due = run.due
         state = self._servers.get(run.url)
-        # Its lane is still kept, and so reads nothing newer.
+        # Its lane is still kept on this version.
         if state is not None and state.version == run.version:
             self._begin(state)
 
@@ -315,7 +313,7 @@ class Evaluations:
             process, table.spare = table.spare, None
         if process is not None and process.ended():
             process.end()
-            process = None  # killed while it waited, say where memory ran out: no try is lost
+            process = None  # it died while it waited (out of memory, say): costs no try
         process = process or _Process(table.job, NICE)
         try:
             with self._changed:
@@ -332,11 +330,12 @@ class Evaluations:
 
 
 class _Process:
-    """A process that loads what a table needs, and then evaluates one version. Used by one thread,
-    but for ``kill``."""
+    """Subprocess that loads a table's task, then evaluates one version. Used by one thread at a
+    time, except ``kill``."""
 
     def __init__(self, job: Job, nice: int = 0) -> None:
-        """Begin to load. ``nice``: what it gives way by meanwhile. Raises OSError."""
+        """Start the process, which begins to load. ``nice``: its niceness meanwhile. Raises
+        OSError."""
         self._process, socket = start_module(
             "titan_grpo.rollout.evaluation",
             env=helper_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""},
@@ -344,7 +343,7 @@ class _Process:
         self._connection: Connection[Any, Any] = Connection(socket.detach())
         self._loaded = False
         try:
-            if nice:  # now: most of its processor time are its imports
+            if nice:  # at once: its imports take most of its processor time
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, nice)
             self._connection.send(job)
         except OSError:
@@ -352,8 +351,8 @@ class _Process:
             raise
 
     def loaded(self, within_s: float) -> Failure | None:
-        """Wait until all is loaded; the Failure where it cannot be. Raises TimeoutError, and
-        OSError or EOFError where the process fails."""
+        """Wait until the task is loaded; return the Failure if it cannot be. Raises TimeoutError,
+        and OSError or EOFError if the process fails."""
         if self._loaded:
             return None
         failure: Failure | None = self._answer(within_s)
@@ -361,7 +360,7 @@ class _Process:
         return failure
 
     def evaluate(self, state: ServerState, within_s: float) -> Evaluated | Failure:
-        """The outcome on a server. Raises as ``loaded``."""
+        """Evaluate on a server. Raises as ``loaded``."""
         deadline = time.monotonic() + within_s
         if failure := self.loaded(within_s):
             return failure
@@ -373,20 +372,20 @@ class _Process:
     def _answer(self, within_s: float) -> Any:
         if not self._connection.poll(within_s):
             raise TimeoutError(f"no answer within {within_s:g} s")
-        # no deadline: an answer has begun to come, or the process has ended
+        # no deadline: the answer has begun to arrive, or the process has ended.
         return self._connection.recv()
 
     def ended(self) -> bool:
-        """Whether it is gone."""
+        """Whether the process has ended."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """Any thread. Its connections to a server close with it, which aborts its requests
-        there."""
+        """Kill the process, from any thread. That closes its connections, so servers abort its
+        requests."""
         self._process.kill()
 
     def end(self) -> None:
-        """It ends, as it does where the trainer's end of the connection closes. Bounded;
+        """Close the connection, which ends the process, and wait for its end. Bounded;
         idempotent."""
         self._connection.close()
         try:

@@ -1,8 +1,8 @@
-"""A checkpointed version as Hugging Face safetensors: in one process, without a GPU, one parameter
+"""Export of a checkpoint as Hugging Face safetensors: in one process, without a GPU, one parameter
 at a time.
 
-Names and layout come from the model's own state dict adapter, as in a weight sync, and so does the
-type: what is exported is what the servers held at that version.
+Names and layout come from the model's own state dict adapter, as in a weight sync: in
+``weight_sync.wire_dtype`` the export equals what the servers held at that version.
 """
 
 import copy
@@ -25,22 +25,20 @@ from titan_grpo.titan.hf_files import Written, copy_assets, write_adapter, write
 from titan_grpo.titan.weight_sync import layout_of
 
 PREFIX = "step-"
-"""torchtitan's name of a checkpoint's folder, before the step; a version is a number of optimizer
-steps."""
+"""Prefix of torchtitan's checkpoint folders, before the step. This module takes the step for the
+version, although the version is less after a training step that changed no weight."""
 
 
 def versions_in(folder: Path) -> list[int]:
-    """Versions that a checkpoint folder holds, ascending: its step-N folders with the metadata that
-    completes them."""
+    """Return the versions in a checkpoint folder, ascending: its complete step-N folders (those
+    with metadata)."""
     names = [p.parent.name.removeprefix(PREFIX) for p in folder.glob(f"{PREFIX}*/.metadata")]
     return sorted(int(name) for name in names if name.isdigit())
 
 
 def checkpoint_of(folder: Path, version: int) -> Path:
-    """Folder of one version. ``folder`` is the checkpoint folder, or the dump folder above it.
-
-    Raises ConfigError if the version is not there, naming those that are.
-    """
+    """Return the folder of one version. ``folder`` is the checkpoint folder, or the dump folder
+    above it. Raises ConfigError naming the versions in it if this one is missing."""
     for place in (folder, folder / "checkpoint"):
         if version in versions_in(place):
             return place / f"{PREFIX}{version}"
@@ -56,10 +54,10 @@ def checkpoint_of(folder: Path, version: int) -> Path:
 
 
 def skeleton(config: Any) -> tuple[torch.nn.Module, ToHF]:
-    """The model of a parsed configuration without memory, with its LoRA adapters, and its state
-    dict adapter's to_hf."""
+    """Build the model of a parsed configuration on the meta device, with its LoRA adapters; return
+    it and its state dict adapter's to_hf."""
     spec = compat.upstream("models").get_spec(config.model.name)
-    # A copy: the table of flavors is shared, and update_from_config changes what it gets.
+    # A copy: the table of flavors is shared, and update_from_config changes its entries in place.
     args = copy.deepcopy(spec.model_args[config.model.flavor])
     args.update_from_config(config)
     adapter = spec.state_dict_adapter(args, config.model.hf_assets_path)
@@ -74,7 +72,7 @@ def skeleton(config: Any) -> tuple[torch.nn.Module, ToHF]:
 
 
 def stored_shapes(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
-    """Name -> shape and type of every tensor of a DCP checkpoint."""
+    """Return the shape and type of every tensor of a DCP checkpoint, by name."""
     metadata = dcp.FileSystemReader(checkpoint).read_metadata()
     return {
         k: v
@@ -121,12 +119,13 @@ def hf_tensors(
     keep: set[str],
     scales: Mapping[str, float],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors by HF name, parameters in ``dtype``, those in ``keep`` as they were stored; one
-    parameter in memory at a time. ``scales``: those of the adapters to add, by the layer's name."""
+    """Yield tensors by HF name: parameters in ``dtype``, those in ``keep`` in their stored type.
+    Holds one parameter in memory at a time. ``scales``: by layer name, those of the adapters to
+    merge. Raises DataError for NaN, infinity, or elements that the adapter does not export."""
     stored = stored_shapes(checkpoint)
     for fqn, parts in layout.by_fqn.items():
         if not parts:
-            continue  # tied to another one
+            continue  # tied to another parameter
         state = _load(checkpoint, stored, fqn)
         layer = fqn.removesuffix(".weight")
         if layer in scales:
@@ -146,10 +145,10 @@ def hf_tensors(
 
 
 def _read_model(config: Any, checkpoint: Path) -> tuple[torch.nn.Module, ToHF, Layout]:
-    """(model without memory, its to_hf, layout of the base model).
+    """Return (model on the meta device, its to_hf, layout of the base model).
 
-    Raises ConfigError if the checkpoint is of another model, or has adapters where the job has
-    none.
+    Raises ConfigError if the checkpoint is of another model or torchtitan, or has adapters that the
+    job does not have.
     """
     model, to_hf = skeleton(config)
     layout = layout_of(model, compat.upstream("models").stored_tensors(model, to_hf), to_hf)
@@ -170,8 +169,8 @@ def _read_model(config: Any, checkpoint: Path) -> tuple[torch.nn.Module, ToHF, L
 
 @contextmanager
 def _whole_or_not_at_all(out: Path) -> Iterator[Path]:
-    """A directory to write in, which becomes ``out`` at the end. Raises ConfigError if that is in
-    use."""
+    """Yield a directory that is renamed to ``out`` at the end, and removed after an error. Raises
+    ConfigError if ``out`` is in use."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
             f"--out must be a new or an empty directory, got {str(out)!r}: its files would be mixed"
@@ -190,11 +189,9 @@ def _whole_or_not_at_all(out: Path) -> Iterator[Path]:
 
 
 def export_version(config: Any, checkpoint: Path, out: Path, dtype: str) -> Written:
-    """Write a version as a Hugging Face directory, its adapters merged; ``checkpoint`` is its DCP
-    folder. ``out`` appears whole or not at all.
-
-    ``config`` comes from ``titan.jobconfig.parse``; of it only [model], [lora] and what shapes the
-    model are used.
+    """Write a version as a Hugging Face directory, its adapters merged. ``checkpoint`` is its DCP
+    folder. ``out`` appears whole or not at all. ``config`` comes from ``titan.jobconfig.parse``;
+    only [model], [lora] and the settings that shape the model are used.
 
     Raises: ConfigError: ``out`` is in use, the checkpoint is of another model, or the base model's
         files are missing. DataError: weights that are not finite.
@@ -211,8 +208,7 @@ def export_version(config: Any, checkpoint: Path, out: Path, dtype: str) -> Writ
 
 def export_adapter(config: Any, checkpoint: Path, out: Path, dtype: str) -> Written:
     """Write the adapters of a version as PEFT does: adapter_model.safetensors and
-    adapter_config.json. Errors as of ``export_version``, and ConfigError for a job without
-    [lora]."""
+    adapter_config.json. Raises as ``export_version``, and ConfigError for a job without [lora]."""
     if not config.lora.rank:
         raise ConfigError("--adapter needs a job with [lora], this one trains every weight")
     with _whole_or_not_at_all(out) as draft:

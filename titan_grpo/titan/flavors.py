@@ -1,5 +1,5 @@
-"""The tiny models of ``titan.tiny`` as torchtitan flavors, and model arguments that weight sync
-needs changed."""
+"""Flavors of torchtitan's models: those of ``titan.tiny``, the one of a config.json, and changes to
+model arguments that weight sync needs."""
 
 import logging
 from collections.abc import Mapping
@@ -22,18 +22,18 @@ FLAVORS: dict[Kind, tuple[str, str]] = {
 
 
 def disable_unexported_buffers(model_args: Any, adapter: Any = None) -> bool:
-    """Turn off an MoE's load balancing bias if the model's state dict adapter cannot export it.
+    """Turn off an MoE's load balancing bias, with a warning, if the model's state dict adapter
+    cannot export it.
 
-    The bias changes routing during training; an engine that never receives it would sample from
-    another model than the one that is trained, and no digest would show it. With it off, which is
-    logged, the router trains without that bias.
+    The bias changes routing during training. An engine without it would sample from another model
+    than the trained one, and no digest would show that.
 
     Args:
         model_args: torchtitan model arguments of any model; changed in place.
         adapter: the model's ``StateDictAdapter``; without one the bias counts as not exported.
 
     Returns:
-        Whether something was turned off. Dense models and exporting adapters are left alone.
+        Whether the bias was turned off.
     """
     moe = getattr(model_args, "moe_args", None)
     if (
@@ -66,14 +66,12 @@ SIZES = {
     "n_kv_heads": "num_key_value_heads",
     "vocab_size": "vocab_size",
 }
-"""Size in torchtitan's model arguments -> the same in a config.json."""
+"""Size in torchtitan's model arguments -> its key in a config.json."""
 
 
 def flavor_of(settings: Mapping[str, Any]) -> tuple[str, str]:
-    """(model.name, model.flavor) of the torchtitan model with the sizes of a config.json.
-
-    Raises ConfigError where there is none.
-    """
+    """Return (model.name, model.flavor) of the torchtitan model with the sizes of a config.json.
+    Raises ConfigError if there is none."""
     compat.prepare()
     kind = str(settings.get("model_type"))
     sizes = {ours: settings.get(theirs) for ours, theirs in SIZES.items()}
@@ -94,11 +92,8 @@ def flavor_of(settings: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def parameters_of(name: str, flavor: str) -> int:
-    """Number of parameters of torchtitan's model ``name/flavor``, tied ones once. Makes no memory
-    for them.
-
-    Raises ConfigError where there is none.
-    """
+    """Return the number of parameters of torchtitan's model ``name/flavor``, tied ones once, from a
+    model on the meta device. Raises ConfigError for an unknown model."""
     compat.prepare()
     import torch
 

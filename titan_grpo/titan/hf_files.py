@@ -1,5 +1,5 @@
-"""Writing a Hugging Face model directory: safetensors shards with their index, and the files beside
-them; of any tensors, and of a run's last version, whose parts may be on several hosts."""
+"""Writer of Hugging Face model directories: safetensors shards with their index, and the files
+beside them, of any tensors or of a run's last version, whose parts may be on several hosts."""
 
 import json
 import shutil
@@ -33,15 +33,15 @@ ASSETS = (
     "chat_template*",
     "*.model",
 )
-"""What belongs to a model besides its weights; files that are not there are left out."""
+"""Files to copy beside the weights, if they exist."""
 
 SHARD_BYTES = 4 << 30
-"""Largest shard, unless one tensor is larger; also the host memory that writing takes."""
+"""Size of the largest shard, unless one tensor is larger; also the host memory for writing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was written: tensors, bytes of their data, files of weights."""
+    """Number of tensors, of their bytes, and of weight files written."""
 
     tensors: int
     nbytes: int
@@ -54,9 +54,8 @@ def write_weights(
     """Write named tensors, in their order, as one model.safetensors or as shards with
     model.safetensors.index.json.
 
-    The tensors are taken one by one and a shard is written as soon as it is full, so a generator
-    needs the memory of one shard only. Tensors that share storage are copied, since the format
-    stores each name on its own.
+    Takes the tensors one by one and writes a shard as soon as it is full: with a generator, memory
+    for one shard is enough. Tensors may share storage: the format stores each name alone.
     """
     where: dict[str, int] = {}
     total = pending_bytes = shards = 0
@@ -71,8 +70,7 @@ def write_weights(
         nbytes = tensor.numel() * tensor.element_size()
         if pending and pending_bytes + nbytes > shard_bytes:
             flush()
-        # clone: a view of a stacked parameter would drag its whole storage along, which safetensors
-        # refuses.
+        # clone: safetensors refuses views of a shared storage, such as a stacked parameter's.
         pending[name] = tensor.detach().to("cpu").contiguous().clone()
         where[name], pending_bytes, total = shards, pending_bytes + nbytes, total + nbytes
     flush()
@@ -81,7 +79,7 @@ def write_weights(
         if shards == 1
         else [f"model-{n:05}-of-{shards:05}.safetensors" for n in range(1, shards + 1)]
     )
-    # The names hold the number of shards, which is known only now.
+    # Rename: the final names contain the number of shards, which is known only now.
     for number, file in enumerate(files):
         (out / f"shard-{number}.partial").rename(out / file)
     if shards > 1:
@@ -96,7 +94,7 @@ def write_weights(
 def write_adapter(
     tensors: Iterable[tuple[str, torch.Tensor]], out: Path, settings: Mapping[str, Any]
 ) -> Written:
-    """Write an adapter's tensors and ``settings`` as PEFT does; ``out`` is made."""
+    """Write an adapter's tensors and ``settings`` as PEFT does; create ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     written = write_weights(tensors, out)
     (out / "model.safetensors").rename(out / "adapter_model.safetensors")
@@ -119,7 +117,7 @@ def copy_assets(source: Path, out: Path, dtype: str) -> None:
         if path.is_file():
             shutil.copyfile(path, out / path.name)
     config = json.loads((out / "config.json").read_text())
-    # transformers renamed the key; whichever the base model uses goes on being used.
+    # transformers renamed the key: keep the base model's.
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -128,9 +126,9 @@ def copy_assets(source: Path, out: Path, dtype: str) -> None:
 def whole_image(
     pool: ImagePool, hashing: Hashing, published: Published, config: WeightSync
 ) -> Iterator[torch.Tensor]:
-    """Its bytes, uint8[total_bytes]. With one host these are the slot's own; with several, memory
-    for all of them. TransferFailed if a host does not serve its part; ConfigError if the memory is
-    not there."""
+    """Yield a version's whole image, uint8[total_bytes]: the slot itself with one host, a new image
+    with several. Raises TransferFailed if a host does not serve its part, ConfigError without
+    memory for the new image."""
     manifest, mine = pool.manifest, pool.images[published.slot]
     if not published.elsewhere:
         yield mine.tensor()
@@ -154,18 +152,18 @@ def whole_image(
 def save_version(
     worker: SyncProcess, published: Published, job_config: Any, model_dir: str, run_dir: Path
 ) -> str:
-    """Write a version into the run's folder: as Hugging Face files in "hf", whose names, layout and
-    type its image has already, or adapters as PEFT's in "adapter".
+    """Write a version into the run's folder: Hugging Face files in "hf" (the image has their names,
+    layout and type), or PEFT files of adapters in "adapter".
 
-    Why it was not written and what to do, else "": other hosts' parts, or memory for them, that are
-    missing at its end must not cost a run.
+    Return why it was not written and what to do, else "". Missing parts of other hosts, or memory
+    for them, must not fail a finished run.
     """
     sync, lora = job_config.weight_sync, job_config.lora
     try:
         with whole_image(worker.pool, worker.hashing, published, sync) as image:
             tensors = tensor_views(image, worker.manifest)
             if has_adapters(worker.manifest):
-                # B has its scale in it: alpha is the rank.
+                # The image's B includes the scale: alpha / rank must be 1.
                 settings = adapter_config(lora.rank, lora.rank, lora.targets, model_dir)
                 write_adapter(tensors, run_dir / "adapter", settings)
             else:

@@ -1,5 +1,5 @@
-"""From the command line to one checked JobConfig: named algorithms, what is derived, the rules, and
-the files that a run will open."""
+"""From the command line to one checked JobConfig: named algorithms, derived values, the rules, and
+the files that a run opens."""
 
 import difflib
 import math
@@ -33,25 +33,25 @@ from titan_grpo.titan.jobfile import (
 from titan_grpo.titan.servers import known_servers
 
 ALGORITHMS = Path(__file__).with_name("algorithms")
-"""Folder of the named algorithms: files of [grpo] keys."""
+"""Folder of the named algorithms: TOML files of [grpo] keys."""
 
 TIMEOUT_MARGIN_S = 60
-"""Added to derived collective timeouts, in seconds: rank 0's own deadline must fire first, with its
-better message."""
+"""Seconds added to derived collective timeouts: rank 0's own deadline must expire first, because
+its message says more."""
 
 
 def parse(argv: Sequence[str], world_size: int | None = None) -> Any:
-    """The configuration of ``read``, without the notes."""
+    """Return the configuration of ``read``, without the notes."""
     return read(argv, world_size)[0]
 
 
 def read(argv: Sequence[str], world_size: int | None = None) -> tuple[Any, list[str]]:
-    """The merged, checked JobConfig, and notes for the start: what ``grpo.algorithm`` set, and
-    which keys were set and cannot act. Argument beats TOML beats ``grpo.algorithm`` beats default.
+    """Return the merged, checked JobConfig, and notes for the start: what ``grpo.algorithm`` set,
+    and which given keys have no effect. Argument beats TOML beats ``grpo.algorithm`` beats default.
 
-    Derived where neither TOML nor argument gives them: ``job.custom_config_module``,
+    Derived if neither TOML nor argument gives them: ``job.custom_config_module``,
     ``checkpoint.last_save_model_only`` (false: the last checkpoint can be resumed) and the two
-    ``comm`` timeouts (longer than what rank 0 may wait for rollouts).
+    ``comm`` timeouts (longer than rules.rank0_waits_s).
 
     Args: argv: arguments without the program's name, such as ``["--job.config_file", "x.toml",
         "--training.steps", "3"]``. world_size: number of trainer ranks, if known; checks the
@@ -74,7 +74,7 @@ def read(argv: Sequence[str], world_size: int | None = None) -> tuple[Any, list[
         notes.append(expand(config.grpo, keys, given))
         given |= {f"grpo.{name}" for name in keys}
     config.evaluation = [_evaluation(n, t, config.rollout) for n, t in enumerate(config.evaluation)]
-    # Before a deadline is computed with them.
+    # Before _derive, which computes deadlines with these numbers.
     refuse(rules.not_finite(config))
     _derive(config, given)
     if not config.lora.rank and any(key.startswith("lora.") for key in given):
@@ -91,11 +91,12 @@ def read(argv: Sequence[str], world_size: int | None = None) -> tuple[Any, list[
 
 
 def _evaluation(number: int, table: Mapping[str, Any], rollout: Any) -> Evaluation:
-    """The settings of one [[evaluation]] table. Raises ConfigError for a mistake in its keys."""
+    """Return the settings of one [[evaluation]] table. Raises ConfigError for a mistake in its
+    keys."""
     key = f"evaluation[{number}]."
     refuse(mismatches(Evaluation, table, key))
     try:
-        # The form in which the run compares them.
+        # Normalised: the run compares URLs in this form.
         servers = [server_url(url) for url in table.get("servers", ())]
     except ConfigError as error:
         raise ConfigError(f"{key}servers: {error}") from error
@@ -103,16 +104,13 @@ def _evaluation(number: int, table: Mapping[str, Any], rollout: Any) -> Evaluati
 
 
 def algorithms() -> list[str]:
-    """Names of the algorithms that come with the package."""
+    """Return the names of the algorithms in the package."""
     return sorted(path.stem for path in ALGORITHMS.glob("*.toml"))
 
 
 def algorithm_keys(algorithm: str) -> dict[str, Any]:
-    """The [grpo] keys that an algorithm sets: one of ``algorithms``, or a path that ends with
-    .toml.
-
-    Raises ConfigError where there is no such file, or it holds anything but a table [grpo].
-    """
+    """Return the [grpo] keys of an algorithm: one of ``algorithms``, or a path that ends with
+    .toml. Raises ConfigError if that file is missing or has anything but a table [grpo]."""
     own = algorithm.endswith(".toml")
     if not own and algorithm not in algorithms():
         raise ConfigError(
@@ -131,8 +129,8 @@ def algorithm_keys(algorithm: str) -> dict[str, Any]:
 
 
 def expand(grpo: GRPO, keys: dict[str, Any], given: Collection[str]) -> str:
-    """Set an algorithm's ``keys`` in the section, but for those that the job sets itself (dotted,
-    in ``given``); says what was set and what was kept."""
+    """Set an algorithm's ``keys`` in the section, except those that the job sets itself (dotted,
+    in ``given``). Return a text that says what was set and what was kept."""
     kept = {name for name in keys if f"grpo.{name}" in given}
     if "grpo.grpo_by_token" in given:
         kept |= {"loss_normalization"} & set(keys)
@@ -153,8 +151,8 @@ def _toml(value: Any) -> str:
 
 def _derive(config: Any, given: set[str]) -> None:
     if "checkpoint.last_save_model_only" not in given:
-        # torchtitan's default drops optimizer, version and data cursor from the last checkpoint.
-        # Its HF export needs that.
+        # true, torchtitan's default, drops optimizer, version and data cursor from the last
+        # checkpoint; only its HF export needs that.
         config.checkpoint.last_save_model_only = config.checkpoint.last_save_in_hf
     timeouts = ("init_timeout_seconds", "train_timeout_seconds")
     for name, wait in zip(timeouts, rules.rank0_waits_s(config), strict=True):
@@ -185,7 +183,7 @@ def _model_violations(config: Any) -> list[str]:
     if found := rules.model_violations(config, spec.model_args[flavor]):
         return found
     if config.lora.rank > 0:
-        # torchtitan's models are imported by it
+        # not at the top: it imports torchtitan's models
         from titan_grpo.titan.export import skeleton
 
         try:
@@ -196,14 +194,15 @@ def _model_violations(config: Any) -> list[str]:
 
 
 def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
-    """Files that the run will open: tokenizer and weights in ``model.hf_assets_path``, the task's
-    data, a replayed record, the servers file, the run key, the alerts' command.
+    """Check the files that the run opens: tokenizer and weights in ``model.hf_assets_path``, the
+    task's data, a replayed record, the servers file, the run key, the alerts' command, the
+    checkpoint folder.
 
     Args:
-        environ: the run's environment variables, if it is to have any about a run key.
+        environ: the run's environment variables: a run key, a SLURM host list.
 
     Raises:
-        ConfigError: the first that is missing, with the key that names it.
+        ConfigError: the first problem, with the key that names the file.
     """
     folder = Path(config.model.hf_assets_path)
     if not folder.is_dir():
@@ -232,7 +231,7 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
     ):
         if path and not Path(path).is_file():
             raise ConfigError(f"{key} must be an existing file, got {path!r}")
-    # With a controller the files are there, and not here.
+    # A remote controller has the files on its own host.
     if rollout.source == "task" and not rollout.replay_path and rollout.controller == "local":
         _check_prompts(rollout, str(folder))
     for table in config.evaluation:
@@ -255,7 +254,7 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
             " training would start from random weights: remove the folder"
         )
     if config.checkpoint.enable and complete:
-        # torch.distributed.checkpoint is imported by it
+        # not at the top: it imports torch.distributed.checkpoint
         from titan_grpo.titan.export import PREFIX, stored_shapes, versions_in
 
         newest = checkpoints / f"{PREFIX}{versions_in(checkpoints)[-1]}"
@@ -264,8 +263,8 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
 
 
 def _check_prompts(keys: TaskKeys, model_dir: str) -> None:
-    """What reward functions' prompts are made of, as far as a look shows: what else is wrong with a
-    task is found by the process that loads it."""
+    """Check the files of reward functions' prompts, without loading the task: the process that
+    loads it finds its other mistakes."""
     if not keys.reward:
         return
     files_of(keys)

@@ -1,10 +1,10 @@
 """From a job's file and arguments to one dataclass: torchtitan's sections and ours.
 
-torchtitan 0.2.2 has such a merge, 0.3 has none: with this one a file means the same on both. And
-neither checks the types of TOML values: a wrong one surfaces hours later, or never.
+torchtitan 0.2.2 has such a merge, 0.3 has none: this one gives a file the same meaning on both.
+Neither checks the types of TOML values: a wrong one would surface hours later, or never.
 
-No ``from __future__ import annotations`` in modules whose dataclasses are merged: field types are
-read as types.
+Modules whose dataclasses are merged must not use ``from __future__ import annotations``: field
+types are read as types.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ _TYPES = {
 
 
 def _section(name: str, keys: Mapping[str, Any]) -> type:
-    """The dataclass of a table of sections.toml, which says how it is written."""
+    """Return the dataclass of a table of sections.toml; that file describes its format."""
     members: list[tuple[str, Any, Any]] = []
     kind: Any
     for key, value in keys.items():
@@ -63,12 +63,12 @@ def _section(name: str, keys: Mapping[str, Any]) -> type:
 JobConfig: Any = _section(
     "JobConfig", tomllib.loads(Path(__file__).with_name("sections.toml").read_text("utf-8"))
 )
-"""A whole file in the sections of torchtitan 0.2.2, without titan_grpo's own."""
+"""Dataclass of a whole job file with the sections of torchtitan 0.2.2, without titan_grpo's."""
 
 
 def argument(args: Sequence[str], key: str) -> str | None:
-    """The last value that arguments give to a dotted key; "" for one without a value, None for
-    none."""
+    """Return the last value that arguments give to a dotted key: "" for a key without a value, None
+    without the key."""
     found = None
     for position, arg in enumerate(args):
         name, equals, value = arg.partition("=")
@@ -78,10 +78,10 @@ def argument(args: Sequence[str], key: str) -> str | None:
 
 
 def read_toml(path: str | Path, key: str) -> dict[str, Any]:
-    """Content of the TOML file that ``key`` names. Raises ConfigError where it is missing,
+    """Return the content of the TOML file that ``key`` names. Raises ConfigError if it is missing,
     unreadable or not TOML."""
     try:
-        # An editor may have put a byte-order mark there, which tomllib would call invalid.
+        # utf-8-sig: tomllib refuses the byte-order mark that some editors write.
         return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -91,8 +91,8 @@ def read_toml(path: str | Path, key: str) -> dict[str, Any]:
 
 
 def read_config(place: str | Path) -> dict[str, Any]:
-    """Content of a model's config.json, which is ``place`` or lies in it; empty where there is
-    none. Raises ConfigError where it cannot be read."""
+    """Return the content of a model's config.json: ``place`` itself, or a file in it; empty if
+    there is none. Raises ConfigError if it is unreadable."""
     path = Path(place) / "config.json" if Path(place).is_dir() else Path(place)
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -104,7 +104,7 @@ def read_config(place: str | Path) -> dict[str, Any]:
 
 
 def load_toml(args: Sequence[str]) -> dict[str, Any]:
-    """Content of the file that ``--job.config_file`` names; empty without one. Raises
+    """Return the content of the file that ``--job.config_file`` names; empty without one. Raises
     ConfigError."""
     path = argument(args, "job.config_file")
     if path is None:
@@ -118,7 +118,7 @@ def load_toml(args: Sequence[str]) -> dict[str, Any]:
 
 
 def given_keys(args: Sequence[str], table: Mapping[str, Any]) -> set[str]:
-    """Dotted keys that arguments set, and the first two levels of a file: ``["--a.no-b",
+    """Return the dotted keys that arguments and the first two levels of a file set: ``["--a.no-b",
     "--c.d=1"]`` and ``{"e": {"f": 2}}`` -> {"a.b", "c.d", "e.f"}. Pure."""
     names = (arg[2:].partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--"))
     sections = {name: keys for name, keys in table.items() if isinstance(keys, dict)}
@@ -128,20 +128,21 @@ def given_keys(args: Sequence[str], table: Mapping[str, Any]) -> set[str]:
 
 
 def refuse(broken: Sequence[str]) -> None:
-    """Raise ConfigError with the first of these lines, if there is one, and their number."""
+    """Raise ConfigError with the first of these lines and the number of others, if there are
+    any."""
     if broken:
         raise ConfigError(broken[0] + (f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""))
 
 
 def load(base: Any, args: Sequence[str], table: Mapping[str, Any]) -> Any:
-    """The sections of ``base`` and of ``job.custom_config_module``, with the values of the file and
-    the arguments. Argument beats TOML beats default. Raises ConfigError for whatever is wrong with
-    these."""
+    """Return the sections of ``base`` and of ``job.custom_config_module``, with the values of the
+    file and the arguments. Argument beats TOML beats default. Raises ConfigError for a mistake in
+    any of these."""
     job = table.get("job", {})
     module = argument(args, "job.custom_config_module")
     if module is None:
         module = str(job.get("custom_config_module", "")) if isinstance(job, Mapping) else ""
-    # torchrun starts a module, which finds those of its directory; a command finds the same.
+    # torchrun -m makes the current directory importable; do the same for the titan-grpo command.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -159,8 +160,7 @@ def load(base: Any, args: Sequence[str], table: Mapping[str, Any]) -> Any:
             f"job.custom_config_module must keep the sections of {OURS} (subclass its JobConfig),"
             " got one without " + ", ".join(sorted(missing))
         )
-    # Before the values are filled in, which takes any type and stops with a traceback at an unknown
-    # key.
+    # Before _filled, which accepts any type and fails with a traceback at an unknown key.
     refuse(mismatches(kind, table))
     output = io.StringIO()
     try:
@@ -178,21 +178,21 @@ def load(base: Any, args: Sequence[str], table: Mapping[str, Any]) -> Any:
 
 
 def one_line(text: str) -> str:
-    """The argument parser's framed, wrapped message as one line without frame, colours and pages of
-    help. Pure."""
+    """Return the argument parser's framed message as one line without frame, colours and help.
+    Pure."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     words = " ".join(re.sub(r"[\u2500-\u257f]+", " ", plain).split())
     words = re.sub(
         r"^(Parsing error|Value error|Invalid choice|Unrecognized options)\s+", "", words
     )
     words = re.split(r" Argument helptext| For full helptext", words, maxsplit=1)[0]
-    # Of the suggestions the first is kept, without the pages of help that follow it.
+    # Keep only the first suggestion, without the help that follows it.
     return re.sub(r" Perhaps you meant: (--\S+).*", r"; did you mean \1?", words)
 
 
 def merged(base: Any, custom: Any) -> type:
-    """A dataclass with the fields of both; sections that both have are merged, other fields are
-    those of ``custom``."""
+    """Return a dataclass with the fields of both. Sections that both have are merged; any other
+    field that both have is that of ``custom``."""
     theirs = {f.name: f for f in fields(custom)}
     out: list[Any] = []
     for f in fields(base):
@@ -208,7 +208,7 @@ def merged(base: Any, custom: Any) -> type:
 
 
 def _filled(kind: Any, table: Mapping[str, Any]) -> Any:
-    """The dataclass with the values of a table, whose keys are fields."""
+    """Return an instance of ``kind`` with the values of a table, whose keys must be fields."""
     types = {f.name: f.type for f in fields(kind)}
     values = {
         name: _filled(types[name], value) if is_dataclass(types[name]) else value
@@ -218,7 +218,8 @@ def _filled(kind: Any, table: Mapping[str, Any]) -> Any:
 
 
 def _with_arguments(kind: type, args: Sequence[str], table: Mapping[str, Any]) -> Any:
-    """Raises SystemExit for an unknown argument, after it printed why to stderr."""
+    """Return the configuration with the arguments' values. Raises SystemExit for an invalid
+    argument, after the reason is printed to stderr."""
     import tyro
 
     registry = tyro.constructors.ConstructorRegistry()
@@ -243,8 +244,8 @@ def _with_arguments(kind: type, args: Sequence[str], table: Mapping[str, Any]) -
         args=args,
         default=_filled(kind, table),
         registry=registry,
-        # What help says of a key without a docstring: every class's source is parsed for it, which
-        # takes half of the time of a call.
+        # Comments as help texts: parsing every class's source for them takes half of the time, so
+        # only for --help.
         config=() if {"-h", "--help"} & {*args} else (tyro.conf.HelptextFromCommentsOff,),
     )
     if config.model.tokenizer_path:
@@ -254,8 +255,8 @@ def _with_arguments(kind: type, args: Sequence[str], table: Mapping[str, Any]) -
 
 
 def mismatches(cls: type, data: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Every unknown key and wrongly typed value of a table, as "key must be rule, got value". Pure;
-    empty if none.
+    """Return every unknown key and wrongly typed value of a table, as "key must be rule, got
+    value". Pure.
 
     Example: ``group_size = "eight"`` under ``[rollout]`` gives
     "rollout.group_size must be an integer, got 'eight'".
@@ -285,8 +286,8 @@ def mismatches(cls: type, data: Mapping[str, Any], prefix: str = "") -> list[str
 
 
 def fits(kind: Any, value: Any) -> bool:
-    """Whether a TOML value may stand for a field of type ``kind``. An integer may stand for a
-    float, a bool for neither. A type that TOML cannot spell is left to the dataclass itself."""
+    """Whether a TOML value fits a field of type ``kind``. An integer fits a float, a bool neither.
+    Types that TOML cannot express are not checked."""
     if isinstance(kind, type) and kind.__module__ not in ("builtins", "types"):
         return True
     try:
@@ -297,12 +298,12 @@ def fits(kind: Any, value: Any) -> bool:
 
 
 def describe(kind: Any) -> str:
-    """A type in words: "an integer", "one of 'vllm', 'sglang'", "a list of strings"."""
+    """Return a type in words: "an integer", "one of 'vllm', 'sglang'", "a table"."""
     origin = get_origin(kind)
     if origin is Literal:
         return "one of " + ", ".join(repr(choice) for choice in get_args(kind))
     if origin in (Union, types.UnionType):
-        # TOML has no null, so "or nothing" would be no advice.
+        # Without "or None": TOML has no null.
         return " or ".join(
             describe(option) for option in get_args(kind) if option is not types.NoneType
         )

@@ -1,8 +1,9 @@
-"""Low-rank adapters on a model's linear layers: put on, frozen around, started, merged.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on a model's linear layers: insert, shard, initialise
+and merge them.
 
 An adapter is two parameters of the layer itself, beside its ``weight``: names, sharding and
-checkpoints of every other parameter stay as they are. FSDP2 and tensor parallelism cut ``lora_b``
-as they cut the weight's rows.
+checkpoints of every other parameter stay unchanged. FSDP2 and tensor parallelism cut ``lora_b`` as
+they cut the weight's rows.
 """
 
 import math
@@ -21,11 +22,11 @@ from titan_grpo.layout.peft import MergedRows, tensor_name
 from titan_grpo.layout.plan import chunk_of
 
 A, B = ".lora_a", ".lora_b"
-"""Ends of the adapters' parameter names."""
+"""Suffixes of the adapters' parameter names."""
 
 
 class LoraLinear(nn.Linear):
-    """y = x W^T + scale * (x A^T) B^T. Made of a Linear by ``put_on``."""
+    """Linear layer with an adapter, made by ``put_on``: y = x W^T + scale * (x A^T) B^T."""
 
     lora_a: nn.Parameter
     lora_b: nn.Parameter
@@ -43,18 +44,15 @@ def is_adapter(fqn: str) -> bool:
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
-    """The layers with adapters and their names, wrapper prefixes stripped, in the model's order."""
+    """Yield the layers with adapters by name, wrapper prefixes stripped, in the model's order."""
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
             yield strip_prefixes(name), module
 
 
 def put_on(model: nn.Module, to_hf: ToHF, lora: Lora) -> list[str]:
-    """Make adapters of the layers that ``lora.targets`` names, without values; the HF names of
-    these layers.
-
-    Raises ConfigError for a target that the model does not have.
-    """
+    """Add uninitialised adapters to the layers that ``lora.targets`` names; return the HF names of
+    these layers. Raises ConfigError for a target that the model does not have."""
     layers: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -90,18 +88,18 @@ def sharded(
     parallelize: Callable[..., nn.Module],
     *arguments: Any,
 ) -> nn.Module:
-    """A model with adapters as ``parallelize``, with these arguments, makes it, and the adapters
-    alone to be trained."""
+    """Put adapters on a model, parallelize it with these arguments, and freeze everything but the
+    adapters."""
     put_on(model, to_hf, lora)
     model = parallelize(model, *arguments)
-    # after the sharding, which makes new parameters
+    # after parallelize, which makes new parameters
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     return model
 
 
 def of_base(adapter: Any) -> Any:
-    """A StateDictAdapter that leaves adapters out of what it exports: they have no name in the base
+    """Make a StateDictAdapter skip LoRA adapters in ``to_hf``: they have no name in the base
     model's checkpoint."""
     to_hf = adapter.to_hf
     adapter.to_hf = lambda state: to_hf({n: v for n, v in state.items() if not is_adapter(n)})
@@ -110,8 +108,8 @@ def of_base(adapter: Any) -> Any:
 
 @torch.no_grad()
 def start_values(model: nn.Module, seed: int) -> None:
-    """A as PEFT starts it (uniform, variance 1 / (3 * in)) and B zero, so that the first policy is
-    the base model. Drawn on the host from ``seed``: the same however the model is sharded."""
+    """Initialise A as PEFT does (uniform, variance 1 / (3 * in)) and B with zero: the first policy
+    is the base model. Drawn on the host from ``seed``: independent of the sharding."""
     generator = torch.Generator().manual_seed(seed)
     for _, layer in adapted(model):
         rank, width = layer.lora_a.shape
@@ -123,12 +121,11 @@ def start_values(model: nn.Module, seed: int) -> None:
 
 
 def merged_shards(model: nn.Module, wanted: Collection[str]) -> dict[str, MergedRows]:
-    """This rank's rows of the adapted weights, with their adapters, by the weight's name.
+    """Return this rank's rows of the adapted weights in ``wanted``, with their adapters, by the
+    weight's name.
 
-    Collective where A, or B under tensor parallelism, is cut: every rank calls it, also one that
-    needs none.
-
-    For the moment between two steps, in which FSDP2 has the parameters sharded.
+    Collective if A, or B under tensor parallelism, is sharded: every rank must call it. Call it
+    between two steps, while FSDP2 has the parameters sharded.
     """
     found = {}
     with torch.no_grad():
@@ -144,8 +141,8 @@ def merged_shards(model: nn.Module, wanted: Collection[str]) -> dict[str, Merged
 
 
 def adapter_shards(model: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's part of each adapter's parameter by its name, B times the adapter's scale: with
-    that in it, an engine needs to know no alpha."""
+    """Return this rank's part of each adapter's parameters by name. B includes the adapter's scale,
+    so engines need no alpha."""
     found = {}
     with torch.no_grad():
         for name, layer in adapted(model):
@@ -155,13 +152,14 @@ def adapter_shards(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def adapter_shapes(model: nn.Module) -> dict[str, Shape]:
-    """Full shape of each parameter of an adapter, in the model's order."""
+    """Return the full shape of each adapter's parameters by name, in the model's order."""
     named = ((strip_prefixes(name), p) for name, p in model.named_parameters())
     return {name: tuple(p.shape) for name, p in named if is_adapter(name)}
 
 
 def _same_rows(layer: LoraLinear) -> bool:
-    """Whether this rank's part of B is that of the weight's rows; the same on every rank."""
+    """Whether each rank's part of B has the rows of its part of the weight; the same on every
+    rank."""
     if not isinstance(layer.weight, DTensor):
         return True
     cut = layer.weight.placements
@@ -179,10 +177,9 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def adapter_layout(base: Layout, shapes: Mapping[str, Shape]) -> Layout:
-    """The adapters' tensors as PEFT names them. ``shapes``: full ones of the adapters' parameters.
-
-    The rows of B are the weight's, so they move as ``to_hf`` moves those (rope's permutation).
-    """
+    """Return the layout of the adapters' tensors under PEFT's names. ``shapes``: full shapes of the
+    adapters' parameters. B's rows are permuted like the weight's (rope's permutation in
+    ``to_hf``)."""
     tensors = []
     for fqn, shape in shapes.items():
         end = A if fqn.endswith(A) else B

@@ -1,7 +1,7 @@
-"""torchtitan 0.2.2: its configuration and its models, behind the calls that ``models03`` has too.
+"""torchtitan 0.2.2's configuration and models behind the same interface as ``models03``.
 
-``titan.compat.upstream("models")`` is the one for the installed torchtitan. Each call imports
-torchtitan, so ``titan.compat.prepare()`` comes first.
+``titan.compat.upstream("models")`` returns the module for the installed torchtitan. Its functions
+import torchtitan: call ``titan.compat.prepare()`` first.
 """
 
 from typing import Any
@@ -11,24 +11,24 @@ from titan_grpo.layout.infer import ToHF
 from titan_grpo.titan.tiny import EOS, SHAPE
 
 TIED = {"output.weight"}
-"""Parameters that tied embeddings leave without values of their own."""
+"""Parameters that have no values of their own with tied embeddings."""
 
 KNOWN = "a model that torchtitan knows (llama3, qwen3, ...)"
-"""What model.name must be."""
+"""Rule for model.name, for error messages."""
 
 TOKENS = 2
-"""Dimension of tokens in what attention gets: [rows, heads, tokens, dim]."""
+"""Dimension of tokens in attention inputs: [rows, heads, tokens, dim]."""
 
 
 def torchtitan_sections() -> Any:
-    """The dataclass of the sections that a job's file has beside ours."""
+    """Return the dataclass of a job file's sections, without titan_grpo's."""
     from torchtitan.config import JobConfig
 
     return JobConfig
 
 
 def attention() -> type:
-    """The class of plain causal attention."""
+    """Return the class of plain causal attention."""
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
     kind: type = ScaledDotProductAttentionWrapper
@@ -36,8 +36,8 @@ def attention() -> type:
 
 
 def get_spec(name: str) -> Any:
-    """The model ``name``: ``model_args`` by flavor, the tiny ones too, ``model_cls``,
-    ``state_dict_adapter``. Raises ValueError where there is none."""
+    """Return the spec of model ``name``: ``model_args`` by flavor (with the tiny ones),
+    ``model_cls``, ``state_dict_adapter``. Raises ValueError for an unknown name."""
     from torchtitan.models.llama3 import llama3_args
     from torchtitan.models.qwen3 import qwen3_args
     from torchtitan.protocols.train_spec import get_train_spec
@@ -50,11 +50,11 @@ def get_spec(name: str) -> Any:
 
 
 def separate_qkv(args: Any) -> None:
-    """Nothing: q, k and v have a projection each."""
+    """Do nothing: q, k and v already have a projection each."""
 
 
 def violations(config: Any) -> list[str]:
-    """What of a job 0.2.2 cannot run, each as "key must be rule (why), got value"."""
+    """Return a job's settings that 0.2.2 cannot run, as "key must be rule (why), got value"."""
     p, split = config.parallelism, config.parallelism.tensor_parallel_degree
     rules = (
         (
@@ -74,8 +74,8 @@ def violations(config: Any) -> list[str]:
 
 
 def stored_tensors(model: Any, to_hf: ToHF) -> list[tuple[str, Any]]:
-    """What a checkpoint holds of a model, by name: its parameters, and the buffers that are
-    exported."""
+    """Return the tensors of a model that a checkpoint has, by name: its parameters, and the
+    exported buffers."""
     from titan_grpo.titan.weight_sync import exported_tensors
 
     return exported_tensors(model, to_hf)
@@ -86,8 +86,7 @@ def _qwen3_args(tied: bool, experts: bool) -> Any:
     from torchtitan.models.qwen3 import Qwen3ModelArgs
 
     s = SHAPE
-    # Experts in a loop and not in one grouped product: that one computes in bf16, and on CPU it
-    # gains nothing.
+    # Experts in a loop: the grouped product computes in bf16, and is no faster on a CPU.
     moe = MoEArgs(
         num_experts=s.experts,
         num_shared_experts=0,
@@ -121,8 +120,8 @@ def _llama3_args() -> Any:
     from torchtitan.models.llama3 import TransformerModelArgs
 
     s = SHAPE
-    # torchtitan derives the FFN: int(2 * 4 * 128 / 3) = 341, rounded up to a multiple of 512 = 512
-    # = SHAPE.ffn.
+    # torchtitan derives the FFN's width: int(2 * 4 * 128 / 3) = 341, rounded up to a multiple of
+    # ``multiple_of``, gives SHAPE.ffn.
     return TransformerModelArgs(
         dim=s.hidden,
         n_layers=s.layers,

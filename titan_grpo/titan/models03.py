@@ -1,7 +1,7 @@
-"""torchtitan 0.3: the configuration and the models, behind the calls that ``models02`` has too.
+"""torchtitan 0.3's configuration and models behind the same interface as ``models02``.
 
-0.3 has no sections of its own: a job is written in those of 0.2.2 (titan/sections.toml), and
-``engine03`` translates them. Models are 0.3's own, with plain causal attention.
+0.3 has no sections of its own: jobs use those of 0.2.2 (titan/sections.toml), and ``engine03``
+translates them. Models are 0.3's own, with plain causal attention.
 """
 
 import importlib
@@ -22,27 +22,27 @@ from titan_grpo.titan.lora import is_adapter
 from titan_grpo.titan.tiny import SHAPE
 
 TIED = {"lm_head.weight"}
-"""Parameters that tied embeddings leave without values of their own."""
+"""Parameters that have no values of their own with tied embeddings."""
 
 KNOWN = "llama3 or qwen3 with torchtitan 0.3 (no other was run with it)"
-"""What model.name must be."""
+"""Rule for model.name, for error messages."""
 
 TOKENS = 1
-"""Dimension of tokens in what attention gets: [rows, tokens, heads, dim]."""
+"""Dimension of tokens in attention inputs: [rows, tokens, heads, dim]."""
 
 FUSED = ".qkv_linear.wqkv."
-"""In the names of fused projections, which neither checkpoints nor adapters know."""
+"""Part of the names of fused projections, which checkpoints and state dict adapters do not have."""
 
 
 def torchtitan_sections() -> Any:
-    """The dataclass of the sections that a job's file has beside ours."""
+    """Return the dataclass of a job file's sections, without titan_grpo's."""
     from titan_grpo.titan.jobfile import JobConfig
 
     return JobConfig
 
 
 def attention() -> type:
-    """The class of plain causal attention."""
+    """Return the class of plain causal attention."""
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
     kind: type = ScaledDotProductAttention
@@ -50,8 +50,7 @@ def attention() -> type:
 
 
 class Args:
-    """A model's configuration with the names that 0.2.2 has for its fields. ``config`` and ``spec``
-    are 0.3's."""
+    """0.3's model configuration with 0.2.2's field names. ``config`` and ``spec`` are 0.3's."""
 
     attn_type = "sdpa"
 
@@ -59,8 +58,8 @@ class Args:
         plain: Any = attention()
         self.spec, self.config = spec, spec.model
         first = self.config.layers[0].attention
-        # 0.3's own choices cut a row at positions of zero or compute in bfloat16; a CPU cannot
-        # differentiate them. This is what 0.2.2 trains with.
+        # sdpa, as in 0.2.2. 0.3's defaults cut a row at positions of zero or compute in bfloat16,
+        # and have no backward on a CPU.
         for each in self.config.layers:
             if each.attention is not None:
                 each.attention.inner_attention = plain.Config()
@@ -77,25 +76,24 @@ class Args:
         self.moe_args = experts[0] if experts else None
 
     def update_from_config(self, job_config: Any) -> None:
-        """Nothing of a job changes what a model's parameters are."""
+        """Do nothing: no setting of a job changes a model's parameters."""
 
     def get_nparams_and_flops(self, model: torch.nn.Module, length: int) -> tuple[int, int]:
-        """0.3's own count."""
+        """Return 0.3's own counts."""
         counted: tuple[int, int] = self.config.get_nparams_and_flops(model, length)
         return counted
 
 
 class Flavors(dict[str, Any]):
-    """The arguments of a model's flavors, made anew at each access: a Trainer changes what it
-    gets."""
+    """Arguments by flavor, built anew at each access: a Trainer changes them in place."""
 
     def __getitem__(self, flavor: str) -> Args:
         return Args(super().__getitem__(flavor)())
 
 
 def get_spec(name: str) -> Any:
-    """The model ``name``: ``model_args`` by flavor, the tiny ones too, ``model_cls``,
-    ``state_dict_adapter``. Raises ValueError where there is none."""
+    """Return the spec of model ``name``: ``model_args`` by flavor (with the tiny ones),
+    ``model_cls``, ``state_dict_adapter``. Raises ValueError for an unknown name."""
     if name not in TINY:
         raise ValueError(name)
     module = importlib.import_module(f"torchtitan.models.{name}")
@@ -114,7 +112,7 @@ def get_spec(name: str) -> Any:
 
 
 def separate_qkv(args: Args) -> None:
-    """Give each layer three projections in place of the fused one: adapters are on these."""
+    """Replace each layer's fused projection by three, which LoRA adapters can be put on."""
     from torchtitan.models.common.attention import QKVLinear
     from torchtitan.models.common.linear import Linear
 
@@ -131,8 +129,8 @@ def separate_qkv(args: Args) -> None:
 
 
 def splitting(kind: Any, args: Args) -> type:
-    """A StateDictAdapter class that takes fused projections too: as such they would be left out
-    without a word."""
+    """Return a StateDictAdapter class that splits fused projections: ``kind`` would omit them
+    silently."""
 
     def to_hf(self: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         whole: dict[str, Any] = {}
@@ -145,8 +143,8 @@ def splitting(kind: Any, args: Args) -> type:
 
 
 def split_qkv(name: str, fused: torch.Tensor, args: Any) -> dict[str, torch.Tensor]:
-    """The projections that a fused one [(heads + 2 kv_heads) * head_dim, ..] holds, which has for
-    each KV head its query heads, then K, then V. Source: 0.3's FusedQKVLinear."""
+    """Split a fused projection [(heads + 2 kv_heads) * head_dim, ..], which has for each KV head
+    its query heads, then K, then V. Source: 0.3's FusedQKVLinear."""
     each = args.n_heads // args.n_kv_heads
     tail = fused.shape[1:]
     heads = fused.reshape(args.n_kv_heads, each + 2, args.head_dim, *tail)
@@ -155,8 +153,8 @@ def split_qkv(name: str, fused: torch.Tensor, args: Any) -> dict[str, torch.Tens
 
 
 def stored_tensors(model: torch.nn.Module, to_hf: ToHF) -> list[tuple[str, torch.Tensor]]:
-    """What a checkpoint holds of a model, by name, without adapters: fused projections are split by
-    0.3 itself. Collective."""
+    """Return the tensors of a model that a checkpoint has, by name, without LoRA adapters. 0.3
+    itself splits fused projections. Collective."""
     return [(name, t) for name, t in model.state_dict().items() if not is_adapter(name)]
 
 
@@ -166,7 +164,7 @@ _SIZES: dict[str, Any] = {
     "n_heads": SHAPE.heads,
     "n_kv_heads": SHAPE.kv_heads,
 }
-"""What every function of 0.3 that builds layers is given."""
+"""Arguments common to 0.3's functions that build layers."""
 
 
 def _tiny_llama3(attn_backend: str, **_: Any) -> Any:
@@ -253,7 +251,7 @@ def _tiny_moe(attn_backend: str, **_: Any) -> Any:
 
 @cache
 def _exact_experts() -> type:
-    """Experts in a loop and not in one grouped product: that one computes in bfloat16."""
+    """Return a class of experts in a loop: the grouped product computes in bfloat16."""
     from torchtitan.models.common.moe import GroupedExperts
 
     class ExactExperts(GroupedExperts):  # type: ignore[misc]
@@ -262,7 +260,7 @@ def _exact_experts() -> type:
             pass
 
         def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-            """[tokens, dim], by expert ``counts`` of them -> as x."""
+            """[tokens, dim], ordered by expert with ``counts`` each -> the same shape."""
             cut = (self.w1_EFD, self.w2_EDF, self.w3_EFD)
             w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in cut)
             sizes = counts.tolist()
@@ -283,11 +281,11 @@ TINY: dict[str, dict[str, Callable[..., Any]]] = {
         "grpo_tiny_moe": _tiny_moe,
     },
 }
-"""Models that are supported with 0.3 -> our flavors of it."""
+"""Models supported with 0.3 -> our tiny flavors."""
 
 
 def violations(config: Any) -> list[str]:
-    """What of a job cannot run with 0.3, each as "key must be rule (why), got value"."""
+    """Return a job's settings that 0.3 cannot run, as "key must be rule (why), got value"."""
     from titan_grpo.titan.engine03 import without_counterpart
 
     never = "never run with torchtitan 0.3; take 0.2.2"
@@ -295,7 +293,7 @@ def violations(config: Any) -> list[str]:
         ("parallelism.pipeline_parallel_degree", (1,), f" ({never})"),
         ("grpo.ptx_mixin_batchsize", (0,), f" ({never})"),
         ("activation_checkpoint.mode", ("none", "selective", "full"), f" ({never})"),
-        # "2", 0.2.2's default, is as good as left out
+        # "2" is 0.2.2's default: not set by the job
         ("activation_checkpoint.selective_ac_option", ("op", "2"), " (0.3 selects operations)"),
     )
     rules = [

@@ -1,5 +1,5 @@
-"""What GRPO needs of torchtitan's models besides: attention inside the sequences of a packed row,
-routers on the engine's experts, logits in float32, and the moving reference of the KL term."""
+"""Additions to torchtitan's models: attention within the sequences of a packed row, router replay,
+logits in float32, and the moving reference of the KL term."""
 
 import inspect
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ from titan_grpo.titan import compat
 
 
 class DocumentAttention(torch.nn.Module):
-    """Calls ``inner`` with q, k, v as they are, or sequence by sequence while ``seam.rows`` is set:
-    it gathers a packed row into rows of one sequence each, and puts the results back (see
-    algorithm/rows.py).
+    """Wrapper of an attention module. While ``seam.rows`` is set, it gathers packed rows into rows
+    of one sequence each, calls ``inner`` on these, and puts the results back (see
+    algorithm/rows.py). Otherwise it calls ``inner`` unchanged.
 
-    torchtitan 0.2.2 cuts a row at every end-of-text token (flex and varlen attention), which is not
-    where our sequences end, and its sdpa attention, as that of 0.3, takes no mask at all. q, k, v
-    are [R, heads, L, dim], ``tokens`` being 2, or [R, L, heads, dim], it being 1."""
+    torchtitan 0.2.2's flex and varlen attention cut a row at every end-of-text token, which is not
+    where our sequences end; its sdpa attention and 0.3's take no mask. q, k, v are [R, heads, L,
+    dim] if ``tokens`` is 2, [R, L, heads, dim] if it is 1."""
 
     def __init__(self, inner: torch.nn.Module, seam: "PackedAttention", tokens: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class DocumentAttention(torch.nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        """As q, with the dim of v; ``options`` are the wrapped module's."""
+        """Return the shape of q with the dim of v. ``options`` go to the wrapped module."""
         rows = self._seam.rows
         if rows is None:
             out: torch.Tensor = self.inner(q, k, v, **options)
@@ -53,19 +53,15 @@ class DocumentAttention(torch.nn.Module):
 
 
 class PackedAttention:
-    """Shared by all attention layers of a model: where the sequences of the current micro-batch
-    lie."""
+    """Places of the sequences in the current micro-batch, shared by all attention layers."""
 
     def __init__(self) -> None:
         self.rows: AttentionRows | None = None
 
     def install(self, model: torch.nn.Module) -> None:
-        """Wrap the attention of every layer, before the first forward; parameters and their names
-        stay as they are.
-
-        Raises ConfigError for a model without positions in its forward, or with another attention
-        than sdpa.
-        """
+        """Wrap the attention of every layer, before the first forward. Parameters and their names
+        do not change. Raises ConfigError for a model whose forward takes no positions, or without
+        sdpa attention."""
         upstream = compat.upstream("models")
         plain = upstream.attention()
         found = [
@@ -85,8 +81,8 @@ class PackedAttention:
 
     @contextmanager
     def using(self, rows: AttentionRows | None, device: torch.device) -> Iterator[None]:
-        """Forward and backward of one micro-batch happen inside (backward too: checkpointed layers
-        compute again there)."""
+        """Set ``rows`` for one micro-batch. Run its forward and backward inside (checkpointed
+        layers recompute in the backward)."""
         self.rows = None if rows is None else rows.to(device)
         try:
             yield
@@ -95,12 +91,12 @@ class PackedAttention:
 
 
 CHOSEN = 8.0
-"""Added to the score of a replayed expert, scores being at most 1 and a load balancing bias less
-than the rest."""
+"""Added to the score of a replayed expert. Larger than a score (at most 1) plus a load balancing
+bias (below 7)."""
 
 
 def routers(model: torch.nn.Module) -> dict[int, Any]:
-    """Number of each MoE layer -> its router. Raises ConfigError for a model without one."""
+    """Return the router of each MoE layer by layer number. Raises ConfigError if there is none."""
     layers: Any = getattr(model, "layers", {})
     found = {
         int(number): layer.moe.router
@@ -116,22 +112,21 @@ def routers(model: torch.nn.Module) -> dict[int, Any]:
 
 
 def route_width(model: torch.nn.Module) -> int:
-    """Experts of a token over all layers, as engines send them: dense layers count too. Raises
-    ConfigError as ``routers``."""
+    """Return the number of experts of a token over all layers, as engines send them: dense layers
+    count too. Raises ConfigError as ``routers``."""
     found = routers(model)
     layers: Any = model.layers
     return len(layers) * int(next(iter(found.values())).top_k)
 
 
 class RouterReplay:
-    """Shared by all routers of a model: the experts that the engine chose for the current
-    micro-batch.
+    """Experts that the engine chose for the current micro-batch, shared by all routers of a model.
 
-    Trainer and engine compute a router's logits in other kernels and types; where two experts are
-    nearly equal they choose others, and the log-probabilities of the token and of all after it
-    differ by tenths of a nat. With the engine's choice in the trainer's forward and backward they
-    differ by arithmetic alone (R3, arXiv 2510.11370). The gates stay the trainer's: its own scores
-    of the chosen experts, so routers learn.
+    Trainer and engine compute a router's logits with different kernels and types. Where two experts
+    score nearly equally they choose differently, and the log-probabilities of that token and of all
+    later ones differ by tenths of a nat. With the engine's choice in the trainer's forward and
+    backward they differ by arithmetic alone (R3, arXiv 2510.11370). The gates are still the
+    trainer's own scores of the chosen experts, so routers learn.
     """
 
     def __init__(self) -> None:
@@ -139,16 +134,16 @@ class RouterReplay:
         self._differs: torch.Tensor | None = None
 
     def install(self, model: torch.nn.Module) -> None:
-        """Make every router follow ``using``, before the first forward; parameters and their names
-        stay as they are. Raises ConfigError as ``routers``."""
+        """Hook every router, before the first forward. Parameters and their names do not change.
+        Raises ConfigError as ``routers``."""
         for number, router in routers(model).items():
             router.register_forward_pre_hook(partial(self._replay, number))
 
     @contextmanager
     def using(self, routes: torch.Tensor | None, device: torch.device) -> Iterator[None]:
-        """Forward and backward of one micro-batch happen inside (backward too: checkpointed layers
-        route again there). ``routes``: int16 [R, L, layers * experts of a token], -1 where the
-        trainer's choice stands; None: it stands everywhere."""
+        """Set the routes of one micro-batch. Run its forward and backward inside (checkpointed
+        layers route again in the backward). ``routes``: int16 [R, L, layers * experts of a token],
+        -1 for the trainer's own choice; None: its own choice everywhere."""
         self._routes = None if routes is None else routes.flatten(0, 1).to(device).long()
         self._differs = None
         try:
@@ -157,8 +152,8 @@ class RouterReplay:
             self._routes = self._differs = None
 
     def take_metrics(self) -> Metrics:
-        """Since ``using``: how many tokens had routes, and for how many any router's own choice was
-        another. Empty without routes."""
+        """Return how many tokens had routes since ``using``, and for how many of them any router
+        would have chosen others. Empty without routes."""
         if self._routes is None or self._differs is None:
             return {}
         replayed = self._routes[:, 0] >= 0
@@ -168,8 +163,8 @@ class RouterReplay:
         }
 
     def _replay(self, layer: int, router: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """In place of an expert's bias, the router gets one for each token that only the replayed
-        experts can win with."""
+        """Replace a router's expert bias by one per token with which only the replayed experts can
+        win. A forward pre-hook."""
         if self._routes is None:
             return None
         x, bias = given[0], given[1] if len(given) > 1 else None
@@ -182,44 +177,44 @@ class RouterReplay:
             replayed = wanted >= 0
             chosen = x.new_zeros((len(wanted), router.num_experts), dtype=torch.float32)
             chosen.scatter_add_(1, wanted.clamp(min=0), replayed.float() * CHOSEN)
-            # As the scores: [R * L, experts] with torchtitan 0.2.2, [R, L, experts] with 0.3.
+            # The scores' shape: [R * L, experts] in torchtitan 0.2.2, [R, L, experts] in 0.3.
             chosen = chosen.view(*x.shape[:-1], router.num_experts)
         return x, chosen if bias is None else chosen + bias
 
 
 def _float32_logits(head: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """[..., dim] -> [..., vocabulary] in float32, of the weights as mixed precision gathered
-    them."""
+    """[..., dim] -> [..., vocabulary] in float32, from weights in the type that mixed precision
+    gathered."""
     bias = None if head.bias is None else head.bias.float()
-    # autocast would take the product back to its own type
+    # autocast would compute the product in its own type
     with torch.autocast(hidden.device.type, enabled=False):
         return functional.linear(hidden.float(), head.weight.float(), bias)
 
 
 def compute_head_in_fp32(model: torch.nn.Module) -> None:
-    """Let a model's last projection compute in float32; parameters and their names stay as they
-    are: what is lost in bfloat16 is the gap at rare tokens (MiniMax-M1, arXiv 2506.13585, section
-    3.2). Raises ConfigError for a model without one that is plain."""
+    """Make a model's last projection compute in float32: in bfloat16 trainer and engine differ at
+    rare tokens (MiniMax-M1, arXiv 2506.13585, section 3.2). Parameters and their names do not
+    change. Raises ConfigError if the last layer is no plain projection."""
     head = getattr(model, "output", None) or getattr(model, "lm_head", None)
-    # Not the class: FSDP makes one of its own of it.
+    # Compare ``forward``, not the class: FSDP derives a class of its own.
     if getattr(type(head), "forward", None) is not torch.nn.Linear.forward:
         raise ConfigError(
             "grpo.fp32_lm_head needs a model whose last layer is a plain projection, this one has"
             f" {type(head).__name__}: set it to false"
         )
-    # The instance's forward: hooks of FSDP and TP around it stay.
+    # Set on the instance: the hooks of FSDP and TP stay around it.
     assert isinstance(head, torch.nn.Linear)
     head.forward = MethodType(_float32_logits, head)  # type: ignore[method-assign]
 
 
 @torch.no_grad()
 def move_reference(reference: torch.nn.Module, policy: torch.nn.Module, ema: float) -> None:
-    """reference = ema * reference + (1 - ema) * policy, on this rank's own shards: in place,
-    without communication. For a step boundary, where FSDP2 has the policy sharded."""
+    """Set reference = ema * reference + (1 - ema) * policy on this rank's shards, in place, without
+    communication. Call it at a step boundary, while FSDP2 has the policy sharded."""
     for module in reference.modules():
         if isinstance(module, FSDPModule):
-            # A forward without backward leaves the last group gathered, and that copy would be used
-            # again.
+            # A forward without backward leaves the last group gathered; the next forward would use
+            # that stale copy.
             module.reshard()
     ours, theirs = (
         [p.to_local() if isinstance(p, DTensor) else p.data for p in model.parameters()]

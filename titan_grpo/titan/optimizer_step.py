@@ -1,10 +1,10 @@
-"""The optimizer steps of one training step, made of torchtitan's own parts.
+"""The optimizer steps of one training step, built from torchtitan's own parts.
 
-One batch is one training step and makes one version. With ``num_microbatches`` or ``num_epochs``
-above 1 it takes several optimizer steps (PPO minibatches, passes over the batch), and for those
-after the first the log-probabilities of the policy before the batch are computed beforehand. An
-optimizer step whose numbers are bad is not taken, on any rank: parameters and optimizer state stay
-as they are.
+One batch is one training step and makes one version. ``num_microbatches`` or ``num_epochs`` above 1
+gives several optimizer steps (PPO minibatches, passes over the batch). With ``proximal_logprobs =
+"recompute"``, those after the first use log-probabilities that the policy computes before the first
+step. If an optimizer step's numbers are bad, every rank skips it: parameters and optimizer state
+stay unchanged.
 """
 
 import math
@@ -37,26 +37,25 @@ from titan_grpo.titan.pipeline import Loaded, Pipeline, alike
 from titan_grpo.titan.step_records import FirstBatch
 
 CHUNK_TOKENS = 4096
-"""Tokens whose distribution over the vocabulary is computed at a time: bounds its temporary
-memory."""
+"""Tokens per chunk of a computation over the vocabulary: bounds its temporary memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a batch; the same on every rank but for ``metrics``."""
+    """Result of training on one batch; the same on every rank except ``metrics`` and ``first``."""
 
     taken: int
     """Optimizer steps that changed the weights."""
     steps: int
-    """Optimizer steps that the batch was meant for."""
+    """Optimizer steps attempted."""
     grad_norm: float
     """Largest gradient norm before clipping."""
     unhealthy: tuple[str, ...]
-    """Why the others were not taken."""
+    """Reasons why the others were skipped, each once."""
     metrics: Metrics
-    """This rank's, not reduced."""
+    """This rank's metrics, not reduced."""
     first: FirstBatch | None
-    """This rank's first micro-batch with the log-probabilities of the policy before the step."""
+    """This rank's first micro-batch with the policy's log-probabilities before the step."""
 
 
 Reader = Callable[[torch.Tensor, torch.Tensor, float, int], torch.Tensor]
@@ -64,8 +63,8 @@ Reader = Callable[[torch.Tensor, torch.Tensor, float, int], torch.Tensor]
 
 
 def least_of_share(values: torch.Tensor, share: float) -> float:
-    """The least of the greatest ``share`` of the values, at least one of them; infinity of none
-    (2506.01939: the tokens at which a policy decides are the few of high entropy).
+    """Return the smallest of the largest ``share`` of the values (at least one value); infinity if
+    there are none. Selects the few tokens of high entropy (arXiv 2506.01939).
 
     Example: values (1, 4, 2, 3), share 0.5 -> 3.
     """
@@ -74,12 +73,12 @@ def least_of_share(values: torch.Tensor, share: float) -> float:
 
 
 def reduce_metrics(outcome: Outcome, parallel_dims: Any) -> dict[str, float]:
-    """Plain numbers of a training step over all data-parallel ranks; losses are means over its
+    """Reduce the metrics of a training step over all data-parallel ranks; losses are means over its
     optimizer steps. Collective over the batch mesh."""
     sums, maxima = pack(outcome.metrics)
     mesh = parallel_dims.get_optional_mesh("batch")
     if mesh is not None:
-        # float64 sums: a mean over a million tokens keeps its digits.
+        # The sums are float64: a mean over a million tokens keeps its digits.
         dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=mesh.get_group())
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=mesh.get_group())
     values = summarize(unpack(list(outcome.metrics), sums, maxima))
@@ -90,8 +89,8 @@ def reduce_metrics(outcome: Outcome, parallel_dims: Any) -> dict[str, float]:
 
 
 class Stepper:
-    """Computes losses and takes optimizer steps for a Trainer, whose model, optimizer, contexts and
-    hooks it uses."""
+    """Losses and optimizer steps of a GRPOTrainer, with the trainer's model, optimizer, contexts
+    and hooks."""
 
     def __init__(
         self,
@@ -114,7 +113,7 @@ class Stepper:
         """Train on one batch: ``steps[m]`` micro-batches for the m-th optimizer step of a pass.
         Collective over all ranks.
 
-        ``version`` is the trainer's; ``collapsed`` comes from rank 0 (the others pass False).
+        ``version`` is the trainer's; rank 0 passes ``collapsed``, the others pass False.
         """
         self._first = None
         minibatches = [[next(batches) for _ in range(count)] for count in steps]
@@ -125,7 +124,7 @@ class Stepper:
         found = []
         for number in range(self._grpo.num_epochs * len(minibatches)):
             minibatch = minibatches[number % len(minibatches)]
-            # Only before the first optimizer step is the policy that of the trainer's version.
+            # The policy equals the trainer's version only before the first optimizer step.
             own = version if number == 0 else None
             found.append(self._optimizer_step(minibatch, version, own, collapsed, parts))
         self._t.lr_schedulers.step()
@@ -140,8 +139,8 @@ class Stepper:
         )
 
     def _prepare(self, minibatches: Sequence[Sequence[Loaded]]) -> None:
-        """Add what needs the policy before the batch: its log-probabilities, where an optimizer
-        step after the first uses them, and its tokens of high entropy. Collective."""
+        """Add the inputs that the unchanged policy computes: ``old_logprobs`` for optimizer steps
+        after the first, and the ``high_entropy`` mask. Collective."""
         g, t = self._grpo, self._t
         if g.proximal_logprobs == "recompute":
             for minibatch in minibatches if g.num_epochs > 1 else minibatches[1:]:
@@ -149,7 +148,7 @@ class Stepper:
         if g.top_entropy_share == 1:
             return
         for minibatch in minibatches:
-            # of a token's distribution, whatever its label
+            # the entropy does not depend on the labels
             self._add("entropy", minibatch, lambda logits, _, *rest: token_entropy(logits, *rest))
             here = [
                 inputs["entropy"][labels.to(t.device) != IGNORE_INDEX]
@@ -160,7 +159,8 @@ class Stepper:
                 inputs["high_entropy"] = inputs.pop("entropy") >= least
 
     def _bound_second_moment(self, minibatch: Sequence[Loaded]) -> None:
-        """Say which tokens M2PO leaves out, by the policy as it is now. Collective."""
+        """Add the ``outside_m2`` mask: the tokens that M2PO leaves out under the current policy.
+        Collective."""
         device = self._t.device
         moments = []
         before = self._before(self._t.policy, minibatch, token_logprobs)
@@ -174,7 +174,7 @@ class Stepper:
             inputs["outside_m2"] = moment >= least
 
     def _of_all_ranks(self, here: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Values [n] of this data-parallel rank and of the others, on the CPU. Collective."""
+        """Gather values [n] from all data-parallel ranks, on the CPU. Collective."""
         own = torch.cat(list(here)).cpu()
         mesh = self._t.parallel_dims.get_optional_mesh("batch")
         if mesh is None:
@@ -191,7 +191,7 @@ class Stepper:
         collapsed: bool,
         parts: list[Metrics],
     ) -> tuple[float, tuple[str, ...]]:
-        """(gradient norm, why the step was not taken)."""
+        """Take one optimizer step; return (gradient norm, reasons why it was skipped)."""
         t = self._t
         if self._grpo.m2_threshold:
             self._bound_second_moment(minibatch)
@@ -220,11 +220,13 @@ class Stepper:
             ep_enabled=t.parallel_dims.ep_enabled,
         )
         bad = flags(loss, grad_norm, self._grpo.grad_norm_limit, collapsed)
+        # Over all ranks: a rank that skipped alone would hold other weights.
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         why = reasons(bad.tolist())
         if why:
             t.optimizers.zero_grad()
             return float(grad_norm), why
+        # Includes the fence (GRPOTrainer.__init__): the last version's copy reads these weights.
         t.checkpointer.maybe_wait_for_staging()
         t.optimizers.step()
         return float(grad_norm), ()
@@ -232,7 +234,7 @@ class Stepper:
     def _batch(
         self, inputs: dict[str, Any], labels: torch.Tensor, version: int, own: int | None
     ) -> dict[str, torch.Tensor]:
-        """What ``grpo_loss`` needs of a micro-batch, on the device."""
+        """Return a micro-batch's inputs of ``grpo_loss``, on the device."""
         device = self._t.device
         batch = {
             name: x.to(device)
@@ -248,8 +250,9 @@ class Stepper:
     def _forward_backward(
         self, inputs: dict[str, Any], labels: torch.Tensor, version: int, own: int | None
     ) -> tuple[torch.Tensor, Metrics]:
-        """GRPO loss of one micro-batch and its gradients. The batch's weights normalise over the
-        optimizer step already. ``own``: the version that the policy is of, None between two."""
+        """Compute the GRPO loss of one micro-batch and its gradients. The batch's weights already
+        normalise over the optimizer step. ``own``: the policy's version; None if it is between two
+        versions."""
         t = self._t
         batch = self._batch(inputs, labels, version, own)
         reference = None
@@ -257,7 +260,7 @@ class Stepper:
             [reference] = self._before(self._reference, [(inputs, labels)], token_logprobs)
         with self._using(inputs):
             logits = t.logits(t.policy, batch)
-            # Before the backward, where checkpointed layers route once more.
+            # Before the backward: there checkpointed layers route a second time.
             routed = self._replay.take_metrics()
             loss, metrics = self._loss(logits, batch, reference)
             del logits
@@ -266,7 +269,7 @@ class Stepper:
 
     @contextmanager
     def _using(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """What the model computes a micro-batch in, forward and backward."""
+        """Enter the contexts of a micro-batch's forward and backward."""
         device = self._t.device
         with (
             self._packed.using(inputs.get("rows"), device),
@@ -294,8 +297,8 @@ class Stepper:
     def _pipelined(
         self, pipeline: Pipeline, minibatch: Sequence[Loaded], version: int, own: int | None
     ) -> tuple[torch.Tensor, list[Metrics]]:
-        """Loss and metrics of an optimizer step's micro-batches as one pass through the stages. The
-        last stage computes them, and every rank goes on with what it has."""
+        """Run an optimizer step's micro-batches through the pipeline stages as one pass. The last
+        stage computes loss and metrics and shares them with the others."""
         device = self._t.device
         batches = [self._batch(*loaded, version, own) for loaded in minibatch]
         references: Sequence[torch.Tensor | None] = [None] * len(batches)
@@ -316,7 +319,7 @@ class Stepper:
         if pipeline.is_last:
             summed = accumulate(made)
             assert self._first is not None
-            # together: each tensor is a wait for the device
+            # few tensors: each copy to the CPU waits for the device
             parts = torch.stack(losses).sum(), *pack(summed), self._first.logprobs
             here = list(summed), [part.cpu() for part in parts]
         metric_names, (loss, sums, maxima, logprobs) = pipeline.share(here)
@@ -334,7 +337,7 @@ class Stepper:
     def _before(
         self, model: torch.nn.Module, minibatch: Sequence[Loaded], read: Reader
     ) -> list[torch.Tensor]:
-        """What ``read`` makes of a model's logits as they are now, without gradient, [R, L] of each
+        """Apply ``read`` to the model's current logits, without gradient; return [R, L] for each
         micro-batch. Collective: every rank has the same number of micro-batches."""
         t, out = self._t, []
         if isinstance(model, Pipeline):
@@ -354,8 +357,8 @@ class Stepper:
         return out
 
     def _text_forward_backward(self, made: Sequence[Metrics]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(this rank's share of the weighted loss, and of the mean cross-entropy) of the optimizer
-        step's plain text."""
+        """Add the gradients of the optimizer step's plain text. Return this rank's shares of its
+        weighted loss and of its mean cross-entropy."""
         t, g, text = self._t, self._grpo, self._text
         assert text is not None
         pairs = [(inputs.to(t.device), labels.to(t.device)) for inputs, labels in text.take()]

@@ -1,10 +1,9 @@
-"""A model cut into stages over ranks: torch's schedules over torchtitan's stages, made anew for
-each shape of a batch.
+"""Pipeline parallelism: torch's schedules over torchtitan's stages, rebuilt for each batch shape.
 
-torch fixes the shape of a schedule's micro-batches when its stages are made. Here those of one
-optimizer step are padded to one shape, and where that differs from the last one's, stages and
-schedule are made again around the same modules, with the shapes said beforehand: nothing is
-inferred by a pass over the model.
+torch fixes the shape of micro-batches when a schedule's stages are built. Here all micro-batches
+of one optimizer step are padded to one shape. If it differs from the last step's, stages and
+schedule are rebuilt around the same modules. Shapes are given explicitly, so torch needs no pass
+over the model to infer them.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,31 +25,31 @@ OfLogits = Callable[[torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What one stage hands to the next: [R, L / ``split``, ``width``]."""
+    """Tensors between stages: [R, L / ``split``, ``width``]."""
 
     width: int
     dtype: torch.dtype
     device: torch.device
     split: int
-    """Tensor-parallel ranks: between layers each has its part of the tokens."""
+    """Number of tensor-parallel ranks: between layers each has its part of the tokens."""
 
 
 class _Reader(torch.nn.Module):
-    """The last stage of a pass without gradients: of its logits only what is read from them
-    stays."""
+    """Last stage of a pass without gradients. It returns what ``of_logits`` reads, so the logits
+    are freed."""
 
     def __init__(self, part: torch.nn.Module, of_logits: OfLogits) -> None:
         super().__init__()
         self._part, self._of_logits, self._number = part, of_logits, 0
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, L, width] -> [R, L]. Micro-batches come in their order."""
+        """[R, L, width] -> [R, L]. Called for the micro-batches in order."""
         self._number += 1
         return self._of_logits(self._part(hidden), self._number - 1)
 
 
 class Pipeline(torch.nn.ModuleList):
-    """This rank's stages of a model, in the form that torchtitan gave them."""
+    """This rank's stages of a model, as torchtitan built them."""
 
     def __init__(
         self,
@@ -59,8 +58,8 @@ class Pipeline(torch.nn.ModuleList):
         group: dist.ProcessGroup,
         activations: Activations,
     ) -> None:
-        """``schedule`` is torchtitan's; of it the kind is kept, and where the stages are.
-        Collective over ``group``: the ranks with one model's stages."""
+        """``schedule`` is torchtitan's; only its class and its stages' places are kept. Collective
+        over ``group``: the ranks with one model's stages."""
         super().__init__(parts)
         self._kind, self._group, self._between = type(schedule), group, activations
         stages = getattr(schedule, "_stages", None) or [schedule._stage]
@@ -76,9 +75,9 @@ class Pipeline(torch.nn.ModuleList):
         self._loss: list[OfLogits] = []
 
     def forward_backward(self, ids: torch.Tensor, loss: OfLogits) -> None:
-        """Forward and backward of ids [micro-batches, R, L] as one pass of the schedule; ``loss``
-        is called on the rank with the last stage. Collective: every rank with one model's stages
-        gives the same ids."""
+        """Run forward and backward of ids [micro-batches, R, L] as one pass of the schedule, which
+        calls ``loss`` on the rank with the last stage. Collective: every rank with one model's
+        stages gives the same ids."""
         self._loss[:] = [loss]
         if self._shape != ids.shape:
             self._shape = ids.shape
@@ -92,12 +91,12 @@ class Pipeline(torch.nn.ModuleList):
 
     @torch.no_grad()
     def read(self, ids: torch.Tensor, read: OfLogits) -> torch.Tensor:
-        """float32 [micro-batches, R, L]: what ``read`` makes of each micro-batch's logits, on every
-        rank. Collective."""
+        """Apply ``read`` to each micro-batch's logits, without gradients; return float32
+        [micro-batches, R, L] on every rank. Collective."""
         out: torch.Tensor | None = self._schedule(ids, False, read).step(*self._arguments(ids))
         for module in self.modules():
             if isinstance(module, FSDPModule):
-                # a pass without backward leaves whole parameters behind
+                # a forward without backward leaves parameters gathered
                 module.reshard()
         if out is None:
             out = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
@@ -106,7 +105,7 @@ class Pipeline(torch.nn.ModuleList):
         return out
 
     def share(self, value: Any) -> Any:
-        """What the rank with the last stage has, on every rank. Collective."""
+        """Return the value of the rank with the last stage, on every rank. Collective."""
         box = [value]
         dist.broadcast_object_list(box, self._source, group=self._group)
         return box[0]
@@ -115,7 +114,8 @@ class Pipeline(torch.nn.ModuleList):
         return (ids.flatten(0, 1),) if self._is_first else ()
 
     def _schedule(self, ids: torch.Tensor, training: bool, of_logits: Any) -> Any:
-        """``of_logits``: in training the loss, as torch's schedules call it."""
+        """Build a schedule for the shape of ``ids``. ``of_logits``: in training the loss, with the
+        arguments of torch's schedules."""
         count, rows, length = ids.shape
         b = self._between
         inside = torch.empty(
@@ -135,7 +135,7 @@ class Pipeline(torch.nn.ModuleList):
                     number,
                     b.device,
                     input_args=ids[0] if index == 0 else inside,
-                    # of the last stage nothing is sent: its shape says nothing
+                    # unused for the last stage, which sends nothing
                     output_args=inside,
                     group=self._group,
                 )
@@ -150,15 +150,15 @@ class Pipeline(torch.nn.ModuleList):
 
 
 Loaded = tuple[dict[str, Any], torch.Tensor]
-"""Tensors [R, L] by name, and labels."""
+"""A micro-batch: tensors [R, L] by name, and labels."""
 
 FILL = {"labels": IGNORE_INDEX, "sequence": -1}
-"""What a tensor has at padding; 0 where it is not named."""
+"""Padding value of each tensor; 0 for the others."""
 
 
 def alike(minibatch: Sequence[Loaded]) -> list[Loaded]:
-    """The micro-batches of one optimizer step in one shape, that of the most rows and of the
-    longest: padding follows a row's tokens, which cannot see it."""
+    """Pad the micro-batches of one optimizer step to one shape: the most rows, the longest row.
+    Padding follows a row's tokens, so causal attention hides it from them."""
     rows, length = (max(labels.shape[dim] for _, labels in minibatch) for dim in (0, 1))
 
     def fit(name: str, tensor: torch.Tensor) -> torch.Tensor:

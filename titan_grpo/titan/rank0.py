@@ -1,5 +1,5 @@
-"""What only rank 0 has: servers, rollout process, sync worker, records. The trainer calls it at
-step boundaries."""
+"""Rank 0's part of a run: servers, rollouts, sync process, records. The trainer calls it at step
+boundaries."""
 
 import json
 import logging
@@ -66,11 +66,11 @@ logger = logging.getLogger(__name__)
 
 
 END_S = 15.0
-"""Seconds that all ends together may take: torchrun kills its ranks 30 s after a signal."""
+"""Seconds for the whole shutdown: torchrun kills its ranks 30 s after a signal."""
 
 
 def batch_options(job_config: Any, cost: TokenCost, routes: int = 0) -> BatchOptions:
-    """How rows are cut, padded and weighted, from the job's sections. Raises ConfigError."""
+    """Return how rows are cut, padded and weighted. Raises ConfigError."""
     training, grpo = job_config.training, job_config.grpo
     return BatchOptions(
         token_budget=grpo.token_budget or training.local_batch_size * training.seq_len,
@@ -85,10 +85,10 @@ def batch_options(job_config: Any, cost: TokenCost, routes: int = 0) -> BatchOpt
 
 
 class Controller:
-    """Rank 0's side of a run. Built early and cheap; ``start`` starts processes and threads,
+    """Rank 0's side of a run. Construction is cheap; ``start`` starts processes and threads,
     ``close`` ends them."""
 
-    # Of these there is none before ``start``.
+    # Set by ``start``.
     recorder: Recorder
     worker: SyncProcess
     """The weight sync."""
@@ -119,13 +119,12 @@ class Controller:
         self._codec: TextCodec | None = None
         self._taken: tuple[int, list[Group]] = 0, []
         self._counted: tuple[float, dict[str, int]] = 0.0, {}
-        """The rollouts' counters as they were when they were last written down, and when that was
-        (monotonic clock)."""
+        """When the rollouts' counters were last recorded (monotonic clock), and their values."""
         if job_config.dashboards.metrics_address:
             dashboards.require("dashboards.metrics_address")
         self._watched = (alerts.GAP, *alerts.watched(job_config.alerts))
         self.stopped_by = ""
-        """The threshold of alerts.stop that was crossed."""
+        """The first threshold of alerts.stop that was crossed; empty if none."""
         self._ended_by = ""
         self._collapse = Collapse(job_config.grpo.reward_collapse_steps)
 
@@ -137,39 +136,39 @@ class Controller:
         device: torch.device,
         plan: WritePlan,
     ) -> SyncProcess:
-        """Start servers, rollouts and weight sync for training that continues from ``version``;
-        ``state`` is a checkpoint's."""
+        """Start servers, rollouts and weight sync for training that continues from ``version``.
+        ``state``: the rollout state of a checkpoint, or empty."""
         rollout, sync, ends = self._job.rollout, sync_settings(self._job), self._ends
-        # Not earlier: a finished job that is started again changes no file.
+        # Not in __init__: restarting a finished job must change no file.
         traces = dashboards.traces_of(os.environ, self._run_dir.name, time.perf_counter())
         self.recorder = Recorder(self._run_dir, traces=traces)
+        # ``close`` runs these in reverse, also after a start that failed halfway.
         ends.callback(self._close_records)
         ends.callback(self._servers.stop)
         process = SyncProcess.launch(sync)  # it loads its modules while servers and rollouts start
-        # One deadline for all that is waited for here: the other ranks wait as long, by
-        # rules.rank0_waits_s.
+        # One deadline for all waits below: the other ranks wait no longer (rules.rank0_waits_s).
         deadline = time.monotonic() + sync.startup_deadline_s
         self._servers.start()
-        # Before their servers are waited for: a mistake in a task is said at once.
+        # Before the wait for servers: a mistake in a task is reported at once.
         rollouts = self._rollouts = start_rollouts(
             self._job, self._model_dir, version, state, os.environ, sync.startup_deadline_s
         )
         ends.callback(self._report)
         ends.callback(self._close_rollouts)
         remote = rollout.controller != "local" and isinstance(rollouts, RolloutClient)
-        # Those of an earlier process of the run were written down by it.
+        # Skip the counts in a resumed state: the process that made them has recorded them.
         self._counted = time.monotonic(), rollouts.counters()
         self._evaluations = Evaluations(
             self._job.evaluation,
             RolloutSpec.from_config(rollout, self._model_dir, version),
             rollouts,
             self.recorder,
-            # Called by the lanes that the worker starts.
+            # ``self.worker`` does not exist yet; only lanes, which it starts, lead to these calls.
             keep=lambda url: self.worker.slots.keep(url),
             go_on=lambda url: self.worker.slots.go_on(url),
         )
         self._evaluations.check(deadline - time.monotonic())
-        self._servers.wait_healthy(sync.startup_deadline_s)  # since they were started
+        self._servers.wait_healthy(sync.startup_deadline_s)  # counted from their start
         known = known_servers(rollout, os.environ, self._servers.urls)
         self.worker = SyncProcess(
             pool,
@@ -195,7 +194,7 @@ class Controller:
             ),
             process,
         )
-        # Before the rollouts: a lane may finish its commit by calls that go through them.
+        # Close the worker before the rollouts: a lane may need them to finish its commit.
         ends.callback(self.worker.close, END_S / 2)
         text = f"ending: lanes, rollouts and servers get {END_S:g} s together"
         ends.callback(terminal.print_status, text)
@@ -211,25 +210,25 @@ class Controller:
         return self.worker
 
     def _control(self, url: str) -> ServerControl:
-        """A server's control through the rollout service, which alone reaches the servers."""
+        """Return a server's control through the rollout service: rank 0 cannot reach the server."""
         sync, rollouts = self._job.weight_sync, self._rollouts
         assert isinstance(rollouts, RolloutClient)
         access = ServerAccess(url, sync.commit_deadline_s, load_deadline_s(sync), *self._keys)
         return rollouts.control(self._job.rollout.engine, access)
 
     def _needs(self) -> RolloutNeeds:
-        """See SyncOptions. Evaluations need no routes and call no agents; recorded rollouts have
-        all that they need."""
+        """See SyncOptions. Evaluations need no routes and call no agents; recorded rollouts need
+        nothing."""
         job = self._job
         routes = job.grpo.router_replay and not job.rollout.replay_path
         return RolloutNeeds(routes, engines_read_calls(job.rollout), self._evaluations.own)
 
     def _drain(self, url: str) -> None:
-        """Wait until nothing runs on a server."""
+        """Wait until no request runs on a server, at most the drain deadline."""
         self._rollouts.drain(url, self._job.weight_sync.drain_deadline_s)
 
     def _listen(self, address: str) -> HttpServer:
-        """Answer Prometheus with the last step's line."""
+        """Serve the last step's metrics to Prometheus."""
 
         def answer(request: Request) -> Reply:
             if (request.method, request.path) != ("GET", "/metrics"):
@@ -243,12 +242,13 @@ class Controller:
         return server
 
     def wait_slot(self) -> int | None:
-        """A slot for a version that must not be skipped (the first, the last)."""
+        """Wait for a slot for a version that must not be skipped (the first, the last); None at the
+        shutdown deadline."""
         return self.worker.slots.wait_reserved(self._job.weight_sync.shutdown_deadline_s)
 
     def wait_first_commit(self, version: int) -> None:
-        """Until one server holds the version that training starts from. Raises ServerUnreachable
-        naming every server."""
+        """Wait until one server holds the version that training starts from. Raises
+        ServerUnreachable naming every server, or ServerUnfit."""
         deadline_s = self._job.weight_sync.startup_deadline_s
         servers = self.worker.servers
         with waiting(f"the first commit, of version {version} on any server", deadline_s):
@@ -264,11 +264,11 @@ class Controller:
             )
 
     def prepare(self, version: int, num_ranks: int) -> StepWork:
-        """One step's work for all ranks: groups for the trainer at ``version``, and the slot for
-        the version it makes.
+        """Return one step's work for all ranks: groups for the trainer at ``version``, and the slot
+        for the version it makes.
 
-        Raises SyncError for a latched background error when weight_sync.on_sync_error is "stop",
-        and for a fleet without a commit for weight_sync.max_lag versions.
+        Raises SyncError for a latched background error if weight_sync.on_sync_error is "stop", and
+        if no server commits for weight_sync.max_lag versions; RolloutsLate past batch_timeout_s.
         """
         servers = self.worker.servers
         error = servers.take_error()
@@ -284,7 +284,7 @@ class Controller:
         except RolloutsLate as error:
             raise RolloutsLate(f"{error}; {servers.text()}") from error
         groups, taken = found.groups, [*found.groups, *found.left_out]
-        # From outside a step may take more groups, smaller ones.
+        # Groups from outside may be smaller; a step then takes more of them.
         whole = len(groups) >= self._job.rollout.prompts_per_step
         rollouts.record(version, groups, whole)
         self._collapse = self._collapse.after([c.reward for g in taken for c in g.completions])
@@ -311,8 +311,8 @@ class Controller:
         return Share(batch.steps, slot, json.dumps(rollouts.state())), ranks
 
     def _take(self, version: int) -> Sampled:
-        """The groups of one step; with dynamic sampling those without reward spread are
-        replaced."""
+        """Take the groups of one step; with dynamic sampling replace those without reward
+        spread."""
         rollout, grpo, rollouts = self._job.rollout, self._job.grpo, self._rollouts
         deadline = time.monotonic() + rollout.batch_timeout_s
 
@@ -321,7 +321,7 @@ class Controller:
 
         if not grpo.dynamic_sampling:
             return Sampled(take(rollout.prompts_per_step), [])
-        # A recorded batch is taken whole or not at all, so nothing replaces what is left out of it.
+        # A recorded batch is taken whole: nothing replaces its groups without spread.
         rounds = 0 if rollout.replay_path else grpo.dynamic_sampling_rounds
         back = rollouts.used_without_version
         found = varied_groups(take, back, rollout.prompts_per_step, rounds, self._options)
@@ -335,7 +335,7 @@ class Controller:
         return self._collapse.collapsed
 
     def unhealthy(self, step: int, skipped: int, reasons: Sequence[str]) -> None:
-        """``skipped`` optimizer steps of a training step were not taken."""
+        """Record that ``skipped`` optimizer steps of a training step were not taken."""
         text = (
             f"step {step}: {skipped} optimizer step{'s' * (skipped != 1)} skipped"
             f" ({'; '.join(reasons)})"
@@ -345,25 +345,25 @@ class Controller:
         terminal.print_status(text)
 
     def warn(self, text: str) -> None:
-        """Report a failure that the run can do without: on the terminal and in summary.json."""
-        if hasattr(self, "recorder"):  # a logger may fail before the start too
+        """Report a failure that does not stop the run: on the terminal and in summary.json."""
+        if hasattr(self, "recorder"):  # a logger may fail before ``start``
             self.recorder.error(text)
         terminal.print_status(text)
 
     def no_version(self, slot: int | None) -> None:
-        """A training step changed nothing: its slot and its groups' places are free again, and
-        nothing is published."""
+        """Free the slot and the groups' places of a training step that changed no weight."""
         if slot is not None:
             self.worker.slots.put_back(slot)
         self._rollouts.used_without_version(self._job.rollout.prompts_per_step)
 
     def skipped(self, version: int) -> None:
-        """No slot was free for ``version``."""
+        """Record that no slot was free for ``version``."""
         self.recorder.count(names.SKIPPED_VERSIONS)
         self.recorder.instant("version skipped", version=version)
 
     def wait_committed(self, version: int) -> None:
-        """Synchronous mode: until every server about which anything is known holds ``version``."""
+        """Wait until every server with a known state holds ``version`` (synchronous mode). Past the
+        deadline training continues."""
         timeout_s = sync_waits_s(self._job)
         if not self.worker.servers.wait_held(version, timeout_s, everyone=True):
             terminal.print_status(
@@ -371,8 +371,8 @@ class Controller:
             )
 
     def show(self, step: int, trained: FirstBatch | None) -> list[Row]:
-        """Keep some completions of the step for people to look at (rollout.sample_every). Returns
-        them as texts."""
+        """Record some completions of the step for inspection (rollout.sample_every). Return them as
+        texts."""
         every = self._job.rollout.sample_every
         if trained is None or not every or (step > 1 and step % every):
             return []
@@ -391,17 +391,17 @@ class Controller:
         times: Mapping[str, float],
         phases: Mapping[str, tuple[float, float]],
     ) -> dict[str, float]:
-        """End of a step: metrics.jsonl, the progress line, and bars of the main thread in the trace
-        (phase -> (start, stop) on the recorder's clock); returns the values for TensorBoard."""
+        """Write a step to metrics.jsonl, the terminal and the trace (``phases``: name -> (start,
+        stop) on the recorder's clock). Return the values for TensorBoard."""
         for name, (start, stop) in phases.items():
             self.recorder.add_span(name, start, stop, "main thread", step=step)
-        # Of the servers that rollouts are sampled on.
+        # Only the servers that rollouts are sampled on.
         known, own = self.worker.servers.versions(), self._evaluations.own
         versions = {url: version for url, version in known.items() if url not in own}
         values = {**self._step_values, **times, **loss_values(metrics)}
         values |= server_values(self._taken[0], versions) | self.recorder.since_last()
         values |= self._evaluations.take_values()
-        # A step that was skipped for its numbers has no loss to show.
+        # An unhealthy step's loss may be NaN or infinite.
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         self.recorder.step(step, values)
         self._alert(step, values)
@@ -410,7 +410,7 @@ class Controller:
         return values
 
     def _alert(self, step: int, values: Mapping[str, float]) -> None:
-        """Do what the thresholds that this step crossed ask for."""
+        """Perform the actions of the thresholds that this step crossed."""
         self._watched, crossed = alerts.step(self._watched, values)
         for each in crossed:
             quantised = self.recorder.history().quantised
@@ -418,7 +418,7 @@ class Controller:
             if each.action == "stop":
                 self.stopped_by = self.stopped_by or f"alerts.stop {each}"
             elif each.action == "run":
-                # In a thread: training does not wait for it.
+                # In a thread: training must not wait for the command.
                 threading.Thread(
                     target=self._run_command, args=(step, str(each)), name="alert", daemon=True
                 ).start()
@@ -431,11 +431,12 @@ class Controller:
             self.warn(f"alerts.command {settings.command!r}: {failure}")
 
     def finish(self, version: int) -> dict[str, float]:
-        """Flush the newest version to the servers, evaluate it, and save it in HF layout. Returns
-        the values that are known since the last step."""
+        """Flush the newest version to the servers, evaluate it and save it in HF layout. Return the
+        evaluations' values since the last step."""
         worker, deadline_s = self.worker, self._job.weight_sync.shutdown_deadline_s
+        # No batch follows: the flush need not wait for running requests.
         self._rollouts.skip_drains()
-        # A server that evaluates takes no other version until it is done.
+        # Before the flush: an evaluating server takes no other version until it is done.
         self._evaluations.stop_schedule()
         self._evaluations.wait_idle()
         holding = worker.flush(version, deadline_s)
@@ -455,7 +456,7 @@ class Controller:
         return values
 
     def close(self, error: BaseException | None = None) -> None:
-        """End rollouts, lanes and servers within ``END_S``, then write the report, which names the
+        """End lanes, rollouts and servers within ``END_S`` and write the report, which names the
         ``error`` that ended the run. Idempotent."""
         self._ended_by = self._ended_by or ending(error)
         self._end = time.monotonic() + END_S
@@ -483,8 +484,7 @@ class Controller:
             )
 
     def _count_rollouts(self) -> dict[str, float]:
-        """Write down what the rollouts counted since the last call; returns a step's figures of
-        it."""
+        """Record what the rollouts counted since the last call; return the step's values of it."""
         (before_s, before), now = self._counted, (time.monotonic(), self._rollouts.counters())
         self._counted = now
         for name, count in now[1].items():
@@ -502,11 +502,12 @@ class Controller:
 
 
 SIGNALLED = 128
-"""What a signal's number is added to, as the exit code of a process that it ended."""
+"""Exit code of a process ended by a signal, minus the signal's number."""
 
 
 def ending(error: BaseException | None) -> str:
-    """What ended a run, in one line; empty for None. A signal comes as SystemExit (train.py).
+    """Return in one line what ended a run; empty for None. A signal arrives as SystemExit
+    (train.py).
 
     >>> ending(SystemExit(128 + 15)), ending(ValueError("no batch"))
     ('SIGTERM', 'ValueError: no batch')
@@ -520,7 +521,8 @@ def ending(error: BaseException | None) -> str:
 
 
 def _owner(run_dir: Path) -> str:
-    """What all runs in one dump folder share: each takes the servers of the one before it."""
+    """Return the identity that all runs in one dump folder share: each may take over the servers of
+    the run before it."""
     path = run_dir / "owner"
     if not path.exists():
         path.write_text(secrets.token_hex(8) + "\n", encoding="utf-8")

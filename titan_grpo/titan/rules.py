@@ -1,5 +1,5 @@
-"""Rules over torchtitan's own sections: what GRPO with background weight sync cannot run with.
-Pure."""
+"""Rules over torchtitan's own sections: settings that GRPO with background weight sync cannot run
+with. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from titan_grpo.receive.checkpoint import difference
 
 
 def violations(config: Any, on_cpu: bool, ranks: int | None) -> list[str]:
-    """All broken rules of torchtitan's sections, each as "key must be rule (why), got value". Empty
-    if none.
+    """Return all broken rules of torchtitan's sections, each as "key must be rule (why), got
+    value".
 
-    ``on_cpu``: training runs on the CPU with gloo. ``ranks``: the trainer's number of them; None
-    while it is unknown (a recipe that is only checked).
+    ``on_cpu``: training runs on the CPU with gloo. ``ranks``: number of trainer ranks; None if
+    unknown (a recipe that is only checked).
     """
     # First: other rules divide by some of these.
     if outside := broken("", config, _numbers(config)):
@@ -50,11 +50,11 @@ COUNTS = (
         )
     ),
 )
-"""Keys that are 1 or more: torchtitan divides by each, and some only after the first step."""
+"""Keys that must be 1 or more: torchtitan divides by each, by some only after the first step."""
 
 
 def _numbers(config: Any) -> Rules:
-    """Ranges that torchtitan itself does not look at, or meets with a traceback."""
+    """Ranges that torchtitan does not check, or fails at with a traceback."""
     for key in COUNTS:
         yield attrgetter(key)(config) < 1, key, "1 or more"
     shards = config.parallelism.data_parallel_shard_degree
@@ -78,8 +78,8 @@ MAY_BE_INFINITE = {"training.max_norm"}
 
 
 def not_finite(config: Any) -> list[str]:
-    """Every number of any section that is nan or infinite: each comparison with nan is false, so
-    no other rule would see it. Pure."""
+    """Return a line for every nan or infinity in any section. Each comparison with nan is false, so
+    no other rule would find it. Pure."""
     sections = [(f.name, getattr(config, f.name)) for f in fields(config)]
     sections += [(table.section, table) for table in config.evaluation]
     return [
@@ -95,20 +95,22 @@ def not_finite(config: Any) -> list[str]:
 
 
 def sync_waits_s(config: Any) -> float:
-    """Longest time of one transfer and its commit by their own deadlines, in seconds."""
+    """Return the sum of the deadlines of one transfer and its commit, in seconds, without the time
+    of the transfer's bytes at weight_sync.min_rate."""
     w = config.weight_sync
     drain = 0.0 if config.rollout.in_flight_weight_updates else w.drain_deadline_s
     return float(w.lane_deadline_s + w.commit_deadline_s + drain)
 
 
 def rank0_waits_s(config: Any) -> tuple[float, float]:
-    """Longest time that rank 0 leaves the other ranks in a collective, by its own deadlines:
-    (around the first step, later), in seconds. Every timeout of a process group derives from it.
+    """Return the longest time that rank 0 leaves the other ranks in a collective, by its own
+    deadlines: (around the first step, later), in seconds. The timeouts of the process groups derive
+    from it.
 
     Around the first step rank 0 loads the task and starts servers, or waits for the first commit
     (``startup_deadline_s`` each), and then waits for rollouts. In a later step it waits for
-    rollouts (``batch_timeout_s``), in sync mode also for one whole sync; at the end it flushes the
-    newest version (``shutdown_deadline_s``).
+    rollouts (``batch_timeout_s``), in sync mode also for one whole sync. At the end it flushes the
+    newest version (``shutdown_deadline_s``) and runs the evaluations that are due then.
 
     Example: batch_timeout_s 1800, startup_deadline_s 600, async: (2400, 1800). Sync mode adds
     connect_deadline_s + lane_deadline_s + commit_deadline_s = 240: (2640, 2040).
@@ -123,7 +125,7 @@ def rank0_waits_s(config: Any) -> tuple[float, float]:
 
 
 def attention_violation(flavor: str, model_args: Any) -> str:
-    """Why a flavor's attention cannot be trained with, or "". ``model_args`` are torchtitan's."""
+    """Return why a flavor's attention is unsupported, or "". ``model_args`` are torchtitan's."""
     kind = getattr(model_args, "attn_type", "sdpa")
     mask = getattr(model_args, "attn_mask_type", "causal")
     if kind == "sdpa":
@@ -138,7 +140,7 @@ def attention_violation(flavor: str, model_args: Any) -> str:
 
 
 def model_violations(config: Any, model_args: Any) -> list[str]:
-    """What a job asks of its model that this cannot do. ``model_args`` are torchtitan's."""
+    """Return the broken rules of a job's model. ``model_args`` are torchtitan's."""
     texts = (
         attention_violation(config.model.flavor, model_args),
         stages_violation(config.parallelism, model_args),
@@ -174,13 +176,12 @@ SCHEDULES = {
     "LoopedBFS": 2,
     "InterleavedZeroBubble": 2,
 }
-"""Schedules of a pipeline that were run -> stages that each rank has with them, at least; 1: just
-that many."""
+"""Tested pipeline schedules -> least number of stages of each rank; 1 means exactly one."""
 
 
 def stages_violation(parallelism: Any, model_args: Any) -> str:
-    """Why a model's layers cannot be cut into the stages that a job asks for, or "". Counts as
-    torchtitan 0.2.2 does, which stops every rank with a traceback."""
+    """Return why a model's layers cannot be cut into a job's stages, or "". Counts as torchtitan
+    0.2.2 does, which would stop every rank with a traceback."""
     p, ranks = parallelism, parallelism.pipeline_parallel_degree
     known = p.pipeline_parallel_schedule in SCHEDULES
     if ranks == 1 or not known or p.module_fqns_per_model_part is not None:
@@ -223,8 +224,8 @@ TORCHTITANS = {
 
 
 def other_model(flavor: str, model_args: Any, fields: Mapping[str, Any]) -> str:
-    """Why a flavor is not the model of a config.json with these ``fields``, or "". Shapes are not
-    compared: loading does."""
+    """Return why a flavor is not the model of a config.json with these ``fields``, or "". Loading
+    compares the shapes later."""
     ours = {theirs: getattr(model_args, name, None) for name, theirs in TORCHTITANS.items()}
     if getattr(model_args, "rope_scaling_args", None) is not None:
         ours["rope.rope_type"] = "llama3"  # torchtitan's llama3 always scales
@@ -241,9 +242,9 @@ def _parallelism(config: Any) -> Rules:
     yield (
         p.context_parallel_degree != 1,
         "parallelism.context_parallel_degree",
-        # Where it would go: Engine.logits shards a row's ids (post_dataloading_process);
-        # Stepper._batch would shard the other tensors alike, grpo_loss sum a sequence over the
-        # ranks of its row, and reduce_metrics over torchtitan's mesh "loss".
+        # To add it: Engine.logits shards a row's ids (post_dataloading_process); Stepper._batch
+        # would shard the other tensors alike, grpo_loss would sum a sequence over the ranks of its
+        # row, and reduce_metrics would reduce over torchtitan's mesh "loss".
         "1 (each rank would have parts of a row: torch has no such attention on a CPU, so it was"
         " not built; it would go where titan/optimizer_step.py makes a batch, Stepper._batch, and"
         " where algorithm/loss.py sums over a sequence)",
@@ -301,7 +302,7 @@ def _pipeline(config: Any) -> Rules:
 
 
 def _ranks(config: Any, ranks: int | None) -> list[str]:
-    """Rules over the product of the parallel degrees."""
+    """Return the broken rules over the product of the parallel degrees."""
     p = config.parallelism
     replicas, shards = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
     inner = p.tensor_parallel_degree * p.pipeline_parallel_degree * p.context_parallel_degree

@@ -1,7 +1,6 @@
-"""The servers of a run: from the configuration, a watched file or a SLURM host list at its start,
-and by commands over a Unix socket while it runs.
-
-The trainer's main thread waits for neither the file nor the socket."""
+"""The servers of a run: named at its start by the configuration, a servers file or a SLURM host
+list; changed while it runs by that file or by commands over a Unix socket. The trainer's main
+thread waits for neither."""
 
 import itertools
 import os
@@ -27,7 +26,7 @@ from titan_grpo.sync.server_set import ServerSet
 from titan_grpo.unix_rpc import Handler, Server, call, listens
 
 MAX_HOSTS = 65_536
-"""More hosts than any host list has: a mistyped range shall not fill the memory."""
+"""Bound on a host list: a mistyped range must not fill the memory."""
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _PART = re.compile(r"\[[^\[\]]*\]|[^\[\],\s]+")
@@ -35,10 +34,8 @@ _ITEM = re.compile(rf"(?:{_PART.pattern})+")
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """Host names of a SLURM host list, in order, each once. Numbers keep the width of a range's
-    first.
-
-    Raises ConfigError for what is not a host list.
+    """Return the host names of a SLURM host list, in order, each once. Numbers keep the width of
+    their range's first. Raises ConfigError if ``text`` is no host list.
 
     >>> expand_hosts("node[01-03,07],gpu2")
     ('node01', 'node02', 'node03', 'node07', 'gpu2')
@@ -76,10 +73,10 @@ def _numbers(ranges: str, text: str) -> list[str]:
 
 
 def parse_servers(text: str) -> tuple[str, ...]:
-    """URLs of a servers file: one per line, ``#`` starts a comment, each named once counts.
+    """Return the URLs of a servers file, each once: one per line, ``#`` starts a comment.
 
-    Raises ConfigError naming the line. A last line without its end is refused: the file is being
-    written.
+    Raises ConfigError naming the line, also if the last line has no newline: the file is still
+    being written.
     """
     if text and not text.endswith("\n"):
         raise ConfigError(
@@ -106,12 +103,8 @@ def _stamp(found: os.stat_result) -> Stamp:
 
 
 class ServersFile:
-    """A file that a scheduler replaces. ``changed`` looks at it; what was wrong with it is said
-    once per content.
-
-    It is looked at, and not watched by inotify: that sees no change that another host makes on a
-    network file system.
-    """
+    """Polled file of server URLs that a scheduler replaces. inotify would miss changes that another
+    host makes on a network file system."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -121,10 +114,11 @@ class ServersFile:
         return f"<ServersFile {self._path}>"
 
     def read(self) -> tuple[str, ...]:
-        """The URLs that it names now. Raises ConfigError naming the file where it cannot be read
-        or is malformed."""
+        """Return the URLs in the file. Raises ConfigError naming the file if it is unreadable or
+        malformed."""
         try:
             with self._path.open(encoding="utf-8") as file:
+                # Before reading: ``changed`` then notices a write in between.
                 self._seen = _stamp(os.fstat(file.fileno()))
                 return parse_servers(file.read())
         except (OSError, UnicodeDecodeError) as error:
@@ -135,37 +129,37 @@ class ServersFile:
             raise ConfigError(f"rollout.servers_file {str(self._path)!r}: {error}") from error
 
     def changed(self) -> tuple[str, ...] | None:
-        """Its URLs if it is another file, or another content, than at the last look; else None.
-        Raises as ``read`` does, once: what is still wrong at the next look is not said again."""
+        """Return the URLs if the file or its content changed since the last call, else None. Raises
+        as ``read`` does, once per change."""
         try:
             stamp: Stamp | None = _stamp(self._path.stat())
         except OSError:
             stamp = None
         if stamp == self._seen:
             return None
-        self._seen = stamp
+        self._seen = stamp  # also if ``read`` raises: raise once
         return self.read()
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Servers that the configuration names, as URLs: ``fixed`` for the whole run, ``listed`` by the
-    watched file."""
+    """URLs of the configured servers: ``fixed`` for the whole run, ``listed`` in the servers
+    file."""
 
     fixed: tuple[str, ...]
     listed: tuple[str, ...]
 
     @property
     def urls(self) -> list[str]:
-        """All of them, each once, the fixed first."""
+        """All URLs, each once, the fixed first."""
         return list(dict.fromkeys((*self.fixed, *self.listed)))
 
 
 def known_servers(
     rollout: Rollout, environ: Mapping[str, str], launched: tuple[str, ...] = ()
 ) -> Known:
-    """What ``[rollout]`` names at this moment; ``launched`` stands for the word "launch". Raises
-    ConfigError."""
+    """Return the servers that ``[rollout]`` names now; ``launched`` replaces the word "launch".
+    Raises ConfigError."""
     fixed = (
         launched
         if rollout.servers == [LAUNCH]
@@ -198,24 +192,25 @@ def known_servers(
 
 
 LOOK_S = 1.0
-"""How often the servers file is checked, in seconds."""
+"""Seconds between two checks of the servers file."""
 
 CHANGE_S = 20.0
-"""Seconds to wait for a removal before answering "still in progress"."""
+"""Seconds to wait for a removal before answering that it is in progress."""
 
 STOP_S = 5.0
-"""Seconds that the end waits for the file's thread."""
+"""Seconds that ``close`` waits for the thread of the servers file."""
 
 
 NAME = "control.sock"
 
 ANSWER_S = 30.0
-"""Seconds that a command waits for its answer: the trainer answers well before."""
+"""Seconds that a command waits for its answer; longer than CHANGE_S."""
 
 
 @contextmanager
 def _address(folder: Path) -> Iterator[str]:
-    """A short path to the socket: the kernel takes 107 bytes, and run directories are longer."""
+    """Yield a short path to the socket: the kernel takes 107 bytes, run directories may be
+    longer."""
     fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{NAME}"
@@ -224,8 +219,8 @@ def _address(folder: Path) -> Iterator[str]:
 
 
 def ask(folder: Path, request: Mapping[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
-    """The answer of the trainer that runs in ``folder`` on this host. ServerUnreachable without
-    one, ServerRefused with its refusal."""
+    """Send a request to the trainer that runs in ``folder`` on this host; return its answer. Raises
+    ServerUnreachable if none comes, ServerRefused with its refusal."""
     try:
         with _address(folder) as address:
             return call(address, request, timeout_s)
@@ -237,8 +232,8 @@ def ask(folder: Path, request: Mapping[str, Any], timeout_s: float = ANSWER_S) -
 
 
 class ControlSocket:
-    """The socket in the run's directory, from construction to ``close``. ServerRefused where a
-    live trainer has one."""
+    """Listening socket in the run's directory, from construction to ``close``. Raises ServerRefused
+    if a live trainer has one."""
 
     def __init__(self, folder: Path, handler: Handler) -> None:
         self._path = folder / NAME
@@ -247,7 +242,7 @@ class ControlSocket:
                 raise ServerRefused(
                     f"{self._path} belongs to a live trainer: two runs cannot share a directory"
                 )
-            self._path.unlink(missing_ok=True)  # of a trainer that was killed
+            self._path.unlink(missing_ok=True)  # left by a killed trainer
             self._server = Server(address, handler, concurrent=True)
         self._inode = self._path.stat().st_ino
         self._server.start()
@@ -256,13 +251,13 @@ class ControlSocket:
         """Stop listening and remove the socket. Idempotent."""
         self._server.close()
         with suppress(OSError):
-            # the file may be a successor's by now
+            # by now the file may belong to the next trainer
             if self._path.stat().st_ino == self._inode:
                 self._path.unlink()
 
 
 class Membership:
-    """Runs from construction to ``close``."""
+    """Thread of the servers file and socket for commands; run from construction to ``close``."""
 
     def __init__(
         self,
@@ -271,9 +266,9 @@ class Membership:
         in_flight: Callable[[], Mapping[str, int]],
         file: ServersFile | None,
     ) -> None:
-        """``in_flight``: requests by server, for the list. ``file``: the watched servers file,
-        whose content at the start is in ``servers``. A socket that cannot be opened costs the
-        commands only."""
+        """``in_flight``: number of requests by server, for the list command. ``file``: the servers
+        file; ``servers`` has its content at the start. If the socket cannot be opened, only the
+        commands are missing."""
         self._servers, self._in_flight, self._file = servers, in_flight, file
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="servers file", daemon=True)
@@ -286,7 +281,7 @@ class Membership:
             terminal.print_status(f"titan-grpo servers will not reach this run: {error}")
 
     def close(self) -> None:
-        """No more changes. Bounded; idempotent."""
+        """Stop following the file and the socket. Bounded; idempotent."""
         self._stopping.set()
         if self._socket is not None:
             self._socket.close()

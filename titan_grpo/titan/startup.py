@@ -1,6 +1,5 @@
-"""What a run starts with: its folder, which it holds alone, its servers (``rollout.servers =
-["launch"]`` starts them on rank 0's own host) and its rollouts (recorded, from a child process, or
-from a service elsewhere)."""
+"""Start of a run: the lock on its folder, its servers (``rollout.servers = ["launch"]`` starts them
+on rank 0's host) and its rollouts (recorded, from a subprocess, or from a remote service)."""
 
 import errno
 import fcntl
@@ -29,8 +28,8 @@ Rollouts = RolloutClient | ReplayClient
 
 
 def registration(job_config: Any, version: int) -> dict[str, Any]:
-    """What a trainer sends to an Atropos API (``POST /register``) for training that goes on from
-    ``version``; batch_size is the source's."""
+    """Return the body of Atropos' ``POST /register`` for training that continues from ``version``;
+    the source adds batch_size."""
     checkpoint = job_config.checkpoint
     return {
         "max_token_len": job_config.training.seq_len,
@@ -48,8 +47,8 @@ def registration(job_config: Any, version: int) -> dict[str, Any]:
 def launched(
     job_config: Any, model_dir: str, cpu: bool, run_key: Key | None, keys: tuple[str, str]
 ) -> tuple[ServerSpec, ...]:
-    """The servers that ``rollout.servers = ["launch"]`` starts on this host, which share a new run
-    key if none is configured; none otherwise. ``keys``: API key and admin key that they ask for."""
+    """Return the servers that ``rollout.servers = ["launch"]`` starts on this host; otherwise none.
+    They share a new run key if ``run_key`` is None. ``keys``: their API key and admin key."""
     rollout: Rollout = job_config.rollout
     if rollout.servers != [LAUNCH]:
         return ()
@@ -62,7 +61,7 @@ def launched(
     each = len(gpus) // (rollout.launch_count * len(rollout.launch_engines))
 
     def devices(number: int) -> dict[str, str]:
-        """Without them a server would compute where rank 0 does: on the trainer's first GPU."""
+        """A server's environment; without GPUs of its own it would use the trainer's first one."""
         share = gpus[number * each : (number + 1) * each]
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, share))} if share else {}
 
@@ -92,9 +91,9 @@ def launched(
 
 
 def sync_settings(job_config: Any) -> WeightSync:
-    """``[weight_sync]`` as the run needs it. With groups from outside a commit takes the KV away
-    whatever ``kv_after_update`` says: requests that are not ours name no salt, so they would meet
-    the prefixes of older weights."""
+    """Return ``[weight_sync]`` as the run uses it. With groups from outside every commit drops the
+    KV, whatever ``kv_after_update`` says: external requests carry no cache salt, so they would
+    match prefixes of older weights."""
     sync: WeightSync = job_config.weight_sync
     if job_config.rollout.source == "task":
         return sync
@@ -109,11 +108,11 @@ def start_rollouts(
     environ: Mapping[str, str],
     within_s: float,
 ) -> Rollouts:
-    """Started, for training that continues from ``version``; ``state`` is a checkpoint's. Task,
-    dataset and tokenizer may take ``within_s`` seconds to load.
+    """Start the rollouts for training that continues from ``version``. ``state``: the rollout state
+    of a checkpoint, or empty. Task, dataset and tokenizer get ``within_s`` seconds to load.
 
-    Raises ConfigError or DataError as the task, the tokenizer or the records do, RolloutStopped
-    where no rollouts can come.
+    Raises ConfigError or DataError as the task, the tokenizer or the records do, RolloutStopped if
+    no rollouts can come.
     """
     rollout: Rollout = job_config.rollout
     before = json.loads(state) if state else {}
@@ -141,8 +140,8 @@ def start_rollouts(
 
 
 def remote_transport(rollout: Rollout, environ: Mapping[str, str]) -> WorkerTransport:
-    """The way to ``rollout.controller``. Raises ConfigError where its key is not in the environment
-    that names it."""
+    """Return the transport to ``rollout.controller``. Raises ConfigError if the environment
+    variable for its key is empty."""
     key = environ.get(rollout.controller_key_env, "") if rollout.controller_key_env else ""
     if rollout.controller_key_env and not key:
         raise ConfigError(
@@ -153,41 +152,37 @@ def remote_transport(rollout: Rollout, environ: Mapping[str, str]) -> WorkerTran
 
 
 def placed(spec: RolloutSpec) -> RolloutSpec:
-    """With paths that mean the same in another working directory."""
+    """Return the spec with absolute paths, for a process with another working directory."""
     places: dict[str, Any] = {"model_dir": os.path.abspath(spec.model_dir)}
     for name in ("task_path", "dataset", "tools", "chat_template"):
         path = getattr(spec, name)
-        # A pattern of files is one of this working directory too, a name on the Hub is not.
+        # A glob pattern is relative to this directory too; a name on the Hub is not.
         if path and (os.path.exists(path) or glob(path)):
             places[name] = os.path.abspath(path)
     return replace(spec, **places)
 
 
 LOCK = "run.lock"
-"""File whose lock the trainer on rank 0 holds for as long as it runs."""
+"""File that rank 0 locks while it runs."""
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Hold the dump folder for this run. Raises ConfigError if files cannot be written there, or
-    another run holds it.
-
-    The kernel releases the lock with the process, however that ends.
-    """
+    """Lock the dump folder for this run. Raises ConfigError if files cannot be written there or
+    another run holds it. The kernel releases the lock however the process ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Not inherited by subprocesses (os.open closes on exec): one that outlives the trainer
-        # must not keep the lock.
+        # os.open closes on exec: a subprocess that outlives the trainer must not keep the lock.
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise _unusable(folder, error) from error
     try:
         _lock(folder, descriptor)
         try:
-            # A full disk lets files be made and fails at their first byte. One length, so that a
-            # short name leaves nothing of a longer one before it.
+            # A full disk lets files be created and fails at the first byte. Fixed length: a short
+            # name must overwrite all of a longer one.
             holder = f"{os.uname().nodename} process {os.getpid()}"
             os.pwrite(descriptor, f"{holder:120}\n".encode(), 0)
             os.fsync(descriptor)
@@ -209,7 +204,7 @@ def _lock(folder: Path, descriptor: int) -> None:
             " stop that run or choose another folder"
         ) from error
     except OSError as error:
-        # A file system without locks cannot distinguish two runs; one run must still work there.
+        # A file system without locks cannot tell two runs apart; one run must still work there.
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise _unusable(folder, error) from error
 
@@ -222,7 +217,7 @@ def _unusable(folder: Path, error: OSError) -> ConfigError:
 
 
 def write_failure(error: BaseException, folder: Path) -> str:
-    """One line if the disk is why ``error`` was raised, also where a library wrapped it; else
+    """Return one line if the disk caused ``error``, directly or wrapped by a library; else
     empty."""
     chain: list[Any] = [error]
     for each in chain:
@@ -231,8 +226,8 @@ def write_failure(error: BaseException, folder: Path) -> str:
             if each.errno in _CANNOT_WRITE or str(each.filename or "").startswith(str(folder)):
                 reason = each.strerror or str(each)
         elif isinstance(each, RuntimeError) and "inline_container" in str(each):
-            # torch's zip writer says only this of a short write, and the OSError before it is lost
-            # where torch.distributed.checkpoint pickles errors.
+            # torch's zip writer reports a short write only so; torch.distributed.checkpoint pickles
+            # errors, which loses the OSError before it.
             reason = f"torch: {each}"
         if reason:
             return (

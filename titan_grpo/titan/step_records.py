@@ -1,5 +1,5 @@
-"""What a training step leaves: its line of metrics.jsonl, completions that people look at, and both
-in torchtitan's loggers (TensorBoard, W&B)."""
+"""Records of a training step: its line of metrics.jsonl, completions for inspection, and both in
+torchtitan's loggers (TensorBoard, W&B)."""
 
 import html
 import re
@@ -45,11 +45,11 @@ LOSS_VALUES = {
     names.RATIO_MAX: "ratio_max",
     names.IMPORTANCE_MAX: "importance_max",
 }
-"""Name of a metric -> what the loss calls it; those that a run does not compute are left out."""
+"""Name of a metric -> its name in the loss. A run omits those that it does not compute."""
 
 
 def loss_values(metrics: Mapping[str, float]) -> dict[str, float]:
-    """A step's figures of its loss, from ``algorithm.loss.summarize``."""
+    """Return a step's metrics of its loss, from the result of ``algorithm.loss.summarize``."""
     values = {name: metrics[key] for name, key in LOSS_VALUES.items() if key in metrics}
     values[names.CLIP_FRACTION] = metrics["clipped_low"] + metrics["clipped_high"]
     if "minus_logprob_max" in metrics:
@@ -74,8 +74,8 @@ def loss_values(metrics: Mapping[str, float]) -> dict[str, float]:
 def rollout_values(
     before: Mapping[str, int], now: Mapping[str, int], seconds: float, gpus: int = 0
 ) -> dict[str, float]:
-    """Figures of the rollouts between two readings of their counters, ``seconds`` apart. ``gpus``:
-    how many the servers have in all; 0: unknown.
+    """Return the metrics of the rollouts between two readings of their counters, ``seconds`` apart.
+    ``gpus``: number of all servers' GPUs; 0: unknown.
 
     Example: 600 tokens more in 3 s give ``rollout/generated_tokens_per_s`` 200.
     """
@@ -101,8 +101,8 @@ def rollout_values(
 
 
 def server_values(version: int, held: Mapping[str, int | None]) -> dict[str, float]:
-    """Versions and lags of the servers at a step that began from ``version``. Servers that hold
-    none are left out."""
+    """Return versions and lags of the servers at a step that began from ``version``, without
+    servers that hold no version."""
     known = {url: own for url, own in held.items() if own is not None}
     lags = {url: float(max(0, version - own)) for url, own in known.items()}
     values = {names.VERSION: float(version)}
@@ -115,7 +115,8 @@ def server_values(version: int, held: Mapping[str, int | None]) -> dict[str, flo
 
 
 def reward_values(groups: Sequence[Group], left_out: Sequence[float] = ()) -> dict[str, float]:
-    """Figures of the rewards over completions; ``left_out``: of further ones."""
+    """Return mean and deviation of the rewards of all completions. ``left_out``: further
+    rewards."""
     rewards = [c.reward for g in groups for c in g.completions if sound_reward(c.reward)]
     rewards += left_out
     return {names.REWARD: statistics.fmean(rewards), names.REWARD_STD: statistics.pstdev(rewards)}
@@ -124,8 +125,8 @@ def reward_values(groups: Sequence[Group], left_out: Sequence[float] = ()) -> di
 def group_values(
     groups: Sequence[Group], batch: Batch, version: int, kv_kept: bool
 ) -> dict[str, float]:
-    """A step's figures of what it trains on: staleness over groups and over tokens, in versions.
-    ``kv_kept``: a commit leaves running requests their KV."""
+    """Return the metrics of a step's groups and batch; staleness is in versions. ``kv_kept``:
+    running requests keep their KV across a commit."""
     completions = [c for g in groups for c in g.completions]
     staleness = [version - g.version for g in groups]
     spans = [span for c in completions for span in c.token_spans]
@@ -144,7 +145,7 @@ def group_values(
 
 
 COLUMNS = ("reward", "versions", "server", "gap", "prompt", "completion")
-"""Of a table of completions."""
+"""Columns of a table of completions."""
 
 Row = tuple[float, str, str, float, str, str]
 
@@ -153,8 +154,8 @@ SequenceKey = tuple[int, ...]
 
 
 class FirstBatch(NamedTuple):
-    """Rank 0's first micro-batch of a step, each int64 or float32 [R, L], detached: what was fed in
-    and what the policy says to it before its first optimizer step of the batch."""
+    """A rank's first micro-batch of a step, each [R, L], int64 or float32, detached. ``logprobs``
+    are the policy's before the batch's first optimizer step."""
 
     inputs: torch.Tensor
     labels: torch.Tensor
@@ -163,11 +164,11 @@ class FirstBatch(NamedTuple):
 
 
 def sequences(batch: FirstBatch) -> dict[SequenceKey, list[float | None]]:
-    """The policy's log-probability of each token of each sequence; None for tokens that are no
-    label (the prompt, a tool's answer).
+    """Return the policy's log-probability of each token of each sequence; None for tokens that are
+    no label (the prompt, a tool's answer). Waits for the device.
 
-    Waits for the device. A sequence whose last token is no label is left out: the batch does not
-    have that token. Example: inputs 5 6 7, labels -100 7 8, log-probabilities (any), -1, -2 ->
+    Omits a sequence whose last token is no label: the batch does not have that token. Example:
+    inputs 5 6 7, labels -100 7 8, log-probabilities (any), -1, -2 ->
     {(5, 6, 7, 8): [None, None, -1, -2]}.
     """
     inputs, labels, numbers = (x.reshape(-1).tolist() for x in batch[:3])
@@ -192,7 +193,7 @@ def sequences(batch: FirstBatch) -> dict[SequenceKey, list[float | None]]:
 def shown(
     groups: Sequence[Group], trained: Mapping[SequenceKey, list[float | None]]
 ) -> list[Shown]:
-    """The completions of ``groups`` that are among the ``trained`` sequences, in their order."""
+    """Return the completions of ``groups`` that are among the ``trained`` sequences, in order."""
     out = []
     for group in groups:
         prompt = list(group.prompt.token_ids)
@@ -207,7 +208,7 @@ def shown(
 
 
 def rows(chosen: Sequence[Shown], decode: Callable[[Sequence[int]], str]) -> list[Row]:
-    """Completions as rows of ``COLUMNS``."""
+    """Return completions as rows of ``COLUMNS``."""
     return [
         (
             each.reward,
@@ -222,26 +223,25 @@ def rows(chosen: Sequence[Shown], decode: Callable[[Sequence[int]], str]) -> lis
 
 
 class Dispensable:
-    """A logger of torchtitan (TensorBoard, W&B) whose first error is said once, and ends it alone:
-    a full disk or a lost network costs its curves, not the run. metrics.jsonl has every value that
-    it would have had."""
+    """Wrapper of a torchtitan logger (TensorBoard, W&B). Its first error is reported and stops this
+    logger only, not the run (a full disk, a lost network); metrics.jsonl has all values."""
 
     def __init__(self, inner: Any, warn: Callable[[str], None]) -> None:
         self._inner, self._warn = inner, warn
         self._failed = False
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        """As torchtitan's BaseLogger.log; nothing after an error."""
+        """Log as torchtitan's BaseLogger.log; do nothing after an error."""
         if not self._failed:
             self._run(lambda: self._inner.log(metrics, step), f"at step {step}")
 
     def table(self, rows: Sequence[Row], step: int) -> None:
-        """Completions as a table, where the logger can show one; nothing after an error."""
+        """Log completions as a table if the logger has tables; do nothing after an error."""
         if not self._failed:
             self._run(lambda: _table(self._inner, rows, step), f"at step {step}")
 
     def close(self) -> None:
-        """As BaseLogger.close, also after an error: it may still write what it has."""
+        """Close the logger, also after an error: it may still write what it has."""
         self._run(self._inner.close, "at its end")
 
     def _run(self, call: Callable[[], None], when: str) -> None:
@@ -259,8 +259,8 @@ class Dispensable:
 
 
 def make_dispensable(processor: Any, warn: Callable[[str], None]) -> None:
-    """Wrap each logger of torchtitan's metrics processor: one that fails does not stop the
-    others."""
+    """Wrap each logger of torchtitan's metrics processor, so that their failures are
+    independent."""
     inner = processor.logger
     if hasattr(inner, "_loggers"):
         inner._loggers = [Dispensable(each, warn) for each in inner._loggers]
@@ -269,7 +269,7 @@ def make_dispensable(processor: Any, warn: Callable[[str], None]) -> None:
 
 
 def log_table(processor: Any, rows: Sequence[Row], step: int) -> None:
-    """Show completions in each logger of a processor whose loggers were made dispensable."""
+    """Log completions in each logger of a processor that ``make_dispensable`` has wrapped."""
     for each in getattr(processor.logger, "_loggers", [processor.logger]):
         each.table(rows, step)
 
@@ -284,8 +284,7 @@ def _table(inner: Any, rows: Sequence[Row], step: int) -> None:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table of TensorBoard's text page, which renders Markdown: nothing in a completion is
-    markup.
+    """Return a Markdown table for TensorBoard's text page, with all markup in completions escaped.
 
     Example: the cell ``a|b``, a line break, ``<i>`` -> ``a&#124;b⏎&lt;i&gt;``.
     """

@@ -1,8 +1,8 @@
 """Tiny random models in the Hugging Face layout, for machines without a model hub: quickstart,
 verify, tests.
 
-Needs torch, safetensors and tokenizers, not torchtitan; ``titan.flavors`` gives torchtitan the same
-shapes.
+Needs torch, safetensors and tokenizers, not torchtitan. models02 and models03 define torchtitan
+flavors of the same shapes.
 """
 
 import json
@@ -25,7 +25,7 @@ SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 @dataclass(frozen=True, slots=True)
 class TinyShape:
-    """Sizes that all kinds share. Source of the choice: learns to emit digits in 20 steps at
+    """Sizes that all kinds share, chosen so that a model learns to emit digits in 20 steps at
     learning rate 3e-3."""
 
     vocab: int = 128
@@ -53,7 +53,7 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n"
     "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""Has what a real one has: a special token, roles, and the place where the model answers."""
+"""Chat template with the parts of a real one: a special token, roles, a generation prompt."""
 
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
@@ -62,8 +62,8 @@ LLAMA3_ROPE: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""torchtitan's llama3 always scales its rotary frequencies; a config.json that does not say so
-serves another model."""
+"""Rope scaling of torchtitan's llama3, which cannot be off: without it in config.json an engine
+would serve another model."""
 
 
 def _common_config(s: TinyShape) -> dict[str, Any]:
@@ -88,12 +88,12 @@ def _common_config(s: TinyShape) -> dict[str, Any]:
 
 
 def hf_config(kind: Kind, dtype: str, shape: TinyShape) -> dict[str, Any]:
-    """Content of config.json for a kind; ``dtype`` is what an engine serves the model in by
-    default."""
+    """Return the content of config.json for a kind. ``dtype``: the engines' default type for the
+    model."""
     config = _common_config(shape) | {"torch_dtype": dtype, "tie_word_embeddings": kind == "qwen3"}
     if kind == "llama3":
         family = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "mlp_bias": False}
-        # Scaled rotary frequencies promise more positions than the original model had.
+        # Scaled rotary frequencies imply more positions than the original model had.
         positions = {"max_position_embeddings": 2 * LLAMA3_ROPE["original_max_position_embeddings"]}
         rope = {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE}
         return config | family | positions | rope | {"rms_norm_eps": 1e-5}
@@ -143,7 +143,7 @@ def _layer_shapes(kind: Kind, prefix: str, s: TinyShape) -> Iterator[tuple[str, 
 
 
 def hf_shapes(kind: Kind, shape: TinyShape = SHAPE) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of model.safetensors. A tied model has no lm_head.weight."""
+    """Return the shape of each tensor of model.safetensors by name; no lm_head.weight if tied."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab, shape.hidden)}
     for layer in range(shape.layers):
         shapes.update(_layer_shapes(kind, f"model.layers.{layer}", shape))
@@ -160,11 +160,11 @@ def tiny_weights(
     dtype: torch.dtype = torch.float32,
     shape: TinyShape = SHAPE,
 ) -> dict[str, Tensor]:
-    """Random weights by HF name: matrices normal(0, std), norms normal(1, std).
+    """Return random weights by HF name: matrices normal(0, std), norms normal(1, std).
 
-    The same seed gives the same weights on every machine. No norm is all ones, so that one norm
-    loaded in the place of another shows. A larger ``std`` (0.1, say) makes models differ clearly in
-    their log-probabilities.
+    A seed gives the same weights on every machine. Norms differ from ones, so that a test notices
+    one loaded in the place of another. A larger ``std`` (such as 0.1) makes models differ clearly
+    in their log-probabilities.
     """
     generator = torch.Generator().manual_seed(seed)
     out = {}
@@ -175,11 +175,8 @@ def tiny_weights(
 
 
 def vocabulary() -> list[str]:
-    """128 tokens by id: four specials, newline, the 95 printable ASCII characters, and 28 accented
-    letters to fill up.
-
-    One character per token, so the number of characters of a text is its number of tokens.
-    """
+    """Return 128 tokens by id: four specials, newline, the 95 printable ASCII characters, and 28
+    characters from U+00C0 on. One character per token: a text has as many tokens as characters."""
     ascii_characters = [chr(code) for code in range(32, 127)]
     tokens = [*SPECIAL_TOKENS, "\n", *ascii_characters]
     return tokens + [chr(0xC0 + i) for i in range(SHAPE.vocab - len(tokens))]
@@ -215,17 +212,14 @@ def write_tiny_model(
     dtype: str = "bfloat16",
     shape: TinyShape = SHAPE,
 ) -> Path:
-    """Write config.json, model.safetensors, the tokenizer and generation_config.json; returns the
-    directory.
-
-    ``dtype`` ("bfloat16" or "float32") is the type on disk and in config.json.
-    """
+    """Write config.json, model.safetensors, the tokenizer and generation_config.json; return the
+    directory. ``dtype`` ("bfloat16" or "float32") is the type on disk and in config.json."""
     from safetensors.torch import save_file
 
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     weights = tiny_weights(kind, seed, std, getattr(torch, dtype), shape)
-    # One file without an index: torchtitan cannot read an index whose file names bear no number.
+    # One file without an index: torchtitan cannot read an index of file names without numbers.
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     _write_json(folder / "config.json", hf_config(kind, dtype, shape))
     _write_json(

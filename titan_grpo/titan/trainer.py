@@ -5,11 +5,11 @@ One step, on every rank::
     fetch      rank 0 waits for groups, scatters micro-batches and the slot of the next version
     forward, backward           the copy of the last version and its transfers run beside them
     fence                       the device waits for that copy
-    optimizer.step              (the last three grpo.num_microbatches times, see optimizer_step.py)
-    publish    this rank's shard is copied into the slot; lanes and servers do the rest
+    optimizer.step              (the last three repeat per minibatch and pass: optimizer_step.py)
+    publish    start the copy of this rank's shards into the slot; lanes and servers do the rest
 
-A training step that changed no weight (its optimizer steps were all unhealthy) makes no version.
-Overridden are train_step and train, the state that a checkpoint holds, and close.
+A training step that changed no weight (all its optimizer steps were unhealthy) makes no version.
+GRPOTrainer overrides train_step, train, the checkpointed state and close.
 """
 
 import logging
@@ -51,26 +51,26 @@ logger = logging.getLogger(__name__)
 
 
 Engine: Any = compat.upstream("engine").Engine
-"""torchtitan's trainer of the installed version, with what differs between versions behind it."""
+"""torchtitan's trainer, from engine02 or engine03, which hide differences between versions."""
 
 
 def token_cost(model_args: Any, model: torch.nn.Module) -> TokenCost:
-    """Floating-point operations of forward and backward for a sequence, as its length decides.
+    """Return the floating-point operations of forward and backward as a function of row length.
 
-    torchtitan counts a + b * n operations per token of a row of n tokens: a for the parameters that
-    a token meets (of an MoE the active ones), b for attention without regard to causality, which
-    halves it. Sharded parameters count whole.
+    torchtitan counts a + b * n operations per token of a row of n tokens: a for the parameters
+    (of an MoE the active ones), b for attention. It ignores causality, so b is halved here.
+    Sharded parameters count whole.
     """
     one, two = (model_args.get_nparams_and_flops(model, length)[1] for length in (1, 2))
     return TokenCost(float(2 * one - two), (two - one) / 2)
 
 
 class GRPOTrainer(Engine):
-    """See the module's docstring. Rank 0 also owns a Controller: servers, rollouts, lanes,
-    report."""
+    """torchtitan trainer of the module's docstring. Rank 0 also owns a Controller (servers,
+    rollouts, lanes, report)."""
 
     def __init__(self, job_config: Any) -> None:
-        # Before the checkpointer sees the trainer as part of the state.
+        # Before super(): its checkpointer takes the trainer as part of the state.
         self.version = 0
         super().__init__(job_config, BatchLoader)
         make_dispensable(self.metrics_processor, self._logger_failed)
@@ -104,7 +104,7 @@ class GRPOTrainer(Engine):
         )
         self.reference: torch.nn.Module | None = None
         if self._grpo.kl_beta > 0:
-            # From disk and not the policy: a resumed run has the same reference as the one before.
+            # From disk, not from the policy: a resumed run must have the same reference.
             self.reference = self.second_model(self._grpo.reference_model or model_dir)
             self.reference.requires_grad_(False).eval()
         packed = PackedAttention()
@@ -115,12 +115,12 @@ class GRPOTrainer(Engine):
         if self._grpo.fp32_lm_head:
             for model in (self.policy, self.reference):
                 for part in model if isinstance(model, Pipeline) else filter(None, [model]):
-                    # of stages only the last one has it
+                    # only the last pipeline stage has an output layer
                     if getattr(part, "output", None) is not None or self.pipeline is None:
                         compute_head_in_fp32(part)
         replay = RouterReplay()
         if self._grpo.router_replay:
-            # The reference routes by itself: its choice is part of what the policy is held to.
+            # Not in the reference: its own routing is part of what the KL term compares with.
             replay.install(self.model_parts[0])
         text = None
         if self._grpo.ptx_mixin_batchsize:
@@ -132,7 +132,7 @@ class GRPOTrainer(Engine):
             parts = list(model) if isinstance(model, Pipeline) else model
             self._save_also("reference", ModelWrapper(parts))
         self._stepper = Stepper(self, self.reference, packed, replay, text)
-        # torchtitan's own seam for work that must end before the parameters change.
+        # torchtitan calls this before the parameters change: the place for the fence.
         staging = self.checkpointer.maybe_wait_for_staging
 
         def fenced() -> None:
@@ -144,22 +144,22 @@ class GRPOTrainer(Engine):
         self.checkpointer.maybe_wait_for_staging = fenced
 
     def _save_also(self, name: str, state: Any) -> None:
-        # A checkpointer that is off has no states.
+        # A disabled checkpointer has no ``states``.
         if self.job_config.checkpoint.enable:
             self.checkpointer.states[name] = state
 
     def state_dict(self) -> dict[str, Any]:
-        """torchtitan's state, and the version: behind the step by the training steps that made
-        none."""
+        """Return torchtitan's state and the version, which is less than the step if training steps
+        made no version."""
         return {**super().state_dict(), "version": self.version}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Inverse of ``state_dict``."""
+        """Restore what ``state_dict`` returned."""
         super().load_state_dict(state_dict)
         self.version = state_dict["version"]
 
     def train(self) -> None:
-        """torchtitan's loop, then the newest version is flushed to the servers."""
+        """Run torchtitan's loop, then flush the newest version to the servers."""
         super().train()
         if not self._started:
             if self.controller is not None:
@@ -171,12 +171,12 @@ class GRPOTrainer(Engine):
         self.sync.fence()
         if self.controller is not None:
             self.metrics_processor.logger.log(self.controller.finish(self.version), self.step)
-        # The others' images must live until rank 0 has flushed the last version from them.
+        # The other hosts' images must live until rank 0 has flushed the last version from them.
         dist.barrier(group=self.loader.group)
 
     def _start(self) -> None:
-        """After the checkpoint was loaded, before the first rollout: the servers get the version
-        that training starts from."""
+        """Start rank 0's controller and the weight sync, then publish the version that training
+        starts from. Runs in the first step: the checkpoint is loaded, no rollout has begun."""
         self._started = True
         controller = self.controller
         if controller is not None:
@@ -192,7 +192,8 @@ class GRPOTrainer(Engine):
             controller.wait_first_commit(self.version)
 
     def _publish_now(self, version: int) -> None:
-        """Publish at the start and at the end, where rank 0 waits for a slot. Collective."""
+        """Publish ``version`` at the start or the end, waiting for a slot on rank 0. Collective.
+        Raises SyncError on every rank if no slot becomes free."""
         chosen: list[Any] = [None]
         if self.controller is not None:
             chosen = [self.controller.wait_slot()]
@@ -213,8 +214,8 @@ class GRPOTrainer(Engine):
     def train_step(
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
     ) -> None:
-        """Fetch, the optimizer steps, publish, record. Raises UnhealthyError on every rank
-        alike."""
+        """Fetch, take the optimizer steps, publish and record. Raises UnhealthyError, AlertStop or
+        RunStopped on every rank alike."""
         if not self._started:
             self._start()
         self._blocked_s = 0.0
@@ -227,7 +228,7 @@ class GRPOTrainer(Engine):
         trained = time.perf_counter()
         self._make_version(outcome, share.slot)
         metrics = reduce_metrics(outcome, self.parallel_dims)
-        # now: the metrics have waited for the device
+        # After reduce_metrics, which waits for the device: only then is the fence's time known.
         self._blocked_s += self.sync.take_fenced_s()
         self._log(metrics["loss"], outcome, learning_rate)
         if self.controller is not None:
@@ -241,8 +242,8 @@ class GRPOTrainer(Engine):
         self._obey_alerts()
 
     def _make_version(self, outcome: Outcome, slot: int | None) -> None:
-        """After the optimizer steps: the new version, published where it has a slot; none if no
-        weight changed."""
+        """Count the new version and publish it if it has a slot. Make none if no weight
+        changed."""
         controller = self.controller
         if not outcome.taken:
             if controller is not None:
@@ -257,7 +258,7 @@ class GRPOTrainer(Engine):
             controller.skipped(self.version)
 
     def _log(self, loss: float, outcome: Outcome, learning_rate: float) -> None:
-        """torchtitan's own line and TensorBoard values. Collective in the steps in which it
+        """Write torchtitan's own line and TensorBoard values. Collective in the steps that it
         logs."""
         if not self.metrics_processor.should_log(self.step):
             return
@@ -302,8 +303,8 @@ class GRPOTrainer(Engine):
             log_table(self.metrics_processor, completions, self.step)
 
     def _judge(self, outcome: Outcome) -> None:
-        """Stop an unhealthy run where the configuration says so. The outcome is the same on every
-        rank."""
+        """Raise UnhealthyError if the configuration says so, on every rank alike (the outcome is
+        the same everywhere)."""
         self._unhealthy_in_a_row = 0 if outcome.taken else self._unhealthy_in_a_row + 1
         why = "; ".join(outcome.unhealthy)
         if outcome.unhealthy and self._grpo.on_unhealthy == "stop":
@@ -319,8 +320,8 @@ class GRPOTrainer(Engine):
             )
 
     def _obey_alerts(self) -> None:
-        """Stop where rank 0 says that a threshold of alerts.stop was crossed. Collective, if there
-        is one."""
+        """Save a checkpoint and raise AlertStop if a threshold of alerts.stop was crossed on rank
+        0. Collective if any threshold is configured."""
         if not self.job_config.alerts.stop:
             return
         said: list[Any] = [self.controller.stopped_by if self.controller is not None else ""]
@@ -329,7 +330,7 @@ class GRPOTrainer(Engine):
             return
         if not self.job_config.checkpoint.enable:
             raise AlertStop(f"step {self.step}: {said[0]}; nothing is saved (checkpoint.enable)")
-        # As torchtitan's last step, at the place where it saves: the step is over on every rank.
+        # Saved as torchtitan's last step: this step is over on every rank.
         self.checkpointer.save(self.step, last_step=True)
         raise AlertStop(
             f"step {self.step}: {said[0]}; the checkpoint of this step is saved, and training with"
@@ -340,18 +341,19 @@ class GRPOTrainer(Engine):
     def _fetch(self) -> Share:
         controller = self.controller
         if controller is None:
-            # A rank that is not 0 cannot stop the others at a boundary; it logs, and rank 0 misses
-            # its part.
+            # Only log: this rank cannot stop the others at a boundary. Rank 0 notices that this
+            # rank's part of a version does not come.
             if error := self.sync.take_error():
                 logger.error("weight sync: %s", error)
             return self.loader.fetch(None)
         return self.loader.fetch(lambda: controller.prepare(self.version, self.loader.num_shares))
 
     def close(self, error: BaseException | None = None) -> None:
-        """Stop everything that was started. Also after an ``error``, which the summary names;
-        bounded; idempotent."""
+        """Stop everything that was started. ``error`` is what ended the run, for the summary.
+        Bounded; idempotent."""
         with ExitStack() as parts:
-            # In reverse; each also after an error of the one before.
+            # Run in reverse: the controller, the sync (rank 0's images outlive its lanes),
+            # torchtitan. An error of one does not stop the next.
             parts.callback(super().close)
             parts.callback(self.sync.close)
             if self.controller is not None:
@@ -359,8 +361,8 @@ class GRPOTrainer(Engine):
 
 
 def run(job_config: Any, build: Callable[[Any], GRPOTrainer] = GRPOTrainer) -> None:
-    """Train as configured, with what ``build`` makes. Raises what stopped it, after everything that
-    was started has ended."""
+    """Train as configured, with the trainer that ``build`` makes. Raises the error that stopped it
+    after everything has ended, as StorageError if the disk is the cause."""
     folder = Path(job_config.job.dump_folder)
     with held(folder) if os.environ["RANK"] == "0" else nullcontext():
         init_logger()

@@ -36,7 +36,8 @@ from titan_grpo.titan.trainer import GRPOTrainer, run  # noqa: E402
 
 
 class VerifyTrainer(GRPOTrainer):
-    """Rank 0 writes TRAINER_EVIDENCE and one safetensors file per version into ``evidence``."""
+    """Trainer whose rank 0 writes TRAINER_EVIDENCE and a safetensors file per version into
+    ``evidence``."""
 
     def __init__(self, job_config: Any, evidence: Path) -> None:
         super().__init__(job_config)
@@ -51,14 +52,14 @@ class VerifyTrainer(GRPOTrainer):
     def train_step(
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
     ) -> None:
-        """GRPOTrainer's step, then the version it made is written down."""
+        """Run GRPOTrainer's step, then record the version that it made."""
         before = self.version
         super().train_step(data_iterator)
         if self.version > before:
             self._witness(self.version)
 
     def _witness(self, version: int) -> None:
-        """Collective: gather, export, cast; rank 0 digests and saves."""
+        """Gather and cast the weights; on rank 0 export, digest and save them. Collective."""
         began = time.perf_counter()
         with torch.no_grad():
             full = self._gathered()
@@ -83,8 +84,8 @@ class VerifyTrainer(GRPOTrainer):
             file.write(json.dumps(line) + "\n")
 
     def _gathered(self) -> dict[str, torch.Tensor]:
-        """Every tensor that servers get, by its name here: whole, adapters merged, in the type that
-        is sent, on the host. Collective."""
+        """Return every tensor that servers get, by its name in the trainer: whole, adapters merged,
+        in the wire type, on the host. Collective."""
         buffers = {
             strip_prefixes(name) for part in self.model_parts for name, _ in part.named_buffers()
         }
@@ -95,7 +96,7 @@ class VerifyTrainer(GRPOTrainer):
             whole = _whole(tensor)
             layer = layers.get(fqn.removesuffix(".weight"))
             if layer is not None:
-                # B A of the whole matrices, added in float64
+                # B A of the unsharded matrices, added in float64
                 up, down = (_whole(p).double() for p in (layer.lora_b, layer.lora_a))
                 whole = whole.double() + layer.scale * (up @ down)
             cast = fqn not in buffers and whole.is_floating_point()
@@ -112,7 +113,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def image_of(tensors: dict[str, torch.Tensor], manifest: Manifest) -> bytearray:
-    """The image that these tensors must have. Raises SyncError on other names."""
+    """Return the expected image of these tensors. Raises SyncError if the names differ."""
     names = {spec.name for spec in manifest.tensors}
     if names != set(tensors):
         different = sorted(names ^ set(tensors))

@@ -1,5 +1,5 @@
-"""One rank's weights as the sync sees them: which ranks share its host, which part of each image it
-writes, and publishing."""
+"""One rank's side of the weight sync: the ranks of its host, its part of each image, and
+publishing."""
 
 import logging
 import os
@@ -53,31 +53,31 @@ TOKEN_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """Where a rank runs."""
+    """A rank's group and host."""
 
     group: dist.ProcessGroup | None = None
-    """Of all ranks, as trusted as gradients are: a key for blocks goes over it; None: the
-    default."""
+    """Group of all ranks; None: the default group. It carries the key for blocks in clear, so it
+    must be as trusted as the gradients' network."""
     urls: Sequence[str] = ()
-    """Of servers that are known, for the way to them."""
+    """URLs of known servers, used to find this host's address."""
     run_key: Key | None = None
-    """On rank 0, if the run has one: the leaders of other hosts get a key of it."""
+    """The run key, on rank 0 only. The leaders of other hosts get a key derived from it."""
     name: str = ""
-    """For tests of several hosts on one machine: ranks of other names are on other hosts."""
+    """For tests: ranks with different names count as on different hosts."""
     address: str = ""
-    """Where the host serves; empty: found (host_address)."""
+    """Address that this host serves on; empty: ``host_address`` finds it."""
 
 
 HERE = Here()
-"""All of it found."""
+"""Defaults: everything is found."""
 
 
 def leaders(here: Here) -> list[int]:
-    """For each rank the lowest rank of its host. Collective over all ranks.
+    """Return for each rank the lowest rank of its host. Collective over all ranks.
 
-    Two ranks are on one host if one can open the other's memory: names, boot ids and namespace
-    numbers can be alike on two hosts (clones of a machine, containers), a random number cannot.
-    ConfigError, on every rank, where ranks of one host cannot all read each other's.
+    Two ranks are on one host if one can read the other's memory, a random token. Names, boot ids
+    and namespace numbers can be equal on two hosts (cloned machines, containers). Raises
+    ConfigError on every rank if the ranks of one host cannot all read each other's memory.
     """
     token = secrets.token_bytes(TOKEN_BYTES)
     with SharedImage.create(TOKEN_BYTES, "titan_grpo host") as probe:
@@ -91,7 +91,7 @@ def leaders(here: Here) -> list[int]:
             if name == here.name and _holds(address, its)
         )
         found: list[Any] = [None] * dist.get_world_size()
-        # the memory lives until every rank has looked
+        # Keep the probe open until here: every rank has read it when this returns.
         dist.all_gather_object(found, leader)
     for rank, its in enumerate(found):
         if found[its] != its:
@@ -104,7 +104,7 @@ def leaders(here: Here) -> list[int]:
 
 
 def _holds(address: ImageAddress, token: bytes) -> bool:
-    """Whether this process can open that memory, and finds ``token`` in it."""
+    """Whether this process can open that memory and reads ``token`` in it."""
     try:
         fd = open_memfd(address, os.O_RDONLY)
     except SyncError:
@@ -118,11 +118,9 @@ def _holds(address: ImageAddress, token: bytes) -> bool:
 
 
 def host_address(bind_host: str, urls: Iterable[str], master: str) -> str:
-    """This host's address in the network of ``bind_host`` (an address of rank 0's host), else of
-    the first server that is elsewhere, else of ``master`` (torchrun's MASTER_ADDR).
-
-    On rank 0's host with a ``bind_host`` that is ``bind_host`` itself. Nothing is sent.
-    """
+    """Return this host's address on the route to ``bind_host`` (an address of rank 0's host), else
+    to the first server on another host, else to ``master`` (torchrun's MASTER_ADDR). On rank 0's
+    host that is ``bind_host`` itself, if given. Sends nothing."""
     ways = (bind_host, *(urlsplit(url).hostname or "" for url in urls), master, ANYWHERE)
     for way in ways:
         if way and not is_loopback(way):
@@ -134,36 +132,37 @@ def host_address(bind_host: str, urls: Iterable[str], master: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """What each rank copies. The same on every rank except ``ops`` and ``part``."""
+    """Division of an image among the ranks. Equal on every rank except ``ops`` and ``part``."""
 
     manifest: Manifest
-    """With one part for each of ``hosts``."""
+    """Manifest with one part for each of ``hosts``."""
     layout: Layout
     ops: dict[str, list[CopyOp]]
     """This rank's copies by parameter name; empty on ranks that write nothing."""
     hosts: tuple[tuple[int, ...], ...]
-    """The global ranks that write, by host: rank 0's first, then those that write anything."""
+    """Global ranks that write, by host: rank 0's host first, then the others that write."""
     part: int
-    """Index of this rank's host in ``hosts``; -1 if nothing is written there."""
+    """Index of this rank's host in ``hosts``; -1 if its ranks write nothing."""
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The rank of each of ``hosts`` that has its images: rank 0 on its own."""
+        """The rank of each of ``hosts`` that owns its images; on the first host rank 0, even if it
+        writes nothing."""
         return (0, *(ranks[0] for ranks in self.hosts[1:]))
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The ranks of this rank's host that write, without the leader."""
+        """The writing ranks of this rank's host, without the leader."""
         return tuple(rank for rank in self.hosts[self.part] if rank != self.leaders[self.part])
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """A rank's part of a model that is cut into pipeline stages."""
+    """A rank's stages of a pipelined model."""
 
     parts: Sequence[torch.nn.Module]
     whole: torch.nn.Module
-    """The model without memory: every rank lays all of it out."""
+    """The whole model on the meta device: every rank lays out all of it."""
 
 
 Parts = torch.nn.Module | Stages
@@ -179,7 +178,8 @@ def _parameters(model: Parts) -> list[tuple[str, torch.Tensor]]:
 
 
 def named_tensors(model: Parts) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers, wrapper prefixes stripped, in the model's order."""
+    """Return parameters, then persistent buffers, in the model's order, wrapper prefixes
+    stripped."""
     out = _parameters(model)
     for part in _parts(model):
         for prefix, module in part.named_modules():
@@ -190,11 +190,11 @@ def named_tensors(model: Parts) -> list[tuple[str, torch.Tensor]]:
 
 
 def exported_tensors(model: Parts, to_hf: ToHF) -> list[tuple[str, torch.Tensor]]:
-    """``named_tensors`` without LoRA adapters, and without the buffers that the state dict adapter
-    does not export.
+    """Return ``named_tensors`` without LoRA adapters and without the buffers that the state dict
+    adapter does not export.
 
-    Those are tables that the engine computes itself; titan.flavors.disable_unexported_buffers has
-    switched off the one that training would change (an MoE's load balancing bias).
+    Such buffers are tables that the engine computes itself. The one that training would change (an
+    MoE's load balancing bias) is switched off by titan.flavors.disable_unexported_buffers.
     """
     parameters = {name for name, _ in _parameters(model)}
     return [
@@ -208,14 +208,14 @@ def _exported(to_hf: ToHF, fqn: str, buffer: torch.Tensor) -> bool:
     try:
         return bool(to_hf({fqn: torch.empty(buffer.shape, device="meta")}))
     except KeyError:
-        # llama's adapter looks every name up and has none for rope tables.
+        # llama's adapter looks up every name and lacks those of rope tables.
         return False
 
 
 def layout_of(
     model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], to_hf: ToHF
 ) -> Layout:
-    """Where these tensors of a model go in a Hugging Face checkpoint."""
+    """Return the places of a model's tensors in a Hugging Face checkpoint."""
     shapes = {fqn: tuple(tensor.shape) for fqn, tensor in tensors}
     tied = compat.upstream("models").TIED if getattr(model, "enable_weight_tying", False) else set()
     return infer_layout(to_hf, shapes, tied)
@@ -229,11 +229,11 @@ def plan_writes(
     adapters_only: bool = False,
     here: Here = HERE,
 ) -> WritePlan:
-    """Learn the layout and divide the work among the ranks, and the image among their hosts.
-    Collective over all ranks, once. ``adapters_only``: versions are LoRA adapters, and not weights.
+    """Infer the layout; divide the work among the ranks and the image among their hosts. Collective
+    over all ranks, once. ``adapters_only``: versions are LoRA adapters instead of weights.
 
-    Of several ranks that hold the same shard (replicas) the lowest writes it. Raises ConfigError on
-    every rank if they do not hold the weights alike.
+    The lowest of the ranks that hold the same shard (replicas) writes it. Raises ConfigError on
+    every rank if their manifests differ or their shards do not cover every parameter exactly once.
     """
     weights = exported_tensors(model, to_hf)
     seen = model.whole if isinstance(model, Stages) else model
@@ -272,7 +272,7 @@ def plan_writes(
     )
     if len(plan.hosts) == 1:
         return plan
-    # All ranks of a host know what it writes: one of them says it.
+    # Every rank could compute its host's extents: only the leader does.
     extents: Sequence[Extent] = ()
     if part >= 0 and rank == plan.leaders[part]:
         extents = _host_extents(layout, manifest, plan.hosts[part], held, assigned)
@@ -291,8 +291,8 @@ def _host_extents(
     held: Sequence[Mapping[str, Chunk]],
     assigned: Sequence[Collection[str]],
 ) -> tuple[Extent, ...]:
-    """The bytes of an image that these ranks write: of their boxes together, which have far fewer
-    rows to name than each alone."""
+    """Return the extents of an image that these ranks write. Merging their boxes first leaves far
+    fewer rows to list."""
     boxes: dict[str, list[Chunk]] = {}
     for rank in ranks:
         for fqn in assigned[rank]:
@@ -306,7 +306,7 @@ def _host_extents(
 
 
 def _require_ranges(config: WeightSync, hosts: int) -> None:
-    """ConfigError for a way of sending that has one sender."""
+    """Raise ConfigError for settings that send whole images from one host."""
     for key, value in ("transport", "nixl"), ("apply", "streamed"), ("transport", "nccl"):
         if getattr(config, key) == value:
             raise ConfigError(
@@ -318,22 +318,22 @@ def _require_ranges(config: WeightSync, hosts: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What a host's leader sends to all ranks once."""
+    """What a host's leader sends once to all ranks."""
 
     images: tuple[ImageAddress, ...]
     store_port: int = 0
-    """On loopback, for the ranks of this host."""
+    """Port on loopback, for the ranks of this host."""
     hashed: tuple[str, int] = ("", 0)
-    """Host and port for the other leaders, on rank 0."""
+    """Host and port of rank 0's store for the other leaders; set by rank 0."""
     key: str = ""
-    """On rank 0 EpochKeys.blocks as digits; empty without a run key."""
+    """EpochKeys.blocks in hexadecimal; set by rank 0 if the run has a key."""
     error: str = ""
-    """Why this host cannot take part."""
+    """Why this host cannot take part; empty if it can."""
 
 
 class TrainerSync:
-    """One rank's side of the weight sync. Built collectively; later calls involve no collective,
-    but with LoRA the gathering of A in ``publish``."""
+    """One rank's side of the weight sync. Construction is collective; of the later calls only
+    ``publish`` with merged LoRA is (it gathers the adapters)."""
 
     def __init__(
         self,
@@ -351,7 +351,7 @@ class TrainerSync:
         if len(self.plan.hosts) > 1:
             _require_ranges(config, len(self.plan.hosts))
         self.pool: ImagePool | None = None
-        """On the leader of each host. Rank 0 serves the images from it."""
+        """The images of this host's part; None except on its leader."""
         self._images: tuple[SharedImage, ...] = ()
         self._address = here.address or host_address(
             config.bind_host, here.urls, os.environ.get("MASTER_ADDR", "")
@@ -361,13 +361,15 @@ class TrainerSync:
         self._announcer: Announcer | HostSync | None = None
 
     def _meet(self, group: dist.ProcessGroup | None, run_key: Key | None) -> dict[int, Meeting]:
-        """By leader."""
+        """Create or attach this host's images; return the meetings by leader. Raises ConfigError on
+        every rank."""
         rank, plan = dist.get_rank(), self.plan
         mine: Meeting | None = None
         if rank in plan.leaders:
             try:
                 mine = self._open_pool(run_key)
             except ConfigError as error:
+                # Send it: the other ranks wait in the collective below.
                 mine = Meeting((), error=str(error))
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine, group=group)
@@ -412,14 +414,14 @@ class TrainerSync:
         )
 
     def start(self, announce: Announce | None = None) -> None:
-        """Open this rank's publisher. Not collective. ``announce``: rank 0's SyncProcess.publish;
-        None: announce to this host's leader, or, from there, to rank 0."""
+        """Open this rank's publisher. Not collective. ``announce``: on rank 0 SyncProcess.publish.
+        None elsewhere: ranks announce to their host's leader, leaders to rank 0."""
         if announce is None:
             if not self.plan.ops:
                 return
             announce = self._announcer = self._announce()
         tensors = [image.tensor() for image in self._images]
-        # Pinning takes seconds per 10 GiB; one rank says it.
+        # Pinning takes seconds per 10 GiB; only rank 0 prints the wait.
         size = sum(tensor.nbytes for tensor in tensors) / 2**30
         what = f"memory: {len(tensors)} version images, {size:.2f} GiB"
         with waiting(what) if dist.get_rank() == 0 else nullcontext():
@@ -440,8 +442,8 @@ class TrainerSync:
         return HostSync(self.pool, ranks, hashing, self._address, rank0.hashed, config)
 
     def publish(self, version: int, slot: int) -> None:
-        """Start the copy of this rank's shards, adapters merged, or of its part of the adapters,
-        into ``slot``. A rank that writes no part only helps to gather the adapters."""
+        """Start the copy of this rank's shards (adapters merged) into ``slot``, or with
+        ``adapters_only`` of its adapters. A rank that writes nothing only joins the gathering."""
         if self._adapters_only:
             if self._publisher is not None:
                 assert isinstance(self._model, torch.nn.Module)
@@ -455,7 +457,7 @@ class TrainerSync:
             self._publisher.publish(version, slot, {**shards, **merged})
 
     def fence(self) -> None:
-        """Before the optimizer changes the weights."""
+        """Call before the optimizer changes the weights; see Publisher."""
         if self._publisher is not None:
             self._publisher.fence()
 
@@ -464,13 +466,13 @@ class TrainerSync:
         return 0.0 if self._publisher is None else self._publisher.take_fenced_s()
 
     def take_error(self) -> str:
-        """The latched error of a rank other than 0, as text; empty if there is none."""
+        """Return and clear the latched error of a rank other than 0, as text; empty if none."""
         error = self._announcer.take_error() if self._announcer is not None else None
         return "" if error is None else str(error)
 
     def close(self) -> None:
-        """Stop the thread, or the process, and free the images; on rank 0 after its SyncProcess.
-        Bounded; idempotent."""
+        """Stop the announcer (a thread, or a host's sync process) and free the images. On rank 0
+        call it after its SyncProcess has ended. Bounded; idempotent."""
         if self._announcer is not None:
             self._announcer.close(timeout_s=5.0)
         if self._publisher is not None:
