@@ -133,11 +133,15 @@ class Rig:
             tamper=tuple if far else None,
         )
         self.server_set = server_set(
-            self.config, self.recorder, options, lambda _, *lane: self.lanes.open_lane(*lane)
+            self.config,
+            self.pool.manifest.total_bytes,
+            self.recorder,
+            options,
+            lambda _, *lane: self.lanes.open_lane(*lane),
         )
         self.lanes = SyncLanes(self.pool, self.config, self.recorder, options, self.server_set)
         self.slots = self.lanes.slots
-        self._announcer = Announcer(0, self.pool.store.port, WAIT_S)
+        self._announcer = Announcer(0, self.pool.store.port, WAIT_S, WAIT_S)
         copier = Snapshotter(ops[0], self.pool.tensors(), options.device, self.config.bucket_bytes)
         self.publisher = Publisher(copier, self._announcer)
         self.hosts = [self._host(part, hosts) for part in range(1, hosts)]

@@ -91,7 +91,7 @@ def test_other_hosts_make_patches_once_rank_0s_lanes_have_seen_that_they_are_wor
 def test_what_a_failed_version_left_in_a_slot_is_no_patchs_base(rig: MakeRig) -> None:
     """Another rank's parts of versions 2 and 3 are missing; 3 is in the slot of version 1."""
     r = rig("a", delta="on", changed=CHANGED, remote_writers=(1,), lane_deadline_s=8.0)
-    other = Announcer(1, r.pool.store.port, WAIT_S)
+    other = Announcer(1, r.pool.store.port, WAIT_S, WAIT_S)
 
     def write(version: int, fails: bool = False) -> int:
         slot = r.slots.reserved.wait(WAIT_S)

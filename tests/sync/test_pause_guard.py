@@ -323,22 +323,22 @@ def test_a_lease_covers_one_call_or_a_whole_step_where_another_process_makes_the
     """A step is vLLM's load: start, the end of an update that a dead lane left open, start, load;
     then the receiver's report."""
     staged = WeightSync(commit_deadline_s=4.0, backoff_max_s=3.0)
-    streamed = replace(staged, lane_deadline_s=9.0, apply="streamed")
+    streamed = replace(staged, lane_deadline_s=8.0, min_rate=64, apply="streamed")
     rest_s = RENEW_S + 2 * ANSWER_S + 3.0
-    assert deadlines_of(staged, forwarded=False).pause_s == 4.0 + rest_s
-    assert deadlines_of(streamed, forwarded=False).pause_s == 4.0 + 9.0 + rest_s
-    assert deadlines_of(staged, forwarded=True).pause_s == 5 * 4.0
-    assert deadlines_of(streamed, forwarded=True).pause_s == 5 * 4.0 + 9.0
+    assert deadlines_of(staged, 0, forwarded=False).pause_s == 4.0 + rest_s
+    assert deadlines_of(streamed, 64, forwarded=False).pause_s == 4.0 + 9.0 + rest_s
+    assert deadlines_of(staged, 0, forwarded=True).pause_s == 5 * 4.0
+    assert deadlines_of(streamed, 64, forwarded=True).pause_s == 5 * 4.0 + 9.0
 
 
 def test_a_connections_lease_covers_its_longest_silence() -> None:
     """One call, the receiver's answer and the communicator; or the next bucket of memory."""
     quick = WeightSync(commit_deadline_s=4.0, connect_deadline_s=10.0, backoff_max_s=3.0)
     rest_s = RENEW_S + 4.0 + 2 * 3.0
-    assert deadlines_of(quick, forwarded=False).greet_s == rest_s + 2 * 10.0
+    assert deadlines_of(quick, 0, forwarded=False).greet_s == rest_s + 2 * 10.0
     slow = replace(quick, bucket_bytes=1 << 30, min_rate=1 << 20, progress_deadline_s=5.0)
-    assert deadlines_of(slow, forwarded=False).greet_s == rest_s + 5.0 + 1024.0
-    assert deadlines_of(quick, forwarded=True).greet_s == 3 * 10.0 + 10 * 4.0 + 2 * 3.0
+    assert deadlines_of(slow, 0, forwarded=False).greet_s == rest_s + 5.0 + 1024.0
+    assert deadlines_of(quick, 0, forwarded=True).greet_s == 3 * 10.0 + 10 * 4.0 + 2 * 3.0
 
 
 def test_a_connection_that_moves_on_is_not_fenced_however_long_it_takes(tmp_path: Path) -> None:

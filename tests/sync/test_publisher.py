@@ -17,7 +17,7 @@ class BrokenCopy(Copy):
 
 def test_an_error_of_the_device_is_reported_and_later_versions_are_still_announced() -> None:
     store = host_store("127.0.0.1")
-    announcer = Announcer(1, store.port, WAIT_S)
+    announcer = Announcer(1, store.port, WAIT_S, WAIT_S)
     announcer(1, 0, BrokenCopy(0.0))
     announcer(2, 1, Copy(0.5))
     store.wait([copied_key(2, 1)], timedelta(seconds=WAIT_S))

@@ -41,7 +41,7 @@ def test_a_version_is_sealed_only_when_the_other_ranks_have_written_their_part(
     rig: MakeRig,
 ) -> None:
     r = rig("a", remote_writers=(1,))
-    announcer = Announcer(1, r.pool.store.port, WAIT_S)
+    announcer = Announcer(1, r.pool.store.port, WAIT_S, WAIT_S)
     slot = r.publish(1)
     assert r.servers["a"].receiver_pid is None or r.slots.newest() is None
     announcer(1, slot, Copy(0.0))
@@ -59,7 +59,7 @@ def test_a_part_that_never_arrives_discards_the_version_latches_an_error_and_fre
         1 - slot,
         None,
     }  # one reservation at a time
-    announcer = Announcer(1, r.pool.store.port, WAIT_S)
+    announcer = Announcer(1, r.pool.store.port, WAIT_S, WAIT_S)
     announcer(2, 1 - slot, Copy(0.0))
     r.publish_into(2, 1 - slot)
     assert r.servers["a"].wait_version(2, WAIT_S)

@@ -84,7 +84,7 @@ def main() -> None:
         "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=180)
     )
     loader = BatchLoader(rank)
-    loader.connect(JobConfig())
+    loader.connect(JobConfig(), 0)
     figures: dict[str, Any] = {}
     for pack in (False, True):
         for single in (True, False):

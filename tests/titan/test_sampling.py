@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from titan_grpo.algorithm.batch import BatchOptions, plan
-from titan_grpo.config import GRPO, JobConfig, Rollout, WeightSync
+from titan_grpo.config import GRPO, Evaluation, JobConfig, Rollout, WeightSync
+from titan_grpo.config.task import EVALUATION_MARGIN_S
 from titan_grpo.observe import names
 from titan_grpo.samples import Completion, Group, Prompt
 from titan_grpo.titan import compat, rules
@@ -152,12 +153,27 @@ def test_the_loaders_group_outlasts_a_start_of_servers_and_a_sync(tmp_path: Path
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         loader = BatchLoader(0)
-        loader.connect(SHORT)
+        loader.connect(SHORT, 0)
         options = loader.group._get_backend(torch.device("cpu")).options
         # 600 s for servers and the first commit, 60 s for rollouts, 240 s for a sync.
         assert options._timeout.total_seconds() > 600 + 60 + 240
     finally:
         dist.destroy_process_group()
+
+
+def test_the_waits_for_a_large_version_have_the_time_of_its_bytes() -> None:
+    sync = replace(SHORT.weight_sync, min_rate=1 << 20)
+    job = replace(SHORT, weight_sync=sync, grpo=replace(SHORT.grpo, async_weight_update=False))
+    mib, seconds = 1 << 20, 7200
+    assert rules.sync_waits_s(job, seconds * mib) == rules.sync_waits_s(job, 0) + seconds
+    small, large = (rules.rank0_waits_s(job, nbytes) for nbytes in (0, seconds * mib))
+    # A slot, the flush and the files at the end, each with the bytes at min_rate.
+    assert large[1] >= 3 * seconds > small[1]
+
+
+def test_an_evaluation_that_runs_at_the_end_counts_too() -> None:
+    slow = replace(SHORT, evaluation=[Evaluation(timeout_s=7200.0, every=10, at_end=False)])
+    assert min(rules.rank0_waits_s(slow)) >= 7200 + EVALUATION_MARGIN_S
 
 
 def test_a_long_flush_at_the_end_counts_too() -> None:

@@ -15,6 +15,7 @@ from titan_grpo.commands.doctor_host import Finding
 from titan_grpo.commands.doctor_servers import Needs
 from titan_grpo.config import (
     LAUNCH,
+    WIRE_BYTES,
     Evaluation,
     Rollout,
     WeightSync,
@@ -23,7 +24,6 @@ from titan_grpo.config import (
 )
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.memory import available_memory
-from titan_grpo.plan.setup import WIRE_BYTES
 from titan_grpo.receive.checkpoint import essential
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.runkey import find_run_key

@@ -166,7 +166,7 @@ def first_version(nbytes: int | None, sync: WeightSync) -> Finding | None:
     weight_sync.min_rate, and the calls of a commit. None: the size is not known."""
     if nbytes is None:
         return None
-    transfer_s = sync.lane_deadline_s + nbytes / sync.min_rate
+    transfer_s = sync.transfer_s(nbytes)
     needed_s = math.ceil(sync.connect_deadline_s + transfer_s + sync.commit_deadline_s)
     text = f"a version of {mib(nbytes)} may take {transfer_s:.0f} s at weight_sync.min_rate"
     if sync.startup_deadline_s < needed_s:

@@ -32,6 +32,10 @@ __all__ = (
 )
 
 
+WIRE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of an element by weight_sync.wire_dtype."""
+
+
 @dataclass
 class WeightSync:
     """How versions travel from the trainer's memory to the servers'."""
@@ -138,7 +142,8 @@ class WeightSync:
     downloaded."""
 
     shutdown_deadline_s: float = 60.0
-    """How long the end waits for the newest version to be flushed to the servers, in seconds."""
+    """How long the end waits for the newest version to be flushed to the servers, in seconds; its
+    bytes at min_rate are added."""
 
     max_lag: int = 1000
     """Stop the run at the step boundary after that many versions in a row without a commit on any
@@ -154,6 +159,18 @@ class WeightSync:
     on_sync_error: Literal["continue", "stop"] = "continue"
     """What a latched background error does at the next step boundary: log it and go on, or stop the
     run."""
+
+    def moving_s(self, nbytes: int) -> float:
+        """Return how long ``nbytes`` take at min_rate, in seconds."""
+        return nbytes / self.min_rate
+
+    def transfer_s(self, nbytes: int) -> float:
+        """Return the deadline of a transfer of ``nbytes``, in seconds.
+
+        >>> WeightSync(lane_deadline_s=120.0, min_rate=1 << 20).transfer_s(64 << 20)
+        184.0
+        """
+        return self.lane_deadline_s + self.moving_s(nbytes)
 
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -187,6 +187,10 @@ def _agent_rules(r: TaskKeys) -> Rules:
     yield r.chat_template == TEXT, "chat_template", rule
 
 
+EVALUATION_MARGIN_S = 30.0
+"""Seconds that an evaluation's process may take beyond its own deadline."""
+
+
 @dataclass
 class Evaluation(TaskKeys):
     """One evaluation. The keys of a task (reward, dataset, prompt, ...) are as in [rollout], and
@@ -235,6 +239,11 @@ class Evaluation(TaskKeys):
 
     timeout_s: float = 1800.0
     """An evaluation that takes longer is given up, and its server goes on, in seconds."""
+
+    @property
+    def whole_s(self) -> float:
+        """Return the longest time of one evaluation and of the end of its process, in seconds."""
+        return self.timeout_s + EVALUATION_MARGIN_S
 
     @property
     def section(self) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from titan_grpo.config import WeightSync
+from titan_grpo.config import WIRE_BYTES, WeightSync
 from titan_grpo.errors import ConfigError
 from titan_grpo.protocol import lane
 
@@ -33,8 +33,6 @@ ENCODE_RATE, APPLY_RATE = 1 << 30, 2 << 30
 WORTH, PATCHES = 4, 1 / 4
 """How much longer than making a patch a whole version must take for weight_sync.delta = "auto", and
 how much of an image patches may have: as sync.patches has it."""
-
-WIRE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def _option(default: Any, text: str) -> Any:

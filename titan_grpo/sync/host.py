@@ -100,7 +100,8 @@ class HostSync(Child):
         self._jobs: dict[int, Job] = {}
         """Slot -> its last job."""
         self._error: SyncError | None = None
-        self._announcer = Announcer(ranks[0], pool.store.port, config.connect_deadline_s)
+        copy_s = config.transfer_s(pool.manifest.parts[pool.part].nbytes)
+        self._announcer = Announcer(ranks[0], pool.store.port, config.connect_deadline_s, copy_s)
         self._begun = True
         self._run(self.launch(config))
 
@@ -240,7 +241,7 @@ class HostMain(Performer):
         if ticket := self._tickets.pop(slot, ""):
             self._server.revoke(ticket)
         self._patches.writing(slot)
-        timeout_s = self._config.lane_deadline_s
+        timeout_s = self._config.transfer_s(manifest.parts[pool.part].nbytes)
         read.extend(wait_copied(pool, version, rank, timeout_s) for rank in self._ranks)
         image = pool.images[slot]
         digests = self._hashing.blocks(image.buffer, manifest, pool.part)

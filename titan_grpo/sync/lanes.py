@@ -84,9 +84,10 @@ def resolve_bind_host(configured: str, url: str) -> str:
     return LOOPBACK
 
 
-def load_deadline_s(config: WeightSync) -> float:
-    """Return the deadline of a server's load call in seconds; streamed, with the transfer."""
-    return config.commit_deadline_s + transfer_in_load_s(config)
+def load_deadline_s(config: WeightSync, nbytes: int) -> float:
+    """Return the deadline of a server's load call in seconds; streamed, with the transfer of
+    ``nbytes``."""
+    return config.commit_deadline_s + transfer_in_load_s(config, nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,15 +166,15 @@ class SyncOptions:
 
 
 def server_set(
-    config: WeightSync, recorder: Recorder, options: SyncOptions, open_lane: OpenLane
+    config: WeightSync, nbytes: int, recorder: Recorder, options: SyncOptions, open_lane: OpenLane
 ) -> ServerSet:
-    """Create the set of the servers that a run starts with."""
+    """Create the set of the servers that a run of ``nbytes`` a version starts with."""
     return ServerSet(
         members.start(frozenset(options.urls), frozenset(options.listed)),
         open_lane,
         recorder,
         observer=options.observer,
-        leave_s=commit_s(config.commit_deadline_s, transfer_in_load_s(config)) + JOIN_S,
+        leave_s=commit_s(config.commit_deadline_s, transfer_in_load_s(config, nbytes)) + JOIN_S,
         max_lag=config.max_lag,
     )
 
@@ -219,7 +220,9 @@ class SyncLanes:
         self._given_up: set[str] = set()
         """Keys of hosts' parts that are awaited, or were given up and may still be set."""
         log, forwarded = recorder.run_dir / "pause_guard.log", options.make_control is not None
-        deadlines = options.guard_deadlines or deadlines_of(config, forwarded)
+        deadlines = options.guard_deadlines or deadlines_of(
+            config, pool.manifest.total_bytes, forwarded
+        )
         self.guard = PauseGuard(link, log, deadlines) if options.guarded else None
         self.slots = slots or ImageSlots(config.slots)
         self._threads, self._turns = LaneThreads(), Turns()
@@ -255,8 +258,8 @@ class SyncLanes:
     def _control(self, url: str) -> ServerControl:
         if self._o.make_control is not None:
             return self._o.make_control(url)
-        deadlines = self._config.commit_deadline_s, load_deadline_s(self._config)
-        access = ServerAccess(url, *deadlines, *self._o.keys)
+        load_s = load_deadline_s(self._config, self.manifest.total_bytes)
+        access = ServerAccess(url, self._config.commit_deadline_s, load_s, *self._o.keys)
         if self.guard is not None:
             access = replace(access, calling=partial(self.guard.renew, url))
         return make_control(self._o.engine, access)
@@ -317,7 +320,7 @@ class SyncLanes:
             )
 
     def _seal(self, job: _Job) -> None:
-        timeout_s = self._config.lane_deadline_s
+        timeout_s = self._config.transfer_s(self.manifest.parts[self.pool.part].nbytes)
         self._forget_read()
         self._patches.writing(job.slot)
         wanted = self._patches_wanted()
@@ -376,7 +379,7 @@ class SyncLanes:
         out = []
         for part, (rank, key) in enumerate(zip(self._o.leaders, keys, strict=True), 1):
             left_s = max(0.0, deadline - time.monotonic())
-            left_s += self.manifest.parts[part].nbytes / config.min_rate
+            left_s += config.moving_s(self.manifest.parts[part].nbytes)
             with store_errors(
                 f"waiting for part {part} of version {version} from rank {rank}, the leader of"
                 f" another host, {left_s:.0f} s"

@@ -108,10 +108,6 @@ class LinkOptions:
     relay: Relay = field(default_factory=Relay)
     """Assigns servers to read from each other."""
 
-    def transfer_s(self, nbytes: int) -> float:
-        """Return the deadline of a transfer of ``nbytes``, in seconds."""
-        return self.config.lane_deadline_s + nbytes / self.config.min_rate
-
     def keys(self, run_id: str, epoch: int) -> EpochKeys | None:
         """Return the keys of one epoch, None without a run key."""
         return None if self.run_key is None else EpochKeys.of(self.run_key, run_id, epoch)
@@ -158,7 +154,7 @@ class LaneLink:
         self._joined = False
         self._base: int | None = None
         """Version in the receiver's staging memory, the base of patches."""
-        self._transfer_s = options.transfer_s(manifest.total_bytes)
+        self._transfer_s = options.config.transfer_s(manifest.total_bytes)
 
     def open(self) -> Hello:
         """Listen; return the Hello (``init_info``) for the server. Raises ConfigError if bind_host
@@ -385,8 +381,7 @@ class LaneLink:
             self.cancel()
             failure = error
         # The update's start and end, the load and the report each have a deadline of their own.
-        transfer_s = self._options.config.lane_deadline_s
-        load_s = lane.step_s(lane.Phase.LOADING, commit_deadline_s, transfer_s)
+        load_s = lane.step_s(lane.Phase.LOADING, commit_deadline_s, self._transfer_s)
         # After a failed broadcast too: only the report says what the engine holds now.
         applied = outcome(call, load_s, f"the load call of transfer {staged.number}")
         if failure is not None and applied.ok:
@@ -399,8 +394,8 @@ class LaneLink:
         Raises TransferFailed if bytes are lost or late, a block differs or the engine gives up: the
         epoch is over, but the engine's report can still be awaited.
         """
-        c = self._options.config
-        broadcast_image(self._connected(), image, c.bucket_bytes, c.lane_deadline_s, moved)
+        bucket_bytes = self._options.config.bucket_bytes
+        broadcast_image(self._connected(), image, bucket_bytes, self._transfer_s, moved)
 
     def cancel(self) -> None:
         """End a streamed transfer at once and release the engine. Unlike after ``abort``, its

@@ -45,15 +45,16 @@ STUCK_BYTES = 1 << 16
 """With more bytes queued behind a full socket buffer the process is stuck, and is replaced."""
 
 
-def transfer_in_load_s(config: WeightSync) -> float:
-    """Return how long the transfer in a server's load call may take, in seconds; 0 if staged."""
-    return config.lane_deadline_s if config.apply == "streamed" else 0.0
+def transfer_in_load_s(config: WeightSync, nbytes: int) -> float:
+    """Return how long the transfer of ``nbytes`` in a server's load call may take, in seconds; 0 if
+    staged."""
+    return config.transfer_s(nbytes) if config.apply == "streamed" else 0.0
 
 
-def deadlines_of(config: WeightSync, forwarded: bool) -> Deadlines:
-    """Return how long a lane may be silent in a commit, and while it connects. ``forwarded``: rank
-    0 makes its calls, and only protocol points renew the lease."""
-    call_s, transfer_s = config.commit_deadline_s, transfer_in_load_s(config)
+def deadlines_of(config: WeightSync, nbytes: int, forwarded: bool) -> Deadlines:
+    """Return how long a lane may be silent in a commit of ``nbytes``, and while it connects.
+    ``forwarded``: rank 0 makes its calls, and only protocol points renew the lease."""
+    call_s, transfer_s = config.commit_deadline_s, transfer_in_load_s(config, nbytes)
     if forwarded:
         pause_s = lane.step_s(lane.Phase.LOADING, call_s, transfer_s)
     else:
@@ -66,7 +67,7 @@ def deadlines_of(config: WeightSync, forwarded: bool) -> Deadlines:
     else:
         # One call, then a wait without calls: for the receiver's answer and the communicator, or
         # for the next bucket of its memory.
-        bucket_s = config.progress_deadline_s + config.bucket_bytes / config.min_rate
+        bucket_s = config.progress_deadline_s + config.moving_s(config.bucket_bytes)
         greet_s = RENEW_S + call_s + max(2 * config.connect_deadline_s, bucket_s)
     return Deadlines(pause_s, greet_s + 2 * config.backoff_max_s)  # with the rest after a failure
 

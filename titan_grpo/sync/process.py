@@ -159,7 +159,11 @@ class SyncProcess(Child):
             raise ConfigError(problem)  # here: in the process it would cause endless restarts
         self.hashing = link.hashing(pool.run_id)
         self.servers: ServerSet = server_set(
-            config, recorder, options, lambda _, url, epoch: RemoteLane(self, url, epoch)
+            config,
+            pool.manifest.total_bytes,
+            recorder,
+            options,
+            lambda _, url, epoch: RemoteLane(self, url, epoch),
         )
         self.slots = MainSlots(self, Reserved())
         self.lanes: dict[str, RemoteLane] = {}
@@ -172,6 +176,7 @@ class SyncProcess(Child):
             0,
             pool.store.port,
             config.connect_deadline_s,
+            config.transfer_s(pool.manifest.parts[pool.part].nbytes),
             lambda seconds: recorder.observe(names.COPY_S, seconds),
         )
         self._address = pool.address

@@ -381,14 +381,16 @@ class Announcer:
         self,
         rank: int,
         port: int,
-        timeout_s: float,
+        join_s: float,
+        copy_s: float,
         copied: Callable[[float], object] = float,
     ) -> None:
-        """``port``: of ImagePool.store. ``timeout_s``: to join it, and for each copy. ``copied`` is
-        called with the seconds of each copy."""
+        """``port``: of ImagePool.store, joined within ``join_s`` seconds. ``copy_s``: deadline of
+        each copy, in seconds. ``copied`` is called with the seconds of each copy.
+        """
         self._rank, self._copied = rank, copied
-        self._timeout_s = timeout_s
-        self._store: dist.Store = join_store(LOOPBACK, port, timeout_s)
+        self._copy_s = copy_s
+        self._store: dist.Store = join_store(LOOPBACK, port, join_s)
         self._error: SyncError | None = None
         self._jobs: queue.SimpleQueue[tuple[int, Copy] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
@@ -413,7 +415,7 @@ class Announcer:
         while (job := self._jobs.get()) is not None:
             version, copy = job
             try:
-                copy_s = copy.wait(self._timeout_s)
+                copy_s = copy.wait(self._copy_s)
                 self._copied(copy_s)
                 with store_errors(f"announcing version {version}"):
                     self._store.set(copied_key(version, self._rank), repr(copy_s))

@@ -52,6 +52,7 @@ class StockLink:
             options,
             routes,
         )
+        self._transfer_s = options.config.transfer_s(manifest.total_bytes)
         self._lock = threading.Lock()
         self._aborted = False
         self._transport: Transport | None = None
@@ -116,7 +117,7 @@ class StockLink:
         """Send ``image`` (uint8[total_bytes]) into the paused engine, bucket by bucket. Return how
         that ended, also on a PeerError."""
         start, done, began = time.monotonic(), 0, False
-        deadline = start + self._options.config.lane_deadline_s
+        deadline = start + self._transfer_s
         try:
             # Before the first weight: if this trainer dies, the label must not hide a half load.
             control.relabel(UNUSABLE)
@@ -174,8 +175,8 @@ class StockLink:
         transport = self._transport
         if left <= 0 or transport is None:
             raise TransferFailed(
-                f"a transfer must end within {self._options.config.lane_deadline_s} s"
-                " (weight_sync.lane_deadline_s)"
+                f"a transfer must end within {self._transfer_s:.0f} s"
+                " (weight_sync.lane_deadline_s, and the bytes at min_rate)"
             )
         shapes = [spec.shape for spec in bucket]
         announced = Announced(

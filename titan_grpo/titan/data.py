@@ -114,10 +114,10 @@ class BatchLoader(BaseDataLoader):
         self._queue: list[MicroBatch] = []
         self._dp_ranks: list[int] = []
 
-    def connect(self, job_config: Any) -> None:
+    def connect(self, job_config: Any, nbytes: int) -> None:
         """Open the scatter's own group. Collective over all ranks, once."""
         # The ranks also wait in this group while rank 0 starts servers and waits for a commit.
-        timeout = timedelta(seconds=max(rank0_waits_s(job_config)) + GROUP_MARGIN_S)
+        timeout = timedelta(seconds=max(rank0_waits_s(job_config, nbytes)) + GROUP_MARGIN_S)
         self.group = dist.new_group(backend="gloo", timeout=timeout)
         dp_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(dp_ranks, self.dp_rank, group=self.group)

@@ -31,9 +31,6 @@ from titan_grpo.sync.server_set import ServerObserver
 
 logger = logging.getLogger(__name__)
 
-MARGIN_S = 30.0
-"""Seconds that an evaluation's process may take beyond its own deadline."""
-
 END_S = 5.0
 """Seconds for the processes to end after they are killed."""
 
@@ -173,14 +170,14 @@ class Evaluations:
 
     def wait_idle(self) -> None:
         """Wait until no evaluation runs, or the longest deadline has passed."""
-        longest = max((table.job.table.timeout_s for table in self._tables), default=0.0)
+        longest = max((table.job.table.whole_s for table in self._tables), default=0.0)
         running = [t.running for t in self._tables if t.running is not None]
         if running:
             shown = ", ".join(t.job.table.name for t in self._tables if t.running is not None)
             terminal.print_status(f"waiting for the evaluations {shown}, {longest:g} s at most")
         with self._changed:
             self._changed.wait_for(
-                lambda: all(table.running is None for table in self._tables), longest + MARGIN_S
+                lambda: all(table.running is None for table in self._tables), longest
             )
 
     def stop_schedule(self) -> None:
@@ -320,11 +317,11 @@ class Evaluations:
                 run.process = process
                 if run.broken:
                     process.kill()
-            limit_s = table.job.table.timeout_s
+            asked = table.job.table
             try:
-                return process.evaluate(state, limit_s + MARGIN_S)
+                return process.evaluate(state, asked.whole_s)
             except TimeoutError:
-                return Failure(f"it was not over after {limit_s:g} s (timeout_s)", False)
+                return Failure(f"it was not over after {asked.timeout_s:g} s (timeout_s)", False)
         finally:
             process.end()
 

@@ -142,8 +142,7 @@ def whole_image(
     content = Content(manifest, published.digests, hashing)
     with SharedImage.create(total, "titan_grpo whole image") as image:
         fetch = Fetch(image, content, sources, config.bucket_bytes)
-        within_s = config.lane_deadline_s + total / config.min_rate
-        fetch.run(config.connections, within_s, (total,), lambda _: None)
+        fetch.run(config.connections, config.transfer_s(total), (total,), lambda _: None)
         if fetch.error:
             raise TransferFailed(f"version {published.version} is not whole here: {fetch.error}")
         yield image.tensor()

@@ -45,7 +45,7 @@ from titan_grpo.titan.data import Sampled, Share, StepWork, varied_groups
 from titan_grpo.titan.evaluations import Evaluations
 from titan_grpo.titan.hf_files import save_version
 from titan_grpo.titan.jobfile import read_config
-from titan_grpo.titan.rules import sync_waits_s
+from titan_grpo.titan.rules import end_waits_s, sync_waits_s
 from titan_grpo.titan.servers import Membership, ServersFile, known_servers
 from titan_grpo.titan.startup import Rollouts, launched, start_rollouts, sync_settings
 from titan_grpo.titan.step_records import (
@@ -151,7 +151,7 @@ class Controller:
         self._servers.start()
         # Before the wait for servers: a mistake in a task is reported at once.
         rollouts = self._rollouts = start_rollouts(
-            self._job, self._model_dir, version, state, os.environ, sync.startup_deadline_s
+            self._job, self._model_dir, version, state, os.environ, pool.manifest.total_bytes
         )
         ends.callback(self._report)
         ends.callback(self._close_rollouts)
@@ -213,7 +213,8 @@ class Controller:
         """Return a server's control through the rollout service: rank 0 cannot reach the server."""
         sync, rollouts = self._job.weight_sync, self._rollouts
         assert isinstance(rollouts, RolloutClient)
-        access = ServerAccess(url, sync.commit_deadline_s, load_deadline_s(sync), *self._keys)
+        load_s = load_deadline_s(sync, self.worker.manifest.total_bytes)
+        access = ServerAccess(url, sync.commit_deadline_s, load_s, *self._keys)
         return rollouts.control(self._job.rollout.engine, access)
 
     def _needs(self) -> RolloutNeeds:
@@ -244,7 +245,11 @@ class Controller:
     def wait_slot(self) -> int | None:
         """Wait for a slot for a version that must not be skipped (the first, the last); None at the
         shutdown deadline."""
-        return self.worker.slots.wait_reserved(self._job.weight_sync.shutdown_deadline_s)
+        return self.worker.slots.wait_reserved(self._end_waits_s)
+
+    @property
+    def _end_waits_s(self) -> float:
+        return end_waits_s(self._job.weight_sync, self.worker.manifest.total_bytes)
 
     def wait_first_commit(self, version: int) -> None:
         """Wait until one server holds the version that training starts from. Raises
@@ -364,11 +369,14 @@ class Controller:
     def wait_committed(self, version: int) -> None:
         """Wait until every server with a known state holds ``version`` (synchronous mode). Past the
         deadline training continues."""
-        timeout_s = sync_waits_s(self._job)
-        if not self.worker.servers.wait_held(version, timeout_s, everyone=True):
-            terminal.print_status(
-                f"no server held version {version} after {timeout_s:g} s; going on without"
-            )
+        servers, began = self.worker.servers, time.monotonic()
+        timeout_s = sync_waits_s(self._job, self.worker.manifest.total_bytes)
+        holding = servers.wait_held(version, timeout_s, everyone=True)
+        waited_s = time.monotonic() - began
+        if not holding or waited_s >= timeout_s:
+            late = ", ".join(sorted(set(servers.urls) - set(holding)))
+            text = f"version {version} is not on {late} after {waited_s:.0f} s; going on without"
+            terminal.print_status(text)
 
     def show(self, step: int, trained: FirstBatch | None) -> list[Row]:
         """Record some completions of the step for inspection (rollout.sample_every). Return them as
@@ -433,7 +441,7 @@ class Controller:
     def finish(self, version: int) -> dict[str, float]:
         """Flush the newest version to the servers, evaluate it and save it in HF layout. Return the
         evaluations' values since the last step."""
-        worker, deadline_s = self.worker, self._job.weight_sync.shutdown_deadline_s
+        worker, deadline_s = self.worker, self._end_waits_s
         # No batch follows: the flush need not wait for running requests.
         self._rollouts.skip_drains()
         # Before the flush: an evaluating server takes no other version until it is done.

@@ -94,23 +94,30 @@ def not_finite(config: Any) -> list[str]:
     ]
 
 
-def sync_waits_s(config: Any) -> float:
-    """Return the sum of the deadlines of one transfer and its commit, in seconds, without the time
-    of the transfer's bytes at weight_sync.min_rate."""
+def sync_waits_s(config: Any, nbytes: int) -> float:
+    """Return the sum of the deadlines of one transfer of ``nbytes`` and its commit, in seconds."""
     w = config.weight_sync
     drain = 0.0 if config.rollout.in_flight_weight_updates else w.drain_deadline_s
-    return float(w.lane_deadline_s + w.commit_deadline_s + drain)
+    return float(w.transfer_s(nbytes) + w.commit_deadline_s + drain)
 
 
-def rank0_waits_s(config: Any) -> tuple[float, float]:
+def end_waits_s(sync: Any, nbytes: int) -> float:
+    """Return how long the end waits for a slot, and again for the flush of a version of ``nbytes``,
+    in seconds."""
+    return float(sync.shutdown_deadline_s + sync.moving_s(nbytes))
+
+
+def rank0_waits_s(config: Any, nbytes: int = 0) -> tuple[float, float]:
     """Return the longest time that rank 0 leaves the other ranks in a collective, by its own
     deadlines: (around the first step, later), in seconds. The timeouts of the process groups derive
-    from it.
+    from it. ``nbytes``: of a version; 0 while the model is unknown, for the groups that no rank
+    waits in for rank 0.
 
     Around the first step rank 0 loads the task and starts servers, or waits for the first commit
     (``startup_deadline_s`` each), and then waits for rollouts. In a later step it waits for
-    rollouts (``batch_timeout_s``), in sync mode also for one whole sync. At the end it flushes the
-    newest version (``shutdown_deadline_s``) and runs the evaluations that are due then.
+    rollouts (``batch_timeout_s``), in sync mode also for one whole sync. At the end it waits for a
+    slot and flushes the newest version (``end_waits_s`` each), waits for the evaluations that run
+    before and after that, and writes the version, at min_rate too.
 
     Example: batch_timeout_s 1800, startup_deadline_s 600, async: (2400, 1800). Sync mode adds
     connect_deadline_s + lane_deadline_s + commit_deadline_s = 240: (2640, 2040).
@@ -118,9 +125,10 @@ def rank0_waits_s(config: Any) -> tuple[float, float]:
     w = config.weight_sync
     sync = 0.0
     if not config.grpo.async_weight_update:
-        sync = w.connect_deadline_s + sync_waits_s(config)
-    ends = sum(table.timeout_s for table in config.evaluation if table.at_end)
-    later = max(config.rollout.batch_timeout_s + sync, w.shutdown_deadline_s + ends)
+        sync = w.connect_deadline_s + sync_waits_s(config, nbytes)
+    evaluation = max((table.whole_s for table in config.evaluation), default=0.0)
+    ends = 2 * (end_waits_s(w, nbytes) + evaluation) + w.moving_s(nbytes)
+    later = max(config.rollout.batch_timeout_s + sync, ends)
     return later + w.startup_deadline_s, later
 
 

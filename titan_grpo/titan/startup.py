@@ -106,10 +106,10 @@ def start_rollouts(
     version: int,
     state: str,
     environ: Mapping[str, str],
-    within_s: float,
+    nbytes: int,
 ) -> Rollouts:
     """Start the rollouts for training that continues from ``version``. ``state``: the rollout state
-    of a checkpoint, or empty. Task, dataset and tokenizer get ``within_s`` seconds to load.
+    of a checkpoint, or empty. ``nbytes``: of a version.
 
     Raises ConfigError or DataError as the task, the tokenizer or the records do, RolloutStopped if
     no rollouts can come.
@@ -125,7 +125,7 @@ def start_rollouts(
         kv_recomputed=sync.kv_after_update == "recompute",
         router_replay=job_config.grpo.router_replay,
         commit_deadline_s=sync.commit_deadline_s,
-        load_deadline_s=load_deadline_s(sync),
+        load_deadline_s=load_deadline_s(sync, nbytes),
     )
     transport: WorkerTransport = LocalTransport()
     if rollout.controller != "local":
@@ -133,8 +133,8 @@ def start_rollouts(
     client = RolloutClient(spec, rollout.record_path, transport)
     with ExitStack() as failed:
         failed.callback(client.close)
-        with waiting("task, dataset and tokenizer", within_s):
-            client.start(within_s)
+        with waiting("task, dataset and tokenizer", sync.startup_deadline_s):
+            client.start(sync.startup_deadline_s)
         failed.pop_all()
     return client
 

@@ -27,7 +27,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import init_logger
 
 from titan_grpo.algorithm.balance import TokenCost
-from titan_grpo.config import sends_adapters
+from titan_grpo.config import WIRE_BYTES, sends_adapters
 from titan_grpo.errors import AlertStop, StorageError, SyncError, UnhealthyError
 from titan_grpo.observe import names, terminal
 from titan_grpo.sync.transports.broadcast import limit_nccl_opening
@@ -80,7 +80,8 @@ class GRPOTrainer(Engine):
         self._blocked_s = 0.0
         self._unhealthy_in_a_row = 0
         self.loader: BatchLoader = self.dataloader
-        self.loader.connect(job_config)
+        elements = sum(p.numel() for p in self.whole.parameters())
+        self.loader.connect(job_config, elements * WIRE_BYTES[job_config.weight_sync.wire_dtype])
         cost = token_cost(self.model_args, self.whole)
         model_dir = str(job_config.model.hf_assets_path)
         self.controller: Controller | None = None

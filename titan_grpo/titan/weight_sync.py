@@ -431,11 +431,12 @@ class TrainerSync:
         self._publisher = Publisher(snapshotter, announce)
 
     def _announce(self) -> Announcer | HostSync:
-        plan, meetings, timeout_s = self.plan, self._meetings, self._config.connect_deadline_s
+        plan, meetings, config = self.plan, self._meetings, self._config
         if self.pool is None:
             port = meetings[plan.leaders[plan.part]].store_port
-            return Announcer(dist.get_rank(), port, timeout_s)
-        config, rank0 = self._config, meetings[0]
+            copy_s = config.transfer_s(plan.manifest.parts[plan.part].nbytes)
+            return Announcer(dist.get_rank(), port, config.connect_deadline_s, copy_s)
+        rank0 = meetings[0]
         key = Key.parse(rank0.key, "the run's key for blocks") if rank0.key else None
         hashing = Hashing(KEYED if key is not None else config.digest, key)
         ranks = dist.get_rank(), *plan.others
