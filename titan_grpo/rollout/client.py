@@ -304,7 +304,7 @@ class RolloutClient:
     def counters(self) -> dict[str, int]:
         """Return the counts so far, those before a resume included: ``consumed_groups``,
         ``unversioned_groups``, ``requests``, ``tokens``, ``tokens.<url>`` of one server,
-        ``commits`` and requests ``in_flight_at_commits``, ``outages``, ``interrupted``, ``skipped``,
+        ``commits``, requests ``in_flight_at_commits``, ``outages``, ``interrupted``, ``skipped``,
         ``moved`` (groups whose server left or was drained), ``resumed`` (completions that went on
         from ``resumed_tokens`` tokens), ``dropped.<reason>``, ``thrown_tokens``, completions by
         length as ``made.<n>`` and ``trained.<n>`` (messages.length_range), ``sessions_lost``,
