@@ -353,7 +353,7 @@ class Agents:
     async def _chat(self, episode: Episode, body: bytes) -> Reply:
         asked = parse(body, self._spec.temperature)
         call = episode.ask(self.codec, asked, self._spec.max_completion_tokens)
-        # no deadline: answered, or refused by _end(); the HTTP thread cancels it in _answer
+        # no deadline: the sampler answers or Episode.end refuses; _answer cancels it at its own
         answer = await call.answer
         if asked.stream:
             return Reply(200, answer_events(asked, answer))

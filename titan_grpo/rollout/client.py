@@ -200,8 +200,7 @@ class RolloutClient:
                 )
 
     def in_flight(self, timeout_s: float = 1.0) -> dict[str, int]:
-        """Return the requests in flight by server URL; empty if no answer comes in ``timeout_s``
-        seconds."""
+        """Return the requests in flight by server URL; empty without an answer in ``timeout_s``."""
         try:
             return dict(self._call("all servers", "in_flight", messages.AskLoad, timeout_s).value)
         except ServerUnreachable:

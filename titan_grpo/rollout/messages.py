@@ -37,8 +37,7 @@ class Cursor:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Cursor":
-        """Inverse of ``state``; an empty mapping is the start. Raises DataError on any other
-        value."""
+        """Inverse of ``state``; an empty mapping is the start. Raises DataError on other values."""
         low, above = state.get("low", 0), state.get("above", [])
         ints = isinstance(above, list) and all(isinstance(i, int) for i in [low, *above])
         if not ints or low < 0 or any(i < low for i in above):

@@ -232,6 +232,7 @@ class Service:
             if lease is None:
                 text = f"the newer run {self._lease.run} has this service"
                 return Reply(409, {"error": text})
+            # Before the end of the old session: its trainer's requests are refused from now on.
             self._lease = lease
             self._changed.notify_all()
         self._end("replaced by a newer session")

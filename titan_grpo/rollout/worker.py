@@ -59,6 +59,7 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - top of the process: the trainer raises it
             self._fail(error)
         if self._error is not None:
+            # After the source's end: nothing may follow a Failed message.
             self._send(_failed(self._error))
         self._pipe.close(EXIT_GRACE_S)
         return 1 if self._error is not None else 0

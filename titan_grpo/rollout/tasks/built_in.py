@@ -63,7 +63,7 @@ class Calculator:
         return codec.encode(f"={int(call[1]) + int(call[2])}\n") if call else None
 
     async def episode_reward(self, prompt: Prompt, turns: Sequence[Turn]) -> float:
-        """Return 1 if the last number of the policy's last turn is the prompt's sum, else 0."""
+        """Return 1 if the last turn is the policy's and its last number is the sum, else 0."""
         numbers = NUMBER.findall(turns[-1].text) if turns[-1].sampled else []
         return float(bool(numbers) and int(numbers[-1][:18]) == prompt.payload["sum"])
 

@@ -38,8 +38,7 @@ BUILT_IN = {
 }
 
 GIVEN = ("prompts", "completions", "completion_ids")
-"""Arguments of a reward function besides the dataset's columns. They take precedence over columns
-of these names."""
+"""Arguments of a reward function besides the dataset's columns, which they override by name."""
 
 MESSAGES, TEXTS = "messages", "prompt"
 """Columns of the prompt without ``rollout.prompt``. Either may hold texts or lists of messages."""
@@ -267,7 +266,8 @@ def task_of(spec: RolloutSpec) -> AnyTask:
 
 def load_task(name: str, options: TaskOptions, section: str = ROLLOUT) -> AnyTask:
     """Return a built-in task, or an instance of "package.module:Class". Raises ConfigError if it is
-    not found or has only one of turn and episode_reward, TaskFailed if its constructor fails."""
+    not found, refuses its options, or has only one of turn and episode_reward; TaskFailed if its
+    constructor fails."""
     path = BUILT_IN.get(name, name)
     if ":" not in path:
         raise ConfigError(
