@@ -40,7 +40,7 @@ class GroupDropped(TitanGrpoError):
 
 class NotAccepted(TitanGrpoError):
     """A sound group is left out by the user's filter or the minimum length. It must not be made
-    again: repeated sampling until acceptance would bias it. ``reason``: name of its counter."""
+    again: sampling until acceptance would bias the data. ``reason``: name of its counter."""
 
     def __init__(self, reason: str, group: Group) -> None:
         super().__init__(reason)
