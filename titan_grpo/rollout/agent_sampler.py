@@ -1,5 +1,5 @@
-"""Making a group whose completions are the episodes of agents: their calls, answered by one server
-as the turns of any other completion."""
+"""Sampling of a group of agents' episodes: one server answers the agents' calls, each as a turn of
+a completion."""
 
 import asyncio
 import json
@@ -39,12 +39,12 @@ from titan_grpo.samples import (
 )
 
 TURN_ENDS = frozenset(("stop", "length"))
-"""Only the agent's end is the end of an episode."""
+"""Finish reasons that end a turn: all, since only its agent ends an episode."""
 
 
 class AgentSampler(Sampler):
-    """A sampler of agents' groups. A group on a server is its episodes being served there; where
-    the server fails, they go on elsewhere."""
+    """Sampler of agents' groups. ``group`` answers the calls of a group's episodes on one server;
+    if the server fails, the episodes resume on the group's next server."""
 
     def __init__(
         self,
@@ -53,25 +53,25 @@ class AgentSampler(Sampler):
         agents: Agents,
         tool_parser: ToolParser | None,
     ) -> None:
-        """``tool_parser``: None for that of the server that sampled the answer."""
+        """``tool_parser``: None for the one of the server that sampled the answer."""
         super().__init__(spec, runner)
         self._agents, self._tool_parser = agents, tool_parser
         self._parser_names: dict[tuple[str, str], str] = {}
-        """By URL and engine. Asked once: a server that came back with another parser still reads by
-        the name in a request."""
+        """By URL and engine. Fetched once: a server that restarts with another parser as its
+        default still parses with the one that a request names."""
 
     def forget(self, index: int) -> None:
-        """As the base: its episodes are over."""
+        """End the episodes of a prompt that was given up."""
         self._agents.end(index)
 
     async def close(self) -> None:
-        """As the base: all episodes."""
+        """End all episodes."""
         await self._agents.close()
 
     async def group(
         self, ticket: Ticket, parts: list[Completion], server: Server, driver: AsyncDriver
     ) -> Group:
-        """As the base. ``parts`` grows where an episode has several trajectories."""
+        """See Sampler.group. ``parts`` grows if an episode has several trajectories."""
         prompt = self._runner.prompt(ticket.index)
         job = Job(prompt, ticket, parts, server, driver)
         try:
@@ -79,7 +79,7 @@ class AgentSampler(Sampler):
             await at_once([self._serve(job, episode) for episode in episodes])
             group = await self._accepted(self._group(job, episodes))
         except (PeerError, Interrupted, asyncio.CancelledError):
-            raise  # The episodes go on where the group does.
+            raise  # Keep the episodes: they resume with the group.
         except BaseException:
             self._agents.end(ticket.index)
             raise
@@ -87,8 +87,7 @@ class AgentSampler(Sampler):
         return group
 
     async def _serve(self, job: Job, episode: Episode) -> None:
-        """Answer the episode's calls, several at once where the agent makes them, until it is
-        over."""
+        """Answer the episode's calls, concurrently if the agent makes several, until it is over."""
         serving: dict[Call, asyncio.Task[None]] = {}
         try:
             while not episode.over.done():
@@ -96,7 +95,8 @@ class AgentSampler(Sampler):
                     if call not in serving:
                         serving[call] = asyncio.ensure_future(self._answer(job, episode, call))
                 changed = episode.changed()
-                # no deadline: rollout.task_timeout_s ends the episode
+                # no deadline: rollout.task_timeout_s ends a running episode; one that waits for an
+                # agent outside to take it has none
                 await asyncio.wait(
                     {changed, *serving.values()}, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -105,7 +105,7 @@ class AgentSampler(Sampler):
                     serving.pop(call).result()
         finally:
             await _cancel(list(serving.values()))
-        # no deadline: it is done; raises what the agent raised
+        # no deadline: it is done; raises the agent's error
         episode.over.result()
 
     async def _answer(self, job: Job, episode: Episode, call: Call) -> None:
@@ -114,10 +114,11 @@ class AgentSampler(Sampler):
             trajectory.part = len(parts)
             parts.append(NO_TOKENS)
         at = trajectory.part
-        # Longer where a server failed after it had sampled this answer whole.
+        # Append the call's context once. The part is longer than delivered if an earlier server
+        # failed after it had sampled this answer whole.
         if parts[at].waits and len(parts[at].token_ids) == trajectory.delivered:
             parts[at] = answered(parts[at], call.context, self._budget)
-        # The part's end where no token of the answer came yet.
+        # Start of the answer within the part.
         before = trajectory.delivered + len(call.context)
         most = call.request.max_tokens or self._budget
         while not parts[at].waits:
@@ -133,8 +134,8 @@ class AgentSampler(Sampler):
         await self._deliver(job, episode, call, before)
 
     async def _deliver(self, job: Job, episode: Episode, call: Call, before: int) -> None:
-        """Answer a call with what its trajectory's part has from token ``before`` on. Raises
-        PeerError where the server is to read calls of tools, and fails."""
+        """Answer a call with the tokens of its trajectory's part from ``before`` on. Raises
+        PeerError if the server must parse tool calls and fails."""
         codec, part, reason = self._agents.codec, job.parts[call.trajectory.part], call.reason
         ids = part.token_ids[before:]
         text = codec.decode(ids)
@@ -170,7 +171,7 @@ class AgentSampler(Sampler):
     async def _read(
         self, job: Job, call: Call, ids: tuple[int, ...], text: str
     ) -> tuple[str, ToolCalls]:
-        """What is left of an answer's text for the user, and the calls of tools in it."""
+        """Return the text of an answer without its tool calls, and the tool calls."""
         if self._tool_parser is not None:
             try:
                 content, calls = self._tool_parser(text)
@@ -194,18 +195,18 @@ class AgentSampler(Sampler):
         return (content, calls) if calls else (text, [])
 
     def _group(self, job: Job, episodes: Sequence[Episode]) -> Group:
-        """The group of finished episodes: trajectories after the prefix that all prompts have in
-        common. Raises GroupDropped, TaskFailed."""
+        """Return the group of finished episodes. Its prompt is the common prefix of all prompts;
+        each trajectory becomes a completion after it. Raises GroupDropped, TaskFailed."""
         made: list[tuple[Trajectory, Completion]] = []
         for episode in episodes:
             delivered = [each for each in episode.trajectories if each.delivered]
             if not delivered:
                 text = f"an agent must make a call, one of row {episode.row!r:.200} made none"
                 raise TaskFailed("agent", DataError(text))
-            # no deadline: it is done
+            # no deadline: it is done (_serve has returned)
             reward = episode.over.result()
             for trajectory in delivered:
-                # The agent has not seen what came after the last answer that it waited for.
+                # Cut the tokens after the last delivered answer: the agent has not seen them.
                 completion = replace(
                     first_tokens(job.parts[trajectory.part], trajectory.delivered),
                     finish_reason=trajectory.finish_reason,
@@ -228,7 +229,7 @@ class AgentSampler(Sampler):
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
-    """What an agent gets of a text whose tokens hold its stop.
+    """Return a text up to the first of its stops.
 
     >>> before_stop("a, b", (";", ","))
     'a'
@@ -238,8 +239,8 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def unended(codec: TextCodec, ids: tuple[int, ...], stops: Sequence[str]) -> tuple[int, ...]:
-    """An answer without what ended it, for a parser: an end token, or an agent's stop. With a stop
-    the tokens are others, of the text before it."""
+    """Return an answer's tokens without its end token or the agent's stop, for a parser. With a
+    stop they are new tokens, encoded from the text before it."""
     text = codec.spell(ids)
     if (before := before_stop(text, stops)) != text:
         return codec.encode(before)
@@ -248,19 +249,19 @@ def unended(codec: TextCodec, ids: tuple[int, ...], stops: Sequence[str]) -> tup
 
 
 def shared_prefix(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """What all prompts, of which there is at least one, begin with.
+    """Return the common prefix of all prompts (at least one).
 
     >>> shared_prefix([(1, 2, 3), (1, 2), (1, 2, 4)])
     (1, 2)
     """
-    # All others are between these two.
+    # In lexicographic order all others are between these two, so they share the prefix.
     first, last = min(prompts), max(prompts)
     same = (at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
     return first[: next(same, len(first))]
 
 
 def first_tokens(part: Completion, count: int) -> Completion:
-    """Without what came after the first ``count`` tokens, of which there is at least one.
+    """Return a completion's first ``count`` tokens (at least one).
 
     >>> part = Completion((5, 6), (-1.0, -2.0), "", 3, 4, "s", spans=((3, 1), (4, 1)))
     >>> first_tokens(part, 1).token_ids, first_tokens(part, 1).token_spans

@@ -7,13 +7,13 @@ POST  /episodes                  an episode for an agent elsewhere: its id, whic
 POST  /episodes/{id}/reward      ends an episode: ``{"reward": 1.0}``
 ===== ========================== ================================================================
 
-An episode lives longer than the group's stay on one server: calls that wait when a server fails, or
-is left, wait until the group goes on elsewhere.
+An episode outlives the group's stay on one server: when the server fails or leaves, waiting calls
+wait until the group resumes elsewhere.
 
-An episode is a list of trajectories, each of which becomes one completion. A call whose history is
-that of a trajectory, and which the chat template only appends to, goes on from the trajectory's
-tokens; any other one begins a new trajectory. An Episode's methods run in the rollout process's
-loop, without I/O.
+An episode is a list of trajectories, each of which becomes one completion. A call continues a
+trajectory's tokens if its messages begin with the trajectory's and the chat template only appends
+to their text; any other call starts a new trajectory. An Episode's methods run in the rollout
+process's loop, without I/O.
 """
 
 import asyncio
@@ -54,20 +54,20 @@ from titan_grpo.samples import Completion
 
 NO_EPISODE = "the API key must be that of a running episode"
 GRACE_S = 10.0
-"""How much longer than its episode an HTTP request may wait, in seconds."""
+"""Seconds that an HTTP request may wait beyond its episode's deadline."""
 
 MARK = "TheAnswerStandsHere"
-"""Stands for an answer, to see what a template writes after one."""
+"""Placeholder answer, to find the text that a template writes after an answer."""
 
 
 @dataclass(eq=False, slots=True)
 class Trajectory:
-    """Tokens in a row: a prompt, then what was sampled and what was added to it.
+    """Contiguous tokens of an episode: a prompt, then the sampled answers and the added context.
 
-    ``messages``: those of its last call and the answer to it, as the template gets them: clients
-    write the JSON of a tool call's arguments in their own way. ``rendered``: the text of that
-    call's prompt. ``part``: its place among the group's parts; -1 before it has one.
-    ``delivered``: how many tokens of that part its agent has got. ``tail``: their end, as text.
+    ``messages``: those of its last call and its answer, in the template's form (arguments of tool
+    calls parsed, since clients format that JSON differently). ``rendered``: the text of that call's
+    prompt. ``part``: index among the group's parts; -1 before it has one. ``delivered``: number of
+    that part's tokens that the agent has received. ``tail``: text of the last answer.
     """
 
     prompt: tuple[int, ...]
@@ -79,13 +79,13 @@ class Trajectory:
     tail: str = ""
     finish_reason: str = ""
     busy: bool = True
-    """A call of it waits for its answer."""
+    """Whether one of its calls waits for its answer."""
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A call that waits for its answer. ``context``: what it adds to its trajectory's part.
-    ``reason``: why its answer ended, once it has."""
+    """A call that waits for its answer. ``context``: tokens that it adds to its trajectory's part.
+    ``reason``: finish reason of its answer, once known."""
 
     request: ChatRequest
     trajectory: Trajectory
@@ -97,11 +97,11 @@ class Call:
 
 @dataclass(eq=False, slots=True)
 class Episode:
-    """One run of an agent; ``key`` names it. ``over`` has its reward, or the agent's error."""
+    """One run of an agent, identified by ``key``. ``over``: its reward, or the agent's error."""
 
     key: str
     number: int
-    """Place in its group."""
+    """Index in its group."""
     row: dict[str, Any]
     over: "asyncio.Future[float]"
     trajectories: list[Trajectory] = field(default_factory=list)
@@ -109,8 +109,8 @@ class Episode:
     _changed: "asyncio.Future[None] | None" = None
 
     def ask(self, codec: TextCodec, request: ChatRequest, budget: int) -> Call:
-        """Take a call. Raises Refused where its messages cannot be rendered, or its trajectory has
-        no room."""
+        """Queue a call. Raises Refused if its messages cannot be rendered, or its trajectory has no
+        room."""
         try:
             messages = [for_template(message) for message in request.messages]
             rendered = codec.render(messages, request.tools)
@@ -147,7 +147,7 @@ class Episode:
         rendered: str,
         messages: Sequence[Message],
     ) -> tuple[Trajectory, tuple[int, ...]] | None:
-        """The trajectory that a call goes on from, the longest of several, and what it adds."""
+        """Return the (longest) trajectory that a call continues, and the tokens that it adds."""
         for trajectory in sorted(self.trajectories, key=lambda t: -len(t.messages)):
             count = len(trajectory.messages)
             same = trajectory.tools == request.tools and not trajectory.busy
@@ -162,7 +162,8 @@ class Episode:
         return None
 
     def answered(self, call: Call, delivered: int, tail: str, answer: ChatAnswer) -> None:
-        """Answer a call; ``delivered``: tokens of its trajectory's part, which ends in ``tail``."""
+        """Answer a call. ``delivered``: number of tokens of its trajectory's part; ``tail``: text
+        of the answer's tokens."""
         trajectory = call.trajectory
         trajectory.messages = tuple(map(for_template, (*call.request.messages, answer.message)))
         trajectory.rendered, trajectory.delivered, trajectory.tail = call.rendered, delivered, tail
@@ -173,7 +174,7 @@ class Episode:
             call.answer.set_result(answer)
 
     def lost(self, parts: Sequence[Completion]) -> bool:
-        """Whether tokens that the agent has got are no longer among the group's parts."""
+        """Return whether tokens that the agent has received are missing from the group's parts."""
         return any(
             trajectory.delivered
             and (
@@ -184,7 +185,7 @@ class Episode:
         )
 
     def end(self, text: str) -> None:
-        """Take no further call; those that wait are refused with ``text``."""
+        """End the episode; refuse its waiting calls with ``text``."""
         if not self.over.done():
             self.over.cancel()
         for call in self.calls:
@@ -194,13 +195,13 @@ class Episode:
         self.notice()
 
     def changed(self) -> "asyncio.Future[None]":
-        """Done at the next call, and at the end."""
+        """Return a future that is done at the next call, or at the end."""
         if self._changed is None or self._changed.done():
             self._changed = asyncio.get_running_loop().create_future()
         return self._changed
 
     def notice(self) -> None:
-        """Wake what waits for a change."""
+        """Complete the future of ``changed``."""
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 
@@ -212,15 +213,15 @@ class Rewarded(msgspec.Struct):
 
 
 class Agents:
-    """Runs agents, or hands episodes out to them, and answers their requests.
+    """Server of agents: runs them, or hands episodes out to them, and answers their requests.
 
-    Methods run in the loop, except what the HTTP server's threads call.
+    Methods run in the loop, except ``_answer``, which runs in the HTTP server's threads.
     """
 
     def __init__(
         self, spec: RolloutSpec, task: AgentRows, runner: TaskRunner, codec: TextCodec
     ) -> None:
-        """Listens. Raises ConfigError where the address cannot be bound."""
+        """Start listening. Raises ConfigError if the address cannot be bound."""
         self._spec, self._task, self._runner, self.codec = spec, task, runner, codec
         self._groups: dict[int, list[Episode]] = {}
         self._by_key: dict[str, Episode] = {}
@@ -242,8 +243,8 @@ class Agents:
         await self._loop.run_in_executor(None, self._server.close)
 
     def take(self, index: int, parts: Sequence[Completion]) -> list[Episode]:
-        """The episodes of a group, one for each of its completions: those that run, and new ones in
-        place of those whose tokens are no longer among ``parts``."""
+        """Return the group's ``group_size`` episodes: the running ones, with new ones in place of
+        those whose delivered tokens are missing from ``parts``."""
         episodes = self._groups.setdefault(index, [])
         for number in range(self._spec.group_size):
             if number == len(episodes):
@@ -257,7 +258,7 @@ class Agents:
         return list(episodes)
 
     def end(self, index: int) -> None:
-        """The group is done, or given up: its episodes are over."""
+        """End the episodes of a group that is done or given up."""
         for episode in self._groups.pop(index, []):
             self._end(episode)
 
@@ -285,7 +286,7 @@ class Agents:
         episode.end(f"{NO_EPISODE}; this one is over")
 
     async def _function(self, function: Callable[..., Any], episode: Episode) -> None:
-        """Run the user's function to its end."""
+        """Run the user's function, and end the episode with its reward."""
         arguments = f"{self.url}/v1", episode.key, dict(episode.row)
         try:
             returned = await self._runner.agent(function, *arguments)
@@ -300,7 +301,7 @@ class Agents:
             self._over(episode, TaskFailed("agent", DataError(text)))
 
     async def _late(self, episode: Episode) -> None:
-        """End an episode whose agent is outside and posts no reward."""
+        """Fail an episode whose agent outside posts no reward in time."""
         await asyncio.sleep(self._spec.task_timeout_s)
         text = f"no reward came within rollout.task_timeout_s = {self._spec.task_timeout_s:g}"
         self._over(episode, TaskFailed("agent", TimeoutError(text)))
@@ -310,7 +311,7 @@ class Agents:
             return
         if isinstance(outcome, TaskFailed):
             episode.over.set_exception(outcome)
-            # no deadline: it is done; read, for where no group waits for it now
+            # no deadline: it is done; read the exception, else asyncio logs it if no group waits
             episode.over.exception()
         else:
             episode.over.set_result(outcome)
@@ -352,7 +353,7 @@ class Agents:
     async def _chat(self, episode: Episode, body: bytes) -> Reply:
         asked = parse(body, self._spec.temperature)
         call = episode.ask(self.codec, asked, self._spec.max_completion_tokens)
-        # no deadline: the episode's end sets it, at rollout.task_timeout_s at the latest
+        # no deadline: the sampler answers or Episode.end refuses; _answer cancels it at its own
         answer = await call.answer
         if asked.stream:
             return Reply(200, answer_events(asked, answer))
@@ -401,9 +402,9 @@ def added_text(
     known: Sequence[Message],
     rendered: str,
 ) -> str | None:
-    """What a call's prompt, ``rendered``, adds to a trajectory, whose messages are ``known``. None
-    where the template writes what was there before in another way now (without the earlier
-    thoughts, say).
+    """Return the text that a call's prompt, ``rendered``, adds to a trajectory, whose messages are
+    ``known``. None if the template now renders the earlier messages differently (without their
+    reasoning, say).
 
     Example: "user: hi\\nassistant:" was asked, " yo" was sampled, and the prompt is now "user: hi
     \\nassistant: yo\\nuser: so?\\nassistant:" -> "\\nuser: so?\\nassistant:".
@@ -417,13 +418,13 @@ def added_text(
     same = before.startswith(trajectory.rendered) and rendered.startswith(before)
     if not (same and mark and before.endswith(end)):
         return None
-    # The model may have written the end of its turn, or a part of it, itself.
+    # The model may have sampled the end of its turn, or a part of it, itself.
     written = next(n for n in range(len(end), -1, -1) if trajectory.tail.endswith(end[:n]))
     return end[written:] + rendered[len(before) :]
 
 
 def for_template(message: Message) -> Message:
-    """With the arguments of tool calls as objects, as templates expect them."""
+    """Return a message with the arguments of its tool calls as objects, as templates expect."""
     if "tool_calls" not in message:
         return message
     calls = []

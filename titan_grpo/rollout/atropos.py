@@ -1,5 +1,5 @@
-"""Groups of an Atropos API (atroposlib's server): its calls as data, its groups as ours, and the
-source in the rollout process that takes its batches.
+"""Groups from an Atropos API (atroposlib's server): its calls as data, the conversion of its
+groups, and the source in the rollout process that takes its batches.
 
 A group of Atropos has, per sequence, ``tokens`` (prompt and completion), ``masks`` (-100 where a
 token was not sampled, else the token), a score, and ``inference_logprobs``. The last are aligned
@@ -24,29 +24,28 @@ from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.samples import Completion, Group, Prompt, sound_logprobs
 
 POLL_S = (0.1, 1.0)
-"""First and longest pause between two requests to an API that has no batch yet; it cannot say
-when."""
+"""First and longest pause, in seconds, between two polls of an API that has no batch yet."""
 
 OUTAGE_S = (0.5, 15.0)
-"""The same after it did not answer."""
+"""First and longest pause, in seconds, after the API failed to answer."""
 
 MAX_REJECTED_IN_A_ROW = 64
-"""Then what makes the groups is at fault, and waiting would not help."""
+"""Limit of rejected groups in a row. So many mean that the environment is at fault."""
 
 MASKED = -100
 """Mask of a token that the policy did not sample."""
 
 CALL_S = 30.0
-"""Deadline of a call, in seconds; a batch can be some hundred megabytes of JSON."""
+"""Deadline of a call, in seconds; a batch can be hundreds of megabytes of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The oldest version that a group without one can be of, however long it waited in the API.
+    """Lower bound for the version of a group without one, however long it waited in the API.
 
-    Once the API has no batch, what it still holds is less than a batch, and goes into the next
-    ones. ``oldest``: of the groups that it hands out. ``held``: the oldest version that a server
-    held at the last answer without a batch that moved it; ``taken``: a batch came since.
+    When the API has no batch, it holds less than a batch of groups; these go into the next batches.
+    ``oldest``: lower bound for the groups that it hands out. ``held``: oldest version of a server
+    at the last empty answer that moved the bound. ``taken``: whether a batch came since then.
     """
 
     oldest: int
@@ -54,12 +53,12 @@ class Waiting:
     taken: bool = False
 
     def batch(self) -> "Waiting":
-        """A batch was taken."""
+        """Return the state after a batch was taken."""
         return replace(self, taken=True)
 
     def none(self, held: int, left: int) -> "Waiting":
-        """There was no batch: the API holds ``left`` groups, and ``held`` is the oldest version
-        that a server holds.
+        """Return the state after an answer without a batch. ``left``: groups that the API holds;
+        ``held``: oldest version that a server holds.
 
         >>> Waiting(3, 3).none(4, left=2), Waiting(3, 3).none(4, left=0)
         (Waiting(oldest=3, held=3, taken=False), Waiting(oldest=4, held=4, taken=False))
@@ -72,7 +71,7 @@ class Waiting:
 
 
 class Rejected(DataError):
-    """A group that cannot be trained on; ``reason`` is one word for the counters."""
+    """A group cannot be trained on. ``reason``: name of its counter."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -80,13 +79,13 @@ class Rejected(DataError):
 
 
 class Override(msgspec.Struct):
-    """What an environment sets for one sequence."""
+    """An environment's settings for one sequence."""
 
     set_advantage_to_zero: bool | None = None
 
 
 class Item(msgspec.Struct):
-    """The fields of a group that are used. A score or a log-probability may be NaN here."""
+    """The fields of a group that we use. Scores and log-probabilities are not checked yet."""
 
     tokens: list[list[int]]
     masks: list[list[int]]
@@ -100,11 +99,11 @@ class Item(msgspec.Struct):
 
 
 Batch = tuple[Mapping[str, Any], ...] | None
-"""Groups of one batch, none while there are too few; None: no trainer is registered."""
+"""Groups of one batch; empty while there are too few; None: no trainer is registered."""
 
 
 def batch_of(answer: Any) -> Batch:
-    """The answer to ``GET /batch``. Raises ServerRefused for one of another form."""
+    """Parse the answer to ``GET /batch``. Raises ServerRefused if it has another form."""
     if isinstance(answer, Mapping) and answer.get("status") == "error":
         return None
     batch = answer.get("batch", ...) if isinstance(answer, Mapping) else ...
@@ -118,18 +117,18 @@ def batch_of(answer: Any) -> Batch:
 
 
 BATCH = Call("GET", "/batch", CALL_S, batch_of)
-"""Take one batch. The first one lets environments register."""
+"""Take one batch. The first request lets environments register."""
 
 RESET = Call("GET", "/reset_data", CALL_S, ignore)
-"""Throw away all that the server holds."""
+"""Discard all groups and registrations of the server."""
 
 LEFT = Call("GET", "/status", CALL_S, lambda a: int(want(a, "queue_size", int, "/status")))
-"""How many groups wait outside of batches."""
+"""Get the number of groups that wait outside of batches."""
 
 
 def register_call(registration: Mapping[str, Any]) -> Call[int]:
-    """Register with these fields; the answer is a number without a use. Raises ServerRefused for
-    another answer."""
+    """Return the call that registers the trainer with these fields. Its result, a number, is
+    unused. Running it raises ServerRefused for another answer."""
 
     def number(answer: Any) -> int:
         return int(want(answer, "uuid", int, "/register"))
@@ -138,14 +137,14 @@ def register_call(registration: Mapping[str, Any]) -> Call[int]:
 
 
 def group_of(data: Mapping[str, Any], version: int) -> Group:
-    """One group, with prompt index 0. ``version`` is used where the group gives none.
+    """Return one group, with prompt index 0. ``version``: used if the group names none.
 
-    The prompt is what all sequences have in common before their first sampled token; what follows
-    is the completion, with its masked tokens as context (turns of a tool, say); masked tokens at
-    the end are cut, since nothing is learnt from them. ``overrides[i]["set_advantage_to_zero"]``
-    takes a sequence out of the training, not out of its group's mean.
+    The prompt is the common prefix of all sequences before their first sampled token. The rest is
+    the completion, with its masked tokens as context (a tool's turns, say). Masked tokens at the
+    end are cut: nothing is learnt from them. ``overrides[i]["set_advantage_to_zero"]`` takes a
+    sequence out of the training, not out of its group's mean.
 
-    Raises Rejected for a group that breaks its own declaration.
+    Raises Rejected for a group that is malformed or cannot be trained on.
     """
     try:
         item = msgspec.convert(data, Item)
@@ -190,7 +189,7 @@ def group_of(data: Mapping[str, Any], version: int) -> Group:
 
 
 def _completion(item: Item, number: int, start: int, version: int) -> Completion:
-    """Sequence ``number`` from token ``start`` to its last sampled one."""
+    """Return sequence ``number`` from token ``start`` to its last sampled one."""
     assert item.inference_logprobs is not None
     sampled = [mask != MASKED for mask in item.masks[number][start:]]
     if True not in sampled:
@@ -219,7 +218,7 @@ def _completion(item: Item, number: int, start: int, version: int) -> Completion
 
 
 def _prompt_length(tokens: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> int:
-    """Leading masked tokens that all sequences have in common."""
+    """Return the number of leading masked tokens that all sequences have in common."""
     length = min(
         next((at for at, mask in enumerate(row) if mask != MASKED), len(row)) for row in masks
     )
@@ -237,11 +236,11 @@ def _version(item: Item, default: int) -> int:
 
 
 class AtroposSource(External):
-    """Takes batches from an Atropos API while less than two steps' worth waits for the trainer (one
-    with ``max_staleness = 0``).
+    """Source that takes batches from an Atropos API while fewer completions than two steps' worth
+    (one with ``max_staleness = 0``) wait for the trainer.
 
-    A group without a version counts as made by the oldest version that a server held when it can
-    have come to the API (Waiting).
+    A group without a version gets the oldest one that a server can have held when the group came to
+    the API (Waiting).
     """
 
     def __init__(self, spec: RolloutSpec, send: Send, fail: Fail) -> None:
@@ -257,18 +256,18 @@ class AtroposSource(External):
         self._task.add_done_callback(self._ended)
 
     async def close(self) -> None:
-        """Leave the API; what it holds stays there."""
+        """Stop taking batches; groups in the API stay there."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await self._driver.close()
 
     def on(self, message: messages.ToWorker) -> None:
-        """As the base; and see whether there is room for a batch."""
+        """Handle a message as the base does, and take batches again if there is room."""
         super().on(message)
         self._update_room()
 
     def _update_room(self) -> None:
-        # The rest stays in the API, which hands out the newest first.
+        # Leave further groups in the API: it hands out the newest first.
         if self.waiting < self._per_step * (1 + min(self._spec.max_staleness, 1)):
             self._room.set()
         else:
@@ -277,13 +276,14 @@ class AtroposSource(External):
     async def _take_batches(self) -> None:
         known, pause = False, POLL_S[0]
         while True:
-            # no deadline: room for a batch, when the trainer takes one; or close(), by cancelling
+            # no deadline: the trainer takes a batch and so makes room, or close() cancels
             await self._room.wait()
             try:
                 batch = await (self._driver.run(BATCH) if known else self._register())
                 known = batch is not None
                 if known and not batch:
-                    # The servers first: a group that comes meanwhile is not older than that.
+                    # Read the servers' versions before the API's count: a group that arrives
+                    # in between is not older than they are.
                     held = min(self._versions.values(), default=self._trainer_version)
                     self._age = self._age.none(held, await self._driver.run(LEFT))
             except PeerError as error:
@@ -291,8 +291,8 @@ class AtroposSource(External):
                     raise ConfigError(
                         f"rollout.atropos_url must be that of an Atropos API: {error}"
                     ) from error
-                # It may have been restarted or reset; after a reset it answers 500 until a trainer
-                # registers.
+                # Register again: the API may have been restarted or reset. After a reset it answers
+                # 500 until a trainer registers.
                 known = False
                 self._counts.add("outages")
                 self._report(f"{self._driver.url} gave no batch: {error}")
@@ -311,8 +311,8 @@ class AtroposSource(External):
         await self._driver.run(register)
         batch = await self._driver.run(BATCH)
         if batch is None:
-            # It was given groups before a trainer, so it takes no registration any more and would
-            # never hand them out.
+            # The API got groups before a trainer registered. Now it takes no registration any more
+            # and never hands groups out, so reset it.
             self._report(
                 f"{self._driver.url} held groups from before its registration, and has to throw"
                 " them away"
@@ -350,13 +350,13 @@ class AtroposSource(External):
         self._update_room()
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        # no deadline: the task has ended: this is its callback
+        # no deadline: the task has ended (this is its done callback)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._fail(error)
 
 
 async def _pause(seconds: float, longest: float) -> float:
-    """Wait; returns the length of the next pause."""
+    """Wait; return the length of the next pause, in seconds."""
     await asyncio.sleep(min(seconds, longest))
     return min(2 * seconds, longest)

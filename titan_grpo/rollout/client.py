@@ -1,5 +1,5 @@
-"""The trainer's handle of its rollouts, wherever they are made. Owned by rank 0; only next_batch,
-start, drain, engine_call, in_flight and close wait, with deadlines."""
+"""Rank 0's handle of its rollouts, local or remote. Only next_batch, start, drain, engine_call,
+in_flight and close block, with deadlines."""
 
 import logging
 import threading
@@ -40,7 +40,7 @@ from titan_grpo.samples import Group, fresh_enough
 logger = logging.getLogger(__name__)
 
 DRAIN_MARGIN_S = 5.0
-"""How much longer than its deadline a drain waits for the rollout process's answer, in seconds."""
+"""Seconds that a drain waits for the rollout process's answer beyond its own deadline."""
 
 
 class RolloutsLate(RolloutStopped):
@@ -49,11 +49,11 @@ class RolloutsLate(RolloutStopped):
 
 
 class RolloutClient:
-    """Has rollouts made by the worker at the other end of a transport: sends it versions, takes
-    finished groups from it.
+    """Client of the worker at the other end of a transport: sends it versions, takes finished
+    groups.
 
-    A remote that lost the session (``SessionLost``) gets the state again. Finished groups are kept,
-    and with them their places in the admission; unfinished ones are made again.
+    A remote that lost the session (``SessionLost``) gets the state again. Finished groups keep
+    their places in the admission; unfinished groups are made again.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RolloutClient:
         record_path: str = "",
         transport: WorkerTransport | None = None,
     ) -> None:
-        """``transport``: a child process unless another one is given."""
+        """``transport``: None for a child process."""
         self._spec = spec
         self._transport: WorkerTransport = transport or LocalTransport()
         self._cursor = Cursor.from_state(spec.state.get("cursor", {}))
@@ -75,19 +75,19 @@ class RolloutClient:
         self._running = self._started = self._closing = self._skip_drains = False
         self._numbers = count()
         self._asked: dict[int, tuple[messages.ToWorker, Future[messages.Answer]]] = {}
-        """Messages whose answer is waited for, by number."""
+        """Messages that wait for an answer, by number."""
         self.generation = 0
-        """Number of the session: what the worker has open belongs to one of them."""
+        """Number of the worker's session; update routes that are open belong to one generation."""
         self._servers: dict[str, ServerState] = {}
         self._version = spec.base_version
         self._places = 0
-        """Groups used since the start, less those that made no version."""
+        """Groups used since the start, minus those that made no version."""
         self._changed = threading.Condition()
 
     def start(self, timeout_s: float) -> None:
         """Start the worker and wait until its task and tokenizer are loaded.
 
-        Raises ConfigError or DataError as the task or the tokenizer does, RolloutStopped past the
+        Raises the ConfigError or DataError of the task or tokenizer, RolloutStopped past the
         deadline.
         """
         self._running = True
@@ -102,21 +102,21 @@ class RolloutClient:
                 )
 
     def set_server(self, state: ServerState) -> None:
-        """What a server holds, and whether it takes new groups. Any thread; never blocks."""
+        """Pass on what a server holds and whether it takes new groups. Any thread; never blocks."""
         with self._changed:
             self._servers[state.url] = state
             self._transport.send(state)
 
     def remove_server(self, url: str) -> None:
-        """A server left the run: its groups are made elsewhere. Any thread; never blocks."""
+        """Remove a server from the run; its groups are made elsewhere. Any thread; never blocks."""
         with self._changed:
             self._servers.pop(url, None)
             self._transport.send(messages.ServerLeft(url))
 
     def drain(self, url: str, within_s: float) -> None:
-        """Wait up to ``within_s`` seconds for the server's running requests; those still running
-        then are cancelled and made again. The ledger keeps new ones away meanwhile. Any thread.
-        Returns at once when the run is ending, or the worker is gone."""
+        """Wait up to ``within_s`` seconds for the server's requests in flight; then the rest are
+        cancelled and made again. The ledger keeps new groups away meanwhile. Any thread. Returns at
+        once if the run is ending or the worker is gone."""
 
         def drain(number: int) -> messages.Drain:
             return messages.Drain(url, number, 0.0 if self._skip_drains else within_s)
@@ -125,8 +125,8 @@ class RolloutClient:
             self._call(url, "drain", drain, within_s + DRAIN_MARGIN_S)
 
     def skip_drains(self) -> None:
-        """No batch will be taken any more: drains wait for nothing, also those under way. Any
-        thread; never blocks."""
+        """End current drains and make later ones return at once: no batch will be taken any more.
+        Any thread; never blocks."""
         with self._changed:
             self._skip_drains = True
             for asked, _ in self._asked.values():
@@ -135,9 +135,9 @@ class RolloutClient:
                     self._transport.send(at_once, DRAIN_MARGIN_S)
 
     def control(self, engine: str, access: ServerAccess) -> ServerControl:
-        """A server's control plane, as make_control's, whose calls the worker makes with its own
+        """Return a ServerControl like make_control's; the worker makes its calls with its own
         keys."""
-        # Its methods are looked up by name in the interface.
+        # The cast: RemoteControl finds the interface's methods by name, at run time.
         return cast(ServerControl, RemoteControl(self, engine, access))
 
     def engine_call(
@@ -148,11 +148,10 @@ class RolloutClient:
         within_s: float,
         generation: int | None = None,
     ) -> messages.Answer:
-        """Have the worker call a server (messages.EngineCall), and wait for the outcome. Any
-        thread.
+        """Let the worker call a server (messages.EngineCall), and wait for the outcome. Any thread.
 
-        Raises ServerUnreachable if that is not known within ``within_s`` seconds, or never will be;
-        also if ``generation`` is over.
+        Raises ServerUnreachable if no outcome comes within ``within_s`` seconds, the worker is
+        gone, or ``generation`` is over.
         """
 
         def call(number: int) -> messages.EngineCall:
@@ -168,8 +167,8 @@ class RolloutClient:
     def _call(
         self, url: str, what: str, ask: Callable[[int], messages.ToWorker], within_s: float
     ) -> messages.Answer:
-        """Send the message that ``ask`` makes of a number, and wait for its answer. Raises
-        ServerUnreachable where none comes within ``within_s`` seconds, or never will."""
+        """Send the message that ``ask`` makes for a number, and wait for its answer. Raises
+        ServerUnreachable if none comes within ``within_s`` seconds, or the worker is gone."""
         future: Future[messages.Answer] = Future()
         with self._changed:
             if self._error is not None or self._closing or not self._running:
@@ -192,7 +191,7 @@ class RolloutClient:
                 self._asked.pop(number, None)
 
     def engine_tell(self, url: str, method: str, arguments: tuple[Any, ...]) -> None:
-        """The same without an outcome. Never blocks."""
+        """Make an engine call without an outcome. Never blocks."""
         with self._changed:
             if self._running:
                 number = next(self._numbers)
@@ -201,28 +200,27 @@ class RolloutClient:
                 )
 
     def in_flight(self, timeout_s: float = 1.0) -> dict[str, int]:
-        """Requests in flight by server URL; empty without an answer within ``timeout_s``
-        seconds."""
+        """Return the requests in flight by server URL; empty without an answer in ``timeout_s``."""
         try:
             return dict(self._call("all servers", "in_flight", messages.AskLoad, timeout_s).value)
         except ServerUnreachable:
             return {}
 
     def set_trainer_version(self, version: int) -> None:
-        """The version the trainer is at: groups in flight that can no longer be used are aborted.
-        Never blocks."""
+        """Pass on the trainer's version; the worker aborts groups in flight that are too stale for
+        it. Never blocks."""
         with self._changed:
             self._version = version
             self._transport.send(messages.TrainerVersion(version))
 
     def next_batch(self, version: int, count: int, timeout_s: float) -> list[Group]:
-        """The groups for the trainer at ``version``: ``count`` of them, as ``rollout.consume``
-        orders them, none staler than the bound (see samples.fresh_enough).
+        """Return ``count`` groups for the trainer at ``version``, in the order of
+        ``rollout.consume``, none staler than the bound (see samples.fresh_enough).
 
-        Groups from outside may have any size; then as many come as have the completions of
-        ``count`` groups of ours. Over-stale groups are dropped, counted (``dropped.stale``) and
-        made again. Raises RolloutStopped past the deadline or when the process died, ConfigError or
-        DataError as its task failed.
+        Groups from outside may have any size; then return as many as together have the completions
+        of ``count`` groups. Groups too stale are dropped, counted (``dropped.stale``) and made
+        again. Raises RolloutsLate past the deadline, RolloutStopped if the process died, and the
+        ConfigError, DataError or TaskError that ended it.
         """
         deadline = time.monotonic() + timeout_s
         self.set_trainer_version(version)
@@ -244,13 +242,13 @@ class RolloutClient:
         return [item.group for item in done]
 
     def record(self, version: int, groups: Sequence[Group], whole: bool = True) -> None:
-        """Write what the step from ``version`` is made of, if ``rollout.record_path`` is set
-        (``whole``: see records.Batch). Raises DataError where that cannot be."""
+        """Write the groups of the step from ``version`` if ``rollout.record_path`` is set
+        (``whole``: see records.Batch). Raises DataError if the file cannot be written."""
         if self._record is not None:
             self._record.write(version, groups, whole)
 
     def _chosen(self, count: int) -> list[int]:
-        """The groups that a step takes; none while they are not all ready."""
+        """Return the prompt indices of the groups for a step; none until all are ready."""
         spec = self._spec
         if self._in_order:
             started = self._started_for(count)
@@ -263,8 +261,8 @@ class RolloutClient:
         return ready[:enough]
 
     def _more(self, count: int) -> Callable[[], bool]:
-        """Whether there is reason to choose again. It is asked after every message, and a step may
-        have thousands of groups: so it does not look at all of them."""
+        """Return the predicate "choose again". It runs after every message, and a step may have
+        thousands of groups: so it does not scan them all."""
         missing = [i for i in self._started_for(count) if i not in self._ready]
         used, ready = self._cursor.used, len(self._ready)
         least = count if self._spec.source == "task" else 1
@@ -282,53 +280,54 @@ class RolloutClient:
 
     @property
     def _in_order(self) -> bool:
-        # Groups from outside have no order of starts but that in which they come.
+        # Groups from outside have no order of starts, only one of arrival.
         return self._spec.source == "task" and self._spec.consume == "started"
 
     def _started_for(self, count: int) -> list[int]:
         return list(islice(self._cursor.unused(), count))
 
     def take_left_out(self) -> list[float]:
-        """Rewards of the groups that the user's filter dropped since the last call."""
+        """Return the rewards of the groups that were left out by choice since the last call."""
         with self._changed:
             taken, self._left_out = self._left_out, []
         return taken
 
     def used_without_version(self, count: int) -> None:
-        """``count`` consumed groups made no version (left out, or their step was skipped): as many
-        more may start."""
+        """Let ``count`` more groups start, since as many consumed ones made no version (left out of
+        the batch, or their step was skipped)."""
         with self._changed:
             self._own["unversioned_groups"] += count
             self._places -= count
             self._transport.send(messages.Unversioned(count))
 
     def counters(self) -> dict[str, int]:
-        """Counts so far, resumed ones included: ``consumed_groups``, ``requests``, ``tokens``,
-        ``tokens.<url>`` of one server, ``in_flight.<url>`` requests now, ``commits`` and the
-        requests ``in_flight_at_commits``,
-        ``outages``, ``skipped``, ``moved`` (their server left), ``resumed`` (completions that went
-        on from ``resumed_tokens`` tokens), ``dropped.<reason>``, ``thrown_tokens``, completions by
-        length as ``made.<n>`` and ``trained.<n>`` (messages.length_range), ``sessions_lost``; and
-        ``ready``, the finished groups that wait."""
+        """Return the counts so far, those before a resume included: ``consumed_groups``,
+        ``unversioned_groups``, ``requests``, ``tokens``, ``tokens.<url>`` of one server,
+        ``commits``, requests ``in_flight_at_commits``, ``outages``, ``interrupted``, ``skipped``,
+        ``moved`` (groups whose server left or was drained), ``resumed`` (completions that went on
+        from ``resumed_tokens`` tokens), ``dropped.<reason>``, ``thrown_tokens``, completions by
+        length as ``made.<n>`` and ``trained.<n>`` (messages.length_range), ``sessions_lost``,
+        ``late_answers``; and now: ``in_flight.<url>`` requests, ``ready`` groups."""
         with self._changed:
             both = Counter(self._own)
             both.update(self._theirs)
             return {**both, "ready": len(self._ready)}
 
     def state(self) -> dict[str, Any]:
-        """JSON-able state for an exact resume: give it back as ``RolloutSpec.state``. Call it at a
-        step boundary."""
+        """Return a JSON-able state for an exact resume (``RolloutSpec.state``). Call it at a step
+        boundary."""
         counts = messages.totals(self.counters())
         del counts["ready"]
         with self._changed:
             return {"cursor": self._cursor.state(), "counters": counts}
 
     def close(self, deadline_s: float = 10.0) -> None:
-        """End the worker, within the deadline. Idempotent; raises nothing."""
+        """End the worker within the deadline. Idempotent; raises nothing."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            # A lane in a drain would hold up the end; an engine's answer may still come.
+            # Answer drains here: a lane that waits in one would delay the end. Engine calls stay
+            # open, their answers may still come.
             for asked, future in self._asked.values():
                 if isinstance(asked, messages.Drain) and not future.done():
                     future.set_result(messages.Answer(asked.number))
@@ -400,7 +399,7 @@ class RolloutClient:
         )
 
     def _drop_stale(self, indices: Sequence[int]) -> None:
-        """Have those of the finished groups made again that the trainer can no longer use."""
+        """Give back the finished groups that are too stale for the trainer, to be made again."""
         oldest = self._version - self._spec.max_staleness
         share = self._spec.max_stale_token_share
         stale = [
@@ -429,7 +428,7 @@ class RolloutClient:
         )
 
     def fail(self, error: TitanGrpoError) -> None:
-        """No batch can come any more: ``next_batch`` raises ``error``. Any thread; never blocks."""
+        """Make ``next_batch`` raise ``error`` from now on. Any thread; never blocks."""
         with self._changed:
             if self._error is None and not self._closing:
                 self._error = error
@@ -437,7 +436,7 @@ class RolloutClient:
             self._changed.notify_all()
 
     def _lose(self, why: str) -> None:
-        """No answer to what was asked will come: whether a server did it is unknown."""
+        """End the generation: fail all waiting calls, whose outcome at the server is unknown."""
         self.generation += 1
         asked, self._asked = self._asked, {}
         for _, future in asked.values():
@@ -454,8 +453,8 @@ class RolloutClient:
 
 
 def consumption_order(ready: Mapping[int, messages.GroupDone], consume: str) -> list[int]:
-    """Prompt indices of finished groups, in the order in which steps take them. Freshest: of the
-    newest weights, then by prompt."""
+    """Return the prompt indices of finished groups in the order in which steps take them:
+    "freshest" by newest weights, then by prompt; else by prompt."""
     if consume == "freshest":
         return sorted(ready, key=lambda index: (-ready[index].group.version, index))
     return sorted(ready)

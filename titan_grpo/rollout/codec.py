@@ -1,7 +1,7 @@
-"""The model's tokenizer and chat template, as tasks see them.
+"""The model's tokenizer and chat template, as tasks use them.
 
-A template is rendered as Hugging Face's ``apply_chat_template`` with ``add_generation_prompt``
-does, without transformers: that loads torch, and takes seconds.
+Templates are rendered like Hugging Face's ``apply_chat_template`` with ``add_generation_prompt``,
+but without transformers: its import loads torch, which takes seconds.
 https://huggingface.co/docs/transformers/chat_templating"""
 
 import json
@@ -21,13 +21,13 @@ from titan_grpo.errors import ConfigError, DataError
 
 
 class TextCodec:
-    """The tokenizer of a model directory (its ``tokenizer.json``), without special tokens. Uses
-    ``tokenizers`` alone: the rollout process loads no transformers."""
+    """Tokenizer and chat template of a model directory (``tokenizer.json``). Uses only
+    ``tokenizers``: the rollout process does not load transformers."""
 
     def __init__(self, model_dir: str, keys: TaskKeys | None = None) -> None:
-        """``keys``: of the chat template; None: the model's own. It is read when a prompt first
-        asks for it: a task that makes its own text needs none."""
-        # Imported here: the trainer's side of this room needs no tokenizer.
+        """``keys``: settings of the chat template; None: the model's own. The template is read at
+        its first use: a task that makes its own text needs none."""
+        # Imported here: the trainer imports this package too, and needs no tokenizer.
         from tokenizers import Tokenizer
 
         path = Path(model_dir) / "tokenizer.json"
@@ -41,18 +41,19 @@ class TextCodec:
         self._template: ChatTemplate | None = None
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text."""
+        """Return the token ids of a text, without added special tokens."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids."""
+        """Return the text of token ids, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def chat(
         self, said: str | Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> tuple[int, ...]:
-        """Token ids of a prompt: messages in the chat template, up to where the model answers. A
-        text is the user's one message, or with rollout.chat_template = "none" the prompt as it is.
+        """Return the token ids of a prompt: messages in the chat template, up to the start of the
+        model's answer. A text is one user message; with rollout.chat_template = "none" it is the
+        prompt itself.
 
         Raises ConfigError without a template, DataError for messages that it refuses.
         """
@@ -64,7 +65,7 @@ class TextCodec:
                 )
             return self.encode(said)
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
-        # The text has the special tokens that the template writes: no second <bos>.
+        # The template writes the special tokens itself: encode adds no second <bos>.
         return self.encode(self.render(messages, tools))
 
     def render(
@@ -73,34 +74,33 @@ class TextCodec:
         tools: Sequence[Any] | None = None,
         ask: bool = True,
     ) -> str:
-        """The text of messages in the chat template; with ``ask`` up to where the model answers.
-        Raises as ``chat``."""
+        """Return the text of messages in the chat template; with ``ask`` up to the start of the
+        model's answer. Raises as ``chat``."""
         if self._template is None:
             self._template = ChatTemplate.of_model(self._model_dir, self._keys)
         variables = {"add_generation_prompt": ask, **self._keys.chat_template_kwargs}
         return self._template.render(messages, tools, **variables)
 
     def spell(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
 Messages = Sequence[Mapping[str, Any]]
 
 DEFAULT, TOOLS = "default", "tool_use"
-"""Names of templates where a model has several: the second one is for prompts with tools."""
+"""Names of templates if a model has several; the second is for prompts with tools."""
 
 
 class ChatTemplate:
-    """The templates of one model, compiled. The text that they make holds all special tokens, so it
-    is encoded without further ones."""
+    """Compiled templates of one model. The rendered text holds all special tokens, so encode it
+    without adding any."""
 
     def __init__(
         self, templates: Mapping[str, str], tokens: Mapping[str, str], source: str
     ) -> None:
         """``templates``: text by name. ``tokens``: special tokens by name (bos_token, ...).
-        ``source``: where they are from, for messages. Raises ConfigError for one that does not
-        compile."""
+        ``source``: their origin, for error messages. Raises ConfigError if one does not compile."""
         self._tokens, self._source = tokens, source
         environment = _environment()
         try:
@@ -112,8 +112,8 @@ class ChatTemplate:
 
     @classmethod
     def of_model(cls, model_dir: str, keys: TaskKeys) -> "ChatTemplate":
-        """The template of the file that the keys name, or of a directory in the Hugging Face
-        layout. Raises ConfigError where there is none."""
+        """Return the template of the file that the keys name, else of a directory in the Hugging
+        Face layout. Raises ConfigError if there is none."""
         folder, own, key = Path(model_dir), keys.chat_template, f"{keys.section}.chat_template"
         settings = _json_file(folder / "tokenizer_config.json")
         tokens = _special_tokens(_json_file(folder / "special_tokens_map.json") | settings)
@@ -131,11 +131,12 @@ class ChatTemplate:
     def render(
         self, messages: Messages, tools: Sequence[Any] | None = None, **variables: Any
     ) -> str:
-        """The text up to where the model answers. ``variables`` win over special tokens.
+        """Return the text of messages. ``variables`` take precedence over special tokens.
 
-        Raises DataError for messages that the template refuses, or breaks at.
+        Raises DataError if the template raises any error, ConfigError without a default template.
         """
-        # Arrow gives every row all keys that any row has; a template takes null for content.
+        # Drop null values: Arrow gives every row all keys that any row has, and a template would
+        # take null for content.
         known = [{k: v for k, v in each.items() if v is not None} for each in messages]
         name = TOOLS if tools and TOOLS in self._templates else DEFAULT
         if name not in self._templates:
@@ -154,13 +155,13 @@ class ChatTemplate:
 
 
 def check_messages(messages: Any) -> str:
-    """Why a value is not a list of messages that a model can answer; empty if it is."""
+    """Return why a value is no list of messages that a model can answer; empty if it is one."""
     if not isinstance(messages, list) or not messages:
         return "is no list of messages, or an empty one"
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return 'has a message without a "role"'
-        # A template writes nothing for it, or "None". A call of a tool has none, which is right.
+        # A template would write nothing, or "None". An assistant's tool call has no content.
         if message["role"] in ("system", "user") and message.get("content") is None:
             return f'has a {message["role"]} message without "content"'
     if messages[-1]["role"] == "assistant":
@@ -169,7 +170,8 @@ def check_messages(messages: Any) -> str:
 
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """All templates of a model by name. Files of their own win over the tokenizer's settings."""
+    """Return a model's templates by name. Template files take precedence over tokenizer
+    settings."""
     found = settings.get("chat_template")
     if not found:
         found = _json_file(folder / "chat_template.json").get("chat_template")
@@ -184,8 +186,8 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> text of the special tokens in a tokenizer's settings. A token is a text, or an object
-    with its text as ``content``."""
+    """Return name -> text of the special tokens in a tokenizer's settings. A token is a text, or an
+    object with its text as ``content``."""
     extra = settings.get("extra_special_tokens")
     out = {}
     for name, value in {**settings, **(extra if isinstance(extra, dict) else {})}.items():
@@ -213,8 +215,8 @@ def _read(path: str, what: str = "a file of the chat template") -> str:
 
 
 class _Generation(Extension):
-    """``{% generation %}...{% endgeneration %}`` marks what the assistant wrote, for training on
-    it; here it is its content."""
+    """``{% generation %}...{% endgeneration %}``, which marks the assistant's text for training;
+    here it renders its content only."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's interface
 
@@ -225,14 +227,14 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What templates of the Hugging Face layout may use. Sandboxed: a template is code of
+    """Return the environment that Hugging Face templates expect. Sandboxed: a template is code of
     unknown origin."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
-    # A group's prompt is made again after a failure, maybe past midnight, and must be the same.
+    # One fixed time: a prompt made again after a failure, maybe past midnight, must be the same.
     began = datetime.now()
-    # JSON as it is: jinja2's own filter escapes HTML.
+    # Plain JSON: jinja2's own filter escapes HTML.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = began.strftime

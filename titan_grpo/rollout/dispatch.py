@@ -1,5 +1,4 @@
-"""The rollout process's decision loop: start groups where admission allows, and settle their
-outcomes."""
+"""Decision loop of the rollout process: start groups as admission allows, handle their outcomes."""
 
 import asyncio
 from collections import deque
@@ -18,22 +17,22 @@ from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.samples import NO_TOKENS, Completion, fresh_enough
 
 WINDOW = 100
-"""Groups in a row that the error budget counts over."""
+"""Number of latest groups over which ``rollout.task_error_budget`` counts errors."""
 
 MAX_DROPS = 3
 MAX_OUTAGES = 20
 MAX_SKIPS_IN_A_ROW = 16
-"""Prompts given up for their drops with no usable group in between. Then the prompts are not at
-fault, and going on would burn through the whole sequence."""
+"""Limit of prompts skipped for their drops without a usable group in between. So many in a row
+point to a fault elsewhere; continuing would use up the whole sequence of prompts."""
 
 BAD_REQUEST = frozenset({400, 413, 422})
-"""Status codes of a fault of the request (a prompt too long, say), not of the server."""
+"""Status codes of a faulty request (a prompt that is too long, say), not of a faulty server."""
 
 
 @dataclass(slots=True)
 class Running:
-    """A group that is being made: its prompt, its parts, its server, and the oldest version that
-    made or makes any of it."""
+    """Group in flight: its prompt, its parts, its server, and ``version``, the oldest version that
+    its tokens depend on."""
 
     ticket: Ticket
     parts: list[Completion]
@@ -41,15 +40,15 @@ class Running:
     version: int
     began_s: float
     drained: bool = False
-    """The deadline of a drain cancelled it."""
+    """Whether the deadline of a drain cancelled it."""
 
 
 class Dispatcher:
-    """Starts groups, retries, drops, skips. ``send`` carries results to the trainer and must not
-    block; ``connect`` makes the driver of a server's URL.
+    """State machine that starts, retries, drops and skips groups.
 
-    All methods run in the loop's thread. An exception that is neither a server's nor a drop (a bug,
-    or one of the task's beyond its budget) goes to ``fail`` and ends the process.
+    ``send`` passes results to the trainer and must not block. ``connect`` makes the driver for a
+    server's URL. ``fail`` gets errors that must end the process: bugs, too many skipped prompts,
+    and task errors beyond the budget. All methods run in the event loop's thread.
     """
 
     def __init__(
@@ -74,12 +73,11 @@ class Dispatcher:
         self._counts = messages.Counters()
         self._skips_in_a_row = 0
         self._task_errors: deque[bool] = deque(maxlen=WINDOW)
-        """Whether each of the last groups ended with an error of the task; groups that a server
-        failed are not among them."""
+        """Whether each of the last groups ended with a task error. Server failures do not count."""
         self._closing = self._pumping = False
 
     def on(self, message: messages.ToWorker) -> None:
-        """Take one message of the trainer."""
+        """Handle one message from the trainer."""
         match message:
             case ServerState():
                 self._note_commit(message)
@@ -108,11 +106,11 @@ class Dispatcher:
         self._pump_soon()
 
     def _hopeless(self, run: Running, version: int) -> bool:
-        """Whether the trainer at ``version`` and later ones can no longer use the group."""
+        """Return whether the group is too stale for a trainer at ``version`` or later."""
         if not too_stale(run.version, version, self._spec.max_staleness):
             return False
         share = self._spec.max_stale_token_share
-        # What a request adds is not known before it ends; finished completions only get older.
+        # A running request may still add fresh tokens, so only finished completions decide.
         return not share or any(
             not fresh_enough(part.version_first, part.token_spans, self._oldest_usable, share)
             for part in run.parts
@@ -131,21 +129,21 @@ class Dispatcher:
             await driver.close()
 
     def _pump_soon(self) -> None:
-        """Start what may be, once for all that happens in this turn of the loop: each pump looks at
-        all servers, and as many of them report in a turn as commit."""
+        """Schedule one ``_pump`` for all events of this loop iteration: each pump looks at all
+        servers, and many servers may report in one iteration."""
         if not self._pumping:
             self._pumping = True
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Start as many groups as may be."""
+        """Start as many groups as admission and the servers' capacity allow."""
         self._pumping = False
         newest = self._pool.newest()
         if self._closing or newest is None:
             return
         room = self._pool.room(self._spec.group_size, asyncio.get_running_loop().time())
         while (best := room.newest) is not None:
-            # One that holds an older version may still start a group of an earlier step.
+            # A server with an older version may still start a group for an earlier step.
             waiting = self._starts.most_urgent(newest, best)
             if waiting is None:
                 return
@@ -183,7 +181,7 @@ class Dispatcher:
         try:
             group = await self._sampler.group(run.ticket, run.parts, run.server, self._drivers[url])
         finally:
-            # Each answer of the task made one more request.
+            # Each of the task's answers since the start led to one more request.
             self._counts.add("requests", sum(part.answers for part in run.parts) - answers)
         self._task_gave_a_group()
         tokens = sum(c.num_sampled for c in group.completions)
@@ -206,7 +204,7 @@ class Dispatcher:
             return
         self._answer_drains(run.server.url)
         ticket, url = run.ticket, run.server.url
-        # no deadline: the task has ended: this is its callback
+        # no deadline: the task has ended (this is its done callback)
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         moved = run.server.left or run.drained
         match error:
@@ -216,7 +214,7 @@ class Dispatcher:
                 run.server.succeeded()
                 self._leave_out(run, error)
             case PeerError() | GroupDropped() | Interrupted() | asyncio.CancelledError() if moved:
-                # Its server left the run, or commits a version; that costs no budget.
+                # The server left the run or was drained for a commit: this costs no budget.
                 self._counts.add("moved")
                 self._settle(ticket.moved(tuple(run.parts)))
             case asyncio.CancelledError():
@@ -236,7 +234,7 @@ class Dispatcher:
                 self._report(f"prompt {ticket.index} will be retried: {error}")
                 self._settle(ticket.failed(tuple(run.parts)), avoid=url)
             case Interrupted():
-                # The engine's requests were aborted; the server itself needs no rest.
+                # The engine aborted the requests; the server itself is healthy, so no back-off.
                 self._counts.add("interrupted")
                 self._report(f"prompt {ticket.index} goes on: {error}")
                 self._settle(ticket.failed(tuple(run.parts)), avoid=url)
@@ -246,7 +244,7 @@ class Dispatcher:
         self._pump_soon()
 
     def _remove(self, url: str) -> None:
-        """A server left the run."""
+        """Cancel the groups of a server that left the run, then close its driver."""
         self._pool.remove(url)
         tasks = [t for t, run in self._running.items() if run.server.left and run.server.url == url]
         for task in tasks:
@@ -264,7 +262,7 @@ class Dispatcher:
         closing.add_done_callback(self._closings.discard)
 
     def _end_drain(self, drain: messages.Drain) -> None:
-        """The deadline of a drain has come."""
+        """Cancel what still runs on the server at the drain's deadline."""
         if drain.number in self._drains:
             for task, run in self._running.items():
                 if run.server.url == drain.url:
@@ -296,7 +294,7 @@ class Dispatcher:
             )
 
     def _leave_out(self, run: Running, verdict: NotAccepted) -> None:
-        """The next prompt takes the place of a group that is left out by choice."""
+        """Report a group that was left out by choice; the next prompt takes its place."""
         self._task_gave_a_group()
         self._counts.add(f"dropped.{verdict.reason}")
         self._throw_away(run.parts)
@@ -316,7 +314,7 @@ class Dispatcher:
         self._fail(failed)
 
     def _settle(self, ticket: Ticket, avoid: str = "") -> None:
-        """Make the group again in its place, or give the prompt up when its budget is spent."""
+        """Requeue the group in its place, or skip the prompt if its budget is spent."""
         if ticket.drops < MAX_DROPS and ticket.outages < MAX_OUTAGES:
             self._starts.again(ticket, avoid)
             return
@@ -335,7 +333,7 @@ class Dispatcher:
         self._counts.made(part for part in parts if part.token_ids)
 
     def _note_commit(self, state: ServerState) -> None:
-        """Count what runs on a server whose commit begins."""
+        """Count the requests in flight on a server when its commit begins."""
         if state.committing is not None and self._pool.committing(state.url) != state.committing:
             self._counts.add("commits")
             self._counts.add("in_flight_at_commits", self._pool.load(state.url))
@@ -350,12 +348,11 @@ class Dispatcher:
 def worth_keeping(
     parts: Sequence[Completion], version: int, needed: int, mix: bool, stale_share: float = 0.0
 ) -> tuple[Completion, ...]:
-    """The parts with which a group goes on at a server that holds ``version``; unusable ones begin
-    again.
+    """Return the parts with which a group resumes on a server that holds ``version``; an unusable
+    part is replaced by NO_TOKENS.
 
-    ``needed``: oldest version that the trainer can use at the group's step (``stale_share``: as in
-    samples.fresh_enough). ``mix``: whether one completion may be of several versions (a finished
-    one keeps those it has).
+    ``needed``: oldest version that the trainer can use at the group's step. ``stale_share``: see
+    samples.fresh_enough. ``mix``: whether an unfinished completion may resume on another version.
     """
 
     def usable(part: Completion) -> bool:

@@ -1,8 +1,8 @@
-"""Calls of a server's control plane that the rollout service makes for a trainer's lanes.
+"""Calls of a server's control plane that the rollout process makes for a trainer's lanes.
 
-Generic over the interfaces of engines.server: their type hints say how arguments and results are
-encoded, so a method of theirs needs nothing here. A call may take as long as a commit, so each
-server has threads of its own beside the loop that makes rollouts."""
+Generic over the interfaces of engines.server: the type hints of their methods define how arguments
+and results are encoded, so a new method needs no code here. A call may take as long as a commit, so
+each server has its own threads beside the loop that makes rollouts."""
 
 import inspect
 import itertools
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE = "close"
-"""The method without an answer."""
+"""Name of the method without an answer."""
 
 STOCK = "stock."
-"""Before the names of StockRoutes' methods. Their first argument is the number that ``stock``
-answered with."""
+"""Prefix of the names of StockRoutes' methods. Their first argument is the number that ``stock``
+returned."""
 
 MARGIN_S = 5.0
-"""Seconds for the way there and back, on top of the call's own deadlines."""
+"""Seconds for the round trip, on top of the call's own deadlines."""
 
 
 class Method:
-    """One method of an interface: the types of its arguments and result, and its requests."""
+    """A method of an interface: types of its arguments and result, and its number of requests."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         hints = get_type_hints(function)
@@ -55,7 +55,7 @@ class Method:
 
 
 def methods_of(interface: type) -> dict[str, Method]:
-    """Every method of a Protocol but ``close``.
+    """Return all public methods of a Protocol except ``close``.
 
     >>> methods_of(ServerControl)["finish"].parameters
     (<class 'str'>,)
@@ -70,7 +70,7 @@ METHODS = methods_of(ServerControl) | {
 
 
 def value_of(answer: Answer) -> Any:
-    """What a call returned, or raises what it raised."""
+    """Return the call's result, or raise its error."""
     if answer.kind:
         raise CROSSING.get(answer.kind, ServerUnreachable)(answer.error)
     return answer.value
@@ -80,8 +80,8 @@ def value_of(answer: Answer) -> Any:
 
 
 class EngineCalls:
-    """Makes the calls of all servers. ``answer`` must not block; it is called by the servers'
-    threads."""
+    """Queues and threads for the calls of all servers. ``answer`` gets the outcomes, on the
+    servers' threads; it must not block."""
 
     def __init__(self, spec: RolloutSpec, answer: Callable[[Answer], None]) -> None:
         self._spec, self._answer = spec, answer
@@ -91,7 +91,7 @@ class EngineCalls:
         self._closed = False
 
     def take(self, call: EngineCall) -> None:
-        """Any thread; never blocks."""
+        """Queue a call. Any thread; never blocks."""
         with self._lock:
             if self._closed:
                 return
@@ -108,7 +108,7 @@ class EngineCalls:
             self._queues[call.url, call.method.startswith(STOCK)].put((call, time.monotonic()))
 
     def close(self) -> None:
-        """Take no more. What a server has not answered is not waited for. Idempotent."""
+        """Take no more calls. Does not wait for those under way. Idempotent."""
         with self._lock:
             self._closed = True
             for calls in self._queues.values():
@@ -148,18 +148,19 @@ def _outcome(server: "_Server", call: EngineCall, came: float) -> Answer:
 
 
 class _Server:
-    """One server's control plane, for one thread, and its update routes, for another."""
+    """One server's control plane, used by one thread, and its update routes, used by another."""
 
     def __init__(self, spec: RolloutSpec, url: str) -> None:
         self._spec, self._url = spec, url
         self._control: ServerControl | None = None
         self._numbers = itertools.count()
         self._routes: dict[int, StockRoutes] = {}
-        """Open update routes by the number that ``stock`` answered."""
+        """Open update routes by the number that ``stock`` returned."""
         self.engine = ""
 
     def call(self, call: EngineCall) -> Any:
-        """Make one call; its result as a JSON value. Raises TitanGrpoError."""
+        """Make one call; return its result as a JSON value. Raises the method's error, or
+        ProtocolError for an unknown method or arguments of other types."""
         method, arguments = METHODS.get(call.method), call.arguments
         if method is None:
             raise ProtocolError(
@@ -173,7 +174,7 @@ class _Server:
         else:
             if self._control is None:
                 spec = self._spec
-                # With this process's own keys, from the variables that the spec names.
+                # This process's own keys, from the environment variables that the spec names.
                 keys = (os.environ.get(n, "") for n in (spec.api_key_env, spec.admin_key_env))
                 deadlines = spec.commit_deadline_s, spec.load_deadline_s
                 self._control = make_control(
@@ -198,8 +199,8 @@ class _Server:
         return msgspec.to_builtins(value, order="deterministic")
 
     def close(self, stock: bool, *numbers: int) -> None:
-        """Close the connections: of the update routes with these numbers, of all, or of the
-        control. A later call opens the control's again."""
+        """Close the update routes with these numbers (all without any), or the control's
+        connections, which a later call opens again."""
         if stock:
             for number in numbers or tuple(self._routes):
                 if (routes := self._routes.pop(number, None)) is not None:
@@ -217,11 +218,11 @@ def _encode(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class RemoteControl:
-    """A ServerControl whose calls are made by the rollout service, with the service's keys. Used by
-    one thread at a time."""
+    """ServerControl whose calls the rollout service makes, with the service's keys. Used by one
+    thread at a time."""
 
     def __init__(self, client: "RolloutClient", engine: str, access: ServerAccess) -> None:
-        """``engine``: a value of rollout.engine. The keys of ``access`` stay here."""
+        """``engine``: value of rollout.engine. The keys of ``access`` are not sent."""
         self._client, self._access = client, access
         self.engine = "" if engine == AUTO else engine
         self._loaded_in: int | None = None
@@ -231,7 +232,7 @@ class RemoteControl:
         return f"<RemoteControl {self.url}, {self.engine or 'not asked yet'}>"
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        """A method of ServerControl."""
+        """Return a method of ServerControl."""
         if method not in METHODS:
             raise AttributeError(method)
         return lambda *arguments: self._call(method, *arguments)
@@ -262,24 +263,24 @@ class RemoteControl:
         self._call("load", info, generation=generation)
 
     def finish(self, label: str) -> None:
-        """See ServerControl. Fails if the service lost our session since the load: it cannot say
-        then whether the server was restarted too."""
+        """See ServerControl. Raises ServerUnreachable if the service lost our session since the
+        load: then it is unknown whether the server restarted too."""
         generation, self._loaded_in = self._loaded_in, None
         self._call("finish", label, generation=generation)
 
     def close(self) -> None:
-        """Let the service close its connections; not waited for."""
+        """Let the service close its connections; does not wait for it."""
         self._client.engine_tell(self.url, CLOSE, ())
 
 
 class RemoteStock:
-    """StockRoutes that the service has open, within one generation."""
+    """StockRoutes open at the service, valid within one generation of the session."""
 
     def __init__(self, client: "RolloutClient", url: str, generation: int, number: int) -> None:
         self._client, self._url, self._generation, self._number = client, url, generation, number
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        """A method of StockRoutes; its last argument is the deadline of each request."""
+        """Return a method of StockRoutes; its last argument is the deadline of each request."""
         if STOCK + method not in METHODS:
             raise AttributeError(method)
 
@@ -292,5 +293,5 @@ class RemoteStock:
         return call
 
     def close(self) -> None:
-        """See StockRoutes; not waited for."""
+        """See StockRoutes; does not wait for the service."""
         self._client.engine_tell(self._url, STOCK + CLOSE, (self._number,))

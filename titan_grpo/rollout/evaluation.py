@@ -1,8 +1,8 @@
-"""One evaluation of one version on one server: ``main`` is the process in which a training run has
-it made; ``titan-grpo evaluate`` calls ``evaluate``.
+"""Evaluation of one version on one server. ``main`` is the subprocess of a training run;
+``titan-grpo evaluate`` calls ``evaluate``.
 
-The sampler, the tasks and the dataset's reader are those of rollouts. A process of its own ends
-with the evaluation, and takes no time from training or rollouts but its requests' on the server."""
+Sampler, tasks and dataset reader are those of rollouts. The subprocess ends with the evaluation;
+training and rollouts lose only the time of its requests on the server."""
 
 import asyncio
 import math
@@ -35,16 +35,16 @@ Z_95 = 1.959964
 """Two-sided 95 % quantile of the normal distribution."""
 
 ATTEMPTS = 4
-"""How often a prompt is tried whose server fails, or whose completions are unfit."""
+"""Attempts per prompt, if the server fails or completions are unfit."""
 
 RETRY_S = 1.0
-"""Pause before another attempt, in seconds."""
+"""Pause between attempts, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an evaluation has no result, for people. ``again``: the server's fault, so that another
-    try may have one."""
+    """Human-readable reason for an evaluation without a result. ``again``: the server failed, so a
+    retry may succeed."""
 
     text: str
     again: bool
@@ -52,29 +52,29 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Prompted:
-    """Rewards and lengths (sampled tokens) of one prompt's completions: the tokens of thousands of
-    prompts would be kept for nothing."""
+    """Rewards and lengths (sampled tokens) of one prompt's completions. The tokens themselves are
+    not kept in memory."""
 
     rewards: tuple[float, ...]
     tokens: tuple[int, ...]
 
     @classmethod
     def of(cls, group: Group) -> "Prompted":
-        """Those of a finished, rewarded group."""
+        """Return the record of a finished, rewarded group."""
         done = group.completions
         return cls(tuple(c.reward for c in done), tuple(c.num_sampled for c in done))
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of one value per prompt: mean +- 1.96 standard errors (Student's correction of the
+    """Return the mean of one value per prompt, +- 1.96 standard errors (Bessel's correction of the
     variance, normal quantile).
 
     The completions of a prompt are not independent, so the prompt is the unit: clustered standard
     errors with equal clusters (Miller, "Adding Error Bars to Evals", arXiv 2411.00640, section
-    2.2). Raises StatisticsError without a value.
+    2.2). Raises StatisticsError without a value. One value has no interval.
 
     Worked example: (0, 1, 1, 0): mean 0.5, deviation 0.577, standard error 0.289, interval
-    (-0.066, 1.066). It is not cut to the values that a reward can have.
+    (-0.066, 1.066). The interval is not clipped to the range of the reward.
     """
     mean = statistics.fmean(values)
     if len(values) < 2:
@@ -84,9 +84,10 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Unbiased estimate, from ``samples`` completions of which ``passed`` pass, of the probability
-    that at least one of ``k`` passes: 1 - C(n - c, k) / C(n, k) (Chen et al., "Evaluating Large
-    Language Models Trained on Code", arXiv 2107.03374, equation 1). Needs k <= samples.
+    """Return the unbiased estimate of the probability that at least one of ``k`` completions
+    passes, from n = ``samples`` completions of which c = ``passed`` pass: 1 - C(n - c, k) / C(n, k)
+    (Chen et al., "Evaluating Large Language Models Trained on Code", arXiv 2107.03374, equation 1).
+    Needs k <= samples.
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
     (0.25, 0.5, 1.0)
@@ -97,16 +98,15 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def passes(prompts: Sequence[Prompted], k: int, least: float) -> Estimate:
-    """pass@k over prompts; a completion passes with a reward of at least ``least``."""
+    """Return pass@k over prompts; a completion passes with a reward of at least ``least``."""
     return estimate(
         [pass_at_k(len(p.rewards), sum(r >= least for r in p.rewards), k) for p in prompts]
     )
 
 
 def of_version(group: Group, version: int | None) -> bool:
-    """Whether every token of a group was sampled by ``version``, on KV of its own. Engines that
-    name the version of each token have it checked by token; others by what the ledger knew when a
-    request began and ended."""
+    """Return whether every token of a group was sampled by ``version``, on its KV. The versions are
+    per token from engines that name them, else the ledger's at the request's start and end."""
     return all(
         c.version_first == c.version_last == version
         and all(made_by == version for made_by, _ in c.token_spans)
@@ -115,8 +115,8 @@ def of_version(group: Group, version: int | None) -> bool:
 
 
 def next_due(every: int, evaluated: int) -> int | None:
-    """The version from which an evaluation is due after that of ``evaluated``: the next multiple of
-    ``every``; None: none but the last version is.
+    """Return the first version at which an evaluation is due after that of ``evaluated``: the next
+    multiple of ``every``; None: only the last version is due.
 
     >>> next_due(10, 0), next_due(10, 10), next_due(10, 13), next_due(0, 5)
     (10, 20, 20, None)
@@ -125,8 +125,8 @@ def next_due(every: int, evaluated: int) -> int | None:
 
 
 def metrics(scores: Evaluated) -> dict[str, float]:
-    """The values of metrics.jsonl: ``evaluation/NAME/reward``, ``.../reward_low``, ``..._high`` and
-    so on."""
+    """Return the values for metrics.jsonl: ``evaluation/NAME/reward``, ``.../reward_low``,
+    ``.../reward_high`` and so on."""
     values: dict[str, float | None] = {
         "version": float(scores.version),
         "refused": float(scores.refused),
@@ -140,7 +140,7 @@ def metrics(scores: Evaluated) -> dict[str, float]:
 
 
 def line(scores: Evaluated) -> str:
-    """For people.
+    """Return a summary for the terminal.
 
     Example: ``evaluation test, version 20: reward 0.412 (0.371 to 0.453), pass@1 0.410 (0.369 to
     0.451), 153 tokens; 400 prompts x 1``.
@@ -162,20 +162,20 @@ def _shown(found: Estimate) -> str:
 
 
 class EvaluationFailed(TitanGrpoError):
-    """There is no result: nothing is reported of a part of the prompts, which would be those that
-    were easy to finish."""
+    """An evaluation has no result. A part of the prompts is not reported: it would be biased to
+    those that finish early."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is evaluated, and by which rules. Without secrets."""
+    """Parameters of an evaluation. Without secrets."""
 
     table: Evaluation
     spec: RolloutSpec
 
     @classmethod
     def of(cls, table: Evaluation, spec: RolloutSpec) -> "Job":
-        """That of a table. ``spec``: the run's, for what a table does not say."""
+        """Return the job of a table. ``spec``: the run's, for all that a table does not set."""
         names = Evaluation.__dataclass_fields__.keys() & RolloutSpec.__dataclass_fields__.keys()
         shared = {name: getattr(table, name) for name in names}
         longest = table.max_completion_tokens or spec.max_completion_tokens
@@ -192,27 +192,26 @@ class Job:
 
 
 Prepared = tuple[TaskRunner, int]
-"""What asks and rewards, and how many prompts there are."""
+"""Runner of the task, and number of prompts."""
 
 
 def prepare(job: Job) -> Prepared:
-    """Load what a job needs, whatever its server. Raises ConfigError, DataError or
-    TaskFailed as the task does."""
+    """Load a job's task and tokenizer. Raises the task's ConfigError, DataError or TaskFailed."""
     table, spec = job.table, job.spec
     task, codec = ready(spec)
     runner = TaskRunner(
         task, codec, spec.task_concurrency, spec.task_timeout_s, section=spec.section
     )
     rows = len(task.rows) if isinstance(task, FunctionTask) else 0
-    # Beyond one epoch a prompt would count twice.
+    # At most one epoch: beyond it a prompt would count twice.
     return runner, min(table.rows or rows, rows) if rows else table.rows
 
 
 async def evaluate(job: Job, state: ServerState, prepared: Prepared, api_key: str) -> Evaluated:
     """Sample and reward every prompt on a server, with the version that it holds.
 
-    Raises as the task does, PeerError where a prompt cannot be finished or
-    the server left the version, EvaluationFailed past the deadline and without a prompt.
+    Raises TaskFailed if the task fails, PeerError if a prompt cannot be finished or the server
+    left the version, EvaluationFailed past the deadline or if the server refused all prompts.
     """
     table, spec = job.table, job.spec
     runner, count = prepared
@@ -255,7 +254,7 @@ async def evaluate(job: Job, state: ServerState, prepared: Prepared, api_key: st
 async def _group(
     job: Job, sampler: Sampler, server: Server, driver: AsyncDriver, index: int
 ) -> Prompted | None:
-    """One prompt's completions; None: the server refuses it."""
+    """Sample and reward one prompt's completions; return None if the server refuses the prompt."""
     ticket, parts = Ticket(index), [NO_TOKENS] * job.table.samples
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -268,7 +267,7 @@ async def _group(
             failure, ticket = error, ticket.dropped()
             parts = [NO_TOKENS] * len(parts)
         except (PeerError, Interrupted) as error:
-            # With a new seed, and from the tokens that came.
+            # Retry with a new seed, from the tokens so far.
             failure, ticket = error, ticket.moved(tuple(parts))
         else:
             version = server.state.version
@@ -283,7 +282,7 @@ async def _group(
 
 
 def failure(error: BaseException) -> Failure:
-    """Why there is no result: the traceback of a user's function, else the message."""
+    """Return the failure of an error: the traceback of a user's function, else the message."""
     if isinstance(error, TaskFailed):
         return Failure(error.report, False)
     if isinstance(error, ConfigError | DataError):
@@ -298,7 +297,7 @@ def main(sock: socket.socket, _: int) -> int:
     read: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, read), daemon=True).start()
     try:
-        # no deadline: without the trainer, whose end closes the connection, this process ends
+        # no deadline: if the trainer ends, its connection closes, and _read ends this process
         job: Job = read.get()
         key = os.environ.get(job.spec.api_key_env, "") if job.spec.api_key_env else ""
         prepared = prepare(job)
@@ -315,7 +314,7 @@ def _read(connection: "Connection[Any, Any]", read: "queue.SimpleQueue[Any]") ->
     """End this process when the trainer's end of the connection closes."""
     try:
         while True:
-            # no deadline: the trainer's end of the connection is the end
+            # no deadline: recv raises when the trainer's end closes
             read.put(connection.recv())
     except (EOFError, OSError):
         os._exit(1)

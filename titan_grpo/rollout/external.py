@@ -1,18 +1,18 @@
-"""Sources beside the sampler, in the rollout process: what they share, and groups that environments
-push (the form of a body, the queue that decides, the HTTP server). atropos.py has the other one.
+"""Sources of groups from outside, in the rollout process: their common base, and the source that
+environments push to (form of a body, admission, HTTP server). atropos.py has the other source.
 
 They take and send the dispatcher's messages. A group from outside cannot be made again, so one that
-is given back is only counted. How many may wait is bounded here (``Used`` frees their places), so
-that what is trained on is fresh.
+is given back is skipped. The number of waiting groups is bounded here (``Used`` frees places), to
+keep them fresh.
 
 ``POST /groups`` takes a ``Body`` (``GET /schema`` has its JSON schema), all of its groups or none.
 
 ==== ======================================================================================
-202  taken; ``duplicates`` of them have an ``id`` that was taken before, and are left out
-400  not JSON, or not of the schema's form: the text names the place, the rule and the value
-409  made by a version that the trainer can no longer use, or that does not exist yet
+202  taken, except for ``duplicates`` groups whose ``id`` was taken before
+400  not JSON, or against the schema: the text names the place, the rule and the value
+409  made by a version that is too stale for the trainer, or that does not exist yet
 413  more than ``httpd.MAX_BYTES``
-429  enough groups wait for the trainer: come again after ``Retry-After`` seconds
+429  enough groups wait for the trainer: retry after ``Retry-After`` seconds
 503  the run is ending
 ==== ======================================================================================
 """
@@ -40,10 +40,10 @@ from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.samples import Completion, Group, Prompt, sound_logprobs
 
 REMEMBERED_IDS = 100_000
-"""Ids kept to recognise a group that is sent again."""
+"""Number of ids kept to detect duplicates; the oldest are evicted first."""
 
 DECIDE_S = 10.0
-"""How long the loop may take to decide, in seconds."""
+"""Deadline of the loop's decision on a request, in seconds."""
 
 Send = Callable[[messages.FromWorker], None]
 Fail = Callable[[BaseException], None]
@@ -114,15 +114,15 @@ SCHEMA: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A group as it came; ``id`` is empty where it has none."""
+    """A parsed group; ``id`` is empty if it has none."""
 
     id: str
     group: Group
 
 
 def parse(body: bytes) -> list[Incoming]:
-    """The groups of a body. Raises DataError with the place in the body, the rule, and what was
-    there."""
+    """Return the groups of a body. Raises DataError with the place in the body, the rule, and the
+    value."""
     try:
         groups = msgspec.json.decode(body, type=Body).groups
     except msgspec.ValidationError as error:
@@ -159,7 +159,7 @@ def _incoming(group: PushedGroup, place: str) -> Incoming:
 
 
 def _check(item: PushedCompletion, place: str) -> None:
-    """The rules between fields."""
+    """Check the rules between fields. Raises DataError."""
     count, sampled = len(item.tokens), item.sampled
     for name, length in (("logprobs", len(item.logprobs)), ("sampled", len(sampled) or count)):
         if length != count:
@@ -175,22 +175,22 @@ def _check(item: PushedCompletion, place: str) -> None:
 
 @dataclass(slots=True)
 class PushQueue:
-    """Takes groups, or says why not. ``capacity`` bounds the completions that wait for the
-    trainer."""
+    """Admission of pushed groups. ``capacity``: number of completions that may wait for the trainer
+    before groups are refused."""
 
     capacity: int
     max_staleness: int
     trainer_version: int
     newest_version: int
-    """The newest one that the trainer made or a server holds."""
+    """Newest version that the trainer made or a server holds."""
     run: str = ""
-    """The run's name in the labels of its servers; empty before one of them holds a version."""
+    """The run's id in the labels of its servers; empty until one of them holds a version."""
     closing: bool = False
     _ids: OrderedDict[str, None] = field(default_factory=OrderedDict)
 
     def take(self, incoming: Sequence[Incoming], waiting: int) -> tuple[Reply, list[Group]]:
-        """Reply and the groups to be used, all or none; ``waiting`` completions were taken before
-        and are not used yet."""
+        """Return the reply, and the groups to use (empty if one is refused). ``waiting``:
+        completions taken before and not used yet."""
         if self.closing:
             return Reply(503, {"error": "the run is ending"}, RETRY_AFTER_S), []
         oldest = self.trainer_version - self.max_staleness
@@ -218,7 +218,7 @@ class PushQueue:
         return Reply(202, {"taken": len(taken), "duplicates": len(incoming) - len(taken)}), taken
 
     def status(self, waiting: int) -> dict[str, Any]:
-        """What an environment needs before it makes groups."""
+        """Return the body of ``GET /status``: the facts that an environment needs."""
         return {
             "run": self.run,
             "trainer_version": self.trainer_version,
@@ -229,8 +229,8 @@ class PushQueue:
 
 
 class External:
-    """What both sources share: indices of groups, what waits, which versions there are. All methods
-    run in the loop."""
+    """Base of the sources from outside: prompt indices, waiting groups, versions. All methods run
+    in the loop."""
 
     def __init__(self, spec: RolloutSpec, send: Send, fail: Fail) -> None:
         self._spec, self._send, self._fail = spec, send, fail
@@ -243,10 +243,10 @@ class External:
         """Completions of one step."""
 
     async def close(self) -> None:
-        """End."""
+        """Stop taking groups."""
 
     def on(self, message: messages.ToWorker) -> None:
-        """Take one message of the trainer."""
+        """Handle one message from the trainer."""
         match message:
             case ServerState(url, version) if version is not None:
                 self._versions[url] = version
@@ -266,7 +266,7 @@ class External:
 
     @property
     def waiting(self) -> int:
-        """Completions that were sent and not used yet."""
+        """Number of completions sent to the trainer and not used yet."""
         return sum(self._waiting.values())
 
     def _deliver(self, group: Group) -> None:
@@ -283,11 +283,11 @@ class External:
 
 
 class PushSource(External):
-    """Takes what environments POST, as much as the staleness bound lets the trainer use. The HTTP
-    server's threads parse; the loop decides."""
+    """Source of the groups that environments POST, ``1 + max_staleness`` steps' worth at most. The
+    HTTP server's threads parse; the loop decides."""
 
     def __init__(self, spec: RolloutSpec, send: Send, fail: Fail) -> None:
-        """Listens. Raises ConfigError where the address cannot be bound."""
+        """Start listening. Raises ConfigError if the address cannot be bound."""
         super().__init__(spec, send, fail)
         capacity = (1 + spec.max_staleness) * self._per_step
         self._queue = PushQueue(
@@ -299,12 +299,12 @@ class PushSource(External):
         self._report(f"environments may push groups to http://{self._server.address}/groups")
 
     async def close(self) -> None:
-        """Refuse what still comes, and stop listening."""
+        """Refuse further groups, and stop listening."""
         self._queue.closing = True
         await self._loop.run_in_executor(None, self._server.close)
 
     def on(self, message: messages.ToWorker) -> None:
-        """As the base; and pass the versions to the queue."""
+        """Handle a message as the base does, and pass the versions to the queue."""
         super().on(message)
         if isinstance(message, ServerState) and message.version is not None:
             label = Label.parse(message.label)
@@ -343,7 +343,7 @@ class PushSource(External):
         future: Future[Reply] = Future()
 
         def run() -> None:
-            # Not after the sender got a 503: it would send the groups again.
+            # Do nothing if the sender already got a 503: it sends the groups again.
             if future.set_running_or_notify_cancel():
                 future.set_result(decide())
 

@@ -1,5 +1,5 @@
-"""A small HTTP server with a key, for the push server, agents and the rollout service. Threads read
-requests, pass them on, and write the answers."""
+"""Small HTTP server with a key, for pushed groups, agents and the rollout service. A thread per
+connection reads the requests, calls ``answer``, and writes the replies."""
 
 import hmac
 import json
@@ -18,24 +18,24 @@ from urllib.parse import parse_qsl, urlsplit
 from titan_grpo.errors import ConfigError
 
 END_S = 5.0
-"""How long ``end`` waits for the accepting thread, in seconds."""
+"""Seconds that ``end`` waits for the accepting thread."""
 
 SPENT_S = 0.1
 """Back-off after accept() fails (EMFILE), in seconds."""
 
 READ_S = 30.0
-"""How long a connection may stay silent, in seconds."""
+"""Timeout of a read or write on a connection, in seconds."""
 
 MAX_BYTES = 256 << 20
-"""Longest body of a request."""
+"""Maximum size of a request's body, in bytes, before and after gunzip."""
 
 RETRY_AFTER_S = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``body`` is empty for a GET, and unpacked where it came gzipped. ``key``: what the header
-    ``Authorization: Bearer`` shows; empty without one."""
+    """A request. ``body``: unpacked if it came gzipped; empty for a GET. ``key``: bearer key of the
+    ``Authorization`` header; empty without one."""
 
     method: str
     path: str
@@ -46,7 +46,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer to a request: a JSON object, or bytes of ``kind`` as they are."""
+    """Answer to a request: a JSON object, or raw bytes with content type ``kind``."""
 
     status: int
     body: Mapping[str, Any] | bytes
@@ -55,11 +55,11 @@ class Reply:
 
 
 class HttpServer:
-    """Listens from construction to ``close`` at ``host:port`` (port 0: any). ``answer`` runs in the
-    connections' threads.
+    """HTTP server that listens at ``host:port`` (port 0: any) from construction to ``close``.
+    ``answer`` runs in the connections' threads.
 
-    With a ``key`` every request needs ``Authorization: Bearer KEY``. Raises ConfigError, which
-    begins with ``what``, where the address cannot be bound.
+    With a ``key``, every request needs ``Authorization: Bearer KEY``. Raises ConfigError, its text
+    beginning with ``what``, if the address cannot be bound.
     """
 
     def __init__(
@@ -77,23 +77,23 @@ class HttpServer:
         self.address = f"{f'[{host}]' if ':' in host else host}:{self._server.server_address[1]}"
 
     def close(self) -> None:
-        """Refuse further requests, also over connections that are open. Idempotent."""
+        """Stop listening, and refuse further requests on open connections. Idempotent."""
         self.closed = True
         self._server.end()
 
 
 class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Sleeps until a client connects, and has a thread for each connection. (socketserver's own
-    loop wakes twice a second to see whether it shall end.)"""
+    """Server with a thread for each connection. Its loop blocks in accept(); socketserver's own one
+    polls twice a second for its end."""
 
-    # Not HTTPServer, which asks the DNS for its own name, without a deadline.
+    # Not HTTPServer: it looks its own name up in the DNS, without a deadline.
     request_queue_size = 64
     allow_reuse_address = True
     daemon_threads = True
-    block_on_close = False  # a silent client must not hold up the end of the run
+    block_on_close = False  # a silent client must not delay the end of the run
 
     def __init__(self, host: str, port: int, owner: HttpServer) -> None:
-        """Serves until ``end``."""
+        """Start the accepting thread, which runs until ``end``."""
         self.owner = owner
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
@@ -102,7 +102,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self._loop.start()
 
     def end(self) -> None:
-        """Stop listening. Requests under way are not waited for. Idempotent; bounded."""
+        """Stop listening, within END_S. Does not wait for requests under way. Idempotent."""
         self._ending.set()
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # ends the loop's accept
@@ -118,11 +118,11 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
                 continue
             try:
                 self.process_request(connection, address)
-            except RuntimeError:  # no thread is left
+            except RuntimeError:  # cannot start a thread
                 self.shutdown_request(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that went away; show anything else."""
+        """Ignore lost connections; print other errors."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -134,10 +134,10 @@ class _TooLarge(Exception):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = READ_S
-    # Head and body in one packet: the second of two small ones would wait for the first one's ACK.
+    # Head and body in one packet: the second of two small ones could wait for the first one's ACK.
     wbufsize = -1
     disable_nagle_algorithm = True
-    # Of what the standard library refuses itself: a line, and not a page of HTML.
+    # Plain text instead of HTML for the errors that the standard library answers itself.
     error_content_type, error_message_format = "text/plain", "%(message)s\n"
     server: _Server
 
@@ -148,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply("POST")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: the answer says what was refused."""
+        """Log nothing: the reply names the error."""
 
     def _reply(self, method: str) -> None:
         if refusal := self._refusal():
@@ -175,14 +175,14 @@ class _Handler(BaseHTTPRequestHandler):
         if owner.key and not hmac.compare_digest(given.encode(), f"Bearer {owner.key}".encode()):
             return Reply(401, {"error": "a request needs the header Authorization: Bearer KEY"})
         if "Origin" in self.headers:
-            # A web page in a browser on this host reaches loopback too.
+            # A web page in a browser on this host can reach loopback addresses too.
             return Reply(403, {"error": "requests of web pages are refused"})
         return None
 
     def _body(self) -> bytes:
         if "Transfer-Encoding" in self.headers:
             raise ValueError("a request needs the header Content-Length, and no chunks")
-        # Neither of the two is a body of no bytes (RFC 9112, 6.3): curl -X POST sends such.
+        # Without both headers the body is empty (RFC 9112, 6.3), as from curl -X POST.
         length = int(self.headers.get("Content-Length", 0))
         if length > MAX_BYTES:
             raise _TooLarge
@@ -206,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
         if reply.retry_after_s is not None:
             self.send_header("Retry-After", str(reply.retry_after_s))
         if not keep:
-            # The unread rest of this request would be taken for the next one.
+            # Close: the unread rest of this request would be parsed as the next one.
             self.send_header("Connection", "close")
             self.close_connection = True
         self.end_headers()

@@ -1,9 +1,9 @@
-"""What passes between the trainer's rank 0 and its rollout process: the spec at its start, the
-messages after that, their JSON form, and the interface of what carries them; and the cursor that
-makes a resumed run continue with exactly the right prompts.
+"""Messages between the trainer's rank 0 and its rollout process: the spec at the start, the
+messages after it, their JSON form, and the transport's interface. Also the cursor, by which a
+resumed run continues with exactly the right prompts.
 
-A child process gets them pickled, since a prompt's payload may hold any Python object. Between
-hosts each is one JSON text, and what is read can only become one of these messages."""
+A child process gets messages pickled: a prompt's payload may be any Python object. Between hosts
+each message is one JSON text, which can only decode to one of these types."""
 
 import hashlib
 import json
@@ -37,8 +37,7 @@ class Cursor:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Cursor":
-        """Inverse of ``state``; an empty mapping is the start. Raises DataError on anything
-        else."""
+        """Inverse of ``state``; an empty mapping is the start. Raises DataError on other values."""
         low, above = state.get("low", 0), state.get("above", [])
         ints = isinstance(above, list) and all(isinstance(i, int) for i in [low, *above])
         if not ints or low < 0 or any(i < low for i in above):
@@ -49,16 +48,16 @@ class Cursor:
         return cls(low, tuple(above))
 
     def state(self) -> dict[str, Any]:
-        """JSON-able: ``{"low": int, "above": sorted list}``."""
+        """Return ``{"low": int, "above": sorted list}``, JSON-able."""
         return {"low": self.low, "above": sorted(self._above)}
 
     @property
     def used(self) -> int:
-        """How many indices are used."""
+        """Number of used indices."""
         return self.low + len(self._above)
 
     def use(self, index: int) -> None:
-        """Mark an index as used. Raises DataError if it was: a prompt must not be trained on
+        """Mark an index as used. Raises DataError if it is already: a prompt must not be trained on
         twice."""
         if index < self.low or index in self._above:
             raise DataError(f"prompt {index} was used before: a group came twice")
@@ -68,8 +67,8 @@ class Cursor:
             self.low += 1
 
     def unused(self) -> Iterator[int]:
-        """The unused indices as of now, in order, without end. Later ``use`` calls do not change
-        it."""
+        """Return an endless iterator of the indices unused at its first step, in order. Later
+        ``use`` calls do not change it."""
         index, above = self.low, frozenset(self._above)
         while True:
             if index not in above:
@@ -79,38 +78,38 @@ class Cursor:
 
 @dataclass(kw_only=True)
 class RolloutSpec(WorkerKeys):
-    """What the rollout process starts with. Small, and without secrets (keys are named, not held).
-    Not changed once it is made.
+    """Start parameters of the rollout process. Small, without secrets (keys are named, not held),
+    immutable by convention.
 
-    ``base_version`` is the trainer's version at the start or at the resume; ``state`` what
-    ``RolloutClient.state`` returned when the checkpoint was written (empty: from the first prompt).
+    ``base_version``: the trainer's version at the start or resume. ``state``: result of
+    ``RolloutClient.state`` when the checkpoint was written (empty: from the first prompt).
     """
 
     model_dir: str
     section: str = ROLLOUT
-    """Before the task's keys in messages: of [rollout], or of an [[evaluation]] table."""
+    """Config section of the task's keys, for error messages: [rollout] or [[evaluation]]."""
     base_version: int = 0
     state: dict[str, Any] = field(default_factory=dict)
     kv_recomputed: bool = False
-    """Servers throw the KV of running requests away at each commit
+    """Whether servers discard the KV of running requests at each commit
     (``weight_sync.kv_after_update``)."""
     router_replay: bool = False
-    """Completions come with the experts of each token (``grpo.router_replay``)."""
+    """Whether completions come with the experts of each token (``grpo.router_replay``)."""
     commit_deadline_s: float = 60.0
-    """Of each engine call (EngineCall), in seconds."""
+    """Deadline of each engine call (EngineCall), in seconds."""
     load_deadline_s: float = 60.0
-    """Of the load, which may wait for a transfer, in seconds."""
+    """Deadline of the load, which may wait for a transfer, in seconds."""
     places: int = 0
-    """Groups used since ``base_version``, less those that made no version; those that are
-    ``waiting`` have places behind them."""
+    """Groups used since ``base_version``, minus those that made no version. The ``waiting`` groups
+    have the next places."""
     waiting: dict[int, int] = field(default_factory=dict)
-    """Prompt index -> completions of the finished groups that the trainer has not used yet."""
+    """Prompt index -> number of completions, of the finished groups not used yet."""
     registration: dict[str, Any] = field(default_factory=dict)
-    """What an Atropos API gets about the trainer, but for batch_size."""
+    """The trainer's registration with an Atropos API, without batch_size."""
 
     def unused_prompts(self) -> Iterator[int]:
-        """Indices of the prompts without a group, in order, without end. Raises DataError for a bad
-        ``state``."""
+        """Return an endless iterator of the prompts without a group, in order. Raises DataError for
+        a bad ``state``."""
         cursor = Cursor.from_state(self.state.get("cursor", {}))
         for index in self.waiting:
             cursor.use(index)
@@ -124,7 +123,7 @@ class RolloutSpec(WorkerKeys):
         base_version: int = 0,
         state: dict[str, Any] | None = None,
     ) -> "RolloutSpec":
-        """The spec of a validated ``[rollout]`` section; ``model_dir`` holds tokenizer.json."""
+        """Return the spec of a validated ``[rollout]``; ``model_dir`` holds tokenizer.json."""
         values = {f.name: getattr(rollout, f.name) for f in fields(WorkerKeys)}
         return cls(
             model_dir=model_dir, base_version=base_version, state=dict(state or {}), **values
@@ -133,13 +132,13 @@ class RolloutSpec(WorkerKeys):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A prompt that is being worked on: its index, and its history.
+    """Prompt in work: its index, and its history.
 
-    ``attempt`` counts starts and goes into the request seeds. ``drops`` counts unusable groups: a
-    bad prompt must not be tried forever. ``outages`` counts consecutive server failures without a
-    further token: a prompt that crashes servers must not be tried forever, and a slow one over a
-    bad network must not be given up. Staleness costs neither: long completions would be filtered
-    out of the training data. ``parts``: what its completions have so far, one each, or nothing.
+    ``attempt`` counts restarts and goes into the request seeds. ``drops`` counts unusable groups: a
+    bad prompt must not be retried forever. ``outages`` counts server failures in a row without a
+    new token: a prompt that crashes servers must not be retried forever, but a slow one on a bad
+    network must not be skipped. Staleness adds to neither: that would filter long completions out
+    of the training data. ``parts``: its completions so far, or empty.
     """
 
     index: int
@@ -149,11 +148,11 @@ class Ticket:
     parts: tuple[Completion, ...] = ()
 
     def dropped(self) -> "Ticket":
-        """After its group was dropped as unusable, with all its parts."""
+        """Return the ticket after its group was dropped as unusable, with all parts."""
         return replace(self, attempt=self.attempt + 1, drops=self.drops + 1, parts=())
 
     def failed(self, parts: tuple[Completion, ...]) -> "Ticket":
-        """After its server failed, or aborted it.
+        """Return the ticket after its server failed or aborted requests.
 
         >>> ticket, part = Ticket(0, outages=19), Completion((5,), (-1.0,), "", 3, 3, "s")
         >>> ticket.failed(()).outages, ticket.failed((part,)).outages
@@ -164,54 +163,54 @@ class Ticket:
         return replace(self, attempt=self.attempt + 1, outages=outages, parts=parts)
 
     def moved(self, parts: tuple[Completion, ...]) -> "Ticket":
-        """After its server left the run or had to be drained, or its group grew too stale; costs no
-        budget."""
+        """Return the ticket after its server left or was drained, or its group became too stale;
+        this costs no budget."""
         return replace(self, attempt=self.attempt + 1, parts=parts)
 
     def done(self) -> "Ticket":
-        """With its group made."""
+        """Return the ticket of a finished group."""
         return replace(self, parts=())
 
 
 class Frame(msgspec.Struct, frozen=True, tag=True, tag_field="frame", forbid_unknown_fields=True):
-    """A message. ``frame`` names its type in the JSON form."""
+    """Base of the messages. ``frame`` names the type in the JSON form."""
 
 
 IN_FLIGHT = "in_flight."
-"""Prefix, before a server's URL, of the counters that say how many requests run now: not a total,
-so neither added up nor kept."""
+"""Prefix of the counters of requests in flight, before a server's URL. These are current values,
+not totals, so they are neither summed nor saved."""
 
 
 class Counters:
-    """Counts by name, of which each message has those that changed since the one before: with a
-    thousand servers all of them would be longer than a group."""
+    """Counts by name. A message carries only those changed since the last one: with a thousand
+    servers, all counts together would be longer than a group."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._changed: set[str] = set()
 
     def add(self, name: str, count: int = 1) -> None:
-        """So many more."""
+        """Add to a count."""
         self.set(name, self._counts[name] + count)
 
     def set(self, name: str, count: int) -> None:
-        """So many now."""
+        """Set a count."""
         self._counts[name] = count
         self._changed.add(name)
 
     def made(self, completions: Iterable[Completion]) -> None:
-        """Completions by their lengths (``length_range``)."""
+        """Count completions by length (``length_range``)."""
         for completion in completions:
             self.add(f"made.{length_range(completion.num_sampled)}")
 
     def changed(self) -> dict[str, int]:
-        """What changed since the last call, as it is now."""
+        """Return the current values of the counts changed since the last call."""
         changed, self._changed = self._changed, set()
         return {name: self._counts[name] for name in changed}
 
 
 def length_range(tokens: int) -> int:
-    """Greatest length of the range that a length is counted in.
+    """Return the upper end of the histogram bin of a length, a power of two.
 
     >>> [length_range(n) for n in (0, 1, 2, 3, 4, 5, 64, 65)]
     [1, 1, 2, 4, 4, 8, 64, 128]
@@ -220,7 +219,7 @@ def length_range(tokens: int) -> int:
 
 
 def totals(counters: dict[str, int]) -> dict[str, int]:
-    """The counters that count up."""
+    """Return the counters that are totals."""
     return {name: n for name, n in counters.items() if not name.startswith(IN_FLIGHT)}
 
 
@@ -231,11 +230,11 @@ COUNTED = {
     names.MOVED: "moved",
     names.SKIPPED_PROMPTS: "skipped",
 }
-"""Total of the run -> the counter's name."""
+"""Metric name of a total -> counter name."""
 
 
 def counted(counters: Mapping[str, int]) -> dict[str, float]:
-    """Counters by the names of metrics.jsonl, as far as they need no step to be computed.
+    """Return counters under the names of metrics.jsonl, those that do not depend on a step.
 
     Example: {"requests": 8, "dropped.stale": 1, "in_flight.http://a:1": 2} gives rollout/requests,
     dropped/stale, server/a:1/in_flight and rollout/in_flight_requests.
@@ -256,14 +255,14 @@ def counted(counters: Mapping[str, int]) -> dict[str, float]:
 
 
 class ServerLeft(Frame, frozen=True):
-    """A server was removed from the run: make its groups elsewhere."""
+    """A server left the run: make its groups elsewhere."""
 
     url: str
 
 
 class Drain(Frame, frozen=True):
-    """Answer once nothing runs on the server. Its ``ServerState`` keeps new groups away. What still
-    runs after ``within_s`` seconds is cancelled and made elsewhere, or later."""
+    """Answer once no request runs on the server; its ``ServerState`` keeps new groups away. Groups
+    still running after ``within_s`` seconds are cancelled and made elsewhere, or later."""
 
     url: str
     number: int
@@ -271,7 +270,7 @@ class Drain(Frame, frozen=True):
 
 
 class TrainerVersion(Frame, frozen=True):
-    """The version the trainer is at."""
+    """The trainer's version."""
 
     version: int
 
@@ -283,7 +282,7 @@ class AskLoad(Frame, frozen=True):
 
 
 class GiveBack(Frame, frozen=True):
-    """A finished group was too stale at use: make the prompt's group again."""
+    """A finished group is too stale to use: make the prompt's group again."""
 
     ticket: Ticket
 
@@ -295,15 +294,15 @@ class Used(Frame, frozen=True):
 
 
 class Unversioned(Frame, frozen=True):
-    """``count`` groups were used without making a version: their places are free again."""
+    """``count`` used groups made no version: their places are free again."""
 
     count: int
 
 
 class EngineCall(Frame, frozen=True):
-    """Call a method of a server's ServerControl (engine_calls.METHODS), or of its own update
-    routes; ``arguments`` are JSON values. Calls of one server are made in order; one that could not
-    begin within ``within_s`` seconds is not made."""
+    """Call a method of a server's ServerControl or StockRoutes (engine_calls.METHODS);
+    ``arguments`` are JSON values. The calls of each of the two are made in order. A call that
+    cannot begin within ``within_s`` seconds is not made."""
 
     number: int
     url: str
@@ -324,7 +323,7 @@ class Ready(Frame, frozen=True):
 
 
 class GroupDone(Frame, frozen=True):
-    """A checked, rewarded group, with the counters that changed since the message before."""
+    """A checked, rewarded group, with the counters changed since the last message."""
 
     ticket: Ticket
     group: Group
@@ -332,7 +331,7 @@ class GroupDone(Frame, frozen=True):
 
 
 class LeftOut(Frame, frozen=True):
-    """The user's filter dropped a finished group: its prompt is used, with these rewards."""
+    """A finished group with these rewards was left out by choice; its prompt counts as used."""
 
     index: int
     rewards: tuple[float, ...]
@@ -340,9 +339,9 @@ class LeftOut(Frame, frozen=True):
 
 
 class Answer(Frame, frozen=True):
-    """The outcome of the message with that number, as a JSON value. ``kind``: empty, or the name of
-    the error that ``error`` is the text of. ``engine``: of an EngineCall what answers at its URL,
-    empty before the first call."""
+    """Outcome of the message with that number, as a JSON value. ``kind``: the error's kind, empty
+    on success; ``error``: its text. ``engine``: engine at the URL of an EngineCall, empty before
+    the first call."""
 
     number: int
     value: Any = None
@@ -352,7 +351,7 @@ class Answer(Frame, frozen=True):
 
 
 class Event(Frame, frozen=True):
-    """Something was dropped, or a server failed. ``skipped``: a prompt given up for good."""
+    """Text for the log: a drop or a server failure, say. ``skipped``: a prompt given up."""
 
     text: str
     counters: dict[str, int]
@@ -360,7 +359,7 @@ class Event(Frame, frozen=True):
 
 
 class Failed(Frame, frozen=True):
-    """The rollout process ends; nothing follows. ``kind`` says what is at fault."""
+    """The rollout process ends; nothing follows. ``kind``: the cause."""
 
     kind: Literal["config", "data", "task", "bug"]
     text: str
@@ -390,34 +389,32 @@ class SessionLost:
     """The remote lost our session (restart or lease expiry). Unanswered messages are lost; send the
     state again.
 
-    ``resync`` opens a new session there with a spec and its first messages. Messages that are sent
-    after ``resync`` belong to the new session, so call it under the lock under which you send.
-    Never blocks.
+    ``resync`` opens a new session with a spec and its first messages. Messages sent after it belong
+    to the new session, so call it under the lock that guards ``send``. Never blocks.
     """
 
     resync: Callable[[RolloutSpec, Sequence[ToWorker]], None]
 
 
 Message = FromWorker | SessionLost | TitanGrpoError
-"""What a transport delivers. After an error nothing follows."""
+"""Item that a transport delivers. Nothing follows an error."""
 
 OnMessage = Callable[[Message], None]
-"""Called by a thread of the transport, in the order of sending; must not block."""
+"""Callback of a transport's thread, in the order of sending; must not block."""
 
 
 class WorkerTransport(Protocol):
-    """Carries messages both ways, in order and each of them once. Used by one client."""
+    """Channel of messages both ways, in order, each exactly once. Used by one client."""
 
     def start(self, spec: RolloutSpec, on_message: OnMessage, timeout_s: float) -> None:
-        """Begin. ``on_message`` gets ``Ready``, or an error. ``timeout_s``: deadline of this
-        call."""
+        """Start; ``on_message`` gets ``Ready`` or an error. ``timeout_s``: deadline of the call."""
 
     def send(self, message: ToWorker, within_s: float | None = None) -> None:
-        """Any thread; never blocks. A message that could not be delivered within ``within_s``
-        seconds may be left out."""
+        """Send a message. Any thread; never blocks. A message that is not delivered within
+        ``within_s`` seconds may be dropped."""
 
     def close(self, deadline_s: float) -> None:
-        """Abort and end the remote, within the deadline. Idempotent; raises nothing. Errors may be
+        """Abort and end the remote within the deadline. Idempotent; raises nothing. Errors may be
         delivered meanwhile."""
 
 
@@ -428,15 +425,15 @@ FORMAT = hashlib.sha256(
         msgspec.json.schema_components([ToWorker, FromWorker, RolloutSpec]), sort_keys=True
     ).encode()
 ).hexdigest()[:16]
-"""Names the messages of this version. Trainer and service must have the same."""
+"""Hash of the messages' schema. Trainer and service must have the same."""
 
 
 def encode(message: ToWorker | FromWorker) -> str:
-    """The text of a message. Raises DataError for one without a JSON form."""
+    """Return the JSON text of a message. Raises DataError if it has none."""
     try:
         if isinstance(message, GroupDone):
-            # msgspec would write NaN as null, and other types as what they resemble. Only the
-            # task's payload is not checked before.
+            # msgspec would write NaN as null and convert other types silently. Only the task's
+            # payload is not checked elsewhere.
             json.dumps(message.group.prompt.payload, allow_nan=False)
         return msgspec.json.encode(message).decode()
     except (TypeError, ValueError, OverflowError) as error:
@@ -447,7 +444,8 @@ def encode(message: ToWorker | FromWorker) -> str:
 
 
 def decode(text: str | bytes | msgspec.Raw, kind: Any) -> Any:
-    """A value of the type ``kind`` (``ToWorker``, ``FromWorker`` or a record). Raises PeerError."""
+    """Return a value of type ``kind`` (``ToWorker``, ``FromWorker`` or a record). Raises PeerError
+    if the text is none."""
     try:
         return msgspec.json.decode(text, type=kind)
     except msgspec.MsgspecError as error:
@@ -455,8 +453,8 @@ def decode(text: str | bytes | msgspec.Raw, kind: Any) -> Any:
 
 
 def convert(answer: Any, kind: type[T], what: str, strict: bool = True) -> T:
-    """A decoded JSON value as ``kind``; not ``strict``: numbers may be texts. Raises PeerError,
-    which begins with ``what``."""
+    """Return a decoded JSON value as ``kind``; not ``strict``: numbers may be texts. Raises
+    PeerError, its text beginning with ``what``."""
     try:
         return msgspec.convert(answer, kind, strict=strict)
     except msgspec.ValidationError as error:

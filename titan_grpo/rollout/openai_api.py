@@ -1,9 +1,8 @@
-"""Chat completions in OpenAI's form: requests in, answers, events and errors out. Pure.
+"""Chat completions in OpenAI's format: parsing of requests, answers, events and errors. Pure.
 
-https://platform.openai.com/docs/api-reference/chat. A field that would change the distribution
-that tokens are sampled from, or that nothing here can do, is refused by its name: the trainer
-recomputes the log-probabilities of what was sampled, and an agent must learn that its option has no
-effect.
+https://platform.openai.com/docs/api-reference/chat. A field that would change the sampling
+distribution is refused by name, since the trainer recomputes the log-probabilities of the samples.
+An unsupported field is refused too, instead of ignored without notice.
 """
 
 import json
@@ -18,20 +17,20 @@ from titan_grpo.errors import TitanGrpoError
 Message = dict[str, Any]
 
 POLICY = "policy"
-"""The name of the one model that ``GET /v1/models`` lists. A request may name any."""
+"""Name of the one model that ``GET /v1/models`` lists. A request may name any model."""
 
 NO_KEY = "invalid_api_key"
-"""Code of the error for a key that is none, as OpenAI names it."""
+"""OpenAI's error code for an invalid key."""
 
 TOO_LONG = "context_length_exceeded"
-"""Code of the error for a call that its trajectory has no room for, as OpenAI names it."""
+"""OpenAI's error code for a context that is too long: the call's trajectory has no room."""
 
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
-"""Role of a message -> what the template gets. Templates leave out messages of roles that they have
-no words for, and say nothing; "developer" is OpenAI's newer name of "system"."""
+"""Role of a message -> role for the template. Other roles are refused: templates drop messages of
+unknown roles silently. "developer" is OpenAI's newer name of "system"."""
 
 IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
-"""Fields without a meaning for what is sampled."""
+"""Fields without an effect on sampling."""
 
 
 def _is_tool(tool: Any) -> bool:
@@ -66,11 +65,11 @@ RULES: dict[str, Rule] = {
     "top_logprobs": (lambda v: v == 0, "0"),
     "top_p": (lambda v: v == 1, "1 (the trainer recomputes the whole distribution)"),
 }
-"""Field -> whether a value of it can be done, and the values that can."""
+"""Field -> test of a supported value, and its description."""
 
 
 class Refused(TitanGrpoError):
-    """A request is refused: an answer of ``status`` with OpenAI's error object."""
+    """A request is refused, with ``status`` and OpenAI's error object."""
 
     def __init__(self, status: int, text: str, param: str = "", code: str = "") -> None:
         super().__init__(text)
@@ -78,7 +77,7 @@ class Refused(TitanGrpoError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error object."""
+        """OpenAI's error object."""
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
         param, code = self.param or None, self.code or None
         return {"error": {"message": str(self), "type": kind, "param": param, "code": code}}
@@ -86,8 +85,8 @@ class Refused(TitanGrpoError):
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One call of an agent. ``messages`` as ``plain`` makes them; ``tools`` as they came.
-    ``max_tokens``: 0 for as many as the run allows."""
+    """One call of an agent. ``messages``: in the form of ``plain``; ``tools``: as sent.
+    ``max_tokens``: 0 for the run's limit."""
 
     model: str
     messages: tuple[Message, ...]
@@ -96,7 +95,7 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     stream: bool = False
     usage: bool = False
-    """Whether a streamed answer ends with the numbers of tokens."""
+    """Whether a streamed answer ends with the token counts."""
     logprobs: bool = False
     calls: bool = False
     """Whether the answer may call tools."""
@@ -104,7 +103,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """An answer of the policy. ``logprobs``: (text of a token, its log-probability)."""
+    """The policy's answer. ``logprobs``: (text of a token, its log-probability), natural log."""
 
     id: str
     created: int
@@ -116,19 +115,19 @@ class ChatAnswer:
 
 
 def parse(body: bytes, temperature: float) -> ChatRequest:
-    """The request in a body. Raises Refused, which names the field, its rule and its value.
+    """Return the request in a body. Raises Refused, which names the field, its rule and its value.
 
-    ``temperature``: that of the run, which is the only one.
+    ``temperature``: the run's, the only one accepted.
     """
     try:
-        # Not the standard library's: it lets halves of a character through (an escape such as
-        # "\\ud800" alone), which neither the tokenizer nor a request to an engine can take.
+        # Not the standard library's decoder: it accepts lone surrogates (an escape such as
+        # "\\ud800" alone), which neither the tokenizer nor a request to an engine can encode.
         given = msgspec.json.decode(body)
     except ValueError as error:
         raise Refused(400, f"the body must be JSON in UTF-8: {error}") from error
     if not isinstance(given, dict):
         raise Refused(400, f"the body must be an object, got {given!r:.100}")
-    # A field that is null counts as left out.
+    # A null field counts as left out.
     fields = {name: value for name, value in given.items() if value is not None}
     fields.setdefault("messages", None)
     rules = RULES | {"temperature": (lambda v: v == temperature, f"{temperature:g}, the run's")}
@@ -154,10 +153,10 @@ def parse(body: bytes, temperature: float) -> ChatRequest:
 
 
 def plain(message: Any, place: str = "message") -> Message:
-    """A message in the one form that is compared and given to the template: role, content as text,
-    and, where they are there, tool_calls, tool_call_id and name. Raises Refused.
+    """Return a message in the canonical form for comparison and the template: role, content as
+    text, and tool_calls, tool_call_id and name if present. Raises Refused.
 
-    Clients add fields that say nothing (``refusal: null``), and content in parts of text.
+    Clients add empty fields (``refusal: null``), and send content as parts of text.
 
     >>> plain({"role": "user", "content": [{"type": "text", "text": "hi"}], "name": None})
     {'role': 'user', 'content': 'hi'}
@@ -173,7 +172,7 @@ def plain(message: Any, place: str = "message") -> Message:
         if not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
             raise _refusal(f"{place}.content", "a text, or parts of text", content)
         content = "".join(part["text"] for part in content)
-    # Only an answer may be of calls alone, and a tool's result empty.
+    # Only the assistant's message (tool calls alone) and a tool's result may lack content.
     asks = ROLES[message["role"]] in ("system", "user")
     if not isinstance(content, str if asks else str | None):
         raise _refusal(f"{place}.content", "a text, or parts of text", content)
@@ -192,12 +191,12 @@ def plain(message: Any, place: str = "message") -> Message:
 
 
 def tool_call(id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call of a tool; ``arguments`` are JSON."""
+    """Return a tool call in OpenAI's format; ``arguments``: a text of JSON."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def answer_body(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
-    """The answer, whole."""
+    """Return the body of an answer that is not streamed."""
     message = answer.message
     if "tool_calls" in message and not message["content"]:
         message = message | {"content": None}
@@ -208,7 +207,7 @@ def answer_body(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
 
 
 def answer_events(request: ChatRequest, answer: ChatAnswer) -> bytes:
-    """The answer as server-sent events: role, content, calls, reason, and at the end [DONE]."""
+    """Return an answer as server-sent events: role, content, calls, finish reason, [DONE]."""
     head = {"id": answer.id, "object": "chat.completion.chunk", "created": answer.created}
     head["model"] = request.model
 
@@ -230,12 +229,12 @@ def answer_events(request: ChatRequest, answer: ChatAnswer) -> bytes:
 
 
 def model_body(created: int) -> dict[str, Any]:
-    """The answer to ``GET /v1/models/{name}``, whatever the name: a request may use any, too."""
+    """Return the answer to ``GET /v1/models/{name}``, the same for any name."""
     return {"id": POLICY, "object": "model", "created": created, "owned_by": "titan_grpo"}
 
 
 def models_body(created: int) -> dict[str, Any]:
-    """The answer to ``GET /v1/models``."""
+    """Return the answer to ``GET /v1/models``."""
     return {"object": "list", "data": [model_body(created)]}
 
 

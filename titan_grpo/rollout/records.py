@@ -1,5 +1,5 @@
-"""Recorded groups as JSON lines, and a client that trains on them: the same data for two runs that
-must agree."""
+"""Recorded groups as JSON lines, and a client that replays them: the same data for two runs to
+compare."""
 
 import json
 import os
@@ -15,26 +15,26 @@ from titan_grpo.samples import Group
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """One line of a record: the groups that the step from ``version`` consumed. Floats keep all
-    their bits."""
+    """One line of a record: the groups that the step from ``version`` consumed. Floats round-trip
+    exactly."""
 
     version: int
     groups: tuple[Group, ...]
     whole: bool = True
-    """Whether dynamic sampling found as many groups with reward spread as a step takes."""
+    """False if dynamic sampling found fewer groups with reward spread than a step takes."""
 
 
 class _Version(msgspec.Struct, frozen=True):
-    """The part of a line that finds it; the groups are read when they are used."""
+    """The index field of a line; its groups are decoded only when used."""
 
     version: int
 
 
 class GroupRecorder:
-    """Appends one ``Batch`` per line.
+    """Writer of one ``Batch`` per line.
 
-    A resumed run appends to the same file; lines of versions at or past its base are cut first,
-    since the resumed run makes them again.
+    A resumed run appends to the same file. Lines of versions from its base on are cut first: it
+    makes these steps again.
     """
 
     def __init__(self, path: str, base_version: int) -> None:
@@ -48,7 +48,8 @@ class GroupRecorder:
             raise self._unwritable(error) from error
 
     def _cut(self, base_version: int) -> None:
-        """Drop the lines that are made again. A kill or a full disk leaves the old file whole."""
+        """Drop the lines of versions from ``base_version`` on. The new file replaces the old one
+        atomically: a kill or a full disk leaves the old one whole."""
         draft = self._path.with_name(self._path.name + ".partial")
         try:
             with draft.open("w", encoding="utf-8") as file:
@@ -62,11 +63,11 @@ class GroupRecorder:
         return DataError(f"rollout.record_path {self._path} cannot be written: {error.strerror}")
 
     def write(self, version: int, groups: Iterable[Group], whole: bool = True) -> None:
-        """Write one batch and flush it. Raises DataError where a prompt's payload has no JSON
-        form, or the file takes no more."""
+        """Write one batch and flush it. Raises DataError if a prompt's payload has no JSON form or
+        the file cannot be written."""
         batch = Batch(version, tuple(groups), whole)
         try:
-            # msgspec would write NaN as null; completions were checked when they were made.
+            # msgspec would write NaN as null. Completions were checked when they were made.
             json.dumps([group.prompt.payload for group in batch.groups], allow_nan=False)
             line = msgspec.json.encode(batch).decode()
         except (TypeError, ValueError, OverflowError) as error:
@@ -85,12 +86,12 @@ class GroupRecorder:
 
 
 class ReplayClient:
-    """RolloutClient's interface over a recorded file. Samples nothing; servers still get every
-    version."""
+    """RolloutClient's interface over a recorded file. Samples nothing; servers still get all
+    versions."""
 
     def __init__(self, path: str, state: Mapping[str, Any] | None = None) -> None:
-        """``state``: what ``state`` returned when a checkpoint was written; without it the first
-        version that is asked for decides."""
+        """``state``: result of ``state`` when a checkpoint was written; without it, replay starts
+        at the batch of the first requested version."""
         self._path = path
         self._batches = _lines(Path(path))
         self._next: int | None = (state or {}).get("next_batch")
@@ -109,23 +110,24 @@ class ReplayClient:
         """Ignored: recorded groups need no server."""
 
     def drain(self, url: str, within_s: float) -> None:
-        """Nothing runs."""
+        """Return at once: no request is in flight."""
 
     def skip_drains(self) -> None:
-        """Nothing is waited for."""
+        """Ignored: drains return at once."""
 
     def in_flight(self, timeout_s: float = 0.0) -> dict[str, int]:
-        """Nothing is."""
+        """Return {}: no request is in flight."""
         return {}
 
     def set_trainer_version(self, version: int) -> None:
         """Ignored."""
 
     def next_batch(self, version: int, count: int, timeout_s: float) -> list[Group]:
-        """The recorded batches in their order, from the one for the first ``version`` asked for.
+        """Return the next recorded batch, beginning with the one of the first requested
+        ``version``.
 
-        A step that makes no version takes the next batch all the same. Raises DataError if there is
-        none, or one of another size.
+        A step that made no version takes a new batch too. Raises DataError if there is none, or one
+        of another size.
         """
         versions = [recorded for recorded, _ in self._batches]
         if self._next is None:
@@ -154,21 +156,21 @@ class ReplayClient:
         return list(batch.groups)
 
     def take_left_out(self) -> list[float]:
-        """None: what a filter dropped is not recorded."""
+        """Return []: groups that a filter left out are not recorded."""
         return []
 
     def used_without_version(self, count: int) -> None:
-        """Ignored: nothing is bounded."""
+        """Ignored: replay has no admission."""
 
     def record(self, version: int, groups: Iterable[Group], whole: bool = True) -> None:
-        """Ignored: they are recorded."""
+        """Ignored: the groups are recorded already."""
 
     def counters(self) -> dict[str, int]:
-        """``consumed_groups``."""
+        """Return ``consumed_groups``."""
         return {"consumed_groups": self._consumed}
 
     def state(self) -> dict[str, Any]:
-        """Which batch comes next."""
+        """Return the position of the next batch."""
         return {} if self._next is None else {"next_batch": self._next}
 
     def close(self, deadline_s: float = 0.0) -> None:
@@ -176,8 +178,8 @@ class ReplayClient:
 
 
 def _lines(path: Path) -> list[tuple[int, str]]:
-    """(version, line) of every whole line. A torn last line (a killed run) is left out, any other
-    bad one is a DataError."""
+    """Return (version, line) of every whole line. A torn last line (of a killed run) is left out;
+    any other bad line raises DataError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

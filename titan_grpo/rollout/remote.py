@@ -1,5 +1,5 @@
-"""The worker transport to a rollout service on another host: the trainer's end (the other one is
-service.py)."""
+"""Worker transport to a rollout service on another host: the trainer's end (service.py is the other
+one)."""
 
 import secrets
 import threading
@@ -31,10 +31,10 @@ from titan_grpo.rollout.messages import (
 from titan_grpo.rollout.service import CALL_S, POLL_S, POST_BYTES
 
 OPEN_S = 40.0
-"""Deadline of opening a session, in seconds: another one may have to end first."""
+"""Deadline of opening a session, in seconds: the service may have to end another one first."""
 
 HEALTH = Health(first_s=0.25, longest_s=2.0)
-"""How long a service that did not answer is left alone, in seconds."""
+"""Back-off after the service did not answer, in seconds."""
 
 
 class Opened(msgspec.Struct):
@@ -50,12 +50,11 @@ class Taken(msgspec.Struct):
 
 
 class RemoteTransport:
-    """Two threads with a connection each: one opens sessions and posts frames, the other has a long
-    poll pending, whose answer brings the service's frames. So the trainer's host accepts no
-    connection.
+    """Transport with two threads and a connection each: one opens sessions and posts frames, the
+    other gets the service's frames by long polls. So the trainer's host accepts no connections.
 
-    ``key``: the bearer key of the service, empty for none. ``deadline_s``: how long the service may
-    be unreachable before that is an error.
+    ``key``: bearer key of the service, empty for none. ``deadline_s``: seconds that the service may
+    be unreachable before the transport fails.
     """
 
     def __init__(self, url: str, key: str, deadline_s: float = 120.0) -> None:
@@ -64,10 +63,9 @@ class RemoteTransport:
         self._deadline_s, self._poll_s = deadline_s, POLL_S
         self._run_id = new_run_id(time.time())
         self._delivering = threading.Lock()
-        """Held while messages are delivered, which keeps them in order; taken before the client's
-        lock, never after it."""
+        """Keeps delivered messages in order. Lock order: this one, the client's, ``_changed``."""
         self._changed = threading.Condition()
-        """Guards what is below; taken after the client's lock."""
+        """Guards the attributes below."""
         self._inbox, self._outbox = frames.Inbox(""), frames.Outbox("")
         self._opened = self._closing = False
         self._health = HEALTH
@@ -86,24 +84,24 @@ class RemoteTransport:
             self._threads.append(thread)
 
     def send(self, message: messages.ToWorker, within_s: float | None = None) -> None:
-        """As WorkerTransport.send."""
+        """See WorkerTransport.send."""
         with self._changed:
             self._put(message, within_s)
             self._changed.notify_all()
 
     def close(self, deadline_s: float) -> None:
-        """Close the session, if the service answers in time; else its lease ends it."""
+        """Close the session if the service answers in time; else its lease ends it."""
         deadline = time.monotonic() + deadline_s
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         for thread in self._threads:
-            # The end of the session answers a pending poll. Without it the poll ends by its own
-            # deadline, in a daemon thread.
+            # The end of the session answers a pending poll. If the service is gone, the poll ends
+            # by its own deadline, in a daemon thread.
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _begin(self, spec: RolloutSpec, first: Sequence[messages.ToWorker]) -> None:
-        """Begin a new session: what is sent from now on belongs to it."""
+        """Begin a new session; all messages sent from now on belong to it."""
         with self._changed:
             name = secrets.token_hex(16)
             self._spec, self._inbox, self._outbox = spec, frames.Inbox(name), frames.Outbox(name)
@@ -152,10 +150,10 @@ class RemoteTransport:
                 self._attempt(self._poll, self._poll_s)
 
     def _wait(self, ready: Callable[[], bool]) -> bool:
-        """Wait until there is work and the service's rest is over; False to end."""
+        """Wait until ``ready()`` and the end of the back-off; return False to end the thread."""
         with self._changed:
             while not self._closing:
-                # no deadline: a message to send, an opened session, or close()
+                # no deadline: ends by a message to send, an opened session, or close()
                 self._changed.wait_for(lambda: self._closing or ready())
                 now = time.monotonic()
                 if self._health.askable(now):
@@ -164,8 +162,9 @@ class RemoteTransport:
             return not self._closing
 
     def _attempt(self, work: Callable[[], None], wait_s: float = 0.0) -> None:
-        """Do it once. Raises what the service refuses for good, and its silence past the deadline.
-        ``wait_s``: how long the service may leave it unanswered."""
+        """Do ``work`` once; on a transient failure start the back-off. Raises the service's final
+        refusals, and RolloutStopped if it is silent past the deadline. ``wait_s``: seconds that the
+        service may take to answer."""
         due, session = time.monotonic() + wait_s, self._outbox.session
         try:
             work()
@@ -176,8 +175,8 @@ class RemoteTransport:
                 self._silent(due, error)
             elif error.status == 410:
                 with self._delivering:
-                    # Both threads may be refused: the second finds a new session. And close()
-                    # ends the session under a pending poll.
+                    # Both threads may be refused: the second one finds a new session here. And
+                    # close() ends the session under a pending poll.
                     if session == self._outbox.session and not self._closing:
                         self._on_message(SessionLost(self._begin))
             else:
@@ -195,7 +194,7 @@ class RemoteTransport:
         with self._changed:
             now = time.monotonic()
             if self._silent_since is None:
-                self._silent_since = min(due, now)  # A poll may break off before it is due.
+                self._silent_since = min(due, now)  # a poll may break off before it is due
             if now - self._silent_since >= self._deadline_s:
                 raise RolloutStopped(
                     f"the rollout service {self._url} was not there for {self._deadline_s:g} s"
@@ -225,7 +224,7 @@ class RemoteTransport:
         parse = partial(convert, kind=Opened, what="the answer to /open")
         opened = self._sender.run(Call("POST", "/open", OPEN_S, parse, json=body))
         with self._changed:
-            # A poll must return well before the lease ends.
+            # A poll must return well before the lease ends: the next one renews it.
             self._poll_s = min(self._poll_s, opened.lease_s / 3)
             self._opened = True
             self._changed.notify_all()
@@ -239,7 +238,7 @@ class RemoteTransport:
         have = self._sender.run(Call("POST", "/frames", CALL_S, parse, json=asdict(post))).have
         with self._changed:
             if self._outbox.session != post.session:
-                return  # The poll found meanwhile that the session is lost.
+                return  # the poll thread found the session lost, and began a new one
             if not post.first + len(post.frames) <= have <= self._outbox.end:
                 raise PeerError(
                     f"of {self._outbox.end} frames it was sent {post.first} and those that follow,"
@@ -256,7 +255,7 @@ class RemoteTransport:
         if answer.first > have:
             raise PeerError(f"asked for frame {have}, it gave {answer.first}")
         with self._delivering:
-            # The session may be lost since, and the inbox be another's, which takes nothing of it.
+            # The session may be lost by now; then the inbox is the new session's and takes nothing.
             inbox, new = self._inbox.take(answer)
             taken = [decode(text, FromWorker) for text in new if text != frames.EMPTY]
             with self._changed:

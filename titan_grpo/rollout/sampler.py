@@ -1,4 +1,4 @@
-"""Making one group on one server: requests, the task's turns in between, checks, rewards."""
+"""Sampling of one group on one server: requests, the task's turns in between, checks, rewards."""
 
 import asyncio
 import hashlib
@@ -27,11 +27,11 @@ from titan_grpo.samples import (
 )
 
 ABORTED = "abort"
-"""``finish_reason`` of an answer that an engine cut short; its tokens are as good as any."""
+"""``finish_reason`` of an answer that an engine aborted; its tokens are valid."""
 
 
 class GroupDropped(TitanGrpoError):
-    """A group is not fit for training; ``reason`` is the name it is counted under."""
+    """A group is unfit for training. ``reason``: name of its counter."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -39,8 +39,8 @@ class GroupDropped(TitanGrpoError):
 
 
 class NotAccepted(TitanGrpoError):
-    """A sound group that the user's filter, or the least length, leaves out. Not to be made again:
-    that would sample until the outcome is liked. ``reason`` is the name it is counted under."""
+    """A sound group is left out by the user's filter or the minimum length. It must not be made
+    again: sampling until acceptance would bias the data. ``reason``: name of its counter."""
 
     def __init__(self, reason: str, group: Group) -> None:
         super().__init__(reason)
@@ -48,12 +48,12 @@ class NotAccepted(TitanGrpoError):
 
 
 class Interrupted(TitanGrpoError):
-    """An engine cut completions short; their tokens are in the group's parts."""
+    """An engine aborted completions; their tokens so far are in the group's parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A group that is being made. ``parts`` has its completions' tokens at any moment."""
+    """Group in flight on a server. ``parts`` always holds the tokens that its completions have."""
 
     prompt: Prompt
     ticket: Ticket
@@ -64,20 +64,20 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request for the next tokens of a completion, after the prompt and what it has so far."""
+    """Request for the next tokens of a completion, after the prompt and its tokens so far."""
 
     prompt_ids: tuple[int, ...]
     tokens: int
-    """The most that it may get."""
+    """Maximum number of new tokens."""
     turn_ends: frozenset[str] = frozenset()
-    """Reasons of the engine that end a turn and not the completion."""
+    """Finish reasons of the engine that end the turn but not the completion."""
     stop: tuple[str, ...] = ()
-    """Texts at which it ends, besides those of the run and its task."""
+    """Stop texts in addition to those of the run and its task."""
 
 
 class Sampler:
-    """Samples groups. One request per completion and turn, so that each has its own seed and fails
-    alone."""
+    """Sampler of groups. It sends one request per completion and turn: each has its own seed and
+    fails alone."""
 
     def __init__(self, spec: RolloutSpec, runner: TaskRunner) -> None:
         self._spec, self._runner, self._budget = spec, runner, spec.max_completion_tokens
@@ -86,19 +86,20 @@ class Sampler:
         self._turn_ends = frozenset(("stop",) if runner.multi_turn else ())
 
     def forget(self, index: int) -> None:
-        """The prompt is given up: nothing of its group is made again."""
+        """Free what is kept for a prompt that was given up: nothing here."""
 
     async def close(self) -> None:
-        """End what outlives a group's stay on a server: nothing here."""
+        """Free what is kept between a group's attempts: nothing here."""
 
     async def group(
         self, ticket: Ticket, parts: list[Completion], server: Server, driver: AsyncDriver
     ) -> Group:
-        """Finish the completions of ``parts``, which holds their tokens also after an error.
+        """Finish the completions of ``parts`` in place (their tokens stay there after an error),
+        reward them and return the group.
 
-        Raises PeerError where the server failed (the other requests are cancelled), Interrupted
-        where it cut completions short, GroupDropped where the result is unfit, NotAccepted where it
-        is left out by choice, TaskFailed for what the task raises.
+        Raises PeerError if the server fails (the other requests are cancelled), Interrupted if it
+        aborts completions, GroupDropped if the result is unfit, NotAccepted if it is left out by
+        choice, TaskFailed if the task fails.
         """
         prompt = self._runner.prompt(ticket.index)
         job = Job(prompt, ticket, parts, server, driver)
@@ -113,7 +114,7 @@ class Sampler:
         return await self._accepted(Group(prompt, tuple(completions)))
 
     async def _accepted(self, group: Group) -> Group:
-        """The group. Raises NotAccepted where it is left out by choice."""
+        """Return the group. Raises NotAccepted if it is left out by choice."""
         if min(c.num_sampled for c in group.completions) < self._spec.min_completion_tokens:
             raise NotAccepted("too_short", group)
         if not await self._runner.accepts(group):
@@ -126,7 +127,7 @@ class Sampler:
                 raise GroupDropped(fault)
 
     async def _finish(self, job: Job, sample: int) -> None:
-        """Turn after turn, until the completion ends or an engine cuts it short."""
+        """Sample turn after turn, until the completion ends or the engine aborts it."""
         while not (part := job.parts[sample]).finished:
             if not part.waits:
                 room = self._budget - len(part.token_ids)
@@ -141,12 +142,12 @@ class Sampler:
             job.parts[sample] = answered(part, answer, self._budget)
 
     async def _sample(self, job: Job, sample: int, ask: Ask) -> str:
-        """One request, from the completion's last token to the end of its turn. Returns the
-        engine's reason for the end; empty where no request was made."""
+        """Send one request, from the completion's last token to the end of its turn. Return the
+        engine's finish reason; empty if no request was made."""
         spec, server, part = self._spec, job.server, job.parts[sample]
         if server.state.version is None:
-            # The ledger lost track of it between two turns. No token of an unknown version was
-            # made, so the episode goes on elsewhere.
+            # The ledger lost the server's version between two turns. No token of an unknown version
+            # was sampled, so the episode resumes elsewhere.
             return ""
         label, first = server.state.label, server.state.version
         seed = request_seed(spec.seed, job.ticket.index, sample, job.ticket.attempt, part.answers)
@@ -159,8 +160,8 @@ class Sampler:
         engine, token_ids = dialect(server.state.engine), (*ask.prompt_ids, *part.token_ids)
 
         def added(sampled: Sampled, last: int | None) -> Completion:
-            # None: the ledger lost track of the server meanwhile, so which weights made the tokens
-            # is unknown.
+            # last is None if the ledger lost the server's version meanwhile: then the weights that
+            # sampled the tokens are unknown.
             answer = None
             if last is not None:
                 answer = versioned(sampled, label, first, last, spec.kv_recomputed)
@@ -171,8 +172,8 @@ class Sampler:
             return self._added(ask, part, answer)
 
         if not spec.stream_completions or spec.router_replay:
-            # The engines send routes at an answer's end, vLLM not among a stream's events: pieces
-            # that a broken stream leaves would be without.
+            # No stream: engines send routes at an answer's end (vLLM not in a stream at all), so
+            # the pieces of a broken stream would lack them.
             call = engine.generate(token_ids, sampling, spec.request_timeout_s)
             sampled = await job.driver.run(call)
             job.parts[sample] = added(sampled, server.newest)
@@ -182,8 +183,7 @@ class Sampler:
         try:
             await job.driver.stream(stream.call, tokens)
         except (PeerError, asyncio.CancelledError):
-            # Keep what came before the break. Where that is unfit, the request is made again from
-            # its start.
+            # Keep the tokens before the break. If they are unfit, the retry starts without them.
             with suppress(GroupDropped):
                 job.parts[sample] = added(tokens.kept(), tokens.version)
             raise
@@ -200,7 +200,7 @@ class Sampler:
         if after.finish_reason in ask.turn_ends:
             after = replace(after, finish_reason=TURN_OVER)
         if after.token_ids and not after.finished:
-            # It goes on from these tokens, elsewhere or after the task's answer.
+            # The completion resumes from these tokens, so check them now.
             fault = completion_fault(Prompt(0, ask.prompt_ids), after, self._budget)
             if fault not in ("", "unfinished"):
                 raise GroupDropped(fault)
@@ -208,10 +208,10 @@ class Sampler:
 
 
 class TokenStream:
-    """A streamed answer, with the newest version that its server may have served at each piece.
+    """Streamed answer, with the newest version that its server may have served at each piece.
 
-    When a server fails, the ledger may lose track of it before its connections break. The pieces
-    before that moment stay good: ``kept``, made by ``version`` at the latest (None: none).
+    When a server fails, the ledger may lose its version before the connections break. The pieces
+    before that moment stay valid: ``kept``, sampled by ``version`` or older (None: no pieces).
     """
 
     def __init__(self, answer: Answer, server: Server) -> None:
@@ -220,12 +220,12 @@ class TokenStream:
         self.version: int | None = None
 
     def take(self, chunk: bytes) -> None:
-        """The next bytes."""
+        """Take the next bytes."""
         self._answer.take(chunk)
         self._note()
 
     def end(self) -> None:
-        """There are no more."""
+        """Take the end of the stream."""
         self._answer.end()
         self._note()
 
@@ -235,31 +235,31 @@ class TokenStream:
 
     @property
     def whole(self) -> bool:
-        """Whether the engine has said how the answer ended."""
+        """Whether the engine has sent the finish reason."""
         return self._answer.whole
 
     def kept(self) -> Sampled:
-        """The usable part of an answer that broke off: all of it if only the end of the connection
-        was missing."""
+        """Return the valid tokens of a broken stream; all of them, with the finish reason, if only
+        the end of the connection was missing."""
         whole = self.whole and self._count == self._answer.count
         return self._answer.sampled(self._count, self._answer.finish_reason if whole else ABORTED)
 
     def sampled(self) -> Sampled:
-        """The whole answer."""
+        """Return the whole answer."""
         return self._answer.sampled(self._answer.count, self._answer.finish_reason)
 
 
 def request_seed(seed: int, index: int, sample: int, attempt: int, answers: int = 0) -> int:
-    """63-bit seed of one request: the same numbers give the same seed everywhere, different ones
-    unrelated seeds. ``answers``: the task's turns before it."""
+    """Return the 63-bit seed of one request: a BLAKE2b hash of the numbers, the same on every host.
+    ``answers``: number of the task's turns before the request."""
     text = f"{seed}/{index}/{sample}/{attempt}" + (f"/{answers}" if answers else "")
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def completion_fault(prompt: Prompt, completion: Completion, max_tokens: int) -> str:
-    """As ``samples.defect``, and what only an engine's answer can be: longer than it was asked for,
-    or not finished."""
+    """Return ``samples.defect``, or "over_budget" for more than ``max_tokens`` tokens, or
+    "unfinished"; empty if the completion is sound."""
     if fault := defect(prompt, completion):
         return fault
     if len(completion.token_ids) > max_tokens:
@@ -268,8 +268,8 @@ def completion_fault(prompt: Prompt, completion: Completion, max_tokens: int) ->
 
 
 def went_on(part: Completion, answer: Completion, budget: int) -> Completion:
-    """A completion with an engine's answer appended. ``budget``: tokens of the whole; a full one
-    that the engine cut short is finished by its length.
+    """Return a completion with an engine's answer appended. ``budget``: maximum tokens of the
+    completion; one that an engine aborts at its budget is finished by its length.
 
     >>> answer = Completion((5, 6), (-1.0, -2.0), "abort", 3, 3, "s")
     >>> [went_on(answer, answer, budget).finish_reason for budget in (5, 4)]
@@ -283,8 +283,8 @@ def went_on(part: Completion, answer: Completion, budget: int) -> Completion:
 
 
 def answered(part: Completion, answer: Sequence[int] | None, budget: int) -> Completion:
-    """A completion with the task's answer to its turn appended, which no version made; None ends
-    it. An answer that leaves no room to go on is left out.
+    """Return a completion with the task's answer to its turn appended (not sampled); None ends it.
+    An answer that leaves no room for a further token is left out, and ends it by its length.
 
     >>> part = answered(Completion((5,), (-1.0,), "turn", 3, 3, "s"), (8, 9), 4)
     >>> part.token_ids, part.sampled, part.token_spans, part.finish_reason
@@ -300,14 +300,14 @@ def answered(part: Completion, answer: Sequence[int] | None, budget: int) -> Com
 def versioned(
     sampled: Sampled, label: str, first: int, last: int, kv_recomputed: bool = False
 ) -> Completion | None:
-    """An answer with the versions behind it. ``first``: the server's when the request was admitted
-    to it; ``last``: the newest that it may have served until the answer came.
+    """Return an answer with its versions. ``first``: the server's version when the request was
+    sent; ``last``: the newest that it may have served until the answer came.
 
-    The engine's own statement for each token says which weights sampled it, but not on which KV: a
-    request that waited over a commit meets the older version's prefix under the salt of its
-    admission, or has its prompt computed before and its tokens after. So it is as old as its
-    admission, unless commits take the KV away (``kv_recomputed``). None if the engine names weights
-    that are not of the run of ``label``.
+    An engine may name the weights of each token, but not of the KV below it: a request that waits
+    over a commit finds the older version's prefix under its cache salt, or has its prompt computed
+    before the commit and its tokens after. So the answer is as old as ``first``, unless commits
+    discard the KV (``kv_recomputed``). None if the engine names weights that are not of the run of
+    ``label``.
 
     Example: admitted at 3, all tokens named 4 -> first 3, last 4, spans ((4, n),).
     """
@@ -323,7 +323,7 @@ def versioned(
         first = min(named) if kv_recomputed else min(first, *named)
         last = max(named)
         if sum(tokens for _, tokens in spans) != len(sampled.token_ids):
-            spans = []  # not said of every token
+            spans = []  # the engine did not name a version for every token
     return Completion(
         sampled.token_ids,
         sampled.logprobs,
@@ -337,6 +337,6 @@ def versioned(
 
 
 def kv_survived(sampled: Sampled) -> bool:
-    """Whether a request ran over a commit that should have taken its KV, and the engine counts no
-    such loss."""
+    """Return whether the engine counts fewer retractions than the commits that the request ran
+    over, each of which should have discarded its KV."""
     return sampled.retractions is not None and sampled.retractions < len(sampled.versions) - 1

@@ -1,6 +1,6 @@
-"""Which prompt's group starts next, and which server takes it: the servers, the places of
-protocol/admission.py, the groups that wait to be started, and how long each is expected to take.
-Bookkeeping without I/O; time is an argument, in seconds of any monotonic clock."""
+"""Choice of the group that starts next, and of its server: the servers' load and health, the places
+of protocol/admission.py, the waiting groups and their expected durations. Bookkeeping without I/O;
+time is an argument, in seconds of any monotonic clock."""
 
 from bisect import insort
 from collections import OrderedDict
@@ -18,13 +18,13 @@ from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.samples import Group
 
 HEALTH = Health(first_s=0.5, longest_s=15.0)
-"""How long a server that failed to generate gets no new groups, in seconds."""
+"""Back-off of new groups after a server failed to generate, in seconds."""
 
 
 @dataclass(slots=True)
 class Server:
-    """What the ledger has of a server (``state``), and how its generation went, which the ledger
-    does not see."""
+    """A server: its ``state`` from the ledger, its load, and its health as seen by generation
+    requests, which the ledger does not see."""
 
     state: ServerState
     in_flight: int = 0
@@ -33,40 +33,40 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """URL of the server."""
         return self.state.url
 
     @property
     def newest(self) -> int | None:
-        """The newest version that it may serve: from a commit's pause on that one, though the
-        ledger learns only some time after the engine goes on that it is in. None: unknown."""
+        """Newest version that the server may serve; None if unknown. From a commit's pause on, this
+        is the committing version: the ledger learns of a commit after the engine has resumed."""
         version, committing = self.state.version, self.state.committing
         return version if version is None else max(version, committing or 0)
 
     def failed(self, now: float) -> float:
-        """A request failed on it: no new groups for a while. Returns when that ends."""
+        """Start or extend the back-off after a failed request; return the time at which it ends."""
         self.health = self.health.silent(now)
         return self.health.until
 
     def succeeded(self) -> None:
-        """A group came back whole."""
+        """End the back-off after a whole group."""
         self.health = self.health.answered()
 
 
 class Room:
-    """Servers that can take a group of ``requests``, as they are at one moment.
+    """Snapshot of the servers that can take a group of ``requests``.
 
-    A server's cost is its load, and a further group's worth for each version that it is behind: so
-    a late server, whose groups go stale first, fills up last. All requests of a group go to one
-    server, which has its prompt in its cache after the first of them.
+    The cost of a server is its load, plus one group's requests for each version that it is behind.
+    So a late server, whose groups go stale first, fills up last. All requests of a group go to one
+    server, which has the prompt in its prefix cache after the first request.
     """
 
     def __init__(self, servers: Iterable[Server], requests: int, capacity: int) -> None:
         self._requests, self._capacity = requests, capacity
         self._heaps: dict[int, list[tuple[int, int, str, Server]]] = {}
-        """By version: (cost, lag, URL, server), the least first; cost and lag are less by what is
-        the same for all servers. One heap for each version, since a group may start on some
-        versions alone and must be placed without a look at all servers."""
+        """Version -> heap of (cost, lag, URL, server), cost and lag up to a constant that all
+        servers share. One heap per version: a group that needs a minimum version finds its server
+        without a scan of all servers."""
         for server in servers:
             version = server.state.version
             if version is not None and self._takes(server):
@@ -76,13 +76,12 @@ class Room:
 
     @property
     def newest(self) -> int | None:
-        """The newest version of a server with room; None without one."""
+        """Newest version of the servers with room; None if there is none."""
         return max((version for version, heap in self._heaps.items() if heap), default=None)
 
     def take(self, needed: int, avoid: str = "") -> Server | None:
-        """The server of least cost with version ``needed`` or a later one, with the group's
-        requests in flight. ``avoid`` (where the group failed before) is taken only if there is no
-        other."""
+        """Return the cheapest server with version ``needed`` or later, and add the group's requests
+        to its load; None without one. ``avoid`` (where the group failed) is the last choice."""
         heaps = [heap for version, heap in self._heaps.items() if version >= needed and heap]
         aside = [(heap, heappop(heap)) for heap in heaps if heap[0][2] == avoid]
         others = [heap for heap in heaps if heap]
@@ -105,45 +104,45 @@ class Room:
 
 
 class Pool:
-    """The servers. ``capacity`` is the number of requests that one server may have in flight."""
+    """The servers by URL. ``capacity``: limit of requests in flight on one server."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._servers: dict[str, Server] = {}
 
     def set(self, state: ServerState) -> Server:
-        """Take over the ledger's state. A rest after failures stays."""
+        """Set a server's state from the ledger. A back-off after failures continues."""
         server = self._servers.setdefault(state.url, Server(state))
         server.state = state
         return server
 
     def remove(self, url: str) -> None:
-        """The server left the run. Its running groups keep its record, which takes no others."""
+        """Remove a server that left the run. Its groups in flight keep the Server object."""
         server = self._servers.pop(url, None)
         if server is not None:
             server.left = True
 
     def in_flight(self) -> dict[str, int]:
-        """Requests in flight by server URL."""
+        """Return the requests in flight by server URL."""
         return {url: server.in_flight for url, server in self._servers.items()}
 
     def load(self, url: str) -> int:
-        """Requests in flight on a server; 0 for one that is not in the run."""
+        """Return the requests in flight on a server; 0 for one that is not in the run."""
         return self._servers[url].in_flight if url in self._servers else 0
 
     def committing(self, url: str) -> int | None:
-        """The version whose commit runs on a server."""
+        """Return the version that a server is committing, or None."""
         return self._servers[url].state.committing if url in self._servers else None
 
     def newest(self) -> int | None:
-        """The newest version that a server is known to hold."""
+        """Return the newest version that a server is known to hold, or None."""
         versions = (server.state.version for server in self._servers.values())
         return max((version for version in versions if version is not None), default=None)
 
     def room(self, requests: int, now: float) -> "Room":
-        """The servers that can take a group of ``requests`` now: they accept, are not at rest, and
-        have room for it. A group larger than the capacity is admitted to an idle server, whose
-        connections then bound what is in flight."""
+        """Return the servers that can take a group of ``requests`` now: they accept, are not in
+        back-off, and have capacity. An idle server takes even a group larger than the capacity;
+        the connection limit of its driver then bounds the requests in flight."""
         return Room(
             (s for s in self._servers.values() if s.state.accepting and s.health.askable(now)),
             requests,
@@ -152,15 +151,15 @@ class Pool:
 
 
 REMEMBERED = 100_000
-"""Prompts whose groups' durations are remembered; the oldest are forgotten first."""
+"""Number of prompts whose durations are kept; the oldest are evicted first."""
 
 SMOOTHING = 0.3
-"""Weight of the newest value in a running mean."""
+"""Weight of the newest value in an exponential moving average."""
 
 
 class Durations:
-    """How long a prompt's group takes, in seconds: as it did the last time that the same prompt
-    came, or by the task's ``expected_tokens``. Only the order of starts depends on it."""
+    """Estimates of a group's duration, in seconds: the last measurement of the same prompt, else
+    from the task's ``expected_tokens``. Only the order of starts depends on them."""
 
     def __init__(self, runner: TaskRunner) -> None:
         self._runner = runner
@@ -168,7 +167,7 @@ class Durations:
         self._token_s = 0.0
 
     def expected_s(self, index: int) -> float:
-        """0.0: unknown."""
+        """Return the expected duration of the prompt's group; 0.0 if unknown."""
         if not self._known and not self._runner.has_expected_tokens:
             return 0.0
         try:
@@ -176,13 +175,13 @@ class Durations:
             known = self._known.get(prompt.token_ids)
             if known is not None:
                 return known
-            # Before the first group has shown how long a token takes, only the proportions matter.
+            # Until the first group has measured the seconds per token, only proportions matter.
             return self._runner.expected_tokens(prompt) * (self._token_s or 1e-3)
         except TaskFailed:
-            return 0.0  # The start of its group raises the same, where it is counted.
+            return 0.0  # Not lost: the start of the group raises the same error and counts it.
 
     def took(self, group: Group, seconds: float) -> None:
-        """A group was made in one go."""
+        """Note the duration of a group that was made in one attempt."""
         key = group.prompt.token_ids
         self._known.pop(key, None)
         self._known[key] = seconds
@@ -202,7 +201,8 @@ class Waiting:
 
 
 class Starts:
-    """All methods run in the dispatcher's loop. Times are seconds of its clock."""
+    """Queue of the groups that may start, in the order of their urgency. All methods run in the
+    dispatcher's loop; times are seconds of its clock."""
 
     def __init__(self, spec: RolloutSpec, expected_s: Callable[[int], float]) -> None:
         self._admission = Admission(
@@ -217,12 +217,12 @@ class Starts:
         self._next = next(self._fresh)
         self._waiting: dict[int, Waiting] = {}
         self._order: list[Waiting] | None = None
-        """The waiting ones by urgency, and some that have started since; None: to be sorted."""
+        """Waiting groups by urgency, and some that have started since; None: sort again."""
         self._trainer: tuple[int, float] | None = None
         self._step_s = 0.0
 
     def trainer_at(self, version: int, now: float) -> None:
-        """The trainer has reached a version."""
+        """Note that the trainer reached a version, and update the mean duration of a step."""
         if self._trainer is not None and version > self._trainer[0]:
             each = (now - self._trainer[1]) / (version - self._trainer[0])
             self._step_s += (each - self._step_s) * (SMOOTHING if self._step_s else 1.0)
@@ -230,23 +230,23 @@ class Starts:
             self._trainer, self._order = (version, now), None
 
     def note(self, event: Used | Unversioned | GiveUp) -> None:
-        """The trainer took groups, used groups made no version, or one will never be made."""
+        """Pass an event to the admission."""
         self._admission, _ = admission.step(self._admission, event)
         if not isinstance(event, GiveUp):
-            # A place given up moves few groups to an earlier step: not worth sorting all of them
-            # where a user's filter gives up half of the prompts.
+            # A given-up place moves only few groups to an earlier step. Do not sort again for that:
+            # a user's filter may give up half of the prompts.
             self._order = None
 
     def again(self, ticket: Ticket, avoid: str = "") -> None:
-        """A group that was started has to be made again, in its place."""
+        """Queue a group, new or to be made again; it keeps its place."""
         waiting = Waiting(ticket, avoid, self._expected_s(ticket.index))
         self._waiting[ticket.index] = waiting
         if self._order is not None:
             insort(self._order, waiting, key=self._urgency)
 
     def most_urgent(self, newest: int, best: int) -> Waiting | None:
-        """The most urgent group that may start on a server that holds ``best``. ``newest``: the
-        newest version of any server."""
+        """Return the most urgent group that may start on a server that holds ``best``, or None.
+        Admits new prompts first; ``newest``: newest version of any server."""
         while self._admission.may_start(self._next, newest):
             self._admission, _ = admission.step(self._admission, Admit(self._next, newest))
             self.again(Ticket(self._next))
@@ -258,7 +258,7 @@ class Starts:
         first = next(waiting, None)
         if first is None or self._may_start(first, best):
             return first
-        # The earliest place first: all others may be waiting for a newer version too.
+        # Test the earliest place first: it needs the oldest version, so if it must wait, all must.
         if not self._may_start(self._waiting[min(self._waiting)], best):
             return None
         return next((each for each in waiting if self._may_start(each, best)), None)
@@ -274,11 +274,11 @@ class Starts:
         return self._admission.may_start(waiting.ticket.index, version)
 
     def needed_version(self, prompt: int) -> int:
-        """The oldest version whose server may make its group."""
+        """Return the oldest version whose server may make the prompt's group."""
         return self._admission.needed_version(prompt)
 
     def start(self, prompt: int, version: int) -> int:
-        """Its group starts, for the trainer at the version that is returned."""
+        """Mark a waiting group as started; return the trainer's version at which it is used."""
         self._admission, (made,) = admission.step(self._admission, Start(prompt, version))
         del self._waiting[prompt]
         return made.used_at

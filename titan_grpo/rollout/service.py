@@ -1,5 +1,4 @@
-"""The rollout service: makes the rollouts of one run at a time for a trainer on another host, over
-HTTP.
+"""Rollout service: makes rollouts for a trainer on another host, one run at a time, over HTTP.
 
 ==== ================ ======================================================================
 POST /open            {format, run, session, spec} -> {lease_s}; repeating it does nothing
@@ -7,14 +6,14 @@ POST /frames          {session, first, frames} -> {have}
 GET  /frames          ?session=NAME&after=N&wait=SECONDS -> {session, first, frames}
 POST /close           {session} -> {}
 GET  /status          -> {format, run}
-GET  /metrics         -> what the rollouts of the session counted, for Prometheus
+GET  /metrics         -> the counters of the session's rollouts, for Prometheus
 ==== ================ ======================================================================
 
-``GET /frames`` is a long poll: it is answered when there is a frame past the first N, or after
-``wait`` seconds. It also acknowledges the first N, and keeps the lease.
+``GET /frames`` is a long poll: it returns when there is a frame past the first N, or after ``wait``
+seconds. It also acknowledges the first N, and renews the lease.
 
-400: not understood, or the spec cannot be served here. 401: wrong key. 409: a newer run has the
-service. 410: no such session; open a new one."""
+400: bad request, or the spec cannot be served here. 401: wrong key. 409: a newer run has the
+service. 410: no such session; open a new one. 503: the rollout process did not start; retry."""
 
 import threading
 import time
@@ -42,8 +41,8 @@ from titan_grpo.rollout.messages import (
 from titan_grpo.rollout.worker import LocalTransport
 
 POST_BYTES = 1 << 20
-"""Most bytes of frames in one body, unless a single frame has more: reading JSON holds the
-interpreter's lock."""
+"""Maximum bytes of frames in one body, unless a single frame is larger: decoding JSON holds the
+GIL."""
 
 CALL_S = 10.0
 """Deadline of one request between trainer and service, in seconds."""
@@ -52,11 +51,11 @@ POLL_S = 20.0
 """Longest wait of one ``GET /frames``, in seconds."""
 
 CLOSE_S = 10.0
-"""How long a session that ends may take, in seconds."""
+"""Deadline of the end of a session, in seconds."""
 
 
 class Opening(msgspec.Struct):
-    """Body of ``POST /open``. ``spec`` is read once ``format`` is known to be ours."""
+    """Body of ``POST /open``. ``spec`` is decoded only after ``format`` is found equal to ours."""
 
     format: str = ""
     run: str = ""
@@ -79,7 +78,7 @@ class Closing(msgspec.Struct):
 
 
 class Session:
-    """One trainer's rollout process, and the frames between the two. Runs until ``close``."""
+    """A trainer's rollout process, and the frames between the two. Runs until ``close``."""
 
     def __init__(self, name: str, spec: RolloutSpec) -> None:
         self.name, self._spec = name, spec
@@ -91,16 +90,16 @@ class Session:
         self._failed = False
         self.closing = False
         self.counters: dict[str, int] = {}
-        """As its rollout process last said."""
+        """Latest counters of the rollout process."""
 
     def start(self) -> None:
         """Start the rollout process."""
         self._worker.start(self._spec, self._on_message, CALL_S)
 
     def take(self, post: frames.Post) -> int:
-        """Take frames of the trainer; returns how many there are now.
+        """Pass frames of the trainer to the worker; return the number taken so far.
 
-        Raises PeerError for frames that cannot be read: then none is taken.
+        Raises PeerError for frames that cannot be decoded; then none is taken.
         """
         with self._taking:
             inbox, new = self._inbox.take(post)
@@ -111,8 +110,8 @@ class Session:
             return self._inbox.have
 
     def poll(self, have: int, wait_s: float) -> frames.Post:
-        """Frames for a trainer that has taken ``have``, as many as fit into one answer. Waits up to
-        ``wait_s`` seconds for the first of them."""
+        """Return the frames after the first ``have``, as many as fit into one answer. Waits up to
+        ``wait_s`` seconds for a frame. Raises PeerError if ``have`` is more than there are."""
         with self._changed:
             if have > self._outbox.end:
                 raise PeerError(f"{have} frames were acknowledged, there are {self._outbox.end}")
@@ -122,7 +121,7 @@ class Session:
             return post or frames.Post(self.name, have, ())
 
     def close(self, deadline_s: float) -> None:
-        """Abort what runs, and end; within the deadline. Idempotent; raises nothing."""
+        """Abort everything and end the worker within the deadline. Idempotent; raises nothing."""
         with self._changed:
             self._failed = self.closing = True
             self._changed.notify_all()
@@ -148,10 +147,10 @@ class Session:
 
 
 class Service:
-    """Serves from construction to ``close``. A trainer that is silent for ``lease_s`` seconds loses
-    its session. ``say`` prints one line.
+    """HTTP service, from construction to ``close``. A trainer that is silent for ``lease_s``
+    seconds loses its session. ``say`` prints one line.
 
-    Raises ConfigError where the address cannot be bound.
+    Raises ConfigError if the address cannot be bound.
     """
 
     def __init__(self, address: str, key: str, lease_s: float, say: Callable[[str], None]) -> None:
@@ -161,14 +160,14 @@ class Service:
         self._session: Session | None = None
         self._closing = False
         self._turnover = threading.Lock()
-        """Held while one session ends and the next begins: both may bind the same address."""
+        """Held while one session ends and the next starts: both may bind the same address."""
         self._server = HttpServer(address, key, self._answer, "--bind")
         self.address = self._server.address
         self._thread = threading.Thread(target=self._watch, name="lease", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Abort what runs and take no further request. Idempotent."""
+        """End the session and the server. Idempotent."""
         self._server.close()
         with self._changed:
             self._closing = True
@@ -228,11 +227,12 @@ class Service:
         with self._changed:
             answer = Reply(200, {"lease_s": self._lease.lease_s})
             if name == self._lease.session:
-                return answer  # Its first answer was lost.
+                return answer  # a repeated request: its first answer was lost
             lease = self._lease.open(run, name, time.monotonic())
             if lease is None:
                 text = f"the newer run {self._lease.run} has this service"
                 return Reply(409, {"error": text})
+            # Before the end of the old session: its trainer's requests are refused from now on.
             self._lease = lease
             self._changed.notify_all()
         self._end("replaced by a newer session")
@@ -249,14 +249,14 @@ class Service:
             return Reply(503, {"error": text}, RETRY_AFTER_S)
         self._say(f"run {run} has this service")
         with self._changed:
-            # The lease begins with the answer: starting the process has taken seconds of it.
+            # Renew now: ending the old session and starting the process took seconds of the lease.
             self._lease = self._lease.renew(name, time.monotonic()) or self._lease
         return answer
 
     def _poll(self, query: Mapping[str, str]) -> Reply:
         poll = messages.convert(query, Poll, "the query", strict=False)
         session = self._renewed(poll.session)
-        # The lease stands still while a poll waits, so it must be longer than that.
+        # A waiting poll does not renew the lease, so it must return well before the lease ends.
         post = session.poll(poll.after, min(poll.wait, POLL_S, self._lease.lease_s / 2))
         if session.closing:
             raise _NoSession(poll.session)
@@ -272,7 +272,8 @@ class Service:
         return Reply(200, {})
 
     def _renewed(self, name: str) -> Session:
-        """The session of that name, with its lease renewed."""
+        """Renew the lease of the session of that name, and return the session. Raises
+        _NoSession."""
         with self._changed:
             lease, session = self._lease.renew(name, time.monotonic()), self._session
             if lease is None or session is None or session.name != name:
@@ -281,7 +282,7 @@ class Service:
             return session
 
     def _watch(self) -> None:
-        """End the session of a trainer that is silent."""
+        """End the session when its lease expires."""
         while True:
             with self._changed:
                 due = self._lease.due

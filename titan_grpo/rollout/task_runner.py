@@ -1,8 +1,6 @@
-"""The interface of a task (docs/tasks.md), and what runs it.
-
-A bounded number of calls at once, each with a deadline, plain functions in threads and coroutines
-in the loop; the task's own errors are separated from all others, and their tracebacks have none of
-our frames."""
+"""The interface of a task (docs/tasks.md), and its runner: calls with a deadline, a bounded number
+at once, plain functions in threads, coroutines in the loop. The task's own errors are kept apart
+from all others, and their tracebacks have none of our frames."""
 
 import asyncio
 import inspect
@@ -33,30 +31,31 @@ BETWEEN = tuple(
         LIBRARY / "concurrent" / "futures",
     )
 )
-"""What is between the loop and a user's code."""
+"""Path prefixes of the stack frames between the loop and a user's code."""
 
 
 class Codec(Protocol):
     """The model's tokenizer, as tasks see it."""
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text, without special tokens."""
+        """Return the token ids of a text, without special tokens."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, without special tokens."""
+        """Return the text of token ids, without special tokens."""
         ...
 
     def chat(
         self, said: str | Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> tuple[int, ...]:
-        """Token ids of a prompt: messages, or the user's one, in the model's chat template."""
+        """Return the token ids of a prompt in the model's chat template: ``said`` is a list of
+        messages, or the text of one user message."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TaskOptions:
-    """What every task is built with: ``rollout.seed`` and ``rollout.task_path``."""
+    """Arguments of every task: ``rollout.seed`` and ``rollout.task_path``."""
 
     seed: int = 0
     path: str = ""
@@ -64,8 +63,7 @@ class TaskOptions:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One stretch of an episode after its prompt: made by the policy (``sampled``), or the task's
-    answer."""
+    """One turn of an episode after its prompt: the policy's (``sampled``), or the task's answer."""
 
     token_ids: tuple[int, ...]
     sampled: bool
@@ -73,63 +71,63 @@ class Turn:
 
 
 class Prompts(Protocol):
-    """An endless, seeded sequence of prompts. Built as ``TheClass(TaskOptions)``, lives in the
+    """An endless, seeded sequence of prompts. Constructed as ``TheClass(TaskOptions)`` in the
     rollout process."""
 
     def prompt(self, index: int, codec: Codec) -> Prompt:
-        """Prompt ``index`` (0, 1, ...): the same index and seed give the same prompt in every
-        run."""
+        """Return prompt ``index`` (0, 1, ...): the same index and seed give the same prompt in
+        every run."""
         ...
 
 
 class Task(Prompts, Protocol):
-    """Prompts and a reward of single completions."""
+    """Prompts and a reward for each completion."""
 
     def reward(
         self, prompt: Prompt, text: str, token_ids: Sequence[int]
     ) -> float | Awaitable[float]:
-        """Reward of one completion, finite. A plain function runs in a thread, and several of them
-        at once; ``async def`` runs in the loop, which it must not block."""
+        """Return the finite reward of one completion. Plain functions run in threads, several at
+        once; ``async def`` runs in the loop, which it must not block."""
         ...
 
 
 @runtime_checkable
 class GroupTask(Prompts, Protocol):
-    """Prompts and the rewards of a group's completions at once: a judge that compares them, or a
-    batch for a model. A class with ``group_reward`` is one of these."""
+    """Prompts and the rewards of all of a group's completions at once: for a judge that compares
+    them, or a batched reward model. A class with ``group_reward`` is a GroupTask."""
 
     def group_reward(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
     ) -> Sequence[float] | Awaitable[Sequence[float]]:
-        """Rewards of all completions of the prompt, in their order, finite. A plain function or a
-        coroutine, as ``Task.reward``."""
+        """Return the finite rewards of all completions of the prompt, in their order. A plain
+        function or a coroutine, as ``Task.reward``."""
         ...
 
 
 @runtime_checkable
 class MultiTurnTask(Prompts, Protocol):
-    """Prompts, a loop of turns and a reward of whole episodes. A class with ``turn`` is one of
-    these. Both methods may be plain functions or coroutines, as ``Task.reward``."""
+    """Prompts, a loop of turns and a reward for whole episodes. A class with ``turn`` is a
+    MultiTurnTask. Both methods may be plain functions or coroutines, as ``Task.reward``."""
 
     def turn(
         self, prompt: Prompt, turns: Sequence[Turn], codec: Codec
     ) -> Sequence[int] | Awaitable[Sequence[int] | None] | None:
-        """The policy ended its turn, the last of ``turns``: at least one token of context with
-        which it goes on, or None, which ends the episode.
+        """Return the task's answer to the policy's turn, the last of ``turns``: at least one token
+        id, or None to end the episode.
 
-        A call that was cancelled (its server failed, its weights are too old) may be made again.
+        A cancelled call (the server failed, the weights are too old) may be made again.
         """
         ...
 
     def episode_reward(self, prompt: Prompt, turns: Sequence[Turn]) -> float | Awaitable[float]:
-        """Reward of the whole episode, finite."""
+        """Return the finite reward of the whole episode."""
         ...
 
 
 AnyTask = Task | GroupTask | MultiTurnTask | Prompts
 
 Filter = Callable[[Group], bool | Awaitable[bool]]
-"""Whether a finished, rewarded group may be trained on: a task's ``should_accept``, or
+"""User's predicate "train on this finished, rewarded group": a task's ``should_accept``, or
 ``rollout.accept``. A plain function or a coroutine, as ``Task.reward``."""
 
 
@@ -144,17 +142,18 @@ class TaskFailed(TitanGrpoError):
 
     @property
     def report(self) -> str:
-        """The message, the error's traceback from the user's code on, and our own notes."""
+        """Message, the error's traceback from the user's code on, and our own notes."""
         notes = getattr(self, "__notes__", ())
         return "\n".join([str(self), their_traceback(self.error).rstrip(), *notes])
 
 
 class TaskRunner:
-    """The task, as the sampler sees it. ``concurrency`` bounds its calls in flight, ``timeout_s``
-    each of them. Plain functions run in threads, coroutines in the loop.
+    """Runner of a task's methods. ``concurrency`` bounds the calls in flight, ``timeout_s`` each of
+    them. Plain functions run in threads, coroutines in the loop; ``prompt`` and ``expected_tokens``
+    run in the caller's thread, without a deadline.
 
-    All methods raise TaskFailed for whatever the task raises, and nothing else. A deadline cannot
-    end a plain function: its thread runs on, and its result is dropped.
+    Methods raise TaskFailed for any error of the task. A deadline cannot end a plain function: its
+    thread runs on, and its result is dropped.
     """
 
     def __init__(
@@ -166,23 +165,23 @@ class TaskRunner:
         accept: Filter | None = None,
         section: str = ROLLOUT,
     ) -> None:
-        """``accept``: drops or keeps finished groups; None: all are kept. ``section``: of the
-        task's keys, for messages."""
+        """``accept``: filter of finished groups; None keeps all. ``section``: config section of the
+        task's keys, for error messages."""
         self._task, self._codec, self._timeout_s = task, codec, timeout_s
         self._accept, self._section = accept, section
         self._places = asyncio.Semaphore(concurrency)
-        # Not asyncio.to_thread, whose executor has few threads on a small machine.
+        # Not asyncio.to_thread: its executor has few threads on a small machine.
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="task")
 
     @property
     def multi_turn(self) -> bool:
-        """Whether the task decides how a completion goes on."""
+        """Whether the task answers the policy's turns."""
         return isinstance(self._task, MultiTurnTask)
 
     @property
     def stops(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Texts and tokens at which the task's completions end, besides the run's: its attributes
-        ``stop`` and ``stop_token_ids``, if it has them. Raises ConfigError for other types."""
+        """The task's stop texts and stop token ids in addition to the run's: its attributes
+        ``stop`` and ``stop_token_ids``, if present. Raises ConfigError for other types."""
         texts = tuple(getattr(self._task, "stop", ()))
         tokens = tuple(getattr(self._task, "stop_token_ids", ()))
         strings = not isinstance(getattr(self._task, "stop", ()), str)
@@ -195,7 +194,7 @@ class TaskRunner:
         return texts, tokens
 
     def prompt(self, index: int) -> Prompt:
-        """The task's prompt."""
+        """Return the task's prompt."""
         try:
             return self._task.prompt(index, self._codec)
         except Exception as error:  # the boundary to a user's code: counted or raised
@@ -203,11 +202,12 @@ class TaskRunner:
 
     @property
     def has_expected_tokens(self) -> bool:
-        """Whether the task says how long completions will be."""
+        """Whether the task estimates the length of completions."""
         return hasattr(self._task, "expected_tokens")
 
     def expected_tokens(self, prompt: Prompt) -> float:
-        """The task's guess at the longest completion of a prompt's group; 0.0 without one."""
+        """Return the task's estimate of the longest completion of a prompt's group, in tokens; 0.0
+        without one."""
         if not self.has_expected_tokens:
             return 0.0
         try:
@@ -216,15 +216,15 @@ class TaskRunner:
             raise TaskFailed(f"expected_tokens of prompt {prompt.index}", error) from error
 
     async def turn(self, prompt: Prompt, part: Completion) -> tuple[int, ...] | None:
-        """Tokens with which an episode goes on after the policy's turn, at least one; None where it
-        ends."""
+        """Return the task's answer to the policy's turn, at least one token; None ends the
+        episode."""
         if not isinstance(self._task, MultiTurnTask):
             return None
         turns = self._turns(part)
         return await self._call("turn", _tokens, self._task.turn, prompt, turns, self._codec)
 
     async def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """The rewards of a group's finished completions, in their order."""
+        """Return the rewards of a group's finished completions, in their order."""
         if not isinstance(self._task, GroupTask):
             return await at_once([self.reward(prompt, each) for each in completions])
         texts = [self._codec.decode(each.token_ids) for each in completions]
@@ -233,7 +233,7 @@ class TaskRunner:
         return await self._call("reward", read, self._task.group_reward, prompt, texts, token_ids)
 
     async def reward(self, prompt: Prompt, completion: Completion) -> float:
-        """The reward of a finished completion, for tasks that reward them one by one."""
+        """Return the reward of a finished completion, for tasks that reward them one by one."""
         if isinstance(self._task, MultiTurnTask):
             turns = self._turns(completion)
             return await self._call("reward", float, self._task.episode_reward, prompt, turns)
@@ -242,11 +242,11 @@ class TaskRunner:
         return await self._call("reward", float, self._task.reward, prompt, text, token_ids)
 
     async def agent(self, function: Callable[..., Any], *arguments: Any) -> float | None:
-        """The reward that an agent returns, or None."""
+        """Run an agent; return its reward, or None if it returns none."""
         return await self._call("agent", _reward, function, *arguments)
 
     async def accepts(self, group: Group) -> bool:
-        """Whether the user's filter keeps a finished, rewarded group."""
+        """Return whether the user's filter keeps a finished, rewarded group."""
         if self._accept is None:
             return True
         return await self._call("should_accept", _verdict, self._accept, group)
@@ -264,11 +264,11 @@ class TaskRunner:
             try:
                 async with asyncio.timeout(self._timeout_s) as deadline:
                     return read(await call(self._threads, function, *arguments))
-            # CancelledError too: a user's code may let out a cancellation of its own.
+            # CancelledError too: a user's code may raise one of its own.
             except (Exception, asyncio.CancelledError) as error:  # the boundary to a user's code
                 running = asyncio.current_task()
                 if running is None or running.cancelling():
-                    # Cancelled by us, whatever the task made of it.
+                    # Our cancellation, even if the task raised another error on it.
                     raise asyncio.CancelledError from error
                 if deadline.expired():
                     error.add_note(
@@ -295,7 +295,7 @@ def _rewards(count: int, answer: Any) -> list[float]:
 
 
 def _verdict(answer: Any) -> bool:
-    # Equal to, not the same: numpy's True is another object.
+    # Compare by ==, not by identity: numpy's True is another object.
     if answer not in (True, False):
         raise DataError(f"should_accept must return True or False, got {answer!r:.100}")
     return bool(answer)
@@ -314,7 +314,7 @@ def _tokens(answer: Sequence[int] | None) -> tuple[int, ...] | None:
 async def call(
     threads: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any, **named: Any
 ) -> Any:
-    """The function's answer, awaited where it is awaitable."""
+    """Return the function's answer, awaited if it is awaitable."""
     if inspect.iscoroutinefunction(function):
         return await _apart(function(*arguments, **named))
 
@@ -322,8 +322,8 @@ async def call(
         try:
             return function(*arguments, **named)
         except (StopIteration, SystemExit, KeyboardInterrupt) as error:
-            # A future cannot hold the first, whose waiter would wait forever; the others would
-            # end the process.
+            # An asyncio future cannot hold StopIteration: its waiter would wait forever. The other
+            # two would end the process.
             raise RuntimeError(f"{type(error).__name__} left the function") from error
 
     answer = await asyncio.get_running_loop().run_in_executor(threads, plain)
@@ -332,15 +332,15 @@ async def call(
 
 
 async def _apart(answer: Awaitable[Any]) -> Any:
-    """A user's awaitable, in a task of its own. In ours their TaskGroup, after a member's error,
-    would leave our task marked as cancelled (Python 3.11), and their error would pass for our
-    cancellation."""
-    # no deadline: the caller's ends it
+    """Await a user's awaitable in a task of its own. In ours, a TaskGroup of theirs would leave our
+    task marked as cancelled after a member's error (Python 3.11), and ``_call`` would take their
+    error for our cancellation."""
+    # no deadline: the caller has one
     return await asyncio.ensure_future(answer)
 
 
 async def at_once(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results, in their order. The first error cancels the other calls, and is raised once they
+    """Return the results in order. The first error cancels the other calls, and is raised once they
     have ended."""
     # Not a TaskGroup: Python 3.11's leaves its caller marked as cancelled after a member's error.
     tasks = [asyncio.ensure_future(call) for call in calls]
@@ -355,10 +355,10 @@ async def at_once(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def their_traceback(error: BaseException) -> str:
-    """The traceback of an error from the first line of the user's code on, without notes."""
+    """Return the traceback of an error from the user's first frame on, without notes."""
     found = traceback.TracebackException.from_exception(error)
     _strip(found)
-    # Where no frame is left there is nothing for the header to head.
+    # Drop the header of a traceback without frames.
     return re.sub(r"Traceback \(most recent call last\):\n(?! )", "", "".join(found.format()))
 
 

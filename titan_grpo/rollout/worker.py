@@ -1,4 +1,4 @@
-"""The rollout process (one asyncio loop, no torch, no GPU), and the transport to it as a child.
+"""Rollout process (one asyncio loop, no torch, no GPU), and the transport to it as a child process.
 remote.py has the transport to a service."""
 
 import asyncio
@@ -29,8 +29,8 @@ EXIT_GRACE_S = 5.0
 
 
 class Worker:
-    """The process: the trainer calls ``begin`` and ``take`` over the pipe, on a thread of its own;
-    all else runs in the loop."""
+    """Main object of the process. The trainer's calls of ``begin`` and ``take`` come through the
+    pipe, on its reading thread; all else runs in the loop."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._pipe = Pipe(sock, self)
@@ -39,11 +39,10 @@ class Worker:
         self._error: BaseException | None = None
 
     async def run(self) -> int:
-        """Serve until Stop, a closed connection (the trainer is gone) or an error; returns the exit
+        """Serve until Stop, a closed connection (the trainer is gone) or an error; return the exit
         code."""
         self._loop = asyncio.get_running_loop()
-        # Without it a bug in a callback would only be logged, and the trainer would wait for its
-        # deadline.
+        # asyncio only logs a bug in a callback: the trainer would then wait until its deadline.
         self._loop.set_exception_handler(
             lambda _loop, context: self._fail(
                 context.get("exception") or RuntimeError(context["message"])
@@ -51,7 +50,7 @@ class Worker:
         )
         self._pipe.start()
         threading.Thread(target=self._read, name="read", daemon=True).start()
-        # no deadline: Stop, an error, or the end of the trainer, which `_read` turns into Stop
+        # no deadline: ends by Stop, an error, or the trainer's end (`_read` turns it into Stop)
         await self._stop.wait()
         try:
             if self._source is not None:
@@ -60,21 +59,22 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - top of the process: the trainer raises it
             self._fail(error)
         if self._error is not None:
+            # After the source's end: nothing may follow a Failed message.
             self._send(_failed(self._error))
         self._pipe.close(EXIT_GRACE_S)
         return 1 if self._error is not None else 0
 
     def begin(self, spec: RolloutSpec) -> None:
-        """The first of the trainer's calls."""
+        """Start with the spec: the trainer's first call."""
         self._calls = EngineCalls(spec, self._send)
-        # In a callback, not in a task that waits for it: messages that have come by then are
-        # callbacks too, and a task would go on after them.
+        # A plain callback, not a task: it must end before the callbacks of the messages that
+        # follow, and a task that awaits would continue only after them.
         self._loop.call_soon_threadsafe(self._load, spec)
 
     def take(self, message: messages.ToWorker) -> None:
-        """Each message of the trainer."""
+        """Take one message from the trainer."""
         if isinstance(message, messages.EngineCall):
-            # Not in the loop: a commit must not wait for a user's reward that blocks it.
+            # Not in the loop: a commit must not wait for a user's reward that blocks the loop.
             self._calls.take(message)
             return
         with suppress(RuntimeError):  # The loop has ended.
@@ -105,7 +105,7 @@ class Worker:
         self._send(messages.Ready())
 
     def _started(self, spec: RolloutSpec) -> Dispatcher | External:
-        """Where groups come from, started. Takes seconds: loads task, dataset and tokenizer."""
+        """Return the started source of groups. Takes seconds: loads task, dataset and tokenizer."""
         if spec.source != "task":
             kind = AtroposSource if spec.source == "atropos" else PushSource
             return kind(spec, self._send, self._fail)
@@ -140,8 +140,8 @@ def _failed(error: BaseException) -> messages.Failed:
 
 
 class LocalTransport:
-    """Starts ``rollout.worker`` as a child, at the other end of a pipe. The child ends with this
-    process, however that dies: its end of the socket closes."""
+    """Transport to ``rollout.worker`` as a child process. The child ends when this process does,
+    even by SIGKILL: the socket between them closes."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -149,13 +149,13 @@ class LocalTransport:
     def start(self, spec: RolloutSpec, on_message: OnMessage, timeout_s: float) -> None:
         """Start the process, which loads task and tokenizer."""
         self.on_message = on_message
-        # The rollout process has no business on a GPU.
+        # No GPU is visible to the rollout process.
         self._process, self._socket = start_module(
             "titan_grpo.rollout.worker",
             env=helper_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""},
         )
-        # A second descriptor, to shut the socket down: a process that a task forked may hold its
-        # other end, so that the child's end alone would not end the receiving thread.
+        # A second descriptor, for the shutdown in close(): a process that a task forked may keep
+        # the child's end open, so that the child's exit alone would not end the receiving thread.
         self._pipe = Pipe(self._socket.dup(), self)
         self._pipe.post("begin", spec)
         self._pipe.start()
@@ -163,11 +163,11 @@ class LocalTransport:
         self._thread.start()
 
     def send(self, message: messages.ToWorker, within_s: float | None = None) -> None:
-        """As WorkerTransport.send; delivery takes no time here."""
+        """See WorkerTransport.send; delivery takes no time here."""
         self._pipe.post("take", message)
 
     def close(self, deadline_s: float) -> None:
-        """Stop the process (killed past the deadline) and the threads."""
+        """Stop the process (kill it past the deadline) and the threads."""
         if self._process is None:
             return
         self.send(messages.Stop())

@@ -1,6 +1,5 @@
-"""A task whose completions an agent makes, by calls of a chat endpoint: ``rollout.agent``
-(docs/agents.md); the calls of tools in a model's text, by the format that the model writes; and
-what the rollout process loads before it asks for a completion, of an agent or any other task."""
+"""The task of agents that call a chat endpoint (``rollout.agent``, docs/agents.md); parsers of tool
+calls in a model's text; and ``load``, which loads any task in the rollout process."""
 
 import inspect
 import json
@@ -20,7 +19,7 @@ from titan_grpo.samples import Prompt
 
 
 class AgentRows:
-    """Rows for agents. What a group is asked, and so its prompt, is the agent's to say."""
+    """Rows for agents. An agent's calls determine the prompt, so a row has none."""
 
     def __init__(
         self, function: Callable[..., Any] | None, rows: Rows | None, seed: int = 0
@@ -39,18 +38,18 @@ class AgentRows:
         return cls(function, rows, spec.seed)
 
     def prompt(self, index: int, codec: Codec) -> Prompt:
-        """No tokens; the payload is the row's number in the dataset."""
+        """Return a prompt without tokens; its payload is the row's number in the dataset."""
         return Prompt(index, (), {} if self._rows is None else {"row": self._rows.number(index)})
 
     def row(self, index: int) -> dict[str, Any]:
-        """What the agents of a group get: a row of the dataset, or index and seed without one."""
+        """Return the agents' argument: a row of the dataset, or index and seed without one."""
         if self._rows is None:
             return {"index": index, "seed": self._seed}
         return self._rows[self._rows.number(index)]
 
 
 def _check_call(function: Callable[..., Any], path: str) -> None:
-    """Raise ConfigError for a function that cannot be called as agents are."""
+    """Raise ConfigError if the function does not take (base_url, api_key, row)."""
     try:
         inspect.signature(function).bind("base_url", "api_key", {})
     except TypeError as error:
@@ -60,15 +59,15 @@ def _check_call(function: Callable[..., Any], path: str) -> None:
 
 
 ToolParser = Callable[[str], tuple[str, ToolCalls]]
-"""From an answer's text to what is left for the user, and the calls in it. A text that calls no
-tool, or does so in a form that cannot be read, comes back whole, with no calls."""
+"""Function from an answer's text to the text without tool calls, and the calls. A text without
+calls, or with malformed ones, is returned whole, with no calls."""
 
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def hermes(text: str) -> tuple[str, ToolCalls]:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, once or several times after
-    the text: Hermes, Qwen 2.5 and Qwen 3.
+    """Parse ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, one or more after the
+    text: Hermes, Qwen 2.5 and Qwen 3.
 
     >>> hermes('So.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     ('So.', [('add', {'a': 1})])
@@ -83,7 +82,7 @@ def hermes(text: str) -> tuple[str, ToolCalls]:
 
 
 def llama3_json(text: str) -> tuple[str, ToolCalls]:
-    """``{"name": ..., "parameters": {...}}`` as the whole text, several of them parted by ";":
+    """Parse ``{"name": ..., "parameters": {...}}`` as the whole text, several separated by ";":
     Llama 3.1 and 3.2, also after ``<|python_tag|>``.
 
     >>> llama3_json('{"name": "add", "parameters": {"a": 1}}')
@@ -104,12 +103,12 @@ def llama3_json(text: str) -> tuple[str, ToolCalls]:
 
 
 PARSERS: dict[str, ToolParser] = {"hermes": hermes, "llama3_json": llama3_json}
-"""By the values of ``rollout.tool_parser`` that are no function of the user's."""
+"""Built-in parsers by their value of ``rollout.tool_parser``."""
 
 
 def load_parser(name: str) -> ToolParser | None:
-    """The parser of a value of ``rollout.tool_parser``; None: the engine's own. Raises
-    ConfigError."""
+    """Return the parser for a value of ``rollout.tool_parser``; None: the engine's own. Raises
+    ConfigError for an unknown one."""
     if name == ENGINE:
         return None
     if name in PARSERS:
@@ -137,11 +136,11 @@ def _read(value: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def load(spec: RolloutSpec) -> tuple["AnyTask | AgentRows", TextCodec, Filter | None]:
-    """What asks and rewards, the tokenizer, and the filter of finished groups. The commands load
-    the same before they start a server.
+    """Return the task, the tokenizer, and the filter of finished groups. The commands load the same
+    before they start a server.
 
-    Raises ConfigError or DataError for a mistake in what the keys name, TaskFailed where the user's
-    code breaks.
+    Raises ConfigError or DataError for a mistake in the config or dataset, TaskFailed if the user's
+    code fails.
     """
     task: AnyTask | AgentRows
     if spec.agent:

@@ -1,5 +1,5 @@
-"""The built-in tasks: digits, the quickstart's toy, dense, so that a tiny random model learns it
-within a minute; calculator, a small tool loop of several turns; gsm8k, grade-school mathematics."""
+"""Built-in tasks: digits, the quickstart's toy, whose dense reward a tiny random model learns
+within a minute; calculator, a small multi-turn tool loop; gsm8k, grade-school mathematics."""
 
 import random
 import re
@@ -16,22 +16,22 @@ PROMPT_LETTERS = 4
 
 
 class Digits:
-    """Prompts are a few random letters and "=". The reward is the share of the completion's
-    characters that are digits."""
+    """Task with prompts of a few random letters and "=". The reward is the share of digits among a
+    completion's characters."""
 
     def __init__(self, options: TaskOptions) -> None:
         self._seed = options.seed
 
     def prompt(self, index: int, codec: Codec) -> Prompt:
-        """Letters drawn from a generator that is seeded with (seed, index)."""
+        """Return letters drawn from a generator seeded with (seed, index)."""
         letters = random.Random(f"{self._seed}/{index}").choices(
             string.ascii_lowercase, k=PROMPT_LETTERS
         )
         return Prompt(index, codec.encode("".join(letters) + "="))
 
     async def reward(self, prompt: Prompt, text: str, token_ids: Sequence[int]) -> float:
-        """In 0..1. Special tokens have no characters and count as one non-digit each where tokens
-        outnumber characters: "12" and an end token give 2/3."""
+        """Return the number of digits over the larger of the numbers of characters and of tokens,
+        in 0..1: "12" and an end token give 2/3."""
         digits = sum(character in string.digits for character in text)
         return digits / max(len(text), len(token_ids), 1)
 
@@ -43,14 +43,14 @@ NUMBER = re.compile(r"\d+")
 
 
 class Calculator:
-    """Sums with a calculator that the policy may call. A turn that ends with "[12+34]" gets "=46"
-    and a new line appended; any other turn ends the episode."""
+    """Task of sums with a calculator that the policy may call. A turn that ends with "[12+34]" is
+    answered by "=46" and a newline; any other turn ends the episode."""
 
     def __init__(self, options: TaskOptions) -> None:
         self._seed = options.seed
 
     def prompt(self, index: int, codec: Codec) -> Prompt:
-        """Two numbers drawn from a generator that is seeded with (seed, index)."""
+        """Return a sum of two numbers drawn from a generator seeded with (seed, index)."""
         chance = random.Random(f"{self._seed}/{index}")
         a, b = chance.randint(0, LARGEST), chance.randint(0, LARGEST)
         return Prompt(index, codec.encode(TEMPLATE.format(a=a, b=b)), {"sum": a + b})
@@ -58,13 +58,12 @@ class Calculator:
     async def turn(
         self, prompt: Prompt, turns: Sequence[Turn], codec: Codec
     ) -> Sequence[int] | None:
-        """The sum that was asked for."""
+        """Return the calculator's answer; None if the turn does not call it."""
         call = CALL.search(turns[-1].text)
         return codec.encode(f"={int(call[1]) + int(call[2])}\n") if call else None
 
     async def episode_reward(self, prompt: Prompt, turns: Sequence[Turn]) -> float:
-        """1 where the last number that the policy wrote after the calculator's last answer is the
-        sum of the prompt, else 0."""
+        """Return 1 if the last turn is the policy's and its last number is the sum, else 0."""
         numbers = NUMBER.findall(turns[-1].text) if turns[-1].sampled else []
         return float(bool(numbers) and int(numbers[-1][:18]) == prompt.payload["sum"])
 
@@ -74,11 +73,10 @@ ANSWER_MARK = "####"
 
 
 def correct(completions: list[Any], answer: list[str]) -> list[float]:
-    """1 where the completion's final answer equals the reference, by math-verify; else 0."""
+    """Return 1 for each final answer that equals the reference by math-verify, else 0."""
     from math_verify import parse, verify  # type: ignore[import-untyped]
 
-    # Without math-verify's own timeouts: they are made with SIGALRM, which only a main thread can
-    # have.
+    # No timeouts of math-verify: they use SIGALRM, which works in the main thread only.
     rewards = []
     for completion, reference in zip(completions, answer, strict=True):
         number = reference.rpartition(ANSWER_MARK)[2].strip().replace(",", "")
@@ -89,8 +87,8 @@ def correct(completions: list[Any], answer: list[str]) -> list[float]:
 
 
 def gsm8k(options: TaskOptions) -> FunctionTask:
-    """Rows of ``rollout.task_path`` in the form of GSM8K, {"question": ..., "answer": "... ####
-    42"}, in the model's chat template. A task of a reward function, and an example of one."""
+    """Return a task of GSM8K rows in ``rollout.task_path``, {"question": ..., "answer": "... ####
+    42"}, in the model's chat template. Also an example of a task with a reward function."""
     reward = [f"{__name__}:{correct.__name__}"]
     return FunctionTask.load(
         WorkerKeys(reward=reward, dataset=options.path, prompt=PROMPT, seed=options.seed)

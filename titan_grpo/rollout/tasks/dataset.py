@@ -1,4 +1,4 @@
-"""The rows of a dataset that pass its filters, in a seeded order."""
+"""Rows of a dataset that pass its filters, in a seeded order."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from titan_grpo.config.task import TaskKeys
 from titan_grpo.errors import ConfigError, DataError
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-"""Suffix of a file -> what ``datasets`` reads it with."""
+"""Suffix of a file -> builder of ``datasets`` that reads it."""
 
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
@@ -43,7 +43,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str, key: str) -> "Condition":
-        """From "COLUMN OPERATOR VALUE". Raises ConfigError naming ``key``.
+        """Parse "COLUMN OPERATOR VALUE". Raises ConfigError naming ``key``.
 
         >>> Condition.parse('subject in ["algebra", "geometry"]', "rollout.dataset_filter")
         Condition(column='subject', operator='in', value=['algebra', 'geometry'])
@@ -68,18 +68,19 @@ class Condition:
         return cls(column, sign, value)
 
     def holds(self, value: Any) -> bool:
-        """Whether a row with this value passes. Raises TypeError for values without an order."""
+        """Return whether a row with this value passes; null passes only == and !=. Raises TypeError
+        for values that cannot be compared."""
         if value is None and self.operator not in ("==", "!="):
             return False
         return OPERATORS[self.operator](value, self.value)
 
 
 class Rows:
-    """Rows of a table that pass a run's filters: an endless sequence, an epoch after the other."""
+    """Endless sequence of the rows of a table that pass a run's filters, epoch after epoch."""
 
     def __init__(self, table: Any, keys: WorkerKeys) -> None:
-        """``table``: a ``datasets.Dataset``. Raises ConfigError for an unknown column, DataError
-        where no row passes."""
+        """``table``: a ``datasets.Dataset``. Raises ConfigError for an unknown column, DataError if
+        no row passes."""
         self.columns: list[str] = list(table.column_names)
         self.name, self._table, self._section = keys.dataset, table, keys.section
         self._kept: Sequence[int] = range(len(table))
@@ -93,24 +94,25 @@ class Rows:
                 f"{keys.section}.dataset {self.name!r} has no row that passes its filters"
             )
         self._seed, self._shuffle = keys.seed, keys.dataset_shuffle
-        # Two: groups of the last epoch may be made again when the next one has begun.
+        # Two epochs: groups of the last one may be made again after the next one has begun.
         self._order = lru_cache(maxsize=2)(self._epoch)
 
     def __len__(self) -> int:
-        """Rows of one epoch."""
+        """Return the number of rows in an epoch."""
         return len(self._kept)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """A row by its number in the dataset. Raises DataError for a text that is none."""
+        """Return a row by its number in the dataset. Raises DataError for a text that is not
+        UTF-8."""
         try:
             return dict(self._table[number])
-        except UnicodeDecodeError as error:  # Arrow keeps bytes, and reads them as texts here
+        except UnicodeDecodeError as error:  # Arrow keeps bytes, and decodes texts only here
             raise DataError(
                 f"row {number} of {self._section}.dataset {self.name!r} must be UTF-8: {error}"
             ) from error
 
     def require(self, column: str, user: str) -> None:
-        """Raise ConfigError, which begins with ``user``, if there is no such column."""
+        """Raise ConfigError, its text beginning with ``user``, if there is no such column."""
         if column not in self.columns:
             raise ConfigError(
                 f"{user}, a column that {self._section}.dataset {self.name!r} must have; it has"
@@ -118,7 +120,8 @@ class Rows:
             )
 
     def require_values(self, column: str, user: str) -> None:
-        """Raise ConfigError as ``require``, or DataError if a row that is asked has null there."""
+        """Raise ConfigError as ``require``, or DataError if a row that passes the filters has null
+        there."""
         self.require(column, user)
         values = self._column(column)
         if not values.null_count:
@@ -133,7 +136,7 @@ class Rows:
                 )
 
     def number(self, index: int) -> int:
-        """Number in the dataset of row ``index`` of the sequence: each epoch has every row once."""
+        """Return the number in the dataset of row ``index`` of the sequence."""
         epoch, place = divmod(index, len(self))
         return self._kept[self._order(epoch)[place] if self._shuffle else place]
 
@@ -143,8 +146,7 @@ class Rows:
         return order
 
     def _column(self, name: str) -> Any:
-        """The whole column, as Arrow: one of Python objects is read from the table value by
-        value."""
+        """Return the whole column in Arrow format; in Python's it would be read value by value."""
         return self._table.select_columns([name]).with_format("arrow")[:][name]
 
     def _passing(self, condition: Condition) -> list[int]:
@@ -163,14 +165,14 @@ class Rows:
 
 
 def files_of(keys: TaskKeys) -> list[str]:
-    """The files that a dataset's name means; empty for a directory or a name on the Hub. Raises
-    ConfigError where there is none, or one that cannot be read."""
+    """Return the files of a dataset's name or pattern; empty for a directory or a name on the Hub.
+    Raises ConfigError if no file matches, or for a file of another type."""
     name, key = keys.dataset, f"{keys.section}.dataset"
     if Path(name).suffix.lower() not in BUILDERS or Path(name).is_dir():
         if Path(name).is_file():
             raise ConfigError(f"{key} must be a file of {', '.join(BUILDERS)}, got {name!r}")
         return []
-    # Sorted: the order of rows, and so of prompts, must not be that of a directory.
+    # Sorted: the order of prompts must not depend on the order of a directory's entries.
     files = [name] if Path(name).is_file() else sorted(glob(name, recursive=True))
     if not files:
         raise ConfigError(f"{key} must be an existing file or pattern, got {name!r}")
@@ -178,25 +180,25 @@ def files_of(keys: TaskKeys) -> list[str]:
 
 
 def open_rows(keys: WorkerKeys) -> Rows:
-    """The rows that pass the filters. Raises ConfigError or DataError."""
+    """Return the rows that pass the filters. Raises ConfigError or DataError."""
     return Rows(open_table(keys), keys)
 
 
 def open_table(keys: TaskKeys) -> Any:
-    """A ``datasets.Dataset``: of files, of a directory, or of the Hugging Face Hub.
+    """Return the ``datasets.Dataset`` of files, of a directory, or of the Hugging Face Hub.
 
-    Raises ConfigError where it is not there, DataError where it cannot be read.
+    Raises ConfigError if it is not found, DataError if a file cannot be read.
     """
-    # Imported here: it takes seconds, and most runs' processes need none.
+    # Imported here: the import takes seconds, and most processes of a run need no dataset.
     import datasets  # type: ignore[import-untyped]
     from huggingface_hub.utils import logging as hub_logging
 
     datasets.disable_progress_bars()
-    # Both log what they then raise, and the Hub's client each of its six attempts.
+    # Both log the errors that they raise, the Hub's client each of its six attempts.
     for library in (datasets.logging, hub_logging):
         library.set_verbosity(logging.CRITICAL)
     files, name, key = files_of(keys), keys.dataset, f"{keys.section}.dataset"
-    # Each is a file by now, and "[" in its name no pattern.
+    # Escaped: patterns are expanded already, so "[" in a file's name is no pattern.
     options: dict[str, Any] = {"data_files": list(map(escape, files)), "split": "train"}
     if not files:
         options = {"name": keys.dataset_config or None, "split": keys.dataset_split}
@@ -205,23 +207,23 @@ def open_table(keys: TaskKeys) -> Any:
         return datasets.load_dataset(source, **options)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         if files:
-            # What ``datasets`` says of a file of blank lines.
+            # The error of ``datasets`` for a file of blank lines.
             empty = "corresponds to no data" in str(error)
             unread = "has no rows" if empty else f"cannot be read: {_cause(error)}"
             why = _bad_line(files) or f"{name!r} {unread}"
             raise DataError(f"{key} {why}") from error
-        # Not found, no such configuration or split, no way to the Hub.
+        # Not found, no such configuration or split, or the Hub is unreachable.
         what = "cannot be loaded"
         if not Path(name).is_dir():
             what = f"is no file or folder here, and {what} from the Hub"
         raise ConfigError(f"{key} {name!r} {what}: {_cause(error)}") from error
     except StopIteration as error:
-        # What ``datasets`` does with a file of no bytes.
+        # ``datasets`` raises this for an empty file.
         raise DataError(f"{key} {name!r} has no rows") from error
 
 
 def _bad_line(files: Sequence[str]) -> str:
-    """The first line of JSONL files that is no object; empty if all are, or none is JSONL."""
+    """Return the place and fault of the first line of JSONL files that is no object, or empty."""
     for path in files:
         if not path.lower().endswith(".jsonl"):
             continue
@@ -238,7 +240,7 @@ def _bad_line(files: Sequence[str]) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of the error that was the first."""
+    """Return the first line of an error's root cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}".splitlines()[0]

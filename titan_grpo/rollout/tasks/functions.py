@@ -1,5 +1,5 @@
-"""A task of reward functions and a dataset: ``rollout.reward`` and ``rollout.dataset``
-(docs/tasks.md). The functions' form is that of TRL's GRPOTrainer:
+"""Task of reward functions and a dataset: ``rollout.reward`` and ``rollout.dataset``
+(docs/tasks.md). The functions have the signature of TRL's GRPOTrainer:
 https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-function"""
 
 import asyncio
@@ -38,32 +38,30 @@ BUILT_IN = {
 }
 
 GIVEN = ("prompts", "completions", "completion_ids")
-"""Arguments of a reward function besides the dataset's columns. They win over columns of these
-names."""
+"""Arguments of a reward function besides the dataset's columns, which they override by name."""
 
 MESSAGES, TEXTS = "messages", "prompt"
-"""Columns that a prompt is made of, where ``rollout.prompt`` says nothing else. Either may hold
-texts or lists of messages."""
+"""Columns of the prompt without ``rollout.prompt``. Either may hold texts or lists of messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """One reward function."""
+    """A reward function with its weight."""
 
     path: str
     function: Callable[..., Any]
     weight: float = 1.0
     section: str = ROLLOUT
-    """Of the key that names it, for messages, here and below."""
+    """Config section of the key that names it, for error messages."""
 
     @classmethod
     def load(cls, path: str, weight: float = 1.0, section: str = ROLLOUT) -> "Reward":
-        """Import it. Raises ConfigError as ``load_function``."""
+        """Import a function. Raises ConfigError as ``load_function``."""
         return cls(path, load_function(f"{section}.reward", path), weight, section)
 
     def check(self, rows: Rows) -> None:
-        """Raise ConfigError where the function demands an argument that is no column, or one that
-        cannot be passed by its name."""
+        """Raise ConfigError if the function requires an argument that is no column, or one that
+        cannot be passed by name."""
         for name, parameter in self._parameters().items():
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 raise ConfigError(
@@ -78,7 +76,7 @@ class Reward:
                 rows.require(name, f"{self.section}.reward {self.path!r} asks for {name!r}")
 
     def wanted(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Those of the arguments that the function takes: all, if it has ``**kwargs``."""
+        """Return the arguments that the function takes: all, if it has ``**kwargs``."""
         parameters = self._parameters()
         if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
             return arguments
@@ -89,11 +87,11 @@ class Reward:
 
 
 class FunctionTask:
-    """Prompts are rows of a dataset in the model's chat template; a group's reward is the weighted
-    sum of the functions' rewards."""
+    """Task whose prompts are rows of a dataset in the model's chat template. A completion's reward
+    is the weighted sum of the functions' rewards."""
 
     def __init__(self, keys: WorkerKeys, rewards: Sequence[Reward], rows: Rows) -> None:
-        """Raises ConfigError for columns that are asked for and are not there."""
+        """Raises ConfigError for missing columns, DataError for null in a prompt's column."""
         for reward in rewards:
             reward.check(rows)
         self._columns(keys, rows)
@@ -106,7 +104,7 @@ class FunctionTask:
     @classmethod
     def load(cls, keys: WorkerKeys) -> "FunctionTask":
         """Import the functions and open the dataset. Raises ConfigError or DataError."""
-        # The functions first: they are what is wrong most often, and a dataset takes seconds.
+        # Functions first: most mistakes are there, and opening a dataset takes seconds.
         weights = keys.reward_weights or [1.0] * len(keys.reward)
         rewards = [
             Reward.load(path, weight, keys.section)
@@ -115,8 +113,8 @@ class FunctionTask:
         return cls(keys, rewards, open_rows(keys))
 
     def prompt(self, index: int, codec: Codec) -> Prompt:
-        """Row of a per-epoch shuffle seeded with (seed, epoch): every row once per epoch. The
-        payload is the row's number in the dataset."""
+        """Return the prompt of row ``index``: every row once per epoch, shuffled by (seed, epoch)
+        unless ``dataset_shuffle`` is false. The payload is the row's number in the dataset."""
         number, system_prompt = self.rows.number(index), self._keys.system_prompt
         row = self.rows[number]
         try:
@@ -131,10 +129,11 @@ class FunctionTask:
     async def group_reward(
         self, prompt: Prompt, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
     ) -> list[float]:
-        """The functions run at once, plain ones in threads. Raises what they raise, with a note
-        that names function and row; DataError for answers that are no rewards."""
+        """Run the functions concurrently, plain ones in threads, and return the weighted sums.
+        Raises their error, with a note that names function and row; DataError for answers that are
+        no rewards."""
         number = int(prompt.payload["row"])
-        # Not a TaskGroup: Python 3.11's leaves its task marked as cancelled after a member's error.
+        # Not a TaskGroup: in Python 3.11 it leaves its task marked as cancelled after an error.
         found = await asyncio.gather(
             *(self._score(reward, number, texts, token_ids) for reward in self._rewards),
             return_exceptions=True,
@@ -157,7 +156,7 @@ class FunctionTask:
     async def _score(
         self, reward: Reward, number: int, texts: Sequence[str], token_ids: Sequence[Sequence[int]]
     ) -> list[float | None]:
-        # Read again for each function: none sees what another one changed.
+        # Read the row for each function: none sees another one's changes to it.
         row = self.rows[number]
         said, count = self._said(row), len(texts)
         completions: list[Any] = list(texts)
@@ -182,7 +181,7 @@ class FunctionTask:
         )
 
     def _said(self, row: dict[str, Any]) -> Any:
-        """What the user says: a text, or a list of messages. Raises DataError for anything else."""
+        """Return the row's prompt: a text, or a list of messages. Raises DataError otherwise."""
         if self._keys.prompt:
             try:
                 return _Filled().vformat(self._keys.prompt, (), row)
@@ -231,7 +230,7 @@ class FunctionTask:
 
 
 def _messages_in(text: str) -> list[Any] | None:
-    """The messages that a text is the JSON of, as in a column of a CSV file; None if it is not."""
+    """Return the messages in a text of JSON, as in a column of a CSV file; None if it has none."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -240,10 +239,10 @@ def _messages_in(text: str) -> list[Any] | None:
 
 
 class _Filled(Formatter):
-    """``str.format``, but null is an error and not the text "None"."""
+    """``str.format`` with an error for null in place of the text "None"."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
-        """As Formatter. Raises ValueError for null."""
+        """See Formatter. Raises ValueError for null."""
         value, first = super().get_field(field_name, args, kwargs)
         if value is None:
             raise ValueError(f"{field_name} has no value (null)")
@@ -251,14 +250,14 @@ class _Filled(Formatter):
 
 
 def with_system(said: Any, system_prompt: str) -> list[Any]:
-    """Messages with a system message first: their own, if they have one. Pure."""
+    """Return the messages with a system message first: their own, if they have one. Pure."""
     messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
     own = messages[0]["role"] == "system"
     return [*([] if own else [{"role": "system", "content": system_prompt}]), *messages]
 
 
 def task_of(spec: RolloutSpec) -> AnyTask:
-    """The task that a run names: reward functions with a dataset, or a class. Raises ConfigError,
+    """Return the run's task: reward functions with a dataset, or a class. Raises ConfigError,
     DataError or TaskFailed."""
     if spec.reward:
         return FunctionTask.load(spec)
@@ -266,8 +265,9 @@ def task_of(spec: RolloutSpec) -> AnyTask:
 
 
 def load_task(name: str, options: TaskOptions, section: str = ROLLOUT) -> AnyTask:
-    """A built-in task, or the class at "package.module:Class". Raises ConfigError if it is not
-    there or refuses its options, TaskFailed where the class itself breaks."""
+    """Return a built-in task, or an instance of "package.module:Class". Raises ConfigError if it is
+    not found, refuses its options, or has only one of turn and episode_reward; TaskFailed if its
+    constructor fails."""
     path = BUILT_IN.get(name, name)
     if ":" not in path:
         raise ConfigError(
@@ -290,8 +290,8 @@ def load_task(name: str, options: TaskOptions, section: str = ROLLOUT) -> AnyTas
 
 
 def load_function(key: str, path: str) -> Callable[..., Any]:
-    """The function or class "package.module:name" that ``key`` names. Raises ConfigError, also
-    where the module breaks: in one line, with the place."""
+    """Return the function or class "package.module:name" that ``key`` names. Raises ConfigError if
+    it is not found, or if its import fails (in one line, with the place)."""
     module_name, _, name = path.partition(":")
     file = "/" in module_name or module_name.endswith(".py") or module_name[:1] == "."
     if not name or not module_name or file:
@@ -322,16 +322,16 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
 
 
 def filter_of(spec: RolloutSpec, task: AnyTask) -> Filter | None:
-    """What keeps or drops finished groups: ``rollout.accept``, else the task's own
-    ``should_accept``, if it has one. Raises ConfigError."""
+    """Return the filter of finished groups: ``rollout.accept``, else the task's ``should_accept``,
+    else None. Raises ConfigError if it cannot be imported."""
     if spec.accept:
         return load_function("rollout.accept", spec.accept)
     return getattr(task, "should_accept", None)
 
 
 def ready(spec: RolloutSpec) -> tuple[AnyTask, TextCodec]:
-    """The task that a run names, and the model's tokenizer. Raises as ``task_of``, also for a first
-    row that makes no prompt: a missing chat template ends the start, not the first group."""
+    """Return the run's task and the model's tokenizer. Raises as ``task_of``, also if the first row
+    makes no prompt: so a missing chat template fails the start, not the first group."""
     task, codec = task_of(spec), TextCodec(spec.model_dir, spec)
     if isinstance(task, FunctionTask):
         task.prompt(0, codec)
@@ -339,14 +339,14 @@ def ready(spec: RolloutSpec) -> tuple[AnyTask, TextCodec]:
 
 
 def read_rewards(answer: Any, count: int) -> list[float | None]:
-    """A function's answer as numbers. Raises DataError unless it is ``count`` finite numbers or
-    Nones.
+    """Return a function's answer as numbers. Raises DataError unless it is ``count`` finite numbers
+    or Nones.
 
     >>> read_rewards([1, None, True], 3)
     [1.0, None, 1.0]
     """
     try:
-        listed = [] if isinstance(answer, str) else answer  # a text of digits would be numbers
+        listed = [] if isinstance(answer, str) else answer  # else "12" would be two rewards
         found = [None if each is None else float(each) for each in listed]
     except (TypeError, ValueError):
         found = []
@@ -360,7 +360,7 @@ def read_rewards(answer: Any, count: int) -> list[float | None]:
 
 
 def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """The sum over the functions that apply to a completion; None where none does.
+    """Return the sum over the functions that apply to a completion; None if none applies.
 
     >>> weighted_sum([1.0, None, 0.5], [1.0, 5.0, 2.0])
     2.0
