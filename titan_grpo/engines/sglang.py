@@ -107,7 +107,7 @@ def hello(greeting: Mapping[str, Any], timeout_s: float) -> Call[None]:
 def pause(timeout_s: float, mode: str = "in_place") -> Call[None]:
     """Pause generation. ``in_place`` freezes the running requests with their KV cache; ``retract``
     puts them back into the queue with their tokens but without KV, also on a server that is already
-    paused. New requests wait in both modes."""
+    paused. New requests wait in all modes."""
     return _post("/pause_generation", timeout_s, {"mode": mode})
 
 
