@@ -216,7 +216,7 @@ class Guarded:
             signal_group(self.group, number)
 
     def stop(self) -> None:
-        """Send SIGTERM, then SIGKILL after the grace, and wait for the end (bounded). Idempotent."""
+        """Send SIGTERM, after the grace SIGKILL, and wait for the end (bounded). Idempotent."""
         self._owner.close()
         self.signal(signal.SIGCONT)
         try:
@@ -255,11 +255,11 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _shared_memory(in_group: Callable[[int], bool]) -> set[int]:
-    """Inodes of the files in /dev/shm that a process maps whose process group satisfies
-    ``in_group``.
+    """Return the inodes of all files in /dev/shm that are mapped by a process whose process group
+    satisfies ``in_group``.
 
-    Inodes and not paths: glibc creates a named semaphore under another name and links it, so the
-    mapping's path is one that no longer exists.
+    Inodes and not paths: glibc creates a named semaphore under a temporary name, which the mapping
+    keeps, and links it to its own.
     """
     out: set[int] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
@@ -272,11 +272,11 @@ def _shared_memory(in_group: Callable[[int], bool]) -> set[int]:
 
 
 def main(owner: socket.socket, _: int, grace_s: str, *command: str) -> int:
-    """Run the command until it ends, its owner does, or SIGTERM comes; then end what is left of it.
-    Returns the command's exit status (128 + number after a signal).
+    """Run the command until it ends, its owner ends, or SIGTERM comes; then end the rest of its
+    group. Return the command's exit status (128 + number after a signal).
 
-    What the group leaves in /dev/shm is removed: SGLang's schedulers leave 25 MB each at tensor
-    parallel 2 and a semaphore, and containers often have 64 MB.
+    Remove the group's files in /dev/shm: SGLang's schedulers leave 25 MB each at tensor parallel 2
+    and a semaphore, and containers often have 64 MB.
     """
     woken, wake = socket.socketpair()
     wake.setblocking(False)
