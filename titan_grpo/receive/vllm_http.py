@@ -300,7 +300,7 @@ async def _body(receive: Receive) -> bytes:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return an ASGI receive of ``body``, then of ``receive``: there vLLM waits for a disconnect."""
+    """Return an ASGI receive: ``body`` first, then ``receive``, where vLLM awaits a disconnect."""
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def replayed() -> Message:
