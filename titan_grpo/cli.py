@@ -1,5 +1,5 @@
-"""``titan-grpo``: the table of commands. Only this module and train.py read the command line and
-the environment."""
+"""``titan-grpo``: the table of commands, which get the command line and the environment from
+here."""
 
 import importlib
 import os

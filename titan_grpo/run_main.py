@@ -1,6 +1,5 @@
-"""Entry point of the processes that subprocesses.start_module starts: ``python -m
-titan_grpo.run_main MODULE FD PARENT ARGUMENTS...`` calls ``MODULE.main`` with the socket, the
-parent's process id and the arguments.
+"""Entry point for subprocesses.start_module: ``python -m titan_grpo.run_main MODULE FD PARENT
+ARGUMENTS...`` calls ``MODULE.main`` with the socket, the parent's process id and the arguments.
 
 ``python -m MODULE`` would load the module as ``__main__``, and again under its own name at the
 first import or unpickling: its classes would exist twice.
