@@ -21,7 +21,7 @@ the engine does not report each token's version)."""
 
 
 LEAST_LOGPROB = -1e30
-"""Log-probabilities at or below this are refused: float32 ends not far below."""
+"""Log-probabilities at or below this are refused (float32 ends at -3.4e38)."""
 
 
 def sound_logprobs(logprobs: Sequence[float]) -> bool:

@@ -361,7 +361,7 @@ class Receiver:
 
     def _offer(self, order: Order, digests: bytes | bytearray) -> Staged:
         """Prepare a windowed transfer, before any bytes: check the fingerprint over ``digests``,
-        and open the window."""
+        and create the window."""
         from titan_grpo.receive.window import Window
 
         image, manifest = self._reserve(order, streamed=True)
@@ -500,6 +500,7 @@ class Receiver:
                 lambda: self._staging.phase is not server.Phase.LENT, self._hello.timeout_s
             )
             now = self._staging
+            # Before the image is overwritten: other servers must not read two versions of it.
             if self._sharing is not None:
                 self._sharing.end()
             self._base = now.version if now.phase is server.Phase.STAGED else None

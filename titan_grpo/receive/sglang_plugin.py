@@ -152,8 +152,7 @@ def commit(_model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]
         plugin.side.commit(data if isinstance(data, dict) else {})
     before, plugin.commits = unsalted(plugin.commits), plugin.commits + 1
     for request in plugin.scheduler.waiting_queue:
-        # Re-key only requests that wait for their first run. A retracted request keeps its older
-        # key; its KV is recomputed under that key.
+        # A retracted request with a still older key keeps it: its KV is recomputed under it.
         if request.extra_key == before:
             request.extra_key = unsalted(plugin.commits)
 
