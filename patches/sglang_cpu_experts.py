@@ -1,4 +1,4 @@
-"""Let SGLang's experts in pure torch compute with the experts of their own worker alone."""
+"""Make SGLang's MoE layers in pure torch use only the experts of their own worker."""
 
 from functools import wraps
 from typing import Any
@@ -17,10 +17,10 @@ DELETE_WHEN = "moe_forward_native of SGLang leaves experts out that are -1"
 
 
 def apply(device: str) -> bool:
-    """Whether it is in place: on ``device`` "cpu" only. Idempotent.
+    """Patch SGLang if ``device`` is "cpu"; return whether it is patched. Idempotent.
 
     Raises:
-        UpstreamError: SGLang has a version that this was not written for.
+        UpstreamError: SGLang's version is not in ``APPLIES_TO``.
     """
     if device != "cpu":
         return False
@@ -46,8 +46,8 @@ def _with_own_experts(theirs: Any) -> Any:
 
 
 def any_others(ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """Experts [tokens, k] of a worker that has so many, with others of it in place of -1: each only
-    once for a token, since moe_forward_native counts them so. Source: its ``cnts.scatter_``."""
+    """Replace -1 in ``ids`` [tokens, k] by other experts of this worker, which has ``experts``. No
+    expert comes twice for a token: moe_forward_native would count it once (``cnts.scatter_``)."""
     here = ids >= 0
     taken = torch.zeros(len(ids), experts + 1, dtype=torch.bool, device=ids.device)
     taken.scatter_(1, torch.where(here, ids, experts).long(), True)

@@ -14,12 +14,12 @@ DELETE_WHEN = "torch < 2.14 is no longer supported with torchtitan 0.3"
 
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
-    """Set the timeout of a process group, None: of the default one."""
+    """Set the timeout of a process group; None: the default group."""
     _set_pg_timeout(timeout, group)
 
 
 def apply() -> bool:
-    """Add the function; nothing where torch has it.
+    """Add the function, unless torch has it; return whether it is ours.
 
     Raises:
         UpstreamError: torch is too old for torchtitan 0.3.

@@ -1,4 +1,4 @@
-"""Import torchtitan 0.3's trainer where there is no triton."""
+"""Make torchtitan 0.3's trainer importable without triton."""
 
 import importlib.util
 import sys
@@ -29,8 +29,8 @@ def _kernel(name: str) -> Any:
 
 
 def apply() -> bool:
-    """Put a module in the place of the kernels, each of which raises when it is called; nothing
-    where triton is installed. Must run before torchtitan's trainer is imported.
+    """Without triton, replace the module of kernels by one whose functions raise when called.
+    Return whether it is replaced. Must run before torchtitan's trainer is imported.
 
     Raises:
         UpstreamError: torchtitan's version is not in ``APPLIES_TO``.

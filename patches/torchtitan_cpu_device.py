@@ -1,5 +1,4 @@
-"""Let torchtitan's trainer run where there is no accelerator: device type, memory monitor,
-barrier."""
+"""Make torchtitan's trainer run without an accelerator: device type, memory monitor, barrier."""
 
 import sys
 from typing import Any
@@ -27,14 +26,13 @@ def _cpu_device_type() -> str:
 
 
 def no_accelerator() -> bool:
-    """True where training runs on the CPU. MPS counts as none: no process group backend reduces on
-    it."""
+    """Whether training runs on the CPU. MPS does not count as an accelerator: no process group
+    backend reduces on it."""
     return torch._utils._get_available_device_type() in (None, "cpu", "mps")
 
 
 class CpuDeviceModule:
-    """torch.cpu, except that the current device is an index, as ``barrier(device_ids=...)`` wants
-    it."""
+    """torch.cpu, with the current device as an index, as ``barrier(device_ids=...)`` needs it."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -45,30 +43,30 @@ class CpuDeviceModule:
 
 
 class CpuMemoryMonitor:
-    """Stands in for torchtitan's DeviceMemoryMonitor: a CPU has no device memory to report."""
+    """Replacement of torchtitan's DeviceMemoryMonitor: a CPU has no device memory to report."""
 
     device_name = "cpu"
     device_capacity_gib = 0.0
 
     def get_peak_stats(self) -> Any:
-        """All zero."""
+        """Return zeros."""
         from torchtitan.components.metrics import DeviceMemStats
 
         return DeviceMemStats(0.0, 0.0, 0.0, 0.0, 0, 0)
 
     def reset_peak_stats(self) -> None:
-        """Nothing to reset."""
+        """Do nothing."""
 
 
 def apply() -> bool:
-    """Make torchtitan see a CPU; nothing where an accelerator is present.
+    """Make torchtitan use the CPU, unless there is an accelerator; return whether it does.
 
-    Must run before torchtitan is imported (after ``torchtitan_triton``), since modules copy the
+    Must run after ``torchtitan_triton`` and before torchtitan is imported: its modules copy the
     device type by name.
 
     Raises:
         UpstreamError: torchtitan's version is not in ``APPLIES_TO``.
-        ProtocolError: torchtitan was imported earlier and holds the wrong device type already.
+        ProtocolError: torchtitan was imported earlier and has the wrong device type.
     """
     if not no_accelerator():
         return False

@@ -1,4 +1,4 @@
-"""Gradient reduction of FSDP2 over gloo."""
+"""Make FSDP2 reduce gradients over gloo."""
 
 from collections.abc import Iterable
 
@@ -17,11 +17,10 @@ DELETE_WHEN = "FSDP2 uses SUM for a factor of 1, or gloo learns PREMUL_SUM"
 
 
 def apply(model_parts: Iterable[torch.nn.Module]) -> bool:
-    """Make every FSDP module on CPU reduce with SUM; the factor stays what torchtitan set, applied
-    after the sum.
+    """Make every FSDP module on CPU reduce with SUM; torchtitan's factor is applied after the sum.
+    Return whether any module was changed; modules on other devices are not.
 
-    Must run after parallelize and before the first backward. Modules on other devices are left
-    alone. Returns whether any module was changed.
+    Must run after parallelize and before the first backward.
 
     Raises:
         UpstreamError: torch's version is not in ``APPLIES_TO``.

@@ -1,4 +1,4 @@
-"""Count tokens per expert on a CPU."""
+"""Make torch.histc count integers on a CPU, as torchtitan's MoE router needs it."""
 
 import functools
 from typing import Any
@@ -22,20 +22,19 @@ _original = torch.histc
 def _histc(
     input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0, **kwargs: Any
 ) -> torch.Tensor:
-    """torch.histc, with one more case: integer indices on CPU where bin i holds exactly the value
-    i."""
+    """Do as torch.histc; also for integers on a CPU if bin i holds exactly the value i."""
     integer = not (input.is_floating_point() or input.is_complex())
     if integer and input.device.type == "cpu" and min == 0 and max == bins and not kwargs:
-        # A scatter and not a bincount: its output size does not depend on the data, so
-        # torch.compile can trace it.
+        # Unlike bincount's, a scatter's output size does not depend on the data: torch.compile can
+        # trace it.
         flat = input.reshape(-1)
         return flat.new_zeros(bins).scatter_add(0, flat.long(), torch.ones_like(flat))
     return _original(input, bins=bins, min=min, max=max, **kwargs)
 
 
 def apply() -> bool:
-    """Wrap ``torch.histc``; nothing where an accelerator is present. Calls it does not know go to
-    the original.
+    """Wrap ``torch.histc``, unless there is an accelerator; return whether it is wrapped. Other
+    calls go to the original.
 
     Raises:
         UpstreamError: torch's version is not in ``APPLIES_TO``.

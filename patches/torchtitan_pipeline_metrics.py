@@ -1,4 +1,4 @@
-"""TensorBoard and W&B of a pipeline-parallel run. Needed on every device."""
+"""Write TensorBoard and W&B metrics of pipeline-parallel runs on rank 0. Needed on every device."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ DELETE_WHEN = "torchtitan < 0.3 is no longer supported"
 
 
 def apply() -> None:
-    """Let rank 0 write metrics, and no rank warn that its loss cannot be seen.
+    """Make rank 0 write metrics, and turn off the warning that the loss is not visible.
 
     Raises:
-        UpstreamError: the version of torchtitan is one that this was not written for.
+        UpstreamError: torchtitan's version is not in ``APPLIES_TO``.
     """
     require(APPLIES_TO, __name__)
     import torchtitan.train

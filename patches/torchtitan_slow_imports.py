@@ -1,4 +1,4 @@
-"""Import torchtitan on a CPU without the compiler and the data sets that training does not use."""
+"""Import torchtitan on a CPU without torch's compiler and the data sets, which are not needed."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ _BUILDERS = ("build_text_dataloader", "build_text_validation_dataloader")
 
 
 def _compile_at_first_call(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """torch.compile(function, **options), made when it is called for the first time."""
+    """Return a function that calls torch.compile(function, **options) at its first call."""
     compiled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
@@ -41,7 +41,7 @@ def _compile_at_first_call(function: Callable[..., Any], **options: Any) -> Call
 
 
 class _TextDatasets(types.ModuleType):
-    """Stand-in for torchtitan's module of text data sets; its first use loads the real one."""
+    """Placeholder of torchtitan's module of text data sets; its first use loads the real one."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -52,14 +52,14 @@ class _TextDatasets(types.ModuleType):
                 del sys.modules[_TEXT]
             return getattr(importlib.import_module(_TEXT), name)
 
-        # Modules take the builders by name when they are imported, and call them later, if at all.
+        # Modules import the builders by name, and call them later or never.
         return (lambda *args, **kwargs: real()(*args, **kwargs)) if name in _BUILDERS else real()
 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[bool]:
-    """Within: what imports torchtitan does not load its slow parts. False where an accelerator is
-    present, and nothing changes.
+    """Within the context, imports of torchtitan skip its slow parts (True). With an accelerator
+    nothing changes (False).
 
     Raises:
         UpstreamError: torchtitan's version is not in ``APPLIES_TO``.

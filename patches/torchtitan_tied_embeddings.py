@@ -1,4 +1,4 @@
-"""Tied embeddings under FSDP2 with torch >= 2.12. Needed on every device."""
+"""Shard tied embeddings by FSDP2 with torch >= 2.12. Needed on every device."""
 
 from importlib import metadata
 from typing import Any
@@ -18,7 +18,7 @@ _MODULES = ("tok_embeddings", "norm", "output")
 
 
 def _shard_together(model: Any, mesh: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """One FSDP group for the three modules, with the policies that the original would have used."""
+    """Shard the three modules as one FSDP group, with the original's policies."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     modules = [getattr(model, name) for name in _MODULES]
@@ -28,8 +28,8 @@ def _shard_together(model: Any, mesh: Any, kwargs: dict[str, Any]) -> list[Any]:
     policy = MixedPrecisionPolicy(
         param_dtype=kwargs["param_dtype"], reduce_dtype=kwargs["reduce_dtype"]
     )
-    # The group holds the first and the last layer, so its weights are needed again at once: do not
-    # reshard by default.
+    # The group has the first and the last layer: backward begins with it right after forward. Do
+    # not reshard by default.
     reshard = kwargs.get("reshard_after_forward_policy", "default") == "always"
     fully_shard(modules, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, **options)
     return modules
@@ -41,8 +41,8 @@ def _grouping(original: Any) -> Any:
             original(model, dp_mesh, **kwargs)
             return
         modules = _shard_together(model, dp_mesh, kwargs)
-        # The original skips modules that are None; the root group is then left with nothing of
-        # theirs to manage.
+        # The original skips modules that are None, and its root group does not get their
+        # parameters.
         for name in _MODULES:
             setattr(model, name, None)
         try:
@@ -50,7 +50,7 @@ def _grouping(original: Any) -> Any:
         finally:
             for name, module in zip(_MODULES, modules, strict=True):
                 setattr(model, name, module)
-        # The original turned gradient division off while it could not see these three.
+        # The original has turned off gradient division of all modules but these three.
         for module in modules:
             module.set_gradient_divide_factor(1.0)
 
@@ -59,13 +59,13 @@ def _grouping(original: Any) -> Any:
 
 
 def apply() -> bool:
-    """Shard the tied trio as one group in torchtitan's qwen3; nothing with torch < 2.12, which
-    accepts the original.
+    """Make torchtitan's qwen3 shard the three tied modules as one group; return whether it does.
+    Torch < 2.12 needs no patch.
 
-    Imports torchtitan: on a machine without an accelerator the CPU patches come first.
+    Imports torchtitan: without an accelerator, apply the CPU patches first.
 
     Raises:
-        UpstreamError: the version of torchtitan, or of torch, is one that this was not written for.
+        UpstreamError: the version of torchtitan or torch is not in its range.
     """
     version = metadata.version("torch")
     if not inside(version, TORCH) and release(version) < release(TORCH[1]):

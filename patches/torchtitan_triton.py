@@ -1,4 +1,4 @@
-"""Import torchtitan where there is no triton, and route tokens to experts where it has no GPU."""
+"""Make torchtitan importable without triton, and able to route tokens to experts without a GPU."""
 
 import importlib.util
 import sys
@@ -21,8 +21,8 @@ _MODULE = "torchtitan.models.moe.kernels"
 
 
 def _placeholder() -> dict[str, types.ModuleType]:
-    """What kernels.py touches at import time: ``triton.jit`` as a decorator, ``tl.constexpr`` as an
-    annotation."""
+    """Return the modules that importing kernels.py needs: ``triton.jit`` as a decorator,
+    ``tl.constexpr`` as an annotation."""
     language = types.ModuleType("triton.language")
     language.constexpr = object  # type: ignore[attr-defined]
     triton = types.ModuleType("triton")
@@ -32,8 +32,7 @@ def _placeholder() -> dict[str, types.ModuleType]:
 
 
 def _fill_indices(*args: object, block_size: int = 128, max_blocks: int = 1024) -> object:
-    """Upstream's wrapper, answered by upstream's own CPU reference; launch sizes mean nothing
-    there."""
+    """Replace upstream's wrapper by upstream's CPU reference, which has no launch sizes."""
     del block_size, max_blocks
     return sys.modules[_MODULE].fill_indices_cpu(*args)
 
@@ -54,8 +53,8 @@ def _unloaded_module() -> types.ModuleType:
 
 
 def apply() -> bool:
-    """Load kernels.py, without triton with a throw-away one, and use upstream's CPU reference;
-    nothing where triton is installed and an accelerator present.
+    """Load kernels.py, with a temporary placeholder if triton is missing, and use upstream's CPU
+    reference. With triton and an accelerator, do nothing. Return whether it is in place.
 
     Must run before torchtitan is imported.
 
@@ -74,7 +73,7 @@ def apply() -> bool:
     try:
         module.__loader__.exec_module(module)  # type: ignore[union-attr]
     finally:
-        # Other packages probe for triton and must go on finding none.
+        # Other packages probe for triton and must still find none.
         for name in placeholder:
             del sys.modules[name]
     module.fill_indices_wrapper = _fill_indices  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
-"""The version gate of every patch. A patch changes upstream code that it was read against, and
-nothing else.
+"""The version gate of every patch: a patch is applied only to upstream versions that it was written
+for.
 
-A patch module declares ``WHY`` (the upstream reason), ``APPLIES_TO`` (package, first version, first
-version beyond it), ``DELETE_WHEN``, and ``apply() -> bool``: True if the patch is in place, False
-if it is not needed here.
+A patch module declares ``WHY`` (the upstream reason), ``APPLIES_TO`` (see ``Range``),
+``DELETE_WHEN``, and a function that applies it, mostly ``apply() -> bool``: True if the patch is
+in place, False if it is not needed here.
 """
 
 import re
@@ -16,14 +16,14 @@ Range = tuple[str, str, str]
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Leading numbers of a version: "2.13.0+cpu" -> (2, 13, 0), "0.3.0rc1" -> (0, 3, 0), "nightly"
-    -> (). Pure."""
+    """Return a version's leading numbers: "2.13.0+cpu" -> (2, 13, 0), "0.3.0rc1" -> (0, 3, 0),
+    "nightly" -> (). Pure."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in found.group().split(".")) if found else ()
 
 
 def release(version: str) -> tuple[int, ...]:
-    """``numbers``, of which there must be one. Raises UpstreamError."""
+    """Return ``numbers``. Raises UpstreamError if there are none."""
     if not (found := numbers(version)):
         raise UpstreamError(
             f"version {version!r} has no numeric release; the patches cannot tell what it contains"
@@ -32,16 +32,16 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def inside(version: str, applies_to: Range) -> bool:
-    """Whether ``version`` is at least the first and below the last of ``applies_to``. Pure."""
+    """Whether ``version`` is in the range, whose end is exclusive. Pure."""
     _, first, beyond = applies_to
     return release(first) <= release(version) < release(beyond)
 
 
 def require(applies_to: Range, patch: str) -> str:
-    """Installed version of the package.
+    """Return the installed version of the package.
 
-    Raises: UpstreamError: it lies outside the range; the message names patch, range, version and
-        remedy.
+    Raises:
+        UpstreamError: the version is outside the range.
     """
     package, first, beyond = applies_to
     version = metadata.version(package)

@@ -1,4 +1,4 @@
-"""Let vLLM's CPU backend compute with the experts of its own worker alone."""
+"""Make vLLM's CPU backend use only the experts of its own worker."""
 
 from functools import wraps
 from typing import Any
@@ -18,10 +18,10 @@ DELETE_WHEN = "CPUUnquantizedExperts.apply of vLLM reads expert_map"
 
 
 def apply() -> bool:
-    """Whether it is in place: on the CPU backend only. Idempotent.
+    """Patch vLLM on the CPU backend; return whether it is patched. Idempotent.
 
     Raises:
-        UpstreamError: the CPU backend has a version that this was not written for.
+        UpstreamError: the CPU backend's version is not in ``APPLIES_TO``.
     """
     if not vllm_cpu_reload.apply():
         return False
@@ -49,7 +49,7 @@ def _with_own_experts(theirs: Any) -> Any:
 def own_experts(
     ids: torch.Tensor, weights: torch.Tensor, places: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts [tokens, k] by their place in this worker, and their weights [tokens, k]: 0, and any
-    place, for those of other workers. ``places``: [experts], -1 where it is another worker's."""
+    """Return experts [tokens, k] as places in this worker, and weights [tokens, k]. Experts of
+    other workers get place 0 and weight 0. ``places``: [experts], -1 for other workers' experts."""
     local = places[ids.long()]
     return local.clamp(min=0).to(ids.dtype), weights * (local >= 0)

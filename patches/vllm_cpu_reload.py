@@ -1,4 +1,4 @@
-"""Make vLLM's CPU backend compute with the weights that it was given in an update."""
+"""Make vLLM's CPU backend compute with the weights of the last update."""
 
 from importlib import metadata
 from typing import Any
@@ -20,10 +20,10 @@ DELETE_WHEN = "tests/e2e/test_vllm_sync.py passes for qwen3 (tied) and qwen3_moe
 
 
 def apply() -> bool:
-    """Whether ``repair`` must follow every update here: on the CPU backend only.
+    """Return whether ``repair`` must follow every update: on the CPU backend only.
 
     Raises:
-        UpstreamError: the CPU backend has a version that the repair was not written for.
+        UpstreamError: the CPU backend's version is not in ``APPLIES_TO``.
     """
     if not current_platform.is_cpu():
         return False
@@ -37,8 +37,8 @@ def apply() -> bool:
 
 
 def repair(model: Any) -> int:
-    """Repack what the reload of ``model`` (a vLLM model) left out; the number of modules repacked.
-    After the reload only."""
+    """Repack the modules that a reload of ``model`` (a vLLM model) leaves out; return their number.
+    Call it only after the reload."""
     count = 0
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
@@ -49,8 +49,7 @@ def repair(model: Any) -> int:
 
 
 def _repack_heads(model: Any) -> int:
-    """Pack heads anew from the weight they have now; for a head with a tensor of its own that
-    changes nothing."""
+    """Repack the heads from their current weights; no change for an untied head."""
     heads = [
         m
         for name, m in model.named_modules()

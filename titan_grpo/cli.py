@@ -1,5 +1,5 @@
-"""``titan-grpo``: a table of commands. Besides train.py the only reader of the command line and the
-environment."""
+"""``titan-grpo``: the table of commands, which get the command line and the environment from
+here."""
 
 import importlib
 import os
@@ -12,7 +12,7 @@ from titan_grpo import __version__
 from titan_grpo.errors import ConfigError, TitanGrpoError
 
 OLDEST = (3, 11)
-"""Python of the trainer and the tools."""
+"""Oldest Python version for the trainer and the tools."""
 
 COMMANDS = {
     "quickstart": "train a tiny model on this machine beside real servers",
@@ -30,11 +30,11 @@ COMMANDS = {
     "completion": "print what bash and zsh need to complete these commands",
 }
 """Command -> help. Each is a module of titan_grpo.commands with ``run(argv: list[str], env:
-Mapping[str, str]) -> int``, imported when it is called."""
+Mapping[str, str]) -> int``, imported only when called."""
 
 
 def usage() -> str:
-    """Format the table."""
+    """Format the table of commands."""
     head = (
         "usage: titan-grpo COMMAND [arguments]   (titan-grpo COMMAND --help; titan-grpo --version)"
     )
@@ -42,8 +42,8 @@ def usage() -> str:
 
 
 def guarded(run: Callable[[list[str], dict[str, str]], int], argv: list[str], name: str) -> int:
-    """Run a command, with our errors in one line. 0: success; 1: it failed or found a problem; 2: a
-    mistake in the configuration."""
+    """Run a command, and print our errors in one line. Return 0 for success, 1 if it failed or
+    found a problem, 2 for a mistake in the configuration."""
     try:
         return int(run(argv, dict(os.environ)))
     except ConfigError as error:
@@ -79,7 +79,7 @@ def command(argv: list[str]) -> int:
         module = importlib.import_module(f"titan_grpo.commands.{argv[0]}")
         return guarded(module.run, argv[1:], name)
     except ModuleNotFoundError as error:
-        # A user's own module that is missing ends in an error of the configuration, not here.
+        # A missing module of the user's own raises a ConfigError and does not come here.
         if error.name is None or error.name.partition(".")[0] == __package__:
             raise
         print(
@@ -92,7 +92,7 @@ def command(argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """``command``; ends quietly, as if by SIGPIPE, where the reader of its output has gone."""
+    """Run ``command``; if the reader of the output has closed it, exit quietly as by SIGPIPE."""
     try:
         code = command(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         output.register(sys.stdout, 0)
         if not output.poll(0):
             raise  # another pipe broke
-        # What is left would be written again, in vain, at the interpreter's end.
+        # Otherwise the interpreter flushes the rest of the output at its end, and fails again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 

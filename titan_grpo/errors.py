@@ -1,21 +1,22 @@
-"""The exception tree. The type says who is wrong; the message says rule, value, consequence and
-remedy.
+"""The exception tree. The type says where the fault is; the message says rule, value, consequence
+and remedy.
 
 ::
 
     TitanGrpoError
     |-- ConfigError            the user's TOML, arguments or environment; exit code 2
     |-- UpstreamError          an upstream package has a version that this code was not written for
-    |-- ProtocolError          we are wrong: an event that a table's state does not list
-    |-- DataError              a rollout or a data file is not what it says it is
+    |-- ProtocolError          a bug of ours: an event that a table's state does not list
+    |-- DataError              a rollout or a data file is malformed
     |-- TaskError              the user's task or reward function raised, more often than allowed
     |-- UnhealthyError         NaN, too large a gradient, rewards that say nothing
     |-- StorageError           a file of the run cannot be written: the disk is full, or read-only
-    |-- SyncError              a background sync failed; shown at a step boundary
+    |-- AlertStop              a threshold of alerts.stop was crossed
+    |-- SyncError              a background sync failed; raised or logged at a step boundary
     `-- PeerError              a server is wrong, or gone
         |-- ServerUnreachable  no answer: refused, reset, timed out
-        |-- ServerRefused      it answered, and the answer was no
-        |   |-- ServerUnfit    nor will it say yes as it was started: asking again changes nothing
+        |-- ServerRefused      the server answered with a refusal
+        |   |-- ServerUnfit    a retry cannot succeed until the server is started in another way
         |   `-- ServerTaken    another run is in force there
         `-- TransferFailed     bytes were lost, late, or not the ones that were sent
 """
@@ -30,29 +31,29 @@ class ConfigError(TitanGrpoError):
 
 
 class UpstreamError(TitanGrpoError):
-    """An upstream package has a version for which a patch or an adapter was not written."""
+    """An upstream package has a version that a patch or adapter was not written for."""
 
 
 class ProtocolError(TitanGrpoError):
-    """An event reached a state that does not list it: a bug of ours, never of a peer."""
+    """A state got an event that it does not list: a bug of ours, never of a peer."""
 
 
 class DataError(TitanGrpoError):
-    """A rollout, a prompt or a data file breaks its own declaration."""
+    """A rollout, a prompt or a data file is malformed or inconsistent."""
 
 
 class TaskError(TitanGrpoError):
     """The user's task or reward function failed more often than ``rollout.task_error_budget``
-    allows. The message has the traceback of their code."""
+    allows. The message has its traceback."""
 
 
 class UnhealthyError(TitanGrpoError):
-    """The numbers of a training step are bad, and the configuration says that the run stops. Raised
-    on every rank alike."""
+    """The numbers of a training step are bad, and the configuration says to stop the run. Raised on
+    every rank."""
 
 
 class StorageError(TitanGrpoError):
-    """The disk refused a file of the run. Said in one line on the rank that met it."""
+    """The disk refused a file of the run. Printed in one line by the affected rank."""
 
 
 class AlertStop(TitanGrpoError):
@@ -60,10 +61,9 @@ class AlertStop(TitanGrpoError):
 
 
 class SyncError(TitanGrpoError):
-    """A background weight sync failed: which server, version and block (where there is one), and
-    why.
+    """A background weight sync failed: server, version, block (if any), and cause.
 
-    Latched by the thread that met it and raised, or logged, at the next step boundary.
+    Latched by the thread that finds it, and raised or logged at the next step boundary.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SyncError(TitanGrpoError):
         self.cause, self.url, self.version, self.block = cause, url, version, block
 
     def followed_by(self, count: int) -> "SyncError":
-        """The same error, telling that ``count`` others came after it."""
+        """Return the same error with a note that ``count`` others followed."""
         if count == 0:
             return self
         cause = f"{self.cause} (and {count} more since the last step)"
@@ -84,8 +84,7 @@ class SyncError(TitanGrpoError):
 
 
 class PeerError(TitanGrpoError):
-    """A server is wrong or gone. Never our own bug, and never a reason to stop the trainer by
-    itself."""
+    """A server is wrong or gone. It is never our own bug, and alone never stops the trainer."""
 
 
 class ServerUnreachable(PeerError):
@@ -112,7 +111,7 @@ class ServerTaken(ServerRefused):
 
 class TransferFailed(PeerError):
     """A transfer ended without the announced bytes: lost, late, or different. ``block``: the first
-    one that differed."""
+    block that differed."""
 
     def __init__(self, message: str, block: int | None = None) -> None:
         super().__init__(message)
@@ -126,11 +125,11 @@ CROSSING: dict[str, type[TitanGrpoError]] = {
         *(ConfigError, UpstreamError, ProtocolError, TitanGrpoError),
     )
 }
-"""Errors that cross to another process, by name and text."""
+"""Errors that are passed to another process, by name and text."""
 
 
 def kind_of(error: BaseException) -> str:
-    """The name in CROSSING under which an error crosses: the nearest that it is. What was not
-    raised on purpose is a bug of ours."""
+    """Return the name in CROSSING of the error's nearest base class. Other exceptions are bugs of
+    ours: "ProtocolError"."""
     names = (kind.__name__ for kind in type(error).__mro__)
     return next((name for name in names if name in CROSSING), ProtocolError.__name__)

@@ -1,8 +1,8 @@
-"""``python -m titan_grpo.run_main MODULE FD PARENT ARGUMENTS...`` calls ``MODULE.main`` with the
-socket, the parent's process id and the arguments: what start_module starts.
+"""Entry point for subprocesses.start_module: ``python -m titan_grpo.run_main MODULE FD PARENT
+ARGUMENTS...`` calls ``MODULE.main`` with the socket, the parent's process id and the arguments.
 
-With ``python -m MODULE`` the first record of its own that the process reads would load the module
-again, under its name: its classes would be there twice.
+``python -m MODULE`` would load the module as ``__main__``, and again under its own name at the
+first import or unpickling: its classes would exist twice.
 """
 
 import importlib
@@ -11,8 +11,8 @@ import socket
 import sys
 
 if __name__ == "__main__":
-    # Before the module is loaded, which takes seconds: Ctrl-C reaches the whole foreground group,
-    # and the process that started this one decides when it ends.
+    # Before loading the module, which takes seconds: Ctrl-C reaches the whole foreground group, and
+    # the parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     name, fd, parent, *arguments = sys.argv[1:]
     module = importlib.import_module(name)

@@ -2,9 +2,9 @@
 weights.
 
 It comes from a file or from the environment, never from a command line, and no repr, log, error or
-pickle shows it. Nothing is proven or hashed with the run key itself: each use has a key of its own,
-derived by HMAC-SHA256 (the construction of HKDF's expand step, RFC 5869) from the run key and what
-the use is about.
+pickle shows it. The run key itself proves and hashes nothing: each use has a key of its own,
+derived by HMAC-SHA256 (the construction of HKDF's expand step, RFC 5869) from the run key and a
+description of the use.
 """
 
 import hashlib
@@ -35,20 +35,20 @@ class Key:
     __slots__ = ("_raw",)
 
     def __init__(self, raw: bytes) -> None:
-        """ConfigError for any other length."""
+        """Raises ConfigError for any other length."""
         if len(raw) != KEY_BYTES:
             raise ConfigError(f"a run key must have {KEY_BYTES} bytes, got {len(raw)}")
         self._raw = raw
 
     @classmethod
     def generate(cls) -> "Key":
-        """A new one, from the operating system's randomness."""
+        """Return a new key, from the operating system's randomness."""
         return cls(secrets.token_bytes(KEY_BYTES))
 
     @classmethod
     def parse(cls, text: str, source: str) -> "Key":
-        """From hexadecimal digits, surrounding blanks allowed. ConfigError names ``source`` and
-        never shows the text."""
+        """Read hexadecimal digits; surrounding blanks are allowed. Raises ConfigError, which names
+        ``source`` and never shows the text."""
         try:
             raw = bytes.fromhex(text)
         except ValueError:
@@ -63,25 +63,23 @@ class Key:
 
     @property
     def raw(self) -> bytes:
-        """The bytes, for a keyed hash."""
+        """The key's bytes, for a keyed hash."""
         return self._raw
 
     def hex(self) -> str:
-        """The digits, for handing it on by environment or over a pipe."""
+        """Return the hexadecimal digits, to pass the key by environment or pipe."""
         return self._raw.hex()
 
     def derive(self, *purpose: str) -> "Key":
-        """The key for one use; other purposes give unrelated keys."""
+        """Return the key for one use; other purposes give unrelated keys."""
         return Key(hmac.digest(self._raw, json.dumps(purpose).encode(), hashlib.sha256))
 
     def proof(self, message: str) -> str:
-        """Proof of having this key, for ``message``: its HMAC-SHA256, 64
-        hexadecimal digits."""
+        """Return the proof of this key for ``message``: its HMAC-SHA256, 64 hexadecimal digits."""
         return hmac.new(self._raw, message.encode(), hashlib.sha256).hexdigest()
 
     def proves(self, message: str, proof: str) -> bool:
-        """Whether ``proof`` is the one of ``message``; the comparison takes the same time wherever
-        they differ."""
+        """Whether ``proof`` is that of ``message``, compared in constant time."""
         return hmac.compare_digest(self.proof(message).encode(), proof.encode())
 
     def __repr__(self) -> str:
@@ -93,31 +91,30 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class EpochKeys:
-    """What one epoch needs: ``messages`` authenticates its messages, ``blocks`` keys the
-    digests of its run."""
+    """Keys of one epoch: ``messages`` authenticates its messages, ``blocks`` keys the digests of
+    its run."""
 
     messages: Key
     blocks: Key
 
     @classmethod
     def of(cls, run_key: Key, run_id: str, epoch: int) -> "EpochKeys":
-        """Derived: a message of another epoch proves nothing in this one, nor does a block's digest
-        of another run."""
+        """Derive the keys: proofs of other epochs' messages and other runs' digests are invalid."""
         return cls(run_key.derive("messages", run_id, str(epoch)), run_key.derive("blocks", run_id))
 
     @property
     def ranges(self) -> Key:
-        """Of the connections that read versions, the same in every epoch of the run: the trainer's
-        other hosts know no epochs."""
+        """Key of the connections that read versions. It is the same in all epochs of the run, since
+        the trainer's other hosts have no epochs."""
         return self.blocks.derive("ranges")
 
     def to_hex(self) -> dict[str, str]:
-        """For the socket pair between an engine and its receiver process."""
+        """Encode for the socket pair between an engine and its receiver process."""
         return {"messages": self.messages.hex(), "blocks": self.blocks.hex()}
 
     @classmethod
     def from_hex(cls, data: Mapping[str, str]) -> "EpochKeys":
-        """to_hex() back."""
+        """Decode the result of ``to_hex``."""
         return cls(
             *(
                 Key.parse(data[name], f"the epoch's key for {name}")
@@ -127,8 +124,8 @@ class EpochKeys:
 
 
 def with_run_key(environ: Mapping[str, str], key: Key | None) -> dict[str, str]:
-    """``environ`` for a child process that is to have ``key``, in place of any other; unchanged
-    without a key. Pure."""
+    """Return ``environ`` for a child process, with ``key`` in place of any other; unchanged without
+    a key. Pure."""
     if key is None:
         return dict(environ)
     return {name: value for name, value in environ.items() if name not in KEY_VARIABLES} | {
@@ -137,10 +134,10 @@ def with_run_key(environ: Mapping[str, str], key: Key | None) -> dict[str, str]:
 
 
 def find_run_key(environ: Mapping[str, str], path: str = "") -> Key | None:
-    """The run key, None if there is none.
+    """Return the run key, or None if none is configured.
 
-    ``path`` is a configured file. ConfigError if a named file is missing or holds no key, or if
-    more than one place is named.
+    ``path``: a configured file. Raises ConfigError if a named file is missing or has no key, or if
+    more than one source is set.
     """
     sources = [name for name in KEY_VARIABLES if environ.get(name)] + (
         ["weight_sync.run_key_file"] if path else []
@@ -166,10 +163,10 @@ def find_run_key(environ: Mapping[str, str], path: str = "") -> Key | None:
 
 
 def environment_key(environ: Mapping[str, str]) -> tuple[Key | None, str]:
-    """A server's run key: (the key or None, why all weights must be refused or empty).
+    """Return a server's run key, or None, and why all weights must be refused, or "".
 
-    A server whose configured key is missing takes no weights at all: without a key it would take
-    any trainer's.
+    If the configured key cannot be read, a server takes no weights at all: without a key it would
+    take any trainer's.
     """
     try:
         return find_run_key(environ), ""

@@ -1,5 +1,5 @@
-"""Records that cross rooms. Standard library only: the rollout process and the servers load no
-torch for them."""
+"""Records that several rooms share. Standard library only, since the rollout process and the
+servers load this without torch."""
 
 import math
 from collections.abc import Sequence
@@ -11,30 +11,30 @@ LARGEST_REWARD = 3e38
 """Advantages are computed in float32, whose range ends just above."""
 
 LARGEST_LOGPROB = 1e-3
-"""Rounding can make the log-probability of a certain token slightly positive. Larger values are no
-log-probabilities: a probability, or the 1.0 with which Atropos marks a masked token."""
+"""Rounding can make the log-probability of a certain token slightly positive. A larger value is
+something else: a probability, or the 1.0 with which Atropos marks a masked token."""
 
 
 Span = tuple[int, int]
-"""(version, tokens): so many tokens in a row were sampled by the weights of that version. Where an
-engine does not name the version of each token: by that version or a later one."""
+"""(version, tokens): a number of consecutive tokens that this version sampled (or a later one, if
+the engine does not report each token's version)."""
 
 
 LEAST_LOGPROB = -1e30
-"""One below this is past float32."""
+"""Log-probabilities at or below this are refused (float32 ends at -3.4e38)."""
 
 
 def sound_logprobs(logprobs: Sequence[float]) -> bool:
-    """Whether all are finite numbers between ``LEAST_LOGPROB`` and ``LARGEST_LOGPROB``; at least
-    one."""
-    # The sum finds NaN, which min and max may step over; three passes in C, where a generator would
-    # take 5 times as long.
+    """Whether all are finite and between ``LEAST_LOGPROB`` and ``LARGEST_LOGPROB``. There must be
+    at least one."""
+    # The sum finds NaN, which min and max may miss. Three passes in C take a fifth of a generator's
+    # time.
     finite = math.isfinite(sum(logprobs))
     return finite and min(logprobs) > LEAST_LOGPROB and max(logprobs) <= LARGEST_LOGPROB
 
 
 def sound_reward(reward: float) -> bool:
-    """Whether a reward is no NaN and no larger than ``LARGEST_REWARD`` either way, so that sums of
+    """Whether a reward is not NaN and at most ``LARGEST_REWARD`` in magnitude, so that sums of
     rewards are finite."""
     return abs(reward) <= LARGEST_REWARD
 
@@ -43,30 +43,30 @@ def sound_reward(reward: float) -> bool:
 class Prompt:
     """One prompt of a task.
 
-    ``index`` is its place in the task's endless, seeded sequence: the same index gives the same
-    prompt in every run with that seed, which makes a resumed run exact.
+    ``index``: its position in the task's endless, seeded sequence. An index gives the same prompt
+    in every run with that seed, so a resumed run continues exactly.
     """
 
     index: int
     token_ids: tuple[int, ...]
     payload: dict[str, Any] = field(default_factory=dict)
-    """What the reward needs besides the tokens (a reference answer, say)."""
+    """Data for the reward besides the tokens, such as a reference answer."""
 
 
 TURN_OVER = "turn"
-"""``finish_reason`` of a completion whose task has not yet answered the policy's turn."""
+"""``finish_reason`` of a completion that waits for the task's answer to the policy's turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled continuation, token in and token out, from its first token (``NO_TOKENS``) on,
-    over one request or several.
+    """One sampled continuation as token ids, complete or in progress (from ``NO_TOKENS`` on), made
+    by one request or several.
 
-    ``finish_reason`` is empty while more is to come. ``logprobs[i]`` is the engine's
-    log-probability (natural logarithm) of ``token_ids[i]`` under the distribution it was sampled
-    from. ``version_first`` and ``version_last`` bound the policy versions of all that its tokens
-    depend on, the KV of the prompt included: equal unless weights were committed while it ran or
-    waited. Staleness is bounded by ``version_first``.
+    ``finish_reason``: empty while in progress. ``logprobs[i]``: the engine's log-probability
+    (natural logarithm) of ``token_ids[i]`` under its sampling distribution. ``version_first`` and
+    ``version_last`` bound the policy versions that the tokens depend on, the KV of the prompt
+    included; they are equal unless weights were committed while it ran or waited. Staleness counts
+    from ``version_first``.
     """
 
     token_ids: tuple[int, ...]
@@ -78,24 +78,23 @@ class Completion:
     reward: float = 0.0
 
     sampled: tuple[bool, ...] = ()
-    """Which of ``token_ids`` the policy sampled; the others (a tool's answer) are context, and
-    their ``logprobs`` mean nothing. Empty: all of them."""
+    """Which of ``token_ids`` the policy sampled; the others (a tool's answer) are context, whose
+    ``logprobs`` are meaningless. Empty: all."""
     zero_advantage: bool = False
-    """The reward counts for the others of its group, but this completion is not trained on."""
+    """Do not train on this completion; its reward still counts in its group."""
     spans: tuple[Span, ...] = ()
-    """Which version sampled which of ``token_ids``, in order; the numbers of tokens add up to
-    theirs. Context has the version before it. Empty: all are of ``version_first``, or later ones
-    up to ``version_last``."""
+    """Versions of consecutive runs of ``token_ids``, covering all. Context counts as the version
+    before it. Empty: one run, of ``version_first`` (or up to ``version_last``; see Span)."""
     routes: bytes = field(default=b"", repr=False)
-    """Which experts the engine sent each token of prompt and completion to, but for the last token:
-    uint16, little-endian, [tokens, layers, experts of a token]. Empty: it did not say."""
+    """Experts of each token of prompt and completion except the last, as the engine routed them:
+    uint16, little-endian, [tokens, layers, experts of a token]. Empty: not reported."""
     episode: int = -1
-    """Where an agent's history changed, its episode is several completions, which have this number
-    in common: their reward counts once in the group. -1: it is one of its own."""
+    """Number shared by the completions of one episode, into which an agent's changes of its history
+    split it; their reward counts once in the group. -1: an episode of one completion."""
 
     @property
     def token_spans(self) -> tuple[Span, ...]:
-        """``spans``, written out where they are empty.
+        """``spans``, or the one span that empty ``spans`` stand for.
 
         >>> Completion((7, 8), (-0.5, -1.0), "stop", 3, 4, "s").token_spans
         ((3, 2),)
@@ -104,26 +103,27 @@ class Completion:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that are trained on."""
+        """Number of tokens that the policy sampled."""
         return sum(self.sampled) if self.sampled else len(self.token_ids)
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more is to come."""
+        """Whether the completion is complete."""
         return self.finish_reason not in ("", TURN_OVER)
 
     @property
     def waits(self) -> bool:
-        """Whether the policy's turn is over, and the task's answer to it is missing."""
+        """Whether it waits for the task's answer to the policy's turn."""
         return self.finish_reason == TURN_OVER
 
     @property
     def answers(self) -> int:
-        """How many of its turns are the task's."""
+        """Number of the task's turns in it."""
         return sum(not sampled for sampled, _ in groupby(self.sampled))
 
     def then(self, more: "Completion") -> "Completion":
-        """The two as one. All that is not of tokens (how it ended, its reward) is that of ``more``.
+        """Return this completion continued by ``more``, whose finish reason, reward and other
+        fields that are not per token it takes.
 
         >>> part = Completion((5,), (-0.5,), "", 3, 3, "s")
         >>> whole = part.then(Completion((8, 9), (-1.0, 0.0), "stop", 3, 5, "s", spans=((5, 2),)))
@@ -146,8 +146,8 @@ class Completion:
             version_last=max(self.version_last, more.version_last),
             sampled=flags,
             spans=spans_from(first, (*self.token_spans, *more.token_spans)),
-            # An engine's answer has the routes of what came before its own tokens too, as they were
-            # when that was computed again; the tokens were sampled on those that are here already.
+            # ``more`` also has routes of the earlier tokens, from their recomputation. Keep the
+            # routes with which the tokens were sampled.
             routes=self.routes + more.routes[len(self.routes) :],
         )
 
@@ -157,8 +157,8 @@ NO_TOKENS = Completion((), (), "", -1, -1, "")
 
 
 def spans_from(first: int, spans: Sequence[Span]) -> tuple[Span, ...]:
-    """``Completion.spans`` of a completion with ``version_first = first``: neighbours of one
-    version as one.
+    """Return ``Completion.spans`` for ``version_first = first``: merge neighbours of one version,
+    and drop the spans if all are of ``first``.
 
     >>> spans_from(3, ((3, 2), (3, 1), (4, 0), (5, 2))), spans_from(3, ((3, 2), (3, 1)))
     (((3, 3), (5, 2)), ())
@@ -169,15 +169,15 @@ def spans_from(first: int, spans: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def context(token_ids: Sequence[int], version: int) -> Completion:
-    """Tokens that the policy did not sample; they count as of ``version``, that of those beside
-    them."""
+    """Return a completion of tokens that the policy did not sample; they count as ``version``, the
+    neighbouring tokens' version."""
     ids, none = tuple(token_ids), (0.0,) * len(token_ids)
     return Completion(ids, none, "", version, version, "", sampled=(False,) * len(ids))
 
 
 def whole_routes(routes: bytes, tokens: int, width: int = 0) -> bool:
-    """Whether ``routes`` (as in Completion) are of all of ``tokens`` tokens but the last, ``width``
-    experts each; 0: as many of each as of any other.
+    """Whether ``routes`` (as in Completion) cover all of ``tokens`` tokens except the last, with
+    ``width`` numbers (layers x experts) each, or with any equal width if 0.
 
     >>> whole_routes(bytes(24), 4), whole_routes(bytes(24), 4, 2), whole_routes(b"", 4)
     (True, False, False)
@@ -187,10 +187,10 @@ def whole_routes(routes: bytes, tokens: int, width: int = 0) -> bool:
 
 
 def fresh_enough(first: int, spans: Sequence[Span], oldest: int, stale_share: float) -> bool:
-    """Whether a completion may be used where versions before ``oldest`` are too stale: it depends
-    on none (``first`` is the oldest that it depends on, KV included), or less than ``stale_share``
-    of its tokens were sampled by such. The share is of the weights alone: KV that was kept over a
-    commit is older than the tokens made on it, and then is borne with them.
+    """Whether a completion may be used if versions before ``oldest`` are too stale: it depends on
+    none of them (``first`` is the oldest version that it depends on, KV included), or less than
+    ``stale_share`` of its tokens were sampled by them. The share counts sampling versions only: KV
+    that was kept over a commit is older than the tokens made from it, and is then accepted.
 
     >>> half = ((3, 2), (5, 2))
     >>> [fresh_enough(3, half, 4, share) for share in (0.0, 0.5, 0.6)]
@@ -203,10 +203,10 @@ def fresh_enough(first: int, spans: Sequence[Span], oldest: int, stale_share: fl
 
 
 def defect(prompt: Prompt, completion: Completion) -> str:
-    """Why a completion must not be trained on (the name it is counted under), or "" if it may.
+    """Return why a completion must not be trained on (the name of its counter), or "".
 
-    One rule for rollouts and batch: the group of such a one is left out whole, since advantages
-    compare its members, and one without its failures of one kind would be biased.
+    Rollouts and batch share this rule. The whole group of a defective completion is left out:
+    advantages compare its members, and a group without one kind of failure would be biased.
     """
     if not prompt.token_ids:
         return "empty_prompt"
@@ -230,13 +230,12 @@ def defect(prompt: Prompt, completion: Completion) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All completions of one prompt; the unit of advantages, of admission and of the data
-    cursor."""
+    """All completions of one prompt: the unit of advantages, admission and the data cursor."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
 
     @property
     def version(self) -> int:
-        """Oldest policy version in the group, from which its staleness is counted."""
+        """Oldest policy version in the group; its staleness counts from it."""
         return min(c.version_first for c in self.completions)

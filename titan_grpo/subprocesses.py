@@ -18,7 +18,7 @@ from typing import IO, Any
 from titan_grpo.runkey import KEY_VARIABLES
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun sets for each of its processes: all of them, or none."""
+"""Environment variables that torchrun sets for each of its processes, all or none."""
 
 TORCHRUN_NAMES = {*TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE", "OMP_NUM_THREADS"}
 TORCHRUN_NAMES |= {"ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"}
@@ -26,18 +26,18 @@ TORCHRUN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "PET_")
 
 PR_SET_PDEATHSIG = 1
 KILL_S = 5.0
-"""Seconds to wait for a process that got SIGKILL."""
+"""Seconds to wait for a process after SIGKILL."""
 
 GUARD_START_S = 30.0
 SHARED_MEMORY = Path("/dev/shm")
 
 Output = int | IO[Any] | None
-"""Where stdout or stderr goes, as subprocess.Popen takes it; None: where ours goes."""
+"""Destination of stdout or stderr, as for subprocess.Popen; None: this process's own."""
 
 
 def without_torchrun(base: Mapping[str, str]) -> dict[str, str]:
-    """``base`` without torchrun's variables: a process that finds them takes them for its own rank
-    and hangs in the rendezvous."""
+    """Return ``base`` without torchrun's variables: a process that inherits them takes itself for
+    a rank and hangs in the rendezvous."""
     return {
         name: value
         for name, value in base.items()
@@ -46,12 +46,12 @@ def without_torchrun(base: Mapping[str, str]) -> dict[str, str]:
 
 
 def helper_environment(base: Mapping[str, str], *dropped: str) -> dict[str, str]:
-    """Environment of our own helper processes: no rank, one thread, no run key (a helper that needs
-    a key gets it over its socket), and nothing of ``dropped``. Pure."""
+    """Return the environment of a helper process: no rank, one thread, no run key (a helper that
+    needs a key gets it over its socket), and nothing of ``dropped``. Pure."""
     kept = without_torchrun(base)
     for name in (*KEY_VARIABLES, *dropped):
         kept.pop(name, None)
-    # C++ stack traces of every lost connection would fill the log.
+    # Otherwise each lost connection logs a C++ stack trace.
     few = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     return kept | few | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
@@ -64,19 +64,19 @@ def start_module(
     stderr: Output = None,
     new_session: bool = False,
 ) -> tuple["subprocess.Popen[bytes]", socket.socket]:
-    """Start a process that calls ``main(socket, parent, *arguments)`` of a module: with one end of
-    a socket pair, and this process's id. Returns the process and the other end, which closes when
-    this process ends, however it ends.
+    """Start a process that calls ``main(socket, parent, *arguments)`` of a module, with one end of
+    a socket pair and this process's id. Return the process and the other end, which the kernel
+    closes when this process ends.
 
     ``new_session``: signals to our group or terminal do not reach the process. Raises OSError.
     """
-    # Neither is inherited but by pass_fds: another child that held our end would keep it open after
-    # our own end, and this process would wait for ever.
+    # Not inheritable, except by pass_fds: if another child had our end, it would stay open after
+    # this process ends, and the new process would wait forever.
     ours, theirs = socket.socketpair()
     ends = str(theirs.fileno()), str(os.getpid())
     command = [sys.executable, "-m", "titan_grpo.run_main", module, *ends, *arguments]
     try:
-        with theirs:  # only the child may hold it: then its end closes ours
+        with theirs:  # close our copy: else the child's end would not end the stream
             process = subprocess.Popen(
                 command,
                 env=dict(env),
@@ -93,8 +93,8 @@ def start_module(
 
 
 def run_command(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str:
-    """Run a user's command to its end, in a process group of its own; empty, or why it failed. Its
-    output goes where ours does."""
+    """Run a user's command to its end, in a process group of its own, with our stdout and stderr.
+    Return why it failed, or ""."""
     try:
         process = subprocess.Popen(
             list(command), env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True
@@ -112,20 +112,19 @@ def run_command(command: Sequence[str], env: Mapping[str, str], timeout_s: float
 def end_with_parent(number: int = signal.SIGKILL) -> None:
     """Have the kernel send ``number`` to this process when the *thread* that started it ends.
 
-    A parent that had ended before this call is not noticed: compare os.getppid() where that
-    matters.
+    Nothing is sent if the parent ended before this call: compare os.getppid() if that matters.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def exit_with_parent(parent: int) -> None:
-    """Start a thread that ends this process, and it alone, when ``parent``, which started it, has
-    ended. A socket to it is not enough: a child that it forked holds the other end open."""
+    """Start a thread that ends this process alone when its ``parent`` has ended. The end of a
+    socket's stream does not show that: a child that the parent forked keeps it open."""
 
     def watch() -> None:
         if os.getppid() == parent:
             with suppress(ProcessLookupError):
-                # no deadline: the parent's end is what the thread waits for
+                # no deadline: ends with the parent
                 _readable(None, os.pidfd_open(parent))
         os._exit(1)
 
@@ -133,7 +132,7 @@ def exit_with_parent(parent: int) -> None:
 
 
 def wait_process(process: "subprocess.Popen[Any]", timeout_s: float) -> int:
-    """``process.wait(timeout_s)`` without its polling: the exit status, or
+    """Wait without the polling of ``process.wait(timeout_s)``; return the exit status. Raises
     subprocess.TimeoutExpired. Several threads may wait for one process."""
     if process.poll() is None:
         with suppress(ProcessLookupError):  # another thread has reaped it
@@ -148,17 +147,17 @@ def wait_process(process: "subprocess.Popen[Any]", timeout_s: float) -> int:
 
 
 def end(process: "subprocess.Popen[Any]", grace_s: float) -> None:
-    """End the leader of a process group and every process below it: SIGTERM to the group, SIGKILL
-    to all after the grace. Bounded by the grace and KILL_S. Idempotent."""
-    # Looked up while the parents live: torchrun starts each rank in a session, so in a group, of
-    # its own.
+    """End the leader of a process group and all its descendants: SIGTERM to the group, SIGKILL to
+    all after the grace. Bounded by the grace and KILL_S. Idempotent."""
+    # Find the descendants while their parents live: torchrun starts each rank in its own session,
+    # which signals to the group do not reach.
     below = _descendants(process.pid) if process.poll() is None else []
     for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_S)):
         if process.poll() is None:
             signal_group(process.pid, number)
             with suppress(subprocess.TimeoutExpired):
                 wait_process(process, wait_s)
-    # Also after a clean exit of the leader: the others may still be there.
+    # After a clean exit of the leader too: others of its group may still run.
     signal_group(process.pid, signal.SIGKILL)
     for pidfd in below:
         with suppress(ProcessLookupError):
@@ -167,17 +166,17 @@ def end(process: "subprocess.Popen[Any]", grace_s: float) -> None:
 
 
 def signal_group(group: int, number: int) -> None:
-    """Signal a process group that may be gone already."""
+    """Signal a process group, if it still exists."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
 
 
 class Guarded:
-    """A command in a process group of its own that ends with this process, however this one dies.
+    """A command in a process group of its own that ends with this process, even if it is killed.
 
-    PR_SET_PDEATHSIG alone is not enough: it follows the thread that forked, and reaches the leader
-    only. So a guard process holds the other end of a socket; when that closes, the guard ends the
-    group and everything below it.
+    PR_SET_PDEATHSIG alone is not enough: it follows the forking thread, and signals the leader
+    only. So a guard process has the other end of a socket; when ours closes, the guard ends the
+    group and all its descendants.
     """
 
     def __init__(
@@ -188,8 +187,8 @@ class Guarded:
         stdout: Output = None,
         stderr: Output = subprocess.STDOUT,
     ) -> None:
-        """Start it. ``grace_s``: seconds between SIGTERM and SIGKILL. A command that cannot be
-        started shows as one that ended."""
+        """Start the command. ``grace_s``: seconds between SIGTERM and SIGKILL. A command that
+        cannot be started appears as one that has ended."""
         self._grace_s = grace_s
         self.guard, self._owner = start_module(
             "titan_grpo.subprocesses",
@@ -217,8 +216,7 @@ class Guarded:
             signal_group(self.group, number)
 
     def stop(self) -> None:
-        """End it: SIGTERM, then SIGKILL after the grace. Returns when it is gone (bounded).
-        Idempotent."""
+        """Send SIGTERM, after the grace SIGKILL, and wait for the end (bounded). Idempotent."""
         self._owner.close()
         self.signal(signal.SIGCONT)
         try:
@@ -230,8 +228,8 @@ class Guarded:
 
 
 def _readable(timeout_s: float | None, *fds: int) -> bool:
-    """Whether a descriptor got readable or closed in time. Not select(): that ends at descriptor
-    1023."""
+    """Wait until a descriptor is readable or closed; False on timeout. select() would be limited to
+    descriptors up to 1023."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -239,7 +237,7 @@ def _readable(timeout_s: float | None, *fds: int) -> bool:
 
 
 def _descendants(pid: int) -> list[int]:
-    """A pidfd, which no reuse of pids can mislead, of every process below ``pid``."""
+    """Return a pidfd, which is safe from reuse of pids, of each descendant of ``pid``."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -257,11 +255,11 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _shared_memory(in_group: Callable[[int], bool]) -> set[int]:
-    """Inodes of the files in /dev/shm that a process maps whose process group satisfies
-    ``in_group``.
+    """Return the inodes of all files in /dev/shm that are mapped by a process whose process group
+    satisfies ``in_group``.
 
-    Inodes and not paths: glibc creates a named semaphore under another name and links it, so the
-    mapping's path is one that no longer exists.
+    Inodes and not paths: glibc creates a named semaphore under a temporary name, which the mapping
+    keeps, and links it to its own.
     """
     out: set[int] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
@@ -274,17 +272,17 @@ def _shared_memory(in_group: Callable[[int], bool]) -> set[int]:
 
 
 def main(owner: socket.socket, _: int, grace_s: str, *command: str) -> int:
-    """Run the command until it ends, its owner does, or SIGTERM comes; then end what is left of it.
-    Returns the command's exit status (128 + number after a signal).
+    """Run the command until it ends, its owner ends, or SIGTERM comes; then end the rest of its
+    group. Return the command's exit status (128 + number after a signal).
 
-    What the group leaves in /dev/shm is removed: SGLang's schedulers leave 25 MB each at tensor
-    parallel 2 and a semaphore, and containers often have 64 MB.
+    Remove the group's files in /dev/shm: SGLang's schedulers leave 25 MB each at tensor parallel 2
+    and a semaphore, and containers often have 64 MB.
     """
     woken, wake = socket.socketpair()
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno())
     signal.signal(signal.SIGTERM, lambda *_: None)
-    # ignored by run_main, and the command would inherit that
+    # run_main ignores SIGINT, and the command would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     child = subprocess.Popen(
         command, process_group=0, preexec_fn=end_with_parent, stdin=subprocess.DEVNULL

@@ -1,5 +1,5 @@
-"""``torchrun ... -m titan_grpo.train --job.config_file X.toml``: the trainer's entry point on every
-rank."""
+"""Entry point of every trainer rank: ``torchrun ... -m titan_grpo.train --job.config_file
+X.toml``."""
 
 import os
 import signal
@@ -9,18 +9,15 @@ from typing import Any
 
 
 def _stop_on_signals() -> None:
-    """Let the first SIGTERM or SIGINT end this rank the ordinary way: lanes, rollouts and servers
-    are closed.
-
-    The later ones are ignored: torchrun repeats its signals, and would cut the closing short. It
-    kills after its grace. If torchrun itself is killed, its ranks (each in a session of its own)
-    would train on alone: the kernel sends SIGTERM.
-    """
+    """End this rank in the ordinary way at the first SIGTERM or SIGINT: lanes, rollouts and servers
+    are closed."""
     from titan_grpo.subprocesses import end_with_parent
 
+    # If torchrun is killed, its ranks (each in a session of its own) would go on training.
     end_with_parent(signal.SIGTERM)
 
     def stop(number: int, frame: Any) -> None:
+        # torchrun repeats its signals, which would interrupt the closing; it kills after its grace.
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_IGN)
         raise SystemExit(128 + number)
@@ -41,7 +38,7 @@ def _check_environment() -> None:
 
 
 def _run(argv: list[str]) -> None:
-    # First: it patches what must be patched before torchtitan is imported.
+    # First: some patches must be applied before torchtitan is imported.
     from titan_grpo.titan.compat import prepare
 
     prepare()
@@ -61,8 +58,8 @@ def _run(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run one rank. 0: trained; 2: the configuration is refused; 1: another error of ours. Both are
-    said in one line."""
+    """Run one rank. Return 0 after training, 2 for a refused configuration, 1 for another error of
+    ours. Errors are printed in one line."""
     from titan_grpo.errors import (
         ConfigError,
         DataError,
@@ -77,7 +74,7 @@ def main(argv: list[str]) -> int:
     try:
         _run(argv)
     except (ConfigError, DataError, UpstreamError) as error:
-        # Every rank meets the same error; one of them says it.
+        # Every rank gets the same error: print it once.
         if rank == "0":
             print_error(str(error))
         return 2

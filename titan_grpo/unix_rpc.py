@@ -1,10 +1,10 @@
-"""Over Unix sockets: a pipe for calls between two processes of one program, a channel of JSON lines
-between two processes, and requests to a server.
+"""Communication over Unix sockets: a pipe for calls between two processes of one program, a channel
+of JSON lines, and requests to a server.
 
-A pipe joins a rank and its sync process, and rank 0 and its rollout process; a channel an engine
-and its receiver process. The server answers for the model's process of an engine whose HTTP routes
-reach that process only while generation stands still, and for a running trainer (``titan-grpo
-servers``). Only the same user and root are served.
+A pipe joins a rank and its sync process, and rank 0 and its rollout process; a channel joins an
+engine and its receiver process. A server runs in SGLang's schedulers, which SGLang's own HTTP
+routes reach only while generation is idle, and in a running trainer (``titan-grpo servers``). It
+serves only the same user and root.
 """
 
 import itertools
@@ -38,21 +38,21 @@ BATCH = 256
 """Most calls in one message."""
 
 ANSWERED = "<answered>"
-"""In place of a method: the outcome of an ``ask``."""
+"""Method name of a message with the result of an ``ask``."""
 
 READ_BYTES = 1 << 16
 
 GREET_S = 5.0
-"""Seconds for a client to send its request, and to take the answer."""
+"""Seconds to wait for a client's request, and for it to take the answer."""
 
 REST_S = 1.0
 """Back-off after accept() fails (EMFILE), in seconds."""
 
 CREDENTIALS = struct.Struct("3i")
-"""pid, uid, gid of the other end, as SO_PEERCRED gives them."""
+"""SO_PEERCRED: pid, uid and gid of the other end."""
 
 Handler = Callable[[dict[str, Any]], Mapping[str, Any]]
-"""Answers one request. A PeerError or DataError becomes a refusal at the client."""
+"""Function that answers one request. Its PeerError or DataError becomes the client's refusal."""
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +60,12 @@ _Call = tuple[str, tuple[Any, ...]]
 
 
 class Pipe:
-    """One end of the pipe between two processes: calls of the other end's methods, in
-    order, of any size. Pickled: both ends are one program, and one user's. ``post`` never waits,
-    whatever the other end does."""
+    """One end of a pipe between two processes: ordered calls of the other end's methods, of any
+    size. They are pickled: both ends belong to one program and one user."""
 
     def __init__(self, sock: socket.socket, target: object) -> None:
-        """Takes the socket over. ``target`` has the methods that the other end calls, one after the
-        other; they must not block. Nothing is sent before ``start``."""
+        """Take the socket over; send nothing before ``start``. ``target``: object whose methods the
+        other end calls, one after the other; they must not block."""
         self._connection: Connection[Any, Any] = Connection(sock.detach())
         self._target = target
         self._out: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -74,21 +73,21 @@ class Pipe:
         self._asked: dict[int, Future[Any]] = {}
 
     def post(self, method: str, *arguments: Any) -> None:
-        """Have the other end call ``method``, or ``attribute.method``, of its target. Any thread;
-        never waits."""
+        """Queue a call of ``method``, or ``attribute.method``, of the other end's target. Never
+        waits; for any thread."""
         self._out.put((method, arguments))
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """The same, and wait for the outcome: the other end's ``request``. Any thread but the
-        receiving one."""
+        """Call ``request`` of the other end's target, and wait for the result. For any thread but
+        the receiving one, which would wait for itself."""
         number, future = next(self._numbers), Future[Any]()
-        self._asked[number] = future  # first: the answer may be here before post() returns
+        self._asked[number] = future  # first: the answer may arrive before post() returns
         self.post("request", number, method, *arguments)
-        # no deadline: the other end has one for what it does, and its own end ends this process
+        # no deadline: the call has one at the other end; if that process ends, this one ends too
         return future.result()
 
     def _answered(self, number: int, value: Any, error: TitanGrpoError | None) -> None:
-        """The outcome of an ``ask``."""
+        """Complete an ``ask``."""
         future = self._asked.pop(number)
         if error is None:
             future.set_result(value)
@@ -96,7 +95,7 @@ class Pipe:
             future.set_exception(error)
 
     def answer(self, number: int, work: Callable[[], Any]) -> None:
-        """Post the outcome of ``work`` for the other end's ``ask``. Top of a thread."""
+        """Post the result of ``work`` for the other end's ``ask`` (a thread's main function)."""
         value, error = None, None
         try:
             value = work()
@@ -106,12 +105,12 @@ class Pipe:
         self.post(ANSWERED, number, value, error)
 
     def start(self) -> None:
-        """Send, on a thread, until ``close`` or the other end is gone."""
+        """Start the sending thread, which runs until ``close`` or the other end's end."""
         self._thread = threading.Thread(target=self._send_all, name="pipe", daemon=True)
         self._thread.start()
 
     def close(self, within_s: float = 0.0) -> None:
-        """Send what was posted, and no more. Waits up to ``within_s`` seconds for that."""
+        """Stop sending after the calls posted so far; wait up to ``within_s`` seconds for that."""
         self._out.put(None)
         self._thread.join(within_s)
 
@@ -126,15 +125,15 @@ class Pipe:
                     calls.append(self._out.get())
                 self._connection.send([call for call in calls if call is not None])
         except OSError:
-            pass  # the other end is gone: the receiving thread finds out
-        except Exception:  # top of a thread: a call that has no pickle, a task's payload say
+            pass  # the other end is gone: the receiving thread handles that
+        except Exception:  # top of a thread: a call cannot be pickled (a task's payload, say)
             log.exception("a pipe ends, since a call over it cannot be pickled")
-            # Without this both ends would wait for calls that never come.
+            # End both receiving threads: otherwise both ends wait for calls that never come.
             with socket.socket(fileno=os.dup(self._connection.fileno())) as both:
                 both.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> None:
-        """Perform what the other end posts, on this thread, until its end."""
+        """Perform the other end's calls on this thread, until the other end closes."""
         while True:
             try:
                 # no deadline: ends with the other process, whose end closes the socket
@@ -149,23 +148,23 @@ class Pipe:
 
 
 def abstract_address(name: str) -> str:
-    """An address without a file: it vanishes with the socket."""
+    """Return an address without a file: it disappears with the socket."""
     return f"\0titan_grpo/{name}"
 
 
 class Channel:
-    """Sends and receives one JSON object per line. One thread reads; any thread writes."""
+    """Channel of JSON objects, one per line. One thread reads; any thread writes."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Takes the socket over."""
-        # A timeout of the socket itself would be the reader's and the writers' at once.
+        """Take the socket over."""
+        # The reader and the writers have different timeouts: do not use the socket's own.
         sock.setblocking(False)
         self._sock = sock
         self._rest = bytearray()
         self._write_lock = threading.Lock()
 
     def send(self, message: Mapping[str, Any], timeout_s: float) -> None:
-        """Write one message; PeerError if the other end is gone or does not read within
+        """Write one message. Raises PeerError if the other end is gone, or does not read within
         ``timeout_s`` seconds."""
         data = memoryview(json.dumps(message).encode() + b"\n")
         try:
@@ -178,10 +177,10 @@ class Channel:
             raise PeerError(f"the other end of the channel is gone or stuck: {error}") from error
 
     def receive(self, timeout_s: float | None) -> dict[str, Any] | None:
-        """The next message, or None at the end of the stream. PeerError past ``timeout_s`` seconds,
-        DataError for a line that is no object.
+        """Return the next message, or None at the end of the stream. Raises PeerError after
+        ``timeout_s`` seconds, DataError for a line that is no JSON object.
 
-        Without a timeout only the other process's end (which closes the stream) ends the wait.
+        Without a timeout only the end of the other process (which closes the stream) ends the wait.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while (cut := self._rest.find(b"\n")) < 0:
@@ -201,7 +200,7 @@ class Channel:
     def _read(self, deadline: float | None) -> bytes:
         try:
             self._wait(select.POLLIN, deadline)
-            # no deadline: something is there to be read, or the end of the stream
+            # no deadline: data, or the end of the stream, is ready
             return self._sock.recv(READ_BYTES)
         except TimeoutError as error:
             raise PeerError("no message on the channel before the deadline") from error
@@ -209,11 +208,12 @@ class Channel:
             return b""
 
     def _wait(self, event: int, deadline: float | None) -> None:
-        """Until the socket can be read or written, or has ended. TimeoutError past the deadline."""
+        """Wait until the socket is readable, writable or closed. Raises TimeoutError at the
+        deadline."""
         poll = select.poll()
         poll.register(self._sock, event)
         left_ms = None if deadline is None else 1e3 * max(1e-3, deadline - time.monotonic())
-        # no deadline: without one it ends with the other process, whose end closes the stream
+        # no deadline: if None, the wait ends with the other process, which closes the stream
         if not poll.poll(left_ms):
             raise TimeoutError("timed out")
 
@@ -223,22 +223,22 @@ class Channel:
 
 
 class Server(threading.Thread):
-    """Answers requests, one per connection, until ``close``.
+    """Server of requests, one per connection, until ``close``.
 
-    ``concurrent`` answers each in a thread of its own, for answers that take long. Otherwise this
-    thread answers them one after the other and never exits: PR_SET_PDEATHSIG kills a receiver
-    process when the thread that spawned it exits.
+    ``concurrent``: answer each on a thread of its own, for slow answers. Otherwise this one thread
+    answers all: a receiver process that it starts would be killed (PR_SET_PDEATHSIG) at the end of
+    a shorter-lived thread.
     """
 
     def __init__(self, address: str, handler: Handler, concurrent: bool = False) -> None:
-        """Listens when this returns; a file as ``address`` gets mode 0600. OSError if the address
-        is in use."""
+        """Bind and listen; a file as ``address`` gets mode 0600. Raises OSError if the address is
+        in use."""
         super().__init__(name="unix rpc", daemon=True)
         self._handler, self._concurrent = handler, concurrent
         self._closing = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX)
         try:
-            # before the bind: between the two, any user could connect
+            # Before the bind: otherwise any user could connect in between.
             os.fchmod(self._socket.fileno(), 0o600)
             self._socket.bind(address)
             self._socket.listen(64)
@@ -287,10 +287,10 @@ class Server(threading.Thread):
             return {"refused": str(error)}
 
     def close(self) -> None:
-        """Stop listening; requests under way are not waited for. Idempotent."""
+        """Stop listening, without waiting for requests in flight. Idempotent."""
         self._closing.set()
         with suppress(OSError):
-            # a thread in accept does not notice a close alone
+            # close() alone does not wake a thread in accept().
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -307,8 +307,8 @@ def listens(address: str) -> bool:
 
 
 def call(address: str, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """The server's answer. ServerUnreachable if there is no server or no answer within
-    ``timeout_s`` seconds, ServerRefused with its refusal."""
+    """Send a request and return the answer. Raises ServerUnreachable without a server or an answer
+    (``timeout_s`` seconds to send, and as many to wait), ServerRefused with its refusal."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)
         try:

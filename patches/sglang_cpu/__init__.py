@@ -1,17 +1,14 @@
-"""Let SGLang start where its compiled kernels cannot be installed: a directory for PYTHONPATH of
-the server.
+"""Make SGLang start without its compiled kernels: this directory goes into the server's PYTHONPATH.
 
-``sitecustomize.py`` in it acts in every process of the server (SGLang spawns several), and in three
-places only:
+Its ``sitecustomize.py`` runs in every process of the server (SGLang spawns several), and changes
+three things:
 
-* ``import sgl_kernel`` gets ``sgl_kernel_stand_in.py`` if, and only if, no real one can be found.
-  Every function of it raises NotImplementedError with its name: it is there to be imported, never
-  to compute.
-* before torchvision registers shape functions for its operators, those of its operators that are
-  missing get their schemas, because PyPI's torchvision is built for CUDA and does not load its own
-  beside the CPU build of torch.
-* before SGLang makes room for the experts of each token (``--enable-return-routed-experts``), a
-  CPU's memory for them is no longer registered with CUDA, which fails there.
+* ``import sgl_kernel`` loads ``sgl_kernel_stand_in.py`` if no real package can be found. All its
+  functions raise NotImplementedError with their names: they can be imported, but not called.
+* Before torchvision registers shape functions for its operators, missing operators get their
+  schemas: PyPI's torchvision is built for CUDA and does not load its operators with torch for CPU.
+* Before SGLang allocates memory for the experts of each token (``--enable-return-routed-experts``),
+  registering a CPU's memory with CUDA, which would fail, is turned off.
 """
 
 from pathlib import Path
@@ -31,21 +28,20 @@ DELETE_WHEN = (
 )
 
 CALLS_VARIABLE = "TITAN_GRPO_SGL_KERNEL_CALLS"
-"""Environment variable with a file: a function of the stand-in that is called appends its name
-before it raises."""
+"""Environment variable with the path of a file: a function of the stand-in appends its name to it
+before raising."""
 
 
 def directory() -> str:
-    """What to put in front of the server's PYTHONPATH."""
+    """Return the directory for the front of the server's PYTHONPATH."""
     return str(Path(__file__).resolve().parent)
 
 
 def apply() -> bool:
-    """True: the stand-in may take the place of a missing ``sgl_kernel``. Called at its
-    import.
+    """Check, at its import, that the stand-in may replace a missing ``sgl_kernel``; return True.
 
-    Raises: UpstreamError: SGLang's version is not in ``APPLIES_TO``; it may call kernels where the
-        tested ones do not.
+    Raises:
+        UpstreamError: SGLang's version is not in ``APPLIES_TO``: it may call other kernels.
     """
     require(APPLIES_TO, __name__)
     return True

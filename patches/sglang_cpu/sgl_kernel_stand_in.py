@@ -1,5 +1,5 @@
-"""Stands in for the package ``sgl_kernel`` and its module ``sgl_kernel.mamba``: any function can be
-imported, none computes."""
+"""Stand-in for the package ``sgl_kernel`` and its module ``sgl_kernel.mamba``: any function can be
+imported, and raises when called."""
 
 import os
 from collections.abc import Callable
@@ -9,8 +9,7 @@ from titan_grpo.patches.sglang_cpu import CALLS_VARIABLE
 
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:
-    # Python itself asks for such names (__path__, __wrapped__, ...) and must be told that there are
-    # none.
+    # Python itself looks up such names (__path__, __wrapped__, ...): they must be missing.
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,8 +1,8 @@
-"""Runs at the start of every Python process whose PYTHONPATH has this directory; what it does and
-why: ``__init__.py``.
+"""Python runs this at the start of every process with this directory in PYTHONPATH; see
+``__init__.py``.
 
-It imports nothing but the standard library until SGLang's imports come to it, and then runs the
-``sitecustomize`` that this one hides, if there is another on the path.
+It imports only the standard library until SGLang imports one of its modules, and runs the
+``sitecustomize`` that it hides, if there is another on the path.
 """
 
 import importlib.machinery
@@ -19,22 +19,22 @@ SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
-"""Operators that torchvision describes to torch at import -> their schemas."""
+"""Operators that torchvision registers shape functions for at import -> their schemas."""
 
 _kept: list[object] = []
-"""References: torch forgets the schemas of a library that is freed."""
+"""Libraries to keep alive: torch drops the schemas of a freed library."""
 
 
 class MissingKernels:
-    """Finds ``sgl_kernel`` where no other finder does. It is the last one, so an installed package
-    is preferred."""
+    """Finder of the stand-in for ``sgl_kernel``. It is the last finder, so an installed package is
+    preferred."""
 
     @staticmethod
     def find_spec(
         name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> object:
-        """The stand-in's spec. UpstreamError for a version of SGLang that it was not written
-        for."""
+        """Return the stand-in's spec. Raises UpstreamError for a version of SGLang that it was not
+        written for."""
         if name not in KERNELS:
             return None
         from titan_grpo.patches import sglang_cpu
@@ -46,13 +46,12 @@ class MissingKernels:
 
 
 class MissingSchemas:
-    """Acts on the way to the module that registers torchvision's shape functions, and leaves
-    finding it to the others."""
+    """Finder that acts before the module that registers torchvision's shape functions is found, and
+    leaves finding it to the others."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Define the operators that torchvision's own library, which has been tried by then, did
-        not bring."""
+        """Define the operators that torchvision's own library, loaded before, does not have."""
         if name == "torchvision._meta_registrations":
             import torch
 
@@ -64,13 +63,13 @@ class MissingSchemas:
 
 
 class UnlockedMemory:
-    """Acts on the way to the module that remembers the experts of each token, and leaves finding it
-    to the others."""
+    """Finder that acts before the module that records the experts of each token is found, and
+    leaves finding it to the others."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Let that module's memory be as it is allocated: SGLang registers it with CUDA, on a CPU
-        too, where torch has none to call."""
+        """Skip the registration of that module's memory with CUDA: SGLang does it on a CPU too,
+        where it fails."""
         if name == "sglang.srt.state_capturer.base":
             from sglang.srt.mem_cache.pool_host import common
 
@@ -83,8 +82,8 @@ class UnlockedMemory:
 
 
 def run_hidden() -> None:
-    """Run the sitecustomize that Python would have found without this one. What it raises is for
-    site.py, as ever."""
+    """Run the sitecustomize that Python would find without this one. Its exceptions go to site.py,
+    as usual."""
     others = [entry for entry in sys.path if os.path.realpath(entry) != HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:

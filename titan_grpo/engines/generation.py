@@ -1,5 +1,5 @@
-"""Generation requests and their answers, for any engine; and answers that come in pieces, as
-server-sent events: bytes in, tokens out. Pure."""
+"""Generation requests and answers of any engine, and streamed answers (server-sent events): bytes
+in, tokens out. Pure."""
 
 import hashlib
 import math
@@ -13,22 +13,21 @@ from titan_grpo.engines.http import Call, HttpRefused, want
 from titan_grpo.errors import ServerRefused
 
 LOGPROB_FLOOR = -9999.0
-"""At or below this a log-probability stands for minus infinity, which JSON has no number for (vLLM
-sends just this one)."""
+"""Log-probabilities at or below this mean minus infinity, which JSON lacks (vLLM sends this
+number)."""
 
 VersionSpan = tuple[str, int, int]
-"""(label, start, end): the engine showed ``label`` for its weights while it made the tokens start,
-..., end - 1."""
+"""(label, start, end): the label of the engine's weights while it made tokens start to end - 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One sampled continuation: token ids, their natural-log probabilities (NaN where the server
-    sent null), and why it ended.
+    """One sampled continuation: token ids, their natural-log probabilities (NaN for null), and the
+    reason of its end.
 
-    ``versions``: which weights made which tokens, in order and without gaps; empty where the engine
-    does not send it. ``retractions``: how often the engine dropped the request's KV and computed it
-    anew; None where it does not send it. ``routes``: as in samples.Completion.
+    ``versions``: which weights made which tokens, in order and without gaps; empty if the engine
+    does not say. ``retractions``: how often the engine dropped and recomputed the request's KV;
+    None if it does not say. ``routes``: as in samples.Completion.
     """
 
     token_ids: tuple[int, ...]
@@ -41,47 +40,45 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling of one request. Truncation (top-k, top-p, penalties) is always off: the trainer
-    recomputes plain softmax."""
+    """Sampling options of one request. Truncation and penalties (top-k, top-p, ...) are always off:
+    the trainer computes plain softmax."""
 
     max_tokens: int
     temperature: float = 1.0
     seed: int | None = None
     cache_salt: str = ""
-    """Version label the request is admitted under: a pause that keeps requests does not clear the
-    prefix cache, so KV blocks of older weights would be reused; a salt per version keeps them
-    apart."""
+    """Version label at the request's admission. A pause that keeps requests also keeps the prefix
+    cache: a salt per version prevents reuse of KV blocks of older weights."""
 
     stop: tuple[str, ...] = ()
-    """Texts at which the completion ends; the tokens that hold one belong to it."""
+    """Texts that end the completion; their tokens belong to it."""
 
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens at which it ends, besides the model's own end tokens; each belongs to it."""
+    """Tokens that end it, besides the model's own end tokens; they belong to it."""
 
     ignore_eos: bool = False
-    """Go on to ``max_tokens`` whatever is sampled: requests of a known length, for checks and
-    measurements."""
+    """Always sample ``max_tokens``: requests of a known length, for checks and measurements."""
 
     routes: bool = False
-    """Ask for the experts of each token, which come with an answer that is not streamed."""
+    """Ask for the experts of each token; only unstreamed answers have them."""
 
 
 RETURN_ROUTES = "--enable-return-routed-experts"
-"""Option with which both engines remember the experts of each token."""
+"""Option of both engines: record the experts of each token."""
 
 NO_ROUTES = f"start it with {RETURN_ROUTES} (vLLM has that on a GPU only, SGLang on a CPU too)"
 
 
 ToolCalls = list[tuple[str, dict[str, Any]]]
-"""(name of the tool, its arguments), in their order."""
+"""(name of the tool, its arguments), in the order of the calls."""
 
 TOOL_PARSER = "--tool-call-parser"
-"""Option of both engines: by which format they read calls of tools in a model's text."""
+"""Option of both engines: the format of tool calls in a model's text."""
 
 
 def tool_calls(content: Any, found: Iterable[tuple[Any, Any]]) -> tuple[str, ToolCalls]:
-    """An engine's reading of an answer: what is left for the user, and the calls. ``found``: names,
-    and arguments in JSON. Without calls where one of those is no object.
+    """Return an answer's text for the user, and its tool calls. ``found``: names, and arguments in
+    JSON. Without any calls if one's arguments are no JSON object.
 
     >>> tool_calls(None, [("add", '{"a": 1}')]), tool_calls("?", [("add", "{")])
     (('', [('add', {'a': 1})]), ('?', []))
@@ -99,8 +96,8 @@ def tool_calls(content: Any, found: Iterable[tuple[Any, Any]]) -> tuple[str, Too
 
 
 def salt(label: str) -> str:
-    """A cache salt for any label: hashed, since vLLM refuses salts over 128 characters or with "/",
-    "@" or a backslash."""
+    """Return the cache salt of a label. It is a hash, since vLLM refuses salts over 128 characters
+    or with "/", "@" or a backslash."""
     return hashlib.blake2b(label.encode(), digest_size=16).hexdigest()
 
 
@@ -108,7 +105,7 @@ _TokenIds = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...]
 
 
 def read_ids(answer: Any, key: str, path: str) -> tuple[int, ...]:
-    """``answer[key]``, a list of token ids. ServerRefused for others.
+    """Return ``answer[key]``. Raises ServerRefused if it is no list of token ids.
 
     >>> read_ids({"ids": [5, 6]}, "ids", "/generate")
     (5, 6)
@@ -120,15 +117,15 @@ def read_ids(answer: Any, key: str, path: str) -> tuple[int, ...]:
 
 
 def logprob(value: Any) -> float:
-    """A log-probability of an answer; NaN for null, minus infinity at the floor and below."""
+    """Read a log-probability; NaN for null, minus infinity at LOGPROB_FLOOR and below."""
     if not isinstance(value, (int, float)):
         return math.nan
     return -math.inf if value <= LOGPROB_FLOOR else float(value)
 
 
 def version_spans(value: Any, path: str) -> tuple[VersionSpan, ...]:
-    """``weight_versions`` of an answer, in the form that both engines give it; empty for null.
-    ServerRefused for others."""
+    """Read ``weight_versions`` of either engine's answer; empty if it is no list. Raises
+    ServerRefused for a malformed entry."""
     return tuple(
         (
             str(want(s, "version", str, path)),
@@ -140,10 +137,9 @@ def version_spans(value: Any, path: str) -> tuple[VersionSpan, ...]:
 
 
 INTERVAL = 32
-"""Tokens in one piece, but for the first and the last: what a broken connection costs of each
-request at most. Both engines take it with the request. At this the engines' own cost does not show;
-one token a piece costs them up to two thirds more CPU time, and this side several times as much
-(docs/measurements.md)."""
+"""Tokens in one piece (the first and the last may be shorter): the most that a broken connection
+costs a request. Both engines take it in the request. At 32 the engines' cost is not measurable; at
+1 it is up to two thirds more CPU time, and several times as much here (docs/measurements.md)."""
 
 DONE = b"[DONE]"
 
@@ -152,9 +148,9 @@ DONE = b"[DONE]"
 class Piece:
     """One event of a streamed answer.
 
-    ``start``: how many tokens come before these; -1: as many as came so far. ``finish_reason``:
-    empty while more is to come. ``versions`` (empty where not in the event) and ``retractions`` are
-    those of the whole answer up to here.
+    ``start``: position of the first token in the answer; -1: after those received so far.
+    ``finish_reason``: empty until the answer ends. ``versions`` (empty if not in the event) and
+    ``retractions``: of the whole answer so far.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -167,23 +163,22 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StreamedCall:
-    """A call whose answer comes in pieces. ``call.parse`` reads one that comes whole all the same;
-    ``call.timeout_s`` bounds each silence. ``piece`` turns an event's JSON into a Piece."""
+    """A call with a streamed answer. ``call.parse`` reads the answer of a server that does not
+    stream; ``call.timeout_s`` bounds each silence; ``piece`` reads an event's JSON."""
 
     call: Call[Sampled]
     piece: Callable[[Any], Piece]
 
 
 class Events:
-    """Cuts a body into the payloads of its events, wherever the chunks were cut. Bytes: a character
-    may be cut too."""
+    """Splitter of a body into the payloads of its events. It works on bytes: a chunk may end within
+    a character."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def take(self, chunk: bytes) -> list[bytes]:
-        """Payloads that are complete with this chunk. One line is one payload, as both engines
-        write it.
+        """Return the payloads that this chunk completes. One line is one payload in both engines.
 
         >>> events = Events()
         >>> end = bytes([13, 10, 13, 10])
@@ -195,11 +190,8 @@ class Events:
 
 
 class Answer:
-    """One streamed answer, as far as it has come.
-
-    Some server or proxy may not stream: a body that is a JSON object and no events is read as the
-    whole answer.
-    """
+    """One streamed answer, as received so far. A server or proxy may not stream: a body that begins
+    like a JSON object is read as the whole answer."""
 
     def __init__(self, call: StreamedCall) -> None:
         self._call, self._events = call, Events()
@@ -210,7 +202,7 @@ class Answer:
         self._versions: tuple[VersionSpan, ...] = ()
         self._retractions: int | None = None
         self.finish_reason = ""
-        """Empty until it is known how the answer ended."""
+        """Empty until the answer's end."""
 
     @property
     def count(self) -> int:
@@ -219,12 +211,12 @@ class Answer:
 
     @property
     def whole(self) -> bool:
-        """Whether the engine has sent how it ended."""
+        """Whether the answer has its finish reason."""
         return bool(self.finish_reason)
 
     def take(self, chunk: bytes) -> None:
-        """The next bytes of the body. Raises HttpRefused for an error among the events,
-        ServerRefused for what is none."""
+        """Take the next bytes of the body. Raises HttpRefused for an error event, ServerRefused for
+        an invalid one."""
         if self._whole or (not self._began and chunk.lstrip().startswith(b"{")):
             self._whole += chunk
             return
@@ -234,13 +226,14 @@ class Answer:
                 self._add(self._call.piece(_event(payload, self._call.call.path)))
 
     def end(self) -> None:
-        """The body ended. Raises ServerRefused for a whole answer that cannot be read."""
+        """Take the end of the body. Raises ServerRefused for an unstreamed answer that cannot be
+        read."""
         if self._whole:
             s = self._call.call.parse(_event(self._whole, self._call.call.path))
             self._add(Piece(s.token_ids, s.logprobs, s.finish_reason, s.versions, s.retractions, 0))
 
     def sampled(self, count: int, finish_reason: str) -> Sampled:
-        """The first ``count`` tokens with their versions, and ``finish_reason``."""
+        """Return the first ``count`` tokens with their versions, and ``finish_reason``."""
         spans = tuple(
             (label, start, min(end, count)) for label, start, end in self._versions if start < count
         )
@@ -267,8 +260,8 @@ class Answer:
 
 
 def _event(payload: bytes, path: str) -> Any:
-    """The JSON of one event. An error in it is raised as the HTTP status that it comes too late
-    for."""
+    """Decode the JSON of one event. Raises HttpRefused for an error: the HTTP status, already sent,
+    could not say so."""
     try:
         event = msgspec.json.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError):

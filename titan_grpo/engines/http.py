@@ -1,6 +1,6 @@
 """HTTP calls as data, and the two drivers that execute them: blocking, over httpx, and in asyncio.
 
-The only place where HTTP errors become ours."""
+Only this module turns HTTP errors into the package's."""
 
 import asyncio
 import functools
@@ -31,15 +31,14 @@ NOT_RECOMPUTED = (
 """End of a refusal of ``drop_kv``."""
 
 LIMITS = httpx.Limits(max_connections=4, max_keepalive_connections=4, keepalive_expiry=KEEPALIVE_S)
-"""Of a thread's connections to one server."""
+"""Limits of a thread's connections to one server."""
 
 CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
-"""Environment variables with the certificate authorities that https servers are checked against, in
-place of the public ones."""
+"""Environment variables with the certificate authorities for https, in place of the public ones."""
 
 
 class HttpRefused(ServerRefused):
-    """A non-2xx answer, or an error in the middle of one. ``status`` is its HTTP status code."""
+    """A non-2xx answer, or an error in the middle of an answer. ``status``: HTTP status code."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -47,7 +46,7 @@ class HttpRefused(ServerRefused):
 
 
 class KeyRefused(HttpRefused, ServerUnfit):
-    """401 or 403: the server needs a key, or another one."""
+    """Answer 401 or 403: the key is missing or wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,8 @@ class Call(Generic[T]):
     """One HTTP request and the pure function that turns its 2xx answer into a value.
 
     ``parse`` gets the decoded JSON body, or ``None`` for an empty or non-JSON one, and raises
-    ServerRefused (through ``want``) where the answer has not the promised form. ``timeout_s`` is
-    the deadline in seconds. ``admin``: send the admin key, if there is one.
+    ServerRefused (through ``want``) if the answer has another form. ``timeout_s``: the deadline in
+    seconds. ``admin``: send the admin key, if there is one.
     """
 
     method: str
@@ -69,8 +68,7 @@ class Call(Generic[T]):
 
 
 def want(answer: Any, key: str, kind: type | tuple[type, ...], path: str) -> Any:
-    """``answer[key]`` if it has the type ``kind``, else ServerRefused with the path, the key and
-    what was there."""
+    """Return ``answer[key]``. Raises ServerRefused if it is missing or not of type ``kind``."""
     if isinstance(answer, Mapping) and key in answer and isinstance(answer[key], kind):
         return answer[key]
     raise ServerRefused(
@@ -80,12 +78,12 @@ def want(answer: Any, key: str, kind: type | tuple[type, ...], path: str) -> Any
 
 
 def ignore(_answer: Any) -> None:
-    """Parse step of calls whose status code is the whole answer."""
+    """Parse nothing: for calls whose status code is the whole answer."""
 
 
 def requests(count: int) -> Callable[[F], F]:
-    """Mark a method that makes up to ``count`` requests of its server, each with a deadline; others
-    make one."""
+    """Mark a method that makes up to ``count`` requests to its server, each with a deadline;
+    unmarked methods make one."""
 
     def mark(method: F) -> F:
         method.requests = count  # type: ignore[attr-defined]
@@ -98,26 +96,26 @@ class Sink(Protocol):
     """Consumer of a streamed answer."""
 
     def take(self, chunk: bytes) -> None:
-        """The next bytes of the body. Raises ServerRefused for what it cannot be."""
+        """Take the next bytes of the body. Raises ServerRefused if they are invalid."""
 
     def end(self) -> None:
-        """The body ended. Raises likewise."""
+        """Take the end of the body. Raises likewise."""
 
     @property
     def whole(self) -> bool:
-        """Whether nothing of the answer is missing."""
+        """Whether the answer is complete."""
 
 
 def public_url(url: str) -> str:
-    """The URL without user, password, query and fragment, for messages and logs."""
+    """Return the URL without user, password, query and fragment, for messages and logs."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     return urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", ""))
 
 
 def address_towards(host: str, port: int) -> str:
-    """This host's address on the way to another; OSError if there is none. No packet is sent:
-    connecting a UDP socket picks a route."""
+    """Return this host's address on the route to another host. Raises OSError if there is none.
+    Sends no packet: connecting a UDP socket only picks a route."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
@@ -126,7 +124,7 @@ def address_towards(host: str, port: int) -> str:
 
 @functools.cache
 def _tls(ca_file: str | None, ca_path: str | None) -> ssl.SSLContext:
-    """One context for all clients: reading the authorities takes tens of milliseconds."""
+    """Return one context for all clients: reading the authorities takes tens of milliseconds."""
     if ca_file is None and ca_path is None:
         return httpx.create_ssl_context(trust_env=False)
     try:
@@ -140,13 +138,14 @@ def _tls(ca_file: str | None, ca_path: str | None) -> ssl.SSLContext:
 
 @functools.cache
 def _no_tls() -> ssl.SSLContext:
-    """Of plain http: httpx would make one for each connection, which takes longer than that."""
+    """Return one context for plain http: httpx would make one per client, which takes longer than
+    connecting."""
     return httpx.create_ssl_context(verify=False, trust_env=False)
 
 
 class _Driver:
-    """What both drivers have in common. Proxy settings of the environment are not used: servers are
-    addressed directly."""
+    """Common part of both drivers. Servers are addressed directly: the environment's proxy settings
+    are ignored."""
 
     def __init__(self, base_url: str, api_key: str, admin_key: str) -> None:
         self.url = public_url(base_url)
@@ -155,7 +154,7 @@ class _Driver:
         self._tls = _tls(*map(os.environ.get, CA_VARIABLES)) if https else _no_tls()
 
     def _headers(self, call: Call[Any]) -> list[tuple[str, str]]:
-        # A server with an admin key takes that one alone for admin calls, and refuses it elsewhere.
+        # A server with an admin key accepts only it for admin calls, and refuses it elsewhere.
         key = self._admin_key if call.admin and self._admin_key else self._api_key
         return [("Authorization", f"Bearer {key}")] if key else []
 
@@ -186,10 +185,10 @@ class _Driver:
 
 
 class SyncDriver(_Driver):
-    """Calls to one server from a thread that may block. Not for sharing between threads.
+    """Blocking calls to one server, for one thread.
 
-    The deadline is per network operation (connect, send, wait for bytes), which for one-piece
-    answers is the whole call.
+    The deadline holds per network operation (connect, send, wait for bytes); an answer in one piece
+    has one wait.
     """
 
     def __init__(
@@ -200,9 +199,9 @@ class SyncDriver(_Driver):
         *,
         calling: Callable[[], object] = lambda: None,
     ) -> None:
-        """``admin_key``: for calls with ``admin``; empty: ``api_key`` as for all others.
-        ``calling``: called before each request. Raises ConfigError for unusable SSL_CERT_FILE or
-        SSL_CERT_DIR."""
+        """``admin_key``: for calls with ``admin``; if empty, they use ``api_key`` too.
+        ``calling``: callback before each request. Raises ConfigError if SSL_CERT_FILE or
+        SSL_CERT_DIR is unusable."""
         super().__init__(base_url, api_key, admin_key)
         self._calling = calling
         self._client = self._connect()
@@ -213,8 +212,8 @@ class SyncDriver(_Driver):
         )
 
     def run(self, call: Call[T]) -> T:
-        """Execute. Raises ServerUnreachable (no answer), HttpRefused (not 2xx), ServerRefused
-        (unreadable answer)."""
+        """Execute a call. Raises ServerUnreachable (no answer), HttpRefused (not 2xx),
+        ServerRefused (unreadable answer)."""
         self._calling()
         try:
             response = self._client.request(
@@ -229,8 +228,7 @@ class SyncDriver(_Driver):
             raise self._unreachable(call, error) from error
         if response.is_server_error:
             # uvicorn closes a connection on which a handler raised, without saying so in its
-            # answer: the next request on it would fail with a read error although the server is
-            # there
+            # answer: the next request on it would fail with a read error on a healthy server.
             self._client.close()
             self._client = self._connect()
         return self._value(call, response.status_code, response.content)
@@ -248,11 +246,11 @@ class SyncDriver(_Driver):
 
 @dataclass(frozen=True, slots=True)
 class ServerAccess:
-    """How a server is reached. ``admin_key``: empty where the API key does for all; vLLM has no
-    other.
+    """Address and keys of a server. ``admin_key``: empty if the API key serves for all calls (vLLM
+    has no other).
 
-    ``deadline_s``: of each call; ``load_deadline_s``: of the load, where that waits for a transfer
-    too. Both in seconds. ``calling``: called before each request, on its thread; must not block.
+    ``deadline_s``: of each call; ``load_deadline_s``: of the load, if it waits for a transfer too;
+    both in seconds. ``calling``: callback before each request, on its thread; must not block.
     """
 
     url: str
@@ -263,24 +261,24 @@ class ServerAccess:
     calling: Callable[[], object] = field(default=lambda: None, repr=False, kw_only=True)
 
     def driver(self) -> SyncDriver:
-        """Connections to it."""
+        """Return a driver with connections of its own."""
         return SyncDriver(self.url, self.api_key, self.admin_key, calling=self.calling)
 
 
 class AsyncDriver(_Driver):
-    """Calls to one server from an asyncio loop, many at once (at most ``max_connections`` in
-    flight, the others wait)."""
+    """Concurrent calls to one server from an asyncio loop. At most ``max_connections`` are in
+    flight; further calls wait."""
 
     def __init__(
         self, base_url: str, api_key: str = "", max_connections: int = 64, admin_key: str = ""
     ) -> None:
-        """As SyncDriver."""
+        """See SyncDriver."""
         super().__init__(base_url, api_key, admin_key)
         self._connections = Connections(base_url, self._tls, max_connections)
 
     async def run(self, call: Call[T]) -> T:
-        """Execute within ``call.timeout_s`` in all. Raises as SyncDriver.run does; cancelling it
-        drops the connection, which makes the engine abort the request."""
+        """Execute a call within ``call.timeout_s`` in total. Raises as SyncDriver.run does.
+        Cancelling it closes the connection, so that the engine aborts the request."""
         try:
             async with asyncio.timeout(call.timeout_s), self._asked(call) as answer:
                 body = b"".join([chunk async for chunk in answer.chunks()])
@@ -297,11 +295,11 @@ class AsyncDriver(_Driver):
         return self._connections.ask(call.method, call.path + query, headers, body)
 
     async def stream(self, call: Call[Any], sink: Sink) -> None:
-        """Execute, and hand the body of a 2xx answer to ``sink`` as it comes.
+        """Execute a call, and hand the body of a 2xx answer to ``sink`` as it comes.
 
         ``call.timeout_s`` bounds the time to the first byte and each silence after it, not the
-        whole. Raises as ``run`` does, and ServerUnreachable where the body ends before the sink has
-        all. Once it has, no error of the connection matters.
+        whole. Raises as ``run`` does, and ServerUnreachable if the body ends before the sink is
+        whole. Connection errors after that are ignored.
         """
         began, clock = False, asyncio.get_running_loop().time
         try:

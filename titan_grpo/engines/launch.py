@@ -1,5 +1,5 @@
-"""Start real servers on this host, and make sure that they end. What is particular to an engine:
-vllm.py, sglang.py."""
+"""Start real servers on this host, and make sure that they end. Command lines and environments are
+in vllm.py and sglang.py."""
 
 import contextlib
 import os
@@ -28,12 +28,12 @@ class ServerSpec:
     """One server to start.
 
     ``python``: interpreter of the engine's environment. ``weight_transfer``: start with our plugin.
-    ``cpu_threads``: 0 leaves threads to the engine (a GPU machine, or a host of its own). With a
-    ``run_key`` it takes weights only from a trainer that has the same. ``api_key``: required of
-    every call; ``admin_key`` (SGLang): of calls that pause it or send weights. ``lora_rank``
-    (vLLM): take adapters of that rank as versions; 0: whole weights. ``routes``: answer
-    with the experts of each token, where it is asked to. ``tool_calls``: read calls of tools by the
-    parser that ``args`` name. ``fp32_head``: logits in float32.
+    ``cpu_threads``: 0 lets the engine choose (a GPU machine, or a host of its own). ``run_key``:
+    take weights only from trainers with this key. ``api_key``: required for every call;
+    ``admin_key`` (SGLang): for calls that pause it or send weights. ``lora_rank`` (vLLM): take
+    adapters of that rank as versions; 0: whole weights. ``routes``: return the experts of each
+    token on request. ``tool_calls``: parse tool calls by the parser that ``args`` name.
+    ``fp32_head``: logits in float32.
     """
 
     python: str
@@ -66,22 +66,21 @@ class ServerSpec:
 
     @property
     def shares_cores(self) -> bool:
-        """Whether other processes need its CPU cores too: few threads, few processes, no
+        """Whether other processes need its CPU cores too: then few threads and processes, and no
         spinning."""
         return self.cpu and self.cpu_threads > 0
 
 
 def command(spec: ServerSpec, keys_path: str = "") -> list[str]:
-    """The server's command line. ``keys_path``: file with its keys, for an engine that reads them
-    from one."""
+    """Return the server's command line. ``keys_path``: file with SGLang's keys, if any."""
     return sglang.command(spec, keys_path) if spec.engine == "sglang" else vllm.command(spec)
 
 
 def environment(base: Mapping[str, str], spec: ServerSpec) -> dict[str, str]:
-    """The server's environment, made of ``base``. The run key goes here because command lines are
+    """Return the server's environment, from ``base``. It holds the run key: command lines are
     public."""
     out = without_torchrun(base) | {"HF_HUB_OFFLINE": "1"}
-    out.pop("PYTHONHOME", None)  # of our interpreter, not of the engine's
+    out.pop("PYTHONHOME", None)  # it is for our interpreter, not for the engine's
     if spec.shares_cores:
         # A server that spins takes the cores that the trainer's ranks need.
         out |= {"OMP_NUM_THREADS": str(spec.cpu_threads), "OMP_WAIT_POLICY": "PASSIVE"}
@@ -94,15 +93,15 @@ def environment(base: Mapping[str, str], spec: ServerSpec) -> dict[str, str]:
 
 
 class Server:
-    """A launched server. A context manager; it also ends when this process does."""
+    """A launched server, as a context manager; it also ends when this process ends."""
 
     def __init__(self, spec: ServerSpec, stop_grace_s: float = 10.0) -> None:
-        """Start it. ``stop_grace_s``: seconds between SIGTERM and SIGKILL."""
+        """Start the server. ``stop_grace_s``: seconds between SIGTERM and SIGKILL."""
         self._held = None
         if not spec.port:
-            # An engine binds its port only after the model is loaded. Until then a socket that
-            # never listens keeps the port from other processes; a server that sets SO_REUSEADDR, as
-            # both engines do, can still bind it.
+            # An engine binds its port only after loading the model. Until then a socket that never
+            # listens reserves it; a server with SO_REUSEADDR, as both engines set it, can still
+            # bind.
             self._held = socket.socket()
             self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._held.bind((spec.host, 0))
@@ -116,7 +115,7 @@ class Server:
         with log.open("wb") as output, contextlib.ExitStack() as failed:
             failed.callback(self._forget_start)
             if self._keys is not None and keys:
-                # SGLang writes all its arguments into its log, keys too.
+                # Private: SGLang logs all its arguments, keys included.
                 os.fchmod(output.fileno(), 0o600)
                 self._keys.unlink(missing_ok=True)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -136,10 +135,10 @@ class Server:
         return self._guarded.group
 
     def wait_healthy(self, deadline_s: float = 300.0) -> float:
-        """Wait until /health answers 200, as both engines do once they can generate, without a key;
-        returns the seconds since the start.
+        """Wait until /health answers 200, as in both engines once they can generate; it needs no
+        key. Return the seconds since the start.
 
-        Raises ServerUnreachable, with the log's end, when the process ended or the deadline passed.
+        Raises ServerUnreachable, with the end of the log, if the process ends or at the deadline.
         """
         health = dialect(self.spec.engine).health(2.0)
         with SyncDriver(self.url) as driver:
@@ -171,13 +170,13 @@ class Server:
         return self._guarded.poll() is None
 
     def stop(self) -> None:
-        """SIGTERM, then after the grace SIGKILL, to the whole group. Returns when it is gone
+        """Send SIGTERM, after the grace SIGKILL, to the whole group, and wait for its end
         (bounded). Idempotent."""
         self._forget_start()
         self._guarded.stop()
 
     def _forget_start(self) -> None:
-        """Give back what only the start needed."""
+        """Release what only the start needs: the reserved port and the file of keys."""
         if self._held is not None:
             self._held.close()
         if self._keys is not None:
@@ -191,14 +190,14 @@ class Server:
 
 
 class ServerGroup:
-    """Servers of one owner: started together, stopped together. A context manager."""
+    """Servers that start and stop together, as a context manager."""
 
     def __init__(self, specs: Sequence[ServerSpec]) -> None:
         self._specs, self._servers = tuple(specs), list[Server]()
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Base URLs of those that were started, in order; they answer after ``wait_healthy``."""
+        """Base URLs of the started servers, in order; they answer after ``wait_healthy``."""
         return tuple(server.url for server in self._servers)
 
     def start(self) -> None:
@@ -209,8 +208,8 @@ class ServerGroup:
     def wait_healthy(
         self, deadline_s: float, say: Callable[[str], None] = terminal.print_status
     ) -> None:
-        """Until every server answers; ``say`` gets lines about the wait. Raises ServerUnreachable
-        with the end of the log of one that does not."""
+        """Wait until every server answers; ``say`` gets lines about the wait. Raises
+        ServerUnreachable with the end of the log of a server that does not."""
         for server in self._servers:
             log = Path(server.spec.log_path)
             with waiting(f"the launched server {log.stem} (log: {log})", deadline_s, say):
@@ -218,7 +217,7 @@ class ServerGroup:
             say(f"{server.spec.engine} at {server.url} is healthy after {started_s:.0f} s")
 
     def stop(self) -> None:
-        """Stop what was started. Idempotent."""
+        """Stop the started servers. Idempotent."""
         while self._servers:
             self._servers.pop().stop()
 
@@ -226,7 +225,7 @@ class ServerGroup:
         try:
             self.start()
         except BaseException:
-            # A server that does not start must not leave the earlier ones running.
+            # If one fails to start, __exit__ is not called: stop the earlier ones.
             self.stop()
             raise
         return self

@@ -1,5 +1,5 @@
-"""Engines by name: the functions that make calls (a dialect), the control plane, and which engine
-answers at a URL."""
+"""Engines by name: their calls (dialects), their control planes, and detection of the engine at a
+URL."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,46 +13,43 @@ from titan_grpo.errors import ConfigError, ProtocolError, ServerRefused, ServerU
 
 
 class Dialect(Protocol):
-    """One engine's HTTP interface. Modules implement it: engines/vllm.py, engines/sglang.py.
-
-    Weights and pauses are not here: what a lane needs of them is ``ServerControl``.
-    """
+    """One engine's HTTP interface, without weights and pauses (see ``ServerControl``). The modules
+    engines/vllm.py and engines/sglang.py implement it."""
 
     NAME: str
     """As in ``rollout.engine``."""
 
     def health(self, timeout_s: float = ...) -> Call[None]:
-        """Answered while the server generates; may refuse or hang while it is paused."""
+        """Succeeds while the server generates; may be refused or hang while it is paused."""
 
     def label(self, timeout_s: float = ...) -> Call[str]:
-        """The label of the weights that the server shows."""
+        """Return the server's label of its weights."""
 
     def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float
     ) -> Call[Sampled]:
         """Sample one continuation of a token-id prompt, with the log-probability of each sampled
-        token under the distribution it was drawn from: plain softmax at the temperature, whatever
-        the model's directory recommends."""
+        token under its sampling distribution: plain softmax at the temperature, without the
+        sampling defaults of the model's directory."""
 
     def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float, interval: int = ...
     ) -> StreamedCall:
-        """``generate`` with an answer in pieces of ``interval`` tokens, the first and the last of
-        which may be shorter; ``timeout_s`` bounds each silence."""
+        """Do as ``generate``, with the answer in pieces of ``interval`` tokens (the first and the
+        last may be shorter). ``timeout_s`` bounds each silence."""
 
     def score(
         self, token_ids: Sequence[int], timeout_s: float, cache_salt: str = ...
     ) -> Call[tuple[float, ...]]:
-        """Log-probabilities of a given sequence at temperature 1: ``len(token_ids) - 1`` values, of
-        all tokens but the first.
+        """Return log-probabilities of a given sequence at temperature 1: ``len(token_ids) - 1``
+        values, of all tokens but the first.
 
-        With a ``cache_salt`` that no other request has, nothing in the answer comes from the prefix
-        cache.
+        With a unique ``cache_salt`` no part of the answer comes from the prefix cache.
         """
 
     def tool_parser(self, timeout_s: float) -> Call[str] | None:
-        """The name of the parser of calls of tools that the server was started with, for an engine
-        whose requests name it; ServerUnfit where there is none. None: not to be asked."""
+        """Return the name of the server's tool-call parser, for engines whose requests name it (the
+        call raises ServerUnfit if the server has none); None for other engines."""
 
     def parse_tool_calls(
         self,
@@ -62,18 +59,17 @@ class Dialect(Protocol):
         tools: Sequence[Any],
         timeout_s: float,
     ) -> Call[tuple[str, ToolCalls]]:
-        """Have the engine's own parser read an answer that it sampled, without its end token:
-        what is left for the user, and the calls. ``text``: of the tokens, with special ones.
-        ``tools``: those of the request. What is left of a text without calls may be less than all
-        of it."""
+        """Parse an answer (without its end token) by the engine's own parser: the text for the
+        user, and the tool calls. ``text``: the decoded tokens, special ones included. ``tools``:
+        the request's. The parser may shorten the text even if it finds no call."""
 
 
 class ServerControl(Protocol):
-    """Control plane of one server, used by one thread at a time. Every method raises PeerError by
-    its own deadline.
+    """Control plane of one server, for one thread at a time. Every method returns or raises
+    PeerError by its own deadline.
 
-    Arguments and results are plain data, encoded by their type hints where calls are made elsewhere
-    (rollout.engine_calls): a further method is one here and one in each engine.
+    Arguments and results are plain data: rollout.engine_calls encodes them by their type hints to
+    make the calls in another process.
 
     A commit is ``pause, load, finish, resume`` and then ``label`` as the read-back; with
     ``weight_sync.kv_after_update = "recompute"`` it has ``drop_kv`` after ``pause``.
@@ -83,41 +79,41 @@ class ServerControl(Protocol):
 
     @property
     def engine(self) -> str:
-        """Name of the engine there (that of its dialect); empty before the first call."""
+        """Name of the server's engine (its dialect's); may be empty before the first call."""
 
     def label(self) -> str:
-        """Label of the weights that the server serves now, as the server reports it."""
+        """Return the server's label of the weights that it serves now."""
 
     @requests(2)
     def stock(self) -> StockRoutes | None:
-        """The engine's own update routes if our plugin is not there and streaming over them is
-        possible; else None."""
+        """Return the engine's own update routes if our plugin is missing and weights can be
+        streamed over them; else None."""
 
     @requests(2)
     def greet(self, hello: Mapping[str, Any]) -> None:
-        """Send the server's receiver the address of its lane. Returns at once, the receiver joins
-        in the background. ServerUnfit where our plugin is not there."""
+        """Send the lane's hello (or attach) to the server's plugin; the receiver joins in the
+        background. Raises ServerUnfit if our plugin is missing."""
 
     def check_tool_parser(self) -> None:
-        """ServerUnfit, with the options to start it with, where the server cannot read calls of
-        tools (Dialect.parse_tool_calls)."""
+        """Raise ServerUnfit, with the options that are missing, if the server cannot parse tool
+        calls (Dialect.parse_tool_calls)."""
 
     @requests(4)
     def paused(self) -> bool:
-        """Whether generation is frozen, by us or by another client."""
+        """Return whether generation is paused, by this or another client."""
 
     def pause(self) -> None:
-        """Freeze generation; running requests keep their state and go on after ``resume``."""
+        """Pause generation; running requests keep their state and continue after ``resume``."""
 
     @requests(2)
     def drop_kv(self) -> None:
-        """On a paused server: drop the KV of running requests and of prefixes, to be computed again
-        with the new weights. No token is lost. ServerRefused where the engine does not confirm
-        it."""
+        """On a paused server: drop the KV of running requests and of prefixes, so that it is
+        recomputed with the new weights. No token is lost. Raises ServerRefused if the engine does
+        not confirm it."""
 
     @requests(4)
     def load(self, info: Mapping[str, Any]) -> None:
-        """Load the version ``info`` names, staged or on its way. The answer proves nothing: the
+        """Load the version that ``info`` (a Commit) names. The answer does not prove success: the
         receiver's Applied does."""
 
     @requests(3)
@@ -125,10 +121,10 @@ class ServerControl(Protocol):
         """Close the update and set the label."""
 
     def relabel(self, label: str) -> None:
-        """Set the label outside of an update, on a server that is being recovered."""
+        """Set the label outside an update, during recovery."""
 
     def resume(self) -> None:
-        """Go on generating."""
+        """Resume generation."""
 
     def close(self) -> None:
         """Close the connections."""
@@ -136,8 +132,8 @@ class ServerControl(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RolloutNeeds:
-    """What the run's rollouts need of their servers, which are all but those that are ``exempt``:
-    ``routes`` (the experts of each token), ``tool_calls`` (what is a call of a tool in them)."""
+    """What a run's rollouts need of all servers that are not ``exempt``: ``routes`` (the experts of
+    each token), ``tool_calls`` (parsing of tool calls)."""
 
     routes: bool = False
     tool_calls: bool = False
@@ -145,11 +141,12 @@ class RolloutNeeds:
 
 
 DIALECTS: dict[str, Dialect] = {sglang.NAME: sglang, vllm.NAME: vllm}
-"""In the order in which ``detect`` tries them: an engine answers only its own label call."""
+"""Engines in the order in which ``detect`` tries them; each answers only its own label call."""
 
 
 def dialect(name: str) -> Dialect:
-    """The module of an engine. ProtocolError for another name: its server was not asked."""
+    """Return the module of an engine. Raises ProtocolError for other names, also "": detection must
+    come first."""
     if name not in DIALECTS:
         raise ProtocolError(f"an engine must be one of {', '.join(DIALECTS)}, got {name!r}")
     return DIALECTS[name]
@@ -162,8 +159,8 @@ EXPECTED = (
 
 
 def detect(driver: SyncDriver, timeout_s: float) -> str:
-    """Name of the engine that answers. Raises ServerUnreachable without an answer, ServerUnfit
-    with what is expected for another kind of server."""
+    """Return the name of the engine that answers. Raises ServerUnreachable without an answer,
+    ServerUnfit for any other kind of server."""
     got = []
     for name, engine in DIALECTS.items():
         call = engine.label(timeout_s)
@@ -172,7 +169,7 @@ def detect(driver: SyncDriver, timeout_s: float) -> str:
             return name
         except HttpRefused as refusal:
             if refusal.status not in (404, 405):
-                raise  # a refused key or a server in trouble is no sign of its engine
+                raise  # a refused key or a server error does not tell which engine it is
             got.append(f"{call.path} {refusal.status}")
         except ServerRefused:
             got.append(f"{call.path} of another form")
@@ -180,33 +177,33 @@ def detect(driver: SyncDriver, timeout_s: float) -> str:
 
 
 AUTO = "auto"
-"""``rollout.engine``: ask each server."""
+"""Value of ``rollout.engine``: detect each server's engine."""
 
 ASK_S = 10.0
-"""Longest deadline of the question which engine answers, in seconds."""
+"""Longest deadline of one call of ``detect``, in seconds."""
 
 
 def make_control(engine: str, access: ServerAccess) -> ServerControl:
-    """The control plane for a value of ``rollout.engine``; makes no call yet. ConfigError for any
-    other value."""
+    """Return the control plane for a value of ``rollout.engine``, without a call to the server.
+    Raises ConfigError for any other value."""
     match engine:
         case "vllm":
             return vllm.VllmControl(access)
         case "sglang":
             return sglang.SglangControl(access)
         case "auto":
-            # Its methods are looked up by name in the interface.
+            # Its __getattr__ has the methods of the interface.
             return cast(ServerControl, DetectingControl(access))
     raise ConfigError(f'an engine must be "auto", "vllm" or "sglang", got {engine!r}')
 
 
 FIRST = ("check_tool_parser", "stock", "greet")
-"""Methods with which a lane begins a connection."""
+"""Methods that a lane calls first on a new connection."""
 
 
 class DetectingControl:
-    """A ServerControl that asks the server for its engine before the first call, and again when a
-    lane connects: a restarted server may be another engine."""
+    """ServerControl that detects the server's engine before the first call, and again when a lane
+    connects: a restarted server may be another engine."""
 
     def __init__(self, access: ServerAccess) -> None:
         self._access = access
@@ -221,7 +218,7 @@ class DetectingControl:
         return self._control.engine if self._control is not None else ""
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        """A method of ServerControl."""
+        """Return a method of ServerControl that detects the engine if necessary."""
         if method.startswith("_") or not hasattr(ServerControl, method):
             raise AttributeError(method)
 

@@ -1,9 +1,9 @@
 """SGLang (0.5.23): its HTTP interface as pure functions from arguments to a Call, a lane's control
-plane, and how a server is started.
+plane, and the command that starts a server.
 
-Calls with ``admin`` go to the routes that SGLang guards with its admin key; with one set, the API
-key is refused there, and the admin key everywhere else. ``/server_info`` answers with both keys in
-clear text: nothing of it may reach a message or a log."""
+Calls with ``admin`` go to routes under SGLang's admin key; if one is set, SGLang refuses the API
+key there, and the admin key on all other routes. ``/server_info`` answers with both keys in clear
+text: keep its content out of messages and logs."""
 
 import base64
 import json
@@ -39,18 +39,18 @@ NAME = "sglang"
 GENERATE, PARSE = "/generate", "/parse_function_call"
 BAD_REQUEST = 400
 LOADER = "titan_grpo.receive.sglang_plugin.commit"
-"""Our custom weight loader, as the server was started with it (``--custom-weight-loader``)."""
+"""Name of our weight loader, for ``--custom-weight-loader``."""
 
 QUERY_S = 10.0
-"""Longest deadline of a question that needs no work of the engine, in seconds."""
+"""Longest deadline of a query that the engine answers without work, in seconds."""
 
 TOKEN_S = 4.0
-"""Deadline of one token from a server without our plugin, which shows that it is not paused, in
-seconds. Less than the 20 s of silence after which SGLang calls itself unhealthy."""
+"""Seconds to wait for one token from a server without our plugin: without one it counts as paused.
+Less than the 20 s of silence after which SGLang reports itself unhealthy."""
 
 ABSENT = (401, 404)
-"""Answers to a route of our plugin where the plugin is not: 404, or with both keys set 401, since
-SGLang guards routes that it does not have with the API key."""
+"""Statuses of our plugin's routes on a server without it: 404, or 401 with both keys set, as SGLang
+guards routes that it lacks with the API key."""
 
 NO_PLUGIN = (
     "install titan_grpo in the server's environment and start it with --custom-weight-loader"
@@ -64,37 +64,37 @@ def _post(path: str, timeout_s: float, body: Any = None) -> Call[None]:
 
 
 def health(timeout_s: float = 30.0) -> Call[None]:
-    """200 once the scheduler has sent any message, at the earliest after a second. On a paused
-    server it hangs, answers 503 after 20 s, and marks the server as unhealthy until the next one.
-    With ``SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0``, which our launcher sets, it is 503 until
-    the server has warmed up, and 200 ever after.
+    """Answered with 200 once the scheduler has sent any message, after a second or more. On a
+    paused server it hangs, answers 503 after 20 s, and marks the server unhealthy until the next
+    one. With ``SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0``, which our launcher sets, it is 503
+    until the server has warmed up, and 200 ever after.
     """
     return Call("GET", "/health", timeout_s, ignore)
 
 
 def alive(timeout_s: float = 2.0) -> Call[None]:
-    """200 while the HTTP process lives: also paused, and while the scheduler stands still."""
+    """Answered with 200 while the HTTP process runs, even if paused or the scheduler hangs."""
     return Call("GET", "/model_info", timeout_s, ignore)
 
 
 def label(timeout_s: float = QUERY_S) -> Call[str]:
-    """Label of the weights, as the HTTP process has it, which takes it over after the scheduler
-    did.
+    """Return the label of the weights in the HTTP process, which gets it after the scheduler.
 
-    So it never runs ahead of the label that tokens are stamped with. (An update through SGLang's
-    own routes with a ``weight_version`` and a cache flush that fails leaves it behind that one.)
+    So it is never newer than the label on tokens. (It stays older after an update through SGLang's
+    own routes with a ``weight_version`` and a cache flush that fails.)
     """
     path = "/model_info"
     return Call("GET", path, timeout_s, lambda a: str(want(a, "weight_version", str, path)))
 
 
 def ready(timeout_s: float = 2.0) -> Call[None]:
-    """200 if the server is not paused; 503 if it is, or if the last health check met a pause."""
+    """Answered with 200 if the server is not paused; with 503 if it is, or if it was at the last
+    health check."""
     return Call("GET", "/ready", timeout_s, ignore)
 
 
 def paused(timeout_s: float = 5.0) -> Call[bool]:
-    """Our plugin's route for whether generation is paused: SGLang has none."""
+    """Return whether generation is paused, by our plugin's route: SGLang has none."""
     path = "/titan_grpo/state"
     return Call("GET", path, timeout_s, lambda a: bool(want(a, "paused", bool, path)), admin=True)
 
@@ -105,47 +105,47 @@ def hello(greeting: Mapping[str, Any], timeout_s: float) -> Call[None]:
 
 
 def pause(timeout_s: float, mode: str = "in_place") -> Call[None]:
-    """Stop generating. ``in_place`` freezes the running requests with their KV cache, ``retract``
-    puts them back into the queue with their tokens and without it, also on a server that is paused
-    already; new ones wait in all modes."""
+    """Pause generation. ``in_place`` freezes the running requests with their KV cache; ``retract``
+    puts them back into the queue with their tokens but without KV, also on a server that is already
+    paused. New requests wait in all modes."""
     return _post("/pause_generation", timeout_s, {"mode": mode})
 
 
 def flush_cache(timeout_s: float) -> Call[None]:
-    """Empty the prefix cache; 400 while any request holds KV. On a paused server those in the queue
-    do not count."""
+    """Empty the prefix cache; refused with 400 while a request has KV. On a paused server queued
+    requests do not count."""
     return _post("/flush_cache", timeout_s)
 
 
 def resume(timeout_s: float) -> Call[None]:
-    """Go on after pause."""
+    """Resume after a pause."""
     return _post("/continue_generation", timeout_s, {"torch_empty_cache": False})
 
 
 def load(info: Mapping[str, Any], timeout_s: float) -> Call[None]:
-    """Our plugin's route that runs a whole update, with our commit, in every scheduler; it returns
-    when all of them are through. Needs a pause."""
+    """Run a whole update, with our commit, in every scheduler, by our plugin's route. Answered when
+    all have finished. Needs a pause."""
     return _post("/titan_grpo/load", timeout_s, dict(info))
 
 
 def finish(new_label: str, timeout_s: float) -> Call[None]:
-    """Our plugin's route that sets the label of a loaded version; an error if none was loaded, as
-    on a server that was restarted since."""
+    """Set the label of a loaded version, by our plugin's route. Refused if there was no load, as
+    after a restart."""
     return _post("/titan_grpo/finish", timeout_s, {"label": new_label})
 
 
 def end_weight_update(timeout_s: float) -> Call[None]:
-    """Close an update of SGLang's own; an error if none is open."""
+    """Close an update of SGLang's own; refused if none is open."""
     return _post("/end_weight_update", timeout_s, {})
 
 
 def commit_payload(info: Mapping[str, Any]) -> bytes:
-    """A commit in the form in which SGLang takes a worker's tensors: a pickle of ``[(info as JSON,
-    no tensor)]``.
+    """Return a commit in SGLang's form of a worker's tensors: a pickle of ``[(info as JSON, empty
+    uint8 tensor)]``.
 
-    SGLang's unpickler accepts few classes, and calls ``.to(device)`` of whatever stands beside a
-    name. A name may be any text, so it carries the commit; beside it stands an empty uint8 tensor.
-    Written by its opcodes (protocol 2), since pickle would write a call that is not accepted: a
+    A name may be any text, so it carries the commit. SGLang's unpickler accepts few classes, and
+    calls ``.to(device)`` of the object beside the name: hence the tensor. Written by opcodes
+    (protocol 2), since pickle's own form of a tensor has a call that SGLang does not accept: a
     list, the text, ``torch.ByteTensor`` called with an empty tuple, both as a pair, appended.
     """
     text = json.dumps(dict(info)).encode()
@@ -153,7 +153,7 @@ def commit_payload(info: Mapping[str, Any]) -> bytes:
 
 
 def update_weight_version(new_label: str, timeout_s: float) -> Call[None]:
-    """Set the label, of the scheduler first. By SGLang's default this would abort all requests."""
+    """Set the label, in the scheduler first. SGLang's default would abort all requests."""
     body = {"new_version": new_label, "abort_all_requests": False}
     return _post("/update_weight_version", timeout_s, body)
 
@@ -162,10 +162,9 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
     """Sample one continuation of a token-id prompt, with the log-probability and the version of
     each sampled token.
 
-    Everything that shapes the distribution is sent explicitly: left out, a server's
-    ``--preferred-sampling-params`` apply. The seed has an effect only where the server runs with
-    ``--enable-deterministic-inference``. ``extra_key`` names a part of the prefix cache that
-    requests of other versions do not see.
+    Everything that shapes the distribution is sent explicitly, against a server's
+    ``--preferred-sampling-params``. The seed has an effect only if the server runs with
+    ``--enable-deterministic-inference``. ``extra_key`` separates the prefix cache by version.
     """
     parameters: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
@@ -201,8 +200,8 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
 def stream(
     prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float, interval: int = INTERVAL
 ) -> StreamedCall:
-    """``generate`` with the answer in pieces. Each has all tokens so far, unless the server runs
-    with ``--incremental-streaming-output``, as ours do."""
+    """Do as ``generate``, with the answer in pieces. Each piece has all tokens so far, unless the
+    server runs with ``--incremental-streaming-output``, as ours do."""
     call = generate(prompt_ids, sampling, timeout_s)
     parameters = {**call.json["sampling_params"], "stream_interval": interval}
     return StreamedCall(
@@ -212,11 +211,10 @@ def stream(
 
 
 def parse_piece(event: Any) -> Piece:
-    """Read one event of a streamed answer of either kind: it counts the tokens so far, so its
-    tokens are the last of them. (A list of all tokens may have grown longer before it was sent.)
+    """Read one event of a streamed answer, incremental or not: its count of tokens so far gives the
+    position of its tokens. (A list of all tokens may have grown before it was sent.)
 
-    A status code in the finish reason is what an unstreamed answer would be refused with. Raises
-    HttpRefused for it.
+    Raises HttpRefused for a status code in the finish reason, the status of an unstreamed answer.
     """
     meta = want(event, "meta_info", dict, GENERATE)
     ids = read_ids(event, "output_ids", GENERATE)
@@ -228,7 +226,7 @@ def parse_piece(event: Any) -> Piece:
     if ended == "abort" and isinstance(status, int) and status >= BAD_REQUEST:
         raise HttpRefused(f"{GENERATE} broke its answer off: {str(reason)[:300]}", status)
     start = max(count - len(ids), 0)
-    # An answer that ends in the queue has the one last token and the log-probabilities of all.
+    # An answer that ends in the queue has only the last token, but all log-probabilities.
     ids, entries = (
         ids[: count - start],
         entries[start if len(entries) >= count else 0 :][: count - start],
@@ -247,11 +245,11 @@ def parse_piece(event: Any) -> Piece:
 def score(
     token_ids: Sequence[int], timeout_s: float, cache_salt: str = ""
 ) -> Call[tuple[float, ...]]:
-    """Log-probabilities of a given sequence under the server's weights, at temperature 1.
+    """Return log-probabilities of a given sequence under the server's weights, at temperature 1.
 
-    Returns ``len(token_ids) - 1`` values: value i belongs to ``token_ids[i + 1]`` given
-    ``token_ids[: i + 1]``. SGLang computes the whole sequence for it, whatever its prefix cache
-    holds; the salt keeps what it leaves there apart.
+    There are ``len(token_ids) - 1`` values: value i belongs to ``token_ids[i + 1]`` given
+    ``token_ids[: i + 1]``. SGLang computes the whole sequence without its prefix cache; the salt
+    separates the entries that it adds to the cache.
     """
     count = len(token_ids)
     body: dict[str, Any] = {
@@ -270,7 +268,7 @@ def tool_parser(timeout_s: float) -> Call[str]:
     path = "/server_info"
 
     def parse(answer: Any) -> str:
-        # not ``want``: its error shows the answer, which has the server's keys in it
+        # not ``want``: its error would show the answer, which contains the server's keys
         name = answer.get("tool_call_parser") if isinstance(answer, Mapping) else None
         if not isinstance(name, str):
             raise ServerUnfit(
@@ -285,7 +283,7 @@ def tool_parser(timeout_s: float) -> Call[str]:
 def parse_tool_calls(
     parser: str, token_ids: Sequence[int], text: str, tools: Sequence[Any], timeout_s: float
 ) -> Call[tuple[str, ToolCalls]]:
-    """See Dialect. SGLang takes the text."""
+    """See Dialect. SGLang parses ``text``."""
     body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
 
     def parse(answer: Any) -> tuple[str, ToolCalls]:
@@ -297,7 +295,7 @@ def parse_tool_calls(
 
 
 def parse_sampled(answer: Any) -> Sampled:
-    """Read one answer of /generate. Does not compare lengths: a mismatch is a sample to drop,
+    """Read one answer of /generate. A mismatch of lengths is accepted here: it is a sample to drop,
     not an outage."""
     meta = want(answer, "meta_info", dict, GENERATE)
     ids = read_ids(answer, "output_ids", GENERATE)
@@ -315,10 +313,10 @@ def parse_sampled(answer: Any) -> Sampled:
 
 
 def _routes(text: Any) -> bytes:
-    """From base64 of int32 [tokens, layers, experts of a token]; empty for null."""
+    """Decode base64 of int32 [tokens, layers, experts of a token]; empty for null."""
     if not isinstance(text, str):
         return b""
-    import numpy as np  # where a server is asked for routes; the receiver has none
+    import numpy as np  # imported here: the receiver works without numpy
 
     try:
         found = np.frombuffer(base64.b64decode(text), dtype="<i4")
@@ -346,7 +344,7 @@ def _parse_scores(answer: Any, count: int) -> tuple[float, ...]:
 
 
 def _first(entry: Any) -> float:
-    """The log-probability of ``[log-probability, token id, text]``."""
+    """Return the log-probability in ``[log-probability, token id, text]``."""
     return logprob(entry[0] if isinstance(entry, list) and entry else None)
 
 
@@ -384,15 +382,15 @@ class SglangControl:
             raise ServerUnfit(f"{self.url}: {error}") from error
 
     def paused(self) -> bool:
-        """Without our plugin: whether the server gives no token."""
+        """Return whether generation is paused: without our plugin, whether no token comes."""
         found = self._paused()
         if found is not None:
             return found
         if self._answers(ready(self._query_s), (404, 503)):
             return False
-        # 503 also after a health check met a pause that is long over: only a token shows which of
-        # the two it is (a health check that generates does not: any message of the scheduler, such
-        # as the answer to a lane's call, makes it say yes)
+        # 503 may also be left from a health check during an earlier pause: only a token tells. (A
+        # health check that generates does not: any message of the scheduler makes it succeed, also
+        # the answer to a lane's call.)
         try:
             self._run(generate([0], Sampling(1), min(TOKEN_S, self._deadline_s)))
         except ServerUnreachable:
@@ -404,8 +402,8 @@ class SglangControl:
         self._run(pause(self._deadline_s))
 
     def drop_kv(self) -> None:
-        """``retract`` is answered before it is done; a flush that succeeds after it shows that no
-        request holds KV."""
+        """Retract, then flush: ``retract`` is answered before it is done, and a flush that succeeds
+        proves that no request has KV."""
         self._run(pause(self._deadline_s, "retract"))
         try:
             self._run(flush_cache(self._deadline_s))
@@ -423,9 +421,9 @@ class SglangControl:
             raise
 
     def finish(self, label: str) -> None:
-        """Without our plugin by SGLang's own two calls. A restarted server has no update to end,
-        and no loaded version. One without the plugin that restarts between the two calls takes the
-        label, which the lane's ping after the read-back finds out."""
+        """Set the label by our plugin's route, or without it by SGLang's own two calls. A restarted
+        server refuses: it has no load, and no update to end. Without the plugin, a restart between
+        the two calls goes unnoticed here; the lane's ping after the read-back finds it."""
         if self._answers(finish(label, self._deadline_s), ABSENT):
             return
         self._run(end_weight_update(self._deadline_s))
@@ -441,7 +439,7 @@ class SglangControl:
         self._driver.close()
 
     def _paused(self) -> bool | None:
-        """Our plugin's account; None if the plugin is not there."""
+        """Return whether generation is paused, by our plugin; None without the plugin."""
         try:
             return self._run(paused(self._query_s))
         except HttpRefused as error:
@@ -450,7 +448,7 @@ class SglangControl:
             return None
 
     def _answers(self, call: Call[None], refusals: tuple[int, ...]) -> bool:
-        """False for these refusals; raises any other."""
+        """Return whether a call succeeds: False for ``refusals``. Raises on any other error."""
         try:
             self._run(call)
         except HttpRefused as error:
@@ -468,23 +466,20 @@ CPU_ARGUMENTS += ["--cuda-graph-backend-prefill", "disabled"]
 
 
 def command(spec: "ServerSpec", keys_path: str = "") -> list[str]:
-    """The server's command line. ``keys_path``: the file with what ``keys`` returns, where there
-    are keys."""
+    """Return the server's command line. ``keys_path``: file with the result of ``keys``, if any."""
     out = [spec.python, "-m", "sglang.launch_server", "--model-path", spec.model]
     out += ["--host", spec.host, "--port", str(spec.port)]
     out += ["--dtype", spec.dtype, "--context-length", str(spec.max_model_len)]
     out += ["--max-running-requests", str(spec.max_num_seqs), "--log-level-http", "warning"]
-    # An idle scheduler polls, which keeps a core busy; with this it waits for the next message (2 %
-    # of a core, not 90 %).
+    # An idle scheduler polls, at 90 % of a core; with this it waits for messages, at 2 %.
     out += ["--sleep-on-idle"]
-    # Each piece of a streamed answer has what is new; without, it has all tokens so far, and their
-    # log-probabilities.
+    # Stream only new tokens; otherwise each piece has all so far, with their log-probabilities.
     out += ["--incremental-streaming-output"]
     if spec.tensor_parallel > 1:
         out += ["--tp", str(spec.tensor_parallel)]
     if spec.cpu:
-        # Without a bound it takes a part of the host's memory for the cache, and takes its time to
-        # fill it.
+        # Without a bound SGLang takes a fraction of the host's memory for the cache, and fills it
+        # slowly.
         out += [*CPU_ARGUMENTS, "--max-total-tokens", str(spec.max_num_seqs * spec.max_model_len)]
     if spec.weight_transfer:
         out += ["--custom-weight-loader", LOADER]
@@ -498,8 +493,8 @@ def command(spec: "ServerSpec", keys_path: str = "") -> list[str]:
 
 
 def keys(spec: "ServerSpec") -> str:
-    """What goes into a file that only we can read (SGLang has no other way but the command line,
-    which every user of the host can read); empty without keys. YAML, of which JSON is a part."""
+    """Return the content of the file with the keys, or "". The file must be private. (SGLang's only
+    other way is the command line, which every user of the host can read.) YAML, written as JSON."""
     found = {"api-key": spec.api_key, "admin-api-key": spec.admin_key}
     present = {name: value for name, value in found.items() if value}
     return json.dumps(present) if present else ""
@@ -508,10 +503,9 @@ def keys(spec: "ServerSpec") -> str:
 def environment(
     base: Mapping[str, str], spec: "ServerSpec", cores: Sequence[int]
 ) -> dict[str, str]:
-    """``base`` with SGLang's variables. ``cores``: those that this process may use."""
-    # Otherwise /health generates a token: it would take its turn behind rollouts and call a paused
-    # server unhealthy, which then stays so. It answers 503 until the first tokens were generated
-    # either way.
+    """Return ``base`` with SGLang's variables. ``cores``: those that this process may use."""
+    # Otherwise /health generates a token: it would queue behind rollouts, and report a paused
+    # server as unhealthy, also afterwards. Either way it answers 503 until the first tokens.
     out = dict(base) | {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
     if spec.cpu:
         out |= {"CUDA_VISIBLE_DEVICES": "", "SGLANG_USE_CPU_ENGINE": "1"}

@@ -1,4 +1,4 @@
-"""SGLang's own update of weights over a process group (0.5.21 to 0.5.23), for servers without our
+"""SGLang's own weight update over a process group (0.5.21 to 0.5.23), for servers without our
 plugin."""
 
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,13 @@ from titan_grpo.engines.http import Call, ServerAccess, ignore, requests, want
 from titan_grpo.errors import ServerRefused
 
 NOT_RECEIVED = "Failed to receive weights"
-"""Start of a refusal that came before any weight was touched."""
+"""Prefix of a refusal before any weight was touched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group of one transfer. Rank 0 is the trainer, the server's workers are 1 to ``size
-    - 1``."""
+    """Process group of one transfer. Rank 0 is the trainer, ranks 1 to ``size - 1`` are the
+    server's workers."""
 
     name: str
     host: str
@@ -35,7 +35,7 @@ class Announced:
 
 
 def world_size(timeout_s: float) -> Call[int]:
-    """Workers of the server: tensor x pipeline parallel."""
+    """Return the number of the server's workers: tensor x pipeline parallel."""
     return Call("GET", "/server_info", timeout_s, _parse_world_size)
 
 
@@ -43,7 +43,7 @@ def _parse_world_size(answer: Any) -> int:
     named = answer if isinstance(answer, Mapping) else {}
     tensor_parallel, pipeline_parallel = named.get("tp_size"), named.get("pp_size")
     if not isinstance(tensor_parallel, int) or not isinstance(pipeline_parallel, int):
-        # not ``want``: it shows the start of the answer, which has the keys in it
+        # not ``want``: its error would show the answer, which contains the server's keys
         raise ServerRefused(
             "/server_info must answer with tp_size and pp_size: another server or another version"
             " of it?"
@@ -55,8 +55,8 @@ def update(group: str, announced: Announced, timeout_s: float) -> Call[None]:
     """Receive one broadcast of exactly the announced bytes, and load it. Needs a pause and an open
     update.
 
-    The version is not set and the cache not flushed here: SGLang cannot flush while requests are
-    paused, and answers 400 then although the weights are in.
+    Do not set the version or flush the cache here: SGLang cannot flush while requests are paused,
+    and would answer 400 although the weights are loaded.
     """
     body: dict[str, Any] = {"names": list(announced.names), "dtypes": list(announced.dtypes)}
     body |= {"shapes": [list(shape) for shape in announced.shapes], "group_name": group}
@@ -66,9 +66,9 @@ def update(group: str, announced: Announced, timeout_s: float) -> Call[None]:
 
 
 class StockRoutes:
-    """Update routes of a server without our plugin, over connections of their own, for one thread
+    """Update routes of a server without our plugin, with connections of their own, for one thread
     beside the lane's control. Every method raises PeerError by ``timeout_s``, the deadline of each
-    request."""
+    request, in seconds."""
 
     def __init__(self, access: ServerAccess) -> None:
         self._driver = access.driver()
@@ -79,12 +79,12 @@ class StockRoutes:
         )
 
     def workers(self, timeout_s: float) -> int:
-        """Tensor-parallel workers."""
+        """Return the number of workers (see ``world_size``)."""
         return self._driver.run(world_size(timeout_s))
 
     def parameter_names(self, timeout_s: float) -> frozenset[str]:
-        """Names of the model's parameters, as the checksums list them: no other route of SGLang's
-        has them."""
+        """Return the names of the model's parameters, from the checksums: no other route of SGLang
+        lists them."""
         path = "/weights_checker"
         answer = self._post(path, {"action": "checksum"}, timeout_s)
         ranks = want(answer, "ranks", list, path)
@@ -93,19 +93,19 @@ class StockRoutes:
         return frozenset(str(name) for name in want(ranks[0], "checksums", dict, path))
 
     def init_group(self, group: Group, timeout_s: float) -> None:
-        """Have the workers join; answers when all ranks are there. The scheduler stands still until
+        """Make the workers join; answered when all ranks have. The scheduler is blocked until
         then."""
         body = {"master_address": group.host, "master_port": group.port, "rank_offset": 1}
         body |= {"world_size": group.size, "group_name": group.name, "backend": group.backend}
         self._post("/init_weights_update_group", body, timeout_s)
 
     def destroy_group(self, name: str, timeout_s: float) -> None:
-        """Leave the group; refused by a server that does not have it, as after a restart."""
+        """Leave the group; refused by a server without it, as after a restart."""
         self._post("/destroy_weights_update_group", {"group_name": name}, timeout_s)
 
     @requests(3)
     def begin(self, timeout_s: float) -> None:
-        """Open an update; one that was left open is ended first."""
+        """Open an update, after ending one that was left open."""
         try:
             self._post("/begin_weight_update", {}, timeout_s)
         except ServerRefused:

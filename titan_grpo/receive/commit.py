@@ -1,5 +1,4 @@
-"""The engine's side of a weight sync, for every engine: answer a hello, commit a version, never
-raise."""
+"""The engine's side of a weight sync, common to all engines: answer a hello, commit a version."""
 
 import logging
 import time
@@ -28,24 +27,24 @@ log = logging.getLogger("titan_grpo.receive")
 
 
 class Workers:
-    """The processes that hold one model together. All make the same calls in the same order."""
+    """The processes that hold one model. All make the same calls in the same order."""
 
     def __init__(self, coordinator: Any = None) -> None:
-        """Of an engine's group coordinator, for which vLLM and SGLang use the same attribute names;
-        None: the model is in one process."""
+        """``coordinator``: the engine's group coordinator (vLLM and SGLang name its attributes
+        alike); None: the model is in one process."""
         self.rank: int = 0 if coordinator is None else coordinator.rank_in_group
         self.size: int = 1 if coordinator is None else coordinator.world_size
         self._group = None if coordinator is None else coordinator.cpu_group
 
     def share(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value, on every rank."""
         box = [value]
         if self.size > 1:
             dist.broadcast_object_list(box, group_src=0, group=self._group)
         return box[0]
 
     def gather(self, value: str) -> list[str]:
-        """Every rank's value, on every rank."""
+        """Return all ranks' values, on every rank."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self._group)
@@ -56,24 +55,22 @@ class WorkerDevice:
     """The device that an engine's worker computes on: the calling thread's CUDA device, if this
     process uses CUDA; else the CPU.
 
-    Made by the worker's main thread: another thread's current device is GPU 0, whatever the model
-    is on.
+    Create it on the worker's main thread: on other threads the current device is GPU 0.
     """
 
     def __init__(self) -> None:
         used = torch.cuda.is_available() and torch.cuda.is_initialized()
         self.name = f"cuda:{torch.cuda.current_device()}" if used else "cpu"
-        """ "cuda:N" by this process's own numbers, which its children share, or "cpu"."""
+        """ "cpu", or "cuda:N" as this process and its children number devices."""
 
     def settle(self) -> None:
-        """Wait until the device has done everything that was enqueued, on all streams."""
+        """Wait for all work enqueued on the device, on all streams."""
         if self.name != "cpu":
             torch.cuda.synchronize(self.name)
 
     def pin(self, image: torch.Tensor) -> Callable[[], None] | None:
-        """Pin host memory (uint8[nbytes]), from which copies to the device are then several times
-        as fast, and asynchronous; the call that undoes it. None without a device, or if it was
-        refused."""
+        """Pin host memory (uint8[nbytes]), so that copies to the device are asynchronous and
+        several times as fast. Return the function that unpins it; None on a CPU or if refused."""
         if self.name == "cpu":
             return None
         pointer, nbytes = image.data_ptr(), image.numel()
@@ -94,7 +91,7 @@ class WorkerDevice:
             return None
 
         def unpin() -> None:
-            # in whichever thread: without this the call would make a context on GPU 0
+            # The calling thread's current device may be GPU 0: do not create a context there.
             with torch.cuda.device(self.name):
                 runtime.unregister(pointer)
 
@@ -102,33 +99,31 @@ class WorkerDevice:
 
 
 def quantization_of(model_config: Any) -> str:
-    """How a server with this ModelConfig, of either engine, quantises its weights; empty if it does
-    not."""
+    """Return the quantisation method of this ModelConfig (of either engine), or ""."""
     return model_config.quantization or ""
 
 
 class Engine(Protocol):
-    """The part that differs between engines: names and loading. ``config``: of its model, as
-    config.json has it; empty where there is none. ``routes``: whether completions come with the
-    experts of each token, where they are asked for. ``quantization``: see Joined."""
+    """What differs between engines: names and loading. ``config``: the model's config.json, or
+    empty. ``routes``: whether completions can come with the experts of each token.
+    ``quantization``: see Joined."""
 
     config: Mapping[str, Any]
     routes: bool
     quantization: str
 
     def refuses(self, manifest: Manifest) -> str:
-        """Why these tensors are not the ones this model is made of; empty if they are. Touches no
-        weight."""
+        """Return why these tensors are not this model's, or "". Changes no weight."""
         ...
 
     def load(self, tensors: Tensors) -> int:
-        """Load (HF name, tensor on the host, valid during the call only); how many. Raises if it
-        went wrong half-way."""
+        """Load (HF name, host tensor) pairs, which are valid only during the call; return how many.
+        Raises if loading fails half-way."""
         ...
 
 
 def package_version() -> str:
-    """Name and version of this package, for the Joined answer."""
+    """Return name and version of this package, for the Joined answer."""
     try:
         return f"titan_grpo {version('titan_grpo')}"
     except PackageNotFoundError:
@@ -136,7 +131,7 @@ def package_version() -> str:
 
 
 def log_to_stderr() -> None:
-    """Send the package's log of an engine's process to stderr. Idempotent."""
+    """Log to stderr in an engine's process. Idempotent."""
     if not log.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("titan_grpo plugin %(process)d: %(message)s"))
@@ -146,7 +141,7 @@ def log_to_stderr() -> None:
 
 
 def log_ready(workers: Workers, problem: str, run_key: Key | None) -> None:
-    """Log the state of a plugin at its start."""
+    """Log that the plugin is ready, or why commits cannot work."""
     access = "no run key: takes weights from any trainer"
     if run_key is not None:
         access = "takes weights from trainers with the run key"
@@ -154,7 +149,7 @@ def log_ready(workers: Workers, problem: str, run_key: Key | None) -> None:
 
 
 def tensor_views(image: torch.Tensor, manifest: Manifest) -> Tensors:
-    """(name, view of the image with the manifest's dtype and shape), in order; ``image`` is
+    """Yield (name, view of ``image`` with the manifest's dtype and shape) in order; ``image`` is
     uint8[total_bytes]."""
     for spec in manifest.tensors:
         flat = image[spec.offset : spec.offset + spec.nbytes]
@@ -162,7 +157,7 @@ def tensor_views(image: torch.Tensor, manifest: Manifest) -> Tensors:
 
 
 class Counted(Iterable[tuple[str, torch.Tensor]]):
-    """Passes tensors through and counts them."""
+    """Iterable that counts the tensors it passes through."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -191,8 +186,8 @@ class Attempt:
         self.reader: WindowReader | None = None
 
     def tensors(self) -> Tensors:
-        """All tensors in order; returns when the first one is there. TransferFailed if it does not
-        come."""
+        """Return all tensors in order, once the first has arrived. Raises TransferFailed if it does
+        not arrive."""
         if self.reader is not None:
             return self.reader.begun()
         assert self.mapped is not None
@@ -200,57 +195,55 @@ class Attempt:
 
 
 class Mapped:
-    """What a worker keeps of an epoch from one commit to the next: the receiver's memory, mapped,
-    and its manifest, parsed and accepted. A commit costs no page of it anew.
-    """
+    """A worker's mapping of the receiver's memory, and the parsed manifest. It is kept between the
+    commits of an epoch, so that a pause has no page faults."""
 
     def __init__(self, grant: Mapping[str, Any], device: WorkerDevice) -> None:
-        """Map what the grant names, and pin it for copies to ``device``. Not a window: it is filled
-        again as soon as its tensors were taken, and a copy from pinned memory may still read them
-        then. SyncError if the receiver is gone; DataError if its manifest is none."""
+        """Map the granted memory, and pin it for copies to ``device``. Raises SyncError if the
+        receiver is gone, DataError if the manifest is invalid."""
         self.grant = dict(grant)
         with SharedImage.attach(ImageAddress.from_json(grant["manifest"])) as text:
             self.manifest = Manifest.from_json(bytes(text.buffer).decode())
         self.image = SharedImage.attach(ImageAddress.from_json(grant["image"]))
         whole = [] if grant["streamed"] else tensor_views(self.image.tensor(), self.manifest)
         self.tensors = list(whole)
+        # A window is refilled as soon as its tensors are taken: a copy from pinned memory is
+        # asynchronous and could still read them.
         pinned = not grant["streamed"]
         self._unpin = device.pin(self.image.tensor()) if pinned else None
 
     def release(self) -> None:
-        """Unpin the memory, before it is unmapped."""
+        """Unpin the memory; do it before unmapping."""
         if self._unpin is not None:
             self._unpin()
             self._unpin = None
 
 
 def _release(mapping: Future[Mapped]) -> None:
-    """Callback of a mapping that has ended."""
-    # no deadline: it has
+    """Release a mapping that has ended (a callback of its future)."""
+    # no deadline: it has ended
     if mapping.exception() is None:
-        # no deadline: it has
+        # no deadline: it has ended
         mapping.result().release()
 
 
 class EngineSide:
-    """Held by an engine's plugin, one per worker. ``hello`` and ``commit`` never raise.
-
-    An exception in a worker's call ends the engine with every request in it, and leaves the other
-    workers in a collective that this one never joins.
+    """The engine plugin's part of a sync, one per worker. ``hello`` and ``commit`` never raise: an
+    exception in a worker ends the engine with all its requests, and leaves the other workers in a
+    collective that this one never joins.
     """
 
     def __init__(
         self, engine: Engine, workers: Workers, problem: str, run_key: Key | None = None
     ) -> None:
-        """``problem``: why commits cannot work in this engine, reported to every lane that joins;
-        empty if they can. ``run_key``: serve only trainers that prove it.
-        """
+        """``problem``: why commits cannot work in this engine, or ""; every lane that joins gets
+        it. ``run_key``: serve only trainers that prove it."""
         self._engine, self._workers, self._problem = engine, workers, problem
         self._device = WorkerDevice()
         self._mapped: Mapped | None = None
         self._ahead: tuple[dict[str, Any], Future[Mapped]] | None = None
-        """A grant that is mapped and pinned while the engine generates and the first version is on
-        its way: both take seconds for large models."""
+        """A grant and its mapping, which is made and pinned while the engine generates, before the
+        first commit: both take seconds for large models."""
         self.receiver: ReceiverHandle | None = None
         if workers.rank == 0:
             self.receiver = ReceiverHandle(
@@ -258,13 +251,13 @@ class EngineSide:
             )
 
     def hello(self, data: dict[str, Any]) -> None:
-        """Body of POST /init_weight_transfer_engine, on every worker: a Hello, whose answer goes
-        over the lane's channel, or an Attach. Returns at once."""
+        """Handle a Hello, which is answered over the lane's channel, or an Attach (the body of POST
+        /init_weight_transfer_engine), on every worker. Returns without waiting for the answer."""
         if isinstance(data, dict) and "attach" in data:
             self.map_ahead(self._workers.share(self.place(data["attach"])))
             return
-        # On every worker, before the answer: the hello may end the receiver, whose memory must not
-        # be held beside that of the next one.
+        # On every worker, first: the hello may end the receiver. While its image stays mapped, its
+        # memory is not freed, and the next receiver allocates as much.
         self._unmap()
         if self.receiver is None:
             return
@@ -281,7 +274,7 @@ class EngineSide:
         try:
             hello = Hello.from_dict(data)
         except PeerError as error:
-            # answered now: a trainer of another version would wait for its deadline
+            # Answer now: a trainer of another package version would wait for its deadline.
             if (address := reply_address(data)) is not None:
                 receiver.answer(address, f"{error} (this server runs {package_version()})")
             return str(error)
@@ -301,7 +294,8 @@ class EngineSide:
         return ""
 
     def place(self, data: Any) -> dict[str, Any]:
-        """Rank 0: where the memory is that an Attach asks to map; empty where there is none."""
+        """Return on rank 0 the grant of the memory that an Attach asks to map; {} if refused or on
+        another rank."""
         if self.receiver is None:
             return {}
         try:
@@ -311,15 +305,15 @@ class EngineSide:
             return {}
 
     def map_ahead(self, grant: dict[str, Any]) -> None:
-        """On every worker, with what ``place`` returned: begin to map and pin it, in place of what
-        is mapped."""
+        """Start to map and pin what ``place`` returned, on every worker, in place of the current
+        mapping."""
         self._unmap()
         if grant:
             self._ahead = grant, beside(lambda: Mapped(grant, self._device), "map")
 
     def commit(self, data: dict[str, Any]) -> Applied | None:
-        """Body of POST /update_weights: load the version if all of it is right; how that ended.
-        None if ``data`` is no Commit, which has no number to report under."""
+        """Load a version (``data``: the body of POST /update_weights), report the result to the
+        lane and return it. None if ``data`` is not a Commit: it has no number to report under."""
         try:
             commit = Commit.from_dict(data)
         except Exception as refusal:  # noqa: BLE001 - raising would end the engine
@@ -331,7 +325,7 @@ class EngineSide:
         except Exception as failure:  # noqa: BLE001 - raising would end the engine
             log.error("commit of version %d\n%s", commit.version, traceback.format_exc())
             attempt.error = f"the workers lost each other: {type(failure).__name__}: {failure}"
-            # an exchange that failed here may have worked on the others: they may have loaded
+            # The exchange may have succeeded on other workers: they may have loaded.
             attempt.touched = True
         ok, held = not attempt.error, self.receiver.state if self.receiver is not None else None
         report = Applied(
@@ -350,28 +344,28 @@ class EngineSide:
         return report
 
     def close(self) -> None:
-        """End the receiver, and let go of its memory."""
+        """Unmap the receiver's memory and end the receiver."""
         self._unmap()
         if self.receiver is not None:
             self.receiver.close()
 
     def _run(self, commit: Commit, attempt: Attempt) -> None:
-        """The commit on this worker. Raises only where an exchange with the other workers fails."""
+        """Run the commit on this worker. Raises only if an exchange with other workers fails."""
         self._prepare(commit, self._workers.share(self._request(commit)), attempt)
         attempt.error = self._first(attempt.error)
         if attempt.error:
             return
         self._load(commit, attempt)
-        # a broken reader has ended on every worker, inside an exchange of its own
+        # A broken reader has failed on every worker, in an exchange of its own: no other follows.
         if attempt.reader is None or not attempt.reader.broken:
             attempt.error = self._first(attempt.error)
 
     def _first(self, error: str) -> str:
-        """The first error of all workers, on every worker."""
+        """Return the first error of all workers, on every worker."""
         return next((why for why in self._workers.gather(error) if why), "")
 
     def _request(self, commit: Commit) -> dict[str, Any]:
-        """Rank 0: the receiver's grant, or ``{"error": reason}``."""
+        """Return on rank 0 the receiver's grant or ``{"error": reason}``; {} on other ranks."""
         if self.receiver is None:
             return {}
         if self._problem:
@@ -384,7 +378,7 @@ class EngineSide:
             return {"error": f"{type(error).__name__}: {error}"}
 
     def _prepare(self, commit: Commit, grant: dict[str, Any], attempt: Attempt) -> None:
-        """Every reason to refuse, before a weight is touched."""
+        """Map the grant and make every check, before a weight is touched."""
         try:
             attempt.error = str(grant.get("error", ""))
             if attempt.error:
@@ -411,25 +405,25 @@ class EngineSide:
         assert attempt.mapped is not None
         try:
             tensors = attempt.tensors()
-            # a pause may let the last batch run on (SGLang's does): it must not read new weights
+            # After a pause the last batch may still run (in SGLang): it must not read new weights.
             self._device.settle()
             attempt.touched, start = True, time.monotonic()
             try:
                 attempt.loaded = self._engine.load(tensors)
             finally:
                 attempt.load_s = time.monotonic() - start
-                # the image is the receiver's again after this: no copy may still read it
+                # The receiver may overwrite the image after this: finish all copies from it.
                 self._device.settle()
             if attempt.loaded != (wanted := len(attempt.mapped.manifest.tensors)):
                 attempt.error = f"the engine loaded {attempt.loaded} of {wanted} tensors"
         except Exception as failure:  # noqa: BLE001 - raising would end the engine
             log.error("loading version %d broke off\n%s", commit.version, traceback.format_exc())
             attempt.error = f"loading broke off: {type(failure).__name__}: {failure}"
-            # the failure of one worker alone leaves the progress of the others unknown
+            # If this worker failed alone, the others may have changed weights.
             attempt.touched |= attempt.reader is None or not attempt.reader.broken
 
     def _map(self, grant: dict[str, Any]) -> Mapped:
-        """The memory of a grant that was not mapped for a commit before."""
+        """Return the mapping of a new grant: the one made ahead, if there is one."""
         if self._ahead is not None and self._ahead[0] == grant:
             (_, mapping), self._ahead = self._ahead, None
             # no deadline: the commit would do the same work itself, for as long
@@ -448,7 +442,7 @@ class EngineSide:
         if mapped is not None:
             mapped.release()
         if ahead is not None:
-            # now, or on its thread as soon as it is mapped: the end of a mapping unpins nothing
+            # Runs now, or on the mapping thread when it ends: unmapping alone does not unpin.
             ahead[1].add_done_callback(_release)
 
     def _take(self, consumed: int) -> int:

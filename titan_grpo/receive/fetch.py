@@ -1,11 +1,10 @@
-"""Fetch a whole version in ranges, in parallel, from the sources that have it; each block is
-checked on arrival. And serve it, block by block, to other servers.
+"""Fetch a version in ranges, in parallel, check each block on arrival, and serve the blocks to
+other servers.
 
-Each trainer host has a part of the version, and the parts are read at the same time.
-A range that is lost, or that holds a block with another digest, is read again, from the next source
-first. No source is trusted: what passes is what the trainer hashed. A process of the same user on
-the same host reads the memfd itself: the trainer's (MemfdReader), or another server's
-(BesideReader).
+Each trainer host has a part of the version; the parts are read at the same time. No source is
+trusted: a block passes only with the digest that the trainer made. A range that is lost or fails
+the check is read again, from the next source first. Processes of one user on one host read the
+memfd itself: the trainer's (MemfdReader), or another server's (BesideReader).
 """
 
 import math
@@ -39,28 +38,28 @@ RANGE_BYTES = 4 << 20
 the copy and the check."""
 
 ATTEMPTS = 2
-"""How often each source is asked for a range before the range is given up."""
+"""Attempts per source at a range, before this thread gives it up."""
 
 
 class RangeReader(Protocol):
-    """Reads ranges of one part of an image from one source. Used by one thread."""
+    """Reader of one part of an image from one source, for one thread."""
 
     def read_into(self, offset: int, *views: memoryview) -> None:
         """Fill ``views`` (uint8), one after the other, with the part's bytes from ``offset``.
-        TransferFailed if the source is gone, or no byte came within its deadline."""
+        Raises TransferFailed if the source is gone or too slow."""
         ...
 
     def close(self) -> None:
-        """Let go of the source. Idempotent."""
+        """Close the connection or memfd. Idempotent."""
         ...
 
 
 class MemfdReader:
-    """Reads another process's memfd on this host: one copy by the kernel, no socket, no mapping."""
+    """Reader of another process's memfd on this host: one copy by the kernel, without a socket."""
 
     def __init__(self, memfd: dict[str, int], part: Part | None = None) -> None:
-        """``part``: which one the memfd has pages of; None: the whole image. TransferFailed if that
-        process is not on this host, of another user, or gone."""
+        """``part``: the part to read; None: the whole image. Raises TransferFailed if the process
+        is not on this host, of another user, or gone."""
         self._fd, self._part = -1, part
         try:
             self._fd = open_memfd(ImageAddress.from_json(memfd), os.O_RDONLY)
@@ -95,14 +94,13 @@ class MemfdReader:
 
 
 class TcpReader:
-    """One TCP connection to a source."""
+    """Reader over one TCP connection."""
 
     def __init__(
         self, source: RangeSource, key: Key | None, timeout_s: float, whole: bool = False
     ) -> None:
-        """Connect and exchange proofs. ``timeout_s``: the longest wait for the next byte, or for a
-        ``whole`` range, in seconds. TransferFailed if the source does not answer, or lacks the
-        key."""
+        """Connect and exchange proofs. ``timeout_s``: seconds to wait for the next byte, and with
+        ``whole`` for a range. Raises TransferFailed if the source is silent or lacks the key."""
         self._range_s = timeout_s if whole else math.inf
         self._name = f"source at {source.host}:{source.port}"
         at = source.host, source.port
@@ -116,8 +114,8 @@ class TcpReader:
             fill(self._socket, view, self._name, until)
 
     def address(self, offset: int, nbytes: int) -> dict[str, int]:
-        """Where the image is on the source's host, once these bytes are there; TransferFailed as
-        for ``read_into``."""
+        """Return the image's address on the source's host, once the source has these bytes. Raises
+        TransferFailed as ``read_into`` does."""
         send_all(self._socket, RANGE.pack(offset, nbytes | ADDRESS_ONLY), self._name)
         answer = bytearray(ADDRESS.size)
         fill(self._socket, memoryview(answer), self._name, time.monotonic() + self._range_s)
@@ -128,18 +126,17 @@ class TcpReader:
 
 
 class BesideReader:
-    """Reads from another server on this host: asks it for each range, and takes the bytes from its
-    memfd. Over the connection where the kernel does not let it: in containers of their own."""
+    """Reader of another server on this host: request each range over TCP, and read the bytes from
+    its memfd, or over TCP if the kernel refuses that (in separate containers)."""
 
     def __init__(self, source: RangeSource, key: Key | None, timeout_s: float, part: Part) -> None:
-        """As TcpReader, for ``whole`` ranges; ``part``: the source's."""
+        """See TcpReader, with ``whole``. ``part``: the source's."""
         self._tcp, self._part = TcpReader(source, key, timeout_s, whole=True), part
         self._memfd: MemfdReader | None = None
         self._apart = False
 
     def read_into(self, offset: int, *views: memoryview) -> None:
-        """See RangeReader. That server may write its image anew meanwhile: the reader's check of
-        the blocks finds it."""
+        """See RangeReader. The server may overwrite its image meanwhile: check the blocks."""
         if not self._apart:
             address = self._tcp.address(offset, sum(view.nbytes for view in views))
             if self._memfd is None:
@@ -159,22 +156,22 @@ class BesideReader:
 
 
 Open = Callable[[], RangeReader]
-"""Opens a reader of one source; TransferFailed if the source cannot be reached."""
+"""Opens a reader of one source. Raises TransferFailed if the source cannot be reached."""
 
 Moved = Callable[[int], object]
-"""Called with the number of bytes that are there and checked, wherever in the image they are."""
+"""Callback with the number of bytes that have arrived and passed, anywhere in the image."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What the image must hold: ``digests`` of the manifest's blocks."""
+    """Expected content of the image: ``digests`` of the manifest's blocks."""
 
     manifest: Manifest
     digests: Sequence[bytes]
     hashing: Hashing
 
     def first_bad(self, image: memoryview, blocks: range) -> int | None:
-        """The first of these blocks of ``image`` that differs; None if none does."""
+        """Return the first of these blocks of ``image`` that differs, or None."""
         for index in blocks:
             pieces = [image[a:b] for a, b in self.manifest.block(index)]
             if self.hashing.block(pieces) != self.digests[index]:
@@ -184,9 +181,9 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Relaying:
-    """Of a fetch among servers that read from each other, block by block: each serves a block as
-    soon as it has it. ``others``: the sources that are servers; one that fails once is asked no
-    more. ``arrived``: called with part, start and stop of each range that is there and checked."""
+    """Options of a fetch among servers that read from each other: each serves a block as soon as it
+    has it. ``others``: the sources that are servers; they get one attempt. ``arrived``: callback
+    with part, start and stop of each range that has arrived and passed."""
 
     others: frozenset[Open]
     arrived: Callable[[int, int, int], object]
@@ -203,7 +200,7 @@ class _Range:
 
 
 def _ranges(manifest: Manifest, part: int, nbytes: int) -> deque[_Range]:
-    """A part in ranges of ``nbytes``, which are whole blocks."""
+    """Split a part into ranges of ``nbytes``, a multiple of the block size."""
     blocks, end = manifest.blocks(part), manifest.parts[part].nbytes
     each = nbytes // manifest.block_bytes
     return deque(
@@ -213,8 +210,8 @@ def _ranges(manifest: Manifest, part: int, nbytes: int) -> deque[_Range]:
 
 
 def range_bytes(block_bytes: int, bucket_bytes: int) -> int:
-    """Bytes of one range: whole blocks, RANGE_BYTES or less where they allow it, and a bucket is
-    whole ranges: its mark is set as soon as it is there.
+    """Return the bytes of one range: whole blocks, at most RANGE_BYTES (or one block). A bucket is
+    whole ranges, so that its mark is reached as soon as it has arrived.
 
     >>> range_bytes(1 << 20, 64 << 20) >> 20, range_bytes(1 << 20, 10 << 20) >> 20
     (4, 2)
@@ -226,7 +223,7 @@ def range_bytes(block_bytes: int, bucket_bytes: int) -> int:
 
 
 class _RangeLost(TransferFailed):
-    """No source gave the range. ``bad_block``: the block that differed at the last one, or -1."""
+    """Failure of all sources of a range. ``bad_block``: the block that differed last, or -1."""
 
     def __init__(self, reason: str, bad_block: int) -> None:
         super().__init__(reason)
@@ -234,9 +231,9 @@ class _RangeLost(TransferFailed):
 
 
 class Fetch:
-    """One transfer into an image. Made for one ``run``.
+    """One transfer into an image; ``run`` it once.
 
-    After it: ``error`` (empty if every block is there and checked), ``bad_block`` (the block that
+    Results: ``error`` (empty if every block has arrived and passed), ``bad_block`` (the block that
     differed, or -1), ``verify_s`` (seconds of checks, summed over the threads), ``read_bytes``, of
     these ``relay_bytes`` from other servers, and ``lost``, the other servers that failed.
     """
@@ -250,8 +247,8 @@ class Fetch:
         patched: Collection[int] = (),
         relaying: Relaying | None = None,
     ) -> None:
-        """``sources`` of each part, in the order in which they are asked. ``bucket_bytes``: between
-        two marks. ``patched``: parts of which only what differs in the image is read."""
+        """``sources``: of each part, in order of preference. ``bucket_bytes``: between two marks.
+        ``patched``: parts that were patched: read only ranges whose blocks differ."""
         self._patched, self._relaying = patched, relaying
         self._buffer, self._content, self._sources = image.buffer, content, sources
         manifest = content.manifest
@@ -262,12 +259,12 @@ class Fetch:
         self._turn = threading.Condition()
         self._left = [_ranges(manifest, part, step) for part in range(len(manifest.parts))]
         self._reading = [0] * len(self._left)
-        """Threads per part that read a range of it."""
+        """Number of threads that read a range of each part."""
         self._count = sum(map(len, self._left))
         self._arrived = 0
         self._others = frozenset[Open]() if relaying is None else relaying.others
         self._unusable: dict[Open, str] = {}
-        """Sources that are opened no more in this transfer, and why."""
+        """Sources not to be opened again in this transfer, and why."""
         self._running = 0
         self._deadline = 0.0
         self.error = ""
@@ -277,11 +274,11 @@ class Fetch:
         self.lost: set[Open] = set()
 
     def run(self, threads: int, timeout_s: float, marks: Sequence[int], moved: Moved) -> None:
-        """Fetch within ``timeout_s`` seconds, on ``threads`` threads or one for each part, if that
-        is more. ``moved`` is called, on this thread, when as many bytes as each of ``marks``
-        (ascending) have arrived. What went wrong is in ``error``.
+        """Fetch within ``timeout_s`` seconds, on ``threads`` threads or one per part if that is
+        more. Call ``moved`` on this thread with each of ``marks`` (bytes, ascending) that is
+        reached. A failure is in ``error``.
 
-        TransferFailed if a thread did not end: the image is still written to.
+        Raises TransferFailed if a thread did not end: it still writes to the image.
         """
         deadline = self._deadline = time.monotonic() + timeout_s
         workers = [
@@ -308,11 +305,11 @@ class Fetch:
                 raise TransferFailed("a range is still being read past the transfer's deadline")
 
     def _settled(self, mark: int) -> bool:
-        """Whether ``mark`` bytes are there, or will not come."""
+        """Whether ``mark`` bytes have arrived, or will not."""
         return self._arrived >= mark or bool(self.error) or not self._running
 
     def _work(self) -> None:
-        """Thread: one range after the other."""
+        """Fetch one range after the other (a thread's main function)."""
         readers: dict[Open, RangeReader] = {}
         try:
             while (range_ := self._take()) is not None:
@@ -328,10 +325,10 @@ class Fetch:
                 reader.close()
 
     def _take(self) -> _Range | None:
-        """The next range, of the part that the fewest threads read: no host's link is idle while
-        it has something to send. None: this thread is done. It stays until every range is there,
-        for one that another thread gives back."""
+        """Return the next range, of the part with the fewest readers: no host's link is idle while
+        its part has ranges left. None: this thread is done."""
         with self._turn:
+            # Wait until all has arrived: another thread may give its range back.
             self._turn.wait_for(
                 lambda: self.error or any(self._left) or self._arrived == self._total,
                 max(0.0, self._deadline - time.monotonic()),
@@ -346,8 +343,8 @@ class Fetch:
             return None
 
     def _lost(self, range_: _Range, lost: _RangeLost) -> None:
-        """This thread ends. Another one reads its range: a source that serves many readers may
-        accept only some of their connections."""
+        """Give the range back to the other threads: a busy source may have accepted only some of
+        the connections. Fail the transfer if this thread is the last or a block differed."""
         with self._turn:
             self._reading[range_.part] -= 1
             if lost.bad_block < 0 and self._running > 1 and not self.error:
@@ -358,7 +355,7 @@ class Fetch:
         self._fail(str(lost), lost.bad_block)
 
     def _range(self, range_: _Range, readers: dict[Open, RangeReader]) -> None:
-        """Read and check one range; _RangeLost if no source has it."""
+        """Read and check one range. Raises _RangeLost if all sources fail."""
         part, manifest = range_.part, self._content.manifest
         pieces = manifest.parts[part].pieces(range_.start, range_.stop)
         views = [self._buffer[low:high] for low, high in pieces]
@@ -367,7 +364,7 @@ class Fetch:
             return
         reason, bad = "", -1
         for source in [*self._sources.get(part, ())] * ATTEMPTS:
-            # a thread that could not connect says nothing of the connections that are there
+            # Unusable because one thread could not connect: connections that are open still serve.
             if source in self._unusable and (source in self.lost or source not in readers):
                 reason = reason or self._unusable[source]
                 continue
@@ -397,7 +394,7 @@ class Fetch:
         raise _RangeLost(reason or "the trainer named no source", bad)
 
     def _strike(self, source: Open, reason: str) -> None:
-        """Ask another server that failed no more in this transfer: each try may take its wait."""
+        """Exclude another server that failed from this transfer: each retry could time out."""
         if source in self._others:
             with self._turn:
                 self._unusable[source] = reason
@@ -407,7 +404,7 @@ class Fetch:
         try:
             return source()
         except TransferFailed as error:
-            # not opened again in this transfer: each try may take a connection's deadline
+            # Do not open it again while the part has another source: each try could time out.
             with self._turn:
                 if any(s not in self._unusable for s in self._sources[part] if s is not source):
                     self._unusable[source] = str(error)
@@ -430,23 +427,23 @@ class Fetch:
 
 
 class Sharing:
-    """Serves the version that this server has, or is reading, to other servers, block by block as
-    they arrive (protocol.relay). One receiver's. Any thread."""
+    """Server of this receiver's version to other servers, block by block as they arrive
+    (protocol.relay). For any thread."""
 
     def __init__(self, host: str, key: Key | None, certificate: Certificate | None = None) -> None:
-        """Listen at this host's address ``host``; readers prove ``key``. ConfigError if the address
-        cannot be bound."""
-        # a reader may come for a version before the order to read it has come here
+        """Listen at this host's address ``host``; readers prove ``key``. Raises ConfigError if the
+        address cannot be bound."""
+        # A reader may ask for a version before this receiver has the order to fetch it.
         self._server, self._key = RangeServer(expects=True, certificate=certificate), key
         self.host, self.port = host, self._server.listen(host)
         self._lock = threading.Lock()
         self._tickets: Sequence[str] = ()
         self._there: list[bytearray] = []
-        """Per part, which blocks are there and checked."""
+        """Per part, 1 for each block that has arrived and passed."""
         self._block_bytes = 1
 
     def begin(self, image: SharedImage, manifest: Manifest, tickets: Sequence[str]) -> None:
-        """Serve each part under its ticket from now on: nothing is there yet."""
+        """Start serving each part under its ticket, as yet without blocks."""
         self.end()
         with self._lock:
             self._block_bytes = manifest.block_bytes
@@ -458,7 +455,7 @@ class Sharing:
             self._server.grant(image.buffer, fd, self._key, part, ticket=ticket, has=has)
 
     def arrived(self, part: int, start: int, stop: int) -> None:
-        """Bytes ``start`` to ``stop`` of the part's stream, whole blocks, are there and checked."""
+        """Serve bytes ``start`` to ``stop`` of the part's stream too: whole blocks, checked."""
         with self._lock:
             for block in range(start // self._block_bytes, -(-stop // self._block_bytes)):
                 self._there[part][block] = 1
@@ -466,9 +463,9 @@ class Sharing:
         self._server.arrived(ticket)
 
     def end(self) -> None:
-        """Serve nothing: when it returns, no thread reads the image any more (Grant.revoke). Who
-        reads the memfd on this host, or gets pages of it that the kernel had not sent yet, finds by
-        its checks that the image is another one's. Idempotent."""
+        """Stop serving: after it no thread here reads the image (Grant.revoke). Readers of the
+        memfd, or of pages that the kernel has yet to send, may get newer bytes; their checks find
+        it. Idempotent."""
         with self._lock:
             tickets, self._tickets = self._tickets, ()
         for ticket in tickets:
@@ -480,5 +477,5 @@ class Sharing:
 
 
 def _all_there(there: bytearray, block_bytes: int, offset: int, nbytes: int) -> bool:
-    """Whether bytes of a part's stream are there."""
+    """Whether these bytes of a part's stream have arrived."""
     return 0 not in there[offset // block_bytes : -(-(offset + nbytes) // block_bytes)]

@@ -1,4 +1,4 @@
-"""Patches (layout.delta) that make a new version of a receiver's staged one."""
+"""Apply patches (layout.delta) that turn a receiver's staged version into a newer one."""
 
 import logging
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ def apply_patches(
     wait_s: float,
     threads: int,
 ) -> tuple[frozenset[int], int]:
-    """Read patches that lead from the staged version, and change the image by them: the parts at
-    the same time, each from its own host, on ``threads`` threads at most. A part gets some of its
-    patches if one is lost or bad; what they do not make is for the fetch to read.
+    """Read patches of the staged version, and apply them to the image: the parts at the same time,
+    each from its own host, on ``threads`` threads at most. If a patch is lost or bad, its part
+    keeps the earlier ones; the fetch reads the blocks that still differ.
 
-    The parts that were changed, and the bytes that were read; none where the patches would be more
-    than the image. ``key``: EpochKeys.ranges. ``wait_s``: a source gives some bytes within it.
+    Return the patched parts, and the bytes read; none if the patches are larger than the image.
+    ``key``: EpochKeys.ranges. ``wait_s``: seconds to wait for a source's next bytes.
     """
     parts = sorted({patch.part for patch in patches if patch.part < len(manifest.parts)})
     if not parts or sum(patch.nbytes for patch in patches) > image.buffer.nbytes:

@@ -1,9 +1,8 @@
-"""The receiver's process, one per epoch, both ends: the engine's handle, which starts it, calls it
-with a deadline and ends it; and what runs in it.
+"""The receiver process, one per epoch: the engine's handle, which starts, calls and kills it, and
+the code that runs in it.
 
-A process of its own, because a communicator can end the process that holds it (gloo aborts when
-more bytes come than announced; NCCL's watchdog aborts too), and because an epoch that hangs can be
-killed without taking anything else with it.
+It is a separate process because a communicator can abort its process (gloo if more bytes come than
+announced, NCCL by its watchdog), and because a hanging epoch can then be killed alone.
 """
 
 import logging
@@ -37,11 +36,11 @@ from titan_grpo.subprocesses import (
 from titan_grpo.unix_rpc import Channel
 
 ANSWER_S = 5.0
-"""Seconds to wait for one answer of the receiver. The engine stands still meanwhile."""
+"""Seconds to wait for one answer of the receiver. The engine is blocked meanwhile."""
 
 SIGN_S = 2.0
-"""Seconds for a receiver to say when its trainer last gave a sign, before another run takes the
-server."""
+"""Seconds to wait for a receiver's report of its trainer's last sign of life, before another run
+takes the server."""
 
 KILL_S = 5.0
 """Seconds to wait for a killed receiver to be reaped."""
@@ -56,17 +55,18 @@ ZONE = "TITAN_GRPO_ZONE"
 """Environment variable: see receiver.Place.zone."""
 
 LAST_LINE = 0
-"""Number of the line that a process leaves for the engine at its end; requests count from 1."""
+"""Id of the message that a receiver process leaves for the engine at its end; requests count from
+1."""
 
 log = logging.getLogger("titan_grpo.receive")
 
 
 class ReceiverProcess:
-    """One running receiver process and the channel to it."""
+    """Handle of one receiver process and the channel to it."""
 
     def __init__(self, first: dict[str, Any]) -> None:
-        """Start it and send its first message; returns at once."""
-        # the engine may preload an allocator; the keys of the epoch come over the socket
+        """Start the process and send its first message, without waiting for an answer."""
+        # The receiver does not need an allocator that the engine preloads.
         self._process, ours = start_module(
             "titan_grpo.receive.process",
             env=helper_environment(os.environ, "LD_PRELOAD"),
@@ -78,12 +78,12 @@ class ReceiverProcess:
         self._channel.send(first, ANSWER_S)
 
     def ask(self, message: dict[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
-        """One request; PeerError if the process is gone, does not answer within ``timeout_s``, or
-        refuses."""
+        """Send a request and return its answer. Raises PeerError if the process is gone, refuses,
+        or is silent for ``timeout_s``."""
         self._sent += 1
         self._channel.send({"id": self._sent, **message}, ANSWER_S)
         while (answer := self._channel.receive(timeout_s)) is not None:
-            # of a request that was given up at its deadline, or the last line
+            # a late answer to a request that timed out, or the last line
             if answer["id"] != self._sent:
                 self._note(answer)
                 continue
@@ -96,8 +96,8 @@ class ReceiverProcess:
         )
 
     def last_sign_s(self) -> float:
-        """When the trainer gave its last sign (monotonic clock), minus infinity if it said goodbye.
-        A process that has ended left it as its last line."""
+        """Return the time of the trainer's last sign of life (monotonic clock), minus infinity
+        after its bye. A process that has ended left it in its last line."""
         self._sent += 1
         with suppress(PeerError):  # it has ended: its last line can still be read
             self._channel.send({"id": self._sent, "op": "last_sign"}, ANSWER_S)
@@ -107,12 +107,12 @@ class ReceiverProcess:
                     return float(answer["last_sign_s"])
                 self._note(answer)
         if self._last_line_s is None:
-            # Killed or frozen, it says nothing of its trainer, whose time begins now.
+            # Killed or frozen: the trainer's last sign is unknown. Count its lease from now.
             self._last_line_s = time.monotonic()
         return self._last_line_s
 
     def _note(self, answer: dict[str, Any]) -> None:
-        """Take the time from an answer that came after its deadline, or from the last line."""
+        """Keep the sign's time from a late answer or from the last line."""
         self._last_line_s = answer.get("last_sign_s", self._last_line_s)
 
     @property
@@ -121,7 +121,7 @@ class ReceiverProcess:
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """End it at once, with everything that it holds of the epoch."""
+        """Kill the process, and with it the epoch's memory and connections."""
         self._channel.close()
         self._process.kill()
         self._wait()
@@ -135,14 +135,14 @@ class ReceiverProcess:
 
 
 class ReceiverHandle:
-    """Keeps the fence, and what the engine holds, across receiver processes. Owns at most one that
+    """Owner of the fence state across receiver processes, and of at most two of these: one that
     serves an epoch and one that answers a refused hello."""
 
     def __init__(
         self, package: str, run_key: Key | None, device: str, quantization: str = ""
     ) -> None:
-        """``package`` and ``quantization``: for the Joined answer. With a run key only trainers
-        that prove it are served. ``device``: the engine's, "cuda:N" or "cpu". Starts nothing."""
+        """Start no process. ``package`` and ``quantization``: for the Joined answer. With a run key
+        only trainers that prove it are served. ``device``: the engine's, "cuda:N" or "cpu"."""
         self._package, self._run_key, self._device = package, run_key, device
         self._quantization = quantization
         self._serving: ReceiverProcess | None = None
@@ -150,9 +150,9 @@ class ReceiverHandle:
         self._deadline = 0.0
         self._commit: Commit | None = None
         self._greeting: Hello | None = None
-        """Of the epoch in force."""
+        """The Hello of the epoch in force."""
         self._started_s = 0.0
-        """When the run in force started (monotonic clock)."""
+        """Start of the run in force (monotonic clock)."""
         self.state = EngineState()
 
     @property
@@ -161,11 +161,11 @@ class ReceiverHandle:
         return self._serving.pid if self._serving is not None else None
 
     def hello(self, hello: Hello, problem: str) -> str:
-        """Serve a newer epoch that proves the run key; any other hello is only answered. Why it was
-        refused, or empty.
+        """Start serving the Hello's epoch if it is newer and proves the run key; else only answer
+        the Hello. Return why it was refused, or "".
 
-        ``problem``: why this engine cannot serve that trainer; the lane reads it on joining, and
-        the run in force stays.
+        ``problem``: why this engine cannot serve that trainer. It is sent as the answer, and the
+        epoch in force stays.
         """
         probe, keys = hello.transport == PROBE, self._keys(hello.run_id, hello.epoch)
         refusal = "" if probe and not hello.proof else _unproven(hello, keys)
@@ -176,8 +176,7 @@ class ReceiverHandle:
             if refusal := self._second_name(hello):
                 self.answer(hello, refusal, keys if hello.proof else None, final=True)
                 return refusal
-            # This refusal names no run in force: a lane whose clock is behind could answer it with
-            # a higher term at once, for ever.
+            # Do not name the run in force: a lane could retry at once with a higher term, forever.
             if refusal := self._occupied(hello):
                 self.answer(hello, refusal, keys if hello.proof else None, named=False)
                 return refusal
@@ -188,21 +187,22 @@ class ReceiverHandle:
         if refusal or problem or probe:
             self.answer(hello, problem or refusal, keys if hello.proof else None, final)
             return refusal or problem
-        # Its memory goes before the next one takes as much, and no two receivers answer one engine.
+        # Before the next one starts: two images may not fit in memory, and only one receiver may
+        # answer for an engine.
         self._kill_serving()
         self._greeting = hello
         self._serving = ReceiverProcess(self._first("serve", hello, problem, keys))
         return ""
 
     def _occupied(self, hello: Hello) -> str:
-        """Why a newer run does not get the server: a live one has it. Empty otherwise."""
+        """Return why a newer run must not take the server from a live one, or ""."""
         served = self._greeting
         if served is None or served.run_id == hello.run_id or hello.take_over:
             return ""
         if self._serving is None or (hello.owner and hello.owner == served.owner):
             return ""
-        # Its lane may be between two connections. A trainer that is dead or frozen blocks the next
-        # one for this time at most.
+        # The live run's lane may be reconnecting. A dead or frozen trainer keeps the server for
+        # live_s at most.
         if time.monotonic() - self._serving.last_sign_s() >= served.live_s:
             return ""
         return (
@@ -211,7 +211,7 @@ class ReceiverHandle:
         )
 
     def _second_name(self, hello: Hello) -> str:
-        """Why a lane is refused whose run has the server under another name. Empty otherwise."""
+        """Return why a lane is refused if its run has this server under another URL, or ""."""
         served = self._greeting
         if served is None or served.run_id != hello.run_id or served.url == hello.url:
             return ""
@@ -229,8 +229,8 @@ class ReceiverHandle:
         final: bool = False,
         named: bool = True,
     ) -> None:
-        """Only answer the Hello: with ``problem``, or, if that is empty, with what the engine
-        holds. ``final``: the problem stays. ``named``: the answer says which run is in force."""
+        """Answer the Hello, without serving it: with ``problem``, or with what the engine holds.
+        ``final``: a retry cannot succeed. ``named``: the answer names the run in force."""
         self._kill_answering()
         first = self._first("answer", hello, problem, keys)
         first["joined"]["final"] = final
@@ -240,8 +240,8 @@ class ReceiverHandle:
         self._answering = ReceiverProcess(first)
 
     def place(self, attach: Attach) -> dict[str, Any]:
-        """What ``lend`` will return in this epoch; nothing is lent. PeerError if there is no such
-        memory, or the epoch is not the one in force."""
+        """Return what ``lend`` will return in this epoch, and lend nothing. Raises PeerError if
+        that memory does not exist or the epoch is not in force."""
         if unproven := _unproven(attach, self._keys(attach.run_id, attach.epoch)):
             raise PeerError(unproven)
         if (attach.run_id, attach.epoch) != self.state.in_force:
@@ -249,12 +249,12 @@ class ReceiverHandle:
         return _grant(self._served().ask({"op": "place"}))
 
     def lend(self, commit: Commit) -> dict[str, Any]:
-        """``{"image": address, "manifest": address of its JSON, "streamed": bool}``. PeerError if
-        that version is not staged here or may not be loaded.
+        """Return ``{"image": address, "manifest": address of its JSON, "streamed": bool}``. Raises
+        PeerError if that version is not staged here or may not be loaded.
 
-        Streamed: the image is the window, and ``take`` follows.
+        If streamed, the image is the window: call ``take``.
         """
-        self._commit = None  # without a proof there is no report either
+        self._commit = None  # an unproven commit must not be reported as one of this epoch
         if unproven := _unproven(commit, self._keys(commit.run_id, commit.epoch)):
             raise PeerError(unproven)
         self._commit = commit if (commit.run_id, commit.epoch) == self.state.in_force else None
@@ -265,18 +265,17 @@ class ReceiverHandle:
         return _grant(answer)
 
     def take(self, consumed: int) -> int:
-        """See Window.take; waits until the deadline of the whole transfer, which began with
-        ``lend``."""
+        """See Window.take. Wait until the deadline of the whole transfer, counted from ``lend``."""
         left = max(0.0, self._deadline - time.monotonic())
         message = {"op": "take", "consumed": consumed, "wait_s": left}
-        # the receiver answers by the deadline, unless it hangs
+        # Window.take returns by the deadline: only a receiver that hangs needs the extra time.
         return int(self._served().ask(message, left + ANSWER_S)["filled"])
 
     def applied(self, commit: Commit, report: Applied) -> None:
-        """Record how a commit ended and report it to the lane; returns when it is sent.
-        PeerError if it cannot be reported."""
+        """Record how a commit ended and send the report to the lane. Raises PeerError if it cannot
+        be sent."""
         if self._commit is not commit:
-            # the lane in force waits for a report of the same number: it must not get this one
+            # The lane in force may wait for a report of the same number: do not send it this one.
             raise PeerError("the commit was not one of the epoch in force: it is not reported")
         self._commit = None
         if self.state.granted is not None:
@@ -296,7 +295,7 @@ class ReceiverHandle:
         return self._serving
 
     def _step(self, event: FenceEvent) -> str:
-        """Why the fence refuses; empty if it does not."""
+        """Apply an event to the fence; return why it refuses, or ""."""
         self.state, refusal = fence(self.state, event)
         return refusal
 
@@ -304,8 +303,8 @@ class ReceiverHandle:
         return EpochKeys.of(self._run_key, run_id, epoch) if self._run_key is not None else None
 
     def _first(self, op: str, hello: Hello, problem: str, keys: EpochKeys | None) -> dict[str, Any]:
-        # A refusal for want of a key names no run in force: a lane could answer it with a higher
-        # term at once, for ever.
+        # Do not name the run in force to a lane without the key: it could retry with a higher term
+        # at once, forever.
         believed = keys is not None or not (hello.proof or self._run_key)
         state = self.state if believed and hello.transport != PROBE else EngineState()
         joined = Joined(
@@ -349,7 +348,7 @@ def _grant(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unproven(message: Message, keys: EpochKeys | None) -> str:
-    """Why a message's proof does not hold; empty if it does."""
+    """Return why a message's proof does not hold, or ""."""
     try:
         message.require_proof(keys.messages if keys is not None else None)
     except PeerError as error:
@@ -361,14 +360,13 @@ def _unproven(message: Message, keys: EpochKeys | None) -> str:
 
 
 def leave(code: int) -> None:
-    """End without running destructors: a process group's destructor blocks on, or aborts over, an
-    unfinished operation."""
+    """Exit without destructors: a process group's blocks or aborts on an unfinished operation."""
     logging.shutdown()
     os._exit(code)
 
 
 def converse(receiver: Receiver, channel: Channel) -> None:
-    """Thread: the epoch with the lane; the process ends with it."""
+    """Serve the epoch, then end the process (a thread's main function)."""
     code = 0
     try:
         receiver.run()
@@ -381,7 +379,8 @@ def converse(receiver: Receiver, channel: Channel) -> None:
         code = 4
     with suppress(PeerError):  # the engine has ended too
         channel.send({"id": LAST_LINE, "ok": True, "last_sign_s": receiver.signed_s}, REPLY_S)
-    # After the last line: the run whose bye is answered may end, and the next one greet at once.
+    # After the last line: the answer lets the trainer end, and the next run's hello, which needs
+    # that line, may come at once.
     with suppress(PeerError):
         receiver.confirm_bye()
     leave(code)
@@ -414,7 +413,7 @@ def respond(receiver: Receiver, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(channel: Channel) -> None:
-    """Main thread: the engine's requests, until the engine ends."""
+    """Serve the engine's requests on the main thread until the engine ends."""
     first = channel.receive(REPLY_S)
     if first is None:
         return
@@ -434,14 +433,14 @@ def serve(channel: Channel) -> None:
 
 
 def main(sock: socket.socket, parent: int) -> None:
-    """Entry point."""
+    """Run the receiver process of the engine with pid ``parent``, over ``sock``."""
     end_with_parent()
-    # after the call: an engine that ended before it sends no signal any more
+    # Check after the call: the end of a parent before the call sends no signal.
     if os.getppid() != parent:
-        leave(0)  # the engine had ended before
+        leave(0)
     logging.basicConfig(level=logging.INFO, format="titan_grpo receiver %(process)d: %(message)s")
     try:
-        # the engine pins its children too, to a core that is busy generating
+        # The process inherits the engine's affinity, often one core that is busy generating.
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     except OSError as error:
         log.info("the receiver keeps the engine's cores: %s", error)

@@ -1,9 +1,9 @@
-"""The receiving half of one epoch, free of any engine: joins the lane, fills the image, checks it,
-lends it.
+"""The receiving half of one epoch, independent of the engine: join the lane, fill the image, check
+it, lend it to the engine.
 
-Three threads: ``run`` serves the lane's orders, which the channel's thread reads; ``lend``,
-``take`` and ``applied`` are called for the engine. No torch, which takes seconds to import, unless
-the version comes through gloo or NCCL.
+Three threads: the channel's thread reads the lane's orders, ``run`` serves them, and a third calls
+``lend``, ``take`` and ``applied`` for the engine. Torch takes seconds to import: only gloo and NCCL
+transfers import it.
 """
 
 import math
@@ -65,15 +65,15 @@ if TYPE_CHECKING:
     from titan_grpo.sync.transports.broadcast import Transport
 
 SIGN_S = 1.0
-"""Seconds for the trainer to give a sign when it is asked for one."""
+"""Seconds to wait for the trainer's sign of life after asking for one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where this server is, for others that read from it. ``host``: address at which it serves
-    them; empty: the one towards the trainer; NOWHERE: it serves none. ``zone``: see Joined.
-    ``certificate``: the paths of the one that it shows them, and of its key; without one it serves
-    none where the trainer shows one."""
+    """Address of this server for other servers. ``host``: where it serves them; empty: its address
+    towards the trainer; NOWHERE: it does not serve them. ``zone``: see Joined. ``certificate``:
+    paths of its TLS certificate and of the key; without one it does not serve others if the trainer
+    uses TLS."""
 
     host: str = ""
     zone: str = ""
@@ -83,14 +83,14 @@ class Place:
 NOWHERE = "none"
 
 CERTIFICATE = "TITAN_GRPO_TLS_CERTIFICATE"
-"""Environment variable: the first of Place.certificate."""
+"""Environment variable: path of the certificate (Place.certificate)."""
 
 CERTIFICATE_KEY = "TITAN_GRPO_TLS_KEY"
-"""Environment variable: the second."""
+"""Environment variable: path of its key."""
 
 
 class Receiver:
-    """One epoch. Every error ends it with its reason; the process that hosts it then ends too."""
+    """Receiver of one epoch. Any error ends the epoch, and its process with it."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class Receiver:
         device: str = "cpu",
         place: Place | None = None,
     ) -> None:
-        """Nothing is connected yet. ``joined``: the engine's answer to the Hello. ``keys``: of this
-        epoch, if the engine has a run key and the Hello has proven it. ``device``: the engine's."""
+        """Connect nothing yet. ``joined``: the engine's answer to the Hello. ``keys``: the epoch's,
+        if the engine has a run key and the Hello has proven it. ``device``: the engine's."""
         self._device, self._place = device, place or Place()
         self._sharing: Sharing | None = None
         self._hello, self._joined = hello, replace(joined, pid=os.getpid())
@@ -120,19 +120,19 @@ class Receiver:
         self._transport: Transport | None = None
         self._expected: Sequence[bytes] = ()
         self._base: int | None = None
-        """The version that the image had when the present transfer began."""
+        """Version in the image when the current transfer began: patches apply to it."""
         self._channel: ReceiverChannel | None = None
         self._born_s = time.monotonic()
         self._bye: Order | None = None
-        """The order by which the trainer left."""
+        """The trainer's last order, "bye"."""
 
     def answer(self) -> None:
-        """Only answer the Hello (a probe, a refusal)."""
+        """Answer the Hello (a probe, a refusal) and serve no epoch."""
         self._answer(self._join())
 
     def run(self) -> None:
-        """Serve the epoch until the lane says bye, which ``confirm_bye`` answers. Raises
-        TitanGrpoError with the reason if it ends in another way."""
+        """Serve the epoch until the lane's bye, which ``confirm_bye`` answers later. Raises
+        TitanGrpoError if the epoch ends in another way."""
         hello = self._hello
         channel = self._channel = self._join()
         if self._joined.ok and (problem := self._problem()):
@@ -154,12 +154,13 @@ class Receiver:
             number += 1
 
     def _share(self, channel: ReceiverChannel) -> dict[str, str | int]:
-        """Where others may read from this server: fields of Joined."""
+        """Start serving other servers, if possible; return the fields of Joined that say where.
+        Raises ConfigError if the certificate or the address is unusable."""
         place, hello = self._place, self._hello
         certificate = Certificate.load(*place.certificate, (CERTIFICATE, CERTIFICATE_KEY))
         here = channel.local_host
         host = place.host or here
-        # beside the trainer it reads that one's memory, and others are no nearer to it
+        # On the trainer's own host, relaying gains nothing: others reach the trainer as easily.
         if host in (NOWHERE, hello.host) or (hello.pin and certificate is None):
             return {"relay_host": here, "zone": place.zone}
         self._sharing = Sharing(host, self._range_key, certificate)
@@ -168,7 +169,7 @@ class Receiver:
         return {"relay_host": host, "relay_port": port, "relay_pin": pin, "zone": place.zone}
 
     def _problem(self) -> str:
-        """Why this host cannot serve the epoch; empty if it can."""
+        """Return why this host cannot serve the epoch, or ""."""
         hello = self._hello
         if self._key is not None and hello.digest_algorithm != KEYED:
             return (
@@ -185,7 +186,7 @@ class Receiver:
         return transport_problem(hello.transport, hello.nccl)
 
     def _open_transport(self, channel: ReceiverChannel) -> "Transport":
-        """The communicator of gloo or NCCL."""
+        """Open the communicator of gloo or NCCL."""
         from titan_grpo.sync.transports.broadcast import (
             TransportOptions,
             join_store,
@@ -200,34 +201,35 @@ class Receiver:
         return open_transport(hello.transport, store, 1, 2, options)
 
     def confirm_bye(self) -> None:
-        """Answer the lane's bye, if it said one."""
+        """Answer the lane's bye, if there was one."""
         if self._bye is not None and self._channel is not None:
             self._reply(self._channel, _staged(self._bye))
 
     @property
     def signed_s(self) -> float:
-        """When the trainer gave its last sign (monotonic clock); minus infinity: it left."""
+        """Time of the trainer's last frame (monotonic clock); minus infinity after its bye."""
         if self._bye is not None:
             return -math.inf
         return self._born_s if self._channel is None else self._channel.last_frame_s
 
     def last_sign_s(self) -> float:
-        """Ask the trainer's process for a sign, and return ``signed_s``."""
+        """Ask the trainer's process for a sign of life, then return ``signed_s``."""
         if self._channel is not None:
             with suppress(TransferFailed):
                 self._channel.ask_sign(SIGN_S)
         return self.signed_s
 
     def place(self) -> tuple[ImageAddress, ImageAddress]:
-        """Where the image, or the window, and the manifest's JSON are. Nothing is lent."""
+        """Return the addresses of the image (or window) and the manifest's JSON; lend nothing.
+        Raises PeerError before the manifest has arrived."""
         with self._turn:
             if self._image is None or self._manifest_text is None:
                 raise PeerError("the manifest must be handed over before its memory is attached")
             return self._image.address, self._manifest_text.address
 
     def lend(self, commit: Commit) -> tuple[ImageAddress, ImageAddress]:
-        """The staged image, or the window, for the engine until ``applied``, and the memory that
-        holds the manifest's JSON. PeerError if it is not what the commit names."""
+        """Lend the staged image (or window) to the engine until ``applied``; return the addresses
+        of it and of the manifest's JSON. Raises PeerError if the commit names something else."""
         with self._turn:
             image, manifest, text = self._image, self._manifest, self._manifest_text
             if manifest is not None and commit.manifest_digest != manifest.digest:
@@ -249,7 +251,7 @@ class Receiver:
         return window.take(consumed, wait_s)
 
     def applied(self, report: Applied) -> None:
-        """Forward the engine's report to the lane, and take the image back."""
+        """Take the image back, and forward the engine's report to the lane."""
         if (window := self._window) is not None:
             window.fail(f"the engine gave up: {report.error}")
             report = replace(
@@ -273,7 +275,7 @@ class Receiver:
         try:
             return ReceiverChannel(*common, self._key, *rest, hello.pin)
         except WrongCertificate as error:
-            # What is between may carry a refusal to the trainer; nothing else is said to it.
+            # Connect without the key to what may be a man in the middle: only the refusal is sent.
             self._joined = replace(self._joined, ok=False, error=str(error), final=True)
             return ReceiverChannel(*common, None, *rest, error.shown)
 
@@ -281,7 +283,7 @@ class Receiver:
         channel.send(Kind.JOINED, 0, self._joined.proven(self._key).to_json().encode())
 
     def _serve(self, channel: ReceiverChannel, number: int) -> bool:
-        """One order; False after the last one."""
+        """Serve the next order, which must have ``number``; return False after the bye."""
         blob: bytes | bytearray = b""
         while (frame := channel.take((Kind.BLOB, Kind.ORDER))).kind is Kind.BLOB:
             blob = frame.body
@@ -305,10 +307,10 @@ class Receiver:
                 case "stream":
                     staged = self._offer(order, blob)
                 case _:
-                    # the engine has not restarted: this process would have died with it
+                    # ping: proof that the engine has not restarted, or this process would be gone
                     staged = _staged(order)
         except TransferFailed:
-            raise  # the communicator is of no further use: the epoch ends
+            raise  # the connection or communicator is unusable: end the epoch
         except TitanGrpoError as error:
             staged = _staged(order, error=str(error))
         self._reply(channel, staged)
@@ -320,8 +322,8 @@ class Receiver:
         channel.send(Kind.STAGED, staged.number, staged.proven(self._key).to_json().encode())
 
     def _give_up(self, why: str) -> None:
-        """On the channel's thread: release the engine as soon as the lane cancels or is gone, also
-        while a broadcast stalls."""
+        """Release an engine that waits for the window: the lane has cancelled or is gone. Runs on
+        the channel's thread, as ``run`` may hang in a stalled broadcast."""
         if (window := self._window) is not None:
             window.fail(why)
         if (transport := self._transport) is not None:
@@ -330,7 +332,8 @@ class Receiver:
     def _take_manifest(
         self, order: Order, text: bytes | bytearray, channel: ReceiverChannel
     ) -> Staged:
-        """The lane sees each bucket that has its memory, which takes minutes for large models."""
+        """Check the manifest and allocate the image. Allocation takes minutes for large models:
+        each bucket is reported to the lane."""
         manifest = Manifest.from_json(text.decode())
         if manifest.digest != self._hello.manifest_digest:
             raise PeerError(
@@ -357,8 +360,8 @@ class Receiver:
         return _staged(order, image=image)
 
     def _offer(self, order: Order, digests: bytes | bytearray) -> Staged:
-        """A windowed transfer: everything but the bytes. The fingerprint covers the digests that
-        every block must have."""
+        """Prepare a windowed transfer, before any bytes: check the fingerprint over ``digests``,
+        and create the window."""
         from titan_grpo.receive.window import Window
 
         image, manifest = self._reserve(order, streamed=True)
@@ -373,8 +376,8 @@ class Receiver:
         return _staged(order, fingerprint=found, image=image)
 
     def _fill(self, transport: "Transport") -> None:
-        """The bytes of a windowed transfer. A failure reaches the lane as the engine's report; then
-        the lane ends the epoch."""
+        """Receive the bytes of a windowed transfer. A failure reaches the lane in the engine's
+        report; the lane then ends the epoch."""
         window = self._window
         assert window is not None
         try:
@@ -386,7 +389,7 @@ class Receiver:
             self._step(server.Spent())
 
     def _fetch(self, order: Order, digests: bytes | bytearray, channel: ReceiverChannel) -> Staged:
-        """Read the version from its sources. The lane sees each bucket that has arrived."""
+        """Read the version from its sources, and report each arrived bucket to the lane."""
         hello, began = self._hello, time.monotonic()
         image, manifest = self._reserve(order, streamed=False)
         expected = self._hashing.split(digests, manifest.num_blocks)
@@ -430,21 +433,21 @@ class Receiver:
         )
 
     def _other(self, source: RangeSource, manifest: Manifest) -> Open:
-        """How to open another server, which may be on this host."""
+        """Return the opener of another server: through its memfd if it is on this host."""
         key, wait_s = self._range_key, self._hello.relay_wait_s
         if source.host == self._joined.relay_host and source.part < len(manifest.parts):
             return partial(BesideReader, source, key, wait_s, manifest.parts[source.part])
         return partial(TcpReader, source, key, wait_s, whole=True)
 
     def _moved(self, channel: ReceiverChannel, number: int, _: int) -> None:
-        """Report to the lane that the transfer has reached its next mark."""
+        """Report the next mark to the lane."""
         channel.send(Kind.MOVED, number)
 
     def _opens(
         self, order: Order, others: Sequence[Open], manifest: Manifest
     ) -> dict[int, list[Open]]:
-        """How to open the sources of each part: a memfd of this host before any socket, ``others``
-        (of the order's relays) before the trainer's."""
+        """Return the openers of each part's sources, in order of preference: the trainer's memfd on
+        this host, ``others`` (the order's relays), then the trainer over the network."""
         out: dict[int, list[Open]] = {}
         for source in order.sources:
             opens = out.setdefault(source.part, [])
@@ -486,7 +489,8 @@ class Receiver:
         )
 
     def _reserve(self, order: Order, streamed: bool) -> tuple[SharedImage, Manifest]:
-        """The image, once the engine has given it back; from here on nothing is staged."""
+        """Wait until the engine has returned the image, then mark it as being overwritten. Raises
+        PeerError if the engine still has it after the Hello's ``timeout_s``."""
         if streamed != self.streamed:
             raise PeerError(f"this epoch is {self._hello.apply}: the order does not belong to it")
         with self._turn:
@@ -496,6 +500,7 @@ class Receiver:
                 lambda: self._staging.phase is not server.Phase.LENT, self._hello.timeout_s
             )
             now = self._staging
+            # Before the image is overwritten: other servers must not read two versions of it.
             if self._sharing is not None:
                 self._sharing.end()
             self._base = now.version if now.phase is server.Phase.STAGED else None
@@ -503,7 +508,7 @@ class Receiver:
             return self._image, self._manifest
 
     def _step(self, event: server.StagingEvent) -> None:
-        """Under ``_turn``. PeerError if the table refuses."""
+        """Apply an event; hold ``_turn``. Raises PeerError if the table refuses it."""
         self._staging, refusal = server.staging(self._staging, event)
         if refusal:
             raise PeerError(refusal)

@@ -1,16 +1,19 @@
-"""SGLang's side of a weight sync. Found by SGLang through the entry-point group
-``sglang.srt.plugins``; no patch of SGLang.
+"""SGLang's side of a weight sync. SGLang finds it through the entry-point group
+``sglang.srt.plugins``; SGLang itself is not patched.
 
-Written for SGLang 0.5.23. The server is started with ``--custom-weight-loader LOADER``.
+Written for SGLang 0.5.23. Start the server with ``--custom-weight-loader LOADER``.
 
-The HTTP process gets four routes. ``/titan_grpo/hello`` forwards a Hello over a Unix socket to the
-scheduler of rank 0, and what is to be mapped to all, without a pause: SGLang's own routes to the
-scheduler's model wait for all running requests. ``/titan_grpo/state`` shows what no route of SGLang
-does: whether generation is paused. ``/titan_grpo/load`` is one message to the schedulers, where
-SGLang's own routes need three (begin, update, end): a paused server waits for each.
-``/titan_grpo/finish`` is SGLang's label, which only a loaded version may have. Each scheduler
-process holds an EngineSide; a commit reaches it between two batches, as an update from tensors
-whose load format is LOADER.
+The HTTP process gets four routes:
+* ``/titan_grpo/hello`` forwards a Hello over a Unix socket to the scheduler of rank 0, and the
+  memory to map to all schedulers. It needs no pause: SGLang's own routes to the scheduler's model
+  wait for all running requests.
+* ``/titan_grpo/state`` says whether generation is paused; no route of SGLang does.
+* ``/titan_grpo/load`` sends the schedulers one message; SGLang's own routes send three (begin,
+  update, end), and the paused server waits for each.
+* ``/titan_grpo/finish`` sets SGLang's label, once after each load.
+
+Each scheduler process has an EngineSide. A commit reaches it between two batches, as an update from
+tensors whose load format is LOADER.
 """
 
 import asyncio
@@ -46,10 +49,11 @@ from titan_grpo.runkey import Key, environment_key
 from titan_grpo.unix_rpc import Server, abstract_address, call
 
 SOCKET_VARIABLE = "TITAN_GRPO_SOCKET"
-"""Set by the HTTP process for the processes that it starts: the name of their socket."""
+"""Environment variable with the name of the schedulers' sockets, set by the HTTP process."""
 
 HELLO_S = 120.0
-"""Longest wait of a hello, in seconds: a commit may be under way, with a transfer that stalls."""
+"""Seconds to wait for the answer to a hello: a commit may be in progress, with a stalled
+transfer."""
 
 SideFactory = Callable[[Engine, Workers, str, Key | None], EngineSide]
 
@@ -57,23 +61,23 @@ log = logging.getLogger("titan_grpo.receive")
 
 
 class Plugin:
-    """State of this process: the side of its scheduler, if it is one. ``make_side`` may be replaced
-    before the start."""
+    """State of this process: of the HTTP process, or of a scheduler with its EngineSide.
+    ``make_side`` may be replaced before the start."""
 
     def __init__(self) -> None:
         self.make_side: SideFactory = EngineSide
         self.side: EngineSide | None = None
         self.turn = threading.Lock()
-        """Held during a hello and during a commit, which come from two threads."""
+        """Held during a hello and a commit, which come from two threads."""
         self.commits = 0
         self.scheduler: Any = None
         self.loaded = False
-        """HTTP process: a version was loaded, and no lane greeted or set a label since."""
+        """HTTP process: SGLang has run a load, and no hello or label came since."""
 
     def hello(self, message: dict[str, Any]) -> dict[str, Any]:
-        """RPC thread: a lane's greeting, whose answer goes over the lane's channel; or the call to
-        map its memory. What this one answers is for the other schedulers to map, if anything: this
-        thread may not take part in their exchanges."""
+        """Handle a Hello (answered over the lane's channel), an Attach or a map, on the RPC thread.
+        Return the map message for the other schedulers, if any: this thread cannot share it by a
+        collective, which belongs to the scheduler's main thread."""
         with self.turn:
             if self.side is None:
                 return {}
@@ -81,8 +85,8 @@ class Plugin:
                 message = {"map": self.side.place(message["attach"])}
             elif "map" not in message:
                 self.side.hello(message)
-                # The others map nothing more: the hello may end the receiver, whose memory must not
-                # be held beside that of the next one.
+                # The others unmap: the hello may end the receiver, and while its image stays mapped
+                # its memory is not freed.
                 return {"map": {}}
             self.side.map_ahead(message["map"])
             return message
@@ -92,7 +96,8 @@ plugin = Plugin()
 
 
 def register() -> None:
-    """Entry point; every SGLang process calls it once."""
+    """Install the routes or hooks of this process. Every SGLang process calls this entry point
+    once."""
     log_to_stderr()
     if multiprocessing.parent_process() is None:
         os.environ[SOCKET_VARIABLE] = secrets.token_hex(16)
@@ -111,9 +116,10 @@ UPDATE = (
 
 
 def _updated(original: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
-    """Scheduler process, between two batches: SGLang's update from tensors, or all of ours.
+    """Run a commit between two batches, in the scheduler process; other updates are SGLang's.
 
-    SGLang's own would walk over the model twice, paused, for what ``model_problem`` asks once.
+    SGLang's own update would walk over the model twice, paused, for the check that
+    ``model_problem`` makes once.
     """
     if request.load_format != LOADER:
         return original(manager, request)
@@ -125,16 +131,16 @@ def _updated(original: Callable[[Any, Any], Any], manager: Any, request: Any) ->
         tensors = worker.deserialize_own_rank(request.serialized_named_tensors)
         updater.begin_weight_update()
         commit(worker.model_runner.model, tensors)
-        # The model's own loader has done what may follow a load.
+        # The model's own load_weights has done its post-load work.
         updater.end_weight_update(run_post_load=False)
-        # Rank 0 answers for all.
+        # Rank 0 answers for all: wait until all have finished.
         torch.distributed.barrier(group=manager.tp_cpu_group)
     return UpdateWeightsFromTensorReqOutput(success=True, message="")
 
 
 def commit(_model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """One commit in this scheduler, with the signature of SGLang's custom weight loaders, by which
-    it is named: the first name is a Commit in JSON. Never raises: an exception ends the server."""
+    """Run a commit in this scheduler. The signature is that of SGLang's custom weight loaders; the
+    first name is a Commit in JSON. Never raises: an exception ends the server."""
     try:
         data = json.loads(named_tensors[0][0])
     except (IndexError, TypeError, ValueError):
@@ -146,30 +152,30 @@ def commit(_model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]
         plugin.side.commit(data if isinstance(data, dict) else {})
     before, plugin.commits = unsalted(plugin.commits), plugin.commits + 1
     for request in plugin.scheduler.waiting_queue:
-        # The key of one that a retraction put back stays: its KV is computed anew under it.
+        # A retracted request with a still older key keeps it: its KV is recomputed under it.
         if request.extra_key == before:
             request.extra_key = unsalted(plugin.commits)
 
 
 def unsalted(commits: int) -> str:
-    """The part of the prefix cache of requests that name none: another one after each commit, since
-    a pause that keeps running requests keeps the prefixes of older weights too."""
+    """Return the prefix-cache key of requests without one. It changes with each commit: a pause
+    that keeps running requests also keeps the prefixes of older weights."""
     return f"titan_grpo {commits}"
 
 
 def _asked(_scheduler: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Scheduler process, before a request goes into the queue."""
+    """Set a request's cache key before it is queued, in the scheduler process."""
     if request.extra_key is None:
         request.extra_key = unsalted(plugin.commits)
 
 
 def _address(rank: int) -> str:
-    """Where the scheduler of a tensor-parallel rank listens."""
+    """Return the socket address of a tensor-parallel rank's scheduler."""
     return abstract_address(f"{os.environ[SOCKET_VARIABLE]}/{rank}")
 
 
 def _add_routes() -> None:
-    """HTTP process: the routes, guarded by the admin key as SGLang's own weight routes are."""
+    """Add the routes to the HTTP process, under the admin key like SGLang's own weight routes."""
     from fastapi import HTTPException, Request
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers import io_struct
@@ -179,7 +185,7 @@ def _add_routes() -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def hello(request: Request) -> dict[str, Any]:
         manager = http_server.get_global_state().tokenizer_manager
-        # The load of a lane that did not come to its label allows none to another one.
+        # If a lane ended between its load and its label, the next lane must not label that load.
         plugin.loaded = False
         try:
             answer = await asyncio.to_thread(call, _address(0), await request.json(), HELLO_S)
@@ -202,8 +208,8 @@ def _add_routes() -> None:
     async def load(request: Request) -> dict[str, Any]:
         manager = http_server.get_global_state().tokenizer_manager
         plugin.loaded = False
-        # The prefix cache is not flushed: SGLang cannot while requests are paused, and calls that a
-        # failure although the weights are in. Requests are kept apart by their keys.
+        # Do not flush the prefix cache: SGLang cannot while requests are paused, and reports a
+        # failure although the weights are loaded. The cache keys separate the versions instead.
         update = io_struct.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[commit_payload(await request.json())]
             * int(manager.server_args.tp_size),
@@ -223,14 +229,14 @@ def _add_routes() -> None:
         if not plugin.loaded:
             raise HTTPException(400, "no version was loaded since the last hello or label")
         plugin.loaded = False
-        # The scheduler takes it first. By SGLang's default this would abort all requests.
+        # SGLang's default would abort all requests.
         version = io_struct.UpdateWeightVersionReqInput(new_version=label, abort_all_requests=False)
         await manager.update_weight_version(version)
         return {}
 
 
 def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Scheduler process, after the model is loaded."""
+    """Make the EngineSide in a scheduler process, after the model is loaded."""
     plugin.scheduler = scheduler
     workers = Workers(scheduler.tp_group)
     run_key, key_problem = environment_key(os.environ)
@@ -243,7 +249,7 @@ def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) 
 
 
 def compatibility(args: Any) -> str:
-    """Why commits cannot work in a server with these ServerArgs; empty if they can."""
+    """Return why commits cannot work in a server with these ServerArgs, or ""."""
     if args.dp_size > 1:
         return "data-parallel replicas behind one URL are not synced: start one server per replica"
     if args.pp_size > 1 or args.nnodes > 1:
@@ -275,8 +281,7 @@ def sends_routes(args: Any) -> bool:
 
 
 def experts_problem(args: Any) -> str:
-    """Why experts that are spread over workers cannot be served with these ServerArgs; empty if
-    they can."""
+    """Return why experts distributed over workers cannot be served with these ServerArgs, or ""."""
     if args.ep_size == 1:
         return ""
     from titan_grpo.patches import sglang_cpu_experts
@@ -293,13 +298,12 @@ NEVER_REPACKED = tuple(f"sglang.srt.layers.quantization.{name}" for name in ("un
 
 
 def model_problem(model: torch.nn.Module) -> str:
-    """Why this model cannot be reloaded: something is derived from its weights, or a layer's
-    weights are repacked after a load and not put back before the next one. Empty if it can.
+    """Return why this model cannot be reloaded, or "": a value is cached that is derived from its
+    weights, or a layer repacks its weights after a load and cannot restore them before the next.
 
-    SGLang asks the first at every update; its answer is that of the start.
-
-    SGLang calls restore_weights_before_loading when an update begins. Only a class that repacks
-    (or a subclass) knows how to put back: its bases do nothing there, or have no such call.
+    SGLang makes the first check at every update; its result does not change after the start.
+    For the second, SGLang calls restore_weights_before_loading when an update begins. Only the
+    class that repacks, or a subclass, can restore: its bases lack the method or do nothing in it.
     """
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
@@ -309,7 +313,7 @@ def model_problem(model: torch.nn.Module) -> str:
         method = getattr(module, "quant_method", None)
         if method is None or type(method).__module__ in NEVER_REPACKED:
             continue
-        # methods with a scheme leave both calls to it
+        # A method with a scheme delegates both calls to it.
         classes = type(getattr(module, "scheme", None) or method).__mro__
         repacks, restores = (
             next((kind for kind in classes if call in vars(kind)), None)
@@ -336,8 +340,8 @@ class SglangModel:
         self._names = CheckpointNames(config.model_path, config.revision, tied)
 
     def refuses(self, manifest: Manifest) -> str:
-        """See Engine. SGLang ignores unknown names and answers with success, so a server without a
-        checkpoint to compare them with takes nothing."""
+        """See Engine. SGLang ignores unknown names and reports success: refuse everything if there
+        is no checkpoint to compare them with."""
         if has_adapters(manifest):
             return (
                 "SGLang takes no adapters as versions: send merged weights (lora.sync ="

@@ -1,27 +1,24 @@
-"""vLLM's HTTP side, as a middleware (``--middleware``): requests without a salt, versions that are
-adapters, and two routes that vLLM lacks and environments ask for. ASGI only; imports nothing of
-vLLM. For servers with one HTTP process: of several (``--api-server-count``) only one would learn of
-an update.
+"""Middleware (``--middleware``) of vLLM's HTTP application: cache salts, versions that are
+adapters, and two routes that vLLM lacks. ASGI only; imports nothing of vLLM. For servers with one
+HTTP process: of several (``--api-server-count``) only one would see an update.
 
-* A request that names no ``cache_salt`` is given one that changes with every update of the weights.
-  A pause that keeps running requests keeps the prefix cache too, and without a salt a request would
-  meet the prefixes of older weights there.
+* A request without a ``cache_salt`` gets one that changes with every update of the weights. A pause
+  that keeps running requests also keeps the prefix cache: without a salt a request would reuse
+  prefixes of older weights.
 * ``POST /generate``: a prompt as text or as token ids, answered with lists of
-  ``{token id: log-probability}``, as vLLM's former demo server had it and Atropos's server class
-  asks for it.
-* Where versions are adapters (``lora.sync = "adapter"``), a request is of the newest version's when
-  it arrives, whatever model it names.
-* ``GET /generate`` is answered with 405, which shows the doctor that the middleware is there.
-* ``GET /health_generate``: 200 once a token was generated, as SGLang has it.
-* ``POST /update_weights`` of a server that is not paused is answered with 409. Its tokens would be
-  of two versions, which vLLM allows; SGLang waits until no request runs.
+  ``{token id: log-probability}``, as by vLLM's former demo server; Atropos's server class uses it.
+* If versions are adapters (``lora.sync = "adapter"``), a request gets the adapter that is newest
+  when it arrives, whatever model it names.
+* ``GET /generate`` is answered with 405, which shows the doctor that the middleware is installed.
+* ``GET /health_generate``: 200 once a token was generated, as in SGLang.
+* ``POST /update_weights`` to a server that is not paused is answered with 409. vLLM would allow it,
+  and answers would mix two versions; SGLang waits until no request runs.
 
-A version that is an adapter is written by the worker's plugin, as PEFT does, into a folder of this
-host's memory. Before the label is set the middleware has vLLM load it under the label as its name,
-through vLLM's own routes. From then on it is the model of every request that arrives; a request
-that runs on keeps the adapter that it began with. An adapter that no request has any more is
-unloaded, and its files are removed. They stay as long as a request may need them: vLLM reads an
-adapter again that it put out of its cache for another one.
+The worker's plugin writes a version that is an adapter in PEFT's format into a folder of this
+host's memory. Before the label is set, the middleware makes vLLM load it under the label as its
+name, through vLLM's own routes. It is then the model of all new requests; running requests keep
+their adapter. An adapter without requests is unloaded, and its files are removed. The files stay
+until then: vLLM reads an adapter again that it evicted from its cache.
 """
 
 import asyncio
@@ -51,7 +48,7 @@ App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 
 COMPLETIONS = "/v1/completions"
 SALTED = frozenset({COMPLETIONS, "/v1/chat/completions", "/v1/responses", "/inference/v1/generate"})
-"""Routes whose requests may name a ``cache_salt``."""
+"""Routes whose requests may have a ``cache_salt``."""
 
 VARIABLE = "TITAN_GRPO_LORA_FOLDER"
 STAGED = "staged"
@@ -62,8 +59,8 @@ Shape = tuple[int, ...]
 
 UPDATE = "/update_weights"
 UPDATES = frozenset({UPDATE, "/reset_prefix_cache"})
-"""Routes after which, as after the end of an update, the prefixes of before are those of other
-weights. One too many costs a prefix, one too few a wrong token."""
+"""Routes that, like those in LABELS, change the salt: prefixes from before may be of other weights.
+A needless change costs a prefix, a missing one a wrong token."""
 
 
 NOT_PAUSED = (
@@ -73,12 +70,12 @@ NOT_PAUSED = (
 )
 
 LABELS = {"/finish_weight_update": "weight_version", "/update_weight_version": "new_version"}
-"""Routes that set the label, and its name there. The second one is recovery's, of a server whose
+"""Routes that set the label, and the label's key in their bodies. Recovery uses the second, if a
 lane died between load and label."""
 
 
 class WeightsMiddleware:
-    """An ASGI application around vLLM's."""
+    """ASGI application around vLLM's."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -88,8 +85,7 @@ class WeightsMiddleware:
         atexit.register(shutil.rmtree, adapter_folder(), ignore_errors=True)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        """One request. Bodies that are no JSON object are passed on as they are, for vLLM to
-        refuse."""
+        """Handle one request. A body that is no JSON object is passed on for vLLM to refuse."""
         path = (scope.get("method"), scope.get("path", "").rstrip("/"))
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -125,7 +121,7 @@ class WeightsMiddleware:
             await self._app(scope, receive, send)
 
     async def _ask(self, scope: dict[str, Any], receive: Receive, send: Send, body: bytes) -> None:
-        """Pass a request for tokens on, with a salt and the adapter of the newest version."""
+        """Pass a request for tokens on, with a salt and the newest adapter."""
         adapter = self._adapters.began()
         try:
             body = completed(body, f"weights{self._updates}", adapter)
@@ -135,8 +131,8 @@ class WeightsMiddleware:
             await self._unload_unused(scope)
 
     async def _load_adapter(self, scope: dict[str, Any], body: bytes, key: str) -> str:
-        """Have vLLM load the adapter that the last commit has written, under the label that ``key``
-        of ``body`` says; why it did not."""
+        """Make vLLM load the adapter that the last commit has written, under the label in
+        ``body[key]``. Return why it failed, or "" (also if there is no adapter to load)."""
         staged = adapter_folder() / STAGED
         try:
             name = json.loads(body or b"{}").get(key)
@@ -144,13 +140,13 @@ class WeightsMiddleware:
             return ""
         if Label.parse(name) is None or not staged.is_dir():
             return ""
-        if name not in self._folders:  # the same label is the same bytes
+        if name not in self._folders:  # else it is loaded: equal labels mean equal bytes
             place = staged.with_name(f"version-{self._updates}")
             staged.rename(place)
             asked = {"lora_name": name, "lora_path": str(place)}
             status, said = await self._route(scope, "POST", "/v1/load_lora_adapter", asked)
             if status != 200:
-                # for the next who sets this label: without its files it would be set alone
+                # Restore it for a retry, which would otherwise set the label without the adapter.
                 place.rename(staged)
                 return f"vLLM did not load the adapter of this version (status {status}): {said}"
             self._folders[name] = place
@@ -167,21 +163,21 @@ class WeightsMiddleware:
             shutil.rmtree(place, ignore_errors=True)
 
     async def _paused(self, scope: dict[str, Any]) -> bool:
-        """Whether generation stands still: False only where vLLM says so. Another answer is for
-        the update itself to meet."""
+        """Return whether generation is paused: False only if vLLM says so. With any other answer
+        the update itself is passed on."""
         status, said = await self._route(scope, "GET", "/is_paused")
         return status != 200 or json.loads(said).get("is_paused") is not False
 
     async def _route(
         self, scope: dict[str, Any], method: str, path: str, body: dict[str, Any] | None = None
     ) -> tuple[int, str]:
-        """Status and text of one of vLLM's own routes, called with the headers of ``scope``, so
-        that its keys hold."""
+        """Call one of vLLM's own routes with the headers of ``scope``, which have the API key.
+        Return status and text (500 characters at most)."""
         data, status, said = b"" if body is None else json.dumps(body).encode(), 0, b""
         sent = [{"type": "http.request", "body": data, "more_body": False}]
 
         async def receive() -> Message:
-            # no deadline: the engine ends the request, and no client is there to disconnect
+            # no deadline: the engine ends the request; there is no client that could disconnect
             return sent.pop() if sent else await asyncio.get_running_loop().create_future()
 
         async def send(message: Message) -> None:
@@ -195,7 +191,7 @@ class WeightsMiddleware:
 
 
 def _completions(scope: dict[str, Any]) -> dict[str, Any]:
-    """The same request as one to ``COMPLETIONS``, so that its rules and keys hold."""
+    """Return the scope with ``COMPLETIONS`` as its route, so that vLLM checks its API key."""
     return {**scope, "method": "POST", "path": COMPLETIONS, "raw_path": COMPLETIONS.encode()}
 
 
@@ -207,9 +203,8 @@ async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
 
 
 def completed(body: bytes, salt: str, adapter: str) -> bytes:
-    """A request's body with ``salt``, unless it names one, and with the adapter of the newest
-    version as its model, if there is one. Its tokens are all of that adapter, whatever label the
-    weights have when the answer is made.
+    """Return a request's body with ``salt``, unless it has one, and with ``adapter`` as its model,
+    if there is one. The weights' versions are then not asked for: all tokens are of the adapter.
 
     >>> completed(b'{"prompt": "a"}', "weights3", "")
     b'{"prompt": "a", "cache_salt": "weights3"}'
@@ -230,7 +225,7 @@ def completed(body: bytes, salt: str, adapter: str) -> bytes:
 
 
 def completion_body(request: dict[str, Any]) -> dict[str, Any]:
-    """The body for ``COMPLETIONS`` of one for ``/generate``; its other fields have the same names.
+    """Turn a body for ``/generate`` into one for ``COMPLETIONS``; other fields have equal names.
 
     >>> completion_body({"prompt": {"prompt_token_ids": [5]}, "max_tokens": 2})["prompt"]
     [5]
@@ -238,15 +233,14 @@ def completion_body(request: dict[str, Any]) -> dict[str, Any]:
     prompt = request["prompt"] if "prompt" in request else request["prompt_token_ids"]
     if isinstance(prompt, dict):
         prompt = prompt["prompt_token_ids"]
-    # Only the sampled token's log-probability: of others the answer has the text and not the id.
+    # Only the sampled token's log-probability: for others the answer has texts instead of ids.
     asked = {"prompt": prompt, "logprobs": 0, "return_token_ids": True, "stream": False}
     return {k: v for k, v in request.items() if k != "prompt_token_ids"} | asked
 
 
 def generate_answer(answer: dict[str, Any]) -> dict[str, Any]:
-    """``/generate``'s answer: ``text``, ``logprobs`` ([completion][token] = [{id: nats}]),
-    ``finish_reasons``, and ``prompt_logprobs`` ([position] = {id: nats}) where they were asked
-    for."""
+    """Return ``/generate``'s answer: ``text``, ``logprobs`` ([completion][token] = [{id: nats}]),
+    ``finish_reasons``, and on request ``prompt_logprobs`` ([position] = {id: nats})."""
     choices = answer["choices"]
     out: dict[str, Any] = {
         "text": [choice["text"] for choice in choices],
@@ -271,7 +265,7 @@ def generate_answer(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Mapped:
-    """A ``send`` that waits for the whole answer and maps it if it is a success."""
+    """ASGI ``send`` that collects the whole answer and maps a successful one."""
 
     def __init__(self, send: Send, mapping: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._send, self._mapping = send, mapping
@@ -295,10 +289,10 @@ class _Mapped:
 
 
 async def _body(receive: Receive) -> bytes:
-    """The whole body; what came of it if the client left."""
+    """Return the whole body, or the received part if the client has disconnected."""
     body, more = b"", True
     while more:
-        # no deadline: the server ends a connection that is silent
+        # no deadline: the server ends a silent connection
         message = await receive()
         body += message.get("body", b"")
         more = message["type"] == "http.request" and message.get("more_body", False)
@@ -306,12 +300,12 @@ async def _body(receive: Receive) -> bytes:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """``body``, then what ``receive`` brings: vLLM waits there for the client to leave."""
+    """Return an ASGI receive: ``body`` first, then ``receive``, where vLLM awaits a disconnect."""
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def replayed() -> Message:
         message = next(messages, None)
-        # no deadline: until the client leaves, or the request is done
+        # no deadline: ends when the client disconnects or the request is done
         return message if message is not None else await receive()
 
     return replayed
@@ -325,24 +319,24 @@ def _with_length(scope: dict[str, Any], body: bytes) -> dict[str, Any]:
 
 
 def choose_folder() -> None:
-    """Name the folder of this server, before its processes are started: they inherit it."""
+    """Choose this server's folder. Call it before the server's processes start: they inherit it."""
     place = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
     os.environ.setdefault(VARIABLE, str(place / f"titan_grpo-lora-{secrets.token_hex(8)}"))
 
 
 def adapter_folder() -> Path:
-    """The server's folder; there once a version was written."""
+    """Return the server's folder, which exists once a version was written."""
     choose_folder()
     return Path(os.environ[VARIABLE])
 
 
 def write_staged(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write an adapter's tensors as PEFT does; B is scaled already."""
+    """Write an adapter's tensors in PEFT's format; B is already scaled."""
     adapter_folder().mkdir(mode=0o700, exist_ok=True)
     draft = adapter_folder() / f"{STAGED}.partial"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
-    # clone: views of one image would be refused, since they share its storage
+    # clone: safetensors refuses tensors that share storage, as views of one image do
     whole = {name: tensor.clone() for name, tensor in tensors}
     save_file(whole, draft / WEIGHTS, metadata={"format": "pt"})
     rank = next(tensor.shape[0] for name, tensor in whole.items() if ".lora_A." in name)
@@ -353,8 +347,8 @@ def write_staged(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def adapter_problem(manifest: Manifest, lora_config: Any, base: Mapping[str, Shape]) -> str:
-    """Why a server with this LoRAConfig (None: none) cannot take these adapters; empty if it can.
-    ``base``: names and shapes of its checkpoint, empty where there is none to compare with."""
+    """Return why a server with this LoRAConfig (or None) cannot take these adapters, or "".
+    ``base``: names and shapes of its checkpoint; empty if unknown."""
     ranks = {s.shape[0] for s in manifest.tensors if ".lora_A." in s.name}
     rank = max(ranks)
     if lora_config is None:
@@ -382,7 +376,7 @@ def adapter_problem(manifest: Manifest, lora_config: Any, base: Mapping[str, Sha
 
 
 class Adapters:
-    """Which adapters the server has, and how many requests each. No I/O."""
+    """Record of the loaded adapters and of the number of requests of each. No I/O."""
 
     def __init__(self) -> None:
         self.current = ""
@@ -390,21 +384,21 @@ class Adapters:
         self._loaded: set[str] = set()
 
     def loaded(self, name: str) -> None:
-        """vLLM has an adapter: every request that arrives from now on is its."""
+        """Record a loaded adapter: new requests get it from now on."""
         self._loaded.add(name)
         self.current = name
 
     def began(self) -> str:
-        """A request arrives; the adapter that it gets."""
+        """Count a new request; return its adapter."""
         self._requests[self.current] += 1
         return self.current
 
     def ended(self, name: str) -> None:
-        """A request is answered, or its client left."""
+        """Count the end of a request, or its cancellation."""
         self._requests[name] -= 1
 
     def take_unused(self) -> list[str]:
-        """The adapters that no request has or will get; they are forgotten here."""
+        """Remove and return the adapters that no request has or will get."""
         unused = sorted(n for n in self._loaded if n != self.current and not self._requests[n])
         self._loaded.difference_update(unused)
         for name in unused:

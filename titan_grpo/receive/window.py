@@ -1,8 +1,8 @@
 """Windowed apply: a ring of buckets between a lane and a paused engine, instead of a whole image.
 
-Byte ``b`` of the version lies at ``b % capacity`` of the ring. The receiver fills bucket after
-bucket and checks its blocks (Window); the engine copies tensors out of it and reports its progress,
-which makes room for further buckets (WindowReader).
+Byte ``b`` of the version is at ``b % capacity`` of the ring. The receiver fills bucket after bucket
+and checks its blocks (Window); the engine copies tensors out of it and reports its progress, which
+frees room for further buckets (WindowReader).
 """
 
 import threading
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
 WINDOW_BUCKETS = 4
-"""Buckets in a ring: one is filled while another is read, with slack on both sides."""
+"""Buckets in a ring: one that is filled, one that is read, and slack on both sides."""
 
 
 def window_bytes(total_bytes: int, bucket_bytes: int) -> int:
-    """Size of the ring, whole buckets: ``window_bytes(100, 16) == 64``, ``window_bytes(20, 16) ==
-    32``."""
+    """Return the size of the ring, whole buckets: ``window_bytes(100, 16) == 64``,
+    ``window_bytes(20, 16) == 32``."""
     return min(WINDOW_BUCKETS, -(-total_bytes // bucket_bytes)) * bucket_bytes
 
 
@@ -49,16 +49,16 @@ class Window:
         self.receive_s = self.verify_s = 0.0
 
     def open(self) -> None:
-        """The engine is paused and begins to take."""
+        """Let ``fill`` begin: the engine is paused and will take."""
         with self._turn:
             self._opened = True
             self._turn.notify_all()
 
     def take(self, consumed: int, wait_s: float) -> int:
-        """Give the bytes before ``consumed`` back and wait for a further one; how many from the
-        start may be read now, at most a bucket more.
+        """Free the bytes before ``consumed`` and wait for more. Return how many bytes, counted from
+        the version's start, may be read now: at most a bucket more.
 
-        PeerError if the transfer failed, or no byte came within ``wait_s`` seconds.
+        Raises PeerError if the transfer failed, or no byte came within ``wait_s`` seconds.
         """
         with self._turn:
             self._consumed = consumed
@@ -71,12 +71,12 @@ class Window:
                 raise PeerError(
                     f"no byte after byte {consumed} of {total} came before the deadline"
                 )
-            # one bucket and not all: bytes become room only when the engine asks again
+            # One bucket at most: its room is freed only by the next call.
             return min(self._filled, consumed + self._bucket)
 
     def fail(self, error: str) -> None:
-        """End the transfer: both sides' waits end with ``error``. The first reason counts; none
-        after the last byte."""
+        """End the transfer: both sides' waits fail with the first ``error``. No effect after the
+        last byte."""
         with self._turn:
             if self._filled < self._manifest.total_bytes:
                 self._error = self._error or error
@@ -89,11 +89,11 @@ class Window:
         hashing: Hashing,
         timeout_s: float,
     ) -> None:
-        """Receive the whole version, once the engine has opened; each part waits at most
-        ``timeout_s`` seconds.
+        """Wait until the engine has opened the window, then receive the whole version; each of the
+        two takes at most ``timeout_s`` seconds.
 
-        TransferFailed if the engine does not come or stops taking, the lane fails, or a block
-        differs from ``expected``.
+        Raises TransferFailed if the engine does not open or stops taking, the lane fails, or a
+        block differs from ``expected``.
         """
         self._wait(lambda: self._opened, timeout_s, "the engine did not begin to load")
         deadline = time.monotonic() + timeout_s
@@ -118,7 +118,7 @@ class Window:
         manifest, buffer = self._manifest, self._ring.buffer
         shift = start - start % buffer.nbytes
         for index in range(start // manifest.block_bytes, -(-stop // manifest.block_bytes)):
-            # streamed versions have one part, whose blocks are in one piece
+            # A streamed version has one part, so each block is one piece.
             ((low, high),) = manifest.block(index)
             block = buffer[low - shift : high - shift]
             if hashing.block([block]) != expected[index]:
@@ -139,7 +139,7 @@ class Window:
 
 
 class WindowReader:
-    """The engine's end of one transfer. All workers of an engine read in step."""
+    """The engine's end of one transfer. All workers of an engine read in lockstep."""
 
     def __init__(
         self,
@@ -148,25 +148,25 @@ class WindowReader:
         workers: "Workers",
         take: Callable[[int], int],
     ) -> None:
-        """``ring``: uint8[window bytes], filled by the receiver. ``take``: Window.take without its
-        wait; called on rank 0 only."""
+        """``ring``: uint8[window bytes], filled by the receiver. ``take``: Window.take with its
+        ``wait_s`` bound, called on rank 0 only."""
         self._ring, self._manifest, self._workers, self._take = ring, manifest, workers, take
         self._filled = 0
         self.broken = ""
 
     def begun(self) -> Tensors:
-        """``tensors()`` once the first one is there: until then nothing of the engine is
-        touched."""
+        """Wait for the first tensor, then return ``tensors()``: if none arrives, the caller has not
+        begun to change weights."""
         tensors = self.tensors()
         return chain([next(tensors)], tensors)
 
     def tensors(self) -> Tensors:
-        """(HF name, tensor of its own memory), each when its last block is checked; ends when the
-        whole version is.
+        """Yield (HF name, tensor), each after its last block's check; end after that of the whole
+        version.
 
-        Copies and not views: engines keep a layer's tensors until the layer is complete, and the
-        ring is overwritten. TransferFailed, on every worker alike, if the transfer or a worker
-        failed; ``broken`` then holds the reason.
+        Tensors are copies: engines keep a layer's tensors until the layer is complete, and the ring
+        is overwritten. Raises TransferFailed on every worker if the transfer or a worker failed;
+        ``broken`` is then the reason.
         """
         for spec in self._manifest.tensors:
             yield spec.name, self._tensor(spec)
@@ -188,9 +188,9 @@ class WindowReader:
         return flat.view(getattr(torch, spec.dtype)).view(spec.shape)
 
     def _advance(self) -> None:
-        """Give back what was read (all there is) and wait for more. Called by every worker at the
-        same bytes."""
-        # the exchange comes first: a worker whose load broke off makes its final exchange here
+        """Free all bytes so far (they have been read) and wait for more. All workers call it at the
+        same byte."""
+        # Gather first: it pairs with the final gather of a worker whose load failed.
         failed = [why for why in self._workers.gather("") if why]
         if not failed:
             self._filled, why = self._workers.share(self._request())
