@@ -16,14 +16,14 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Relabel:
-    """Set the label, without an update."""
+    """Set the label, without an update of the weights."""
 
     label: str
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Let generation go on."""
+    """Resume generation."""
 
 
 Step = Pause | Relabel | Resume
