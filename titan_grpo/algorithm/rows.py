@@ -226,7 +226,7 @@ def _sequences(rows: Rows) -> Iterator[_Sequence]:
 
 
 def _tensor(values: "array[int] | array[float]", dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor that shares the memory of ``values``."""
+    """Return a tensor that shares the memory of ``values``; torch takes no empty buffer."""
     return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)
 
 
