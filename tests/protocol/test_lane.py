@@ -145,8 +145,8 @@ def test_a_replaced_trainer_rests_and_keeps_its_term(earlier: bool) -> None:
 
 def test_the_deadlines_of_a_commit_are_the_sum_of_its_steps() -> None:
     assert set(L.CALLS) == L.COMMITTING | {L.Phase.CONNECTING}
-    assert L.step_s(L.Phase.RESUMING, 10.0, 60.0) == 10.0
-    assert L.commit_s(10.0, 60.0) == 170.0 + 60.0
+    assert L.step_s(L.Phase.RESUMING, 10.0, 60.0) == 30.0
+    assert L.commit_s(10.0, 60.0) == 190.0 + 60.0
 
 
 def test_an_event_that_a_state_does_not_list_raises_and_changes_nothing() -> None:

@@ -92,6 +92,10 @@ def test_the_experts_of_a_mixture_have_no_linear_layers() -> None:
             "lora.targets must be of q_proj,",
         ),
         (
+            ["--lora.rank=513", "--lora.sync=adapter"],
+            'lora.rank must be at most 512 with lora.sync = "adapter"',
+        ),
+        (
             ["--lora.rank=4", "--grpo.kl_beta=0.1", "--grpo.ref_model_ema=0.5"],
             "grpo.ref_model_ema must be 0 or 1 with [lora]",
         ),

@@ -159,6 +159,9 @@ class WeightSync:
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a block of a dense model, as Hugging Face names them."""
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM takes for --max-lora-rank."""
+
 
 @dataclass
 class Lora:
@@ -263,6 +266,8 @@ def _lora(lora: Lora) -> Rules:
     yield not lora.targets, "targets", "one or more layers"
     rule = f'of {", ".join(LINEAR)} with lora.sync = "adapter" (servers have adapters of these)'
     yield lora.sync == "adapter" and not set(lora.targets) <= set(LINEAR), "targets", rule
+    rule = f'at most {LORA_RANKS[-1]} with lora.sync = "adapter" (vLLM loads no larger ones)'
+    yield lora.sync == "adapter" and lora.rank > LORA_RANKS[-1], "rank", rule
 
 
 def _dashboards(d: Dashboards) -> Rules:

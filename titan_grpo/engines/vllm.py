@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from titan_grpo.config import LORA_RANKS
 from titan_grpo.engines.generation import (
     INTERVAL,
     RETURN_ROUTES,
@@ -370,9 +371,6 @@ class VllmControl:
     def close(self) -> None:
         self._driver.close()
 
-
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM takes for --max-lora-rank."""
 
 LORA_ROUTES = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 """Variable with which vLLM has the routes that load and unload adapters."""
