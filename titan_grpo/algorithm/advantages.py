@@ -123,8 +123,7 @@ def step_advantages(
     if grpo.advantage_normalization == "batch":
         scales = [_root_mean_square([c for group in centred for c in group])] * len(centred)
     else:
-        # The deviation of the rewards for every baseline: that of c would cancel the factor of
-        # leave-one-out.
+        # The deviation of the rewards for every baseline: c's would cancel leave-one-out's factor.
         scales = [_root_mean_square(_centred(rewards, "mean")) for rewards in shaped]
     return [
         tuple(c / (scale + STD_EPSILON) for c in group)
@@ -134,7 +133,7 @@ def step_advantages(
 
 def has_spread(group: Sequence[Scored], grpo: GRPO, longest: int) -> bool:
     """Return whether a group teaches anything: its shaped rewards differ (DAPO's dynamic sampling
-    keeps such groups)."""
+    keeps only such groups)."""
     return any(_centred(_shaped(group, grpo, longest), grpo.advantage_baseline))
 
 

@@ -161,8 +161,7 @@ def _padded_tokens(
 
 
 def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], dict[str, int]]:
-    """Return rows in the order of groups and completions, and counts of those left out, by
-    reason."""
+    """Return rows in the order of groups and completions, and counts of what is left out."""
     rows: list[Row] = []
     dropped: Counter[str] = Counter()
     sound: list[tuple[Completion, ...]] = []

@@ -58,8 +58,7 @@ class Layout:
     length)."""
 
     pad_id: int = 0
-    """Input token at padded positions: any valid one, as attention is causal and padding is on the
-    right."""
+    """Input token at padded positions: any valid one (causal attention, padding on the right)."""
 
     pad_multiple: int = 8
     """Padded lengths are multiples of this (fewer shapes, and divisible by the tensor-parallel
@@ -275,8 +274,7 @@ def _micro_batch(sequences: Sequence[_Sequence], layout: Layout) -> MicroBatch:
 
 
 class AttentionRows(NamedTuple):
-    """Indices that gather the tokens of a packed micro-batch [R, L] for attention, and return
-    them."""
+    """Indices that gather a packed micro-batch's tokens [R, L] for attention, and put them back."""
 
     rows: tuple[torch.Tensor, ...]
     """int64 [S, P] each: flat indices of the tokens of S sequences of similar length, each filled

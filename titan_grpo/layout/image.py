@@ -102,8 +102,7 @@ class ImageAddress:
 
 def open_memfd(address: ImageAddress, mode: int) -> int:
     """Open another process's image, ``mode`` O_RDONLY or O_RDWR; return the descriptor. Raises
-    SyncError if the process or the image is gone, or belongs to another user: the kernel refuses
-    then."""
+    SyncError if process or image is gone, or the kernel refuses: it must be the same user's."""
     path = f"/proc/{address.pid}/fd/{address.fd}"
     try:
         fd = os.open(path, mode | os.O_CLOEXEC)
@@ -261,8 +260,7 @@ BLOCK_HASHES: dict[str, Callable[[memoryview], bytes]] = {
 and is cryptographic."""
 
 KEYED = "blake3"
-"""The algorithm that takes a key: without the key no sender can make a block with a valid
-digest."""
+"""The algorithm that takes a key: without it no sender can make a block with a valid digest."""
 
 CORES = os.cpu_count() or 1
 

@@ -1,5 +1,4 @@
-"""Copies from parameter shards into a version image: arithmetic on boxes, done once at the
-start."""
+"""Copies from parameter shards into a version image: arithmetic on boxes, once at the start."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,7 @@ PAGE = 4096
 """Bytes of a page of memory."""
 
 MOST_EXTENTS = 1 << 20
-"""Most extents of one host: each has an entry in the manifest, and costs a system call when it is
-sent."""
+"""Most extents of one host: each has an entry in the manifest, and a system call when sent."""
 
 Chunk = tuple[Shape, Shape]
 """Offsets and sizes of a box within a parameter's full shape."""

@@ -18,8 +18,7 @@ class Patches:
         self._whole_s[server] = seconds
 
     def make(self) -> float:
-        """Make a patch to the version just copied, if one is wanted. Return the seconds it
-        takes."""
+        """Make a patch to the version just copied, if wanted. Return the seconds it takes."""
         slowest_s = max(self._whole_s.values(), default=0.0)
         if self._complete is None or not self._s.patches_wanted(slowest_s):
             self._from = None
@@ -33,8 +32,7 @@ class Patches:
         self._complete = version
 
     def bytes_to(self, version: int, held: int | None) -> int:
-        """Return the patch bytes for a server that holds ``held``; 0: it reads the whole
-        version."""
+        """Return the patch bytes for a server with ``held``; 0: it reads the whole version."""
         if self._from is None or held is None or held < self._from:
             return 0
         return self._s.patch_bytes(version - held)

@@ -176,8 +176,7 @@ class Setup:
         return min(self.sync.connections * self.sync.block_bytes, self.image_bytes)
 
     def patch_bytes(self, behind: int) -> int:
-        """Return the bytes of patches over ``behind`` versions; 0 if they are more than may be
-        kept."""
+        """Return the bytes of patches over ``behind`` versions; 0 if that is more than is kept."""
         share = behind * self.patch_share
         return int(share * self.image_bytes) if 0 < share <= PATCHES else 0
 

@@ -42,8 +42,7 @@ class Result:
     stall_s: float = 0.0
     """The trainer's waits for groups, and for its copy."""
     stall_for_versions_s: float = 0.0
-    """Part of it by which a step's last group began late because no server held a version fresh
-    enough for it."""
+    """Part of it in which a step's last group waited for a server with a fresh enough version."""
     stall_for_copy_s: float = 0.0
     simulated_s: float = 0.0
     lags: list[int] = field(default_factory=list)
@@ -424,8 +423,8 @@ class Simulation:
     # Groups.
 
     def _fill(self, server: _Server, idle: bool = False) -> None:
-        """Give a server groups until it is full or none may start on its version. ``idle``: the
-        server had room before."""
+        """Give a server groups until it is full or no group may start on its version. ``idle``: it
+        had room before."""
         n, room = server.number, self._s.groups_at_once
         idle = idle or bool(self._spare)
         while len(server.groups) < room and server.entry.accepting:

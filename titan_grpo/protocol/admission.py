@@ -32,8 +32,7 @@ from titan_grpo.errors import ProtocolError
 
 
 def too_stale(made_by: int, used_at: int, max_staleness: int) -> bool:
-    """Return whether a group made by version ``made_by`` is too stale for the trainer at version
-    ``used_at``."""
+    """Return whether version ``made_by`` is too stale for the trainer at version ``used_at``."""
     return used_at - made_by > max_staleness
 
 
@@ -52,8 +51,7 @@ class Admission:
         return f"<{self.used} used, {len(self.open)} open>"
 
     def used_at(self, prompt: int) -> int:
-        """Return the trainer's version that uses the group of ``prompt``, if no other group
-        overtakes it."""
+        """Return the trainer's version that uses the group of ``prompt``, if none overtakes it."""
         return self.base + (self.used + bisect_left(self.open, prompt)) // self.per_step
 
     def needed_version(self, prompt: int) -> int:
@@ -75,8 +73,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A server that holds ``version`` makes the group of ``prompt``, for the first time or
-    again."""
+    """A server that holds ``version`` makes the group of ``prompt``, perhaps not the first time."""
 
     prompt: int
     version: int

@@ -30,8 +30,8 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Frames in flight; ``first``: number of the first one. Body of ``POST /frames``, and answer to
-    ``GET /frames``, a poll."""
+    """Frames in flight from number ``first`` on: body of ``POST /frames``, answer to ``GET
+    /frames``, a poll."""
 
     session: str
     first: int

@@ -124,16 +124,14 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Take back a reservation that the trainer has not seen: the slot returns to its state before
-    it."""
+    """Take back a reservation that the trainer has not seen: the slot is as before it."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """The trainer starts to copy ``version`` into the reserved slot; each of ``ranks`` writes a
-    part."""
+    """The trainer copies ``version`` into the reserved slot; each of ``ranks`` writes a part."""
 
     slot: int
     version: int
@@ -179,8 +177,7 @@ class Unpin:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """No more versions follow: a reserved slot becomes free, and the newest image stays
-    readable."""
+    """No more versions follow: a reserved slot becomes free, the newest image stays readable."""
 
 
 Event = Reserve | Revoke | Write | Copied | Complete | Discard | Pin | Unpin | Seal

@@ -126,8 +126,7 @@ class Lane:
 
     @property
     def stoppable(self) -> bool:
-        """Whether ``Stopped`` is listed. A commit runs to its end first; it has its own
-        deadlines."""
+        """Whether ``Stopped`` is listed: not in a commit, which has its own deadlines."""
         return self.phase not in COMMITTING and self.phase is not Phase.STOPPED
 
 
@@ -258,8 +257,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Open a new connection for ``epoch``, have the server's receiver join it, settle the
-    server."""
+    """Open a connection for ``epoch``, have the server's receiver join it, settle the server."""
 
     epoch: int
     term: int
@@ -267,8 +265,7 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class AwaitNewer:
-    """Wait until a newer complete image exists, and pin it. Check the server's label from time to
-    time."""
+    """Wait for a newer complete image, and pin it. Check the server's label from time to time."""
 
 
 @dataclass(frozen=True, slots=True)

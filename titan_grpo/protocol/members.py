@@ -46,8 +46,7 @@ class Members:
 
 
 def start(fixed: Urls, listed: Urls = frozenset()) -> Members:
-    """Return the state at the start of a run: all servers are present. Raises ProtocolError if
-    there is none."""
+    """Return a run's first state, with all servers present. Raises ProtocolError for none."""
     if not fixed | listed:
         raise ProtocolError("a run starts with one server or more")
     return Members(fixed=fixed, listed=listed, present=fixed | listed)

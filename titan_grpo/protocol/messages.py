@@ -250,8 +250,7 @@ class Hello(Message, frozen=True):
     pin: str = ""
     """Certificate of the channel, as RangeSource.pin."""
     model: dict[str, Any] = {}
-    """receive.checkpoint.essential of the trainer's model, to compare with the server's; empty: do
-    not compare."""
+    """receive.checkpoint.essential of the trainer's model, compared with the server's if not {}."""
     routes: bool = False
     """Whether the engine must return the experts of each token with its completions."""
 
@@ -303,8 +302,7 @@ class Joined(Message, frozen=True):
     final: bool = False
     """Of a refusal: it is permanent while engine and trainer stay as they are."""
     relay_host: str = ""
-    """Address at which other servers read from this one, with ``relay_port``; port 0: they
-    cannot."""
+    """Address at which other servers read from this one, with ``relay_port`` (0: they cannot)."""
     relay_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     relay_pin: str = ""
     """Certificate of that address, as RangeSource.pin."""

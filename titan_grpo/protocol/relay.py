@@ -186,9 +186,8 @@ def _at_the_trainer(t: Relays, version: int) -> int:
 
 
 def step(t: Relays, event: Event, depth: int = DEPTH) -> Outcome:
-    """Return the next state, and for Asked the servers to read from. Raises ProtocolError for an
-    Asked or Answered of an unknown server, or an Answered of another version. ``depth``: see
-    DEPTH."""
+    """Return the next state, and for Asked the servers to read from. ``depth``: in place of DEPTH.
+    Raises ProtocolError for an unknown server, or an Answered of another version."""
     if isinstance(event, Asked | Answered) and event.url not in t.nodes:
         raise ProtocolError(f"event {event!r} is about a server that has not come: {t!r}")
     match event:

@@ -218,8 +218,7 @@ class LendRequested:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The engine reported the end of a commit. It reports a refused commit too, for which nothing
-    was lent."""
+    """The engine reported the end of a commit; of a refused one too, for which nothing was lent."""
 
 
 @dataclass(frozen=True, slots=True)
