@@ -291,8 +291,9 @@ def cut_packed(lengths: Sequence[int], token_budget: int, at_least: int = 1) -> 
     """Cut sequences into micro-batches, each a packed row of at most ``token_budget`` tokens,
     fullest first.
 
-    First fit, longest first, finds how many are needed. If differencing into that many keeps the
-    budget, its micro-batches are taken: they are more alike. Requires max(lengths) <= token_budget.
+    First fit, longest first, finds how many are needed. Differencing makes as many, or ``at_least``
+    if that is more; its micro-batches are more alike, and are taken if there are more of them or
+    all keep the budget. Requires max(lengths) <= token_budget.
 
     Example: lengths (5, 3, 2, 6), budget 8 -> [[2, 3], [0, 1]], 8 tokens each.
     """

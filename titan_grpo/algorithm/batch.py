@@ -95,12 +95,11 @@ def plan(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> Batc
     ranks. Deterministic.
 
     A group with a defective completion is left out whole, as in the rollouts: advantages compare
-    its members, and a group without its failures of one kind would be biased. Left out alone, with
-    its reward still counting for its group, is a completion with which the row exceeds ``max_len``
-    tokens and, with ``grpo.mask_truncated``, one that hit the length limit. ``Batch.dropped``
-    counts all. If every completion hit the limit, all are kept with weight 0: a step without a
-    gradient. Ranks without enough rows get empty micro-batches: every rank must run every
-    collective.
+    its members, and a group without its failures of one kind would be biased. A row of more than
+    ``max_len`` tokens is left out alone, and with ``grpo.mask_truncated`` a completion that hit the
+    length limit; their rewards still count for their groups. ``Batch.dropped`` counts all of these.
+    If every completion hit the limit, all are kept with weight 0: a step without a gradient. Ranks
+    without enough rows get empty micro-batches: every rank must run every collective.
 
     Raises DataError if no row is left.
     """

@@ -82,9 +82,9 @@ def interpolated(
     gradient.
 
     The proximal policy is the denominator of the clipped ratio (decoupled PPO, Hilton et al., arXiv
-    2110.00641). With s the trainer's version minus the token's, the policy one version back lies
-    about (s - 1) / s of the way from the engine's log-probability to the current one (log-linear,
-    as in AReaL's proximal approximation and A-3PO, arXiv 2512.06547):
+    2110.00641). With s the trainer's version minus the token's, the policy one version back is
+    assumed to lie at (s - 1) / s of the way from the engine's log-probability to the current one
+    (log-linear, as in AReaL's proximal approximation and A-3PO, arXiv 2512.06547):
 
         s >= 1:  log p_prox = log p_engine / s + (1 - 1 / s) * log p_current
         s <= 0:  log p_prox = log p_current

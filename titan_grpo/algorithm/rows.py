@@ -1,6 +1,6 @@
 """A rank's rows in compact form, and their tensors. batch.py decides, this module builds.
 
-Each rank receives the compact form and builds its own tensors: 8 bytes per completion token instead
+A rank that builds its own tensors receives the compact form: 8 bytes per completion token instead
 of the tensors' 44 plus padding.
 
 In a packed row, all of a transformer but attention works token by token, as usual. For attention
