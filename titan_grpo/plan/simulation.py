@@ -541,6 +541,6 @@ class Simulation:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value at or above a ``share`` of all; nan without values."""
+    """Return the value that has a ``share`` of all values below it; nan without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")

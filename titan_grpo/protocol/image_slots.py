@@ -79,7 +79,7 @@ class SlotTable:
         slots = list(cls.of(num_slots).slots)
         if complete is not None:
             slots[complete[0]] = Slot(Phase.COMPLETE, complete[1])
-        for index in taken:
+        for index in taken:  # last: the trainer may be overwriting the complete image already
             slots[index] = Slot(Phase.RESERVED)
         return cls(tuple(slots))
 
