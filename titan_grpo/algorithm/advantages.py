@@ -1,7 +1,7 @@
-"""Group-relative advantages: a completion's reward against those of the same prompt, in float64.
+"""Group-relative advantages: a completion's reward against those of its group, in float64.
 
-With rewards r_1 .. r_G of one group, first shaped (overlong penalty, length penalty, then scaled by
-length):
+With rewards r_1 .. r_G of one group, after shaping (overlong penalty, length penalty, then scaling
+by length):
 
 * advantage_baseline "mean": c_i = r_i - mean(r)   (GRPO, arXiv 2402.03300, section 4.1.2);
 * advantage_baseline "leave_one_out": c_i = r_i - mean of the others = G / (G - 1) * (r_i - mean(r))
@@ -23,29 +23,30 @@ from titan_grpo.errors import DataError
 from titan_grpo.samples import Completion
 
 STD_EPSILON = 1e-6
-"""Added to a standard deviation, so that nearly equal rewards are not blown up to unit scale."""
+"""Added to a standard deviation, so that nearly equal rewards are not scaled up to 1."""
 
 
 class Scored(NamedTuple):
-    """What advantages are made of."""
+    """Input of the advantages: one completion or episode."""
 
     reward: float
     tokens: int
     """Sampled tokens: those that are trained on."""
     length: int
-    """All tokens after the prompt, which ``rollout.max_completion_tokens`` bounds: with a task of
-    several turns also the task's."""
+    """All tokens after the prompt, in a task of several turns also the task's own.
+    ``rollout.max_completion_tokens`` bounds it."""
 
     @classmethod
     def of(cls, completion: Completion) -> "Scored":
-        """That of one completion."""
+        """Return that of one completion."""
         return cls(completion.reward, completion.num_sampled, len(completion.token_ids))
 
 
 def by_episode(completions: Sequence[Completion]) -> tuple[list[Scored], list[int]]:
-    """A group's episodes, and which of them each completion is a part of. An agent's episode may be
-    several completions with one reward, which must not count as often as its history changed. Its
-    tokens are those of all its completions, its length that of the longest.
+    """Return a group's episodes, and for each completion the index of its episode.
+
+    An agent's episode with a changed history is several completions with one reward, which must
+    count once. Its tokens are the sum over its completions, its length that of the longest.
 
     Example: episodes -1, 1, 1 -> two scored, places [0, 1, 1].
     """
@@ -68,12 +69,12 @@ def by_episode(completions: Sequence[Completion]) -> tuple[list[Scored], list[in
 
 
 def overlong_penalty(tokens: int, grpo: GRPO, longest: int) -> float:
-    """What is added to the reward of a completion of ``tokens`` tokens: soft overlong punishment
-    (DAPO, arXiv 2503.14476, eq. 13).
+    """Return the addend (0 or less) to the reward of a completion of ``tokens`` tokens: soft
+    overlong punishment (DAPO, arXiv 2503.14476, eq. 13).
 
-    With L_max = ``longest`` and L_cache = ``grpo.overlong_cache_tokens``, or that share of L_max: 0
-    up to L_max - L_cache tokens, then (L_max - L_cache - tokens) / L_cache, and -1 at L_max and
-    beyond; times ``grpo.overlong_penalty``.
+    With L_max = ``longest`` and L_cache = ``grpo.overlong_cache_tokens`` (if 0,
+    ``grpo.overlong_cache_share`` of L_max): 0 up to L_max - L_cache tokens, then
+    (L_max - L_cache - tokens) / L_cache, and -1 from L_max on; times ``grpo.overlong_penalty``.
 
     Example: L_max 100, L_cache 20: 80 tokens 0, 90 tokens -0.5, 100 tokens -1.
     """
@@ -83,9 +84,9 @@ def overlong_penalty(tokens: int, grpo: GRPO, longest: int) -> float:
 
 
 def length_rewards(group: Sequence[Scored], grpo: GRPO) -> list[float]:
-    """What is added to the rewards of a group for being short in it (Kimi k1.5, arXiv 2501.12599,
-    section 2.3.3): weight * s, with s = 0.5 - (length - shortest) / (longest - shortest) for a
-    correct completion and min(s, 0) for another; 0 where all are of one length.
+    """Return the addends to a group's rewards that favour short completions (Kimi k1.5, arXiv
+    2501.12599, section 2.3.3): weight * s for a correct completion and weight * min(s, 0) for
+    another, with s = 0.5 - (length - shortest) / (longest - shortest); 0 if all have one length.
 
     Example: weight 1, lengths 10, 20, 30, the last two correct -> 0 (wrong, so not 0.5), 0, -0.5.
     """
@@ -103,8 +104,8 @@ def length_rewards(group: Sequence[Scored], grpo: GRPO) -> list[float]:
 def step_advantages(
     groups: Sequence[Sequence[Scored]], grpo: GRPO, longest: int
 ) -> list[tuple[float, ...]]:
-    """Advantages of every group of a step, in the order given. ``longest``: the longest completion
-    that is sampled (rollout.max_completion_tokens).
+    """Return the advantages of every group of a step, in the order given. ``longest``:
+    rollout.max_completion_tokens.
 
     Equal (shaped) rewards, and a group of one, give exact zeros: such a group teaches nothing.
 
@@ -112,7 +113,8 @@ def step_advantages(
     2e-6; without the division (0.5, -0.5, -0.5, 0.5), and with leave-one-out and no division (2/3,
     -2/3, -2/3, 2/3).
 
-    Raises DataError for a reward that is not finite: it would poison the whole group.
+    Raises DataError for a reward that is not finite: it would make the whole group's advantages
+    NaN.
     """
     shaped = [_shaped(group, grpo, longest) for group in groups]
     centred = [_centred(rewards, grpo.advantage_baseline) for rewards in shaped]
@@ -121,8 +123,7 @@ def step_advantages(
     if grpo.advantage_normalization == "batch":
         scales = [_root_mean_square([c for group in centred for c in group])] * len(centred)
     else:
-        # The deviation of the rewards, whatever the baseline: leave-one-out moves all of a group
-        # by the same factor.
+        # The deviation of the rewards for every baseline: c's would cancel leave-one-out's factor.
         scales = [_root_mean_square(_centred(rewards, "mean")) for rewards in shaped]
     return [
         tuple(c / (scale + STD_EPSILON) for c in group)
@@ -131,8 +132,8 @@ def step_advantages(
 
 
 def has_spread(group: Sequence[Scored], grpo: GRPO, longest: int) -> bool:
-    """Whether a group teaches anything: its shaped rewards are not all the same (DAPO's dynamic
-    sampling keeps those)."""
+    """Return whether a group teaches anything: its shaped rewards differ (DAPO's dynamic sampling
+    keeps only such groups)."""
     return any(_centred(_shaped(group, grpo, longest), grpo.advantage_baseline))
 
 
@@ -153,7 +154,7 @@ def _shaped(group: Sequence[Scored], grpo: GRPO, longest: int) -> list[float]:
 
 
 def _centred(rewards: Sequence[float], baseline: str) -> tuple[float, ...]:
-    # Exact zeros: the mean of equal numbers need not be that number.
+    # Return exact zeros: the rounded mean of equal numbers may differ from them.
     if not rewards or min(rewards) == max(rewards):
         return (0.0,) * len(rewards)
     count = len(rewards)

@@ -1,10 +1,11 @@
-"""Which rank computes which sequences, and in which micro-batches. Pure arithmetic on lengths.
+"""Partition of sequences over ranks, and of a rank's sequences over micro-batches. Pure arithmetic
+on lengths.
 
-Two questions, one after the other. WHO: items (groups, or single sequences) are partitioned so that
-the ranks' work is alike; work is the model's arithmetic for a sequence, which grows a little faster
-than its length. HOW: a rank's sequences are cut into micro-batches that keep the token budget.
-Every micro-batch is a set of collectives for FSDP, so all ranks walk through the same number of
-them, longest sequences first: the k-th micro-batches of all ranks then have similar lengths.
+First, items (groups, or single sequences) are partitioned so that all ranks have about equal work:
+the model's arithmetic, which grows a little faster than a sequence's length. Then each rank's
+sequences are cut into micro-batches that keep the token budget. Every micro-batch is a set of
+collectives for FSDP, so all ranks run the same number of them, longest sequences first: the k-th
+micro-batches of all ranks then have similar lengths.
 """
 
 import heapq
@@ -20,20 +21,20 @@ class TokenCost:
     """Work of one sequence: ``linear * n + quadratic * n ** 2`` for n tokens, in any unit
     (operations, say).
 
-    The first term is every matrix product with a parameter, the second attention's products of
-    tokens with tokens. The defaults count tokens.
+    The first term stands for matrix products with parameters, the second for attention's products
+    of tokens with tokens. The defaults count tokens.
     """
 
     linear: float = 1.0
     quadratic: float = 0.0
 
     def of(self, length: int) -> float:
-        """Example: TokenCost(2, 0.5).of(4) == 16."""
+        """Return the work of ``length`` tokens. Example: TokenCost(2, 0.5).of(4) == 16."""
         return length * (self.linear + self.quadratic * length)
 
 
 def variation(loads: Sequence[float]) -> float:
-    """Coefficient of variation: population standard deviation over mean; 0 where nothing is loaded.
+    """Return the coefficient of variation: population standard deviation over mean; 0 for mean 0.
 
     Example: loads (1, 3) have mean 2 and deviation 1: 0.5.
     """
@@ -42,24 +43,23 @@ def variation(loads: Sequence[float]) -> float:
 
 
 def deal(num_items: int, num_parts: int) -> list[list[int]]:
-    """Items in their order, dealt like cards: what partition is compared with. Example: 5 items, 2
-    parts -> (0 2 4), (1 3)."""
+    """Deal items to parts in turn: the baseline of ``partition``. Example: 5 items, 2 parts ->
+    (0 2 4), (1 3)."""
     return [list(range(part, num_items, num_parts)) for part in range(num_parts)]
 
 
 def partition(
     costs: Sequence[float], num_parts: int, equal_counts: bool = False
 ) -> list[list[int]]:
-    """Items of each part, with the largest sum of costs made small. Deterministic; fewer items than
-    parts leave parts empty.
+    """Return the items of each part, with a small greatest sum of costs. Deterministic; with fewer
+    items than parts, some parts are empty.
 
     Largest differencing method (Karmarkar and Karp, "The differencing method of set partitioning",
     1982): each item begins as a solution of its own; the two solutions whose parts differ most are
     joined, the largest part of one with the smallest of the other, until one is left. With
-    ``equal_counts`` the items are first taken in order of cost, ``num_parts`` at a time, one for
-    each part, so that counts differ by at most one. What is uneven then is mended by exchanges of
-    items (see ``_mended``). It is a heuristic: items dealt in turn are taken where they come out
-    better, so the costliest part is never costlier than ``deal``'s.
+    ``equal_counts`` a first solution instead has ``num_parts`` items, next in order of cost, one
+    for each part: counts differ by at most one. ``_mended`` then exchanges items between uneven
+    parts. All this is a heuristic, so ``deal``'s parts are returned if they are better.
 
     Example: costs (8, 7, 6, 5, 4), 2 parts -> sums 16 and 14 (the method's; the best possible is 15
     and 15), then 15 and 15.
@@ -80,14 +80,14 @@ def partition(
 
 
 _Solution = list[tuple[float, int]]
-"""(minus its cost, node) of every part, costliest first; a node is an item, or a pair of nodes, or
-nothing at all."""
+"""(minus its cost, node) of every part, costliest first. A node is an item, a pair of nodes, or
+_NOTHING."""
 _NOTHING = -1
 
 
 class _Differencing:
-    """Solutions in order of their difference, costliest part minus cheapest. Parts are trees:
-    joining them copies no items."""
+    """Heap of solutions by their difference: costliest part minus cheapest, greatest first. Parts
+    are trees: joining them copies no items."""
 
     def __init__(self, costs: Sequence[float], num_parts: int) -> None:
         self._costs = costs
@@ -98,18 +98,18 @@ class _Differencing:
         self._ticket = count()
 
     def add(self, items: Sequence[int]) -> None:
-        """A solution with one item in each part, as far as they go. ``items`` are sorted, costliest
+        """Add a solution with one item in each part until ``items`` end. They are sorted, costliest
         first."""
         filled = [(-self._costs[item], item) for item in items]
         self._push(filled + [(0.0, _NOTHING)] * (self._num_parts - len(items)))
 
     def add_singly(self, order: Sequence[int]) -> None:
-        """One solution per item of ``order`` (costliest first), all joined as the method says.
+        """Add one solution per item of ``order`` (costliest first), joined as the method says.
 
-        A solution with empty parts differs by its costliest part, which no later item exceeds: it
-        stays first, and takes the next items one by one into its empty parts. And one item joins a
-        full solution at its cheapest part. So most steps need neither the heap nor a pass over all
-        parts, which makes this some ten times as fast.
+        This is a shortcut, about ten times as fast: most steps need neither the heap nor a pass
+        over all parts. The difference of a solution with empty parts is its costliest part, which
+        no later item exceeds: it stays first and takes the next items into its empty parts. A full
+        solution takes one item at its cheapest part.
         """
         at = 0
         while at < len(order):
@@ -125,7 +125,7 @@ class _Differencing:
             at = stop
 
     def parts(self) -> list[list[int]]:
-        """Join what is left, and the items of each part."""
+        """Join the remaining solutions; return the items of each part."""
         heap = self._heap
         while len(heap) > 1:
             self._push(self._joined(heapq.heappop(heap)[2], heapq.heappop(heap)[2]))
@@ -139,8 +139,8 @@ class _Differencing:
         heapq.heappush(self._heap, (solution[0][0] - solution[-1][0], next(self._ticket), solution))
 
     def _feed(self, top: _Solution, order: Sequence[int], at: int) -> int:
-        """Join the first solution with what differs most after it, for as long as that is one item;
-        where ``order`` goes on."""
+        """Join the first solution with the next greatest difference, as long as that is a single
+        item; return the place in ``order`` to go on from."""
         rival = -self._heap[0][0] if self._heap else 0.0
         while at < len(order) and top[-1][0] - top[0][0] > self._costs[order[at]] >= rival:
             load, node = top.pop()
@@ -152,7 +152,7 @@ class _Differencing:
         return at
 
     def _joined(self, one: _Solution, other: _Solution) -> _Solution:
-        """The costliest part of one with the cheapest of the other, and so on."""
+        """Join the costliest part of one with the cheapest of the other, and so on."""
         parts, pair = [], self._pair
         for (a, x), (b, y) in zip(one, reversed(other), strict=True):
             parts.append((a + b, pair(x, y)))
@@ -178,17 +178,17 @@ class _Differencing:
 
 
 EVEN_ENOUGH = 1e-3
-"""A part that is this much above the mean, relative to it, is left as it is."""
+"""Excess of a part over the mean, relative to the mean, up to which it stays as it is."""
 
 
 def _mended(parts: list[list[int]], costs: Sequence[float], equal_counts: bool) -> list[list[int]]:
     """Exchange items between the costliest part and a cheaper one while that makes the costliest
     cheaper.
 
-    An exchange is one item for one (or for none, unless counts must stay equal), the pair that
-    comes closest to halving the difference. Differencing of equal counts leaves something to do
-    where few items are very long: nothing short enough may go with them. At most four exchanges per
-    part; items of a part come out sorted.
+    An exchange is one item for one (or for none, unless counts must stay equal): the pair that
+    comes closest to halving the difference. It helps after differencing with equal counts if a few
+    items are very long: no partner is short enough for them. At most four exchanges per part; the
+    items of a part are returned sorted.
     """
     cost = costs.__getitem__
     loads = [sum(map(cost, part)) for part in parts]
@@ -223,8 +223,8 @@ def _mended(parts: list[list[int]], costs: Sequence[float], equal_counts: bool) 
 def _best_pair(
     heavy: Sequence[float], light: Sequence[float], gap: float, may_give: bool
 ) -> tuple[int, int | None] | None:
-    """Positions in two sorted lists whose costs differ by about ``gap / 2``, None for nothing; None
-    if no exchange helps."""
+    """Return positions in two sorted lists whose costs differ by about ``gap / 2`` (second None:
+    give without taking); None if no exchange helps."""
     best: tuple[int, int | None] | None = None
     best_error = gap / 2 * (1 - 1e-9)
     at = 0
@@ -240,17 +240,17 @@ def _best_pair(
 
 
 def padded_length(length: int, multiple: int, max_len: int) -> int:
-    """``length`` rounded up to ``multiple``, but not past ``max_len``."""
+    """Round ``length`` up to a multiple of ``multiple``, but not past ``max_len``."""
     return min(-(-length // multiple) * multiple, max_len)
 
 
 def cut_padded(padded: Sequence[int], token_budget: int, at_least: int = 1) -> list[list[int]]:
-    """Micro-batches of rows that are padded to the longest of their micro-batch, longest rows
-    first; ties keep their order.
+    """Cut rows into micro-batches, longest rows first (ties keep their order); rows are padded to
+    the longest of their micro-batch.
 
     A micro-batch that starts with a row of padded length P holds up to ``token_budget // P`` rows.
-    If that makes fewer than ``at_least``, the largest are halved while they have rows to give.
-    Requires max(padded) <= token_budget.
+    If there are fewer than ``at_least``, the largest are halved, down to one row each. Requires
+    max(padded) <= token_budget.
 
     Example: padded (8, 16, 8), budget 16 -> [[1], [0, 2]].
     """
@@ -272,9 +272,9 @@ def cut_padded(padded: Sequence[int], token_budget: int, at_least: int = 1) -> l
 
 
 def cut_alike(padded: Sequence[int], token_budget: int, at_least: int = 1) -> list[list[int]]:
-    """Micro-batches of rows that are all padded to the longest, as pipeline stages take them,
-    longest rows first: as few as keep the budget, but at least so many where there are rows.
-    Requires max(padded) <= token_budget.
+    """Cut rows into micro-batches, longest rows first, all rows padded to the longest of all, as
+    pipeline stages need them: as few as keep the budget, but ``at_least`` if there are as many
+    rows. Requires max(padded) <= token_budget.
 
     Example: padded (8, 16, 8), budget 32 -> [[1], [0, 2]].
     """
@@ -288,12 +288,12 @@ def cut_alike(padded: Sequence[int], token_budget: int, at_least: int = 1) -> li
 
 
 def cut_packed(lengths: Sequence[int], token_budget: int, at_least: int = 1) -> list[list[int]]:
-    """Micro-batches of sequences that lie one after the other in a row of at most ``token_budget``
-    tokens.
+    """Cut sequences into micro-batches, each a packed row of at most ``token_budget`` tokens,
+    fullest first.
 
-    First fit, longest first, finds how many are needed; if differencing finds as many that keep the
-    budget, those are taken, since they are more alike. Fullest first. Requires max(lengths) <=
-    token_budget.
+    First fit, longest first, finds how many are needed. Differencing makes as many, or ``at_least``
+    if that is more; its micro-batches are more alike, and are taken if there are more of them or
+    all keep the budget. Requires max(lengths) <= token_budget.
 
     Example: lengths (5, 3, 2, 6), budget 8 -> [[2, 3], [0, 1]], 8 tokens each.
     """

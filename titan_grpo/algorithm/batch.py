@@ -1,5 +1,5 @@
-"""From groups of completions to the rows of every data-parallel rank, cut into micro-batches: all
-that is decided on rank 0."""
+"""Plan of a step, made on rank 0: from groups of completions to the rows of every data-parallel
+rank, cut into micro-batches."""
 
 import math
 from collections import Counter
@@ -25,15 +25,16 @@ from titan_grpo.samples import Completion, Group, Prompt, defect, whole_routes
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions(Layout):
-    """How a step's completions become rows. Raises ConfigError where the longest has no room."""
+    """How a step's completions become rows. Raises ConfigError if a row of ``max_len`` tokens does
+    not fit into the token budget."""
 
     grpo: GRPO = field(default_factory=GRPO)
 
     longest: int = 0
-    """The longest completion that is sampled (rollout.max_completion_tokens)."""
+    """Most tokens of a completion (rollout.max_completion_tokens)."""
 
     cost: TokenCost = field(default_factory=TokenCost)
-    """Work of a sequence, which ranks get equal shares of."""
+    """Work of a sequence; ranks get equal shares of it."""
 
     stages: int = 1
     """Pipeline-parallel ranks. With several, the micro-batches of an optimizer step have one shape,
@@ -49,19 +50,19 @@ class BatchOptions(Layout):
 
     @property
     def layout(self) -> Layout:
-        """What a rank needs of them to build its tensors."""
+        """The options that a rank needs to build its tensors."""
         return Layout(*(getattr(self, each.name) for each in fields(Layout)))
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's work, decided: ``rows[rank]`` is that rank's share. Every rank has the same number
-    of micro-batches."""
+    """Plan of one step: ``rows[rank]`` is that rank's share. Every rank has the same number of
+    micro-batches."""
 
     rows: list[Rows]
     steps: tuple[int, ...]
-    """Micro-batches of each optimizer step, in order: the first ``steps[0]`` of every rank belong
-    to the first, and so on."""
+    """Number of micro-batches of each optimizer step: the first ``steps[0]`` of every rank belong
+    to the first step, and so on."""
     sequences: int
     """Rows that are trained on."""
     tokens: int
@@ -71,7 +72,7 @@ class Batch:
     work: tuple[float, ...]
     """Cost of each rank's sequences, in the unit of ``BatchOptions.cost``."""
     dealt_work: tuple[float, ...]
-    """The same if groups were dealt in the order in which they came."""
+    """The same if groups were dealt in their order, without balancing."""
     padded_tokens: int
     """Rows times padded length, over all micro-batches and ranks."""
     dropped: dict[str, int]
@@ -85,21 +86,20 @@ class Batch:
         return sum(self.loads) / self.padded_tokens
 
     def micro_batches(self) -> list[list[MicroBatch]]:
-        """The tensors of all ranks, built here and now; ``[rank][k]`` is that rank's k-th."""
+        """Build the tensors of all ranks; ``[rank][k]`` is that rank's k-th micro-batch."""
         return [build(rows) for rows in self.rows]
 
 
 def plan(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> Batch:
-    """Rows, advantages and weights of one step, balanced over ``num_ranks`` data-parallel ranks.
-    Deterministic.
+    """Plan the rows, advantages and weights of one step, balanced over ``num_ranks`` data-parallel
+    ranks. Deterministic.
 
     A group with a defective completion is left out whole, as in the rollouts: advantages compare
-    its members, and a group without its failures of one kind would be biased. A completion with
-    more than ``max_len`` tokens, and with ``grpo.mask_truncated`` one that hit the length limit, is
-    left out but its reward counts for its group. All are counted in ``Batch.dropped``. If every
-    completion hit the limit, they are kept with weight 0: a step without a gradient.
-    Ranks that run out of rows get micro-batches without any, because every rank must run every
-    collective.
+    its members, and a group without its failures of one kind would be biased. A row of more than
+    ``max_len`` tokens is left out alone, and with ``grpo.mask_truncated`` a completion that hit the
+    length limit; their rewards still count for their groups. ``Batch.dropped`` counts all of these.
+    If every completion hit the limit, all are kept with weight 0: a step without a gradient. Ranks
+    without enough rows get empty micro-batches: every rank must run every collective.
 
     Raises DataError if no row is left.
     """
@@ -160,7 +160,7 @@ def _padded_tokens(
 
 
 def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], dict[str, int]]:
-    """Rows in the order of groups and completions, and what was left out, by reason."""
+    """Return rows in the order of groups and completions, and counts of what is left out."""
     rows: list[Row] = []
     dropped: Counter[str] = Counter()
     sound: list[tuple[Completion, ...]] = []
@@ -193,14 +193,14 @@ def _defect(prompt: Prompt, completion: Completion, options: BatchOptions) -> st
 
 
 def _weighted(rows: Sequence[Row], options: BatchOptions) -> list[Row]:
-    """The rows of one optimizer step, each with the weight of its completion tokens.
+    """Return the rows of one optimizer step, each with the weight of its completion tokens.
 
     token: 1 / tokens of the step (DAPO). sequence: 1 / (sequences * the row's tokens) (GRPO).
     constant: 1 / (sequences * longest) (Dr.GRPO). Example, rows of 1 and 3 tokens: token 1/4 each;
     sequence 1/2 and 1/6; constant with longest = 10: 1/20 each.
     """
     if options.grpo.mask_truncated and rows[0].completion.finish_reason == "length":
-        # Only there where every row of the step is such a one.
+        # ``_rows`` keeps a truncated row only if every row of the step is truncated.
         return list(rows)
     match options.grpo.loss_normalization:
         case "token":
@@ -213,8 +213,8 @@ def _weighted(rows: Sequence[Row], options: BatchOptions) -> list[Row]:
 
 
 def _cuts(shares: Sequence[Sequence[Row]], options: BatchOptions) -> list[list[list[Row]]]:
-    """Rows of each micro-batch of each rank; all ranks have as many as the one that needs most,
-    some of them empty."""
+    """Return the rows of each micro-batch of each rank. All ranks get the number that the fullest
+    one needs; some micro-batches are empty."""
 
     def cut(share: Sequence[Row], at_least: int) -> list[list[int]]:
         lengths = [row.length for row in share]

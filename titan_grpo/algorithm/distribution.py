@@ -1,15 +1,15 @@
-"""What the loss needs of the logits: log-probabilities of given tokens, entropy, mean square.
+"""Functions of the logits for the loss: log-probabilities of given tokens, entropy, mean square.
 
-A [tokens, vocabulary] matrix in float32 is the largest thing in a training step (8192 tokens x
+A [tokens, vocabulary] matrix in float32 is the largest tensor of a training step (8192 tokens x
 151936 words = 5 GB), and a plain log_softmax keeps two of them for backward. Here forward keeps the
-logits as the model made them and one or two float32 numbers per token. Backward makes the
-probabilities again, ``chunk_tokens`` rows at a time, straight into the gradient. Temporary memory
-is about 2 * chunk_tokens * V * 4 bytes; 0 takes all tokens at once. No value depends on it.
+model's logits and one or two float32 numbers per token. Backward computes the probabilities again,
+``chunk_tokens`` rows at a time, straight into the gradient. Temporary memory is about
+2 * chunk_tokens * V * 4 bytes; 0 takes all tokens at once. The results do not depend on it.
 
 Logits [R, L, V] may be a DTensor sharded over the vocabulary, as torchtitan's loss-parallel output
 is: each tensor-parallel rank reads its own columns, and all-reduces of R * L numbers give every
-rank the whole result. Results are float32 (float64 for float64 logits), gradients have the logits'
-own type. Every function raises ConfigError for a DTensor that is sharded in another way.
+rank the whole result. Results are float32 (float64 for float64 logits); gradients have the dtype of
+the logits. Every function raises ConfigError for a DTensor that is sharded in another way.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from titan_grpo.errors import ConfigError
 
 
 class _Shard(NamedTuple):
-    """Which columns of the logits are here."""
+    """The columns of the logits on this rank."""
 
     first_word: int
     words: int
@@ -36,8 +36,8 @@ class _Shard(NamedTuple):
 def token_logprobs(
     logits: torch.Tensor, labels: torch.Tensor, temperature: float, chunk_tokens: int
 ) -> torch.Tensor:
-    """log softmax(logits / temperature) at the labels: [R, L, V] and int64 [R, L] -> [R, L], 0
-    where label is -100."""
+    """Return log softmax(logits / temperature) at the labels: [R, L, V] and int64 [R, L] ->
+    [R, L], 0 where the label is -100."""
     flat, shard = _local(logits)
     arguments = (flat, labels.reshape(-1), temperature, chunk_tokens, shard)
     out: torch.Tensor = _TokenLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -45,7 +45,7 @@ def token_logprobs(
 
 
 def token_entropy(logits: torch.Tensor, temperature: float, chunk_tokens: int) -> torch.Tensor:
-    """Entropy in nats of softmax(logits / temperature): [R, L, V] -> [R, L]."""
+    """Return the entropy, in nats, of softmax(logits / temperature): [R, L, V] -> [R, L]."""
     flat, shard = _local(logits)
     apply: Callable[..., torch.Tensor] = _Entropy.apply
     out = apply(flat, temperature, chunk_tokens, shard)
@@ -53,7 +53,7 @@ def token_entropy(logits: torch.Tensor, temperature: float, chunk_tokens: int) -
 
 
 def logit_mean_square(logits: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
-    """Mean over the vocabulary of logit^2, not divided by the temperature: [R, L, V] -> [R, L]."""
+    """Return the mean over the vocabulary of logit^2, without temperature: [R, L, V] -> [R, L]."""
     flat, shard = _local(logits)
     apply: Callable[..., torch.Tensor] = _MeanSquare.apply
     out = apply(flat, chunk_tokens, shard)
@@ -61,7 +61,7 @@ def logit_mean_square(logits: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
 
 
 def _local(logits: torch.Tensor) -> tuple[torch.Tensor, _Shard]:
-    """[T, V'] local logits and which columns they are. Differentiable."""
+    """Return the local logits, [T, V'], and which columns they are. Differentiable."""
     words = logits.shape[-1]
     shard = _Shard(0, words, None)
     if isinstance(logits, DTensor):
@@ -74,8 +74,8 @@ def _local(logits: torch.Tensor) -> tuple[torch.Tensor, _Shard]:
                 " parallelism.disable_loss_parallel = true"
             )
         if axes:
-            # DTensor shards as torch.chunk does: equal pieces of the rounded-up size, the last
-            # ones shorter or empty.
+            # DTensor shards as torch.chunk does: pieces of the rounded-up size, the last ones
+            # shorter or empty.
             piece = -(-words // mesh.size(axes[0]))
             first_word = mesh.get_local_rank(axes[0]) * piece
             shard = _Shard(first_word, words, mesh.get_group(axes[0]))
@@ -90,7 +90,7 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
 
 
 def _per_token(logits: torch.Tensor) -> torch.Tensor:
-    """An empty [T] in the type that is computed in."""
+    """Return an uninitialised [T] of the dtype to compute in."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return torch.empty(len(logits), dtype=dtype, device=logits.device)
 
@@ -102,7 +102,7 @@ def _sum_over(shard: _Shard, values: torch.Tensor) -> torch.Tensor:
 
 
 def _join_normalizers(local: torch.Tensor, shard: _Shard) -> torch.Tensor:
-    """logsumexp over the shards of their local ones, [T] each."""
+    """Return the logsumexp over all shards from that of each shard, [T]."""
     if shard.group is None:
         return local
     largest = local.clone()
@@ -140,8 +140,8 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, columns, here, normalizer, labels = ctx.saved_tensors
-        # Masked before use: an ignored position must give exact zeros, also when the incoming
-        # gradient is not finite.
+        # Mask first: an ignored position must give exact zeros even if the incoming gradient is
+        # not finite.
         grad = grads[0].masked_fill(labels == IGNORE_INDEX, 0).unsqueeze(-1) / ctx.temperature
         out = torch.empty_like(logits)
         for part in _chunks(len(labels), ctx.chunk_tokens):

@@ -1,22 +1,21 @@
-"""The GRPO loss of one micro-batch, already normalised over the whole optimizer step: a sum of
-terms per token.
+"""GRPO loss of one micro-batch, normalised over the whole optimizer step: a sum of terms per token.
 
     L = sum over tokens t of weights[t] * kept[t] * ( -is[t] * objective[t] + kl_beta * KL[t] +
     logit[t] - w_H * entropy[t] )
 
-``weights`` carry the normalisation (see batch.py), so the loss of a step is the plain SUM over
-ranks and micro-batches, and ranks' gradients are summed, never averaged (torchtitan's FSDP divide
-factor is 1.0 already). docs/algorithm.md lists the terms.
+``weights`` carry the normalisation (see batch.py): the loss of a step is the plain SUM over ranks
+and micro-batches. Gradients of ranks are summed, never averaged (torchtitan's FSDP divide factor is
+1.0 already). docs/algorithm.md lists the terms.
 
-In the first optimizer step of a batch the policy before the step and the policy that is
-differentiated are the same: unless ``old_logprobs`` is given, the proximal log-probabilities are
-the current ones, detached. The ratio then has the VALUE 1 everywhere: only its gradient matters,
-clipping never binds, and all the off-policy correction is in ``is``. With one optimizer step per
-batch the bounds of the ratio therefore do nothing (config/inert.py says so at the start).
+In the first optimizer step of a batch, the current policy is also the policy before the step:
+unless ``old_logprobs`` is given, the proximal log-probabilities are the current ones, detached (see
+``_proximal`` for the exceptions). The ratio then has the VALUE 1 everywhere: only its gradient
+matters, clipping never binds, and ``is`` is the whole off-policy correction. With one optimizer
+step per batch the bounds of the ratio therefore do nothing (config/inert.py warns at the start).
 
-Below the loss: its metrics added up over micro-batches and ranks, and whether a step may be taken.
-A metric's name says how it is reduced: ``*_sum`` by addition, ``*_max`` by maximum. Values are
-float64 scalars on the loss's device: no host sync until the end.
+Below the loss: reduction of its metrics over micro-batches and ranks, and the checks before a step.
+A metric's suffix is its reduction: ``*_sum`` addition, ``*_max`` maximum. Values are float64
+scalars on the loss's device: no host sync until the end.
 """
 
 import math
@@ -45,8 +44,7 @@ Metrics = dict[str, torch.Tensor]
 
 
 class LogitTerms(NamedTuple):
-    """What the loss needs of the whole distribution, each [R, L] with gradient; None where its
-    weight is 0."""
+    """Terms over the whole vocabulary, each [R, L] with gradient; None if its weight is 0."""
 
     entropy: torch.Tensor | None = None
     """Nats, of the distribution at the sampling temperature."""
@@ -62,20 +60,20 @@ def grpo_loss(
     old_logprobs: torch.Tensor | None = None,
     logit_terms: LogitTerms = LogitTerms(),  # noqa: B008 - immutable
 ) -> tuple[torch.Tensor, Metrics]:
-    """Loss (scalar with gradient) and metrics of one micro-batch; sum the losses, ``accumulate``
-    the metrics.
+    """Return loss (scalar with gradient) and metrics of one micro-batch; sum the losses,
+    ``accumulate`` the metrics.
 
     Args:
         logprobs: [R, L], ``token_logprobs`` of the model at the sampling temperature.
         batch: one of ``build``'s on the same device: ``labels``, ``weights``, ``rollout_logprobs``
-            [R, L]; ``advantages`` and, where they are needed, ``staleness`` (versions) and
-            ``on_policy`` (bool), [R, L] or [R]; ``sequence``, without which each row is one;
-            ``high_entropy``, ``outside_m2`` (bool [R, L]), without which the policy term has all.
-        ref_logprobs: [R, L] of the reference model; needed when ``grpo.kl_beta`` > 0.
+            [R, L]; ``advantages`` and, if needed, ``staleness`` (versions) and ``on_policy``
+            (bool), [R, L] or [R]; optional ``sequence`` (default: each row is one); optional
+            ``high_entropy``, ``outside_m2`` (bool [R, L]), which restrict the policy term.
+        ref_logprobs: [R, L] of the reference model; needed if ``grpo.kl_beta`` > 0.
         old_logprobs: [R, L] of the policy before the batch's first optimizer step.
 
-    An all-masked micro-batch gives a zero that still has a graph, so that every rank runs the same
-    backward collectives. Raises ConfigError when a weight is not 0 and its term is not given.
+    An all-masked micro-batch gives a zero with a graph, so that every rank runs the same backward
+    collectives. Raises ConfigError if a weight is not 0 and its term is missing.
     """
     for key, given in (
         ("kl_beta", ref_logprobs),
@@ -137,7 +135,7 @@ def grpo_loss(
 
 
 def _proximal(logprobs: torch.Tensor, batch: MicroBatch, grpo: GRPO) -> torch.Tensor:
-    """What the ratio is measured against in the first optimizer step of a batch."""
+    """Return the proximal log-probabilities of the first optimizer step of a batch."""
     if grpo.proximal_logprobs == "rollout":
         return batch["rollout_logprobs"]
     if grpo.proximal_logprobs == "interpolate":
@@ -147,18 +145,18 @@ def _proximal(logprobs: torch.Tensor, batch: MicroBatch, grpo: GRPO) -> torch.Te
 
 
 def _per_token(values: torch.Tensor) -> torch.Tensor:
-    """[R] becomes [R, 1]; [R, 1] and [R, L] stay."""
+    """Turn [R] into [R, 1]; [R, 1] and [R, L] stay."""
     return values.unsqueeze(-1) if values.ndim == 1 else values
 
 
 def _token_metrics(
     logprobs: torch.Tensor, batch: MicroBatch, labelled: torch.Tensor, spans: Spans
 ) -> Metrics:
-    """Counts, and trainer against engine: gap is the absolute difference of the two
-    log-probabilities per token.
+    """Return counts, and the gap: the absolute difference of trainer's and engine's log-probability
+    per token.
 
-    On tokens of the trainer's own version (``batch["on_policy"]``) the gap is arithmetic alone
-    (types, kernels, a wrong sync); elsewhere it is also what the policy learnt since.
+    On tokens of the trainer's own version (``batch["on_policy"]``) the gap comes from arithmetic
+    only (types, kernels) or a wrong sync; on others also from what the policy learnt since.
     """
     difference = (logprobs - batch["rollout_logprobs"]).masked_fill(~labelled, 0)
     gap = difference.abs()
@@ -167,7 +165,8 @@ def _token_metrics(
         "kept_tokens_sum": spans.mask.sum().double(),
         "sequences_sum": Spans(labelled, spans.sequence).count(),
         "logprob_tokens_sum": logprobs.masked_fill(~labelled, 0).sum().double(),
-        # Only maxima are reduced: the least is minus this one. Of no token: minus infinity.
+        # Extremes are reduced by maximum only, so the least log-probability is stored negated.
+        # Without a token both are minus infinity.
         "logprob_max": logprobs.masked_fill(~labelled, -math.inf).max().double(),
         "minus_logprob_max": (-logprobs).masked_fill(~labelled, -math.inf).max().double(),
         "logprob_difference_tokens_sum": difference.sum().double(),
@@ -189,7 +188,7 @@ def _token_metrics(
 def _separation(
     logprobs: torch.Tensor, advantages: torch.Tensor, labelled: torch.Tensor
 ) -> Metrics:
-    """Log-probabilities of the tokens with a positive and of those with a negative advantage."""
+    """Return sums and counts of the log-probabilities at positive and at negative advantages."""
     out: Metrics = {}
     for name, part in (("better", advantages > 0), ("worse", advantages < 0)):
         chosen = labelled & part
@@ -201,8 +200,8 @@ def _separation(
 def _gap_parts(
     gap: torch.Tensor, batch: MicroBatch, labelled: torch.Tensor, spans: Spans
 ) -> Metrics:
-    """The gap and the tokens of each of ``GAP_PARTS``: by place in the completion (context
-    does not count), by the engine's probability, and by the versions that the token is behind."""
+    """Return gap and token count for each of ``GAP_PARTS``: by place in the completion (context
+    does not count), by the engine's probability, and by the token's staleness in versions."""
     seen = labelled.flatten().cumsum(0)
     number = spans.sequence.flatten() + 1  # 0: padding
     first = seen.new_full((seen.numel() + 1,), seen.numel())
@@ -225,8 +224,9 @@ def _gap_parts(
 
 
 def _ratio_metrics(policy: Policy, advantages: torch.Tensor, spans: Spans, grpo: GRPO) -> Metrics:
-    """Ratio and importance weight per token (a sequence's counts for each of its tokens), and how
-    often they were cut: the ratio where the step would go further, by losses that clip it."""
+    """Return metrics of ratio and importance weight per token (a sequence's value counts for each
+    of its tokens), and how often they were cut: the ratio only in losses that clip it, and where it
+    is past its bound in the advantage's direction."""
     clips = grpo.policy_loss in ("clip", "gmpo")
     below = (policy.ratio < 1 - grpo.clip_ratio_lower_bound) & (advantages < 0) & spans.mask
     above = (policy.ratio > 1 + grpo.clip_ratio_upper_bound) & (advantages > 0) & spans.mask
@@ -245,7 +245,8 @@ def _ratio_metrics(policy: Policy, advantages: torch.Tensor, spans: Spans, grpo:
 
 
 def accumulate(parts: Sequence[Mapping[str, torch.Tensor]]) -> Metrics:
-    """One dict from those of several micro-batches (or ranks). All must have the same names."""
+    """Reduce the metrics of several micro-batches (or ranks) to one dict. Raises ProtocolError
+    unless all have the same names."""
     if not parts:
         return {}
     for part in parts:
@@ -262,8 +263,8 @@ def accumulate(parts: Sequence[Mapping[str, torch.Tensor]]) -> Metrics:
 
 
 def pack(metrics: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sums, maxima): two float64 vectors in sorted order of names, so that two all-reduces serve
-    every metric."""
+    """Return (sums, maxima): two float64 vectors in sorted order of names, so that two all-reduces
+    are enough for all metrics."""
     sums = [metrics[name] for name in sorted(metrics) if not name.endswith("_max")]
     maxima = [metrics[name] for name in sorted(metrics) if name.endswith("_max")]
     device = next(iter(metrics.values())).device if metrics else None
@@ -272,18 +273,18 @@ def pack(metrics: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def unpack(names: Sequence[str], sums: torch.Tensor, maxima: torch.Tensor) -> Metrics:
-    """The inverse of ``pack`` for the same set of names."""
+    """Invert ``pack`` for the same set of names."""
     ordered = sorted(names)
     out = dict(zip((n for n in ordered if not n.endswith("_max")), sums.unbind(), strict=True))
     return out | dict(zip((n for n in ordered if n.endswith("_max")), maxima.unbind(), strict=True))
 
 
 def summarize(metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Plain numbers of one step from fully reduced metrics.
+    """Return one step's numbers from fully reduced metrics.
 
-    ``X_tokens_sum`` gives ``X`` as mean over completion tokens (0 without tokens), ``X_sum`` gives
-    ``X``, ``X_max`` stays. ``entropy_estimate`` is minus the mean log-probability: unbiased for
-    on-policy tokens.
+    ``X_tokens_sum`` becomes ``X``, a mean over completion tokens (0 without tokens); ``X_sum``
+    becomes ``X``; ``X_max`` stays. ``entropy_estimate`` is minus the mean log-probability: unbiased
+    for on-policy tokens.
 
     Example: tokens_sum 4, logprob_gap_tokens_sum 0.2, logprob_gap_max 0.1 -> tokens 4.0,
     logprob_gap 0.05, logprob_gap_max 0.1.
@@ -307,16 +308,16 @@ REASONS = (
     "the gradient norm is past grpo.grad_norm_limit",
     "all rewards were equal for grpo.reward_collapse_steps steps in a row",
 )
-"""What each of ``flags`` says."""
+"""Meaning of each of ``flags``."""
 
 
 def flags(
     loss: torch.Tensor, grad_norm: torch.Tensor, grad_norm_limit: float, collapsed: bool
 ) -> torch.Tensor:
-    """float32 [4] on the loss's device, 1 where REASONS holds on this rank. No host sync.
+    """Return float32 [4] on the loss's device, 1 where REASONS holds on this rank. No host sync.
 
-    An all-reduce with MAX makes them the same everywhere: a step that one rank skips is skipped on
-    all. ``grad_norm`` is that before clipping; a limit of 0 allows any.
+    All-reduce it with MAX: if one rank skips a step, all ranks must. ``grad_norm``: before
+    clipping. A ``grad_norm_limit`` of 0 allows any.
     """
     norm = grad_norm.to(loss.device)
     finite = torch.isfinite(norm)
@@ -326,13 +327,13 @@ def flags(
 
 
 def reasons(reduced: Sequence[float]) -> tuple[str, ...]:
-    """What is wrong, from flags that are the same on every rank; empty if the step may be taken."""
+    """Return why the step must be skipped, from all-reduced flags; empty if it may be taken."""
     return tuple(reason for flag, reason in zip(reduced, REASONS, strict=True) if flag > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Collapse:
-    """How long all rewards of a step have been equal."""
+    """Count of steps in a row in which all rewards were equal."""
 
     limit: int
     """Steps in a row that count as collapse; 0: never."""
@@ -345,6 +346,6 @@ class Collapse:
         return 0 < self.limit <= self.flat_steps
 
     def after(self, rewards: Sequence[float]) -> "Collapse":
-        """The count after one more step with these rewards; one that differs ends it."""
+        """Return the count after one more step; one with different rewards resets it."""
         flat = not rewards or min(rewards) == max(rewards)
         return replace(self, flat_steps=self.flat_steps + 1 if flat else 0)

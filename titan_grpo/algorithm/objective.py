@@ -12,20 +12,20 @@ import torch
 from titan_grpo.config.grpo import GRPO
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to plus and minus this before the exponential (e^20 = 4.9e8), where they
-get no gradient."""
+"""Bound of log-ratios, on both sides, before the exponential (e^20 = 4.9e8). A clamped log-ratio
+has no gradient."""
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp of a log-ratio clamped to ``LOG_RATIO_LIMIT``."""
+    """Return exp of a log-ratio clamped to ``LOG_RATIO_LIMIT``."""
     return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Which tokens count, and which sequence each belongs to.
+    """Tokens that count, and the sequence of each token.
 
-    Results are [R, L]: a sequence's value at each of its tokens, so that token and sequence level
+    Results are [R, L], a sequence's value at each of its tokens: token level and sequence level
     share all further code. No size depends on a tensor's values (no host sync).
     """
 
@@ -37,19 +37,19 @@ class Spans:
     for padding."""
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over the counting tokens of each sequence; differentiable."""
+        """Return the sum over the counting tokens of each sequence; differentiable."""
         place = (self.sequence + 1).reshape(-1)
         counted = values.masked_fill(~self.mask, 0).reshape(-1)
         sums = counted.new_zeros(place.numel() + 1).index_add(0, place, counted)
         return sums[place].view(self.sequence.shape)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean over the counting tokens of each sequence; 0 for a sequence without any."""
+        """Return the mean over the counting tokens of each sequence; 0 for one without any."""
         return self.total(values) / self.total(torch.ones_like(values)).clamp(min=1)
 
     def from_here(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over each token and the later counting ones of its sequence, computed in float64.
-        Needs sequences whose numbers rise with their places."""
+        """Return the sum over each token and the later ones of its sequence, counting tokens only,
+        computed in float64. Sequence numbers must rise along the flattened micro-batch."""
         place = (self.sequence + 1).reshape(-1)
         counted = values.masked_fill(~self.mask, 0).reshape(-1).double()
         ahead = counted.flip(0).cumsum(0).flip(0)
@@ -58,18 +58,18 @@ class Spans:
         return (ahead - later[place]).to(values.dtype).view(self.sequence.shape)
 
     def any(self, flags: torch.Tensor) -> torch.Tensor:
-        """Whether ``flags`` (bool) holds at any counting token of the sequence."""
+        """Return whether ``flags`` (bool) holds at any counting token of the sequence."""
         return self.total(flags.to(torch.float32)) > 0
 
     def count(self) -> torch.Tensor:
-        """Number of sequences with a counting token, a float64 scalar."""
+        """Return the number of sequences with a counting token, a float64 scalar."""
         place = torch.where(self.mask, self.sequence + 1, 0).reshape(-1)
         present = self.mask.new_zeros(self.sequence.numel() + 1, dtype=torch.float64)
         return present.index_fill(0, place, 1.0)[1:].sum()
 
 
 def spans_of(mask: torch.Tensor, sequence: torch.Tensor | None) -> Spans:
-    """Spans of a micro-batch; without ``sequence`` every row is one sequence."""
+    """Return the spans of a micro-batch; without ``sequence`` every row is one sequence."""
     if sequence is None:
         sequence = torch.arange(len(mask), device=mask.device).unsqueeze(-1).expand(mask.shape)
     return Spans(mask, sequence)
@@ -78,12 +78,13 @@ def spans_of(mask: torch.Tensor, sequence: torch.Tensor | None) -> Spans:
 def interpolated(
     logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, staleness: torch.Tensor
 ) -> torch.Tensor:
-    """Proximal log-probabilities without a forward pass, from version numbers; no gradient.
+    """Approximate the proximal log-probabilities from version numbers, without a forward pass; no
+    gradient.
 
-    The proximal policy is what the clipped ratio is measured against (decoupled PPO, Hilton et al.,
-    arXiv 2110.00641). With s the trainer's version minus the token's, the policy one version back
-    is taken to lie at the fraction (s - 1) / s of the way from the engine's log-probability to the
-    current one (log-linear, as in AReaL's proximal approximation and A-3PO, arXiv 2512.06547):
+    The proximal policy is the denominator of the clipped ratio (decoupled PPO, Hilton et al., arXiv
+    2110.00641). With s the trainer's version minus the token's, the policy one version back is
+    assumed to lie at (s - 1) / s of the way from the engine's log-probability to the current one
+    (log-linear, as in AReaL's proximal approximation and A-3PO, arXiv 2512.06547):
 
         s >= 1:  log p_prox = log p_engine / s + (1 - 1 / s) * log p_current
         s <= 0:  log p_prox = log p_current
@@ -101,7 +102,7 @@ def policy_ratio(
     spans: Spans,
     level: Literal["token", "sequence"],
 ) -> torch.Tensor:
-    """Ratio of the policy to the proximal policy; gradients flow into ``logprobs`` only.
+    """Return the ratio of the policy to the proximal policy; gradients flow into ``logprobs`` only.
 
     "token" is exp(logprobs - old_logprobs) (PPO, arXiv 1707.06347; GRPO). "sequence" is GSPO's exp
     of the MEAN log-ratio over the completion (arXiv 2507.18071, eq. 7): the length-th root of the
@@ -115,11 +116,11 @@ def policy_ratio(
 def clipped_objective(
     ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual: float = 0.0
 ) -> torch.Tensor:
-    """min(ratio * A, clip(ratio, 1 - low, 1 + high) * A), to be maximised (PPO; the two bounds are
-    DAPO's, arXiv 2503.14476).
+    """Return min(ratio * A, clip(ratio, 1 - low, 1 + high) * A), to be maximised (PPO; separate
+    bounds as in DAPO, arXiv 2503.14476).
 
-    ``dual`` > 0: where A < 0 it is dual * A at least, so that one token whose ratio is far above 1
-    is not the whole step (dual-clip PPO, arXiv 1912.09729).
+    ``dual`` > 0: where A < 0 the objective is at least dual * A, so that one token with a ratio far
+    above 1 does not dominate the step (dual-clip PPO, arXiv 1912.09729).
 
     Example with low 0.2, high 0.28: A = 1 and ratio 1.5 give 1.28 and no gradient; A = -1 and ratio
     1.5 give -1.5 with gradient; A = -1 and ratio 0.5 give -0.8. With dual 3, A = -1 and ratio 5
@@ -135,8 +136,8 @@ def clipped_objective(
 def gmpo_objective(
     log_ratio: torch.Tensor, advantages: torch.Tensor, spans: Spans, low: float, high: float
 ) -> torch.Tensor:
-    """A * geometric mean over the sequence of the ratios, each bounded on the side that the
-    advantage pushes it to: by 1 + high where A > 0, by 1 - low where A < 0 (GMPO, arXiv
+    """Return A * geometric mean of the sequence's ratios. Each ratio is bounded on the side to
+    which the advantage pushes it: by 1 + high if A > 0, by 1 - low otherwise (GMPO, arXiv
     2507.20673). GMPO's own bounds are e^-0.4 and e^0.4.
 
     Example with high 0.5: ratios 2 and 0.5, A = 1 -> sqrt(1.5 * 0.5) = 0.866; the first has no
@@ -152,15 +153,15 @@ def gmpo_objective(
 def sapo_objective(
     ratio: torch.Tensor, advantages: torch.Tensor, tau_pos: float, tau_neg: float
 ) -> torch.Tensor:
-    """f(ratio) * A with f(r) = 4 / tau * sigmoid(tau * (r - 1)): a soft gate in place of the clip
-    (SAPO, arXiv 2511.20347). f has slope 1 at r = 1 and flattens on both sides; a greater
-    tau flattens it sooner."""
+    """Return f(ratio) * A with f(r) = 4 / tau * sigmoid(tau * (r - 1)): a soft gate in place of the
+    clip (SAPO, arXiv 2511.20347). f has slope 1 at r = 1 and flattens on both sides, sooner with a
+    greater tau."""
     up, down = (4 / tau * torch.sigmoid(tau * (ratio - 1)) for tau in (tau_pos, tau_neg))
     return torch.where(advantages > 0, up, down) * advantages
 
 
 class Weights(NamedTuple):
-    """Result of ``rollout_weights``, without gradient."""
+    """Importance weights of tokens, without gradient."""
 
     weight: torch.Tensor
     cut: torch.Tensor
@@ -172,20 +173,22 @@ class Weights(NamedTuple):
 def rollout_weights(
     proximal_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, spans: Spans, grpo: GRPO
 ) -> Weights:
-    """Importance weight of the proximal policy against the engine that sampled, per token.
+    """Return the importance weight of the proximal policy against the engine that sampled, per
+    token.
 
-    With d_t = log p_prox(t) - log p_engine(t) over a sequence's completion tokens the weight is exp
-    of, by ``rollout_is_level``:
+    With d_t = log p_prox(t) - log p_engine(t) over a sequence's completion tokens, the weight is
+    exp of, by ``rollout_is_level``:
 
     * "token": d_t (truncated importance sampling, Yao et al. 2025; V-trace's truncation, arXiv
       1802.01561);
-    * "sequence": the SUM of d, the exact weight of a whole sample; its spread grows with length;
+    * "sequence": the SUM of d, the exact weight of a whole sample; its variance grows with length;
     * "geometric": the MEAN of d.
 
-    ``rollout_is_mode`` "truncate" gives min(w, threshold); "mask" keeps w inside [lower, threshold]
-    and gives 0 outside (masked importance sampling, Liu et al. 2025). A sequence with one token of
-    exp(d_t) below the veto gets 0: the trainer's policy would hardly ever sample such a token, and
-    no other token of the sequence can be trusted then. A threshold of 0 turns all of it off.
+    ``rollout_is_mode`` "truncate" gives min(w, threshold); "mask" keeps w in [lower, threshold] and
+    gives 0 outside (masked importance sampling, Liu et al. 2025). A sequence in which any exp(d_t)
+    is below the veto threshold gets 0: the trainer's policy would hardly ever sample such a token,
+    so no token of that sequence can be trusted. A threshold of 0 gives 1 everywhere, without a
+    veto.
     """
     difference = (proximal_logprobs.detach() - rollout_logprobs).masked_fill(~spans.mask, 0)
     none = torch.zeros_like(spans.mask)
@@ -212,9 +215,9 @@ def rollout_weights(
 def cispo_weights(
     logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, spans: Spans, most: float
 ) -> Weights:
-    """min(p / q, most) per token, p the policy and q the engine that sampled (CISPO, arXiv
-    2506.13585, eq. 4, 5, without a lower bound, as there). It weights A * log p: a bounded token
-    still has a gradient, unlike one that PPO clips."""
+    """Return min(p / q, most) per token, p the policy and q the engine that sampled (CISPO, arXiv
+    2506.13585, eq. 4, 5, without a lower bound, as there). It weights A * log p: unlike a token
+    that PPO clips, a bounded token still has a gradient."""
     raw = bounded_exp((logprobs.detach() - rollout_logprobs).masked_fill(~spans.mask, 0))
     return Weights(raw.clamp(max=most), (raw > most) & spans.mask, torch.zeros_like(spans.mask))
 
@@ -222,9 +225,9 @@ def cispo_weights(
 def topr_weights(
     logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor, spans: Spans
 ) -> Weights:
-    """1 where A >= 0, else min(product over the sequence of p / q, 1), for A * log p (TOPR, arXiv
-    2503.14286): what was good is learnt from like text, what was bad counts only as far as
-    the policy would still do it."""
+    """Return 1 where A >= 0, else min(product over the sequence of p / q, 1), for A * log p (TOPR,
+    arXiv 2503.14286): good samples are learnt as in supervised training, bad ones count only as far
+    as the policy would still produce them."""
     raw = bounded_exp(spans.total(logprobs.detach() - rollout_logprobs))
     tapered = torch.where(advantages < 0, raw.clamp(max=1), 1.0)
     return Weights(tapered, (tapered != raw) & spans.mask, torch.zeros_like(spans.mask))
@@ -233,19 +236,20 @@ def topr_weights(
 def second_moments(
     logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor
 ) -> torch.Tensor:
-    """(log p - log q)^2, p the policy and q the engine that sampled, at tokens that moved on in the
-    direction of their advantage: p > q and A > 0, or p < q and A < 0. Those are what a trust region
-    bounds; 0 at the others."""
+    """Return (log p - log q)^2, p the policy and q the engine that sampled, at tokens that already
+    moved in the direction of their advantage: p > q and A > 0, or p < q and A < 0. A trust region
+    bounds these; 0 at other tokens."""
     moved = logprobs.detach() - rollout_logprobs
     return moved.square().masked_fill(moved * advantages <= 0, 0)
 
 
 def least_left_out(moments: torch.Tensor, threshold: float) -> float:
-    """M2PO's masking (arXiv 2510.01161, algorithm 1): the greatest of ``second_moments`` are left
-    out, one by one, until the mean of the rest that are not 0 is at most ``threshold``. The least
-    one that is left out; infinity where none is.
+    """Return the least of ``second_moments`` that M2PO masks (arXiv 2510.01161, algorithm 1);
+    infinity if it masks none. The greatest are masked, one by one, until the mean of the remaining
+    nonzero ones is at most ``threshold``.
 
-    Example: 0, 0.01, 0.02, 0.5, 0.9 and 0.04 -> 0.5, since 0.015 and not 0.177 is below it.
+    Example: moments 0, 0.01, 0.02, 0.5, 0.9, threshold 0.04 -> 0.5: without it and 0.9 the mean is
+    0.015, with it 0.177.
     """
     bounded = moments[moments > 0].double().sort().values
     means = bounded.cumsum(0) / torch.arange(1, len(bounded) + 1, device=bounded.device)
@@ -254,16 +258,16 @@ def least_left_out(moments: torch.Tensor, threshold: float) -> float:
 
 
 class Policy(NamedTuple):
-    """The policy term of every token."""
+    """Policy term of every token."""
 
     objective: torch.Tensor
     """To be maximised, with gradient; not weighted yet."""
     importance: Weights
     ratio: torch.Tensor
-    """Of policy to proximal policy, with gradient."""
+    """Policy to proximal policy, with gradient."""
 
     def without(self, tokens: torch.Tensor) -> "Policy":
-        """The same with the weight 0 at these tokens, which count as cut."""
+        """Return a copy with weight 0 at these tokens, which count as cut."""
         weight, cut, vetoed = self.importance
         return self._replace(
             importance=Weights(weight.masked_fill(tokens, 0), cut | tokens, vetoed)
@@ -278,12 +282,12 @@ def policy_objective(
     spans: Spans,
     grpo: GRPO,
 ) -> Policy:
-    """``grpo.policy_loss`` from the log-probabilities of the policy, of the proximal policy and of
-    the engine.
+    """Return the policy term of ``grpo.policy_loss`` from the log-probabilities of the policy, the
+    proximal policy (``old``) and the engine (``rollout``).
 
-    clip, gmpo and sapo bound the ratio to the proximal policy, and ``rollout_weights`` corrects
-    from the engine to that. cispo and topr weight A * log p by policy against engine, which
-    corrects for both at once.
+    clip, gmpo and sapo bound the ratio to the proximal policy; ``rollout_weights`` corrects from
+    the engine to the proximal policy. cispo and topr weight A * log p by policy against engine,
+    which corrects for both at once.
     """
     level = grpo.policy_ratio_type if grpo.policy_loss == "clip" else "token"
     ratio = policy_ratio(logprobs, old, spans, level)
@@ -307,22 +311,21 @@ def policy_objective(
 Estimator = Literal["k1", "k2", "k3", "mse", "abs"]
 
 WEIGHT_LIMIT = 10.0
-"""Greatest weight of a token in the KL term: one token that the engine found very unlikely must not
-be the whole term."""
+"""Greatest weight of a token in the KL term: one token that was very unlikely for the engine must
+not dominate the term."""
 
 
 def kl_estimate(
     logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: Estimator
 ) -> torch.Tensor:
-    """KL(policy || reference) per token, estimated on tokens of the policy itself (Schulman,
+    """Estimate KL(policy || reference) per token, on tokens of the policy itself (Schulman,
     "Approximating KL Divergence", 2020); gradients flow into ``logprobs`` only.
 
     With log r = log p_ref - log p: k1 = -log r, k2 = mse = (log r)^2 / 2, k3 = r - 1 - log r, abs =
-    |log r|. On such tokens the mean value of k1, k2 (approximately) and k3 is the KL. Their
-    gradients differ: that of k2 has the KL's as its mean, that of k3 the one of KL(reference ||
-    policy), and that of k1 has mean zero. On tokens of an older policy none of this holds, not even
-    the zero; see ``kl_term``. mse and abs are names of other trainers; abs is a distance and no
-    estimate.
+    |log r|. On such tokens the expected value of k1, k3 and approximately k2 is the KL. Their
+    expected gradients differ: k2 has the KL's, k3 that of KL(reference || policy), k1 has zero. On
+    tokens of an older policy none of this holds, not even the zero; see ``kl_term``. The names mse
+    and abs are those of other trainers; abs is a distance, not an estimate.
     """
     log_r = ref_logprobs.detach() - logprobs
     match estimator:
@@ -342,17 +345,17 @@ def kl_term(
     rollout_logprobs: torch.Tensor,
     estimator: Estimator,
 ) -> torch.Tensor:
-    """The estimate per token, weighted so that on the engine's tokens its gradient has that of
-    KL(policy || reference) as its mean, whatever policy the engine had.
+    """Return the KL estimate per token, weighted so that on the engine's tokens its expected
+    gradient is that of KL(policy || reference), whatever policy the engine had.
 
     With w = min(p / q, WEIGHT_LIMIT), p the policy and q the engine:
 
-    * k3: w * k3, and w has a gradient too (DeepSeek-V3.2, arXiv 2512.02556): with it the mean over
-      q is the sum over words of p k3, which is the KL for every p;
+    * k3: w * k3, with the gradient of w (DeepSeek-V3.2, arXiv 2512.02556): the mean over q is then
+      the sum over words of p k3, which is the KL for every p;
     * k2, mse: w * k2, w without gradient: E_q[w log(p / p_ref) grad log p] is the KL's gradient.
 
-    Both have the same gradient, token by token: w log(p / p_ref) grad log p. k1 and abs stay
-    without weight; the configuration refuses them where tokens may be of an older policy.
+    Below the limit both have the same gradient, token by token: w log(p / p_ref) grad log p. k1 and
+    abs have no weight; the configuration refuses them where tokens may be of an older policy.
     """
     estimate = kl_estimate(logprobs, ref_logprobs, estimator)
     if estimator in ("k1", "abs"):
@@ -362,12 +365,12 @@ def kl_term(
 
 
 def kl_returns(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, spans: Spans) -> torch.Tensor:
-    """What the KL takes from a token's advantage where it is in the reward: the sum of k1 over this
-    token and the later ones of its sequence, without gradient (REINFORCE++, arXiv 2501.03262;
-    InstructGPT's reward, arXiv 2203.02155).
+    """Return what to subtract from each token's advantage, times kl_beta, for a KL in the reward:
+    the sum of k1 over this token and the later ones of its sequence, without gradient (REINFORCE++,
+    arXiv 2501.03262; InstructGPT's reward, arXiv 2203.02155).
 
-    A token cannot change what came before it, so earlier terms would only add noise. The policy
-    term then has the gradient of the whole sequence's KL as its mean.
+    A token cannot change earlier tokens, so their terms would only add noise. The expected gradient
+    of the policy term then includes that of the whole sequence's KL.
 
     Example: log p - log p_ref of 0.1, 0.2, -0.1 -> 0.2, 0.1, -0.1.
     """

@@ -1,13 +1,13 @@
-"""A rank's rows in compact form, and the tensors that they become. batch.py decides, this builds.
+"""A rank's rows in compact form, and their tensors. batch.py decides, this module builds.
 
-The compact form travels to a rank that builds its own tensors: 8 bytes for a completion token,
-where the tensors take 44 and their padding besides.
+A rank that builds its own tensors receives the compact form: 8 bytes per completion token instead
+of the tensors' 44 plus padding.
 
-With several sequences in one row everything in a transformer but attention works as before, token
-by token. For attention the row is taken apart (``attention_rows``): its tokens are gathered into
-rows of one sequence each, plain causal attention runs on those, and the results go back to where
-the tokens lie. So no mask is needed (the fast kernels take none), and only attention pays for
-padding: rows of similar length go together, and less than half of such a batch is padding.
+In a packed row, all of a transformer but attention works token by token, as usual. For attention
+(``attention_rows``) the tokens are gathered into rows of one sequence each; plain causal attention
+runs on those, and the results return to the places of the tokens. So no mask is needed (the fast
+kernels take none), and only attention pays for padding: rows of similar length are batched
+together, and less than half of such a batch is padding.
 """
 
 from array import array
@@ -22,7 +22,7 @@ from titan_grpo.algorithm.balance import padded_length
 from titan_grpo.samples import Completion, Prompt
 
 IGNORE_INDEX = -100
-"""Label of positions that are not a completion token; torchtitan's and torch's own value."""
+"""Label of positions without a sampled completion token; torchtitan's and torch's own value."""
 
 MicroBatch = dict[str, torch.Tensor]
 """R rows of L tokens; see ``build`` for the tensors."""
@@ -30,19 +30,19 @@ MicroBatch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence to train on, with what was decided about it."""
+    """One sequence to train on, with its advantage and weight."""
 
     group: int
-    """Place of its group in the step."""
+    """Index of its group in the step."""
     prompt: Prompt
     completion: Completion
     advantage: float
     weight: float = 0.0
-    """Of each of its sampled tokens in the loss."""
+    """Weight in the loss of each of its sampled tokens."""
 
     @property
     def length(self) -> int:
-        """Input length: the last token of a sequence is only ever a label."""
+        """Input length: the last token of a sequence is only a label."""
         return len(self.prompt.token_ids) + len(self.completion.token_ids) - 1
 
 
@@ -58,24 +58,23 @@ class Layout:
     length)."""
 
     pad_id: int = 0
-    """Input token at padded positions; any valid one, attention is causal and padding is on the
-    right."""
+    """Input token at padded positions: any valid one (causal attention, padding on the right)."""
 
     pad_multiple: int = 8
     """Padded lengths are multiples of this (fewer shapes, and divisible by the tensor-parallel
     degree)."""
 
     pack: bool = False
-    """Several sequences in one row; false gives each a row of its own, padded."""
+    """Put several sequences in one row; false: one padded row per sequence."""
 
     routes: int = 0
-    """Experts of a token over all layers, with grpo.router_replay: a completion without its routes
-    is a defective one. 0: routes are left out."""
+    """Experts of a token over all layers, with grpo.router_replay: a completion without routes is
+    then defective. 0: leave routes out."""
 
     def shape(self, lengths: Sequence[int]) -> tuple[int, int]:
-        """Rows and padded length of a micro-batch with sequences of these input lengths."""
+        """Return rows and padded length of a micro-batch with sequences of these input lengths."""
         if self.pack:
-            # A packed row may be longer than max_len: positions begin anew with each sequence.
+            # A packed row may exceed max_len: positions start from 0 in each sequence.
             return 1, padded_length(max(sum(lengths), 1), self.pad_multiple, self.token_budget)
         return max(len(lengths), 1), padded_length(
             max(lengths, default=1), self.pad_multiple, self.max_len
@@ -84,12 +83,12 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What one rank trains on in one step, in the order of its micro-batches. Small and quick to
+    """One rank's sequences of one step, in the order of its micro-batches. Small and quick to
     pickle; see ``compact``."""
 
     layout: Layout
     cuts: tuple[int, ...]
-    """Sequences of each micro-batch; 0 where other ranks have more than this one."""
+    """Number of sequences of each micro-batch; 0 in one that only other ranks need."""
     prompt_tokens: "array[int]"
     """int32, by sequence: tokens of its prompt."""
     completion_tokens: "array[int]"
@@ -99,8 +98,7 @@ class Rows:
     logprobs: "array[float]"
     """float32, by completion token: the engine's log-probability."""
     sampled: "array[int]"
-    """int8, by completion token: 0 where the policy did not sample it. Empty if it sampled all of
-    them."""
+    """int8, by completion token: 0 where the policy did not sample it. Empty if it sampled all."""
     weights: "array[float]"
     """float32, by sequence."""
     advantages: "array[float]"
@@ -108,24 +106,24 @@ class Rows:
     oldest: "array[int]"
     """int64, by sequence: the oldest policy version that it depends on."""
     spans: "array[int]"
-    """int32, by sequence: how many spans of one version its completion has."""
+    """int32, by sequence: number of its completion's spans; a span has one version."""
     span_versions: "array[int]"
     """int64, by span: the version that sampled its tokens."""
     span_tokens: "array[int]"
-    """int32, by span: how many completion tokens it has."""
+    """int32, by span: its number of completion tokens."""
     routes: bytes = b""
-    """Of all sequences, one after the other, as in samples.Completion; empty without
+    """Routes of all sequences, concatenated, as in samples.Completion; empty without
     ``layout.routes``."""
 
 
 def compact(cuts: Sequence[Sequence[Row]], layout: Layout) -> Rows:
-    """The rows of one rank, micro-batch by micro-batch. What is too large for a float32 becomes
-    infinite."""
+    """Return one rank's rows, micro-batch by micro-batch, in compact form. Values too large for
+    float32 become infinite."""
     rows = list(chain.from_iterable(cuts))
     completions = [row.completion for row in rows]
     ids, logprobs = array("i"), array("f")
     for row in rows:
-        # Through array: both numpy and torch take longer on a tuple, torch six times as long.
+        # numpy and torch are slower than array on a tuple, torch six times.
         ids += array("i", row.prompt.token_ids)
         ids += array("i", row.completion.token_ids)
         logprobs += array("f", row.completion.logprobs)
@@ -153,12 +151,12 @@ def compact(cuts: Sequence[Sequence[Row]], layout: Layout) -> Rows:
 
 
 def build(rows: Rows) -> list[MicroBatch]:
-    """The micro-batches of one rank. The same tensors, bit for bit, wherever it is called.
+    """Build the micro-batches of one rank. The same tensors, bit for bit, on every machine.
 
     Tensors of a micro-batch with R rows of L tokens, on the CPU, all [R, L]:
 
     * ``inputs`` int64: prompt and completion without the last token, then ``pad_id``;
-    * ``labels`` int64: the next token where that is a sampled one of the completion, else
+    * ``labels`` int64: the next token if it is a sampled one of the completion, else
       ``IGNORE_INDEX``;
     * ``sequence`` int64: number of the sequence, from 0 in each micro-batch; its tokens lie
       together. -1 is padding;
@@ -169,20 +167,20 @@ def build(rows: Rows) -> list[MicroBatch]:
     * ``versions`` int64: the policy version that sampled the label (of context: the one before it;
       in the prompt: that of the first label), never older than ``oldest``: 0 at padding;
     * ``positions`` int64, with ``layout.pack`` only: place of the token in its sequence;
-    * ``routes`` int16 [R, L, layout.routes], where that is not 0: the experts that the engine sent
-      the token to, layer by layer; -1 at padding.
+    * ``routes`` int16 [R, L, layout.routes], if that is not 0: the experts to which the engine sent
+      the token, layer by layer; -1 at padding.
 
     Example: prompt (5, 6), completion (7, 8) -> inputs 5 6 7, labels -100 7 8.
 
-    A micro-batch without sequences is one all-masked row of the least length, because every rank
-    must run every collective.
+    A micro-batch without sequences is one all-masked row of minimal length: every rank must run
+    every collective.
     """
     sequences = iter(_sequences(rows))
     return [_micro_batch(list(islice(sequences, count)), rows.layout) for count in rows.cuts]
 
 
 class _Sequence(NamedTuple):
-    """Views of one sequence's part of a rank's rows."""
+    """One sequence, as views of a rank's rows."""
 
     prompt_tokens: int
     ids: torch.Tensor
@@ -204,7 +202,7 @@ def _sequences(rows: Rows) -> Iterator[_Sequence]:
     of_spans = _tensor(rows.span_versions, torch.int64)
     versions = of_spans.repeat_interleave(_tensor(rows.span_tokens, torch.int32))
     width = rows.layout.routes
-    # A copy: torch warns of memory that it may not write.
+    # Copy: torch warns about read-only memory.
     data = bytearray(rows.routes)
     routes = torch.frombuffer(data, dtype=torch.int16) if data else torch.empty(0).short()
     start = first = routed = 0
@@ -227,12 +225,12 @@ def _sequences(rows: Rows) -> Iterator[_Sequence]:
 
 
 def _tensor(values: "array[int] | array[float]", dtype: torch.dtype) -> torch.Tensor:
-    """Sharing the memory of ``values``; torch takes no empty buffer."""
+    """Return a tensor that shares the memory of ``values``; torch takes no empty buffer."""
     return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)
 
 
 def _micro_batch(sequences: Sequence[_Sequence], layout: Layout) -> MicroBatch:
-    # The last token of a sequence is only ever a label.
+    # The last token of a sequence is only a label.
     lengths = [len(sequence.ids) - 1 for sequence in sequences]
     shape = layout.shape(lengths)
     out = {
@@ -276,31 +274,29 @@ def _micro_batch(sequences: Sequence[_Sequence], layout: Layout) -> MicroBatch:
 
 
 class AttentionRows(NamedTuple):
-    """Where attention finds the tokens of a packed micro-batch of R rows with L tokens, counted row
-    by row."""
+    """Indices that gather a packed micro-batch's tokens [R, L] for attention, and put them back."""
 
     rows: tuple[torch.Tensor, ...]
-    """int64 [S, P] each: the tokens of S sequences of similar length, each followed by any tokens
-    up to P."""
+    """int64 [S, P] each: flat indices of the tokens of S sequences of similar length, each filled
+    up to P with any tokens."""
 
     home: torch.Tensor
-    """int64 [R * L]: for each token of the micro-batch, where it is in those rows, flattened and
-    one after the other."""
+    """int64 [R * L]: for each token of the micro-batch, its place in ``rows``, all flattened and
+    concatenated."""
 
     def to(self, device: torch.device | str) -> "AttentionRows":
-        """The same on ``device``."""
+        """Return a copy on ``device``."""
         return AttentionRows(
             tuple(rows.to(device, non_blocking=True) for rows in self.rows), self.home.to(device)
         )
 
 
 def attention_rows(sequence: torch.Tensor, multiple: int = 8) -> AttentionRows:
-    """From ``sequence`` int64 [R, L] on the CPU: which sequence a token belongs to (its tokens lie
-    together), -1 for padding.
+    """Return the attention rows of ``sequence``, int64 [R, L] on the CPU: each token's sequence
+    (its tokens lie together), -1 for padding.
 
-    Results of padding tokens are those of some other token: finite, and unused. A
-    micro-batch of nothing but padding counts as R sequences, so that attention has a gradient graph
-    there too.
+    Padding tokens get the result of some other token: finite, and unused. A micro-batch of padding
+    only counts as R sequences, so that attention has a gradient graph there too.
 
     Example: sequence ((0, 0, 1, -1),), multiple 1 -> rows ((0, 1),) and ((2,),), home (0, 1, 2, 0).
     """
@@ -312,8 +308,8 @@ def attention_rows(sequence: torch.Tensor, multiple: int = 8) -> AttentionRows:
     for alike in _alike([length for _, length in spans]):
         longest = padded_length(spans[alike.start][1], multiple, row_tokens)
         starts = torch.tensor([start for start, _ in spans[alike]])
-        # Past a sequence's end follow its neighbours, which its own tokens cannot see; past the
-        # last row any token will do.
+        # Fill a row with the tokens after its sequence (causal attention hides them from it); past
+        # the end of the micro-batch, with its last token.
         index = (starts.unsqueeze(-1) + torch.arange(longest)).clamp_(max=home.numel() - 1)
         for number, (start, length) in enumerate(spans[alike]):
             place = filled + number * longest
@@ -324,7 +320,7 @@ def attention_rows(sequence: torch.Tensor, multiple: int = 8) -> AttentionRows:
 
 
 def _spans(sequence: torch.Tensor) -> list[tuple[int, int]]:
-    """(first token, number of tokens) of every sequence, in order; padding left out."""
+    """Return (first token, number of tokens) of every sequence, in order, without padding."""
     flat = sequence.reshape(-1)
     values, lengths = torch.unique_consecutive(flat, return_counts=True)
     ends = lengths.cumsum(0)
@@ -333,8 +329,8 @@ def _spans(sequence: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _alike(lengths: Sequence[int]) -> list[slice]:
-    """Runs of falling ``lengths`` whose shortest is more than half of the longest. Example: (8, 5,
-    4, 1) -> 0:2, 2:3, 3:4."""
+    """Cut falling ``lengths`` into runs whose shortest is more than half of the longest. Example:
+    (8, 5, 4, 1) -> 0:2, 2:3, 3:4."""
     cuts = [0]
     for at, length in enumerate(lengths):
         if 2 * length <= lengths[cuts[-1]]:

@@ -1,9 +1,9 @@
-"""The calls of the CUDA runtime that torch does not offer: pin foreign memory, unpin it, copy a
-strided block.
+"""Calls of the CUDA runtime that torch does not offer: pin and unpin foreign memory, copy a strided
+block.
 
 torch's own ``copy_`` to a strided host tensor goes through a pageable temporary and blocks the
-host; one ``cudaMemcpy2DAsync`` does not. And a registration that fails leaves an error behind that
-the next kernel launch would report as its own, so it has to be cleared here.
+host; ``cudaMemcpy2DAsync`` does not. A failed call leaves an error behind that torch would report
+for its next kernel launch, so it is cleared here.
 """
 
 import ctypes
@@ -18,8 +18,7 @@ DEVICE_TO_HOST = 2
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A strided block of memory: ``rows`` rows that start ``pitch`` bytes apart, from address
-    ``pointer``."""
+    """Strided memory: rows that start ``pitch`` bytes apart, the first at address ``pointer``."""
 
     pointer: int
     pitch: int
@@ -49,19 +48,19 @@ class CudaRuntime:
         self._lib = lib
 
     def _message(self, code: int) -> str:
-        # clears it: torch checks the last error after each of its own launches
+        # Clear the error: torch checks the last one after each of its own launches.
         self._lib.cudaGetLastError()
         text: bytes = self._lib.cudaGetErrorString(code)
         return text.decode()
 
     def register(self, pointer: int, nbytes: int) -> str | None:
-        """Pin host memory that torch did not allocate. None, or why it was refused."""
+        """Pin host memory that torch did not allocate; return why it was refused, or None."""
         code = self._lib.cudaHostRegister(pointer, nbytes, REGISTER_PORTABLE)
         return None if code == 0 else self._message(code)
 
     def unregister(self, pointer: int) -> None:
-        """Undo ``register``. A refusal is ignored: it only happens when the context is already
-        gone, and the pin with it."""
+        """Undo ``register``. Ignore a refusal: it only comes when the context is gone, and the pin
+        with it."""
         code = self._lib.cudaHostUnregister(pointer)
         if code != 0:
             self._message(code)
@@ -70,7 +69,7 @@ class CudaRuntime:
         """Enqueue a copy of ``rows`` rows of ``width`` bytes on ``stream`` (a cudaStream_t). Raises
         SyncError if refused."""
         if rows == 1:
-            # of any length: cudaMemcpy2DAsync takes pitches below 2 GiB only
+            # A row may have any length: cudaMemcpy2DAsync takes pitches below 2 GiB only.
             way = width, DEVICE_TO_HOST, stream
             code = self._lib.cudaMemcpyAsync(host.pointer, device.pointer, *way)
         else:
@@ -84,8 +83,8 @@ class CudaRuntime:
 
 
 def loaded_library(name: str, maps: Path = Path("/proc/self/maps")) -> str | None:
-    """Path of the shared library ``name`` that this process has mapped; None if it has not. A wheel
-    may have put a hash into the name: libcudart-1b2c3d4e.so.12."""
+    """Return the path of the mapped shared library ``name``; None if it is not mapped. A wheel may
+    put a hash into the file name: libcudart-1b2c3d4e.so.12."""
     for line in maps.read_text().splitlines():
         path = line.partition("/")[2]
         if Path(path).name.startswith((name + ".so", name + "-")):

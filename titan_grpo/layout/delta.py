@@ -1,19 +1,19 @@
 """Lossless patches between two versions of a part of an image (layout.manifest).
 
 An optimizer step at lr 1e-6 changes 1 to 4 % of a bfloat16 image's elements, most of them by one
-unit in the last place, and every block. So a patch lists changed words of 2 bytes (bfloat16's size;
-a float32 is two words), one byte each where the change is by one and the gap short. That the
-result is right is for the digests of its blocks to say.
+unit in the last place, and at least one element of every block. So a patch lists changed words of
+2 bytes (bfloat16's size; a float32 is two words); a change by one after a short gap takes one byte.
+The digests of the blocks verify the result.
 
 ::
 
     patch = chunk...          one for each CHUNK bytes of the part's stream, the last one shorter
     chunk = codes (u32), values (u32), then  codes bytes, 0 or 1 byte of padding, 2 bytes per value
           | WHOLE (u32), 0 (u32), then  the chunk's bytes of the new image
-    code  = n << 2 | kind     +1: n words stay, the next one is 1 more; -1: 1 less;
+    code  = n << 2 | kind     UP: n words stay, the next one is 1 more; DOWN: 1 less;
                               VALUE: it is the next value; SKIP: (n + 1) * 63 words stay
 
-Little-endian. A step is up to 63 words, so a change is one byte, after a gap of up to 4,031 two.
+Little-endian. A change after a gap of up to 62 words takes one code, up to 4,094 words two.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from titan_grpo.errors import PeerError
 from titan_grpo.layout.manifest import Extent, Part
 
 CHUNK = 1 << 20
-"""Bytes of a part that one chunk covers: what fits into a core's cache."""
+"""Bytes of a part that one chunk covers: as much as fits into a core's cache."""
 
 _SPAN = 63
 _UP, _DOWN, _VALUE, _SKIP = range(4)
@@ -38,8 +38,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def encode(base: Bytes, new: Bytes, part: Part, limit: int) -> bytearray | None:
-    """The patch that makes this part of ``new`` of that of ``base`` (images of one size), or None
-    where it would be more than ``limit`` bytes."""
+    """Return the patch that turns this part of ``base`` into that of ``new`` (images of one size);
+    None if it would have more than ``limit`` bytes."""
     out = bytearray()
     for extents in _chunks(part):
         out += _encode(_gathered(base, extents), _gathered(new, extents))
@@ -49,9 +49,9 @@ def encode(base: Bytes, new: Bytes, part: Part, limit: int) -> bytearray | None:
 
 
 def apply(patch: bytes | bytearray | memoryview, image: Bytes, part: Part) -> None:
-    """Make this part of the new image of the base's, in place.
+    """Turn this part of the base image into that of the new one, in place.
 
-    Raises PeerError where the patch is none of such a part, which is then neither.
+    Raises PeerError if the patch does not fit such a part, which then has bytes of neither version.
     """
     data = np.frombuffer(patch, dtype=np.uint8)
     at = 0
@@ -68,13 +68,13 @@ def apply(patch: bytes | bytearray | memoryview, image: Bytes, part: Part) -> No
 
 
 def _chunks(part: Part) -> Iterator[list[Extent]]:
-    """Where each chunk is in the image."""
+    """Yield the extents of each chunk in the image."""
     for start in range(0, part.nbytes, CHUNK):
         yield list(part.pieces(start, min(start + CHUNK, part.nbytes)))
 
 
 def _gathered(image: Bytes, extents: list[Extent]) -> Bytes:
-    """The bytes of a chunk: the image's own where it lies in one piece, else a copy."""
+    """Return the bytes of a chunk: a view of the image if it is one extent, else a copy."""
     pieces = [image[low:high] for low, high in extents]
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
@@ -83,7 +83,7 @@ def _encode(base: Bytes, changed: Bytes) -> bytes:
     if changed.size % 2:  # no words
         return _whole(changed)
     old, new = base.view(np.uint16), changed.view(np.uint16)
-    # Through bits and bytes: half the time of flatnonzero(old != new) where few have changed.
+    # Via packed bits: half the time of flatnonzero(old != new) if few words have changed.
     bits = np.packbits(old != new, bitorder="little")
     some = np.flatnonzero(bits != 0)
     places = np.flatnonzero(np.unpackbits(bits[some], bitorder="little").view(np.bool_))
@@ -103,7 +103,7 @@ def _encode(base: Bytes, changed: Bytes) -> bytes:
     skips = gaps[far] // _SPAN
     gaps[far] -= skips * _SPAN
     own = gaps.astype(np.uint8) << 2 | kinds
-    # A skip code says up to 64 spans; longer gaps have several, of 64 all but the last.
+    # One skip code covers up to 64 spans; a longer gap has several, all but the last of 64.
     counts = (skips + 63) >> 6
     widths = np.ones(own.size, dtype=np.int32)
     widths[far] += counts
@@ -123,7 +123,7 @@ def _whole(chunk: Bytes) -> bytes:
 
 
 def _apply(data: Bytes, at: int, chunk: Bytes) -> int:
-    """Patch one chunk by the part that begins at ``at``; where the next one begins."""
+    """Patch one chunk with the bytes from ``at``; return where the next chunk's bytes begin."""
 
     def take(nbytes: int) -> Bytes:
         nonlocal at

@@ -1,9 +1,9 @@
-"""The bytes of one version: in memory that several processes of one host share; hashes of their
-blocks, and the fingerprint of them all.
+"""Image of one version in memory shared by processes of one host; hashes of its blocks, and the
+fingerprint over all.
 
-A memfd and not a file in /dev/shm: it is not limited by that mount's size (64 MB in many
-containers), it has no name that could collide, and it vanishes with the last process that holds it,
-so that a killed run leaks nothing."""
+It is a memfd, not a file in /dev/shm: that mount's size (64 MB in many containers) does not limit
+it, it has no name that could collide, and the kernel frees it with the last process that holds it,
+so a killed run leaks nothing."""
 
 import ctypes
 import fcntl
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     import torch
 
 MADV_POPULATE_READ = 22
-"""Advice number of Linux 5.14 and later that the mmap module does not name."""
+"""madvise number of Linux 5.14 and later; the mmap module has no name for it."""
 
 PIECE_BYTES = 64 << 20
-"""Memory is made in pieces of so many bytes."""
+"""Bytes that one thread allocates at a time."""
 
 MOST_THREADS = 8
-"""Threads that make memory, where there are as many cores: more do not zero pages faster."""
+"""Most threads that allocate memory: more do not zero pages faster."""
 
 Made = Callable[[int], object]
-"""Called with the number of bytes that have their memory, again and again until all have."""
+"""Progress callback: the number of bytes allocated so far, after each piece."""
 
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -49,18 +49,18 @@ def _make_pages(
     made: Made = lambda _: None,
     reserve: int | None = None,
 ) -> None:
-    """Give these whole pages their memory, and map it, on several threads. ``reserve``: the memfd,
-    which has none yet; OSError if there is none. Page by page, the faults would make the first copy
-    several times as long as the later ones."""
+    """Allocate and map these whole pages, on several threads. Otherwise a fault for each page would
+    make the first copy several times as long as later ones. ``reserve``: a memfd whose pages are
+    not allocated yet. Raises OSError if there is no memory for it."""
     base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 
     def make(piece: Extent) -> int:
         start, nbytes = piece[0], piece[1] - piece[0]
         if reserve is not None:
             os.posix_fallocate(reserve, start, nbytes)
-        # Not mmap.madvise, which holds the interpreter lock for half a second per GiB. For reading,
-        # which is enough: the pages exist, so no write fault follows. A kernel before 5.14 refuses,
-        # and faults page by page.
+        # Not mmap.madvise: it holds the interpreter lock for half a second per GiB. Populating for
+        # reading is enough: the pages exist, so no write fault follows. A kernel before 5.14
+        # refuses the advice; then each page faults on first use.
         _libc.madvise(base + start, nbytes, MADV_POPULATE_READ)
         return nbytes
 
@@ -80,9 +80,9 @@ def _make_pages(
 
 @dataclass(frozen=True, slots=True)
 class ImageAddress:
-    """Where another process of this host finds an image: file descriptor ``fd`` of process ``pid``.
+    """Address of an image for other processes of the host: descriptor ``fd`` of process ``pid``.
 
-    ``inode`` distinguishes a reused pid or descriptor from the image that was meant.
+    ``inode`` detects a pid or descriptor that was reused for another file.
     """
 
     pid: int
@@ -91,18 +91,18 @@ class ImageAddress:
     inode: int
 
     def to_json(self) -> dict[str, int]:
-        """As a dict of numbers, for a JSON message."""
+        """Return a dict of numbers, for a JSON message."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> "ImageAddress":
-        """Read to_json() back; TypeError for missing or unknown keys."""
+        """Read to_json() back. Raises TypeError for missing or unknown keys."""
         return cls(**{key: int(value) for key, value in record.items()})
 
 
 def open_memfd(address: ImageAddress, mode: int) -> int:
-    """A descriptor of another process's image, ``mode`` O_RDONLY or O_RDWR. SyncError if that
-    process or that image is gone, or may not be read: the kernel admits the same user only."""
+    """Open another process's image, ``mode`` O_RDONLY or O_RDWR; return the descriptor. Raises
+    SyncError if process or image is gone, or the kernel refuses: it must be the same user's."""
     path = f"/proc/{address.pid}/fd/{address.fd}"
     try:
         fd = os.open(path, mode | os.O_CLOEXEC)
@@ -124,7 +124,7 @@ def open_memfd(address: ImageAddress, mode: int) -> int:
 
 
 def _require_found(ours: ImageAddress) -> None:
-    """ConfigError if this process's own image is not where others look for it."""
+    """Raise ConfigError if other processes cannot find this process's image under /proc."""
     try:
         os.close(open_memfd(ours, os.O_RDONLY))
     except SyncError as error:
@@ -136,17 +136,17 @@ def _require_found(ours: ImageAddress) -> None:
 
 
 def _pages(extents: Sequence[Extent], nbytes: int) -> list[Extent]:
-    """The whole pages that these extents are on, up to the end of the image."""
+    """Round extents out to whole pages, up to the end of the image."""
     return [(start, min(stop, nbytes)) for start, stop in whole_pages(extents, mmap.PAGESIZE)]
 
 
 class SharedImage:
-    """One image: mapped, shared, of fixed size. Made by ``create`` in one process, opened by
-    ``attach`` in others."""
+    """One mapped, shared image of fixed size: ``create`` it in one process, ``attach`` to it in
+    others."""
 
     def __init__(self, address: ImageAddress, mapped: mmap.mmap, fd: int | None) -> None:
-        """Use ``create`` or ``attach`` instead. ``fd``: the owner's descriptor, which others open;
-        taken over."""
+        """Use ``create`` or ``attach`` instead. ``fd``: the descriptor that other processes open;
+        the object owns and closes it."""
         self.address = address
         self._map: mmap.mmap | None = mapped
         self._fd = fd
@@ -159,12 +159,12 @@ class SharedImage:
         extents: Sequence[Extent] | None = None,
         made: Made = lambda _: None,
     ) -> "SharedImage":
-        """Allocate a zeroed image, or of its ``nbytes`` only these ``extents``: the rest has no
-        memory. ``label`` is what /proc shows; ``made`` gets the bytes so far, on this thread.
-        Raises ConfigError if the memory is not there, or other processes could not find it.
+        """Allocate a zeroed image; with ``extents`` allocate only those of its ``nbytes``.
+        ``label``: its name in /proc; ``made``: called on this thread.
 
-        The pages are reserved at once: without that a full machine shows as a SIGBUS in the middle
-        of a step.
+        The pages are reserved now: otherwise a machine without memory shows as a SIGBUS in the
+        middle of a step. Raises ConfigError if there is no memory, or if other processes could not
+        find the image.
         """
         if nbytes < 1:
             raise ValueError(f"an image must have 1 byte or more, got {nbytes}")
@@ -177,12 +177,12 @@ class SharedImage:
             os.ftruncate(fd, nbytes)
             mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
             _make_pages(mapped, pages, made, fd)
-            # no process that attaches can shrink the file under the others' mappings
+            # Seal it: shrinking the file would make other mappings fault with SIGBUS.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             address = ImageAddress(os.getpid(), fd, nbytes, os.fstat(fd).st_ino)
             _require_found(address)
             return cls(address, mapped, fd)
-        except BaseException as error:  # ``made`` may raise anything
+        except BaseException as error:  # from ``made`` too
             if fd >= 0:
                 os.close(fd)
             if isinstance(error, OSError):
@@ -200,9 +200,8 @@ class SharedImage:
         extents: Sequence[Extent] | None = None,
         serve: bool = False,
     ) -> "SharedImage":
-        """Map another process's image, which was created with these ``extents``; with ``serve``
-        others find it at this process too. Raises SyncError if that process or that image is gone,
-        or may not be read."""
+        """Map another process's image, which was created with these ``extents``. ``serve``: keep
+        the descriptor, so that others can open the image at this process. Raises as open_memfd."""
         fd = open_memfd(address, os.O_RDWR)
         extents = ((0, address.nbytes),) if extents is None else extents
         mapped = None
@@ -211,7 +210,7 @@ class SharedImage:
         finally:
             if not serve or mapped is None:
                 os.close(fd)  # the mapping keeps the memory
-        # of the extents only: elsewhere it would make pages for bytes of other hosts
+        # Only the extents: other pages belong to other hosts and must stay unallocated.
         _make_pages(mapped, _pages(extents, address.nbytes))
         if serve:
             return cls(replace(address, pid=os.getpid(), fd=fd), mapped, fd)
@@ -225,21 +224,20 @@ class SharedImage:
 
     @property
     def buffer(self) -> memoryview:
-        """The image as writable bytes, uint8[nbytes]. Each call gives a new view of the same
+        """The image as writable bytes, uint8[nbytes]; each access makes a new view of the
         memory."""
         return memoryview(self._open_map)
 
     def tensor(self) -> "torch.Tensor":
-        """The image as torch.uint8[nbytes] on the CPU, sharing the memory."""
-        import torch  # here: the doctor asks for the memory where there may be no torch
+        """Return torch.uint8[nbytes] on the CPU that shares the memory."""
+        import torch  # here: the doctor command uses this module on hosts without torch
 
         return torch.frombuffer(self.buffer, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Let go of the image; idempotent. Views and tensors that are still held stay valid: the
-        last one unmaps it."""
-        # not mmap.close(): torch does not hold a buffer export, so that would pull the pages from a
-        # tensor
+        """Release the image; idempotent. Views and tensors stay valid: the end of the last one
+        unmaps it."""
+        # Not mmap.close(): torch holds no buffer export, so that would unmap a live tensor's pages.
         self._map = None
         if self._fd is not None:
             os.close(self._fd)
@@ -258,23 +256,23 @@ BLOCK_HASHES: dict[str, Callable[[memoryview], bytes]] = {
     "xxh3": lambda block: xxhash.xxh3_128_digest(block),
     "blake3": lambda block: blake3(block).digest(),
 }
-"""Algorithm name to hash of one block: xxh3 is 16 bytes and the fastest, blake3 is 32 bytes and
-cryptographic."""
+"""Algorithm name -> hash of one block: xxh3 has 16 bytes and is the fastest, blake3 has 32 bytes
+and is cryptographic."""
 
 KEYED = "blake3"
-"""The algorithm that takes a key. Without the key no sender can make a block and a digest that fit
-each other."""
+"""The algorithm that takes a key: without it no sender can make a block with a valid digest."""
 
 CORES = os.cpu_count() or 1
 
 HASH_THREADS = max(min(4, CORES), min(16, CORES // 4))
-"""On a host of 8 GPUs, whose share of 235B takes 4 threads 2 s of keyed blake3, 16."""
+"""Threads of a hash: a quarter of the cores, 4 to 16, never more than cores. On one of eight hosts,
+4 threads would take 2 s of keyed blake3 for their part of a 235B model."""
 
 
 def digest_block(pieces: Sequence[memoryview], algorithm: str, key: bytes | None = None) -> bytes:
-    """Hash of one block, the bytes of its pieces in order, keyed with 32 bytes if ``key`` is given.
+    """Hash one block: the bytes of its pieces in order. ``key``: 32 bytes, or None.
 
-    Raises ConfigError for an unknown algorithm, or a key with one that takes none.
+    Raises ConfigError for an unknown algorithm, or a key with any algorithm but KEYED.
     """
     block = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
     if key is not None:
@@ -299,11 +297,11 @@ def block_digests(
     key: bytes | None = None,
     part: int | None = None,
 ) -> tuple[bytes, ...]:
-    """Hash of every block of an image, or of one part, in order. ``buffer`` is the image, uint8,
-    ``manifest.total_bytes`` long; ``key`` as in digest_block. No other byte of it is read.
+    """Hash every block of an image, or of one part, in order. ``buffer``: the whole image, uint8,
+    ``manifest.total_bytes`` long; only the hashed blocks are read. ``key``: as in digest_block.
 
-    On ``HASH_THREADS`` threads, which release the GIL: a hash is limited by the memory's bandwidth,
-    which few cores use up.
+    Runs on ``HASH_THREADS`` threads, which release the GIL: memory bandwidth is the limit, and a
+    few cores reach it.
     """
     if buffer.nbytes != manifest.total_bytes:
         raise ValueError(
@@ -327,7 +325,7 @@ class Hashing:
 
     @property
     def range_key(self) -> Key | None:
-        """EpochKeys.ranges."""
+        """Same as EpochKeys.ranges."""
         return self.key.derive("ranges") if self.key is not None else None
 
     def block(self, pieces: Sequence[memoryview]) -> bytes:
@@ -342,7 +340,7 @@ class Hashing:
         return block_digests(image, manifest, self.algorithm, key, part)
 
     def split(self, raw: bytes | bytearray, count: int) -> list[bytes]:
-        """``count`` digests that travelled as one. PeerError if they are not as many."""
+        """Split the concatenation of ``count`` digests. Raises PeerError for any other length."""
         size = len(self.block(()))
         if len(raw) != size * count:
             raise PeerError(
@@ -352,21 +350,21 @@ class Hashing:
 
 
 def fingerprint(manifest_digest: str, digests: Iterable[bytes]) -> str:
-    """32 hex characters that name the content of a version: the layout and every block's hash, in
-    order.
+    """Return 32 hex characters that identify a version's content: the hash of the layout and of
+    every block's digest, in order.
 
-    Over keyed hashes it is keyed by them: no one else can make blocks that fit a fingerprint, or a
-    fingerprint that fits.
+    Over keyed digests it is keyed too: without the key no sender can make blocks with a valid
+    fingerprint.
     """
     state = hashlib.blake2b(manifest_digest.encode(), digest_size=16)
     for digest in digests:
-        # the length first, so that two lists with the same concatenation differ
+        # The length first: lists with the same concatenation must not have the same hash.
         state.update(len(digest).to_bytes(2, "little") + digest)
     return state.hexdigest()
 
 
 def first_difference(expected: Sequence[bytes], found: Sequence[bytes]) -> int | None:
-    """Index of the first block whose hash differs or is missing; None if the lists are equal."""
+    """Return the index of the first digest that differs or is missing; None for equal lists."""
     for index, (a, b) in enumerate(zip(expected, found, strict=False)):
         if a != b:
             return index

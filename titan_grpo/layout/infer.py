@@ -1,8 +1,8 @@
-"""What a model's parameters are called and how their rows lie in the engine's (HF) layout, inferred
-and not listed.
+"""Names of a model's parameters and order of their rows in the engine's (HF) layout, inferred from
+the model's own ``to_hf``.
 
-Row ids and column ids are sent once through the model's own ``to_hf``: permutations (rope q/k) and
-splits (experts) come out as data, so there is no second table of names.
+Row ids and column ids go through ``to_hf`` once: permutations (rope q/k) and splits (experts) come
+out as data, so no second table of names is needed.
 
 A parameter of shape ``(d0, .., dk)`` is a matrix of ``d0 * .. * d(k-1)`` rows and ``dk`` columns; a
 vector has one column. An HF tensor is rows of one parameter, whole, in some order."""
@@ -21,19 +21,18 @@ Shape = tuple[int, ...]
 ToHF = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What activation checkpointing and torch.compile put into parameter names."""
+"""Prefixes that activation checkpointing and torch.compile put into parameter names."""
 
 
 def strip_prefixes(fqn: str) -> str:
-    """The parameter's name in the adapter: without what checkpointing and compile wrappers
-    put in."""
+    """Return a parameter's name in the adapter: without WRAPPER_PREFIXES."""
     for prefix in WRAPPER_PREFIXES:
         fqn = fqn.replace(prefix, "")
     return fqn
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns: ``(8, 3, 5) -> (24, 5)``, ``(7,) -> (7, 1)``, ``() -> (1, 1)``."""
+    """Return rows and columns: ``(8, 3, 5) -> (24, 5)``, ``(7,) -> (7, 1)``, ``() -> (1, 1)``."""
     return (prod(shape), 1) if len(shape) < 2 else (prod(shape[:-1]), shape[-1])
 
 
@@ -45,10 +44,10 @@ class HFTensor:
     shape: Shape
     fqn: str
     rows: range | torch.Tensor
-    """A range where the rows follow an arithmetic progression, else int64[rows]."""
+    """A range if the rows are an arithmetic progression, else int64[rows]."""
 
     def row_ids(self) -> torch.Tensor:
-        """int64[rows of this tensor]: the parameter's row for each."""
+        """Return int64[rows of this tensor]: the parameter's row of each."""
         if isinstance(self.rows, range):
             return torch.arange(self.rows.start, self.rows.stop, self.rows.step, device="cpu")
         return self.rows
@@ -72,11 +71,10 @@ class Layout:
     def manifest(
         self, wire_dtype: str, block_bytes: int, keep_dtype: Mapping[str, str] | None = None
     ) -> Manifest:
-        """Lay the HF tensors out in ``wire_dtype``, except the parameters that ``keep_dtype`` gives
-        another dtype.
+        """Lay the HF tensors out in ``wire_dtype``.
 
-        ``keep_dtype`` maps parameter names to dtypes, for what must not be rounded (an MoE's
-        float32 expert bias).
+        ``keep_dtype`` maps parameter names to other dtypes, for parameters that must not be rounded
+        (an MoE's float32 expert bias).
         """
         keep = keep_dtype or {}
         return Manifest.build(
@@ -87,15 +85,15 @@ class Layout:
 def infer_layout(
     to_hf: ToHF, shapes: Mapping[str, Sequence[int]], tied: Collection[str] = ()
 ) -> Layout:
-    """Find out what ``to_hf`` makes of every parameter, one at a time.
+    """Infer the HF tensors that ``to_hf`` makes of every parameter, one at a time.
 
     ``shapes``: full (unsharded) shape per parameter name, prefixes stripped. ``tied``: names that
-    may yield nothing because another parameter carries their values (``output.weight`` with tied
+    may yield nothing because another parameter has their values (``output.weight`` with tied
     embeddings).
 
-    Raises ConfigError, naming the parameter, if it yields nothing (adapters drop names that they do
-    not know in silence), if it loses, repeats or changes rows, if its columns move, or if two
-    parameters give the same HF name.
+    Raises ConfigError, with the parameter's name, if it yields nothing (adapters silently drop
+    unknown names), if rows are lost, repeated or changed, if its columns move, or if two parameters
+    give the same HF name.
     """
     tensors: list[HFTensor] = []
     owner: dict[str, str] = {}
@@ -125,8 +123,8 @@ def infer_layout(
 
 def _learn_one(to_hf: ToHF, fqn: str, shape: Shape) -> list[HFTensor]:
     rows, cols = matrix_shape(shape)
-    # expanded views: a probe of an embedding takes rows * 4 bytes, not rows * cols * 4; only what
-    # to_hf clones costs more
+    # Expanded views: a probe of an embedding takes rows * 4 bytes, not rows * cols * 4, unless
+    # to_hf clones it.
     row_ids = (
         torch.arange(rows, dtype=torch.int32, device="cpu")
         .view(-1, 1)
@@ -159,8 +157,8 @@ def _probe(to_hf: ToHF, fqn: str, probe: torch.Tensor) -> dict[str, torch.Tensor
 def _source_rows(
     fqn: str, name: str, by_row: torch.Tensor, by_col: torch.Tensor, cols: int
 ) -> torch.Tensor:
-    """int64[rows of the HF tensor]: source row of each, after checking that rows arrive whole and
-    in column order."""
+    """Return int64[rows of the HF tensor]: the source row of each. Raises ConfigError unless rows
+    are whole and in column order."""
     if by_row.dtype != torch.int32 or by_row.numel() % cols:
         raise ConfigError(
             f"{name} must hold whole rows of {fqn} ({cols} columns), got {by_row.dtype}"
@@ -168,8 +166,8 @@ def _source_rows(
             " be synced"
         )
     ids, columns = by_row.reshape(-1, cols), by_col.reshape(-1, cols)
-    # a stride of 0 is the probe's own expanded dimension, equal by construction: a full compare
-    # would read every element
+    # Stride 0 is the probe's own expanded dimension, equal by construction: skip the full compare,
+    # which would read every element.
     rows_whole = ids.stride(1) == 0 or bool((ids == ids[:, :1]).all())
     columns = columns[:1] if columns.stride(0) == 0 else columns
     if not rows_whole or not bool(
@@ -196,7 +194,8 @@ def _check_rows_used_once(fqn: str, rows: int, found: Iterable[HFTensor]) -> Non
 
 
 def progression(ids: torch.Tensor) -> range | None:
-    """``[4, 6, 8] -> range(4, 10, 2)``; None if the steps differ or go down."""
+    """Return ids as a range, ``[4, 6, 8] -> range(4, 9, 2)``; None unless they rise in equal
+    steps."""
     if ids.numel() == 1:
         return range(int(ids[0]), int(ids[0]) + 1)
     steps = ids.diff()

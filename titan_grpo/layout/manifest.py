@@ -1,16 +1,16 @@
-"""What lies where in a version image: HF names, dtypes, shapes, byte offsets. No torch.
+"""Layout of a version image: HF names, dtypes, shapes, byte offsets. No torch.
 
 A manifest is made once at the start of a run, is identical on every rank and is sent to every
 receiver, so that an extent of bytes means the same tensor rows everywhere.
 
-Parts say which host has which bytes of an image. A part is what one trainer host has of every
-version: extents of the image, in order, read as one stream. With one host there is one part, the
-whole image. Worked example: two hosts each hold half of the rows of two tensors at 0 and 1024, of
-1000 bytes each. Part 0 is (0, 500) and (1024, 1524), part 1 is (500, 1024) and (1524, 2048):
-padding belongs to the bytes before it. Byte 600 of part 0's stream is byte 1124 of the image.
+A part is what one trainer host has of every version: extents of the image, in order, read as one
+stream. With one host there is one part, the whole image. Worked example: two hosts each hold half
+of the rows of two tensors at 0 and 1024, of 1000 bytes each. Part 0 is (0, 500) and (1024, 1524),
+part 1 is (500, 1024) and (1524, 2048): padding belongs to the bytes before it. Byte 600 of part 0's
+stream is byte 1124 of the image.
 
-What a stock server's own update route demands of a manifest: buckets that it can unpack, and names
-that it knows. Pure."""
+Also here: the requirements of a stock server's own update route, which are buckets that it can
+unpack and names that it has. Pure."""
 
 import hashlib
 import json
@@ -33,13 +33,13 @@ Extent = tuple[int, int]
 
 @dataclass(frozen=True)
 class Part:
-    """Extents of an image, in ascending order, that do not touch each other."""
+    """Extents of an image, ascending, that do not touch each other."""
 
     extents: tuple[Extent, ...]
 
     @cached_property
     def _ends(self) -> list[int]:
-        """Where each extent ends in the stream."""
+        """End of each extent in the stream."""
         return list(accumulate(stop - start for start, stop in self.extents))
 
     @cached_property
@@ -48,8 +48,8 @@ class Part:
         return self._ends[-1] if self._ends else 0
 
     def pieces(self, start: int, stop: int) -> Iterator[Extent]:
-        """Where bytes ``start`` to ``stop`` of the stream are in the image. IndexError outside of
-        it.
+        """Yield the extents of the image that are bytes ``start`` to ``stop`` of the stream. Raises
+        IndexError outside of the stream.
 
         >>> list(Part(((0, 500), (1024, 1524))).pieces(400, 600))
         [(400, 500), (1024, 1124)]
@@ -67,7 +67,7 @@ class Part:
 
 
 def joined(extents: Iterable[Extent]) -> tuple[Extent, ...]:
-    """In ascending order, those that meet or overlap as one: ``joined([(4, 8), (0, 4)]) == ((0,
+    """Sort extents, and merge those that meet or overlap: ``joined([(4, 8), (0, 4)]) == ((0,
     8),)``."""
     out: list[Extent] = []
     for start, stop in sorted(extents):
@@ -79,16 +79,16 @@ def joined(extents: Iterable[Extent]) -> tuple[Extent, ...]:
 
 
 def whole_pages(extents: Iterable[Extent], page: int) -> tuple[Extent, ...]:
-    """``extents`` rounded out to pages: ``whole_pages([(5, 6), (4095, 4097)], 4096) == ((0,
+    """Round ``extents`` out to pages: ``whole_pages([(5, 6), (4095, 4097)], 4096) == ((0,
     8192),)``."""
     return joined((start // page * page, -(-stop // page) * page) for start, stop in extents)
 
 
 def parts_of(written: Sequence[Sequence[Extent]], total_bytes: int, padding: int) -> list[Part]:
-    """The part of each host, from the bytes that its ranks write.
+    """Return the part of each host, from the bytes that its ranks write.
 
-    Up to ``padding`` bytes that no rank writes belong to the extent before them. ConfigError if
-    more are missing, or a byte has two writers: a version would have bytes of two others.
+    Fewer than ``padding`` bytes that no rank writes belong to the extent before them. Raises
+    ConfigError for a longer gap, or a byte with two writers: an image could mix two versions.
     """
     owned = sorted((*extent, host) for host, extents in enumerate(written) for extent in extents)
     grown: list[list[Extent]] = [[] for _ in written]
@@ -107,7 +107,7 @@ def parts_of(written: Sequence[Sequence[Extent]], total_bytes: int, padding: int
 
 
 ALIGNMENT = 256
-"""Bytes to which every tensor's offset and the total are rounded: enough for any device's vector
+"""Alignment, in bytes, of every tensor's offset and of the total: enough for any device's vector
 loads and copies."""
 
 ITEM_BYTES = {
@@ -124,11 +124,10 @@ ITEM_BYTES = {
     "int64": 8,
     "bool": 1,
 }
-"""Bytes per element of the dtypes an image can hold; names are torch's without the "torch." in
-front."""
+"""Bytes per element of the dtypes that an image can hold; names are torch's without "torch."."""
 
 FORMAT = 2
-"""Number of this JSON layout; a receiver with another one refuses the manifest."""
+"""Version of this JSON layout; a receiver with another one refuses the manifest."""
 
 
 def align(nbytes: int) -> int:
@@ -147,7 +146,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor itself, without the padding behind it."""
+        """Bytes of the tensor, without the padding after it."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -162,10 +161,10 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Ordered tensors of an image, and the size of the blocks that are hashed and sent.
+    """Ordered tensors of an image, its parts, and the size of the blocks that are hashed and sent.
 
-    Blocks are cut within the parts, part after part: a host hashes and serves its
-    own. ``build`` makes one part, the whole image.
+    Blocks are cut within the parts, part after part: each host hashes and serves its own blocks.
+    ``build`` makes one part, the whole image.
 
     Worked example: ``build([("a", "bfloat16", (3, 5)), ("b", "float32", (2,))], 4096)`` puts ``a``
     (30 bytes) at 0 and ``b`` (8 bytes) at 256; ``total_bytes`` is 512 and there is one block,
@@ -182,8 +181,8 @@ class Manifest:
     ) -> "Manifest":
         """Lay out ``(name, dtype, shape)`` one after the other, each aligned to ALIGNMENT.
 
-        Raises ConfigError for no tensors, a name twice, an unknown dtype, an empty shape or a block
-        size below 1.
+        Raises ConfigError for no tensors, a duplicate name, an unknown dtype, a dimension or a
+        block size below 1.
         """
         if block_bytes < 1:
             raise ConfigError(f"weight_sync.block_bytes must be 1 or greater, got {block_bytes}")
@@ -203,7 +202,7 @@ class Manifest:
         return cls(tuple(specs), block_bytes, (Part(((0, offset),)),))
 
     def with_parts(self, parts: Sequence[Part]) -> "Manifest":
-        """The same tensors, cut among these hosts."""
+        """Return a manifest of the same tensors with these parts."""
         return replace(self, parts=tuple(parts))
 
     @cached_property
@@ -214,22 +213,22 @@ class Manifest:
 
     @cached_property
     def _first_blocks(self) -> list[int]:
-        """Number of the first block of each part, and the number of all blocks."""
+        """Number of the first block of each part, then the number of all blocks."""
         counts = (-(-part.nbytes // self.block_bytes) for part in self.parts)
         return list(accumulate(counts, initial=0))
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks cover the image; the last one of a part may be shorter."""
+        """Number of blocks of the image; the last one of a part may be shorter."""
         return self._first_blocks[-1]
 
     def blocks(self, part: int) -> range:
-        """Numbers of the blocks of that part."""
+        """Return the block numbers of a part."""
         return range(self._first_blocks[part], self._first_blocks[part + 1])
 
     def block(self, index: int) -> list[Extent]:
-        """Where block ``index`` is in the image; IndexError outside ``0 <= index <
-        num_blocks``."""
+        """Return the extents of block ``index`` in the image. Raises IndexError unless ``0 <= index
+        < num_blocks``."""
         if not 0 <= index < self.num_blocks:
             raise IndexError(f"block must be in [0, {self.num_blocks}), got {index}")
         number = bisect_right(self._first_blocks, index) - 1
@@ -239,8 +238,8 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """32 hex characters over the canonical JSON: equal digests mean the same names, dtypes,
-        shapes, offsets and parts."""
+        """Hash of the canonical JSON, 32 hex characters: equal digests mean the same names, dtypes,
+        shapes, offsets, block size and parts."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
     @cached_property
@@ -248,11 +247,11 @@ class Manifest:
         return {spec.name: spec for spec in self.tensors}
 
     def spec(self, name: str) -> TensorSpec:
-        """The tensor of that HF name; KeyError if the manifest has none."""
+        """Return the tensor of a HF name. Raises KeyError if the manifest has none."""
         return self._by_name[name]
 
     def to_json(self) -> str:
-        """Canonical JSON: the same manifest gives the same characters on every machine."""
+        """Return canonical JSON: the same manifest gives the same text on every machine."""
         tensors = [[s.name, s.dtype, list(s.shape), s.offset] for s in self.tensors]
         record = {
             "format": FORMAT,
@@ -264,8 +263,8 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """Read to_json() back. Raises DataError if it is not one, or if its offsets are not the
-        ones build() gives."""
+        """Read to_json() back. Raises DataError for any other text, and for offsets that are not
+        those of build()."""
         try:
             record = msgspec.json.decode(text, type=_Record)
             if record.format != FORMAT:
@@ -310,18 +309,18 @@ FUSED = (
     (re.compile(r"\.experts\.\d+\.down_proj\.weight$"), ".experts.w2_weight"),
     (re.compile(r"\.(gate|up)_proj\.(\w+)$"), r".gate_up_proj.\2"),
 )
-"""HF names -> the parameter in which engines keep several of them as one."""
+"""HF names -> the engine's parameter that fuses several of them."""
 
 PARTS = {".qkv_proj.": 3, ".gate_up_proj.": 2}
-"""Piece of a fused parameter's name -> HF tensors that make it up. An engine takes one of them
-alone, and says success."""
+"""Piece of a fused parameter's name -> number of its HF tensors. An engine that gets only some of
+them still reports success."""
 
 SHOWN = 4
-"""Names under one heading of a message."""
+"""Most names under one heading of a message."""
 
 
 def listed(found: Mapping[str, Sequence[str]]) -> str:
-    """The first names under each heading; empty if there are none.
+    """Return the first names under each heading; empty if there are none.
 
     >>> listed({"missing": ["a", "b"], "unknown": []})
     'missing: a, b'
@@ -335,11 +334,11 @@ def listed(found: Mapping[str, Sequence[str]]) -> str:
 
 
 def buckets(manifest: Manifest, bucket_bytes: int) -> list[tuple[TensorSpec, ...]]:
-    """Runs of tensors that lie in the image without gaps, each of at most ``bucket_bytes`` (or one
-    tensor), in order.
+    """Return runs of tensors without gaps between them in the image, in order, each of at most
+    ``bucket_bytes`` (or one tensor).
 
-    A bucket's bytes are one slice of the image, and every tensor in it starts at a multiple of its
-    item size, so that the other end can view it in place.
+    A bucket is one slice of the image. Every tensor starts at a multiple of its item size in it, so
+    that the receiving end can view it in place.
 
     Worked example: bf16 tensors of 256, 256, 30 and 512 bytes lie at 0, 256, 512 and 768; with
     1024-byte buckets they go as (0, 1, 2) and (3): there are 226 bytes of padding before the last
@@ -361,7 +360,7 @@ def buckets(manifest: Manifest, bucket_bytes: int) -> list[tuple[TensorSpec, ...
 
 
 def fused(name: str) -> str:
-    """The engine's parameter that takes a HF tensor: ``0.mlp.up_proj.weight`` ->
+    """Return the engine's parameter of a HF tensor: ``0.mlp.up_proj.weight`` ->
     ``0.mlp.gate_up_proj.weight``."""
     for pattern, replacement in FUSED:
         name, found = pattern.subn(replacement, name)
@@ -371,11 +370,11 @@ def fused(name: str) -> str:
 
 
 def names_problem(sent: Iterable[str], served: Collection[str]) -> str:
-    """Why tensors with these HF names do not make up a model with these parameters; empty if they
-    do.
+    """Return why the tensors ``sent`` (HF names) are not the whole model ``served`` (the engine's
+    parameters); empty if they are.
 
-    A head that is tied to the embedding may be on either side. Parameters that engines compute
-    themselves (rotary tables) are not asked for.
+    A tied head may be missing on either side. Parameters that engines compute themselves (rotary
+    tables) are not required.
     """
     wanted = {name for name in served if not name.endswith(("inv_freq", "cos_sin_cache"))}
     count = Counter(fused(name) for name in sent)

@@ -1,4 +1,4 @@
-"""How much memory this process may still take, by the machine's and the container's limit."""
+"""Memory that this process may still allocate, by the machine's and the container's limits."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Per cgroup version (v2, v1): limit file, usage file, and the line of memory.stat that can be
-reclaimed at once."""
+"""Per cgroup version (v2, v1): limit file, usage file, and the key in memory.stat of memory that
+can be reclaimed at once."""
 
 
 def _read(path: Path) -> str:
@@ -20,13 +20,13 @@ def _read(path: Path) -> str:
 
 
 def _table(text: str) -> dict[str, int]:
-    """Lines "key[:] number ..." to a dict."""
+    """Parse lines "key[:] number ..." into a dict."""
     rows = (line.replace(":", " ").split() for line in text.splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
 def _cgroup_folders(proc: Path, cgroup: Path) -> list[Path]:
-    """Every folder whose limit binds this process, from its own cgroup up to the mount's root."""
+    """Return every folder whose limit binds this process, its own cgroup's and its parents'."""
     folders = [cgroup, cgroup / "memory"]  # a container often mounts its own cgroup as the root
     for line in _read(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -49,8 +49,8 @@ def _cgroup_room(folder: Path) -> list[int]:
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that can be allocated without swapping or being killed: the least of MemAvailable and
-    all cgroup limits."""
+    """Return the bytes that can be allocated without swapping or being killed: the least of
+    MemAvailable and what each cgroup limit leaves. Raises ConfigError if nothing can be read."""
     available = _table(_read(proc / "meminfo")).get("MemAvailable")
     rooms = [] if available is None else [available * 1024]
     for folder in _cgroup_folders(proc, cgroup):
@@ -67,8 +67,7 @@ def require_memory(nbytes: int, what: str, available: int | None = None) -> None
     """Raise ConfigError if ``nbytes`` for ``what`` are not available now (``available``: measured
     unless given).
 
-    Before the run, because a page that cannot be backed later is a SIGBUS or the kernel's OOM
-    killer in mid-step.
+    Check before the run: a page without memory is a SIGBUS or the OOM killer in mid-step.
     """
     have = available_memory() if available is None else available
     if nbytes > have:

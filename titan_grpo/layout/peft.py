@@ -1,5 +1,5 @@
-"""Low-rank adapters: names and configuration as PEFT stores them, and rows of a weight with its
-adapter added, made when they are copied."""
+"""Low-rank adapters: names and configuration as PEFT stores them, and rows of a weight merged with
+its adapter, computed while they are copied."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,11 +9,11 @@ import torch
 from titan_grpo.layout.manifest import Manifest
 
 PREFIX = "base_model.model."
-"""What PEFT puts before a layer's name in the base model's checkpoint."""
+"""PEFT's prefix to a layer's name in the base model's checkpoint."""
 
 
 def tensor_name(layer: str, end: str) -> str:
-    """Name of A or B (``end``) of a layer.
+    """Return the name of A or B (``end``) of a layer.
 
     >>> tensor_name("model.layers.0.self_attn.q_proj", "A")
     'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
@@ -22,19 +22,19 @@ def tensor_name(layer: str, end: str) -> str:
 
 
 def layer_of(name: str) -> str:
-    """Inverse of ``tensor_name``, without the end."""
+    """Return the layer of a ``tensor_name``."""
     return name.removeprefix(PREFIX).rpartition(".lora_")[0]
 
 
 def has_adapters(manifest: Manifest) -> bool:
-    """Whether an image is of adapters, and not of a model."""
+    """Return whether an image has adapters instead of a model."""
     return manifest.tensors[0].name.startswith(PREFIX)
 
 
 def adapter_config(
     rank: int, alpha: float, targets: Iterable[str], base_model: str = ""
 ) -> dict[str, Any]:
-    """Content of adapter_config.json."""
+    """Return the content of adapter_config.json."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -54,10 +54,10 @@ def adapter_config(
 
 
 class MergedRows:
-    """``base + scale * up @ down`` of one shard, seen as a matrix of which rows can be picked.
+    """``base + scale * up @ down`` of one shard, as a matrix with selectable rows.
 
-    The sum is made in float64, a few rows at a time: its rounding to the image's type is then the
-    same however the rows are cut over ranks and pieces, and a shard needs no second copy of itself.
+    The sum is computed in float64, a few rows at a time: it then rounds to the image's dtype in the
+    same way however rows are split over ranks and pieces, and the shard needs no merged copy.
     """
 
     dtype = torch.float64
@@ -70,11 +70,11 @@ class MergedRows:
         self._base, self._up, self._down, self._scale = base, up, down, scale
 
     def element_size(self) -> int:
-        """Bytes of an element of what is made."""
+        """Return the bytes of an element of the sum."""
         return self.dtype.itemsize
 
     def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        """float64 [rows, n]."""
+        """Return float64 [rows, n]."""
         up = self._up[rows].to(self.dtype)
         return torch.addmm(
             self._base[rows].to(self.dtype), up, self._down.to(self.dtype), alpha=self._scale

@@ -1,5 +1,4 @@
-"""Which rows of which parameter shard go where in a version image: arithmetic on boxes, done once
-at the start."""
+"""Copies from parameter shards into a version image: arithmetic on boxes, once at the start."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ PAGE = 4096
 """Bytes of a page of memory."""
 
 MOST_EXTENTS = 1 << 20
-"""Of one host: each is a number in the manifest, and a system call when it is sent."""
+"""Most extents of one host: each has an entry in the manifest, and a system call when sent."""
 
 Chunk = tuple[Shape, Shape]
 """Offsets and sizes of a box within a parameter's full shape."""
@@ -25,9 +24,9 @@ Chunk = tuple[Shape, Shape]
 class CopyOp:
     """One strided copy: ``num_rows x num_cols`` elements of a local shard into the image.
 
-    ``rows`` picks rows of the shard seen as a matrix (``matrix_shape`` of its local shape). The
-    destination's row ``i`` starts ``dest_offset + i * dest_row_stride`` bytes into the image,
-    elements of ``dtype``, columns adjacent.
+    ``rows`` selects rows of the shard, seen as a matrix (``matrix_shape`` of its local shape). Row
+    ``i`` of the destination starts ``dest_offset + i * dest_row_stride`` bytes into the image, with
+    adjacent elements of ``dtype``.
     """
 
     fqn: str
@@ -40,11 +39,11 @@ class CopyOp:
 
 
 def written_pages(ops: Iterable[CopyOp]) -> tuple[Extent, ...]:
-    """The pages of an image between the first and the last byte of each of ``ops``, joined where
-    they meet: pages can be pinned once only.
+    """Return the pages of an image from the first to the last byte of each op, joined where they
+    meet: a page can be pinned only once.
 
     An op of 2 rows of 8 bytes, 64 bytes apart, at byte 4090 ends at 4162: with pages of 4096 bytes
-    it is (0, 8192).
+    the result is (0, 8192).
     """
     ends = []
     for op in ops:
@@ -55,7 +54,7 @@ def written_pages(ops: Iterable[CopyOp]) -> tuple[Extent, ...]:
 
 
 def written_extents(ops: Iterable[CopyOp]) -> tuple[Extent, ...]:
-    """The bytes of an image that ``ops`` write to, joined where they meet.
+    """Return the extents of an image that ``ops`` write, joined where they meet.
 
     An op of 2 rows of 8 bytes, 64 bytes apart, at byte 4090 gives (4090, 4098) and (4154, 4162).
     Raises ConfigError for more than MOST_EXTENTS.
@@ -78,14 +77,13 @@ def written_extents(ops: Iterable[CopyOp]) -> tuple[Extent, ...]:
 
 
 def _width(op: CopyOp) -> int:
-    """Bytes of one row of ``op``."""
+    """Return the bytes of one row of ``op``."""
     item: int = getattr(torch, op.dtype).itemsize
     return op.num_cols * item
 
 
 def merged(boxes: Iterable[Chunk]) -> list[Chunk]:
-    """Disjoint boxes as fewer ones, where two make up a box: what the ranks of a host hold
-    together.
+    """Merge disjoint boxes, such as those of a host's ranks, as long as two of them form a box.
 
     Two halves of the columns of rows 4 to 8: ``merged([((4, 0), (4, 2)), ((4, 2), (4, 2))]) ==
     [((4, 0), (4, 4))]``.
@@ -114,11 +112,11 @@ def _merged_along(dim: int, boxes: list[Chunk]) -> list[Chunk]:
 
 
 def chunk_of(tensor: torch.Tensor) -> Chunk:
-    """Offsets and sizes of this rank's part of a parameter: of a DTensor's local shard, or a plain
-    tensor whole.
+    """Return the box of this rank's shard of a parameter: a DTensor's local shard, a plain tensor
+    whole.
 
-    Asks the tensor the way distributed checkpointing does. Raises ConfigError if the part is not
-    one box.
+    Asks the tensor as distributed checkpointing does. Raises ConfigError if the shard is not one
+    box.
     """
     create = getattr(tensor, "__create_chunk_list__", None)
     if create is None:
@@ -135,8 +133,8 @@ def chunk_of(tensor: torch.Tensor) -> Chunk:
 def copy_ops(
     layout: Layout, manifest: Manifest, fqn: str, offsets: Sequence[int], sizes: Sequence[int]
 ) -> list[CopyOp]:
-    """The copies that bring the box ``offsets, sizes`` of parameter ``fqn`` into an image: one per
-    run of HF rows.
+    """Return the copies that write the box ``offsets, sizes`` of parameter ``fqn`` into an image:
+    one per run of HF rows.
 
     Worked example: rows ``[0, 2, 1, 3]`` of a ``(4, 8)`` parameter become an HF tensor in bfloat16
     at offset 256, and this rank holds rows 0 and 1: HF row 0 (source 0) and HF row 2 (source 1), so
@@ -161,8 +159,8 @@ def copy_ops(
 
 
 def _local_row_of(shape: Shape, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """int64[full rows]: row in the local shard of each row of the parameter, -1 for those that it
-    does not hold."""
+    """Return int64[full rows]: the local shard's row of each row of the parameter; -1 for rows of
+    other shards."""
     leading = max(len(shape) - 1, min(len(shape), 1))
     table = torch.full(shape[:leading] or (1,), -1, dtype=torch.int64, device="cpu")
     box = tuple(slice(o, o + n) for o, n in zip(offsets[:leading], sizes[:leading], strict=True))
@@ -172,8 +170,8 @@ def _local_row_of(shape: Shape, offsets: Sequence[int], sizes: Sequence[int]) ->
 
 
 def _runs(local_rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Maximal runs of adjacent entries that are not -1, as (start, the run): ``[-1, 5, 6, -1, 0] ->
-    (1, [5, 6]), (4, [0])``."""
+    """Yield the maximal runs of adjacent entries that are not -1, as (start, the run): ``[-1, 5, 6,
+    -1, 0] -> (1, [5, 6]), (4, [0])``."""
     held = (local_rows >= 0).nonzero().view(-1)
     if held.numel() == 0:
         return
@@ -186,11 +184,11 @@ def _runs(local_rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 def assign_writers(
     all_chunks: Sequence[Mapping[str, Chunk]], shapes: Mapping[str, Sequence[int]]
 ) -> list[set[str]]:
-    """Which rank writes its part of which parameter: for each rank the set of parameter names.
+    """Return, for each rank, the names of the parameters of which it writes its box.
 
-    ``all_chunks[rank][fqn]`` is that rank's box. A box held by several ranks (HSDP replicas, norms
-    under tensor parallelism, plain tensors) is written by the lowest one. Raises ConfigError unless
-    the boxes written cover every element of every parameter exactly once.
+    ``all_chunks[rank][fqn]`` is that rank's box. If several ranks hold a box (HSDP replicas, norms
+    under tensor parallelism, plain tensors), the lowest writes it. Raises ConfigError unless the
+    boxes cover every element of every parameter exactly once.
     """
     writers: list[set[str]] = [set() for _ in all_chunks]
     for fqn, shape in shapes.items():
@@ -220,8 +218,8 @@ def _check_coverage(fqn: str, shape: Sequence[int], boxes: list[Chunk]) -> None:
 
 
 def _first_overlap(boxes: list[Chunk]) -> tuple[Chunk, Chunk] | None:
-    """Two boxes that share an element, or None. Sorted by the first dimension, so row shards cost
-    one comparison each."""
+    """Return two boxes that share an element, or None. Boxes are sorted by the first dimension:
+    row shards cost one comparison each."""
     ordered = sorted(boxes)
     for i, (offsets, sizes) in enumerate(ordered):
         for other in ordered[i + 1 :]:

@@ -1,9 +1,9 @@
-"""Transfers as a fluid: they share a server host's link evenly, and what the trainer hosts send by
-max-min with a random weight, with a server's readers as a further bound.
+"""Fluid model of transfers. They share a server host's link evenly, and the trainer hosts' rate by
+max-min fairness with random weights; a server's readers are a further bound.
 
-A server that reads from another one (protocol.relay) uses nothing of the trainer's, shares what
-that one's host sends with its other readers, and keeps some blocks behind it while that one reads
-itself."""
+A server that reads from another one (protocol.relay) uses nothing of the trainer's rate, shares the
+parent host's rate with its other readers, and stays some blocks behind a parent that still
+reads."""
 
 import random
 
@@ -13,16 +13,16 @@ from titan_grpo.plan.setup import Setup
 from titan_grpo.protocol.relay import DEPTH
 
 TRAINER = -1
-"""In the place of a server that is read from."""
+"""Parent of a server that reads from the trainer."""
 
 SHARES = (0.7, 0.9, 1.1, 1.3)
-"""Weights of transfers behind one link that begin after their connections were idle, drawn for
-each: TCP begins anew then and does not share the link evenly (8 servers: 5.1 to 7.4 s for the same
-bytes at once, bench_plan.py), and a slot is pinned until the last."""
+"""Weights, drawn at random, of transfers over connections that were idle: TCP's window starts again
+there and the link is shared unevenly (8 servers: 5.1 to 7.4 s for the same bytes at once,
+bench_plan.py). It matters because the slot stays pinned until the last one ends."""
 
 IDLE_S = 1.0
-"""A connection that was idle for longer begins anew, as TCP has it after a retransmission timeout.
-One that goes on has an even share (7 servers: 7.0 to 7.1 s in the same run)."""
+"""Idle time after which a connection starts again, as TCP does after a retransmission timeout. A
+busy one has an even share (7 servers: 7.0 to 7.1 s in the same run)."""
 
 LIMITS = (
     "",
@@ -31,12 +31,12 @@ LIMITS = (
     "a server's readers (weight_sync.connections)",
     "what a server's host sends to others (its link, and its sending threads)",
 )
-"""What may bound a transfer. The first one is the trainer hosts' links or range sources."""
+"""Limits of a transfer. In place of the first: the trainer hosts' links or range sources."""
 
 SOURCE, SLOW, LINK, READERS, SENDERS = range(5)
 
 DONE_BYTES = 1.0
-"""A transfer with less left is over."""
+"""A transfer with fewer bytes left has ended."""
 
 Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -45,7 +45,7 @@ class Network:
     """All transfers of a simulation, at most one per server. Times are simulated seconds."""
 
     def __init__(self, setup: Setup, slow: set[int], rng: random.Random) -> None:
-        """``slow``: servers that have ``slow_factor`` of the rate."""
+        """``slow``: servers with ``slow_factor`` of the rate."""
         self._s, self._random = setup, rng
         numbers = range(setup.servers)
         self._left = np.zeros(setup.servers)
@@ -66,12 +66,12 @@ class Network:
         self._sends = min(setup.link_rate, setup.source_rate)
         self._trainers_rate = 0.0
         self.busy_s: dict[str, float] = {}
-        """Limit -> seconds of transfers that it bounded."""
+        """Limit -> summed seconds of the transfers that it bounded."""
         self.sent_bytes = 0.0
-        """By the trainer."""
+        """Bytes that the trainer sent."""
 
     def begin(self, n: int, nbytes: int, parent: int, now: float) -> None:
-        """So much of a version goes to server ``n``, from another one or from the trainer."""
+        """Begin a transfer of ``nbytes`` to server ``n``, from server ``parent`` or TRAINER."""
         self.leave(n)
         self._parent[n] = parent
         self._left[n], self._active[n], self._dirty = nbytes, True, True
@@ -79,23 +79,23 @@ class Network:
         self._weight[n] = self._random.choice(SHARES) if anew else 1.0
 
     def leave(self, n: int) -> None:
-        """Servers that read from ``n`` read from the trainer."""
+        """Let the servers that read from ``n`` read from the trainer."""
         self._parent[self._parent == n] = TRAINER
         self._dirty = True
 
     def stop(self, n: int) -> None:
-        """It does no longer."""
+        """End the transfer of server ``n``, and reads from it."""
         self.leave(n)
         self._active[n], self._dirty = False, True
 
     def next_end(self, now: float) -> float:
-        """When the next transfer ends, if none begins or stops; inf without any."""
+        """Return when the next transfer ends if none begins or stops; inf without any."""
         if self._dirty:
             self._share(now)
         return self._ends_at
 
     def take_arrived(self, now: float) -> list[int]:
-        """Servers whose transfer has ended by now."""
+        """Return the servers whose transfer has ended by ``now``, once each."""
         self._move(now)
         self._dirty = True
         done = self._active & (self._left <= np.maximum(DONE_BYTES, self._rate * 1e-6))
@@ -104,7 +104,7 @@ class Network:
         return [int(n) for n in np.flatnonzero(done)]
 
     def _share(self, now: float) -> None:
-        """Rates of all transfers from now on, and what bounds them."""
+        """Compute the rates of all transfers from now on, and their limits."""
         self._move(now)
         self._dirty = False
         active = np.flatnonzero(self._active)
@@ -121,7 +121,7 @@ class Network:
         slow = self._factor[active]
         slow = np.where(relayed, np.minimum(slow, self._factor[parent]), slow)
         bound = np.minimum(link, self._s.reader_rate) * slow
-        # Of each transfer, the index of what bounds it in LIMITS.
+        # Each transfer's limit, as an index into LIMITS.
         limit = np.where(slow < 1, SLOW, np.where(link < self._s.reader_rate, LINK, READERS))
         share = np.full(active.size, np.inf)
         others = relayed & ~beside
@@ -163,8 +163,8 @@ class Network:
 
 
 def water_level(bounds: Vector, weights: Vector, total: float) -> float:
-    """The level L at which the sum of min(bound, weight * L) is ``total``; inf if the bounds are
-    less.
+    """Return the level L at which the sum of min(bound, weight * L) is ``total``; inf if the sum of
+    the bounds is less.
 
     >>> water_level(np.array([1.0, 5.0, 5.0]), np.array([1.0, 1.0, 2.0]), 7.0)
     2.0

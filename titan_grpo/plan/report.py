@@ -1,9 +1,9 @@
-"""What a plan says: figures of one simulated run as JSON-able values and as text, and which
-settings to change.
+"""Report of a plan: figures of one simulated run as JSON-able values and as text, and advice on
+settings.
 
-A change is proposed because a simulation with it is better, never by a rule of thumb. Those
-simulations have LEAST_SERVERS servers or fewer, with as much less of the trainer hosts' links: the
-ratio is what counts. What all changes make of the run is simulated with all servers.
+Advice comes from simulations, never from a rule of thumb. To compare settings they have at most
+LEAST_SERVERS servers and a proportional share of the trainer hosts' links: only the ratio matters.
+The run with all changes is simulated with all servers.
 """
 
 import math
@@ -18,27 +18,28 @@ from titan_grpo.plan.simulation import Result, Simulation, quantile
 MB = 1e6
 
 LEAST_SERVERS = 64
-"""Servers of a simulation that only compares settings."""
+"""Most servers of a simulation that compares settings (a trial)."""
 
 SERVER_HOURS = 128
-"""Servers times hours of a run with all changes: the hour of 1,024 servers that a plan begins with
-takes most of a minute."""
+"""Most servers times hours of the run with all changes: one hour of 1,024 servers takes most of a
+minute to simulate."""
 
 TRIAL_STEPS = 14
-"""Training steps of one, without waits, or versions where one takes longer than a step."""
+"""Duration of a trial, in steps, or in versions if those take longer than a step."""
 
 WORTH = 0.03
-"""What a change must improve the score by."""
+"""Share by which a change must improve the score."""
 
 CHANGES = 3
+"""Most changes to propose."""
 
 STALL_SHARE = 0.001
-"""A stall of less is none."""
+"""Stall below which a run has none."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One setting, what it was and would be."""
+    """One setting with its old and its proposed value."""
 
     setting: str
     old: str
@@ -49,12 +50,12 @@ class Change:
 
 
 def stall_share(result: Result) -> float:
-    """Of a run with a step."""
+    """Return the share of time that the trainer waited, for a run with at least one step."""
     return result.stall_s / result.simulated_s
 
 
 def score(result: Result) -> float:
-    """How bad a run was: 0 without stall and lag."""
+    """Return how bad a run was: 0 without stall, lag and staleness."""
     if not result.steps:
         return 100.0
     lag = statistics.fmean(result.lags) if result.lags else 10.0
@@ -64,10 +65,10 @@ def score(result: Result) -> float:
 
 
 def smaller(setup: Setup) -> Setup:
-    """A setup with fewer servers, and as much less of what they share."""
+    """Return the setup of a trial: fewer servers, and proportionally less of what they share."""
     servers = min(setup.servers, LEAST_SERVERS)
     share = servers / setup.servers
-    # of servers that read from each other the trainer sends to few, however many there are
+    # With relays the trainer sends to a few servers, however many there are.
     sent = 1.0 if setup.relays else share
     small = replace(
         setup,
@@ -77,19 +78,19 @@ def smaller(setup: Setup) -> Setup:
         groups=max(1, round(setup.groups_per_step * share)),
         in_flight=setup.groups_at_once,
     )
-    # a trial that ends before its second version shows no stall
+    # A trial that ends before its second version shows no stall.
     trial_s = setup.connect_s + TRIAL_STEPS * max(setup.step_s, small.version_s)
     return replace(small, hours=min(setup.hours, trial_s / 3600))
 
 
 def fed_hosts(setup: Setup) -> int:
-    """Trainer hosts that send a version to every server in half a step."""
+    """Return how many trainer hosts send a version to every server in half a step."""
     one = min(setup.source_limits.values(), default=math.inf) / setup.trainer_hosts
     return math.ceil(2 * setup.servers * setup.image_bytes / (setup.step_s * one))
 
 
 def candidates(setup: Setup) -> Iterator[tuple[Change, Setup]]:
-    """Single settings that could be changed, cheap ones first."""
+    """Yield changes of single settings, cheap ones first."""
     sync = setup.sync
 
     def of_sync(name: str, value: Any) -> tuple[Change, Setup]:
@@ -142,11 +143,11 @@ def candidates(setup: Setup) -> Iterator[tuple[Change, Setup]]:
 
 
 def advice(setup: Setup, whole: Result) -> tuple[list[Change], Result]:
-    """Up to CHANGES settings, each the one that helps most beside those before it, and the run
-    with all of them. Empty where no single one helps, or all of them do not at full size.
+    """Return up to CHANGES settings, each the one that helps most given those before it, and the
+    run with all of them. Empty if no single one helps, or if all together do not at full size.
 
-    ``whole``: the run without changes. Deaths stall it the more the more servers there are, which
-    a small trial does not show: then work made further ahead is tried at full size.
+    ``whole``: the run without changes. A trial has few servers and so few deaths, and may miss
+    their stall: if no change helps there, a greater max_staleness is tried at full size.
     """
     changes: list[Change] = []
     present = setup
@@ -178,7 +179,7 @@ def advice(setup: Setup, whole: Result) -> tuple[list[Change], Result]:
 
 
 def limit(setup: Setup, result: Result) -> tuple[str, float]:
-    """What bounded the transfers, and in which share of their time."""
+    """Return the limit that bounded transfers longest, and its share of their time."""
     total = sum(result.busy_s.values())
     if not total:
         return "none: nothing was sent", 0.0
@@ -187,7 +188,7 @@ def limit(setup: Setup, result: Result) -> tuple[str, float]:
 
 
 def figures(setup: Setup, result: Result) -> dict[str, Any]:
-    """Everything that the text says, as JSON-able values; None where nothing was measured."""
+    """Return the report's figures as JSON-able values; None where nothing was measured."""
     source = min(setup.source_limits.values(), default=math.inf)
     rest = setup.copy_s + setup.digest_s
     name, share = limit(setup, result)
@@ -255,7 +256,7 @@ def figures(setup: Setup, result: Result) -> dict[str, Any]:
 
 
 def text(setup: Setup, found: Mapping[str, Any], changes: list[Change], then: Result) -> str:
-    """The plan for a terminal."""
+    """Return the report as text for a terminal."""
     memory, seconds, run = found["memory"], found["seconds"], found["run"]
     hosts = math.ceil(setup.servers / setup.servers_per_host)
     where = "on the trainer's host" if setup.same_host else f"on {_many(hosts, 'host')}"

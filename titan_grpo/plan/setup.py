@@ -1,7 +1,7 @@
-"""What a plan is made of: hosts, links, sizes and rates, and the arithmetic that needs no clock.
+"""Input of a plan: hosts, links, sizes and rates, and the arithmetic that needs no clock.
 
-Rates are bytes per second inside, GB/s (1e9 bytes) and Gbit/s in the options. Where the defaults
-come from is in the options' help and in docs/cluster.md.
+Rates are GB/s (1e9 bytes) and Gbit/s in the options, bytes per second elsewhere. The options' help
+and docs/cluster.md have the sources of the defaults.
 """
 
 from collections.abc import Iterator
@@ -28,11 +28,11 @@ HASH_THREADS = 16
 """Threads of the hash on a trainer host of 64 cores or more (layout.image)."""
 
 ENCODE_RATE, APPLY_RATE = 1 << 30, 2 << 30
-"""Bytes of an image per second that a patch is made of and applied to (scripts/bench_delta.py)."""
+"""Bytes of an image per second at which a patch is made, and applied (scripts/bench_delta.py)."""
 
 WORTH, PATCHES = 4, 1 / 4
-"""How much longer than making a patch a whole version must take for weight_sync.delta = "auto", and
-how much of an image patches may have: as sync.patches has it."""
+"""As in sync.patches: how many times as long as making a patch the transfer of a whole version must
+take for weight_sync.delta = "auto", and the greatest share of an image that patches may have."""
 
 
 def _option(default: Any, text: str) -> Any:
@@ -147,8 +147,8 @@ class Setup:
 
     @property
     def trainer_bytes(self) -> float:
-        """Host memory of one trainer host for its part of all slots, and at most for patches to the
-        versions in them."""
+        """Host memory of one trainer host for its part of all slots, and the most for the patches
+        to the versions in them."""
         slot = 1 + (PATCHES if self.sync.delta != "off" else 0)
         return self.sync.slots * slot * self.image_bytes / self.trainer_hosts
 
@@ -170,18 +170,17 @@ class Setup:
 
     @property
     def hop_bytes(self) -> int:
-        """What a server has before the next one behind it can read as much."""
+        """Bytes by which a server is ahead of the one that reads from it."""
         return min(self.sync.connections * self.sync.block_bytes, self.image_bytes)
 
     def patch_bytes(self, behind: int) -> int:
-        """The patches for a server that is so many versions behind: 0 where they have more than may
-        be kept."""
+        """Return the bytes of patches over ``behind`` versions; 0 if that is more than is kept."""
         share = behind * self.patch_share
         return int(share * self.image_bytes) if 0 < share <= PATCHES else 0
 
     def patches_wanted(self, slowest_s: float) -> bool:
-        """Whether a patch is made of the next version. ``slowest_s``: of all servers, for a whole
-        version."""
+        """Return whether to make a patch of the next version. ``slowest_s``: the slowest server's
+        seconds for a whole version."""
         if self.same_host or not self.patch_bytes(1):
             return False
         many = self.relays and self.servers * self.patch_share > 1
@@ -192,7 +191,7 @@ class Setup:
 
     @property
     def source_limits(self) -> dict[str, float]:
-        """What bounds all trainer hosts together, bytes per second. Empty on the same host."""
+        """Limits of all trainer hosts together, bytes per second; empty with ``same_host``."""
         if self.same_host:
             return {}
         return {
@@ -204,18 +203,18 @@ class Setup:
 
     @property
     def source_rate(self) -> float:
-        """What the threads of one host's range source send, bytes per second."""
+        """Bytes per second that the threads of one host's range source send."""
         return self.source_threads * self.source_gb_s * GB
 
     @property
     def reader_rate(self) -> float:
-        """What one server's threads read and check, bytes per second."""
+        """Bytes per second that one server's threads read and check."""
         one = (self.memory_gb_s if self.same_host else self.stream_gb_s) * GB
         return self.sync.connections / (1 / one + 1 / HASH_RATE[self.sync.digest])
 
     @property
     def link_rate(self) -> float:
-        """Of a server's host."""
+        """Bytes per second of a server host's link."""
         return float("inf") if self.same_host else self.server_link_gbit * GBIT
 
     # Times, in seconds.
@@ -233,17 +232,17 @@ class Setup:
 
     @property
     def encode_s(self) -> float:
-        """The making of a patch: each trainer host's of its part, at the same time."""
+        """The making of a patch; all trainer hosts encode their parts at the same time."""
         return self.image_bytes / self.trainer_hosts / ENCODE_RATE
 
     @property
     def apply_s(self) -> float:
-        """A server's change of its staged image by a patch."""
+        """A server's application of a patch to its staged image."""
         return self.image_bytes / APPLY_RATE
 
     @property
     def connect_s(self) -> float:
-        """A lane's connection, with the receiver's memory."""
+        """A lane's connection, with the allocation of the receiver's memory."""
         return 3 * self.call_s + self.image_bytes * MEMORY_S
 
     @property
@@ -253,7 +252,7 @@ class Setup:
 
     @property
     def version_s(self) -> float:
-        """About what a version takes to all servers, from its publish to their load of it."""
+        """Estimate for one version and all servers, from publish to load."""
         times = 1 if self.relays else self.servers
         rates = (rate / times for rate in self.source_limits.values())
         fetch_s = self.image_bytes / min(self.link_rate, self.reader_rate, *rates)
@@ -261,7 +260,7 @@ class Setup:
 
     @property
     def transfer_deadline_s(self) -> float:
-        """As sync.link has it."""
+        """Deadline of a transfer, as in sync.link."""
         return self.sync.lane_deadline_s + self.image_bytes / self.sync.min_rate
 
     @property
@@ -271,7 +270,7 @@ class Setup:
 
     @property
     def commits_cpu_s(self) -> float:
-        """The same for the commits of a version on all servers."""
+        """Processor time of the sync process for the commits of a version on all servers."""
         return self.servers * len(lane.COMMITTING) * self.step_cpu_s
 
     # Generation.
@@ -293,11 +292,11 @@ class Setup:
 
     @property
     def generation_share(self) -> float:
-        """What a step's groups need of what all servers generate during a step. Servers that are
-        down make none of it; from 1 on the trainer waits for groups, whatever else is set."""
+        """A step's groups over those that all servers can make during a step, none of them down.
+        From 1 on the trainer waits for groups, whatever else is set."""
         return self._busy_with / self.groups_at_once
 
     @property
     def _busy_with(self) -> float:
-        """Groups that a server makes at once on average where the trainer waits for none."""
+        """Groups that a server makes at once on average if the trainer never waits for any."""
         return self.groups_per_step * self.mean_group_s / self.step_s / self.servers

@@ -1,10 +1,11 @@
-"""A run in simulated time: the tables of protocol/, stepped as sync/ and rollout/ step them, over a
+"""A run in simulated time: the tables of protocol/, driven as sync/ and rollout/ drive them, over a
 simulated clock and network.
 
-The tables are production's own (lane, image_slots, ledger, admission, recovery); what is simulated
-is what they wait for. Nothing of a transfer takes time but its bytes. A server that dies loses its
-weights and its lane's epoch, and is noticed at once, as by the watch on its connection. Its groups
-go on at other servers with the tokens that were streamed, as rollout/dispatch.py has it.
+The tables are those of production (lane, image_slots, ledger, admission, recovery, relay); only
+the work they wait for is simulated. Of a transfer, only the bytes take time. A server that dies
+loses its weights and its lane's epoch; the lane notices at once, as it does in production when the
+connection ends. Other servers continue its groups from the streamed tokens, as in
+rollout/dispatch.py.
 """
 
 import heapq
@@ -25,48 +26,48 @@ RANKS = frozenset({0})
 """One writer: all ranks of a simulated trainer copy in the same time."""
 
 MOMENT_S = 1e-6
-"""A group with less left is made: sums of times are not exact."""
+"""A group with less time left is complete: sums of times are not exact."""
 
 
 @dataclass
 class Result:
-    """What happened after the first step, when servers and trainer had started. Times are seconds,
-    lags and staleness versions."""
+    """Figures from the first step on, after the start of servers and trainer. Times are in seconds,
+    lags and staleness in versions."""
 
     steps: int = 0
     published: int = 0
     skipped: int = 0
     start_s: float = 0.0
-    """Until the first step began."""
+    """From the start of the run to that of its first step."""
     stall_s: float = 0.0
-    """What the trainer waited for groups, and for its copy."""
+    """The trainer's waits for groups, and for its copy."""
     stall_for_versions_s: float = 0.0
-    """That part by which a step's last group began late, since no server held a version that it
-    could begin on."""
+    """Part of it in which a step's last group waited for a server with a fresh enough version."""
     stall_for_copy_s: float = 0.0
     simulated_s: float = 0.0
     lags: list[int] = field(default_factory=list)
-    """Of each server that holds a version, at each step's end (servers/lag_mean's values)."""
+    """Lag of each server that holds a version, at each step's end (the values of
+    servers/lag_mean)."""
     without: int = 0
     """Servers that held none at a step's end, summed over the steps."""
     staleness: list[int] = field(default_factory=list)
-    """Of each group that was used: the trainer's version minus that of its server at its start."""
+    """Of each used group: the trainer's version minus the oldest that made any of it."""
     send_s: list[float] = field(default_factory=list)
-    """Of each transfer that arrived."""
+    """Duration of each transfer that arrived."""
     commit_s: list[float] = field(default_factory=list)
-    """From publish to the read-back, of each version on each server."""
+    """From publish to read-back, for each version on each server."""
     pause_s: list[float] = field(default_factory=list)
-    """Of each commit: generation stood still."""
+    """Duration of each commit's pause."""
     failed_transfers: int = 0
     deaths: int = 0
     patched: int = 0
     """Transfers of patches in place of a version."""
     moved: int = 0
-    """Groups whose server died: another one made the rest of them, or all of them anew."""
+    """Groups whose server died: others continued them, or made them anew."""
     busy_s: dict[str, float] = field(default_factory=dict)
-    """Limit -> seconds of transfers that it bounded."""
+    """See Network.busy_s."""
     sent_bytes: float = 0.0
-    """By the trainer hosts."""
+    """Bytes that the trainer hosts sent."""
 
 
 @dataclass(slots=True)
@@ -79,24 +80,24 @@ class _Server:
     alive: bool = True
     engine: int | None = None
     patch: int = 0
-    """Bytes of a patch that it reads in place of a version; 0: none."""
+    """Bytes of the patch that it reads in place of a version; 0: none."""
     work: int = 0
-    """Number of the lane's present work: what an earlier one scheduled is void."""
+    """Number of the lane's present work; events of earlier work are ignored."""
     sent_at: float = 0.0
     paused_at: float | None = None
     paused_s: float = 0.0
     groups: dict[int, float] = field(default_factory=dict)
     """Group -> ``generated_s`` at its end."""
     held_up: list[int] = field(default_factory=list)
-    """Groups whose end was scheduled into a pause."""
+    """Groups whose scheduled end fell into a pause."""
 
     def generated_s(self, now: float) -> float:
-        """The time less all its pauses."""
+        """Return ``now`` less all pauses of the server."""
         return (now if self.paused_at is None else self.paused_at) - self.paused_s
 
 
 class Simulation:
-    """One run. Made for one ``run``."""
+    """One simulated run; call ``run`` once."""
 
     def __init__(self, setup: Setup) -> None:
         s = self._s = setup
@@ -118,7 +119,7 @@ class Simulation:
         self._read: set[tuple[int, int]] = set()
         self._network = Network(s, slow, self._random)
         self._relays = relay.Relays(roots=s.trainer_hosts)
-        # Calls: the sync process makes one at a time, of some lanes at a time (sync/turns.py).
+        # Calls: the sync process makes one at a time, for AT_WORK lanes (sync/turns.py).
         self._process_free_s = 0.0
         self._at_work: set[int] = set()
         self._turns: deque[_Server] = deque()
@@ -128,14 +129,14 @@ class Simulation:
         self._next = 0
         self._again: list[int] = []
         self._made_by: dict[int, int] = {}
-        """The oldest version that made any of a group."""
+        """Group -> the oldest version that made any of it."""
         self._left_s: dict[int, float] = {}
-        """What is left of each group in ``_again``."""
+        """Seconds left of each group in ``_again``."""
         self._unstarted: dict[int, int] = {}
         self._unmade: dict[int, int] = {}
         self._late_s: dict[int, float] = {}
-        """Step -> from the end of the step that made the oldest version that its last group could
-        begin on, to when that group began; 0 if no server was idle for want of that version."""
+        """Step -> seconds by which its last group began after the trainer made the oldest version
+        fresh enough for it; 0 if no server was idle for want of that version."""
         self._spare: set[int] = set()
         # Trainer.
         self._version = 0
@@ -211,7 +212,7 @@ class Simulation:
     # Lanes.
 
     def _drain(self) -> None:
-        """What follows at once, in order."""
+        """Step the lanes through all events that are due now, in order."""
         while self._todo:
             server, event = self._todo.popleft()
             server.work += 1
@@ -230,7 +231,7 @@ class Simulation:
         s = self._s
         match work:
             case lane.Connect():
-                # None where it was restarted since: its engine has weights of its own.
+                # None after a restart: the engine has its initial weights.
                 up = lane.Connected(server.engine, intact=True)
                 if server.alive:
                     self._work(server, s.connect_s, up)
@@ -273,7 +274,7 @@ class Simulation:
                 raise ProtocolError(f"no plan performs {work!r}")
 
     def _call_s(self) -> float:
-        """Until a call that a lane makes now is answered."""
+        """Return the seconds until a call that a lane makes now is answered."""
         begins = max(self._now, self._process_free_s)
         self._process_free_s = begins + self._s.step_cpu_s
         return self._process_free_s - self._now + self._s.call_s
@@ -294,7 +295,7 @@ class Simulation:
         self._after(seconds, "work", server.number, server.work, event)
 
     def _came_back(self, server: _Server, event: lane.Event) -> None:
-        """The lane's work is over."""
+        """Handle the end of a lane's work."""
         match event:
             case lane.Failed() if server.lane.phase is lane.Phase.SENDING:
                 self._stop_transfer(server)
@@ -311,7 +312,7 @@ class Simulation:
         return actions
 
     def _parent(self, server: _Server) -> int:
-        """The server that this one reads its next version from, or TRAINER."""
+        """Return the server from which this one reads its next version, or TRAINER."""
         version, url = server.lane.version, str(server.number)
         if not self._s.relays or version is None:
             return TRAINER
@@ -326,7 +327,7 @@ class Simulation:
         self._relay(relay.Gone(str(server.number)))
         self.result.failed_transfers += 1
 
-    # Images, as sync.slots steps them.
+    # Images, as sync.images steps them.
 
     def _step_slots(self, event: image_slots.Event) -> tuple[image_slots.Action, ...]:
         self._slots, actions = image_slots.step(self._slots, event)
@@ -422,8 +423,8 @@ class Simulation:
     # Groups.
 
     def _fill(self, server: _Server, idle: bool = False) -> None:
-        """Give a server groups until it is full or none may start on its version. ``idle``: it had
-        room before."""
+        """Give a server groups until it is full or no group may start on its version. ``idle``: it
+        had room before."""
         n, room = server.number, self._s.groups_at_once
         idle = idle or bool(self._spare)
         while len(server.groups) < room and server.entry.accepting:
@@ -460,12 +461,12 @@ class Simulation:
 
     def _group_ends(self, server: _Server, group: int) -> None:
         if group not in server.groups:
-            return  # its server died; it is made elsewhere, or here anew
+            return  # the server died; the group is made elsewhere, or here again
         if server.paused_at is not None:
             server.held_up.append(group)
             return
         left_s = server.groups[group] - server.generated_s(self._now)
-        if left_s > MOMENT_S:  # generation stood still meanwhile
+        if left_s > MOMENT_S:  # a pause came in between
             self._after(left_s, "group", group, server.number)
             return
         del server.groups[group]
@@ -496,7 +497,7 @@ class Simulation:
     # Trainer.
 
     def _begin_step(self) -> None:
-        """Every group of the step is there."""
+        """Begin the next step: all its groups are complete."""
         s, result, version = self._s, self.result, self._version
         if self._first_step is None:
             self._first_step = result.start_s = self._now
@@ -540,6 +541,6 @@ class Simulation:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The nearest value below a share of them; nan without any."""
+    """Return the value that has a ``share`` of all values below it; nan without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")

@@ -1,29 +1,28 @@
-"""Frames delivered once and in order over a way that loses, repeats, delays and reorders them: two
-ends, a pair for one direction of one session; a restart of either end is a new session. Pure.
+"""Frames delivered exactly once and in order over a transport that loses, repeats, delays and
+reorders them. One Outbox and one Inbox serve one direction of one session; a restart of either end
+starts a new session. Pure.
 
 ::
 
-    sender    put(frame) -> kept, until acknowledged(have)
-              post(now, most) -> Post(session, first, frames), as often as wished
-    receiver  take(post) -> the frames of it that are new and next: none if it has them already,
-                            an earlier one is missing, or the post is of another session
+    sender    put(frame) -> kept until acknowledged(have)
+              post(now, most) -> Post(session, first, frames), any number of times
+    receiver  take(post) -> its new frames; none if the receiver has them already, an earlier
+                            frame is missing, or the post belongs to another session
 
-Frames are texts, numbered from 0. ``have`` is how many the receiver has taken, and so the number of
-the one it wants. Time is an argument, in seconds of any monotonic clock."""
+Frames are texts, numbered from 0. ``have``: how many frames the receiver has taken, which is the
+number of the next one. Time is an argument, in seconds of any monotonic clock."""
 
 from dataclasses import dataclass, replace
 
 from titan_grpo.errors import ProtocolError
 
 EMPTY = ""
-"""What is sent in place of a frame that came too late to be of use: the number must not be
-missing."""
+"""Placeholder for an expired frame: the receiver waits for every number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One frame that is not acknowledged. ``until``: when it is not worth delivering any more;
-    None: never."""
+    """One frame that is not acknowledged. ``until``: when it expires; None: never."""
 
     frame: str
     until: float | None = None
@@ -31,8 +30,8 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Frames on their way, the first of them with that number: the body of ``POST /frames``, and
-    the answer to ``GET /frames``, a poll."""
+    """Frames in flight from number ``first`` on: body of ``POST /frames``, answer to ``GET
+    /frames``, a poll."""
 
     session: str
     first: int
@@ -41,8 +40,7 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class Outbox:
-    """The sender's end: frames ``first`` to ``end - 1`` are kept, those before ``first`` have
-    arrived."""
+    """The sender's end. Frames ``first`` to ``end - 1`` are kept; earlier ones have arrived."""
 
     session: str
     first: int = 0
@@ -53,16 +51,16 @@ class Outbox:
 
     @property
     def end(self) -> int:
-        """How many frames there were in all."""
+        """Number of all frames so far."""
         return self.first + len(self.kept)
 
     def put(self, frame: str, until: float | None = None) -> "Outbox":
-        """With a new frame."""
+        """Return the outbox with a new frame."""
         return replace(self, kept=(*self.kept, Kept(frame, until)))
 
     def acknowledged(self, have: int) -> "Outbox":
-        """Without the first ``have`` frames, which the receiver has taken. Old news are no news.
-        Raises ProtocolError for frames that there never were.
+        """Return the outbox without the first ``have`` frames, which the receiver has taken. An old
+        acknowledgement changes nothing. Raises ProtocolError for more frames than were put.
 
         >>> Outbox("s").put("a").put("b").acknowledged(1)
         <s: 1 arrived, 1 kept>
@@ -75,14 +73,13 @@ class Outbox:
         return replace(self, first=self.first + gone, kept=self.kept[gone:])
 
     def post(self, now: float, most: int) -> tuple["Outbox", Post | None]:
-        """The oldest frames, of at most ``most`` characters together (one frame at least); None
-        without a frame.
+        """Return the outbox, and its oldest frames of at most ``most`` characters together (at
+        least one frame); None if no frame is kept.
 
         >>> Outbox("s").put("a").put("b", until=5.0).post(7.0, most=9)[1].frames
         ('a', '')
         """
-        # Once left out, always left out: a copy of the same number must not say something else
-        # later.
+        # Keep the placeholder: two copies of one number must not differ.
         kept = tuple(
             Kept(EMPTY) if k.until is not None and k.until <= now else k for k in self.kept
         )
@@ -96,7 +93,7 @@ class Outbox:
 
 @dataclass(frozen=True, slots=True)
 class Inbox:
-    """The receiver's end: it has taken ``have`` frames."""
+    """The receiver's end; it has taken ``have`` frames."""
 
     session: str
     have: int = 0
@@ -105,7 +102,7 @@ class Inbox:
         return f"<{self.session}: has {self.have}>"
 
     def take(self, post: Post) -> tuple["Inbox", tuple[str, ...]]:
-        """The frames of a post that are new and next.
+        """Return the inbox after a post, and the post's new frames.
 
         >>> box, new = Inbox("s").take(Post("s", 0, ("a", "b")))
         >>> box, new

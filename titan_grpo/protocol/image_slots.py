@@ -1,17 +1,16 @@
-"""Which slot the next version image is written to, and which image a lane may read. A pure table.
+"""Slots: where the next version image is written, and which image a lane may read. A pure table.
 
 One slot's life::
 
     FREE --Reserve--> RESERVED --Write v--> WRITING v --Copied by all, Complete--> COMPLETE v --> ..
                  |                               `----Discard----> FREE
-                 `--Revoke--> COMPLETE u (what it held before, if anything) or FREE
+                 `--Revoke--> COMPLETE u (the version that it held before, if any) or FREE
 
 Rules: a pinned slot is never reserved; a version is complete when every rank that writes a part of
-it has copied its part; versions only grow; the newest complete image is not taken while an idle
-lane still wants it; after ``Seal`` nothing is reserved any more, so the last image stays for the
-flush at shutdown. No rank waits: without a reservation at the step boundary that version is
-skipped, on every rank alike, because rank 0's reservation is the only one and travels with the
-batch.
+it has copied its part; versions only grow; the newest complete image is not overwritten while an
+idle lane still wants it; after ``Seal`` nothing is reserved, so the last image stays for the flush
+at shutdown. No rank waits for a slot: without a reservation at the step boundary all ranks skip
+that version. They agree because there is one reservation, rank 0's, and it travels with the batch.
 """
 
 from collections.abc import Collection
@@ -22,7 +21,7 @@ from titan_grpo.errors import ProtocolError
 
 
 class Phase(Enum):
-    """Life of a slot."""
+    """State of a slot."""
 
     FREE = "free"
     RESERVED = "reserved"
@@ -32,11 +31,11 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One image in host memory. ``pins``: the lanes that read it now; ``missing``: the ranks whose
-    part is not there yet.
+    """One image in host memory. ``pins``: the lanes that read it now; ``missing``: the ranks that
+    have not copied their part yet.
 
-    A reserved slot keeps the version that it held: until the trainer has taken the reservation, the
-    bytes are there.
+    A reserved slot keeps the version that it held: its bytes stay until the trainer takes the
+    reservation.
     """
 
     phase: Phase = Phase.FREE
@@ -63,7 +62,7 @@ class SlotTable:
 
     @classmethod
     def of(cls, num_slots: int) -> "SlotTable":
-        """A boundary with ``num_slots`` free slots (2 or more)."""
+        """Return a table of free slots. Raises ProtocolError for fewer than 2."""
         if num_slots < 2:
             raise ProtocolError(
                 f"a boundary needs 2 or more slots, got {num_slots}: one is written while another"
@@ -75,33 +74,33 @@ class SlotTable:
     def left(
         cls, num_slots: int, taken: Collection[int], complete: tuple[int, int] | None
     ) -> "SlotTable":
-        """What a process has left that kept this table: the slots that the trainer has ``taken``,
-        and slot and version of an image that is still ``complete``. No lane reads any."""
+        """Return the table of a restarted sync process. ``taken``: slots whose reservation the
+        trainer has taken; ``complete``: slot and version of a complete image, if any."""
         slots = list(cls.of(num_slots).slots)
         if complete is not None:
             slots[complete[0]] = Slot(Phase.COMPLETE, complete[1])
-        for index in taken:
+        for index in taken:  # last: the trainer may be overwriting the complete image already
             slots[index] = Slot(Phase.RESERVED)
         return cls(tuple(slots))
 
     @property
     def newest(self) -> int | None:
-        """Greatest complete version, or None."""
+        """Newest complete version, or None."""
         return max(
             (s.version for s in self.slots if s.phase is Phase.COMPLETE and s.version is not None),
             default=None,
         )
 
     def slot_of(self, version: int) -> int:
-        """Index of the slot that holds ``version``."""
+        """Return the index of the slot with ``version``. Raises ProtocolError if none has it."""
         for index, slot in enumerate(self.slots):
             if slot.version == version:
                 return index
         raise ProtocolError(f"no slot holds version {version}: {self!r}")
 
     def revocable(self, newer_than: int | None) -> bool:
-        """Whether the reserved slot still holds what a lane with ``newer_than`` waits for, and no
-        complete slot does."""
+        """Return whether the reserved slot still holds a version newer than ``newer_than`` and than
+        every complete one: revoking the reservation gives a waiting lane its image."""
         known = max(
             -1 if newer_than is None else newer_than, -1 if self.newest is None else self.newest
         )
@@ -115,9 +114,9 @@ class SlotTable:
 class Reserve:
     """Look for a slot for the next version.
 
-    ``newest_wanted``: an idle lane has not read the newest complete image yet. Without this, a slow
-    lane that pins the other slot would make every new image vanish before a healthy lane could pin
-    it.
+    ``newest_wanted``: an idle lane has not read the newest complete image yet; keep it. Otherwise,
+    while a slow lane pins the other slot, each new image would be overwritten before a healthy lane
+    could pin it.
     """
 
     newest_wanted: bool
@@ -125,15 +124,14 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Take back a reservation that the trainer has not seen: the slot is what it was before."""
+    """Take back a reservation that the trainer has not seen: the slot is as before it."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """The trainer starts to copy ``version`` into the reserved slot; ``ranks`` write a part of it
-    each."""
+    """The trainer copies ``version`` into the reserved slot; each of ``ranks`` writes a part."""
 
     slot: int
     version: int
@@ -157,7 +155,7 @@ class Complete:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """The copy of ``version`` failed; its slot is free again; no lane has seen it."""
+    """The copy of ``version`` failed: its slot is free again. No lane has read it."""
 
     version: int
 
@@ -172,15 +170,14 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Unpin:
-    """``lane`` reads its image no more. A lane without a pin is an error of ours."""
+    """``lane`` does not read its image any more. A lane without a pin is a programming error."""
 
     lane: str
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """No more versions follow: what is reserved is given back and the newest image stays
-    readable."""
+    """No more versions follow: a reserved slot becomes free, the newest image stays readable."""
 
 
 Event = Reserve | Revoke | Write | Copied | Complete | Discard | Pin | Unpin | Seal
@@ -188,14 +185,14 @@ Event = Reserve | Revoke | Write | Copied | Complete | Discard | Pin | Unpin | S
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """The next version goes to ``slot``: hand the number to the trainer."""
+    """The next version goes to ``slot``: pass the number to the trainer."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The lane that asked may read ``version`` in ``slot`` until it unpins."""
+    """The lane of the Pin may read ``version`` in ``slot`` until it unpins."""
 
     version: int
     slot: int
@@ -244,9 +241,9 @@ def _writing(b: SlotTable, version: int, what: str) -> tuple[int, Slot]:
 
 
 def step(b: SlotTable, event: Event) -> _Result:
-    """The next slots and what follows from it. A request that finds nothing has no action.
+    """Return the next table and the actions: none for a Reserve or Pin that finds no slot.
 
-    An event that a slot's phase does not list raises ProtocolError and changes nothing.
+    Raises ProtocolError, and changes nothing, for an event that the slot's phase does not list.
     """
     match event:
         case Reserve(newest_wanted):

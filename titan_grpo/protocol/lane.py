@@ -4,13 +4,14 @@ the actions.
 ::
 
     IDLE -> CONNECTING -> READY -> SENDING v -> PAUSING v -> LOADING v -> LABELLING v -> RESUMING v
-    -> READING v -> READY any of them, on error or deadline -> BACKOFF -> CONNECTING (a new epoch)
-    any of them in which the server is not paused by us, on stop -> STOPPED
+         -> READING v -> READY
+    any of them, on error or deadline -> BACKOFF -> CONNECTING (a new epoch)
+    any of them outside a commit, on stop -> STOPPED
 
-The last of the actions is the work: it yields exactly one further event, so a lane is a straight
-loop. Those before it (``Note``, ``Release``) yield none. A transfer is retried whole, in a new
-epoch, never call by call. SENDING covers the bytes and the receiver's digests over them, which
-arrive as one answer; streamed, it only opens the window, and the bytes move in LOADING.
+The last action is the work: it yields exactly one event, so a lane is a straight loop. The actions
+before it (``Note``, ``Release``) yield none. A failed transfer is retried whole, in a new epoch,
+never call by call. Staged, SENDING covers the bytes and the receiver's digest check, which come
+back as one answer. Streamed, SENDING only opens the window; the bytes move in LOADING.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from titan_grpo.protocol import ledger
 
 
 class Phase(Enum):
-    """Where a lane stands."""
+    """State of a lane."""
 
     IDLE = "idle"
     CONNECTING = "connecting"
@@ -41,18 +42,18 @@ class Phase(Enum):
 COMMITTING = frozenset(
     {Phase.PAUSING, Phase.LOADING, Phase.LABELLING, Phase.RESUMING, Phase.READING}
 )
-"""The phases of a commit: a lane that stopped in one of them could leave its server paused."""
+"""Phases of a commit: a lane that stopped in one of them could leave its server paused."""
 
 
 def wire_epoch(epoch: int) -> int:
-    """The epoch of a lane's ``epoch``-th connection in messages. The odd ones are the pause
-    guard's."""
+    """Return the epoch that messages carry for a lane's ``epoch``-th connection: an even number.
+    Odd numbers belong to the pause guard."""
     return 2 * epoch
 
 
 AT_WORK = 8
-"""Lanes that make the calls of a commit at once: as many as keep the sync process busy while
-servers answer, and no more, since a server is paused for the calls of all that are (sync/turns.py).
+"""Number of lanes that make the calls of a commit at once (sync/turns.py): enough to keep the sync
+process busy while servers answer. With more, each paused server would wait for more lanes' calls.
 """
 
 CALLS = {
@@ -63,17 +64,17 @@ CALLS = {
     Phase.RESUMING: 3,
     Phase.READING: 3,
 }
-"""Calls of each phase at most, over all engines, with the receiver's answers; each has the deadline
-of a commit call. Connecting: hello, the looks at label and pause, the steps of recovery,
-the call to map memory.
-Pausing: the label, the pause, two that drop the KV cache. Loading: vLLM's start, the end of an
-update that a dead lane left open, start, load, the report. Labelling: a ping's two answers, the
-end; without our plugin a refusal, SGLang's end and label. Resuming: after a standstill a ping's
-two answers, the call. Reading: the label, a ping's two answers."""
+"""Most calls of each phase, over all engines. The receiver's answers count as calls; each has the
+deadline of a commit call. Connecting: hello, the reads of label and pause, the recovery steps, the
+call to map memory. Pausing: the label, the pause, two that drop the KV cache. Loading: vLLM's
+start, the end of an update that a dead lane left open, start, load, the report. Labelling: a ping's
+two answers, the end; without our plugin a refusal, SGLang's end and label. Resuming: after a
+standstill a ping's two answers, the resume. Reading: the label, a ping's two answers."""
 
 
 def step_s(phase: Phase, call_s: float, transfer_s: float = 0.0) -> float:
-    """How long a phase may take, in seconds. ``transfer_s``: streamed, the transfer in the load.
+    """Return the most seconds that a phase may take. ``transfer_s``: deadline of the transfer,
+    which streamed is part of the load.
 
     >>> step_s(Phase.LOADING, 10.0, 60.0)
     110.0
@@ -82,12 +83,12 @@ def step_s(phase: Phase, call_s: float, transfer_s: float = 0.0) -> float:
 
 
 def commit_s(call_s: float, transfer_s: float) -> float:
-    """How long a commit may take, from the pause to the read-back, in seconds."""
+    """Return the most seconds that a commit may take, from the pause to the read-back."""
     return sum(step_s(phase, call_s, transfer_s) for phase in COMMITTING)
 
 
 class Outcome(Enum):
-    """What the engine holds after a load, which is what its label must say."""
+    """What the engine holds after a load. Its label must say the same."""
 
     NEW = "new"
     OLD = "old"
@@ -96,11 +97,11 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """State of one lane. ``epoch`` counts connections. ``streamed``: the image is read until the
-    load is over.
+    """State of one lane. ``epoch`` counts connections. ``streamed``: the image stays pinned until
+    the load ends.
 
     ``term`` orders the runs on this server (protocol.server). ``admitted``: the server has admitted
-    this run before, so the term is final.
+    this run once, so its term does not rise any more.
     """
 
     phase: Phase = Phase.IDLE
@@ -118,32 +119,31 @@ class Lane:
 
     @property
     def pinned(self) -> bool:
-        """Whether an image is pinned for it."""
+        """Whether an image is pinned for this lane."""
         return self.phase is Phase.SENDING or (
             self.streamed and self.phase in (Phase.PAUSING, Phase.LOADING)
         )
 
     @property
     def stoppable(self) -> bool:
-        """Whether ``Stopped`` is listed: not while a commit runs, which has deadlines of its
-        own."""
+        """Whether ``Stopped`` is listed: not in a commit, which has its own deadlines."""
         return self.phase not in COMMITTING and self.phase is not Phase.STOPPED
 
 
-# Events: what the work came back with.
+# Events: results of the work.
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The run begins, or the server was added."""
+    """Start of the run, or the server was added to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
     """The receiver joined this epoch and the server is settled.
 
-    ``held``: the version of this run that engine and label agree on, else None. ``intact``: its
-    weights are one whole version.
+    ``held``: the version of this run that the engine holds and its label shows, else None.
+    ``intact``: its weights are one whole version.
     """
 
     held: int | None
@@ -153,7 +153,7 @@ class Connected:
 @dataclass(frozen=True, slots=True)
 class Outranked:
     """The server refused the epoch: another run is in force there, with ``term``. ``earlier``: that
-    run started before this one, although its id says otherwise: a clock is wrong."""
+    run started before this one. Its id or term outranks ours all the same: a clock is wrong."""
 
     term: int
     earlier: bool
@@ -168,20 +168,20 @@ class Newer:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """All bytes arrived and the receiver's digests match."""
+    """All bytes arrived and the receiver's digests match; streamed: the window is ready."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """Generation stands still."""
+    """Generation is paused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The engine's report: ``ok``: it holds ``version``; otherwise ``intact`` says whether it still
-    holds the one before."""
+    """The engine's report. ``ok``: it holds ``version``; otherwise ``intact`` tells whether it
+    still holds the previous one."""
 
     version: int
     ok: bool
@@ -195,12 +195,12 @@ class Labelled:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Generation goes on."""
+    """Generation runs again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBack:
-    """The version of this run that the server shows; None: something else."""
+    """The version of this run that the server's label shows; None: any other label."""
 
     version: int | None
 
@@ -217,7 +217,7 @@ class Rested:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The run ends, or the server was removed."""
+    """End of the run, or the server was removed from it."""
 
 
 Event = (
@@ -242,7 +242,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Note it in the ledger."""
+    """Apply ``event`` to the server's ledger entry."""
 
     event: ledger.Event
 
@@ -257,8 +257,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Open a communicator of its own for ``epoch``, have the server's receiver join it, settle the
-    server."""
+    """Open a connection for ``epoch``, have the server's receiver join it, settle the server."""
 
     epoch: int
     term: int
@@ -266,8 +265,7 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class AwaitNewer:
-    """Wait until a newer complete image exists, and pin it. Read the server's label back now and
-    then."""
+    """Wait for a newer complete image, and pin it. Check the server's label from time to time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,8 +289,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class SetLabel:
-    """Have the server show what the engine holds: the version, what it showed before, or that it is
-    unusable."""
+    """Set the label that says what the engine holds: ``version``, the label from before the commit,
+    or UNUSABLE."""
 
     outcome: Outcome
     version: int
@@ -300,22 +298,22 @@ class SetLabel:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Let generation go on."""
+    """Resume generation."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLabel:
-    """Ask the server what it shows."""
+    """Read the server's label."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Drop the communicator, then leave the server alone for a while."""
+    """Close the connection, then wait before the next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Say goodbye to the receiver and close everything."""
+    """Send the receiver a "bye" order and close everything."""
 
 
 Work = Connect | AwaitNewer | Send | Pause | Load | SetLabel | Resume | ReadLabel | Rest | Leave
@@ -339,7 +337,8 @@ def _connected(s: Lane, e: Connected) -> _Result:
 
 def _outranked(s: Lane, e: Outranked) -> _Result:
     if s.admitted or not e.earlier:
-        return _rest(s, ledger.Forgotten())  # replaced by a newer run: it must not fight back
+        # A newer run has the server: do not take it back with a higher term.
+        return _rest(s, ledger.Forgotten())
     after, actions = _connect(replace(s, term=e.term + 1), None)
     return after, (Note(ledger.Forgotten()), *actions)
 
@@ -368,7 +367,7 @@ def _loaded(s: Lane, e: Loaded) -> _Result:
 
 def _labelled(s: Lane, _: Any) -> _Result:
     if s.outcome is Outcome.BROKEN:
-        return _rest(s, ledger.Quarantined())  # still paused: a half-loaded version must not serve
+        return _rest(s, ledger.Quarantined())  # no resume: a half-loaded version must not serve
     return replace(s, phase=Phase.RESUMING), (Resume(),)
 
 
@@ -440,9 +439,10 @@ TRANSITIONS: dict[Phase, dict[type, _Transition]] = {
 
 
 def step(state: Lane, event: Event) -> _Result:
-    """The next state and what to do; ``Release`` comes first where the image is no longer read.
+    """Return the next state and the actions; ``Release`` is first once the image is not read any
+    more.
 
-    An event that the state does not list raises ProtocolError and changes nothing.
+    Raises ProtocolError, and changes nothing, for an event that the state does not list.
     """
     transition = TRANSITIONS[state.phase].get(type(event))
     if transition is None:
@@ -455,41 +455,41 @@ def step(state: Lane, event: Event) -> _Result:
 
 
 class Point(Enum):
-    """A place between two steps of the protocol. A lane passes them in this order, for every
-    version from BEGIN on."""
+    """A place between two steps of the protocol. A lane passes them in this order, from BEGIN on
+    once per version."""
 
     GREET = "greet"
-    """Before the hello of a new epoch."""
+    """A new epoch's hello is next."""
 
     CONNECTED = "connected"
     """The receiver joined and took the manifest, and the server is settled."""
 
     BEGIN = "begin"
-    """Before the order that announces a version."""
+    """The order that announces a version is next."""
 
     EXTENT = "extent"
-    """A bucket has been sent; passed once per bucket."""
+    """A bucket was transferred; passed once per bucket."""
 
     SENT = "sent"
-    """After the last bucket, before the receiver's answer."""
+    """All buckets were transferred; the receiver's answer is next."""
 
     STAGED = "staged"
-    """The receiver's digests match; before the commit."""
+    """The receiver answered that the version is ready; the commit is next."""
 
     PAUSE = "pause"
-    """Before the call that pauses generation."""
+    """The call that pauses generation is next."""
 
     LOAD = "load"
-    """Paused; before the load."""
+    """Generation is paused; the load is next."""
 
     LABEL = "label"
-    """Loaded; before the label is set."""
+    """The load ended; the label is next."""
 
     RESUME = "resume"
-    """Labelled; before the call that resumes."""
+    """The label is set; the call that resumes is next."""
 
     RESUMED = "resumed"
-    """Generation goes on; before the read-back."""
+    """Generation runs again; the read-back is next."""
 
     HELD = "held"
     """The read-back shows the version."""
@@ -497,7 +497,8 @@ class Point(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LaneEvent:
-    """One lane at one point. ``version`` is -1 at GREET and CONNECTED; ``label``: the commit's."""
+    """One lane at one point. ``version`` is -1 at GREET and CONNECTED. ``label``: the label of
+    ``version``, empty there."""
 
     point: Point
     url: str
@@ -508,8 +509,8 @@ class LaneEvent:
 
 
 Observer = Callable[[LaneEvent], None]
-"""Called by the lane's thread at every point; must not block. A PeerError that it raises is met as
-if the server had failed."""
+"""Callback of the lane's thread at every point; must not block. The lane treats a PeerError from it
+as a failure of the server."""
 
 
 def no_observer(_: LaneEvent) -> None:

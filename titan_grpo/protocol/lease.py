@@ -1,15 +1,15 @@
-"""Which run has the rollout service: the newest, while its lease lasts. Pure.
+"""Lease of the rollout service: the newest run has it while its lease lasts. Pure.
 
 ::
 
-    free --open--> taken by that run, until --renew--> later --close--> free
+    free --open--> taken by that run --renew--> taken, later end --close--> free
                      |  --open by the same or a newer run--> taken by that one
                      |  --open by an older run--> refused
-                     `--past the lease--> free
+                     `--end of the lease--> free
 
-The lexicographic order of run ids is their age (messages.new_run_id). An older run is refused only
-while a newer one has the service: the clocks in the ids belong to several hosts. Time is an
-argument, in seconds of any monotonic clock."""
+Run ids sort by age (messages.new_run_id). An older run is refused only while a newer one has the
+service: the clocks in the ids are those of several hosts. Time is an argument, in seconds of any
+monotonic clock."""
 
 from dataclasses import dataclass, replace
 
@@ -29,12 +29,12 @@ class Lease:
 
     @property
     def due(self) -> float | None:
-        """When it ends; None while the service is free."""
+        """End of the lease; None while the service is free."""
         return self.until if self.session else None
 
     def open(self, run: str, session: str, now: float) -> "Lease | None":
-        """The lease of a run's new session, in place of the one that there is; None: a newer run
-        has the service.
+        """Return the lease of a run's new session, which replaces the present one; None if a newer
+        run has the service.
 
         >>> taken = Lease(10.0).open("run1", "a", 0.0)
         >>> taken, taken.open("run2", "b", 1.0), taken.open("run0", "b", 1.0)
@@ -45,15 +45,15 @@ class Lease:
         return replace(self, run=run, session=session, until=now + self.lease_s)
 
     def renew(self, session: str, now: float) -> "Lease | None":
-        """After a request of the session; None: it has no lease, or no longer."""
+        """Extend the lease after a request of ``session``; None if that session has no lease."""
         if not session or session != self.session:
             return None
         return replace(self, until=max(self.until, now + self.lease_s))
 
     def close(self, session: str) -> "Lease | None":
-        """The free service after the session's end; None: it has no lease."""
+        """End the session's lease: return the free service; None if that session has no lease."""
         return Lease(self.lease_s) if session and session == self.session else None
 
     def expire(self, now: float) -> "Lease | None":
-        """The free service past the lease; None before."""
+        """Return the free service after the end of the lease; None before it."""
         return Lease(self.lease_s) if self.session and now >= self.until else None

@@ -1,9 +1,9 @@
-"""The trainer's record of what each server holds. A pure table; only a read-back makes it HOLDS.
+"""The trainer's record of what each server holds. A pure table; only a read-back leads to HOLDS.
 
 ::
 
     UNKNOWN --Receiving--> RECEIVING v --Committing--> COMMITTING v --Holds--> HOLDS v --> ..
-       ^                        | TransferFailed: back to what it held (HOLDS or UNKNOWN)
+       ^                        | TransferFailed: back to HOLDS, or UNKNOWN if it held nothing known
        `-- Forgotten: a failure in or after the commit, a restart, a lost answer
     QUARANTINED: half loaded; GONE: removed from the run"""
 
@@ -16,7 +16,7 @@ from titan_grpo.errors import ProtocolError
 
 
 class Standing(Enum):
-    """What is known about one server."""
+    """State of one server in the ledger."""
 
     UNKNOWN = "unknown"
     HOLDS = "holds"
@@ -28,8 +28,8 @@ class Standing(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One server's line. ``held`` is the version it serves, read back from it; ``incoming`` the one
-    on its way."""
+    """One server's entry. ``held``: the version that it serves, as read back from it; ``incoming``:
+    the version being transferred or committed."""
 
     standing: Standing = Standing.UNKNOWN
     held: int | None = None
@@ -42,18 +42,17 @@ class Entry:
 
     @property
     def accepting(self) -> bool:
-        """Whether it may be given new rollouts: it serves one known version and no commit is
-        running.
+        """Whether the server may get new rollouts: it serves one known version and no commit runs.
 
-        A server that receives goes on serving what it holds. During a commit the version of a new
-        request would be ambiguous, so it takes none for that moment.
+        A receiving server still serves what it holds. During a commit the version of a new request
+        would be ambiguous, so the server gets none.
         """
         return self.held is not None and self.standing in (Standing.HOLDS, Standing.RECEIVING)
 
     @property
     def committing(self) -> int | None:
-        """The version whose commit runs: the server may serve it already, from some moment between
-        the pause and the read-back on."""
+        """The version whose commit runs, else None. The server begins to serve it at an unknown
+        moment between the pause and the read-back."""
         return self.incoming if self.standing is Standing.COMMITTING else None
 
 
@@ -66,12 +65,12 @@ class Receiving:
 
 @dataclass(frozen=True, slots=True)
 class Committing:
-    """The staged version is about to be loaded: from here on an error leaves the server UNKNOWN."""
+    """The staged version is about to be loaded: any later error leaves the server UNKNOWN."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """The server's own read-back says ``version``; the only way to HOLDS."""
+    """The read-back shows ``version``."""
 
     version: int
 
@@ -83,12 +82,13 @@ class TransferFailed:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """An uncertain answer, a restart, a lost connection: nothing is known until a read-back."""
+    """A restart, an uncertain answer or a lost connection: what the server holds is unknown until
+    the next read-back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """Half loaded: it gets no requests until a full sync has replaced every tensor."""
+    """The server is half loaded: no requests until a full sync has replaced every tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ TRANSITIONS: dict[Standing, dict[type, Callable[[Entry, Any], Entry]]] = {
     Standing.QUARANTINED: (
         _ALWAYS | {Receiving: _receiving, Committing: _committing, TransferFailed: _transfer_failed}
     ),
-    # what a lane of a removed server still says on its way out changes nothing
+    # The lane of a removed server may still report while it ends.
     Standing.GONE: (
         {Came: _to(Standing.UNKNOWN), Left: _to(Standing.GONE)}
         | dict.fromkeys(
@@ -163,10 +163,10 @@ TRANSITIONS: dict[Standing, dict[type, Callable[[Entry, Any], Entry]]] = {
 
 
 def step(entry: Entry, event: Event) -> Entry:
-    """The next line.
+    """Return the next entry.
 
-    An event that the standing does not list, or a version that would go back, raises ProtocolError
-    and changes nothing.
+    Raises ProtocolError, and changes nothing, for an event that the standing does not list and for
+    a version that would go back.
     """
     transition = TRANSITIONS[entry.standing].get(type(event))
     if transition is None:
@@ -176,20 +176,20 @@ def step(entry: Entry, event: Event) -> Entry:
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """When a fleet has fallen too far behind to go on.
+    """Count of versions since any server last committed.
 
-    Rollouts bound this by themselves: without a commit the trainer soon has no groups that are
-    fresh enough, and stops by its deadline for them. On recorded rollouts nothing else would ever
-    stop a run whose servers are all dead. ``held``: highest version that each server was read back
-    with so far; ``since``: the trainer's version when the last of them rose.
+    With live rollouts such a run stops by itself: without commits no group is fresh enough, and the
+    wait for groups reaches its deadline. With recorded rollouts only this count stops a run whose
+    servers are all dead. ``held``: highest version read back from each server so far; ``since``:
+    the trainer's version when ``held`` last changed.
     """
 
     held: Mapping[str, int] = field(default_factory=dict)
     since: int | None = None
 
     def at(self, version: int, held: Mapping[str, int]) -> tuple["Lag", int]:
-        """At a boundary with the trainer at ``version``: the next state, and for how many versions
-        no server has committed anything. A server that commits counts, however old its version is.
+        """Return, at a boundary with the trainer at ``version``, the next state and for how many
+        versions no server has committed. Any commit counts, however old its version.
 
         >>> lag, _ = Lag().at(4, {"a": 4})
         >>> lag.at(6, {"a": 4})[1], lag.at(6, {"a": 5})[1]

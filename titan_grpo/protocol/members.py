@@ -1,5 +1,5 @@
-"""Which servers belong to the run. A pure table: several sources say which are wanted, lanes say
-which are present.
+"""Which servers belong to the run. A pure table: configuration, file and commands decide which are
+wanted, lanes which are present.
 
 ::
 
@@ -8,9 +8,9 @@ which are present.
     (absent) --wanted--> PRESENT (has a lane) --not wanted--> LEAVING (its lane ends) --Ended--> ..
                                                     `-- wanted again: joins when its lane has ended
 
-A command outweighs the file: a removed server stays away until a command adds it, or until the
-file, having dropped it, lists it anew. The last wanted server cannot be removed. An empty file
-changes nothing: a file looks like that while it is rewritten."""
+A command outweighs the file: a removed server stays removed until a command adds it, or the file
+drops it and lists it again. The last wanted server cannot be removed. An empty file changes
+nothing: a file may be empty for a moment while it is rewritten."""
 
 from dataclasses import dataclass, replace
 
@@ -21,8 +21,8 @@ Urls = frozenset[str]
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """``fixed``: configured or launched at the start; ``listed``: last good content of the watched
-    file."""
+    """State of the table. ``fixed``: servers configured or launched at the start; ``listed``: last
+    good content of the watched file; ``added``, ``removed``: by command."""
 
     fixed: Urls = frozenset()
     listed: Urls = frozenset()
@@ -46,8 +46,7 @@ class Members:
 
 
 def start(fixed: Urls, listed: Urls = frozenset()) -> Members:
-    """The servers that the run starts with: all of them are present. Raises ProtocolError if there
-    is none."""
+    """Return a run's first state, with all servers present. Raises ProtocolError for none."""
     if not fixed | listed:
         raise ProtocolError("a run starts with one server or more")
     return Members(fixed=fixed, listed=listed, present=fixed | listed)
@@ -93,14 +92,14 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Send it no more rollouts; end its lane, then report Ended."""
+    """Send the server no more rollouts; end its lane, then report Ended."""
 
     url: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """The event changes nothing, and why."""
+    """The event changes nothing, for this reason."""
 
     reason: str
 
@@ -109,7 +108,7 @@ Action = Join | Leave | Refuse
 
 
 def _after(m: Members, event: Event) -> Members | Refuse:
-    """The servers that are wanted, after an event."""
+    """Return the state after an event, before servers join or leave."""
     match event:
         case Listed(urls):
             if not urls:
@@ -141,7 +140,7 @@ def _after(m: Members, event: Event) -> Members | Refuse:
 
 
 def step(members: Members, event: Event) -> tuple[Members, tuple[Action, ...]]:
-    """The next state, and who joins and who leaves, the joining first.
+    """Return the next state, and the servers that join, then those that leave.
 
     Raises ProtocolError for Ended of a server that is not leaving.
 

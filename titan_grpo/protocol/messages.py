@@ -1,18 +1,19 @@
-"""The messages between a trainer's lane and a server's receiver, and the label that a server shows.
+"""Messages between a trainer's lane and a server's receiver, and the label that a server shows.
 
-They travel as frames (``Kind``, number of the order, body) over one connection per epoch, which the
+They travel as frames (``Kind``, order number, body) over one connection per epoch, which the
 receiver opens to the address in the Hello::
 
     receiver                                lane
     JOINED          <- Joined
                                             BLOB           <- the manifest's JSON, once
                                             ORDER 0        <- Order(op="manifest")
+    MOVED 0         <- staged: once per bucket of the image's memory that was made
     STAGED 0        <- Staged
                                             BLOB           <- raw block digests, concatenated
                                             ORDER n        <- Order(op="receive", sources)
-                 (transport "tcp": the receiver reads ranges from the sources;
-                  others: both broadcast the image, bucket by bucket, from image to image)
-    MOVED n         <- once per bucket that has arrived, in their order (transport "tcp")
+                 (RANGES: the receiver reads ranges from the sources;
+                  other transports: both broadcast the image, bucket by bucket, from image to image)
+    MOVED n         <- once per bucket that has arrived, in order (RANGES)
     STAGED n        <- Staged
                     (the lane commits: POST /update_weights {"update_info": Commit})
     APPLIED n       <- Applied
@@ -20,12 +21,12 @@ receiver opens to the address in the Hello::
     STAGED n+1      <- Staged
                                             ORDER n        <- Order(op="bye"), when the lane ends
     STAGED n        <- Staged: the run has left the server
-    SIGN            ->  SIGN, by the trainer's process at once: it lives
+    SIGN            ->  SIGN, answered by the trainer's process at once: it is alive
 
 The answer to the ping proves that the engine has not restarted: its receiver would have died with
-it. n counts all orders.
+it. n counts all orders of the connection.
 
-With ``Hello.apply == "streamed"`` the receiver has a window (a ring of buckets), no whole image::
+With ``Hello.apply == "streamed"`` the receiver has a window (a ring of buckets), not an image::
 
                                             BLOB           <- raw block digests, concatenated
                                             ORDER n        <- Order(op="stream")
@@ -35,14 +36,14 @@ With ``Hello.apply == "streamed"`` the receiver has a window (a ring of buckets)
     APPLIED n       <- Applied
                                             CANCEL         <- the lane cancels the load
 
-The connection's end means that the other end is gone: the receiver drops the epoch and the engine
-keeps its version; the lane opens the next epoch. protocol.server decides which epoch replaces
-another.
+The end of the connection means that the other end is gone. The receiver then drops the epoch, and
+the engine keeps its version; the lane opens the next epoch. protocol.server decides which epoch
+replaces another.
 
-With a run key, both ends prove it when the connection opens; besides, every message carries a proof
-that its writer has the key, and an end that has a key refuses messages without one. Digests are
-keyed, and so is the fingerprint over them. The Hello's digest binds the manifest. The unproven rest
-(a refusal, MOVED, CANCEL, SIGN) can only make a transfer fail.
+With a run key, both ends prove it when the connection opens. Every message carries a proof too, and
+an end with a key refuses messages without one. Digests are keyed, and so is the fingerprint over
+them. The Hello's digest binds the manifest. What stays unproven (a refusal, MOVED, CANCEL, SIGN)
+can only make a transfer fail.
 """
 
 import secrets
@@ -60,15 +61,14 @@ if TYPE_CHECKING:
     from typing import Self  # Python 3.11; servers run on 3.10 too
 
 UNUSABLE = "unusable"
-"""Label of a server that is half loaded: it gets no requests until a full sync has succeeded."""
+"""Label of a half-loaded server: it gets no requests until a full sync has succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
     """Value of ``weight_version`` on a server after a commit.
 
-    Any other value (an engine's default, another run's label) says nothing about the versions of
-    this run.
+    Any other value is an engine's default or another run's label.
 
     >>> str(Label("018f-ab", 7, "9c5e"))
     '018f-ab:7:9c5e'
@@ -83,7 +83,7 @@ class Label:
 
     @classmethod
     def parse(cls, text: str | None) -> "Label | None":
-        """The label in ``text``, or None if it is not one of ours."""
+        """Return the label in ``text``, or None if it has not this form."""
         parts = (text or "").split(":")
         if len(parts) != 3 or not parts[1].isdigit():
             return None
@@ -91,11 +91,11 @@ class Label:
 
 
 class Kind(IntEnum):
-    """What a frame of the connection is."""
+    """Type of a frame."""
 
     JOINED = 1
     BLOB = 2
-    """Bytes that the next order is about."""
+    """Payload of the next order."""
     ORDER = 3
     MOVED = 4
     STAGED = 5
@@ -105,25 +105,25 @@ class Kind(IntEnum):
 
 
 PROBE = "probe"
-"""``Hello.transport`` of a doctor: the receiver answers with Joined and opens no epoch."""
+"""``Hello.transport`` of the doctor command: the receiver answers Joined and opens no epoch."""
 
 Op = Literal["manifest", "receive", "stream", "ping", "bye"]
 
 Apply = Literal["staged", "streamed"]
-"""How versions reach the engine: from a whole staged image, or through a window during a pause."""
+"""Where the engine loads versions from: a whole staged image, or a window during the pause."""
 
 REPLY_S = 10.0
-"""Deadline for answering a trainer of another version, in seconds."""
+"""Deadline, in seconds, of the refusal to a trainer with another version of this package."""
 
 TCP = "tcp"
 NIXL = "nixl"
 RANGES = (TCP, NIXL)
-"""``Hello.transport`` of an epoch whose receiver reads the versions from sources, in ranges."""
+"""Values of ``Hello.transport`` with which the receiver reads versions from sources, in ranges."""
 
 
 def new_run_id(unix_s: float) -> str:
-    """Identity of one trainer process group: start time in milliseconds as 12 hex digits, then 8
-    random ones. ``unix_s`` is seconds since 1970.
+    """Return the identity of one trainer process group: the start time in milliseconds as 12 hex
+    digits, then 8 random ones. ``unix_s``: seconds since 1970.
 
     >>> new_run_id(1.0)[:13]
     '0000000003e8-'
@@ -132,7 +132,7 @@ def new_run_id(unix_s: float) -> str:
 
 
 def marks(total_bytes: int, bucket_bytes: int) -> tuple[int, ...]:
-    """The marks of a transfer, one per bucket.
+    """Return where each bucket of a transfer ends, in bytes.
 
     >>> marks(10, 4)
     (4, 8, 10)
@@ -145,24 +145,21 @@ Number = Annotated[int, Meta(ge=0)]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A record that travels as JSON. Decoding a wrong one raises PeerError.
-
-    ``proof`` is empty without a run key.
-    """
+    """A record that travels as JSON. ``proof`` is empty without a run key."""
 
     proof: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-able data."""
+        """Return JSON-able data."""
         return {name: getattr(self, name) for name in self.__struct_fields__}
 
     def to_json(self) -> str:
-        """As JSON text on one line."""
+        """Return JSON text on one line."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_dict(cls, data: Any) -> "Self":
-        """Validate decoded JSON; PeerError names the field, the rule and the value's type."""
+        """Validate decoded JSON. Raises PeerError with the field, the rule and the value's type."""
         try:
             return msgspec.convert(data, cls)
         except msgspec.ValidationError as error:
@@ -172,7 +169,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @classmethod
     def from_json(cls, text: str | bytes | bytearray) -> "Self":
-        """Decode one JSON text; PeerError if it is none."""
+        """Decode and validate one JSON text. Raises PeerError."""
         try:
             data = msgspec.json.decode(text)
         except ValueError as error:  # not UTF-8, or msgspec.DecodeError
@@ -180,7 +177,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return cls.from_dict(data)
 
     def proven(self, key: Key | None) -> "Self":
-        """The same message with its proof; as it is without a key."""
+        """Return the message with its proof; without a key, the message as it is."""
         return self if key is None else msgspec.structs.replace(self, proof=key.proof(self._text()))
 
     def require_proof(self, key: Key | None) -> None:
@@ -203,17 +200,17 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             )
 
     def _text(self) -> str:
-        """The text that is proven. It names the type, so no message passes for another."""
-        # converted first: 30 and 30.0 are one value of a float field and two texts
+        """Return the text to prove. It has the type's name: no message passes for another type."""
+        # Convert first: 30 and 30.0 are the same value of a float field, but two texts.
         bare = msgspec.structs.replace(self.from_dict(self.to_dict()), proof="")
         return msgspec.json.encode([type(self).__name__, bare]).decode()
 
 
 class Hello(Message, frozen=True):
-    """Opens an epoch: body ``init_info`` of POST /init_weight_transfer_engine.
+    """Request to open an epoch: body ``init_info`` of POST /init_weight_transfer_engine.
 
-    ``manifest_digest`` and the byte counts let a receiver refuse before a byte moves; ``timeout_s``
-    is the deadline of one transfer, in seconds. ``term`` orders the runs (protocol.server).
+    By ``manifest_digest`` and the byte counts a receiver can refuse before a byte moves.
+    ``timeout_s``: deadline of one transfer, in seconds. ``term`` orders the runs (protocol.server).
     """
 
     run_id: str
@@ -221,7 +218,7 @@ class Hello(Message, frozen=True):
     host: str
     port: Annotated[int, Meta(ge=1, le=65535)]
     ticket: str
-    """Names the lane's channel at that address, hexadecimal."""
+    """Hexadecimal name of the lane's channel at that address."""
     transport: str
     manifest_digest: str
     digest_algorithm: str
@@ -233,29 +230,29 @@ class Hello(Message, frozen=True):
     url: str = ""
     """The server's name in the run: one server under two names is refused."""
     owner: str = ""
-    """Identity of the run's dump folder: a resumed run takes its own servers back."""
+    """Identity of the run's dump folder: a resumed run takes over its own servers."""
     take_over: bool = True
-    """Whether the server is taken from a live run of another owner."""
+    """Whether to take the server from a live run of another owner."""
     age_s: Annotated[float, Meta(ge=0)] = 0.0
     """Seconds since the run started, by a monotonic clock."""
     live_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Seconds after the lane's last sign for which its run counts as live."""
+    """Seconds for which the run counts as live after the lane's last SIGN."""
     connections: Positive = 1
-    """TCP connections, and threads, with which the receiver reads a version."""
+    """TCP connections, with one thread each, that the receiver reads a version over."""
     progress_s: Annotated[float, Meta(gt=0)] = 10.0
     """Longest wait for the next byte of a range, in seconds."""
     relay_wait_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Longest wait for a range from another server, in seconds; 0: servers serve no others."""
+    """Longest wait for a range from another server, in seconds; 0: no server serves others."""
     store_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Port of the store, at ``host``, at which gloo and NCCL meet; 0 for transport "tcp"."""
     nccl: str = ""
-    """Version of the trainer's NCCL (transport "nccl"), which must be the server's too."""
+    """Version of the trainer's NCCL (transport "nccl"); the server must have the same."""
     pin: str = ""
-    """Of the channel: see RangeSource."""
+    """Certificate of the channel, as RangeSource.pin."""
     model: dict[str, Any] = {}
-    """receive.checkpoint.essential of the trainer's model; empty is not compared."""
+    """receive.checkpoint.essential of the trainer's model, compared with the server's if not {}."""
     routes: bool = False
-    """Whether completions must come with the experts of each token."""
+    """Whether the engine must return the experts of each token with its completions."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes % self.block_bytes:
@@ -266,10 +263,8 @@ class Hello(Message, frozen=True):
 
 
 def reply_address(data: Any) -> Hello | None:
-    """A probe with the fields of another version's Hello that a refusal needs; None without them.
-
-    It is good for an answer and for nothing else.
-    """
+    """Return a probe with the fields that a refusal needs, from the Hello of another version of
+    this package; None if they are missing. Use it for the answer only."""
     if not isinstance(data, dict):
         return None
     known = {key: data.get(key) for key in ("run_id", "epoch", "host", "port", "ticket")}
@@ -285,9 +280,9 @@ class Joined(Message, frozen=True):
     """The receiver's answer to Hello, with what its engine holds.
 
     ``held_run`` is empty and ``held_version`` -1 while the engine runs on its initial weights.
-    ``intact`` is false after a load that broke off, until a whole one follows. ``keyed``: the
-    server has a run key. The fields in force name the epoch that the server obeys. A refusal is
-    accepted without a proof: an attacker who can forge one can also cut the connection.
+    ``intact`` is false from a load that failed half-way until a load succeeds. ``keyed``: the
+    server has a run key. The ``_in_force`` fields name the epoch that the server obeys. A refusal
+    needs no proof: an attacker who can forge one can also cut the connection.
     """
 
     ok: bool
@@ -305,20 +300,20 @@ class Joined(Message, frozen=True):
     age_in_force_s: float = 0.0
     """Seconds since that run started."""
     final: bool = False
-    """Of a refusal: it stays as long as engine and trainer stay as they are."""
+    """Of a refusal: it is permanent while engine and trainer stay as they are."""
     relay_host: str = ""
-    """Address at which other servers read from this one, at ``relay_port``; 0: they cannot."""
+    """Address at which other servers read from this one, with ``relay_port`` (0: they cannot)."""
     relay_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     relay_pin: str = ""
-    """Of that address: see RangeSource."""
+    """Certificate of that address, as RangeSource.pin."""
     zone: str = ""
-    """Servers of one zone read from each other first."""
+    """Servers prefer to read from servers of the same zone."""
     quantization: str = ""
-    """Method by which the engine quantises its weights, in the engine's word; empty without."""
+    """The engine's name of its weight quantisation; empty without."""
 
     @property
     def held(self) -> Label | None:
-        """Label of the version that the engine holds; None while it runs on its initial weights."""
+        """Label of the version that the engine holds; None for its initial weights."""
         if not self.held_run:
             return None
         return Label(self.held_run, self.held_version, self.held_fingerprint)
@@ -327,12 +322,12 @@ class Joined(Message, frozen=True):
 class ServerState(
     msgspec.Struct, frozen=True, tag=True, tag_field="frame", forbid_unknown_fields=True
 ):
-    """What the ledger has of a server, for the rollouts.
+    """A server's ledger entry, for the rollouts.
 
-    ``version``: what it holds, None for unknown. ``accepting``: whether it takes new groups.
-    ``label``: the version label at the server, which salts its requests. ``engine``: its
-    dialect, may be empty while the version is. ``committing``: the version whose commit runs, which
-    it may serve already; said before the server is paused.
+    ``version``: what it holds, None: unknown. ``accepting``: whether it takes new groups.
+    ``label``: its version label, the salt of its requests. ``engine``: its HTTP dialect, may be
+    empty while ``version`` is None. ``committing``: the version whose commit runs and which the
+    server may serve already; sent before the server is paused.
     """
 
     url: str
@@ -344,12 +339,12 @@ class ServerState(
 
 
 class RangeSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a part of a version can be read: by TCP from ``host`` and ``port``, and by a process of
-    the same host and user from a memfd.
+    """Where to read a part of a version: over TCP from ``host`` and ``port``, or, as a process of
+    the same host and user, from a memfd.
 
-    ``ticket``: hexadecimal, names the image at the source. ``memfd``: a layout.image.ImageAddress,
-    empty if the image is in none. ``pin``: SHA-256 of the certificate that it shows; empty: no TLS.
-    ``nixl``: NixlSource.place of the image, empty without.
+    ``ticket``: hexadecimal name of the image at the source. ``memfd``: a layout.image.ImageAddress,
+    empty without one. ``pin``: SHA-256 of the source's certificate; empty: no TLS. ``nixl``:
+    NixlSource.place of the image, empty without.
     """
 
     host: str
@@ -362,8 +357,8 @@ class RangeSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where to read the ``nbytes`` (layout.delta) that make the source's part of ``version`` of
-    that of ``base``."""
+    """Where to read a patch (layout.delta): ``nbytes`` that turn the source's part of ``base`` into
+    that of ``version``."""
 
     base: Number
     version: Number
@@ -379,10 +374,10 @@ class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Order(Message, frozen=True):
     """The lane's next request. ``version`` and ``fingerprint`` belong to "receive" and "stream".
 
-    ``sources``: from where a "receive" reads the version; none: the lane broadcasts it.
-    ``patches``: of each part from the version that is staged to the new one, in order, or none.
-    ``relays``: other servers that read it too, asked before the sources; ``serve``: tickets under
-    which this one serves each part to others, or none.
+    ``sources``: where a "receive" reads the version; empty: the lane broadcasts it. ``patches``:
+    chains that lead from the staged version to the new one, part by part; may be empty. ``relays``:
+    other servers with this version, to try before the sources. ``serve``: ticket of each part under
+    which this server serves it to others; empty: it serves none.
     """
 
     number: Number
@@ -398,12 +393,12 @@ class Order(Message, frozen=True):
 class Staged(Message, frozen=True):
     """The receiver's answer to an order.
 
-    ``ok`` after "stream": the window is ready, and digests and fingerprint belong together. ``ok``
-    after "receive": every block digest and the fingerprint match. Otherwise ``error`` says why and
-    ``bad_block`` is the first block that differs (-1: not about blocks). ``image`` is the address
-    of the staged bytes on the server's host, empty without any. ``verify_s``: seconds of checks
-    after the last byte. ``read_bytes``: read from sources, patches and blocks; ``relay_bytes``: of
-    these from ``relays``; ``lost``: those of them, by number, that failed.
+    ``ok`` after "stream": the window is ready, and the fingerprint is that of the digests. ``ok``
+    after "receive": every block digest and the fingerprint match. Otherwise ``error`` is the reason
+    and ``bad_block`` the first block that differs (-1: none). ``image``: address of the staged
+    bytes on the server's host, empty without any. ``verify_s``: seconds of checks after the last
+    byte. ``read_bytes``: all bytes read, of patches and blocks; ``relay_bytes``: those of them from
+    ``relays``; ``lost``: indices of the ``relays`` that failed.
     """
 
     number: int
@@ -421,15 +416,15 @@ class Staged(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """``{"attach": ...}`` where a Hello goes: map the receiver's memory now, and not in the pause
-    of the epoch's first commit."""
+    """``{"attach": ...}``, sent in place of a Hello: map the receiver's memory now. Otherwise the
+    epoch's first commit maps it, in its pause."""
 
     run_id: str
     epoch: int
 
 
 class Commit(Message, frozen=True):
-    """Body ``update_info`` of POST /update_weights: load this staged image."""
+    """Request to load a staged image: body ``update_info`` of POST /update_weights."""
 
     run_id: str
     epoch: int
@@ -444,10 +439,10 @@ class Applied(Message, frozen=True):
     """The engine's report on a commit.
 
     ``intact``: the engine holds one whole version: the new one if ``ok``, otherwise the old one.
-    Not intact: a load broke off half-way; keep the server paused until a commit succeeds.
-    ``loaded`` counts tensors; ``load_s``: seconds in the engine's own loader, part of ``apply_s``.
-    A receiver that streamed adds ``receive_s`` and ``verify_s``, its work in seconds, and
-    ``bad_block``, the first block that differed (-1: none did).
+    Not intact: the load failed half-way; keep the server paused until a commit succeeds.
+    ``loaded``: number of tensors; ``load_s``: seconds in the engine's own loader, part of
+    ``apply_s``. Streamed, the receiver adds the seconds of its own work, ``receive_s`` and
+    ``verify_s``, and ``bad_block``, the first block that differs (-1: none).
     """
 
     number: int
@@ -462,16 +457,17 @@ class Applied(Message, frozen=True):
     verify_s: float = 0.0
     bad_block: int = -1
     final: bool = False
-    """Of a refusal: this engine can never take what this run sends."""
+    """Of a refusal: this engine can never load this run's versions."""
     load_s: float = 0.0
 
 
 class Hashed(Message, frozen=True):
-    """Set by another trainer host's leader in rank 0's store: its part (layout.parts) of
-    ``version`` is whole, hashed and served at ``source``; or ``error`` says why not.
+    """Report of another trainer host's leader, in rank 0's store: its part (layout.manifest) of
+    ``version`` is complete, hashed and served at ``source``; otherwise ``error`` is the reason.
 
-    ``digests``: of the part's blocks, in order, hexadecimal. The store takes 8 MiB: with blocks of
-    4 MiB and keyed digests a part may have 500 GB. ``patches``: that lead to it, in order.
+    ``digests``: hexadecimal, of the part's blocks in order. The store takes values of 8 MiB: with
+    blocks of 4 MiB and keyed digests a part may have 500 GB. ``patches``: the chain that leads to
+    ``version``, oldest first.
     """
 
     version: int
@@ -482,8 +478,8 @@ class Hashed(Message, frozen=True):
     patches: tuple[Patch, ...] = ()
 
     def problem(self, version: int, part: int) -> str:
-        """Why this is not the part that a version waits for; empty if it is. Digests of another
-        version would make one that no receiver can hold."""
+        """Return why this report is not the expected one; empty if it is. With digests of another
+        version, no receiver's check could succeed."""
         if (self.version, self.part) != (version, part):
             return f"it is part {self.part} of version {self.version}"
         return self.error

@@ -1,10 +1,10 @@
-"""Which patches (layout/delta.py) are kept, and which of them lead from what a receiver has staged
-to the newest version. Pure.
+"""Which patches (layout/delta.py) to keep, and which of them lead from a receiver's staged version
+to the newest one. Pure.
 
-A patch makes one part of one version of the same part of another one, its base, and of nothing
-else. Each trainer host makes those of its own part, so one may have a patch where another has none.
-That what they make is right is for the digests of the blocks to say; these rules save the bytes of
-patches that cannot be."""
+A patch turns one part of its base version into the same part of a newer one. It applies to no other
+base. Each trainer host makes the patches of its own part, so one host may have a patch where
+another has none. The block digests verify the result; these rules only avoid sending patches that
+cannot apply."""
 
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
@@ -14,7 +14,7 @@ KEPT = 32
 
 
 class Leads(Protocol):
-    """A patch: ``nbytes`` that make ``part`` of ``version`` of that of ``base``."""
+    """A patch: ``nbytes`` that turn ``part`` of ``base`` into that of ``version``."""
 
     @property
     def base(self) -> int: ...
@@ -29,12 +29,12 @@ class Leads(Protocol):
 P = TypeVar("P", bound=Leads)
 
 Place = tuple[int, int]
-"""A version that was complete, and the slot in which it lies."""
+"""A version that was complete, and its slot."""
 
 
 def still_there(last: Place | None, slot: int) -> Place | None:
-    """The place of the next patch's base, when a version is written into ``slot``: that version is
-    no base where it fails, and must not be taken for the one that lay there.
+    """Return the place of the next patch's base when a version is written into ``slot``; None if
+    that overwrites the base. If the write fails, the slot has neither version.
 
     >>> still_there((3, 0), 1), still_there((3, 0), 0)
     ((3, 0), None)
@@ -43,9 +43,10 @@ def still_there(last: Place | None, slot: int) -> Place | None:
 
 
 def kept(made: P | None, before: Sequence[P], room: int) -> tuple[P, ...]:
-    """The newest version's patch of a part and those of ``before``, which lead to it, oldest first:
-    KEPT at most. The oldest go first where all have more than ``room`` bytes. None is left where
-    the version has no patch (``made`` is None), or one that alone has more."""
+    """Return the patches of a part to keep, oldest first, KEPT at most: those of ``before``, which
+    lead to ``made``, and ``made``, the newest version's. The oldest are dropped until all fit into
+    ``room`` bytes. Empty if the version has no patch (``made`` is None), or one larger than
+    ``room``."""
     chain: list[P] = []
     for patch in () if made is None else (made, *reversed(before[1 - KEPT :])):
         room -= patch.nbytes
@@ -56,8 +57,8 @@ def kept(made: P | None, before: Sequence[P], room: int) -> tuple[P, ...]:
 
 
 def leading_from(staged: int | None, patches: Sequence[P]) -> tuple[P, ...]:
-    """Those that make parts of their last version of the ``staged`` one, part by part, each chain
-    oldest first. None of a part for which that is not known, or whose patch is kept no more."""
+    """Return the patches that lead from the ``staged`` version to the last one, part by part, each
+    chain oldest first. A part without a kept patch of that base has none."""
     out: list[P] = []
     for part in sorted({patch.part for patch in patches}):
         chain = [patch for patch in patches if patch.part == part]

@@ -2,11 +2,11 @@
 
 ::
 
-    CONNECTING --CONNECTED--> (forgotten)    a connecting lane may die before it resumes its server
-    PAUSED     --RESUMED----> (forgotten)    a commit; each call renews the lease of either
+    CONNECTING --CONNECTED--> (removed)    a connecting lane may die before it resumes its server
+    PAUSED     --RESUMED----> (removed)    a commit; each call renews the lease of either
     both, when the lease ends, or at once when the trainer ends --> RECOVERING
-    RECOVERING --Recovered--> RECOVERED, checked again --Superseded--> (forgotten)
-               --Failed--> tried again, a few times
+    RECOVERING --Recovered--> RECOVERED, checked again    --Superseded--> (removed)
+               --Failed--> retried, up to Deadlines.tries
 
 Time is an argument, in seconds of any monotonic clock. Cancel a recovery when the lane reports
 again. Recover each server twice: a pause of the dead trainer that is in flight may arrive after the
@@ -22,11 +22,11 @@ from titan_grpo.protocol.lane import LaneEvent, Point
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """All in seconds, but ``tries``: how often a server that does not answer is asked.
+    """Deadlines of the guard, in seconds; ``tries``: attempts to recover one server.
 
-    ``pause_s``: how long a lane may be silent with its server paused; ``greet_s``: while it
-    connects; both with its rest after a failure. ``again_s``: from the first look at a dead
-    trainer's server to the second. The rests between tries double from ``first_s`` to
+    ``pause_s``: a lane's lease while its server is paused; ``greet_s``: its lease while it
+    connects; both include its backoff after a failure. ``again_s``: from the first recovery of a
+    dead trainer's server to the second. The waits between tries double from ``first_s`` to
     ``longest_s``.
     """
 
@@ -38,7 +38,7 @@ class Deadlines:
     longest_s: float = 5.0
 
     def rest_s(self, failures: int) -> float:
-        """The rest after that many failures in a row.
+        """Return the wait after ``failures`` in a row.
 
         >>> [Deadlines(1, 1).rest_s(n) for n in (1, 2, 3, 9)]
         [0.25, 0.5, 1.0, 5.0]
@@ -47,7 +47,7 @@ class Deadlines:
 
 
 class Phase(Enum):
-    """How a watched server stands."""
+    """State of a watched server."""
 
     CONNECTING = "greeting"
     PAUSED = "paused"
@@ -57,10 +57,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GuardedServer:
-    """One server. ``epoch``: the newest of its lane. ``opened``: a commit began and its end is not
-    known.
+    """One server. ``epoch``: the newest of its lane. ``opened``: a commit began and its end was not
+    reported. ``due``: when its lease, or the wait for the next try, ends.
 
-    ``recoveries``: that have been settled, since the trainer's end if that has come.
+    ``recoveries``: how often it was recovered; counted anew from the trainer's end.
     """
 
     run_id: str
@@ -78,7 +78,7 @@ class GuardedServer:
 
 @dataclass(frozen=True, slots=True)
 class GuardState:
-    """The servers that may be left paused. ``ended``: the trainer is gone."""
+    """The servers that may be left paused. ``ended``: the trainer has ended."""
 
     deadlines: Deadlines
     servers: Mapping[str, GuardedServer] = field(default_factory=dict)
@@ -90,12 +90,12 @@ class GuardState:
 
     @property
     def done(self) -> bool:
-        """Whether the pause guard may end."""
+        """Whether the guard process may end."""
         return self.ended and not self.servers
 
     @property
     def due(self) -> float | None:
-        """When the next ``Ticked`` will do something."""
+        """Time from which a ``Ticked`` has an effect; None: no server waits."""
         return min(
             (w.due for w in self.servers.values() if w.phase is not Phase.RECOVERING), default=None
         )
@@ -114,7 +114,7 @@ class LaneReported:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The trainer is gone. ``clean``: it closed the guard, after its lanes had ended."""
+    """The trainer has ended. ``clean``: it closed the guard, after its lanes had ended."""
 
     clean: bool
     now: float
@@ -129,7 +129,7 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """The server shows what it holds, and generates if that is whole."""
+    """The server's label says what it holds; it generates if that is one whole version."""
 
     url: str
     epoch: int
@@ -138,7 +138,7 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class Superseded:
-    """A newer epoch or run has the server, and recovers it."""
+    """A newer epoch or run has the server and recovers it itself."""
 
     url: str
     epoch: int
@@ -146,7 +146,7 @@ class Superseded:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It did not answer, or not as it should."""
+    """The server did not answer, or gave a bad answer."""
 
     url: str
     epoch: int
@@ -161,7 +161,8 @@ Event = LaneReported | Ended | Ticked | Recovered | Superseded | Failed
 
 @dataclass(frozen=True, slots=True)
 class Recover:
-    """Fence the lane, and take the steps of recovery.settle. ``doubtful``: only if it is paused."""
+    """Fence the lane and perform the steps of recovery.settle. ``doubtful``: do nothing unless the
+    server is paused."""
 
     url: str
     run_id: str
@@ -171,14 +172,14 @@ class Recover:
 
 @dataclass(frozen=True, slots=True)
 class CancelRecovery:
-    """The lane is back: stop before the next step."""
+    """The lane reported again: stop before the next step."""
 
     url: str
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """It did not answer in all tries."""
+    """All tries failed."""
 
     url: str
 
@@ -201,9 +202,8 @@ def _lane_reported(s: GuardState, e: LaneReported) -> _Result:
             opened = before is not None and before.opened
             phase, due = Phase.CONNECTING, e.now + s.deadlines.greet_s
         case Point.PAUSE | Point.LOAD | Point.LABEL | Point.RESUME:
-            # Each call of a commit renews the lease, by the point before it once more: the whole
-            # commit is slower than any one, and a trainer that froze must not leave its server
-            # paused for as long.
+            # Each call of a commit repeats the point before it and so renews the lease. A lease as
+            # long as the whole commit would leave a frozen trainer's server paused for too long.
             opened, phase, due = True, Phase.PAUSED, e.now + s.deadlines.pause_s
         case Point.CONNECTED | Point.RESUMED | Point.HELD:
             return _put(s, p.url, None), cancel
@@ -213,14 +213,15 @@ def _lane_reported(s: GuardState, e: LaneReported) -> _Result:
 
 
 def _recovering(s: GuardState, url: str, epoch: int) -> GuardedServer | None:
-    """The server whose recovery was not cancelled."""
+    """Return the server if this recovery still runs; None if it was cancelled."""
     server = s.servers.get(url)
     current = server is not None and server.phase is Phase.RECOVERING and server.epoch == epoch
     return server if current else None
 
 
 def step(s: GuardState, event: Event) -> _Result:
-    """The next state and what to do. A lane after the end raises ProtocolError.
+    """Return the next state and the actions. Raises ProtocolError for LaneReported or Ended after
+    the end.
 
     Worked example (pause_s 3): PAUSE at 0, nothing more, Ticked(3): RECOVERING, (Recover(url, run,
     epoch, doubtful=False),).
@@ -231,6 +232,7 @@ def step(s: GuardState, event: Event) -> _Result:
         case LaneReported():
             return _lane_reported(s, event)
         case Ended(clean, now):
+            # A server that only connected gets one try after a clean end: its lane ended by itself.
             last = s.deadlines.tries - 1
             servers = {
                 url: replace(

@@ -1,7 +1,7 @@
 """Recovery of a server whose lane, trainer or receiver died, and health of a peer. Pure.
 
-Recovery is used by a connecting lane and by the pause guard. The rule: a label is a promise about
-the weights. Set it right before generation goes on, and resume over one whole version only."""
+A connecting lane and the pause guard use recovery. A label is a promise about the weights: correct
+the label before generation resumes, and resume only over one whole version."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,29 +11,29 @@ from titan_grpo.protocol.messages import UNUSABLE, Label
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Stop generation: the weights are no whole version."""
+    """Pause generation: the weights are not one whole version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Relabel:
-    """Set the label, without an update."""
+    """Set the label, without an update of the weights."""
 
     label: str
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Let generation go on."""
+    """Resume generation."""
 
 
 Step = Pause | Relabel | Resume
 
 
 def settle(held: Label | None, intact: bool, shown: str, paused: bool) -> tuple[Step, ...]:
-    """The steps, in order, for a server whose receiver says that it holds ``held`` and whether that
-    is ``intact``.
+    """Return the recovery steps of a server, in order.
 
-    ``held`` None: the weights that it was started with. ``shown`` is the label that it shows.
+    ``held`` and ``intact``: the receiver's report; ``held`` None: the engine's initial weights.
+    ``shown``: the server's label; ``paused``: whether it is paused.
 
     Worked example: a trainer died after version 8 was loaded and before it was labelled. held
     r:8:ab, shown r:7:cd, paused: (Relabel("r:8:ab"), Resume()).
@@ -46,9 +46,9 @@ def settle(held: Label | None, intact: bool, shown: str, paused: bool) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """When a peer may be asked again, in seconds of any monotonic clock: after ``failures`` in a
-    row not before ``until``. The first rest doubles up to the longest. It says nothing about
-    weights: a peer that answers again may have restarted.
+    """Backoff of a peer, in seconds of any monotonic clock: after ``failures`` in a row no request
+    before ``until``. The wait doubles from ``first_s`` to ``longest_s``. An answer proves nothing
+    about the weights: the peer may have restarted.
 
     >>> h = Health(first_s=0.5, longest_s=3.0)
     >>> for _ in range(4):
@@ -66,14 +66,14 @@ class Health:
     until: float = -math.inf
 
     def askable(self, now: float) -> bool:
-        """Whether it may be asked something at ``now``."""
+        """Return whether the peer may get a request at ``now``."""
         return now >= self.until
 
     def answered(self) -> "Health":
-        """After it did what was asked."""
+        """Return the state after a good answer: no backoff."""
         return Health(self.first_s, self.longest_s)
 
     def silent(self, now: float) -> "Health":
-        """After no answer at ``now``, or a wrong one."""
+        """Return the state after no answer at ``now``, or a bad one."""
         rest_s = min(self.longest_s, self.first_s * 2 ** min(self.failures, 30))
         return replace(self, failures=self.failures + 1, until=now + rest_s)

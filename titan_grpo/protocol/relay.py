@@ -1,18 +1,18 @@
-"""From which server a server reads a version that others have, or are reading already. A pure
+"""Relays: servers that read a version from other servers, which have it or are reading it. A pure
 table.
 
 ::
 
-    Asked --> Read(the parent, and whom that one reads from): then the trainer, who is asked last
-    Answered --> the server has the version, or has not; whom it turned away from is a leaf then
+    Asked --> Read(the parent, and the parent's parent); the trainer is the last resort
+    Answered --> the server has the version, or not; a parent that failed becomes a leaf
 
-Rules: a server reads from one that asked before it, so no two wait for each other; at most DEPTH
-servers are behind each other; a host sends to one reader on another host, and to DEGREE of them
-where no other host could, which halves the rate of both; before that the trainer's hosts send to as
-many servers as they are; slow servers, and those that accept no connections, are leaves. Then a
+Rules: a server reads only from servers that asked before it, so no two wait for each other; chains
+have at most DEPTH servers; a host sends to one reader on another host, and to DEGREE of them if no
+host is free, which halves the rate of both; before such a second reader, the trainer feeds as many
+servers as it has hosts; slow servers, and those that accept no connections, are leaves. Then a
 trainer host sends its part about as often as there are trainer hosts, however many servers there
-are (with one reader a host: servers / DEPTH times), and all have it in twice the time of one. What
-is stale here costs time and nothing else: each block is judged by the trainer's digest."""
+are (with one reader a host: servers / DEPTH times), and all have it in twice the time of one. Stale
+entries here only cost time: each block is checked against the trainer's digest."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -20,26 +20,26 @@ from dataclasses import dataclass, field, replace
 from titan_grpo.errors import ProtocolError
 
 DEPTH = 16
-"""Most servers behind each other: each one adds the time of a few blocks."""
+"""Most servers in a chain: each one adds the time of a few blocks."""
 
 DEGREE = 2
 """Most readers on other hosts that a host sends to at a time."""
 
 SLOW = 2.0
-"""A server that is so much slower than the one it reads from is slow itself, and DEGREE times as
-much where it was not the only reader."""
+"""A server this many times slower than its parent is slow; DEGREE times as many if it was not the
+parent host's only reader."""
 
 LEAF_VERSIONS = 10
-"""For how many versions a server is a leaf that another one could not read from."""
+"""Versions for which a server stays a leaf after another one could not read from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A server. ``version``: what it has, or reads now (``reading``); ``turn``: of its last
-    question, in their order; ``parent``: the server that it reads from, empty for the trainer (see
-    Relays.above); ``depth``: servers between the trainer and the end of this one. ``shared``: the
-    parent's host sends, or sent meanwhile, to another reader too. ``rate``: bytes per second of its
-    last version."""
+    """A server. ``version``: what it has, or reads now (``reading``); ``turn``: number of its last
+    Asked; ``parent``: the server that it reads from, empty for the trainer (see Relays.above);
+    ``depth``: its place in the chain, 1 for a reader of the trainer. ``shared``: the parent's host
+    sends, or sent during this read, to another reader too. ``rate``: bytes per second of its last
+    version."""
 
     host: str
     zone: str = ""
@@ -57,9 +57,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Relays:
-    """All servers of a run that are connected. ``readers``: of each host that sends to others now,
-    the servers there, at most DEGREE. ``roots``: servers that read from the trainer before a host
-    sends to a second one."""
+    """All connected servers of a run. ``readers``: sending host -> the servers on other hosts that
+    read from it now, at most DEGREE. ``roots``: servers that read from the trainer before any host
+    sends to a second reader."""
 
     nodes: Mapping[str, Node] = field(default_factory=dict)
     readers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -67,14 +67,15 @@ class Relays:
     roots: int = 1
 
     def above(self, node: Node) -> Node | None:
-        """The parent, unless it has asked for another version since, came anew, or is gone."""
+        """Return the parent; None if it has asked for another version since, has connected again,
+        or is gone."""
         above = self.nodes.get(node.parent)
         if above is None or above.version != node.version or above.turn >= node.turn:
             return None
         return above
 
     def ancestors(self, url: str) -> tuple[str, ...]:
-        """Whom a server reads from: its parent, and that one's, if they have the same version."""
+        """Return a server's parent and the parent's parent, if they have the same version."""
         node = self.nodes[url]
         out: list[str] = []
         while len(out) < 2 and (above := self.above(node)) is not None:
@@ -88,7 +89,7 @@ class Relays:
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """A server has joined its lane. ``serves``: others may read from it."""
+    """A server has connected to its lane. ``serves``: others may read from it."""
 
     url: str
     host: str
@@ -105,7 +106,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A server is about to read a version; what it had before, it has no more."""
+    """A server is about to read a version, over the one that it had."""
 
     url: str
     version: int
@@ -113,8 +114,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """It has the version, or gave up. ``rate``: its bytes per second; ``lost``: servers that it
-    turned away from."""
+    """The server has the version, or gave up. ``rate``: bytes per second; ``lost``: servers that it
+    could not read from."""
 
     url: str
     version: int
@@ -135,7 +136,7 @@ Outcome = tuple[Relays, tuple[Read, ...]]
 
 
 def _quiet(t: Relays, url: str) -> Relays:
-    """``url`` reads no more, and what it had it has no more: no server reads from it."""
+    """Remove ``url`` as a reader, and all readers of ``url``: its version is gone."""
     node = t.nodes.get(url)
     if node is None:
         return t
@@ -157,11 +158,11 @@ def _read_no_more(t: Relays, url: str) -> Relays:
 
 
 def _parent(t: Relays, url: str, version: int, depth: int) -> str:
-    """The best server to read from; empty: the trainer. Same host, same zone, no reader yet, least
-    depth, rate."""
+    """Return the best server to read from; empty: the trainer. Preferred in this order: same host,
+    same zone, fewest readers, least depth, highest rate."""
     host, zone = t.nodes[url].host, t.nodes[url].zone
     busy = {place: len(readers) for place, readers in t.readers.items()}
-    # what leaves most of them out comes first: a thousand servers are looked through here
+    # The most selective condition is first: this scans a thousand servers.
     free = [
         (n.host != host, n.zone != zone, load, n.depth, -n.rate, u)
         for u, n in t.nodes.items()
@@ -180,13 +181,13 @@ def _parent(t: Relays, url: str, version: int, depth: int) -> str:
 
 
 def _at_the_trainer(t: Relays, version: int) -> int:
-    """Servers that had to read the version from it."""
+    """Return how many servers read the version from the trainer."""
     return sum(n.version == version and n.depth == 1 for n in t.nodes.values())
 
 
 def step(t: Relays, event: Event, depth: int = DEPTH) -> Outcome:
-    """The next state, and for Asked whom to read from. ProtocolError for an event about a server
-    that is not there, or about another version. ``depth``: see DEPTH."""
+    """Return the next state, and for Asked the servers to read from. ``depth``: in place of DEPTH.
+    Raises ProtocolError for an unknown server, or an Answered of another version."""
     if isinstance(event, Asked | Answered) and event.url not in t.nodes:
         raise ProtocolError(f"event {event!r} is about a server that has not come: {t!r}")
     match event:
@@ -230,7 +231,7 @@ def _answered(t: Relays, e: Answered) -> Relays:
     if not e.ok:
         t, now = _quiet(t, e.url), replace(node, version=None, reading=False, parent="")
     else:
-        # behind a slow one all are slow: only what is slower than its parent is to blame
+        # All readers behind a slow server are slow: blame one only if it is slower than its parent.
         if above is not None:
             wanted = above.rate
         else:
@@ -239,7 +240,7 @@ def _answered(t: Relays, e: Answered) -> Relays:
         t, now = _read_no_more(t, e.url), replace(node, reading=False, rate=e.rate, slow=slow)
     nodes = {**t.nodes, e.url: now}
     for url in e.lost:
-        # who went on to a newer version, or came anew, is not to blame
+        # A server that has a newer version, or has connected again, is not to blame.
         if url in nodes and nodes[url].version == e.version:
             nodes[url] = replace(nodes[url], leaf_until=e.version + LEAF_VERSIONS)
     return replace(t, nodes=nodes)

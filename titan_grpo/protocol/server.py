@@ -1,5 +1,5 @@
-"""What a server holds, and for whom: its engine's fence, which outlives every receiver, and the
-staging memory of one epoch's receiver. Two pure tables.
+"""State of one server, as two pure tables: the engine's fence, which outlives every receiver, and
+the staging memory of one epoch's receiver.
 
 Fence: what the engine holds and which epoch may commit to it::
 
@@ -9,11 +9,11 @@ Fence: what the engine holds and which epoch may commit to it::
                      granted; otherwise refused
     Loaded           how the granted commit ended: the only event that changes what the engine holds
 
-A run id begins with the start time of its run, so that with right clocks the newest run wins, at
-term 1. A new trainer whose clock is behind is refused by the run before it, which is older than
-itself: both ages come from monotonic clocks. It then takes that run's term plus one
-(protocol.lane). A trainer that was replaced does not: the run in force is younger, or the server
-has admitted it before.
+A run id begins with the start time of its run: with right clocks the newest run wins, at term 1.
+With its clock behind, a new trainer's id sorts before that of the run in force, and the server
+refuses it. The lane then compares ages by monotonic clocks: if the run in force is the older one,
+the lane retries with that run's term plus one (protocol.lane). A replaced trainer does not: the run
+in force is younger, or the server has admitted the trainer before.
 
 Staging: the memory's content and its user::
 
@@ -21,8 +21,8 @@ Staging: the memory's content and its user::
       ^                 | not ok                |                | (streamed: EMPTY)
       `-----------------'<-- begin: WRITING ----'                `-- begin: refused until it returns
 
-There is one image (streamed: one window), so a transfer overwrites what was staged, and never what
-the engine reads. Streamed, a version is STAGED once its digests are known and before its bytes
+There is one image (streamed: one window): a transfer overwrites a staged version, never one that
+the engine reads. Streamed, a version is STAGED once its digests have arrived, before its bytes
 move; they move while it is LENT.
 """
 
@@ -38,10 +38,10 @@ from titan_grpo.errors import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """``in_force``: the (run, epoch) admitted last, ``term``: its term; ``run``, ``version``,
-    ``fingerprint``: what was loaded last.
+    """State of the fence. ``in_force``: the (run, epoch) admitted last, ``term``: its term;
+    ``run``, ``version``, ``fingerprint``: of the last successful load.
 
-    ``intact`` is false if a load broke off half-way and no whole one followed. ``granted``: (run,
+    ``intact`` is false from a load that failed half-way until a load succeeds. ``granted``: (run,
     version) of the commit that is being loaded.
     """
 
@@ -93,14 +93,14 @@ class Loaded:
 
 FenceEvent = OpenEpoch | CommitRequested | Loaded
 FenceOutcome = tuple[EngineState, str]
-"""The next state, and why the event is refused; empty if it is not."""
+"""The next state, and the reason of a refusal, empty without one."""
 
 
 def _open_epoch(s: EngineState, e: OpenEpoch) -> FenceOutcome:
     run, epoch = s.in_force
     later = not run or (e.term, e.run_id) > (s.term, run)
     if e.epoch > epoch if e.run_id == run else later:
-        # A pause guard does not know its lane's term: its epoch must not lower the term.
+        # A pause guard sends term 1, whatever its lane's term: its epoch must not lower the term.
         term = max(e.term, s.term) if e.run_id == run else e.term
         return replace(s, in_force=(e.run_id, e.epoch), term=term), ""
     reason = (
@@ -123,7 +123,7 @@ def _commit_requested(s: EngineState, e: CommitRequested) -> FenceOutcome:
             f"commit for epoch {e.epoch} of run {e.run_id}, but epoch {epoch} of run {run} is in"
             " force"
         )
-    # the same version again is allowed: it is what repairs a broken load
+    # The same version may come again: that repairs a load that failed half-way.
     if e.run_id == s.run and e.version < s.version:
         return s, f"version {e.version} is older than version {s.version}, which the engine holds"
     if s.granted is not None:
@@ -132,9 +132,11 @@ def _commit_requested(s: EngineState, e: CommitRequested) -> FenceOutcome:
 
 
 def fence(s: EngineState, event: FenceEvent) -> FenceOutcome:
-    """See FenceOutcome. Opened, an epoch gets a receiver of its own; requested and not refused, a
-    commit is granted. ProtocolError for the end of a load that was not granted, or that went well
-    and left no whole weights."""
+    """Return the next state and the reason of a refusal. The driver starts a receiver for an
+    admitted epoch; a commit that is not refused is granted.
+
+    Raises ProtocolError for a Loaded without a granted commit, or with ``ok`` but not ``intact``.
+    """
     match event:
         case OpenEpoch():
             return _open_epoch(s, event)
@@ -150,7 +152,7 @@ def fence(s: EngineState, event: FenceEvent) -> FenceOutcome:
                     f"a load that went well leaves whole weights: {event!r} reached {s!r}"
                 )
             if not ok:
-                # a load that touched nothing makes broken weights no better
+                # A load that touched no weight leaves broken weights broken.
                 return replace(s, intact=s.intact and intact, granted=None), ""
             return EngineState(s.in_force, s.term, run_id, version, fingerprint), ""
 
@@ -159,7 +161,7 @@ def fence(s: EngineState, event: FenceEvent) -> FenceOutcome:
 
 
 class Phase(Enum):
-    """What the memory is used for."""
+    """Use of the staging memory."""
 
     EMPTY = "empty"
     WRITING = "writing"
@@ -169,8 +171,8 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """``number`` of the last transfer that began, its ``version``, and the ``fingerprint`` of what
-    is staged."""
+    """State of the staging memory. ``number``, ``version``: of the last transfer that began;
+    ``fingerprint``: of the staged version."""
 
     streamed: bool = False
     phase: Phase = Phase.EMPTY
@@ -197,8 +199,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """The transfer's bytes are there and were checked (streamed: its digests were), well or
-    badly."""
+    """The transfer ended with this check of its bytes (streamed: of its digests only)."""
 
     number: int
     version: int
@@ -217,18 +218,17 @@ class LendRequested:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The engine reported how a commit ended. It reports a refused one too: then nothing was
-    lent."""
+    """The engine reported the end of a commit; of a refused one too, for which nothing was lent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Streamed: the window's bytes have passed, or will not come."""
+    """Streamed: all bytes went through the window, or no more will come."""
 
 
 StagingEvent = Begin | Arrived | LendRequested | Returned | Spent
 StagingOutcome = tuple[Staging, str]
-"""The next state, and why the event is refused; empty if it is not."""
+"""The next state, and the reason of a refusal, empty without one."""
 
 
 def _begin(s: Staging, e: Begin) -> StagingOutcome:
@@ -265,7 +265,7 @@ def _lend_lent(s: Staging, _: Any) -> StagingOutcome:
 
 
 def _returned(s: Staging, _: Any) -> StagingOutcome:
-    # an image may be committed again; a window's bytes are gone
+    # A whole image can be committed again; a window's bytes are gone.
     return (_emptied(s) if s.streamed else replace(s, phase=Phase.STAGED)), ""
 
 
@@ -290,8 +290,7 @@ TRANSITIONS: dict[Phase, dict[type, _Transition]] = {
         Returned: _same,
         Spent: _same,
     },
-    # A transfer that broke off without an answer leaves WRITING behind; the next one begins over
-    # it.
+    # A transfer that ends without an answer leaves WRITING behind; the next one begins over it.
     Phase.WRITING: {
         Begin: _begin,
         Arrived: _arrived,
@@ -314,8 +313,8 @@ TRANSITIONS: dict[Phase, dict[type, _Transition]] = {
 
 
 def staging(s: Staging, event: StagingEvent) -> StagingOutcome:
-    """See StagingOutcome. An event that the state does not list raises ProtocolError and changes
-    nothing."""
+    """Return the next state and the reason of a refusal. Raises ProtocolError, and changes nothing,
+    for an event that the state does not list."""
     transition = TRANSITIONS[s.phase].get(type(event))
     if transition is None:
         raise ProtocolError(f"event {event!r} is not listed for staging {s!r}")
