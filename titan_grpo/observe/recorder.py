@@ -305,6 +305,7 @@ class Recorder:
         if self._traces is not None:
             label = track or threading.current_thread().name
             self._queue.put(("span", (name, start_s, stop_s, label, args)))
+        # Times of the format are in microseconds.
         times = {"ts": start_s * 1e6, "dur": (stop_s - start_s) * 1e6}
         self._put_event({"ph": "X", "name": name, "tid": self._track(track), **times, "args": args})
 
