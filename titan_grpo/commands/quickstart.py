@@ -24,7 +24,7 @@ STARTUP_S = 300.0
 """Seconds per server for all of them to start."""
 
 TINY_STD, LORA_STD = 0.02, 0.1
-"""Standard deviation of the tiny model's weights; with --lora."""
+"""Standard deviation of the tiny model's weights: without and with --lora."""
 
 ENGINES: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
