@@ -47,8 +47,7 @@ class Wanted:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Make the command's parser. All other arguments go to torchtitan's, so a job's command line
-    fits."""
+    """Make the command's parser. Other arguments go to torchtitan's: a job's command line fits."""
     out = argparse.ArgumentParser(
         prog="titan-grpo doctor",
         description="Check versions, memory, ports, environment and servers. Exit code 1 if"

@@ -40,8 +40,7 @@ DESCRIPTION_S = 60.0
 """Deadline of vLLM's /server_info, which collects a description of the whole system."""
 
 TEXT = "Add 12 and 3.14: was\tist\n\n  <b>größer</b>? 东京, 🙂 </s><|im_end|><eos>"
-"""Text on which tokenizers differ: digits, white space, other scripts, and special tokens of some
-models."""
+"""Text on which tokenizers differ: digits, white space, scripts, special tokens of some models."""
 
 
 def controller(url: str, key: str, timeout_s: float, ours: str = FORMAT) -> Finding:
@@ -115,8 +114,7 @@ class Access:
 
 @dataclass
 class ServerFacts:
-    """Answers of a server. An unanswered question has the value None and its reason in
-    ``errors``."""
+    """Answers of a server. An unanswered question is None, with its reason in ``errors``."""
 
     url: str
     healthy: bool = True
@@ -304,8 +302,8 @@ def _tokenizer(url: str, here: Sequence[int], there: Sequence[int]) -> Finding:
 
 
 def tokens_here(model_dir: str) -> list[int] | None:
-    """Return the ids of TEXT by the directory's tokenizer.json, without added special tokens; None
-    without that file."""
+    """Return TEXT's ids by the directory's tokenizer.json, no special tokens added; None without
+    it."""
     path = Path(model_dir) / "tokenizer.json"
     if not path.is_file():
         return None
@@ -316,8 +314,7 @@ def tokens_here(model_dir: str) -> list[int] | None:
 
 
 def address_towards_server(url: str) -> str:
-    """Return this host's address on the route to a server; loopback if its name does not
-    resolve."""
+    """Return this host's address on the route to a server; loopback if its name is unknown."""
     parts = urlsplit(url)
     try:
         return address_towards(parts.hostname or "127.0.0.1", parts.port or 80)

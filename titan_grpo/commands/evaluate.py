@@ -89,8 +89,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 
 @contextmanager
 def _server(url: str | None, config: Any, model: str, key: str) -> "Iterator[ServerState]":
-    """Yield the running server, or start one. The version is 0 if the server's label is not a
-    run's."""
+    """Yield the running server, or start one. The version is 0 if the label is not a run's."""
     from titan_grpo.engines.http import SyncDriver
     from titan_grpo.engines.server import detect, dialect
     from titan_grpo.protocol.messages import Label, ServerState

@@ -222,8 +222,7 @@ def _template(model: str) -> str:
 
 
 def converted(path: str) -> str:
-    """Return an older trainer's job as TOML text for this one. Raises ConfigError for an unreadable
-    file."""
+    """Return an older trainer's job as TOML text for this one. Raises ConfigError if unreadable."""
     head = (
         f"# {path}, converted by titan-grpo init --from.",
         "# Keys that changed their names, meanings and defaults: docs/from_the_older_trainer.md.",

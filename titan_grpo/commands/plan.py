@@ -64,8 +64,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
-    """Print the plan; returns 0. Raises ConfigError for mistakes in the input. ``env`` is not
-    used."""
+    """Print the plan; returns 0. Raises ConfigError for mistakes in the input."""
     args = parser().parse_args(argv)
     tables = {path: read_toml(path, "FILE") for path in args.files}
     options: dict[str, Any] = {}
@@ -174,7 +173,7 @@ def of_job(path: Path, table: Mapping[str, Any], servers: int | None = None) -> 
 
 
 def parameters(model: str) -> int:
-    """Return the number of parameters of a model: a number, torchtitan's NAME/FLAVOR, or a
+    """Return a model's number of parameters, from a number, torchtitan's NAME/FLAVOR or a
     config.json."""
     try:
         return int(float(model))

@@ -119,8 +119,7 @@ def in_checkout() -> bool:
 
 
 def engine_python(engine: str) -> str:
-    """Return the interpreter of an engine's environment made by scripts/setup.sh; "" without a
-    checkout."""
+    """Return an engine's interpreter as scripts/setup.sh makes it; "" without a checkout."""
     return str(ROOT / f".venv-{engine}/bin/python") if in_checkout() else ""
 
 
@@ -139,8 +138,8 @@ def add_tiny_run(
 
 
 def tiny_job(options: argparse.Namespace, model: Path, folder: Path, servers: str) -> list[str]:
-    """Return the job's arguments for such a command's ``--config``. ``servers``: comma-separated
-    URLs."""
+    """Return the job's arguments for such a command's ``--config``. ``servers``: URLs with
+    commas."""
     # Imported here, so that --help does not load torch.
     from titan_grpo.titan.flavors import FLAVORS
 

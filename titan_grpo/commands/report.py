@@ -22,8 +22,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
-    """Write the page; returns 0. Raises ConfigError for a folder without a run. ``env`` is not
-    used."""
+    """Write the page; returns 0. Raises ConfigError for a folder without a run."""
     args = parser().parse_args(argv)
     # Imported here, so that --help does not load numpy.
     from titan_grpo.observe.report import write_whole

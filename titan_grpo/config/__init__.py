@@ -83,7 +83,7 @@ class WeightSync:
     """Bytes per broadcast; a multiple of block_bytes. A lane uses device memory for one bucket."""
 
     slots: int = 2
-    """Version images kept in host memory (slots x model bytes). With two, one can be written while
+    """Version images kept in host memory (slots x model bytes). Two let one be written while
     another is sent."""
 
     apply: Literal["staged", "streamed"] = "staged"
@@ -98,8 +98,8 @@ class WeightSync:
     recompute: requests that are not ours would otherwise reuse prefixes of older weights."""
 
     digest: Literal["xxh3", "blake3"] = "xxh3"
-    """Hash of the blocks: xxh3 is the fastest, blake3 is cryptographic. With a run key it is always
-    keyed blake3."""
+    """Hash of the blocks: xxh3 is fastest, blake3 cryptographic. With a run key it is keyed
+    blake3."""
 
     run_key_file: str = ""
     """File with the run key (64 hexadecimal digits). Servers with the key refuse weights from
@@ -131,13 +131,12 @@ class WeightSync:
 
     drain_deadline_s: float = 120.0
     """With rollout.in_flight_weight_updates = false: how long a server may take to finish its
-    requests before a commit, in seconds. Requests still running then are cancelled and made
-    again."""
+    requests before a commit, in seconds. Requests still running then are cancelled and
+    restarted."""
 
     startup_deadline_s: float = 600.0
     """How long startup waits for task, dataset and launched servers together, and then for at least
-    one server to commit the first version, in seconds. Raise it when a dataset must be
-    downloaded."""
+    one server to commit the first version, in seconds. Raise it for a dataset download."""
 
     shutdown_deadline_s: float = 60.0
     """How long shutdown waits for the servers to commit the newest version, in seconds."""
@@ -154,8 +153,8 @@ class WeightSync:
     """Longest pause between two attempts of a lane, in seconds."""
 
     on_sync_error: Literal["continue", "stop"] = "continue"
-    """What to do at the next step boundary after a background error: continue logs it, stop ends
-    the run."""
+    """What to do at the next step boundary after a background error: log it and go on, or stop the
+    run."""
 
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -168,8 +167,7 @@ class Lora:
     A, of which only B and A are trained. A job without this section has none."""
 
     rank: int = 0
-    """Rows of A and columns of B, 1 or more. 0 (only without this section): every weight is
-    trained."""
+    """Rows of A and columns of B, 1 or more. 0 (only without this section): train every weight."""
 
     alpha: float = 16.0
     """Scale of the adapters: the product B A is multiplied by alpha / rank."""

@@ -38,7 +38,7 @@ class GRPO:
     its mean log-ratio (GSPO)."""
 
     clip_ratio_lower_bound: float = 0.2
-    """A token with a ratio below 1 - this and a negative advantage gets no gradient. 1: no lower
+    """A token with ratio below 1 - this and negative advantage gets no gradient. 1: no lower
     bound."""
 
     clip_ratio_upper_bound: float = 0.28
@@ -102,8 +102,7 @@ class GRPO:
     other rewards (RLOO)."""
 
     scale_adv_by_len: bool = False
-    """Multiply each reward by its completion's number of tokens before the baseline is
-    subtracted."""
+    """Multiply each reward by its completion's number of tokens before subtracting the baseline."""
 
     pos_scaler: float = 1.0
     """Factor on positive advantages."""
@@ -145,7 +144,7 @@ class GRPO:
     (GRPO). constant: sum divided by a constant (Dr.GRPO)."""
 
     grpo_by_token: bool | None = None
-    """Alias of loss_normalization: true is "token", false is "sequence". Unset: loss_normalization
+    """Alias of loss_normalization: true: "token", false: "sequence". Unset: loss_normalization
     decides."""
 
     top_entropy_share: float = 1.0
@@ -159,8 +158,8 @@ class GRPO:
     forward pass."""
 
     onpolicy_logp_threshold: float = 0.0
-    """Leave tokens with a probability below this under the policy out of every term of the loss. 0
-    and 1: none."""
+    """Leave tokens with a policy probability below this out of every term of the loss. 0 and 1:
+    none."""
 
     token_staleness_limit: int = -1
     """Leave tokens that were sampled by a version more than this many versions older than the
@@ -170,7 +169,7 @@ class GRPO:
     """Add the mean over the vocabulary of (this * logit)^2 per token to the loss."""
 
     entropy_loss_weight: float = 0.0
-    """Subtract this times the entropy per token from the loss: a larger value keeps the policy more
+    """Subtract this times the entropy per token from the loss: larger keeps the policy more
     random."""
 
     rollout_is_level: Literal["token", "sequence", "geometric"] = "token"
@@ -178,8 +177,8 @@ class GRPO:
     sequence (the product over its tokens), or the geometric mean over the sequence."""
 
     rollout_is_mode: Literal["truncate", "mask"] = "truncate"
-    """truncate: weights above the threshold become the threshold. mask: weights outside the bounds
-    become 0."""
+    """truncate: weights above the threshold become it. mask: weights outside the bounds become
+    0."""
 
     rollout_is_threshold: float = 2.0
     """Upper bound of that weight. 0: no weight; then only proximal_logprobs = "rollout" corrects,
@@ -193,8 +192,8 @@ class GRPO:
     engine below this. 0: off."""
 
     allow_uncorrected_off_policy: bool = False
-    """Allow training on stale data without a correction, for experiments: the gradient is
-    biased."""
+    """Allow training on stale data without a correction, for experiments: it biases the
+    gradient."""
 
     ptx_mixin_batchsize: int = 0
     """Sequences of plain text, over all ranks, whose cross-entropy is added to each optimizer

@@ -37,7 +37,7 @@ class WorkerKeys(TaskKeys):
     groups that environments POST."""
 
     atropos_url: str = ""
-    """Base URL of the Atropos API. A step takes one batch of prompts_per_step * group_size
+    """Base URL of the Atropos API. A step takes a batch of prompts_per_step * group_size
     sequences."""
 
     push_address: str = "127.0.0.1:8900"
@@ -50,8 +50,7 @@ class WorkerKeys(TaskKeys):
     only): no key."""
 
     seed: int = 0
-    """Seed of prompt order and sampling; request seeds derive from it and from prompt and sample
-    index."""
+    """Seed of prompt order and sampling; request seeds derive from it, prompt and sample index."""
 
     prompts_per_step: int = 8
     """Groups per training step."""
@@ -104,8 +103,8 @@ class WorkerKeys(TaskKeys):
 
     stream_completions: bool = True
     """Receive completions in pieces of 32 tokens: after a broken connection they continue on
-    another server from the last piece. false: they arrive whole, and a broken connection loses all
-    tokens."""
+    another server from the last piece. false: they arrive whole, and a broken connection loses
+    them."""
 
 
 @dataclass
@@ -133,7 +132,7 @@ class Rollout(WorkerKeys):
 
     servers_port: int = 8000
     """Port of the first server on each host of servers_slurm; further servers have the next
-    ports."""
+    ones."""
 
     servers_per_host: int = 1
     """Servers on each host of servers_slurm."""
@@ -150,8 +149,7 @@ class Rollout(WorkerKeys):
     out the GPUs of the trainer's ranks. Empty: the GPUs that rank 0 sees."""
 
     launch_python: str = ""
-    """Python interpreter of vLLM's environment, which differs from the trainer's, for servers =
-    "launch"."""
+    """Python interpreter of vLLM's environment (not the trainer's), for servers = "launch"."""
 
     launch_sglang_python: str = ""
     """The same for SGLang."""
@@ -194,8 +192,8 @@ class Rollout(WorkerKeys):
     trainer, at the first step and every this many steps (for titan-grpo report). 0: never."""
 
     replay_path: str = ""
-    """Recorded file (see record_path) to train on instead of sampling. Servers still get every
-    version."""
+    """Recorded file (see record_path) to train on instead of sampling. Servers still get all
+    versions."""
 
 
 def server_url(text: str) -> str:

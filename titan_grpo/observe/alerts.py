@@ -139,13 +139,11 @@ def _kept_kv(last: Mapping[str, float]) -> str:
 
 
 GAP = Threshold(names.ON_POLICY_GAP, ">=", ON_POLICY_GAP, 3)
-"""Threshold that every run watches: trainer and engine compute differently from the same
-weights."""
+"""Threshold that every run watches: trainer and engine differ on the same weights."""
 
 
 def told(crossed: Threshold, metrics: Mapping[str, Any], quantised: Mapping[str, str]) -> str:
-    """Return the text of a crossed threshold; of a gap with its likely cause (``quantised``: see
-    ``likely_cause``)."""
+    """Return a crossed threshold's text; for a gap with its likely cause (see ``likely_cause``)."""
     if not crossed.metric.startswith(f"{names.GAP}/"):
         return str(crossed)
     return f"{crossed}: {likely_cause(metrics, quantised)}"

@@ -131,8 +131,7 @@ class Traces:
 
 
 def traces_of(env: Mapping[str, str], run: str, clock_s: float) -> Traces | None:
-    """Return the exporter that the environment configures; None without an endpoint or the
-    packages."""
+    """Return the exporter that the environment configures; None without endpoint or packages."""
     if not any(env.get(name) for name in ENDPOINTS):
         return None
     try:

@@ -110,8 +110,7 @@ SERVER = "server"
 TOTALS: tuple[str, ...] = (SYNC_COUNT, SYNC_BYTES, SPARED_BYTES, SYNC_FAILURES, SKIPPED_VERSIONS)
 TOTALS += (DIGEST_MISMATCHES, QUARANTINES, UNHEALTHY_STEPS, SERVERS_JOINED, SERVERS_LEFT)
 TOTALS += (REQUESTS, OUTAGES, INTERRUPTED, MOVED, SKIPPED_PROMPTS, RELAYED_BYTES)
-"""Totals that every step has, from 0 at the start: a missing curve would not show that nothing
-happened."""
+"""Totals that every step has, from 0 at the start: a missing curve would not show a zero."""
 
 WORK: tuple[str, ...] = (COPY_S, DIGEST_S, CONNECT_S, SEND_S, VERIFY_S, DRAIN_S, COMMIT_S)
 WORK += (PAUSE_S, LOAD_S, SYNC_S, HELD_S)

@@ -29,12 +29,10 @@ from titan_grpo.observe.dashboards import Traces
 Event = dict[str, Any]
 
 PENDING_LIMIT = 100_000
-"""Queue length above which trace events are dropped and counted (a slow disk). Metrics are never
-dropped."""
+"""Queue length above which trace events (never metrics) are dropped and counted: a slow disk."""
 
 TAIL_BYTES = 1 << 20
-"""Bytes at the end of an earlier trace in which its last event is looked for; no event is as
-long."""
+"""Bytes at the end of an earlier trace in which to find its last event; no event is as long."""
 
 
 def read_metrics(path: Path, only: Collection[str] | None = None) -> list[dict[str, Any]]:
@@ -335,8 +333,7 @@ class Recorder:
         self.add("server", server)
 
     def quantised(self, server: str, method: str) -> None:
-        """Record the quantisation method of a server's weights, as its engine reports it; empty:
-        none."""
+        """Record the quantisation method of a server, as its engine reports it; empty: none."""
         self.add("quantised", server, method)
 
     def joined(self, server: str, version: int) -> None:
@@ -368,8 +365,7 @@ class Recorder:
         self._queue.put(("metrics", row))
 
     def after_last_step(self, metrics: Mapping[str, float]) -> None:
-        """Add values from after the last step to its line. Does nothing before this process's first
-        step."""
+        """Add values from after the last step to its line. Does nothing before the first step."""
         with self._lock:
             if not self._last:
                 return

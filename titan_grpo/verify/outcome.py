@@ -104,8 +104,7 @@ def read_made(path: Path) -> tuple[Made, ...]:
 
 
 def read_commits(path: Path, skip: int = 0) -> tuple[Committed, ...]:
-    """Read the server's lines after the first ``skip``; empty without a file. Raises DataError for
-    a malformed line."""
+    """Read the server's lines after the first ``skip``. Otherwise like ``read_made``."""
     return _read(path, Committed, skip)
 
 
@@ -202,15 +201,15 @@ def differing(want: Mapping[str, str], got: Mapping[str, str]) -> list[str]:
 
 
 def run_of(run: Run) -> str:
-    """Return the training run's id: the newest in the labels (an older one is of the server's
-    weights before)."""
+    """Return the run's id: the newest in the labels (an older one is of the server's earlier
+    weights)."""
     labels = [Label.parse(text) for p in run.probes for text in (p.before, p.after)]
     return max((label.run_id for label in labels if label is not None), default="")
 
 
 def candidates(probe: Probe, references: Sequence[Reference], tolerance: float) -> list[Reference]:
-    """Return the versions whose log-probabilities are within ``tolerance`` nats of an answer at
-    every token."""
+    """Return the versions whose log-probabilities an answer has, within ``tolerance`` nats per
+    token."""
     return [
         r for r in references if distance(probe.logprobs, r.logprobs[probe.prompt]) <= tolerance
     ]

@@ -40,8 +40,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def content_digest(tensors: Mapping[str, str]) -> str:
-    """Return 32 hex characters over the digests of all tensors (name -> tensor_digest), in any
-    order."""
+    """Return 32 hex characters over all tensors' digests (name -> tensor_digest), in any order."""
     text = "\n".join(f"{name} {tensors[name]}" for name in sorted(tensors))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -85,8 +84,8 @@ class RecordingSide(EngineSide):
         super().__init__(self._recorded, workers, problem, run_key)
 
     def commit(self, data: dict[str, Any]) -> Applied | None:
-        """See EngineSide. A line that cannot be written is logged; the verification then reports it
-        missing."""
+        """See EngineSide. A line that cannot be written is logged, and missed by the
+        verification."""
         self._recorded.seen = {}
         report = super().commit(data)
         if report is not None:
@@ -109,8 +108,7 @@ class RecordingSide(EngineSide):
 
 
 def register_vllm(path: str) -> None:
-    """Register the backend BACKEND: our vLLM plugin with a RecordingSide that writes to
-    ``path``."""
+    """Register BACKEND: our vLLM plugin with a RecordingSide that writes to ``path``."""
     # Imported here: vLLM may be missing where this module is imported.
     from titan_grpo.receive import vllm_plugin
 

@@ -68,7 +68,7 @@ def server_spec(
     run_key: Key | None = None,
     engine: str = vllm.NAME,
 ) -> ServerSpec:
-    """Return a server whose plugin records commits to ``recorded(out)``. Writes the plugin into
+    """Return a server that records its commits to ``recorded(out)``. Writes the plugin into
     ``out``."""
     plugin = out / "server_plugin"
     recording.install(plugin.resolve(), recorded(out).resolve())

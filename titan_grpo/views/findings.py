@@ -103,8 +103,7 @@ def facts_of(run: Run) -> Facts:
 
 
 def _means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return means of metrics, without servers' values: they are most of a line, and no rule reads
-    them."""
+    """Return means of metrics, without servers' values: most of a line, and in no rule."""
     shared = [n for n in set[str]().union(*rows) if not n.startswith(f"{names.SERVER}/")]
     known = {name: each[~np.isnan(each)] for name, each in columns(rows, shared).items()}
     return {name: float(np.mean(each)) for name, each in known.items() if each.size}

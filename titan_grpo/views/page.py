@@ -18,8 +18,7 @@ from titan_grpo.views.run import Array, Run, band, columns, edges
 from titan_grpo.views.timeline import timeline
 
 TOKENS = 60_000
-"""Of completions on a page, a megabyte and a half; a longer run shows the steps that lie evenly
-over it."""
+"""Tokens of completions on a page (1.5 MB); a longer run shows evenly spaced steps."""
 
 PROMPT_TOKENS = 400
 """Tokens shown of a prompt: its last ones."""
@@ -137,8 +136,7 @@ def _state(run: Run) -> str:
 
 
 def rounded(values: Array | Sequence[float], digits: int = 4) -> list[float | None]:
-    """Return numbers with few significant digits for the page's data; None for values that are not
-    finite."""
+    """Return numbers with few significant digits for the page's data; None if not finite."""
     out: list[float | None] = []
     for value in np.asarray(values).tolist():
         if not math.isfinite(value):
@@ -292,7 +290,7 @@ def decoder(folders: Sequence[Path]) -> Decode:
 
 
 def tokenizers_of(run: Run, folder: Path) -> list[Path]:
-    """Return where a run's tokenizer may be: where the run found it, and beside its trained
+    """Return where a run's tokenizer may be: where the run found it, or beside its trained
     weights."""
     return [*(Path(step.tokenizer) for step in run.samples[-1:]), folder / "hf"]
 

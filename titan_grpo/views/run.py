@@ -265,8 +265,8 @@ SPAN = np.dtype(
         ("number", np.int64),
     ]
 )
-"""A span in the trace: number of its track, number of its name, start and stop in seconds, version
-or step."""
+"""A span of the trace: numbers of its track and name, start and stop in seconds, version or
+step."""
 
 Bars = npt.NDArray[np.void]
 """[bars] of SPAN, in the file's order."""

@@ -1,5 +1,5 @@
-"""Timeline of a run: what each server did against the trainer's steps, and which version it held
-when. Pure."""
+"""Timeline of a run: what servers did against the trainer's steps, and which versions they held.
+Pure."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -59,8 +59,8 @@ class ServerFigures:
 
 
 def published(trace: Trace) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """Return when the trainer made each version: (times, versions), both rising, versions without a
-    free slot included."""
+    """Return when the trainer made each version, also without a free slot: (times, versions),
+    rising."""
     sealed = trace.of("sealer", names.DIGEST_S)
     skipped = [(i.time_s, i.version) for i in trace.instants if i.name == "version skipped"]
     times = np.concatenate([sealed.start, [t for t, _ in skipped]])
@@ -70,8 +70,7 @@ def published(trace: Trace) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int
 
 
 def held(trace: Trace, url: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """Return when a server was verified to hold each version: (times, versions), with -1 when it
-    left."""
+    """Return when a server was verified to hold each version: (times, versions); -1: it left."""
     commits = trace.of(url, names.COMMIT_S)
     gone = [i.time_s for i in trace.instants if i.track == url and i.name == "server left"]
     times = np.concatenate([commits.stop, gone])
