@@ -262,8 +262,8 @@ class GRPO:
 
 
 def resolve_aliases(grpo: GRPO) -> None:
-    """Write the keys of the existing trainer into ours, which alone the code reads. The values are
-    those of a section without violations."""
+    """Apply the aliases of the older trainer's keys: only ours are read. The section must have no
+    violations."""
     if grpo.grpo_by_token is not None:
         grpo.loss_normalization = "token" if grpo.grpo_by_token else "sequence"
 

@@ -39,7 +39,7 @@ def series(name: str) -> tuple[str, dict[str, str]]:
     (('titan_grpo_reward_mean', {}), ('titan_grpo_server_lag', {'server': 'a:8000'}))
     >>> series("dropped/stale"), series("evaluation/test/pass_at_4")
     (('titan_grpo_dropped', {'reason': 'stale'}), ('titan_grpo_evaluation_pass_at_4', \
-    {'evaluation': 'test'}))
+{'evaluation': 'test'}))
     """
     first, _, rest = name.partition("/")
     labels = {}

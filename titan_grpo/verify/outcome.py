@@ -397,7 +397,7 @@ def outcome(
     violations: Sequence[Violation],
     tol: float,
 ) -> dict[str, Any]:
-    """Everything as one JSON-able object."""
+    """Return the outcome as one JSON-able object."""
     return {
         "passed": not violations,
         "violations": [asdict(v) for v in violations],
@@ -421,7 +421,7 @@ def outcome(
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The object of ``outcome`` as text."""
+    """Return the outcome as text."""
     lines = [
         f"{'run':<14}{'made':>5}{'committed':>10}{'probes':>8}{'seen':>6}{'worst fit':>11}"
         f"{'apart':>8}  final weights"
