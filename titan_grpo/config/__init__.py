@@ -158,7 +158,7 @@ class WeightSync:
 
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Linear layers of a dense model's block, by their Hugging Face names."""
+"""The linear layers of a block of a dense model, as Hugging Face names them."""
 
 
 @dataclass

@@ -84,7 +84,7 @@ def _families(values: Mapping[str, float | None]) -> Iterable[Any]:
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 FLUSH_MS = 5000
-"""How long ``Traces.close`` waits for the collector, in milliseconds."""
+"""Timeout given to the provider's flush at the end, in milliseconds."""
 
 
 class Traces:
@@ -122,7 +122,7 @@ class Traces:
         span.end(self._ns(stop_s))
 
     def close(self) -> None:
-        """Export the rest. Bounded."""
+        """Export the rest and shut the provider down."""
         self._provider.force_flush(FLUSH_MS)
         self._provider.shutdown()
 
