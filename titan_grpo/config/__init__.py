@@ -139,7 +139,7 @@ class WeightSync:
     one server to commit the first version, in seconds. Raise it for a dataset download."""
 
     shutdown_deadline_s: float = 60.0
-    """How long shutdown waits for the servers to commit the newest version, in seconds."""
+    """How long the end waits for the newest version to be flushed to the servers, in seconds."""
 
     max_lag: int = 1000
     """Stop the run at the step boundary after this many versions in a row without a commit on any
