@@ -47,8 +47,8 @@ class WeightSync:
     """TCP connections over which one server reads a version (transport = "tcp")."""
 
     min_rate: int = 50 << 20
-    """Least acceptable rate of a staged transfer, in bytes per second: its deadline is
-    lane_deadline_s plus its bytes at this rate."""
+    """Least acceptable rate of a transfer, in bytes per second: its deadline is lane_deadline_s
+    plus its bytes at this rate."""
 
     progress_deadline_s: float = 10.0
     """Cancel a tcp transfer that moves no bytes for this long plus the time of one bucket at
@@ -123,8 +123,8 @@ class WeightSync:
     for a version after that, with progress_deadline_s as the deadline of each bucket."""
 
     lane_deadline_s: float = 120.0
-    """Deadline of one transfer, from its first byte to the receiver's digests, in seconds; for
-    staged transfers the time of its bytes at min_rate is added."""
+    """Deadline of one transfer, from its first byte to the receiver's digests, in seconds; the time
+    of its bytes at min_rate is added."""
 
     commit_deadline_s: float = 60.0
     """Deadline of each commit call (pause, load, version, resume), in seconds."""
