@@ -70,7 +70,7 @@ def run_logged(
         with output:
             try:
                 pump()
-                # No deadline: training may take any time, and Ctrl-C ends it.
+                # no deadline: training may take any time, and Ctrl-C ends it.
                 guarded.guard.wait()
             finally:
                 guarded.stop()
