@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests.rigs.sockets import descriptors_left
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.protocol.messages import RangeSource
@@ -213,15 +214,8 @@ def test_a_served_and_revoked_image_leaves_no_descriptor_behind(
 def test_a_port_without_a_descriptor_gets_advice_about_open_files_not_about_the_address(
     listen: Callable[[str], object],
 ) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
-    try:
-        with pytest.raises(ConfigError, match="ulimit -n") as refused:
-            listen(LOOPBACK)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with descriptors_left(0), pytest.raises(ConfigError, match="ulimit -n") as refused:
+        listen(LOOPBACK)
     assert "bind_host" not in str(refused.value)
 
 
