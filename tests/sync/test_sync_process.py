@@ -132,6 +132,16 @@ def test_a_server_leaves_and_comes_again(tmp_path: Path) -> None:
         ends_on_the_newest(trainer, servers, 2)
 
 
+def test_an_order_to_a_lane_of_the_process_before_it_costs_the_other_lanes_nothing(
+    tmp_path: Path,
+) -> None:
+    with training(tmp_path) as (trainer, servers):
+        for order in ("stop_lane", "abort_lane"):
+            trainer.worker.post(order, "http://ended")
+        ends_on_the_newest(trainer, servers, 1)
+        assert trainer.recorder.history().errors == []
+
+
 @pytest.fixture
 def idle(tmp_path: Path) -> Iterator[Trainer]:
     """A trainer whose sync process has nothing to do yet."""
