@@ -131,6 +131,8 @@ class ServerLane:
 
     def start(self) -> None:
         """Start; does not wait for the server."""
+        # Not at the last lane's end: a stop of that may come later, and this one could not pin.
+        self._c.slots.forget(self.url)
         self._wake()
 
     def is_alive(self) -> bool:
@@ -380,10 +382,8 @@ class ServerLane:
         if not staged.ok:
             if staged.bad_block >= 0:
                 recorder.count(names.DIGEST_MISMATCHES)
-            raise TransferFailed(
-                f"the receiver refused it: {staged.error}",
-                staged.bad_block if staged.bad_block >= 0 else None,
-            )
+            block = staged.bad_block if staged.bad_block >= 0 else None
+            raise TransferFailed(f"the receiver refused it: {staged.error}", block)
         self._staged = staged
         self._pass(Point.STAGED)
         return table.Staged(version)
@@ -423,15 +423,10 @@ class ServerLane:
         if applied.ok:
             self._c.recorder.observe(names.LOAD_S, applied.load_s)
         else:
-            end = (
-                "the engine keeps its version"
-                if applied.intact
-                else "half loaded, it stays paused until a full sync"
-            )
-            self._latch(
-                f"the load failed: {applied.error}; {end}",
-                applied.bad_block if applied.bad_block >= 0 else None,
-            )
+            broken = "half loaded, it stays paused until a full sync"
+            end = "the engine keeps its version" if applied.intact else broken
+            block = applied.bad_block if applied.bad_block >= 0 else None
+            self._latch(f"the load failed: {applied.error}; {end}", block)
         if not applied.intact:
             self._c.recorder.count(names.QUARANTINES)
         return table.Loaded(version, applied.ok, applied.intact)
@@ -525,8 +520,7 @@ class ServerLane:
                 logger.info("%s was not told that this run leaves: %s", self.url, error)
         self._close_link()
         self._control.close()
-        # Undo slots.stop(): the server's next lane must be able to pin.
-        self._c.slots.forget(self.url)
+        self._c.slots.leave(self.url)
 
     def _close_link(self) -> None:
         self._unpin()
