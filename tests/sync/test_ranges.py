@@ -219,6 +219,22 @@ def test_a_port_without_a_descriptor_gets_advice_about_open_files_not_about_the_
     assert "bind_host" not in str(refused.value)
 
 
+def test_a_source_without_a_descriptor_for_its_thread_serves_once_there_is_one(
+    server: RangeServer, image: SharedImage
+) -> None:
+    with descriptors_left(1), pytest.raises(OSError, match="Too many open files"):
+        server.listen(LOOPBACK)
+    assert read(place(server, image), 0, 10) == bytes(image.buffer[:10])
+
+
+def test_a_source_that_is_closed_opens_no_port(server: RangeServer) -> None:
+    server.listen(LOOPBACK)
+    server.close()
+    for host in (LOOPBACK, "127.0.0.2"):
+        with pytest.raises(TransferFailed, match="is closed"):
+            server.listen(host)
+
+
 def test_an_address_that_is_not_ours_is_a_config_error(server: RangeServer) -> None:
     with pytest.raises(ConfigError, match="bind_host"):
         server.listen("203.0.113.1")
