@@ -135,13 +135,18 @@ def wait_process(process: "subprocess.Popen[Any]", timeout_s: float) -> int:
     """Wait without the polling of ``process.wait(timeout_s)``; return the exit status. Raises
     subprocess.TimeoutExpired. Several threads may wait for one process."""
     if process.poll() is None:
-        with suppress(ProcessLookupError):  # another thread has reaped it
+        try:
             pidfd = os.pidfd_open(process.pid)
-            try:
-                if not _readable(timeout_s, pidfd):
-                    raise subprocess.TimeoutExpired(process.args, timeout_s)
-            finally:
-                os.close(pidfd)
+        except ProcessLookupError:  # another thread has reaped it
+            # no deadline: the process has ended
+            return process.wait()
+        except OSError:  # no descriptor is left
+            return process.wait(timeout_s)
+        try:
+            if not _readable(timeout_s, pidfd):
+                raise subprocess.TimeoutExpired(process.args, timeout_s)
+        finally:
+            os.close(pidfd)
     # no deadline: the process has ended
     return process.wait()
 

@@ -15,7 +15,10 @@ from titan_grpo.engines.http import HttpRefused
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.engines.sglang_stock import Announced, Group, StockRoutes
 from titan_grpo.errors import ServerRefused
+from titan_grpo.protocol.lane import LaneEvent, Point
+from titan_grpo.protocol.ledger import Standing
 from titan_grpo.runkey import Key
+from titan_grpo.sync.lane import STOOD_STILL_S
 from titan_grpo.sync.transports.broadcast import host_store
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -100,6 +103,19 @@ def test_a_group_whose_trainer_is_gone_is_refused_and_the_server_goes_on(
     assert [error.status for error in answers] == [400]
     stock.run(sglang.health())
     streaming.streamed_weights_are_computed_also_the_second_time(stock)
+
+
+def test_a_lane_that_stood_still_before_its_resume_has_its_commit(stock: EngineUnderTest) -> None:
+    def watch(passing: LaneEvent) -> None:
+        if passing.point is Point.RESUME:
+            threading.Event().wait(2 * STOOD_STILL_S)
+
+    with streaming.trainer(stock, watch) as run:
+        weights, _ = run.make(1)
+        run.start(weights.manifest)
+        run.publish(1, weights)
+        run.until(Standing.HOLDS, 1)
+        assert run.servers.take_error() is None
 
 
 def test_a_failed_flush_that_left_other_weights_behind_is_never_asked_for() -> None:

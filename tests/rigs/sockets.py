@@ -1,10 +1,13 @@
-"""TCP connections of this process to another one of this host, cut; free ports; certificates."""
+"""TCP connections of this process to another one of this host, cut; free ports; certificates; a
+process that may open no more files."""
 
 import os
 import random
+import resource
 import socket
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ESTABLISHED = "01"
@@ -70,3 +73,17 @@ def certificate(folder: Path, name: str) -> tuple[str, str]:
     files = ["-subj", f"/CN={name}", "-keyout", key, "-out", pem]
     subprocess.run([*MAKE, *files], check=True, capture_output=True, timeout=60)
     return pem, key
+
+
+@contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """This process may open so many further files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [os.dup(0) for _ in range(count + 1)]  # the lowest ones
+    for fd in free:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

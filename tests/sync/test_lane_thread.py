@@ -4,6 +4,7 @@ and never a mix."""
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 
 from tests.rigs.present import present
 from tests.rigs.receiver_server import DirectControl
+from tests.rigs.sockets import descriptors_left
 from tests.sync.conftest import MakeRig
+from titan_grpo.engines.server import RolloutNeeds
 from titan_grpo.observe import names
 from titan_grpo.protocol import lane as table
 from titan_grpo.protocol.lane import LaneEvent, Point
@@ -406,6 +409,41 @@ def test_a_lane_that_stood_still_before_its_resume_does_not_resume_a_server_that
     r.everyone(1)
     assert r.servers["a"].versions == [1]
     assert not r.servers["a"].paused
+
+
+def test_a_lane_that_gets_no_descriptor_for_its_image_goes_on_once_it_does(rig: MakeRig) -> None:
+    with ExitStack() as shortage:
+
+        def watch(passing: LaneEvent) -> None:
+            if passing.point is Point.BEGIN and not r.server_set.last_error("a"):
+                shortage.enter_context(descriptors_left(0))
+            elif passing.point is Point.GREET:
+                shortage.close()
+
+        r = rig("a", watch=watch)
+        r.deliver(1)
+    assert "send failed: [Errno 24]" in str(r.server_set.take_error())
+
+
+def test_a_lane_that_is_stopped_before_it_greets_its_server_does_not_greet_it(
+    rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answered = threading.Event(), threading.Event()
+
+    def asks(_: DirectControl) -> None:
+        asked.set()
+        assert answered.wait(WAIT_S)
+
+    monkeypatch.setattr(DirectControl, "check_tool_parser", asks)
+    r = rig("a", needs=RolloutNeeds(tool_calls=True))
+    assert asked.wait(WAIT_S)
+    lane = present(r.server_set.lane("a"))
+    lane.stop()
+    answered.set()
+    lane.join(WAIT_S)
+    assert not lane.is_alive()
+    assert r.servers["a"].receiver_pid is None
+    assert r.server_set.take_error() is None
 
 
 def test_a_draining_server_generates_and_takes_nothing_new_while_the_other_one_commits(

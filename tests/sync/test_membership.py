@@ -148,6 +148,25 @@ def test_a_run_that_takes_over_gets_the_server_and_the_loser_stops_with_its_name
         first.server_set.reached(2)
 
 
+def test_a_server_that_another_run_took_gets_versions_again_once_it_has_left_and_come_back(
+    rig: MakeRig,
+) -> None:
+    first = rig("a", "b")
+    first.deliver(1)
+    other = second(rig, first)
+    other.everyone(1)
+    lane = present(first.server_set.lane("a"))
+    lane.join(WAIT_S)
+    assert not lane.is_alive()
+    other.end()
+    assert first.server_set.remove("a", WAIT_S)
+    first.servers["a"].go_away()  # restarted, it knows of no run
+    first.servers["a"].come_back()
+    join(first, "a")
+    first.publish(2)
+    first.everyone(2)
+
+
 @pytest.mark.parametrize("receiver", ["killed", "alive"])
 def test_a_live_run_keeps_its_server_while_its_lane_is_in_backoff(
     rig: MakeRig, receiver: str

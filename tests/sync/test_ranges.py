@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests.rigs.sockets import descriptors_left
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.protocol.messages import RangeSource
@@ -213,16 +214,25 @@ def test_a_served_and_revoked_image_leaves_no_descriptor_behind(
 def test_a_port_without_a_descriptor_gets_advice_about_open_files_not_about_the_address(
     listen: Callable[[str], object],
 ) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
-    try:
-        with pytest.raises(ConfigError, match="ulimit -n") as refused:
-            listen(LOOPBACK)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with descriptors_left(0), pytest.raises(ConfigError, match="ulimit -n") as refused:
+        listen(LOOPBACK)
     assert "bind_host" not in str(refused.value)
+
+
+def test_a_source_without_a_descriptor_for_its_thread_serves_once_there_is_one(
+    server: RangeServer, image: SharedImage
+) -> None:
+    with descriptors_left(1), pytest.raises(OSError, match="Too many open files"):
+        server.listen(LOOPBACK)
+    assert read(place(server, image), 0, 10) == bytes(image.buffer[:10])
+
+
+def test_a_source_that_is_closed_opens_no_port(server: RangeServer) -> None:
+    server.listen(LOOPBACK)
+    server.close()
+    for host in (LOOPBACK, "127.0.0.2"):
+        with pytest.raises(TransferFailed, match="is closed"):
+            server.listen(host)
 
 
 def test_an_address_that_is_not_ours_is_a_config_error(server: RangeServer) -> None:

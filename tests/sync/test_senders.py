@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.rigs.interpreter import python
 from tests.rigs.present import present
 from tests.rigs.sockets import certificate
 from tests.rigs.trainer_handle import wait_until
@@ -269,6 +270,16 @@ def test_a_message_passes_while_every_sending_thread_is_busy(site: Site, held: H
     held.go.set()
     assert line.whole() == site.whole
     channel.close()
+
+
+def test_an_error_that_nobody_foresaw_ends_the_process_which_is_started_again() -> None:
+    code = (
+        "import threading; from titan_grpo.sync.transports.sender import Loop;"
+        f" Loop('source', print).soon(lambda: 1 / 0); threading.Event().wait({SOON_S})"
+    )
+    done = python("-c", code)
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
 
 
 def test_a_source_that_closes_ends_its_readers_and_threads_and_keeps_no_descriptor(

@@ -192,6 +192,17 @@ def test_a_server_whose_lane_does_not_end_is_not_added_again(site: Make) -> None
     assert s.set.urls == ["a"]
 
 
+def test_a_server_that_is_taken_while_all_leave_or_come_again_ends_no_run(site: Make) -> None:
+    s = site("a", "b")
+    s.ending.clear()
+    assert not s.set.remove("a", 0.0)
+    assert not s.set.add("a")
+    assert not s.set.remove("b", 0.0)
+    s.set.taken("b", "other")
+    s.set.reached(1)
+    assert not any("took over" in label for *_, label in s.seen)
+
+
 def test_a_wait_for_a_removal_ends_with_the_run(site: Make) -> None:
     s = site("a", "b")
     s.ending.clear()

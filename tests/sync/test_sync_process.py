@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ import pytest
 import torch
 
 from tests.rigs.server_handle import ServerProcess, served
+from tests.rigs.sockets import descriptors_left
 from tests.rigs.trainer import Trainer
 from titan_grpo.config import WeightSync
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.runkey import KEY_VARIABLE, Key
+from titan_grpo.sync import child
 from titan_grpo.sync.lanes import SyncOptions
+from titan_grpo.sync.process import SyncProcess
 from titan_grpo.verify.recording import content_digest, tensor_digest
 
 SHAPES = {"up": (512, 256), "down": (256, 512)}
@@ -126,6 +130,84 @@ def test_a_server_leaves_and_comes_again(tmp_path: Path) -> None:
         assert trainer.servers.wait_held(1, WAIT_S, everyone=True) == [servers[1].url]
         assert trainer.servers.add(servers[0].url)
         ends_on_the_newest(trainer, servers, 2)
+
+
+def test_an_order_to_a_lane_of_the_process_before_it_costs_the_other_lanes_nothing(
+    tmp_path: Path,
+) -> None:
+    with training(tmp_path) as (trainer, servers):
+        for order in ("stop_lane", "abort_lane"):
+            trainer.worker.post(order, "http://ended")
+        ends_on_the_newest(trainer, servers, 1)
+        assert trainer.recorder.history().errors == []
+
+
+@pytest.fixture
+def idle(tmp_path: Path) -> Iterator[Trainer]:
+    """A trainer whose sync process has nothing to do yet."""
+    manifest = Manifest.build([(n, "bfloat16", s) for n, s in SHAPES.items()], 1 << 16)
+    options = SyncOptions(urls=["http://nowhere"], engine="vllm")
+    with Trainer(manifest, WeightSync(bind_host="127.0.0.1"), tmp_path, options) as made:
+        yield made
+
+
+@contextmanager
+def no_thread_for_a_pipe() -> Iterator[None]:
+    """As where the system has no thread left."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "pipe":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        yield
+
+
+@pytest.mark.parametrize(
+    "shortage",
+    [partial(descriptors_left, 0), no_thread_for_a_pipe],
+    ids=["descriptors", "threads"],
+)
+def test_while_it_cannot_be_started_again_it_is_tried_at_a_pace_and_leaves_nothing(
+    idle: Trainer,
+    shortage: Callable[[], AbstractContextManager[None]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(child, "RESTART_S", 1.0)
+    killed = idle.worker.pid
+    with shortage():
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: len([r for r in caplog.records if r.name == child.logger.name]) >= 3)
+    times = [r.created for r in caplog.records if r.name == child.logger.name]
+    assert times[2] - times[0] > 0.9
+    until(lambda: idle.worker.pid != killed)
+    started = [p for p in psutil.Process().children() if SyncProcess.MODULE in p.cmdline()]
+    assert [p.pid for p in started] == [idle.worker.pid]
+
+
+def test_one_that_is_being_started_while_the_run_ends_ends_too(
+    idle: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launching, goes_on, launched = threading.Event(), threading.Event(), list[int]()
+    launch = SyncProcess.launch
+
+    def held(config: WeightSync) -> child.Launched:
+        launching.set()
+        assert goes_on.wait(WAIT_S)
+        made = launch(config)
+        launched.append(made[0].pid)
+        return made
+
+    monkeypatch.setattr(SyncProcess, "launch", staticmethod(held))
+    os.kill(idle.worker.pid, signal.SIGKILL)
+    assert launching.wait(WAIT_S)
+    idle.worker.close()
+    goes_on.set()
+    until(lambda: launched and not psutil.pid_exists(launched[0]))
 
 
 ORPHAN = """

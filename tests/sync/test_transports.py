@@ -10,12 +10,18 @@ from functools import partial
 import pytest
 import torch
 
+from tests.rigs.board import Board
 from tests.rigs.interpreter import python
 from titan_grpo.config import WeightSync
-from titan_grpo.errors import ConfigError, ProtocolError, TransferFailed
+from titan_grpo.engines.http import ServerAccess
+from titan_grpo.engines.sglang import SglangControl
+from titan_grpo.engines.sglang_stock import StockRoutes
+from titan_grpo.errors import ConfigError, ProtocolError, ServerRefused, TransferFailed
 from titan_grpo.layout.manifest import Manifest
+from titan_grpo.protocol.messages import Kind
 from titan_grpo.sync.link import LaneLink, LinkOptions
 from titan_grpo.sync.probe import ask_receiver
+from titan_grpo.sync.stock import StockLink
 from titan_grpo.sync.transports.broadcast import (
     Transport,
     TransportOptions,
@@ -24,6 +30,7 @@ from titan_grpo.sync.transports.broadcast import (
     join_store,
     open_transport,
 )
+from titan_grpo.sync.transports.channel import ReceiverChannel
 
 LOOPBACK = "127.0.0.1"
 needs_two_gpus = pytest.mark.skipif(
@@ -159,9 +166,10 @@ def test_a_missing_rank_fails_the_opening_at_its_deadline(kind: str) -> None:
     assert time.monotonic() - start < SOON_S
 
 
-def test_an_unknown_kind_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="carrier_pigeon"):
-        open_transport("carrier_pigeon", host_store(LOOPBACK), 0, 2, options(0))
+@pytest.mark.parametrize("kind", ["carrier_pigeon", "tcp"])
+def test_a_kind_that_is_no_broadcast_is_a_config_error(kind: str) -> None:
+    with pytest.raises(ConfigError, match=kind):
+        open_transport(kind, host_store(LOOPBACK), 0, 2, options(0))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has CUDA")
@@ -232,6 +240,38 @@ def test_an_abort_ends_the_wait_for_a_receiver_at_once(link: LaneLink) -> None:
         link.wait_joined(LONG_S)
     assert time.monotonic() - start < SOON_S
     timer.join()
+
+
+def test_only_the_first_mark_has_the_time_of_the_patches() -> None:
+    manifest = Manifest.build([("a", "bfloat16", (3 * 4096,))], 4096)
+    config = WeightSync(bucket_bytes=4096, progress_deadline_s=0.5, lane_deadline_s=LONG_S)
+    link = LaneLink("run", 1, manifest, LinkOptions(config, "tcp", LOOPBACK))
+    hello = link.open()
+    at, start = (hello.host, hello.port), time.monotonic()
+    receiver = ReceiverChannel(at, hello.ticket, None, SOON_S, lambda _: None)
+    receiver.send(Kind.MOVED, 0)
+    with pytest.raises(TransferFailed, match="to have byte 8192"):
+        link._moving(0, None, int(LONG_S) * config.min_rate)
+    assert time.monotonic() - start < SOON_S
+    link.close()
+
+
+def test_a_server_that_refuses_a_group_is_the_reason_that_it_was_not_opened() -> None:
+    board = Board()
+    board.routes = {
+        "GET /server_info": lambda _: (200, {"tp_size": 1, "pp_size": 1}),
+        "GET /model_info": lambda _: (200, {"weight_version": "default", "model_path": "m"}),
+        "POST /init_weights_update_group": lambda _: (400, {"message": "no such backend"}),
+    }
+    access = ServerAccess(board.url, SOON_S)
+    options = LinkOptions(WeightSync(lane_deadline_s=2.0), "gloo", LOOPBACK)
+    manifest = Manifest.build([("a", "bfloat16", (10,))], 4096)
+    link = StockLink("run", 1, manifest, options, StockRoutes(access))
+    link.join(SglangControl(access), SOON_S)
+    with pytest.raises(ServerRefused, match="no such backend"):
+        link.offer(1, 1, [], "")
+    link.close()
+    board.close()
 
 
 def test_an_aborted_link_refuses_every_further_call(link: LaneLink) -> None:

@@ -19,7 +19,7 @@ from titan_grpo.unix_rpc import Pipe
 logger = logging.getLogger(__name__)
 
 RESTART_S = 10.0
-"""Least seconds from a start of the process to the next but one."""
+"""Least seconds from a start of the process, also one that fails, to the next but one."""
 
 END_S = 2.0
 """Seconds for the process to end after its work."""
@@ -70,43 +70,63 @@ class Child:
         raise NotImplementedError
 
     def _run(self, launched: Launched) -> None:
-        """Attach to a process: hand over the state, and perform its calls on a thread."""
-        process, sock = launched
-        self._starts = [*self._starts[-1:], time.monotonic()]
-        with self.lock:
-            self._process, self._pipe = process, Pipe(sock, self)
-            self._pipe.start()
-            if self._begun:
-                self._begin()
-        self._thread = threading.Thread(
-            target=self._receive, args=(self._pipe,), name=self.NAME, daemon=True
-        )
+        """Attach to the first process, and start the thread that performs its calls."""
+        self._starts = [time.monotonic()]
+        self._attach(launched)
+        self._thread = threading.Thread(target=self._receive, name=self.NAME, daemon=True)
         self._thread.start()
 
-    def _receive(self, pipe: Pipe) -> None:
-        """Thread: perform the process's calls until it ends, then start the next one."""
+    def _attach(self, launched: Launched) -> None:
+        """Hand the state over to a process, in place of the one before. Kills it and raises
+        RuntimeError if the system has no thread left."""
+        process, sock = launched
+        pipe = Pipe(sock, self)
+        try:
+            pipe.start()
+        except RuntimeError:
+            _kill(process)  # without a pipe nothing else ends it
+            raise
+        with self.lock:
+            self._process, self._pipe = process, pipe
+            if self._ending.is_set():
+                process.kill()  # _end() may have posted to the one before: nothing else ends this
+            elif self._begun:
+                self._begin()
+
+    def _receive(self) -> None:
+        """Thread: perform a process's calls until it ends, then start the next one."""
+        while True:
+            status = self._perform()
+            if self._ending.is_set():
+                return
+            self._ended(f"the {self.NAME} ended with exit code {status}: it is started again")
+            while not self._ending.wait(self._rest_s()):
+                # First: a start that fails counts too, or this loop would not rest.
+                self._starts = [self._starts[-1], time.monotonic()]
+                try:
+                    self._attach(self.launch(self._config))
+                    break
+                # The system has no process, memory, descriptor or (RuntimeError) thread left.
+                except (OSError, RuntimeError) as error:
+                    logger.warning("the %s cannot be started now: %s", self.NAME, error)
+            else:
+                return
+
+    def _perform(self) -> int:
+        """Perform the process's calls until it ends; return its exit code."""
+        pipe, process = self._pipe, self._process
         try:
             pipe.receive()
         except Exception:  # top of a thread: end the process, whose calls have no reader now
             logger.exception("what the %s said could not be performed", self.NAME)
-            self._process.kill()
+            process.kill()
         try:
-            status = wait_process(self._process, END_S)
+            status = wait_process(process, END_S)
         except subprocess.TimeoutExpired:
             # Its pipe is closed but it still runs: two processes must not have lanes to one server.
-            self._process.kill()
-            status = wait_process(self._process, END_S)
+            status = _kill(process)
         pipe.close()  # ends the pipe's sending thread, which waits without a deadline
-        if self._ending.is_set():
-            return
-        self._ended(f"the {self.NAME} ended with exit code {status}: it is started again")
-        while not self._ending.wait(self._rest_s()):
-            try:
-                self._run(self.launch(self._config))
-            except OSError as error:
-                logger.warning("the %s cannot be started: %s", self.NAME, error)
-                continue
-            return
+        return status
 
     def _rest_s(self) -> float:
         return max(0.0, self._starts[0] + RESTART_S - time.monotonic()) * (len(self._starts) > 1)
@@ -123,6 +143,13 @@ class Child:
             # The pause guard recovers servers that it left paused.
             self._process.kill()
         self._thread.join(END_S)
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> int:
+    """Kill a process, and wait until it is gone; return its exit code."""
+    process.kill()
+    # no deadline: the kernel ends it; no other may start before
+    return process.wait()
 
 
 # In the process.

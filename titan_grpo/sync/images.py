@@ -359,16 +359,15 @@ class ImageSlots:
             self._reserve()
 
     def stop(self, lane: str) -> None:
-        """Let the lane pin nothing any more."""
+        """Let the lane pin nothing until ``forget``."""
         with self._lock:
             self._stopping.add(lane)
             self._leave(lane)
 
     def forget(self, lane: str) -> None:
-        """Forget a lane that has ended: a later one of the same name may pin."""
+        """Forget a lane that was stopped: a later one of the same name may pin."""
         with self._lock:
             self._stopping.discard(lane)
-            self._leave(lane)
 
     def newest(self) -> Published | None:
         """Return the newest complete version, if any."""

@@ -55,6 +55,9 @@ STOOD_STILL_S = 0.5
 """Longest time from the label's answer to a resume without a ping, in seconds. It takes
 microseconds: after more, the process may have been frozen, and another run may have its server."""
 
+FAILURES = TitanGrpoError, OSError, RuntimeError
+"""What ends an epoch, not the lane. The last two: the system has no descriptor or thread left."""
+
 
 @dataclass(frozen=True, slots=True)
 class LaneContext:
@@ -131,6 +134,8 @@ class ServerLane:
 
     def start(self) -> None:
         """Start; does not wait for the server."""
+        # Not at the last lane's end: a stop of that may come later, and this one could not pin.
+        self._c.slots.forget(self.url)
         self._wake()
 
     def is_alive(self) -> bool:
@@ -242,16 +247,15 @@ class ServerLane:
                 self._refused(str(taken), final=False)
                 self._latch(f"another run has this server: {taken}")
             return table.Outranked(taken.term, earlier)
-        except TitanGrpoError as error:
+        except FAILURES as error:
             final, known = isinstance(error, ServerUnfit), False
             connecting = self._state.phase is table.Phase.CONNECTING
             if final or (connecting and isinstance(error, ServerRefused)):
                 known = self._refused(str(error), final)
             # Latch a final refusal once: it lasts until the server restarts.
             if not (final and known):
-                self._latch(
-                    f"{type(work).__name__.lower()} failed: {error}", getattr(error, "block", None)
-                )
+                what = type(work).__name__.lower()
+                self._latch(f"{what} failed: {error}", getattr(error, "block", None))
             return table.Failed()
         raise AssertionError(f"the lane table asked for {work!r}, which no lane performs")
 
@@ -284,6 +288,8 @@ class ServerLane:
                 self._control.check_tool_parser()
             self._pass(Point.GREET)
             self._link, self._number = self._make_link(table.wire_epoch(epoch), term), 0
+            if self._stopping.is_set():  # a stop before this line found no link to abort
+                raise TransferFailed("the lane was stopped while it connected")
             joined = self._link.join(self._control, self._config.connect_deadline_s)
             self._c.renew(self.url)
             # Record no quantization too: the server may have restarted without it.
@@ -336,7 +342,7 @@ class ServerLane:
             if time.monotonic() >= self._seen_s + every_s:
                 self._look()
                 self._seen_s = time.monotonic()
-        except TitanGrpoError:
+        except FAILURES:
             self._c.slots.leave(self.url)
             raise
         return _Idle(self._seen_s + every_s)
@@ -380,10 +386,8 @@ class ServerLane:
         if not staged.ok:
             if staged.bad_block >= 0:
                 recorder.count(names.DIGEST_MISMATCHES)
-            raise TransferFailed(
-                f"the receiver refused it: {staged.error}",
-                staged.bad_block if staged.bad_block >= 0 else None,
-            )
+            block = staged.bad_block if staged.bad_block >= 0 else None
+            raise TransferFailed(f"the receiver refused it: {staged.error}", block)
         self._staged = staged
         self._pass(Point.STAGED)
         return table.Staged(version)
@@ -423,15 +427,10 @@ class ServerLane:
         if applied.ok:
             self._c.recorder.observe(names.LOAD_S, applied.load_s)
         else:
-            end = (
-                "the engine keeps its version"
-                if applied.intact
-                else "half loaded, it stays paused until a full sync"
-            )
-            self._latch(
-                f"the load failed: {applied.error}; {end}",
-                applied.bad_block if applied.bad_block >= 0 else None,
-            )
+            broken = "half loaded, it stays paused until a full sync"
+            end = "the engine keeps its version" if applied.intact else broken
+            block = applied.bad_block if applied.bad_block >= 0 else None
+            self._latch(f"the load failed: {applied.error}; {end}", block)
         if not applied.intact:
             self._c.recorder.count(names.QUARANTINES)
         return table.Loaded(version, applied.ok, applied.intact)
@@ -469,7 +468,9 @@ class ServerLane:
 
     def _resume(self) -> table.Event:
         self._pass(Point.RESUME)
-        if time.monotonic() - self._labelled_s > STOOD_STILL_S:
+        stood_still = time.monotonic() - self._labelled_s > STOOD_STILL_S
+        # Not over a StockLink: its server fences no epoch, and the read-back has its only ping.
+        if stood_still and isinstance(self._link, LaneLink):
             # Engines do not fence a resume: after a freeze here it would fall between the load and
             # the label of the run that has the server now.
             self._ping()
@@ -525,8 +526,7 @@ class ServerLane:
                 logger.info("%s was not told that this run leaves: %s", self.url, error)
         self._close_link()
         self._control.close()
-        # Undo slots.stop(): the server's next lane must be able to pin.
-        self._c.slots.forget(self.url)
+        self._c.slots.leave(self.url)
 
     def _close_link(self) -> None:
         self._unpin()

@@ -333,10 +333,12 @@ class LaneLink:
         gives up. Raises TransferFailed if a mark is late: receiver or network stands still."""
         config, deadline = self._options.config, time.monotonic() + self._transfer_s
         within_s = config.progress_deadline_s + config.bucket_bytes / config.min_rate
-        if patch_bytes:  # all patches arrive and are applied before the first mark
-            within_s += (patch_bytes + self._manifest.total_bytes) / config.min_rate
+        patched_s = 0.0
+        if patch_bytes:
+            patched_s = (patch_bytes + self._manifest.total_bytes) / config.min_rate
         for mark in marks(self._manifest.total_bytes, config.bucket_bytes):
-            wait_s = min(within_s, max(0.0, deadline - time.monotonic()))
+            wait_s = min(within_s + patched_s, max(0.0, deadline - time.monotonic()))
+            patched_s = 0.0  # all patches arrive and are applied before the first mark
             what = f"waiting for the receiver to have byte {mark} of transfer {number}"
             frame = self._take(number, (Kind.MOVED, Kind.STAGED), wait_s, what)
             if frame.kind is Kind.STAGED:

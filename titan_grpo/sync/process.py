@@ -414,11 +414,14 @@ class Main(Performer):
         lane.start()
 
     def stop_lane(self, url: str) -> None:
-        """Stop a server's lane. Its end is posted to rank 0."""
-        self._servers[url].stop()
+        """Stop a server's lane, unless it has ended, here or in the process before this one. Its
+        end is posted to rank 0."""
+        if lane := self._servers.get(url):
+            lane.stop()
 
     def abort_lane(self, url: str) -> None:
-        self._servers[url].abort()
+        if lane := self._servers.get(url):
+            lane.abort()
 
     def end(self) -> None:
         """End the process. The last call, after the lanes have ended or were given up."""
@@ -458,6 +461,8 @@ class Main(Performer):
         self._pipe.post("sealed", version, whole)
 
     def lane_ended(self, url: str) -> None:
+        # First: rank 0 answers it with the server's next lane, if there is one.
+        del self._servers[url]
         self._pipe.post("lane_ended", url)
 
 

@@ -74,6 +74,7 @@ class Relay:
         with self._lock:
             self._step(relay.Gone(url))
             self._ports.pop(url, None)
+            self._tickets.pop(url, None)
 
     def asked(self, url: str, version: int, parts: int) -> Places:
         """Assign the sources from which a server reads ``version``, which has ``parts`` parts."""

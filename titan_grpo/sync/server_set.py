@@ -411,7 +411,7 @@ class ServerSet:
             self._servers[url].taken_by = run
             self._latch(SyncError(text, url=url))
             lost = [self._servers[u].taken_by for u in self._members.present]
-            if all(lost):
+            if lost and all(lost):  # none is present while all of them leave or come again
                 self._lost = SyncError(
                     f"run {', '.join(sorted(set(lost)))} took over every server of this run"
                 )

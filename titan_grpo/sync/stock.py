@@ -97,7 +97,13 @@ class StockLink:
             f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, host))
         )
         options = TransportOptions(timeout_s, o.bind_host, o.config.bucket_bytes, o.device)
-        transport = open_transport(o.transport, store, TRAINER_RANK, size, options)
+        try:
+            transport = open_transport(o.transport, store, TRAINER_RANK, size, options)
+        except TransferFailed:
+            # Of two errors the server's is the cause: raise that, if it has refused.
+            if joining.done():
+                outcome(joining, 0.0, "the server's joining of a group")
+            raise
         with self._lock:
             # an abort before this line found no transport to abort
             self._transport, self._group, aborted = transport, name, self._aborted

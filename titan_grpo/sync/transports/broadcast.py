@@ -470,4 +470,6 @@ def open_transport(
         raise ConfigError(problem)
     kinds: dict[str, type[GlooTransport | NcclTransport]]
     kinds = {"gloo": GlooTransport, "nccl": NcclTransport}
+    if kind not in kinds:
+        raise ConfigError(f"a broadcast needs transport gloo or nccl, got {kind!r}")
     return kinds[kind](store, rank, size, options)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from titan_grpo.errors import TransferFailed
 from titan_grpo.layout.manifest import Part
 from titan_grpo.protocol.messages import Kind
 from titan_grpo.runkey import Key
@@ -109,12 +110,16 @@ class RangeServer:
 
     def listen(self, host: str, port: int = 0) -> int:
         """Return the port on this host's address ``host``; open ``port``, or a free one, if none is
-        open. Raises ConfigError if the address cannot be bound."""
+        open. Raises ConfigError if the address cannot be bound, TransferFailed after ``close``, and
+        as Loop."""
         with self._lock:
+            if self._closing:  # nothing would accept there
+                raise TransferFailed("this source of weights is closed: its process ends")
             if host not in self._listeners:
-                self._listeners[host] = open_listener(host, port)
+                # First: if it fails, no listener is left at which nothing accepts.
                 if self._loop is None:
                     self._loop = Loop("range source", self._ready, self._tidy, self._drop_all)
+                self._listeners[host] = open_listener(host, port)
                 self._loop.soon(self._accept_at, self._listeners[host])
             return int(self._listeners[host].getsockname()[1])
 

@@ -1,6 +1,7 @@
 """A source's images (``Grant``), and the threads that send them (``Sender``), each with readers of
 its own. A ``Loop`` is the thread of a Sender and of a RangeServer."""
 
+import logging
 import os
 import selectors
 import socket
@@ -16,6 +17,8 @@ from titan_grpo.layout.manifest import Part
 from titan_grpo.runkey import Key
 from titan_grpo.sync.transports.channel import ADDRESS, ADDRESS_ONLY, RANGE
 from titan_grpo.sync.transports.tls import WOULD_BLOCK, send_records
+
+logger = logging.getLogger(__name__)
 
 MOST_SENDERS = 8
 """Limit of a source's sending threads: their Python code runs one at a time."""
@@ -153,8 +156,9 @@ class Loop:
         at_end: Callable[[], object] = _nothing,
     ) -> None:
         """Start the thread. It calls ``ready`` with the data of each ready socket in ``selector``,
-        ``tidy`` before each wait for its longest time in seconds, and ``at_end`` last. Raises
-        OSError or RuntimeError if the system has no descriptor or thread left."""
+        ``tidy`` before each wait for its longest time in seconds, and ``at_end`` last. An error
+        that one of them raises ends the process. Raises OSError or RuntimeError if the system has
+        no descriptor or thread left."""
         self.selector: selectors.BaseSelector = selectors.DefaultSelector()
         """Used by the thread only. The data of each socket is not None."""
         self._ready, self._tidy, self._at_end = ready, tidy, at_end
@@ -194,18 +198,26 @@ class Loop:
         self._stopping = True
 
     def _run(self) -> None:
-        while not self._stopping:
-            # no deadline: if tidy() returns none, a ready socket or soon() ends the wait; the
-            # thread is a daemon
-            ready = [entry.data for entry, _ in self.selector.select(self._tidy())]
-            for data in ready:
-                if data is not None:
-                    self._ready(data)
-            # After the sockets: a queued call may close a socket that is in ``ready``.
-            if None in ready:
-                self._do()
-        self._at_end()
-        self._close()
+        try:
+            while not self._stopping:
+                self._once()
+            self._at_end()
+            self._close()
+        except Exception:  # top of a thread: end the process, or every reader waits in vain
+            # In a run it is a sync process or a receiver: either is started again.
+            logger.exception("the thread %r ended, and its process does", self._thread.name)
+            os._exit(1)
+
+    def _once(self) -> None:
+        # no deadline: if tidy() returns none, a ready socket or soon() ends the wait; the thread is
+        # a daemon
+        ready = [entry.data for entry, _ in self.selector.select(self._tidy())]
+        for data in ready:
+            if data is not None:
+                self._ready(data)
+        # After the sockets: a queued call may close a socket that is in ``ready``.
+        if None in ready:
+            self._do()
 
     def _do(self) -> None:
         os.eventfd_read(self._bell)  # before the list is taken: later calls ring again
