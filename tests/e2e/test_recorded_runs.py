@@ -19,6 +19,7 @@ from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.protocol.messages import Label
 from titan_grpo.rollout.records import GroupRecorder, ReplayClient
+from titan_grpo.titan.export import checkpoint_of
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import write_tiny_model
 
@@ -217,6 +218,7 @@ def test_a_skipped_step_changes_nothing_publishes_nothing_and_the_next_one_goes_
     )
     assert summary["steps"] == 5
     assert committed(summary)[-1] == 3
+    assert checkpoint_of(tmp_path / "skipped", 3).name == "step-5", "what export takes for it"
     # The group is on one rank, and so is the loss that is not a number; a step taken by the other
     # would show in the weights.
     for step, why in ((3, "all rewards were equal"), (4, "the loss is not finite")):
