@@ -275,6 +275,25 @@ def assert_trained_alike(
     return list(zip(*rows, strict=True))
 
 
+@pytest.mark.parametrize(
+    "key", ["last_save_in_hf", pytest.param("load_only", marks=pytest.mark.long)]
+)
+def test_an_alert_that_stops_a_run_saves_all_that_a_restart_needs_or_says_that_it_saves_nothing(
+    runs: Runs, server: ServerProcess, small_replay: Replay, tmp_path: Path, key: str
+) -> None:
+    arguments = [*small_replay.arguments, "--training.steps=2", f"--checkpoint.{key}"]
+    with runs.start(tmp_path, [server.url], *arguments, "--alerts.stop=version >= 0") as training:
+        assert training.finish() != 0
+    assert "step 1: alerts.stop version >= 0" in training.cause, training.log
+    if key == "load_only":
+        assert "nothing is saved (checkpoint.load_only)" in training.cause
+        assert not (tmp_path / "checkpoint").exists()
+        return
+    assert "the checkpoint of this step is saved" in training.cause
+    summary = runs.complete(tmp_path, [server.url], *arguments)
+    assert (summary["steps"], summary["resumes"]) == (2, [2])
+
+
 SMALL_FILES = """import os, resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000))
 os.execvp(sys.argv[1], sys.argv[1:])"""
