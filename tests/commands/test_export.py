@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.rigs.interpreter import python
+from tests.rigs.jobs import job as plain_job
+from tests.rigs.trainer import Trainer, manifest_of
+from tests.rigs.trainer_handle import wait_until
+from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError
+from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.titan.export import checkpoint_of, checkpoints_in
 from titan_grpo.titan.flavors import FLAVORS
-from titan_grpo.titan.hf_files import copy_assets, write_weights
+from titan_grpo.titan.hf_files import copy_assets, save_version, write_weights
 from titan_grpo.titan.tiny import Kind, write_tiny_model
+
+WAIT_S = 120.0
 
 CLI = (
     "import json, sys; from titan_grpo import cli; print([cli.main(argv) for argv in"
@@ -171,3 +179,29 @@ def test_views_of_one_stacked_parameter_are_written_as_tensors_of_their_own(tmp_
 def test_a_base_directory_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         copy_assets(tmp_path, tmp_path, "bfloat16")
+
+
+@pytest.mark.e2e
+def test_a_run_whose_last_version_is_not_complete_saves_the_one_before_and_says_so(
+    tmp_path: Path,
+) -> None:
+    model = write_tiny_model("qwen3", tmp_path / "model", seed=0)
+    config = WeightSync(bind_host="127.0.0.1")
+    manifest = manifest_of({"w": torch.zeros(8, 8)}, config.block_bytes)
+    run = tmp_path / "run"
+    with Trainer(
+        manifest, config, run, SyncOptions(urls=["http://127.0.0.1:9"], engine="vllm")
+    ) as trainer:
+        trainer.start()
+
+        def save(version: int) -> str:
+            settings = plain_job(weight_sync=config)
+            return save_version(trainer.worker, version, settings, str(model), run)
+
+        assert save(1).startswith("no version's image is complete; titan-grpo export")
+        assert trainer.publish(1, {"w": torch.ones(8, 8)}, WAIT_S)
+        assert wait_until(lambda: trainer.worker.slots.newest() is not None, WAIT_S)
+        assert save(1) == ""
+        shutil.rmtree(run / "hf")
+        assert save(2).startswith(f"its image is not complete, so {run}/hf has version 1; titan")
+    assert torch.equal(load_file(run / "hf" / "model.safetensors")["w"].float(), torch.ones(8, 8))
