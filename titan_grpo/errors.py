@@ -57,7 +57,8 @@ class StorageError(TitanGrpoError):
 
 
 class AlertStop(TitanGrpoError):
-    """A threshold of alerts.stop was crossed: the run ends with its state saved."""
+    """A threshold of alerts.stop was crossed: the run ends, with its state saved if it saves
+    checkpoints."""
 
 
 class SyncError(TitanGrpoError):

@@ -1,5 +1,5 @@
-"""Write torchtitan's checkpoint of a model directory, in one process. Arguments: version, folder,
-then a job's."""
+"""Write the checkpoint of a model directory as the trainer does, in one process; its version is one
+less than its step. Arguments: step, folder, then a job's."""
 
 import sys
 from pathlib import Path
@@ -29,9 +29,10 @@ def main() -> None:
         no_dist=True,
     )
     wrapper.load_state_dict(adapter.from_hf(hf_state))
+    step = int(sys.argv[1])
     dcp.save(
-        wrapper.state_dict(),
-        checkpoint_id=str(Path(sys.argv[2]) / f"step-{sys.argv[1]}"),
+        {**wrapper.state_dict(), "train_state": {"step": step, "version": step - 1}},
+        checkpoint_id=str(Path(sys.argv[2]) / f"step-{step}"),
         no_dist=True,
     )
 

@@ -1,18 +1,27 @@
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.rigs.interpreter import python
+from tests.rigs.jobs import job as plain_job
+from tests.rigs.trainer import Trainer, manifest_of
+from tests.rigs.trainer_handle import wait_until
+from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError
-from titan_grpo.titan.export import checkpoint_of, versions_in
+from titan_grpo.sync.lanes import SyncOptions
+from titan_grpo.titan.export import checkpoint_of, checkpoints_in
 from titan_grpo.titan.flavors import FLAVORS
-from titan_grpo.titan.hf_files import copy_assets, write_weights
+from titan_grpo.titan.hf_files import copy_assets, save_version, write_weights
 from titan_grpo.titan.tiny import Kind, write_tiny_model
+
+WAIT_S = 120.0
 
 CLI = (
     "import json, sys; from titan_grpo import cli; print([cli.main(argv) for argv in"
@@ -65,9 +74,10 @@ def test_an_exported_checkpoint_is_bit_for_bit_the_model_it_was_loaded_from(
     arguments = job(kind, model, tmp_path / "dump")
     checkpoint = str(tmp_path / "dump" / "checkpoint")
     save = [str(Path(__file__).with_name("save_checkpoint.py")), "7", checkpoint, *arguments]
-    export = ["export", "--version", "7", "--out", str(tmp_path / "out"), *arguments]
+    export = ["export", "--version", "6", "--out", str(tmp_path / "out"), *arguments]
     done = python("-c", SAVE_AND_EXPORT, json.dumps(save), json.dumps(export))
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("version 6 (step-7): ")
     assert_equal(tmp_path / "out", model)
     assert {t.dtype for t in weights(tmp_path / "out").values()} == {torch.bfloat16}
     for name in ("config.json", "tokenizer.json", "generation_config.json"):
@@ -105,6 +115,7 @@ def test_a_checkpoint_that_two_sharded_ranks_wrote_is_exported_whole(
     other = ["export", "--version=2", new, *arguments, "--model.flavor=debugmodel"]
     done = python("-c", CLI, json.dumps([export, export, absent, other]))
     assert done.stdout.splitlines()[-1] == "[0, 2, 2, 2]", done.stderr
+    assert done.stdout.startswith("step-2: ")
     assert_equal(tmp_path / "out", model)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float32"
     for words in (
@@ -116,14 +127,30 @@ def test_a_checkpoint_that_two_sharded_ranks_wrote_is_exported_whole(
     assert not (tmp_path / "new").exists()
 
 
+def saved(folder: Path, step: int, **state: int) -> Path:
+    place = folder / "checkpoint" / f"step-{step}"
+    trained = {"train_state": {"step": step, **state}} if state else {}
+    dcp.save({"w": torch.zeros(1), **trained}, checkpoint_id=place, no_dist=True)
+    return place
+
+
+def test_a_version_is_found_by_what_its_checkpoint_names_not_by_the_step(tmp_path: Path) -> None:
+    # The sixth and the eighth step changed no weight; the last checkpoint has the weights alone.
+    five = saved(tmp_path, 5, version=5)
+    seven, eight = (saved(tmp_path, step, version=6) for step in (7, 8))
+    alone = saved(tmp_path, 9)
+    assert list(checkpoints_in(tmp_path / "checkpoint").values()) == [five, seven, eight, alone]
+    assert [checkpoint_of(tmp_path, version) for version in (5, 6, 9)] == [five, seven, alone]
+    with pytest.raises(ConfigError, match=r"it has 5, 6 \(step-7\), 6 \(step-8\), 9;"):
+        checkpoint_of(tmp_path, 7)
+
+
 def test_a_missing_version_is_named_with_those_that_are_there(tmp_path: Path) -> None:
-    for step in (5, 10):
-        (tmp_path / "checkpoint" / f"step-{step}").mkdir(parents=True)
-    (tmp_path / "checkpoint" / "step-5" / ".metadata").touch()
-    assert versions_in(tmp_path / "checkpoint") == [
-        5
-    ]  # step-10 was being written when the run was killed
-    assert checkpoint_of(tmp_path, 5) == checkpoint_of(tmp_path / "checkpoint", 5)
+    five = saved(tmp_path, 5)
+    # step-10 was being written when the run was killed
+    (tmp_path / "checkpoint" / "step-10").mkdir()
+    assert checkpoints_in(tmp_path / "checkpoint") == {5: five}
+    assert checkpoint_of(tmp_path, 5) == checkpoint_of(tmp_path / "checkpoint", 5) == five
     with pytest.raises(ConfigError, match="it has 5;"):
         checkpoint_of(tmp_path, 10)
     with pytest.raises(ConfigError, match="no complete checkpoint"):
@@ -152,3 +179,29 @@ def test_views_of_one_stacked_parameter_are_written_as_tensors_of_their_own(tmp_
 def test_a_base_directory_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         copy_assets(tmp_path, tmp_path, "bfloat16")
+
+
+@pytest.mark.e2e
+def test_a_run_whose_last_version_is_not_complete_saves_the_one_before_and_says_so(
+    tmp_path: Path,
+) -> None:
+    model = write_tiny_model("qwen3", tmp_path / "model", seed=0)
+    config = WeightSync(bind_host="127.0.0.1")
+    manifest = manifest_of({"w": torch.zeros(8, 8)}, config.block_bytes)
+    run = tmp_path / "run"
+    with Trainer(
+        manifest, config, run, SyncOptions(urls=["http://127.0.0.1:9"], engine="vllm")
+    ) as trainer:
+        trainer.start()
+
+        def save(version: int) -> str:
+            settings = plain_job(weight_sync=config)
+            return save_version(trainer.worker, version, settings, str(model), run)
+
+        assert save(1).startswith("no version's image is complete; titan-grpo export")
+        assert trainer.publish(1, {"w": torch.ones(8, 8)}, WAIT_S)
+        assert wait_until(lambda: trainer.worker.slots.newest() is not None, WAIT_S)
+        assert save(1) == ""
+        shutil.rmtree(run / "hf")
+        assert save(2).startswith(f"its image is not complete, so {run}/hf has version 1; titan")
+    assert torch.equal(load_file(run / "hf" / "model.safetensors")["w"].float(), torch.ones(8, 8))

@@ -168,7 +168,7 @@ def served(root: Path, run: Path) -> Models:
     arguments = [f"--job.{key}={value}" for key, value in settings.items()]
     config = jobconfig.parse([*arguments, f"--model.hf_assets_path={run / 'model'}"])
     folders = {0: run / "model"}
-    for version in export.versions_in(run / "checkpoint"):
+    for version in export.checkpoints_in(run / "checkpoint"):
         folders[version] = run / f"version-{version}"
         export.export_version(
             config, export.checkpoint_of(run, version), folders[version], "bfloat16"

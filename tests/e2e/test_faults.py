@@ -11,7 +11,7 @@ from tests.e2e.conftest import Replay, Runs, Site, Training
 from tests.rigs.trainer_handle import wait_until
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.observe.recorder import read_metrics
-from titan_grpo.titan.export import versions_in
+from titan_grpo.titan.export import checkpoints_in
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -58,7 +58,7 @@ def test_a_trainer_killed_in_mid_transfer_leaves_the_old_version_and_the_next_on
     site.assert_serves()
     assert site.label().version - held.version in (0, 1)
     assert site.label().run_id == held.run_id == run
-    base = versions_in(tmp_path / "checkpoint")[-1]
+    base = max(checkpoints_in(tmp_path / "checkpoint"))
     summary = runs.complete(
         tmp_path, [site.url], *replay.arguments, *settings, f"--training.steps={base + 2}"
     )

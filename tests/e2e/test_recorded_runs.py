@@ -19,6 +19,7 @@ from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.protocol.messages import Label
 from titan_grpo.rollout.records import GroupRecorder, ReplayClient
+from titan_grpo.titan.export import checkpoint_of
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import write_tiny_model
 
@@ -217,6 +218,7 @@ def test_a_skipped_step_changes_nothing_publishes_nothing_and_the_next_one_goes_
     )
     assert summary["steps"] == 5
     assert committed(summary)[-1] == 3
+    assert checkpoint_of(tmp_path / "skipped", 3).name == "step-5", "what export takes for it"
     # The group is on one rank, and so is the loss that is not a number; a step taken by the other
     # would show in the weights.
     for step, why in ((3, "all rewards were equal"), (4, "the loss is not finite")):
@@ -271,6 +273,25 @@ def assert_trained_alike(
     assert apart < 1e-3 * moved
     rows = (read_metrics(folder / "metrics.jsonl") for folder in (one, other))
     return list(zip(*rows, strict=True))
+
+
+@pytest.mark.parametrize(
+    "key", ["last_save_in_hf", pytest.param("load_only", marks=pytest.mark.long)]
+)
+def test_an_alert_that_stops_a_run_saves_all_that_a_restart_needs_or_says_that_it_saves_nothing(
+    runs: Runs, server: ServerProcess, small_replay: Replay, tmp_path: Path, key: str
+) -> None:
+    arguments = [*small_replay.arguments, "--training.steps=2", f"--checkpoint.{key}"]
+    with runs.start(tmp_path, [server.url], *arguments, "--alerts.stop=version >= 0") as training:
+        assert training.finish() != 0
+    assert "step 1: alerts.stop version >= 0" in training.cause, training.log
+    if key == "load_only":
+        assert "nothing is saved (checkpoint.load_only)" in training.cause
+        assert not (tmp_path / "checkpoint").exists()
+        return
+    assert "the checkpoint of this step is saved" in training.cause
+    summary = runs.complete(tmp_path, [server.url], *arguments)
+    assert (summary["steps"], summary["resumes"]) == (2, [2])
 
 
 SMALL_FILES = """import os, resource, sys

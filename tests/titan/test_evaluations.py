@@ -232,6 +232,26 @@ def test_an_evaluation_that_dies_is_made_again_on_the_version_that_is_still_held
     assert [call for call, _ in lanes.calls].count("go on") == 1, "kept from the first try on"
 
 
+def test_an_evaluation_that_dies_while_the_run_ends_leaves_its_server_to_the_last_version(
+    begin: Begin, completion_server: MakeServer
+) -> None:
+    server = completion_server()
+    server.behaviour = server.hang
+    one, lanes, _, recorder = begin()
+    one.set_server(held(server, 0))
+    one.stop_schedule()
+    end_process(server, 0)
+    one.wait_idle()
+    assert lanes.calls == [("keep", server.url), ("go on", server.url)]
+    server.released.set()
+    server.behaviour = server.good
+    one.set_server(held(server, 1))
+    assert lanes.kept == set()
+    one.last(1)
+    assert versions(recorder) == [1]
+    assert len(recorder.history().errors) == 1
+
+
 def test_a_mistake_in_the_task_is_said_once_and_training_is_not_concerned(
     begin: Begin, completion_server: MakeServer
 ) -> None:

@@ -5,8 +5,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.rigs.ranks import run_ranks
+from titan_grpo.config import WeightSync
+from titan_grpo.errors import ConfigError
+from titan_grpo.titan.weight_sync import TrainerSync
 
 SCRIPT = Path(__file__).with_name("host_ranks.py")
 
@@ -31,3 +36,16 @@ def test_a_server_holds_every_version_that_the_hosts_hold_in_parts(tmp_path: Pat
         assert first["hosts"] == writing
         held = sum(first["owned"])
         assert first["total"] <= held <= 2 * first["total"], "the parts' pages, and no others"
+
+
+def test_images_that_the_memory_does_not_hold_are_refused_with_the_rank_and_the_size(
+    tmp_path: Path,
+) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    slots = 10**12
+    try:
+        with pytest.raises(ConfigError, match=f"rank 0: weight_sync.slots = {slots} version image"):
+            TrainerSync(torch.nn.Linear(4, 4), dict, WeightSync(slots=slots), torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()

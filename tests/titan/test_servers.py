@@ -212,6 +212,16 @@ def test_one_server_under_two_names_is_refused_wherever_they_are_given(tmp_path:
     assert parse_servers("http://h:80\nhttp://h:81\n") == ("http://h:80", "http://h:81")
 
 
+def test_an_empty_servers_file_is_refused_where_nothing_else_names_a_server(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "servers").write_text("# none yet\n")
+    with pytest.raises(ConfigError, match="must name a server at the start"):
+        known_servers(Rollout(servers_file=str(tmp_path / "servers")), {})
+    launching = Rollout(servers=["launch"], servers_file=str(tmp_path / "servers"))
+    assert known_servers(launching, {}).urls == [], "as the start is checked, before the launch"
+
+
 def test_launched_servers_stand_for_the_word(tmp_path: Path) -> None:
     assert known_servers(Rollout(servers=["launch"]), {}, ("http://127.0.0.1:1",)).urls == [
         "http://127.0.0.1:1"

@@ -2,6 +2,7 @@
 starts itself are given a run key, those that are only named keep to the configured one."""
 
 import errno
+import os
 import signal
 import subprocess
 import sys
@@ -84,6 +85,32 @@ def test_an_error_of_the_disk_is_found_where_a_library_wrapped_it() -> None:
         PermissionError(errno.EACCES, "Permission denied", "out/summary.json"), folder
     )
     assert write_failure(ConnectionRefusedError(111, "refused"), folder) == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "place", "folder"),
+    [
+        (errno.EACCES, "out2/tokens.jsonl", "out"),
+        (errno.EACCES, "../out/tokens.jsonl", "out"),
+        (errno.EACCES, "/etc/shadow", "."),
+        (errno.ENOENT, ".cache/tokens.jsonl", "."),
+        (errno.ENOENT, "out/checkpoint/step-2/.metadata", "out"),
+        (errno.EBADF, 3, "out"),
+    ],
+)
+def test_an_error_of_another_file_or_of_one_that_is_missing_is_not_the_disks(
+    number: int, place: str | int, folder: str
+) -> None:
+    assert write_failure(OSError(number, os.strerror(number), place), Path(folder)) == ""
+
+
+def test_a_file_of_the_run_is_known_by_every_path_to_it(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to("out")
+    for place in (f"{tmp_path}/out/summary.json", f"{tmp_path}/link/../link/summary.json"):
+        refused = PermissionError(errno.EACCES, "Permission denied", place)
+        for folder in (tmp_path / "out", tmp_path / "link"):
+            assert "Permission denied" in write_failure(refused, folder)
 
 
 def specs(

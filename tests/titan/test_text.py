@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -24,11 +25,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def mixin(model: Path, tmp_path: Path) -> Callable[..., "TextMixin"]:
-    """``mixin(rank, dataset)``: the share of one of two ranks."""
+    """``mixin(rank, dataset, field=...)``: the share of one of two ranks; ``field`` is of the
+    model's spec."""
     lines = [json.dumps({"text": f"line {n} of a text " * 3}) for n in range(40)]
     (tmp_path / "data.json").write_text("\n".join(lines))
 
-    def make(rank: int = 0, dataset: str = "c4_test") -> "TextMixin":
+    def make(rank: int = 0, dataset: str = "c4_test", **fields: Any) -> "TextMixin":
         settings = {
             "model.name": "qwen3",
             "model.flavor": "grpo_tiny",
@@ -46,7 +48,7 @@ def mixin(model: Path, tmp_path: Path) -> Callable[..., "TextMixin"]:
 
         from titan_grpo.titan.data import TextMixin
 
-        return TextMixin(get_train_spec("qwen3"), config, 2, rank)
+        return TextMixin(replace(get_train_spec("qwen3"), **fields), config, 2, rank)
 
     return make
 
@@ -75,3 +77,10 @@ def test_a_text_that_torchtitan_does_not_know_is_refused_with_its_keys(
         ConfigError, match=r"training\.dataset and training\.dataset_path must name .* got 'nope'"
     ):
         mixin(dataset="nope")
+
+
+def test_a_model_without_a_text_loader_is_refused_with_the_jobs_own_words(
+    mixin: Callable[..., "TextMixin"],
+) -> None:
+    with pytest.raises(ConfigError, match=r"must be 0 for a model\.name that .* got 12$"):
+        mixin(build_tokenizer_fn=None)

@@ -15,7 +15,11 @@ def parser() -> argparse.ArgumentParser:
         " was trained).",
     )
     add = out.add_argument
-    add("--version", type=int, required=True, help="policy version: steps that changed the weights")
+    version = (
+        "policy version: steps that changed the weights (of a checkpoint that names no version, one"
+        " of the weights alone: its step)"
+    )
+    add("--version", type=int, required=True, help=version)
     add("--out", type=Path, required=True, metavar="DIR", help="new directory to write")
     where = "folder with step-N (default: where the job puts it)"
     add("--checkpoint", type=Path, metavar="DIR", help=where)
@@ -38,7 +42,10 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     folder = args.checkpoint or Path(config.job.dump_folder) / config.checkpoint.folder
     dtype = args.dtype or config.weight_sync.wire_dtype
     write = export.export_adapter if args.adapter else export.export_version
-    written = write(config, export.checkpoint_of(folder, args.version), args.out, dtype)
+    checkpoint = export.checkpoint_of(folder, args.version)
+    named = export.version_of(checkpoint)
+    written = write(config, checkpoint, args.out, dtype)
+    what = checkpoint.name if named is None else f"version {named} ({checkpoint.name})"
     size = f"{written.tensors} tensors, {written.nbytes} bytes in {written.shards} file(s), {dtype}"
-    print(f"version {args.version}: {size} -> {args.out}")
+    print(f"{what}: {size} -> {args.out}")
     return 0

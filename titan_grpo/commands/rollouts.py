@@ -51,7 +51,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     _print(f"serving at http://{service.address}, {'with' if key else 'without'} a key")
-    # No deadline: a foreground service, ended by Ctrl-C or SIGTERM.
+    # no deadline: a foreground service, ended by Ctrl-C or SIGTERM.
     ended.wait()
     service.close()
     return 0

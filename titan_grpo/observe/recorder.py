@@ -483,7 +483,7 @@ class Recorder:
             "samples": _Output(self.run_dir / "samples.jsonl", _open_lines),
         }
         first = True
-        # No deadline: the owner's close() puts None into the queue, and the thread is a daemon.
+        # no deadline: the owner's close() puts None into the queue, and the thread is a daemon.
         while (item := self._queue.get()) is not None:
             kind, body = item
             if kind == "span" and self._traces is not None:

@@ -185,8 +185,8 @@ class TextMixin:
         """``spec`` is torchtitan's train spec of the model, with its own tokenizer and loader."""
         if spec.build_tokenizer_fn is None or spec.build_dataloader_fn is None:
             raise ConfigError(
-                f"grpo.ptx_mixin_batchsize must be 0 for {job_config.model.name!r}: torchtitan has"
-                " no text loader for it"
+                "grpo.ptx_mixin_batchsize must be 0 for a model.name that torchtitan has no text"
+                f" loader for, got {job_config.grpo.ptx_mixin_batchsize}"
             )
         # Exact: rules.py refuses other values.
         self.batches_per_step = job_config.grpo.ptx_mixin_batchsize // (

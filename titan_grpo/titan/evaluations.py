@@ -99,7 +99,7 @@ class Evaluations:
         """Start of the first of them, on the recorder's clock."""
         self._values: dict[str, float] = {}
         self._threads: list[threading.Thread] = []
-        self._closing = self._last = False
+        self._closing = self._stopped = self._last = False
         self._changed = threading.Condition()
 
     def check(self, within_s: float) -> None:
@@ -160,7 +160,7 @@ class Evaluations:
         """Evaluate the last ``version``, which the servers hold, for tables with at_end. Wait for
         all evaluations until their deadlines."""
         with self._changed:
-            self._last = True
+            self._stopped, self._last = False, True
             for table in self._tables:
                 again = table.job.table.at_end and table.evaluated != version
                 table.due = version if again else None
@@ -181,8 +181,9 @@ class Evaluations:
             )
 
     def stop_schedule(self) -> None:
-        """Clear the schedule: until ``last`` only retries begin."""
+        """Clear the schedule: until ``last`` no evaluation begins, no retry either."""
         with self._changed:
+            self._stopped = True
             for table in self._tables:
                 table.due = None
 
@@ -294,9 +295,10 @@ class Evaluations:
 
     def _try_again(self, table: _Table, run: _Running, failure: Failure) -> None:
         """Schedule a failed evaluation again: on the same server if it still holds the version,
-        else on the first server that reaches one."""
+        else on the first server that reaches one. After ``stop_schedule`` do not: it would keep its
+        server for as long again, and the flush that follows waits for that server."""
         table.tries += 1
-        if not failure.again or table.tries >= TRIES:
+        if self._stopped or not failure.again or table.tries >= TRIES:
             table.tries = 0
             return
         table.due = run.due

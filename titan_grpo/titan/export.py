@@ -25,26 +25,48 @@ from titan_grpo.titan.hf_files import Written, copy_assets, write_adapter, write
 from titan_grpo.titan.weight_sync import layout_of
 
 PREFIX = "step-"
-"""Prefix of torchtitan's checkpoint folders, before the step. This module takes the step for the
-version, although the version is less after a training step that changed no weight."""
+"""Prefix of torchtitan's checkpoint folders, before the training step."""
+
+VERSION = "train_state.version"
+"""Name of the version in a checkpoint's state (GRPOTrainer.state_dict, under torchtitan's key)."""
 
 
-def versions_in(folder: Path) -> list[int]:
-    """Return the versions in a checkpoint folder, ascending: its complete step-N folders (those
-    with metadata)."""
-    names = [p.parent.name.removeprefix(PREFIX) for p in folder.glob(f"{PREFIX}*/.metadata")]
-    return sorted(int(name) for name in names if name.isdigit())
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """Return the complete checkpoints in a folder (step-N folders with metadata) by step,
+    ascending."""
+    places = [path.parent for path in folder.glob(f"{PREFIX}*/.metadata")]
+    steps = {place.name.removeprefix(PREFIX): place for place in places}
+    return {int(step): steps[step] for step in sorted(filter(str.isdigit, steps), key=int)}
+
+
+def version_of(checkpoint: Path) -> int | None:
+    """Return the version that a checkpoint names: less than its step if a training step before it
+    changed no weight. None if it names none: it has the weights alone, or is not of GRPOTrainer."""
+    reader = dcp.FileSystemReader(checkpoint)
+    if VERSION not in reader.read_metadata().state_dict_metadata:
+        return None
+    state = {VERSION: 0}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state[VERSION]
 
 
 def checkpoint_of(folder: Path, version: int) -> Path:
-    """Return the folder of one version. ``folder`` is the checkpoint folder, or the dump folder
-    above it. Raises ConfigError naming the versions in it if this one is missing."""
-    for place in (folder, folder / "checkpoint"):
-        if version in versions_in(place):
-            return place / f"{PREFIX}{version}"
-    have = versions_in(folder) or versions_in(folder / "checkpoint")
+    """Return the checkpoint of one version, or of the step of that number if it names no version.
+    ``folder`` is the checkpoint folder, or the dump folder above it. Raises ConfigError naming the
+    versions in it if this one is missing."""
+    known = checkpoints_in(folder) or checkpoints_in(folder / "checkpoint")
+
+    def held(step: int) -> int:
+        named = version_of(known[step])
+        return step if named is None else named
+
+    for step in known:
+        # No version is greater than its step; a live run may be removing older checkpoints.
+        if step >= version and held(step) == version:
+            return known[step]
+    have = [f"{held(s)} ({known[s].name})" if held(s) != s else f"{s}" for s in known]
     found = (
-        f"it has {', '.join(map(str, have))}"
+        f"it has {', '.join(have)}"
         if have
         else "it has no complete checkpoint (DCP folders step-N) at all"
     )

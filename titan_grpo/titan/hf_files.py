@@ -149,26 +149,35 @@ def whole_image(
 
 
 def save_version(
-    worker: SyncProcess, published: Published, job_config: Any, model_dir: str, run_dir: Path
+    worker: SyncProcess, version: int, job_config: Any, model_dir: str, run_dir: Path
 ) -> str:
-    """Write a version into the run's folder: Hugging Face files in "hf" (the image has their names,
-    layout and type), or PEFT files of adapters in "adapter".
+    """Write the last version into the run's folder: Hugging Face files in "hf" (the image has their
+    names, layout and type), or PEFT files of adapters in "adapter". If ``version`` is not complete,
+    write the newest that is.
 
-    Return why it was not written and what to do, else "". Missing parts of other hosts, or memory
-    for them, must not fail a finished run.
+    Return why ``version`` was not written and what to do, else "". Missing parts of other hosts, or
+    memory for them, must not fail a finished run.
     """
     sync, lora = job_config.weight_sync, job_config.lora
+    remedy = "titan-grpo export makes it from the last checkpoint"
+    adapters = has_adapters(worker.manifest)
+    out = run_dir / ("adapter" if adapters else "hf")
+    published = worker.slots.newest()
+    if published is None:
+        return f"no version's image is complete; {remedy}"
     try:
         with whole_image(worker.pool, worker.hashing, published, sync) as image:
             tensors = tensor_views(image, worker.manifest)
-            if has_adapters(worker.manifest):
+            if adapters:
                 # The image's B includes the scale: alpha / rank must be 1.
                 settings = adapter_config(lora.rank, lora.rank, lora.targets, model_dir)
-                write_adapter(tensors, run_dir / "adapter", settings)
+                write_adapter(tensors, out, settings)
             else:
-                (run_dir / "hf").mkdir(parents=True, exist_ok=True)
-                write_weights(tensors, run_dir / "hf")
-                copy_assets(Path(model_dir), run_dir / "hf", sync.wire_dtype)
+                out.mkdir(parents=True, exist_ok=True)
+                write_weights(tensors, out)
+                copy_assets(Path(model_dir), out, sync.wire_dtype)
     except (ConfigError, TransferFailed) as error:
-        return f"{error}; titan-grpo export makes it from the last checkpoint"
+        return f"{error}; {remedy}"
+    if published.version != version:
+        return f"its image is not complete, so {out} has version {published.version}; {remedy}"
     return ""

@@ -255,9 +255,9 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
         )
     if config.checkpoint.enable and complete:
         # not at the top: it imports torch.distributed.checkpoint
-        from titan_grpo.titan.export import PREFIX, stored_shapes, versions_in
+        from titan_grpo.titan.export import checkpoints_in, stored_shapes
 
-        newest = checkpoints / f"{PREFIX}{versions_in(checkpoints)[-1]}"
+        newest = list(checkpoints_in(checkpoints).values())[-1]
         if reason := compat.other_saver(stored_shapes(newest).keys(), compat.require_torchtitan()):
             raise ConfigError(f"{newest} {reason}")
 

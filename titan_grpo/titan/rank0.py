@@ -455,12 +455,8 @@ class Controller:
         self._evaluations.last(version)
         values = self._evaluations.take_values()
         self.recorder.after_last_step(values)
-        published = worker.slots.newest()
-        if published is not None:
-            folders = self._model_dir, self._run_dir
-            missing = save_version(worker, published, self._job, *folders)
-            if missing:
-                self.recorder.error(f"version {version} is not saved: {missing}")
+        if missing := save_version(worker, version, self._job, self._model_dir, self._run_dir):
+            self.recorder.error(f"version {version} is not saved: {missing}")
         return values
 
     def close(self, error: BaseException | None = None) -> None:

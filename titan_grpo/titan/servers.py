@@ -158,13 +158,10 @@ class Known:
 def known_servers(
     rollout: Rollout, environ: Mapping[str, str], launched: tuple[str, ...] = ()
 ) -> Known:
-    """Return the servers that ``[rollout]`` names now; ``launched`` replaces the word "launch".
-    Raises ConfigError."""
-    fixed = (
-        launched
-        if rollout.servers == [LAUNCH]
-        else tuple(server_url(url) for url in rollout.servers)
-    )
+    """Return the servers that ``[rollout]`` names now; ``launched`` replaces the word "launch",
+    and is empty where they are not started yet. Raises ConfigError."""
+    launch = rollout.servers == [LAUNCH]
+    fixed = launched if launch else tuple(server_url(url) for url in rollout.servers)
     if variable := rollout.servers_slurm:
         if not (hosts := environ.get(variable, "")).strip():
             raise ConfigError(
@@ -177,7 +174,7 @@ def known_servers(
             server_url(f"http://{host}:{port}") for host in expand_hosts(hosts) for port in ports
         )
     listed = ServersFile(rollout.servers_file).read() if rollout.servers_file else ()
-    if not fixed and not listed:
+    if not (launch or fixed or listed):
         raise ConfigError(
             "rollout.servers_file must name a server at the start of a run, got"
             f" {rollout.servers_file!r} with none"

@@ -223,7 +223,7 @@ def write_failure(error: BaseException, folder: Path) -> str:
     for each in chain:
         reason = ""
         if isinstance(each, OSError):
-            if each.errno in _CANNOT_WRITE or str(each.filename or "").startswith(str(folder)):
+            if each.errno in _CANNOT_WRITE or _refused(each, folder):
                 reason = each.strerror or str(each)
         elif isinstance(each, RuntimeError) and "inline_container" in str(each):
             # torch's zip writer reports a short write only so; torch.distributed.checkpoint pickles
@@ -240,3 +240,12 @@ def write_failure(error: BaseException, folder: Path) -> str:
         found = (each.__cause__, each.__context__, *failures)
         chain += [other for other in found if other is not None and other not in chain]
     return ""
+
+
+def _refused(error: OSError, folder: Path) -> bool:
+    """Whether ``error`` names a file in the folder that is there: one that is missing was looked
+    for, or removed, and room is not what it lacks."""
+    if error.errno == errno.ENOENT or not isinstance(error.filename, str | bytes):
+        return False
+    path = os.path.realpath(os.fsdecode(error.filename))
+    return Path(path).is_relative_to(os.path.realpath(folder))

@@ -329,9 +329,13 @@ class GRPOTrainer(Engine):
         dist.broadcast_object_list(said, src=0, group=self.loader.group)
         if not said[0]:
             return
-        if not self.job_config.checkpoint.enable:
-            raise AlertStop(f"step {self.step}: {said[0]}; nothing is saved (checkpoint.enable)")
-        # Saved as torchtitan's last step: this step is over on every rank.
+        keys = self.job_config.checkpoint
+        if not keys.enable or keys.load_only:
+            why = "load_only" if keys.enable else "enable"
+            raise AlertStop(f"step {self.step}: {said[0]}; nothing is saved (checkpoint.{why})")
+        # Saved as torchtitan's last step: this step is over on every rank. But whole, whatever the
+        # job asks of the run's end: a restart needs optimizer, version and data cursor.
+        self.checkpointer.last_save_in_hf = self.checkpointer.last_save_model_only = False
         self.checkpointer.save(self.step, last_step=True)
         raise AlertStop(
             f"step {self.step}: {said[0]}; the checkpoint of this step is saved, and training with"

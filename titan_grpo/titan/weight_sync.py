@@ -353,12 +353,13 @@ class TrainerSync:
         self.pool: ImagePool | None = None
         """The images of this host's part; None except on its leader."""
         self._images: tuple[SharedImage, ...] = ()
+        # Before the meeting: it calls ``close`` where a host cannot take part.
+        self._publisher: Publisher | None = None
+        self._announcer: Announcer | HostSync | None = None
         self._address = here.address or host_address(
             config.bind_host, here.urls, os.environ.get("MASTER_ADDR", "")
         )
         self._meetings = self._meet(here.group, here.run_key)
-        self._publisher: Publisher | None = None
-        self._announcer: Announcer | HostSync | None = None
 
     def _meet(self, group: dist.ProcessGroup | None, run_key: Key | None) -> dict[int, Meeting]:
         """Create or attach this host's images; return the meetings by leader. Raises ConfigError on

@@ -278,7 +278,7 @@ def read_trace(path: Path, block_bytes: int = BLOCK_BYTES) -> Trace:
     parts, others = [np.empty(0, SPAN)], []
     with path.open("rb") as file:
         while data := file.read(block_bytes):
-            # No deadline: this reads a file up to the end of a line.
+            # no deadline: this reads a file up to the end of a line.
             events = _decoded(data + file.readline())
             bars = [event for event in events if event.ph == "X"]
             if len(bars) < len(events):
