@@ -204,17 +204,17 @@ class SharedImage:
         the descriptor, so that others can open the image at this process. Raises as open_memfd."""
         fd = open_memfd(address, os.O_RDWR)
         extents = ((0, address.nbytes),) if extents is None else extents
-        mapped = None
+        image = None
         try:
             mapped = mmap.mmap(fd, address.nbytes, flags=mmap.MAP_SHARED)
+            # Only the extents: other pages belong to other hosts and must stay unallocated.
+            _make_pages(mapped, _pages(extents, address.nbytes))
+            if serve:
+                image = cls(replace(address, pid=os.getpid(), fd=fd), mapped, fd)
         finally:
-            if not serve or mapped is None:
+            if image is None:
                 os.close(fd)  # the mapping keeps the memory
-        # Only the extents: other pages belong to other hosts and must stay unallocated.
-        _make_pages(mapped, _pages(extents, address.nbytes))
-        if serve:
-            return cls(replace(address, pid=os.getpid(), fd=fd), mapped, fd)
-        return cls(address, mapped, None)
+        return image or cls(address, mapped, None)
 
     @property
     def _open_map(self) -> mmap.mmap:
