@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "sync.transports": PARTS,
     "sync": MOVERS,
     "receive": MOVERS | {"patches"},
-    "rollout": MOVERS,
+    "rollout": PARTS,
     "titan": RUNTIME | {"verify"},
     "verify": RUNTIME,
     "commands": RUNTIME | {"titan", "verify", "views", "plan"},

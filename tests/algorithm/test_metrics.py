@@ -1,5 +1,5 @@
-"""Metrics over micro-batches, the log-probability gap of parts of the tokens by hand, and when a
-step may be taken. That a step is skipped on every rank: test_two_ranks.py."""
+"""Metrics over micro-batches, the log-probability gap of parts of the tokens by hand, what counts
+as cut, and when a step may be taken. That a step is skipped on every rank: test_two_ranks.py."""
 
 import math
 
@@ -17,6 +17,7 @@ from titan_grpo.algorithm.loss import (
     summarize,
     unpack,
 )
+from titan_grpo.algorithm.objective import spans_of, topr_weights
 from titan_grpo.config import GRPO
 from titan_grpo.errors import ProtocolError
 
@@ -48,6 +49,15 @@ def test_no_micro_batches_give_no_metrics_and_different_names_are_refused() -> N
     assert [len(vector) for vector in pack({})] == [0, 0]
     with pytest.raises(ProtocolError, match="kl_tokens_sum"):
         accumulate([{"kl_tokens_sum": torch.tensor(0.0)}, {}])
+
+
+def test_topr_counts_as_cut_only_the_weights_that_its_bound_changes() -> None:
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0]).unsqueeze(-1).expand(4, 2)
+    differences = torch.tensor([0.4, -0.4, 0.4, -0.4]).unsqueeze(-1).expand(4, 2)
+    found = topr_weights(differences, torch.zeros(4, 2), advantages, spans_of(mask, None))
+    assert found.weight[:, 0].tolist() == pytest.approx([1, 1, 1, math.exp(-0.8)])
+    assert found.cut.tolist() == [[False] * 2, [False] * 2, [True] * 2, [False] * 2]
 
 
 BAD = (math.nan, math.inf, -math.inf)

@@ -338,7 +338,8 @@ def a_server_whose_trainer_died_in_a_pause_goes_on(e: EngineUnderTest) -> None:
         with e.crowd(trainer.label(16)) as crowd:
             trainer.control.pause()
             trainer.control.relabel("half-way")
-            ask = pause_guard.Recover(e.access.url, trainer.run_id, trainer.epoch, doubtful=False)
+            run_id, epoch = trainer.run_id, trainer.epoch
+            ask = pause_guard.Recover(e.access.url, run_id, epoch, doubtful=False, number=1)
             pause_guard_main.recover(trainer.control, access, ask, threading.Event())
             answers = crowd.end()
         assert not trainer.control.paused()

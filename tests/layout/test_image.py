@@ -98,6 +98,27 @@ def test_an_image_that_a_limit_of_the_process_forbids_is_refused_with_the_remedy
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+NO_THREAD = """
+import json, os, resource, sys
+from titan_grpo.layout.image import ImageAddress, SharedImage
+before = os.listdir("/proc/self/fd")
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * os.sysconf("SC_PAGESIZE") + (4 << 20)  # less than a thread's stack
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    SharedImage.attach(ImageAddress.from_json(json.loads(sys.argv[1])), serve=True)
+except RuntimeError as error:
+    print(error)
+print(len(os.listdir("/proc/self/fd")) - len(before))
+"""
+
+
+def test_an_image_that_is_not_attached_after_all_leaves_no_descriptor_open() -> None:
+    with SharedImage.create(4096, "test") as image:
+        other = python("-c", NO_THREAD, json.dumps(image.address.to_json()))
+    assert other.stdout == "can't start new thread\n0\n", other.stderr
+
+
 def test_an_image_that_no_other_process_could_find_is_refused_when_it_is_made() -> None:
     """In a new pid namespace, where /proc is still the one outside."""
 

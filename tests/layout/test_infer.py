@@ -89,6 +89,7 @@ def test_a_wrapper_prefix_is_never_lost_in_silence() -> None:
         (lambda t: t.t().contiguous(), "keep the columns of w in place"),
         (lambda t: t.flip(1), "keep the columns of w in place"),
         (lambda t: t[:2], "each of the 3 rows of w .* got 2 rows"),
+        (lambda t: t[:0], "each of the 3 rows of w .* got 0 rows"),
         (lambda t: torch.cat([t, t[:1]]), "each of the 3 rows of w .* got 4 rows"),
         (lambda t: t + 1, "keep the columns of w in place|each of the 3 rows"),
         (lambda t: t.float(), r"got torch\.float32"),

@@ -14,10 +14,12 @@ from titan_grpo.cli import command
 from titan_grpo.commands.plan import of_job
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError
+from titan_grpo.layout.image import hash_threads
 from titan_grpo.plan import report
 from titan_grpo.plan.network import TRAINER, Network, water_level
-from titan_grpo.plan.setup import Setup
+from titan_grpo.plan.setup import HASH_THREADS, Setup
 from titan_grpo.plan.simulation import Simulation, quantile
+from titan_grpo.protocol.lane import AT_WORK, TURN_S
 from titan_grpo.sync.transports.sender import senders_of
 from titan_grpo.titan.jobfile import read_toml
 
@@ -232,6 +234,13 @@ def test_a_server_stands_still_for_the_calls_of_few_commits(servers: int) -> Non
     assert own_s < quantile(result.pause_s, 0.5) < 1.2 * own_s
 
 
+def test_servers_that_answer_late_hold_up_other_commits_for_their_turns_alone() -> None:
+    quick = replace(SMALL, trainer_link_gbit=8000.0, server_link_gbit=800.0, source_gb_s=1000.0)
+    late = replace(quick, servers=4 * AT_WORK, call_s=2.0, step_s=30.0, hours=0.05)
+    commit_s = Simulation(late).run().commit_s
+    assert max(commit_s) - min(commit_s) == pytest.approx(3 * TURN_S, abs=0.1)
+
+
 def test_a_version_that_takes_longer_than_a_step_stalls_the_trainer_by_its_staleness_rule() -> None:
     late = replace(SMALL, servers=20)  # 20 s a version, in steps of 10 s
     result = Simulation(late).run()
@@ -412,7 +421,10 @@ def test_a_model_is_a_number_or_torchtitans_name(capsys: pytest.CaptureFixture[s
     assert "--model must be NAME/FLAVOR" in capsys.readouterr().err
 
 
-def test_a_host_sends_with_as_many_threads_as_the_product_starts_on_a_large_one() -> None:
+def test_a_host_sends_and_hashes_with_as_many_threads_as_the_product_starts_on_a_large_one() -> (
+    None
+):
     assert Setup().source_threads == senders_of(64)
+    assert hash_threads(64) == HASH_THREADS
     rates = [replace(SMALL, source_threads=n).source_rate for n in (1, 4)]
     assert rates[1] == 4 * rates[0] == 4 * SMALL.source_gb_s * 1e9

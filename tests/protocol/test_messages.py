@@ -103,6 +103,11 @@ def test_anything_else_is_refused_and_never_crashes(text: str | bytes) -> None:
         Staged.from_json(text)
 
 
+def test_json_nested_too_deeply_is_refused_as_any_other() -> None:
+    with pytest.raises(PeerError, match="Joined is not JSON"):
+        Joined.from_json("[" * 100_000)
+
+
 def test_two_runs_of_the_same_millisecond_differ() -> None:
     assert len({new_run_id(1.0) for _ in range(100)}) == 100
 
@@ -174,3 +179,14 @@ def test_what_an_engine_holds_is_a_label_or_its_initial_weights() -> None:
     joined = Joined(True, "", "titan_grpo 0", 12, "00000000000a-bb", 4, "ff", True)
     assert joined.held == Label("00000000000a-bb", 4, "ff")
     assert msgspec.structs.replace(joined, held_run="", held_version=-1).held is None
+
+
+@pytest.mark.parametrize("text", [None, "", "7", "a:b", "a::b", "a:-7:b", "a:²:b", "a:٣:b"])
+def test_what_is_no_label_of_a_version_is_none(text: str | None) -> None:
+    assert Label.parse(text) is None
+
+
+def test_a_label_with_more_digits_than_any_version_is_none() -> None:
+    assert Label.parse(f"a:{'9' * 18}:b") == Label("a", int("9" * 18), "b")
+    assert Label.parse(f"a:{'9' * 19}:b") is None
+    assert Label.parse(f"a:{'9' * 5000}:b") is None

@@ -80,7 +80,8 @@ def _local(logits: torch.Tensor) -> tuple[torch.Tensor, _Shard]:
             first_word = mesh.get_local_rank(axes[0]) * piece
             shard = _Shard(first_word, words, mesh.get_group(axes[0]))
         logits = logits.to_local()
-    return logits.reshape(-1, logits.shape[-1]), shard
+    # Not reshape(-1, ..): torch refuses it for a shard without columns.
+    return logits.flatten(0, -2), shard
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
@@ -130,7 +131,8 @@ class _TokenLogprobs(torch.autograd.Function):
         for part in _chunks(len(labels), chunk_tokens):
             scaled = logits[part].to(normalizer.dtype) / temperature
             normalizer[part] = torch.logsumexp(scaled, -1)
-            chosen[part] = scaled.gather(-1, columns[part]).squeeze(-1)
+            if logits.shape[-1]:  # else gather has no column to take
+                chosen[part] = scaled.gather(-1, columns[part]).squeeze(-1)
         normalizer = _join_normalizers(normalizer, shard)
         chosen = _sum_over(shard, chosen.masked_fill_(~here, 0))
         ctx.save_for_backward(logits, columns, here, normalizer, labels)
@@ -144,7 +146,7 @@ class _TokenLogprobs(torch.autograd.Function):
         # not finite.
         grad = grads[0].masked_fill(labels == IGNORE_INDEX, 0).unsqueeze(-1) / ctx.temperature
         out = torch.empty_like(logits)
-        for part in _chunks(len(labels), ctx.chunk_tokens):
+        for part in _chunks(len(labels) if logits.shape[-1] else 0, ctx.chunk_tokens):
             scaled = logits[part].to(normalizer.dtype) / ctx.temperature
             softmax = scaled.sub_(normalizer[part].unsqueeze(-1)).exp_()
             softmax.mul_(-grad[part])

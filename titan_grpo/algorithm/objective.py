@@ -229,8 +229,9 @@ def topr_weights(
     arXiv 2503.14286): good samples are learnt as in supervised training, bad ones count only as far
     as the policy would still produce them."""
     raw = bounded_exp(spans.total(logprobs.detach() - rollout_logprobs))
-    tapered = torch.where(advantages < 0, raw.clamp(max=1), 1.0)
-    return Weights(tapered, (tapered != raw) & spans.mask, torch.zeros_like(spans.mask))
+    bad = advantages < 0
+    weight = torch.where(bad, raw.clamp(max=1), 1.0)
+    return Weights(weight, bad & (raw > 1) & spans.mask, torch.zeros_like(spans.mask))
 
 
 def second_moments(

@@ -237,8 +237,9 @@ Not a key, and different all the same:
   neighbours.
 * A step's rewards come from `rollout.source = "atropos"` (the same API), from environments that
   push, or from a reward function. A batch of the API is `prompts_per_step * group_size` sequences.
-* Every token knows which version made it, and none older than `rollout.max_staleness` is trained
-  on. There only the environment's `max_batches_offpolicy` bounded it.
+* Every token carries the version that sampled it, or a bound on it if the engine does not report
+  it (vLLM 0.32). No token older than `rollout.max_staleness` is trained on. There only the
+  environment's `max_batches_offpolicy` bounded it.
 """
 
 

@@ -204,17 +204,17 @@ class SharedImage:
         the descriptor, so that others can open the image at this process. Raises as open_memfd."""
         fd = open_memfd(address, os.O_RDWR)
         extents = ((0, address.nbytes),) if extents is None else extents
-        mapped = None
+        image = None
         try:
             mapped = mmap.mmap(fd, address.nbytes, flags=mmap.MAP_SHARED)
+            # Only the extents: other pages belong to other hosts and must stay unallocated.
+            _make_pages(mapped, _pages(extents, address.nbytes))
+            if serve:
+                image = cls(replace(address, pid=os.getpid(), fd=fd), mapped, fd)
         finally:
-            if not serve or mapped is None:
+            if image is None:
                 os.close(fd)  # the mapping keeps the memory
-        # Only the extents: other pages belong to other hosts and must stay unallocated.
-        _make_pages(mapped, _pages(extents, address.nbytes))
-        if serve:
-            return cls(replace(address, pid=os.getpid(), fd=fd), mapped, fd)
-        return cls(address, mapped, None)
+        return image or cls(address, mapped, None)
 
     @property
     def _open_map(self) -> mmap.mmap:
@@ -262,11 +262,16 @@ and is cryptographic."""
 KEYED = "blake3"
 """The algorithm that takes a key: without it no sender can make a block with a valid digest."""
 
-CORES = os.cpu_count() or 1
 
-HASH_THREADS = max(min(4, CORES), min(16, CORES // 4))
-"""Threads of a hash: a quarter of the cores, 4 to 16, never more than cores. On one of eight hosts,
-4 threads would take 2 s of keyed blake3 for their part of a 235B model."""
+def hash_threads(cores: int) -> int:
+    """Return the threads of a hash on a host with so many cores: a quarter of them, 4 to 16, never
+    more than cores. On one of eight hosts, 4 threads would take 2 s of keyed blake3 for their part
+    of a 235B model.
+
+    >>> [hash_threads(cores) for cores in (1, 4, 16, 32, 64, 128)]
+    [1, 4, 4, 8, 16, 16]
+    """
+    return max(min(4, cores), min(16, cores // 4))
 
 
 def digest_block(pieces: Sequence[memoryview], algorithm: str, key: bytes | None = None) -> bytes:
@@ -300,7 +305,7 @@ def block_digests(
     """Hash every block of an image, or of one part, in order. ``buffer``: the whole image, uint8,
     ``manifest.total_bytes`` long; only the hashed blocks are read. ``key``: as in digest_block.
 
-    Runs on ``HASH_THREADS`` threads, which release the GIL: memory bandwidth is the limit, and a
+    Runs on ``hash_threads`` threads, which release the GIL: memory bandwidth is the limit, and a
     few cores reach it.
     """
     if buffer.nbytes != manifest.total_bytes:
@@ -312,7 +317,7 @@ def block_digests(
         return digest_block([buffer[a:b] for a, b in manifest.block(index)], algorithm, key)
 
     numbers = range(manifest.num_blocks) if part is None else manifest.blocks(part)
-    with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash") as pool:
+    with ThreadPoolExecutor(hash_threads(os.cpu_count() or 1), "hash") as pool:
         return tuple(pool.map(digest, numbers))
 
 

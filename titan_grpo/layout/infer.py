@@ -196,8 +196,8 @@ def _check_rows_used_once(fqn: str, rows: int, found: Iterable[HFTensor]) -> Non
 def progression(ids: torch.Tensor) -> range | None:
     """Return ids as a range, ``[4, 6, 8] -> range(4, 9, 2)``; None unless they rise in equal
     steps."""
-    if ids.numel() == 1:
-        return range(int(ids[0]), int(ids[0]) + 1)
+    if ids.numel() < 2:
+        return range(int(ids[0]), int(ids[0]) + 1) if ids.numel() else range(0)
     steps = ids.diff()
     step = int(steps[0])
     if step < 1 or bool((steps != step).any()):

@@ -12,6 +12,7 @@ from typing import Any
 from titan_grpo.config import WIRE_BYTES, WeightSync
 from titan_grpo.errors import ConfigError
 from titan_grpo.protocol import lane
+from titan_grpo.protocol.patches import ENCODE_RATE, SHARE, WORTH
 
 GB = 1e9
 GBIT = 1e9 / 8
@@ -27,12 +28,8 @@ HASH_RATE = {"xxh3": 28 * 2.0**30, "blake3": 7 * 2.0**30}
 HASH_THREADS = 16
 """Threads of the hash on a trainer host of 64 cores or more (layout.image)."""
 
-ENCODE_RATE, APPLY_RATE = 1 << 30, 2 << 30
-"""Bytes of an image per second at which a patch is made, and applied (scripts/bench_delta.py)."""
-
-WORTH, PATCHES = 4, 1 / 4
-"""As in sync.patches: how many times as long as making a patch the transfer of a whole version must
-take for weight_sync.delta = "auto", and the greatest share of an image that patches may have."""
+APPLY_RATE = 2 << 30
+"""Bytes of an image per second at which a patch is applied (scripts/bench_delta.py)."""
 
 
 def _option(default: Any, text: str) -> Any:
@@ -149,7 +146,7 @@ class Setup:
     def trainer_bytes(self) -> float:
         """Host memory of one trainer host for its part of all slots, and the most for the patches
         to the versions in them."""
-        slot = 1 + (PATCHES if self.sync.delta != "off" else 0)
+        slot = 1 + (SHARE if self.sync.delta != "off" else 0)
         return self.sync.slots * slot * self.image_bytes / self.trainer_hosts
 
     @property
@@ -176,7 +173,7 @@ class Setup:
     def patch_bytes(self, behind: int) -> int:
         """Return the bytes of patches over ``behind`` versions; 0 if that is more than is kept."""
         share = behind * self.patch_share
-        return int(share * self.image_bytes) if 0 < share <= PATCHES else 0
+        return int(share * self.image_bytes) if 0 < share <= SHARE else 0
 
     def patches_wanted(self, slowest_s: float) -> bool:
         """Return whether to make a patch of the next version. ``slowest_s``: the slowest server's

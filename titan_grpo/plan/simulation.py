@@ -116,12 +116,12 @@ class Simulation:
         self._waiting: dict[int, int | None] = {}
         self._reached: dict[int, float] = {}
         """Version -> the end of its step."""
-        self._read: set[tuple[int, int]] = set()
         self._network = Network(s, slow, self._random)
         self._relays = relay.Relays(roots=s.trainer_hosts)
         # Calls: the sync process makes one at a time, for AT_WORK lanes (sync/turns.py).
         self._process_free_s = 0.0
-        self._at_work: set[int] = set()
+        self._at_work: dict[int, float] = {}
+        """Server -> end of its lane's turn, if it does not end it earlier."""
         self._turns: deque[_Server] = deque()
         self._patches = Patches(s)
         # Groups.
@@ -187,10 +187,10 @@ class Simulation:
 
     def _happen(self, kind: str, number: int, work: int, event: lane.Event | None) -> None:
         match kind:
-            case "work":
-                server = self._servers[number]
-                if work == server.work and event is not None:
-                    self._came_back(server, event)
+            case "work" if event is not None and work == self._servers[number].work:
+                self._came_back(self._servers[number], event)
+            case "turn" if self._at_work.get(number) == self._now:  # it has begun no other one
+                self._end_turn(self._servers[number])
             case "group":
                 self._group_ends(self._servers[work], number)
             case "copied":
@@ -258,7 +258,7 @@ class Simulation:
                 loaded = lane.Loaded(version, ok=True, intact=True)
                 self._work(server, self._call_s() + s.load_s - s.call_s, loaded)
             case lane.SetLabel():
-                self._at_work.add(server.number)
+                self._begin_turn(server)
                 server.engine = server.lane.version
                 self._work(server, self._call_s(), lane.Labelled())
             case lane.Resume():
@@ -283,12 +283,16 @@ class Simulation:
         while self._turns and len(self._at_work) < lane.AT_WORK:
             server = self._turns.popleft()
             if server.lane.phase is lane.Phase.PAUSING and server.paused_at is None:
-                self._at_work.add(server.number)
+                self._begin_turn(server)
                 server.paused_at = self._now
                 self._work(server, self._call_s(), lane.Paused())
 
+    def _begin_turn(self, server: _Server) -> None:
+        self._at_work[server.number] = self._now + lane.TURN_S
+        self._after(lane.TURN_S, "turn", server.number)
+
     def _end_turn(self, server: _Server) -> None:
-        self._at_work.discard(server.number)
+        self._at_work.pop(server.number, None)
         self._next_turn()
 
     def _work(self, server: _Server, seconds: float, event: lane.Event) -> None:

@@ -56,6 +56,10 @@ AT_WORK = 8
 process busy while servers answer. With more, each paused server would wait for more lanes' calls.
 """
 
+TURN_S = 0.25
+"""Seconds after which a lane's turn to make these calls ends by itself: it waits for its server,
+and a server that stands still must not delay the other lanes."""
+
 CALLS = {
     Phase.CONNECTING: 10,
     Phase.PAUSING: 4,

@@ -46,6 +46,7 @@ them. The Hello's digest binds the manifest. What stays unproven (a refusal, MOV
 can only make a transfer fail.
 """
 
+import re
 import secrets
 from dataclasses import dataclass
 from enum import IntEnum
@@ -62,6 +63,9 @@ if TYPE_CHECKING:
 
 UNUSABLE = "unusable"
 """Label of a half-loaded server: it gets no requests until a full sync has succeeded."""
+
+NUMBER = re.compile("[0-9]{1,18}")
+"""A label's version. Any client may set a label: int() takes no superscripts, nor 5000 digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,7 @@ class Label:
     def parse(cls, text: str | None) -> "Label | None":
         """Return the label in ``text``, or None if it has not this form."""
         parts = (text or "").split(":")
-        if len(parts) != 3 or not parts[1].isdigit():
+        if len(parts) != 3 or not NUMBER.fullmatch(parts[1]):
             return None
         return cls(parts[0], int(parts[1]), parts[2])
 
@@ -172,7 +176,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """Decode and validate one JSON text. Raises PeerError."""
         try:
             data = msgspec.json.decode(text)
-        except ValueError as error:  # not UTF-8, or msgspec.DecodeError
+        # Not UTF-8, msgspec.DecodeError, or nested deeper than Python's recursion limit.
+        except (ValueError, RecursionError) as error:
             raise PeerError(f"{cls.__name__} is not JSON ({error}): {text[:80]!r}") from error
         return cls.from_dict(data)
 

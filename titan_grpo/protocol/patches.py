@@ -12,6 +12,16 @@ from typing import Protocol, TypeVar
 KEPT = 32
 """Most patches of one part that are kept."""
 
+SHARE = 1 / 4
+"""Most bytes of the patches kept for the next version, as a share of the part's."""
+
+ENCODE_RATE = 1 << 30
+"""Bytes of a part per second that one thread encodes into a patch (scripts/bench_delta.py)."""
+
+WORTH = 4.0
+"""Least ratio of the slowest server's time for a whole version to the time to make a patch, for
+weight_sync.delta = "auto"."""
+
 
 class Leads(Protocol):
     """A patch: ``nbytes`` that turn ``part`` of ``base`` into that of ``version``."""

@@ -60,7 +60,8 @@ class GuardedServer:
     """One server. ``epoch``: the newest of its lane. ``opened``: a commit began and its end was not
     reported. ``due``: when its lease, or the wait for the next try, ends.
 
-    ``recoveries``: how often it was recovered; counted anew from the trainer's end.
+    ``recoveries``: how often it was recovered; counted anew from the trainer's end. ``number``: of
+    its newest recovery.
     """
 
     run_id: str
@@ -70,6 +71,7 @@ class GuardedServer:
     due: float
     failures: int = 0
     recoveries: int = 0
+    number: int = 0
 
     def __repr__(self) -> str:
         failures = f", {self.failures} failures" if self.failures else ""
@@ -78,11 +80,13 @@ class GuardedServer:
 
 @dataclass(frozen=True, slots=True)
 class GuardState:
-    """The servers that may be left paused. ``ended``: the trainer has ended."""
+    """The servers that may be left paused. ``ended``: the trainer has ended. ``begun``: number of
+    recoveries so far."""
 
     deadlines: Deadlines
     servers: Mapping[str, GuardedServer] = field(default_factory=dict)
     ended: bool = False
+    begun: int = 0
 
     def __repr__(self) -> str:
         servers = ", ".join(f"{url} {w!r}" for url, w in self.servers.items()) or "nothing open"
@@ -129,10 +133,11 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """The server's label says what it holds; it generates if that is one whole version."""
+    """The server's label says what it holds; it generates if that is one whole version. ``number``:
+    as in Recover, also in the other results."""
 
     url: str
-    epoch: int
+    number: int
     now: float
 
 
@@ -141,7 +146,7 @@ class Superseded:
     """A newer epoch or run has the server and recovers it itself."""
 
     url: str
-    epoch: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +154,7 @@ class Failed:
     """The server did not answer, or gave a bad answer."""
 
     url: str
-    epoch: int
+    number: int
     now: float
 
 
@@ -162,12 +167,13 @@ Event = LaneReported | Ended | Ticked | Recovered | Superseded | Failed
 @dataclass(frozen=True, slots=True)
 class Recover:
     """Fence the lane and perform the steps of recovery.settle. ``doubtful``: do nothing unless the
-    server is paused."""
+    server is paused. ``number``: of this recovery, for its result."""
 
     url: str
     run_id: str
     epoch: int
     doubtful: bool
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +218,11 @@ def _lane_reported(s: GuardState, e: LaneReported) -> _Result:
     return _put(s, p.url, GuardedServer(p.run_id, p.epoch, phase, opened, due)), cancel
 
 
-def _recovering(s: GuardState, url: str, epoch: int) -> GuardedServer | None:
-    """Return the server if this recovery still runs; None if it was cancelled."""
+def _recovering(s: GuardState, url: str, number: int) -> GuardedServer | None:
+    """Return the server if this recovery still runs; None if it was cancelled. A cancelled one may
+    still be in a call while the next one of the same epoch runs."""
     server = s.servers.get(url)
-    current = server is not None and server.phase is Phase.RECOVERING and server.epoch == epoch
+    current = server is not None and server.phase is Phase.RECOVERING and server.number == number
     return server if current else None
 
 
@@ -224,7 +231,7 @@ def step(s: GuardState, event: Event) -> _Result:
     the end.
 
     Worked example (pause_s 3): PAUSE at 0, nothing more, Ticked(3): RECOVERING, (Recover(url, run,
-    epoch, doubtful=False),).
+    epoch, doubtful=False, number=1),).
     """
     if s.ended and isinstance(event, LaneReported | Ended):
         raise ProtocolError(f"event {event!r} is not listed for {s!r}")
@@ -242,18 +249,22 @@ def step(s: GuardState, event: Event) -> _Result:
             }
             return replace(s, servers=servers, ended=True), ()
         case Ticked(now):
-            due = {
-                url: w
+            due = [
+                url
                 for url, w in s.servers.items()
                 if w.phase is not Phase.RECOVERING and w.due <= now
+            ]
+            begun = {
+                url: replace(s.servers[url], phase=Phase.RECOVERING, number=number)
+                for number, url in enumerate(due, start=s.begun + 1)
             }
             actions = tuple(
-                Recover(url, w.run_id, w.epoch, w.recoveries > 0 or not w.opened)
-                for url, w in due.items()
+                Recover(url, w.run_id, w.epoch, w.recoveries > 0 or not w.opened, w.number)
+                for url, w in begun.items()
             )
-            begun = {url: replace(w, phase=Phase.RECOVERING) for url, w in due.items()}
-            return replace(s, servers={**s.servers, **begun}), actions
-    server = _recovering(s, event.url, event.epoch)
+            servers = {**s.servers, **begun}
+            return replace(s, servers=servers, begun=s.begun + len(begun)), actions
+    server = _recovering(s, event.url, event.number)
     if server is None:
         return s, ()
     match event:

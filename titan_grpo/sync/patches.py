@@ -17,22 +17,13 @@ from titan_grpo.config import WeightSync
 from titan_grpo.layout import delta
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Patch, RangeSource
-from titan_grpo.protocol.patches import Place, kept, still_there
+from titan_grpo.protocol.patches import ENCODE_RATE, SHARE, WORTH, Place, kept, still_there
 from titan_grpo.runkey import Key
 from titan_grpo.sync.images import ImagePool
 from titan_grpo.sync.transports.broadcast import store_errors
 from titan_grpo.sync.transports.range_server import RangeServer
 
 logger = logging.getLogger(__name__)
-
-SHARE = 1 / 4
-"""Most bytes of the patches kept for the next version, as a share of the part's."""
-
-ENCODE_RATE = 1 << 30
-"""Bytes of a part per second that one thread encodes into a patch (scripts/bench_delta.py)."""
-
-WORTH = 4.0
-"""Least ratio of the slowest server's time for a whole version to the time to make a patch."""
 
 WANTED = "patches"
 """Key in rank 0's store: "1" if patches pay off, as measured by its lanes."""

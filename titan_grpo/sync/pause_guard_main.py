@@ -224,7 +224,7 @@ class GuardProcess:
 
     def _recover(self, due: pause_guard.Recover, cancel: threading.Event) -> None:
         """Thread: try once to recover one server."""
-        url, epoch = due.url, due.epoch
+        url, number = due.url, due.number
         result: type[pause_guard.Recovered | pause_guard.Failed] = pause_guard.Failed
         api_key, admin_key = self._keys.get(url, ("", ""))
         # AUTO: the server may have restarted with another engine.
@@ -247,7 +247,7 @@ class GuardProcess:
             control.close()
             now = time.monotonic()
             self._results.put(
-                pause_guard.Superseded(url, epoch) if taken else result(url, epoch, now)
+                pause_guard.Superseded(url, number) if taken else result(url, number, now)
             )
             self._wake_write.send(b".")
 

@@ -3,11 +3,7 @@
 import threading
 import time
 
-from titan_grpo.protocol.lane import AT_WORK
-
-TURN_S = 0.25
-"""Seconds after which a lane's turn ends by itself: it waits for its server, and a server that
-stands still must not delay the other lanes."""
+from titan_grpo.protocol.lane import AT_WORK, TURN_S
 
 
 class Turns:
