@@ -393,15 +393,27 @@ def test_a_lane_that_was_fenced_before_its_load_learns_it_before_the_deadline_of
     assert greeted - strike.times(Point.LOAD)[0] < WAIT_S
 
 
-def test_a_lane_that_stood_still_before_its_resume_does_not_resume_a_server_that_another_has(
-    rig: MakeRig,
+@pytest.mark.parametrize("moment", ["before its resume", "before the answer to its label"])
+def test_a_lane_that_stood_still_does_not_resume_a_server_that_another_has(
+    rig: MakeRig, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     def replaced() -> None:
         access = Access("127.0.0.1", 10.0, WAIT_S, "")
         fence(DirectControl(r.servers["a"]), access, r.pool.run_id, 3)
         threading.Event().wait(2 * STOOD_STILL_S)  # as long as the lane stands still
 
-    strike = Strike(Point.RESUME, replaced)
+    finish = DirectControl.finish
+
+    def answered_late(control: DirectControl, label: str) -> None:
+        finish(control, label)
+        monkeypatch.undo()
+        replaced()
+
+    if moment == "before its resume":
+        strike = Strike(Point.RESUME, replaced)
+    else:
+        strike = Strike(Point.RESUME, lambda: None)
+        monkeypatch.setattr(DirectControl, "finish", answered_late)
     r = rig("a", watch=strike)
     r.publish(1)
     assert strike.wait(Point.GREET, 2)

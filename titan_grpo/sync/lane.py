@@ -52,8 +52,8 @@ SOON_S = 10.0
 weights) and for a half-loaded one (another client must not resume it)."""
 
 STOOD_STILL_S = 0.5
-"""Longest time from the label's answer to a resume without a ping, in seconds. It takes
-microseconds: after more, the process may have been frozen, and another run may have its server."""
+"""Longest time from the label's ping to a resume without another one, in seconds. It takes some
+milliseconds: after more, the process may have been frozen, and another run may have its server."""
 
 FAILURES = TitanGrpoError, OSError, RuntimeError
 """What ends an epoch, not the lane. The last two: the system has no descriptor or thread left."""
@@ -117,7 +117,7 @@ class ServerLane:
         self._health = Health(config.backoff_s, config.backoff_max_s)
         self._label = self._held = Label(context.run_id, -1, "")
         self._before, self._refusal, self._resting = "", "", False
-        self._published_s = self._paused_s = self._labelled_s = 0.0
+        self._published_s = self._paused_s = self._pinged_s = 0.0
 
     def __repr__(self) -> str:
         return f"<ServerLane {self.url} {self._state!r}>"
@@ -463,12 +463,11 @@ class ServerLane:
             table.Outcome.BROKEN: UNUSABLE,
         }
         self._control.finish(labels[outcome])
-        self._labelled_s = time.monotonic()
         return table.Labelled()
 
     def _resume(self) -> table.Event:
         self._pass(Point.RESUME)
-        stood_still = time.monotonic() - self._labelled_s > STOOD_STILL_S
+        stood_still = time.monotonic() - self._pinged_s > STOOD_STILL_S
         # Not over a StockLink: its server fences no epoch, and the read-back has its only ping.
         if stood_still and isinstance(self._link, LaneLink):
             # Engines do not fence a resume: after a freeze here it would fall between the load and
@@ -504,6 +503,7 @@ class ServerLane:
         return table.ReadBack(version)
 
     def _ping(self) -> None:
+        self._pinged_s = time.monotonic()  # before the answer: a freeze may fall on the wait for it
         self._number += 1
         self._open_link().ping(self._number, answer_s(self._config.commit_deadline_s))
 
