@@ -22,9 +22,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from msgspec.structs import replace as change
 
 from tests.rigs.present import present
 from tests.rigs.proxy import Proxy, address_of
+from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from tests.rigs.server_handle import ServerProcess, served
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
@@ -33,10 +35,11 @@ from titan_grpo.errors import PeerError
 from titan_grpo.protocol.lane import LaneEvent, Point
 from titan_grpo.protocol.messages import UNUSABLE, Joined, Label
 from titan_grpo.protocol.pause_guard import Deadlines
+from titan_grpo.protocol.recovery import Relabel
 from titan_grpo.runkey import Key
 from titan_grpo.sync.link import ANSWER_S, LinkOptions
 from titan_grpo.sync.pause_guard import RENEW_S, PauseGuard, deadlines_of
-from titan_grpo.sync.pause_guard_main import superseded
+from titan_grpo.sync.pause_guard_main import steps, superseded
 from titan_grpo.verify.recording import content_digest, tensor_digest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -365,3 +368,15 @@ def test_a_refused_epoch_is_its_own_only_if_it_is_in_force() -> None:
     assert superseded(refused("0001-ab", 3), "0001-aa", 3) == "epoch 3 of run 0001-ab"
     with pytest.raises(PeerError, match="no"):
         superseded(refused("", 0), "0001-ab", 3)
+
+
+def test_a_label_of_the_run_on_a_server_without_a_version_is_another_servers() -> None:
+    run, control = "r", DirectControl(ReceiverServer("http://a"))
+    control.relabel(str(Label(run, 8, "f")))
+    fresh = Joined(True, "", "package", 1, "", -1, "", True)
+    with pytest.raises(PeerError, match="two servers answer at this URL"):
+        steps(control, fresh, run)
+    assert steps(control, change(fresh, pid=0), run) == (), "a server without our receiver"
+    assert steps(control, fresh, "another run") == ()
+    held = change(fresh, held_run=run, held_version=9, held_fingerprint="g")
+    assert steps(control, held, run) == (Relabel(str(held.held)),)

@@ -34,10 +34,10 @@ from titan_grpo.protocol import lane as table
 from titan_grpo.protocol import ledger
 from titan_grpo.protocol.lane import LaneEvent, Observer, Point
 from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Label, Staged
-from titan_grpo.protocol.recovery import Health, settle
+from titan_grpo.protocol.recovery import Health
 from titan_grpo.sync.images import ImageSlots, Parts, Published
 from titan_grpo.sync.link import LaneLink, LinkOptions, answer_s
-from titan_grpo.sync.pause_guard_main import perform
+from titan_grpo.sync.pause_guard_main import perform, steps
 from titan_grpo.sync.server_set import Reports
 from titan_grpo.sync.stock import StockLink
 
@@ -318,7 +318,7 @@ class ServerLane:
         """Settle the server: a dead lane, receiver or trainer may have left it paused, or with a
         label of other weights."""
         held = joined.held
-        for step in settle(held, joined.intact, self._control.label(), self._control.paused()):
+        for step in steps(self._control, joined, self._c.run_id):
             perform(self._control, step)
         if held is None or held.run_id != self._c.run_id:
             return table.Connected(None, joined.intact)

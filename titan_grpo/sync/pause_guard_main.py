@@ -26,7 +26,7 @@ from titan_grpo.engines.server import AUTO, ServerControl, make_control
 from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.protocol import pause_guard
 from titan_grpo.protocol.lane import LaneEvent, Point
-from titan_grpo.protocol.messages import TCP, Joined
+from titan_grpo.protocol.messages import TCP, Joined, Label
 from titan_grpo.protocol.recovery import Pause, Relabel, Resume, Step, settle
 from titan_grpo.runkey import Key
 from titan_grpo.sync.probe import ask_receiver
@@ -85,6 +85,22 @@ def fence(control: ServerControl, access: Access, run_id: str, epoch: int) -> Jo
     )
 
 
+def steps(control: ServerControl, joined: Joined, run_id: str) -> tuple[Step, ...]:
+    """Return the steps that settle the server whose receiver answered ``joined``. Raises PeerError
+    if the label shows that another server answers at its URL: one that holds no version of a run
+    has no label of it."""
+    shown = control.label()
+    label = Label.parse(shown)
+    ours = label is not None and label.run_id == run_id
+    # Without our receiver (no pid) what a server holds is unknown.
+    if ours and joined.held is None and joined.pid:
+        raise PeerError(
+            f"{control.url}: the server that was greeted holds no version of this run, and the"
+            f" label there is {shown}: two servers answer at this URL; give each one of its own"
+        )
+    return settle(joined.held, joined.intact, shown, control.paused())
+
+
 def perform(control: ServerControl, step: Step) -> None:
     """Perform one step of protocol.recovery.settle."""
     match step:
@@ -111,14 +127,14 @@ def recover(
     if newer := superseded(joined, due.run_id, epoch):
         raise SupersededError(f"{newer} has it")
     held = joined.held
-    steps = settle(held, joined.intact, control.label(), control.paused())
-    for step in steps:
+    needed = steps(control, joined, due.run_id)
+    for step in needed:
         if cancelled.is_set():
             return "its lane is back"
         perform(control, step)
-    if left := settle(held, joined.intact, control.label(), control.paused()):
-        raise PeerError(f"it took {steps} and still needs {left}")
-    done = ", ".join(map(repr, steps)) or "nothing to do"
+    if left := steps(control, joined, due.run_id):
+        raise PeerError(f"it took {needed} and still needs {left}")
+    done = ", ".join(map(repr, needed)) or "nothing to do"
     if not joined.intact:
         return f"half loaded, it stays paused until a full sync: {done}"
     return f"holds {held or 'the weights it was started with'}: {done}"
