@@ -1,4 +1,4 @@
-"""``titan-grpo completion``: what a shell needs to complete commands, options and a job's keys."""
+"""``titan-grpo completion``: shell completion of commands, options and a job's keys."""
 
 import argparse
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ complete -o default -F _titan_grpo titan-grpo
 
 
 def script() -> str:
-    """The functions for a shell to read."""
+    """Return the shell functions."""
     known = [
         f"--{name}.{key.name}"
         for name, section in SECTIONS.items()

@@ -41,8 +41,8 @@ class Key:
 
 
 def keys(section: type) -> Iterator[Key]:
-    """The keys of one section in the order of the source, its own before those that it shares with
-    others, with the docstring that follows each."""
+    """Yield the keys of a section in source order, inherited ones last, with the docstring that
+    follows each."""
     body = ast.parse(inspect.getsource(section)).body[0]
     assert isinstance(body, ast.ClassDef)
     instance = section()
@@ -58,7 +58,7 @@ def keys(section: type) -> Iterator[Key]:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the page of all sections."""
     out = [HEADER]
     for name, section in SECTIONS.items():
         out.append(f"## [{name}]\n\n{inspect.getdoc(section)}\n")
@@ -102,7 +102,7 @@ This page is what `titan-grpo config --metrics` prints.
 
 
 def metrics_page() -> str:
-    """The page of all metrics."""
+    """Return the page of all metrics."""
     made = "completions of up to that many tokens, made or trained on"
     meanings = names.MEANING | {
         f"{names.DROPPED}/REASON": "groups or completions dropped for that reason",

@@ -1,4 +1,4 @@
-"""``titan-grpo doctor``: look at this machine and its servers before a run, and say what to do."""
+"""``titan-grpo doctor``: check this machine and its servers before a run, and name remedies."""
 
 import argparse
 import resource
@@ -35,19 +35,19 @@ class Wanted:
 
     servers: list[str]
     pythons: dict[str, str]
-    """Engine -> interpreter that launched servers of it use."""
+    """Engine -> interpreter of its launched servers."""
     rollout: Rollout
     sync: WeightSync = field(default_factory=WeightSync)
     model: str = ""
     model_fields: Mapping[str, Any] = field(default_factory=dict)
-    """receive.checkpoint.essential of it."""
+    """receive.checkpoint.essential of the model's config.json."""
     needs: Needs | None = None
-    """Of the servers; None without a valid job."""
+    """Needs of the job; None without a valid job."""
     evaluations: Sequence[Evaluation] = ()
 
 
 def parser() -> argparse.ArgumentParser:
-    """Arguments of the command; torchtitan's parser reads the others: a job's command line fits."""
+    """Make the command's parser. Other arguments go to torchtitan's: a job's command line fits."""
     out = argparse.ArgumentParser(
         prog="titan-grpo doctor",
         description="Check versions, memory, ports, environment and servers. Exit code 1 if"
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 def wanted(
     args: argparse.Namespace, rest: list[str], env: Mapping[str, str]
 ) -> tuple[Wanted, Finding | None]:
-    """What to look at, and a finding about the configuration itself."""
+    """Return what to check, and a finding about the configuration itself."""
     named = {"vllm": args.engine_python, "sglang": args.sglang_python}
     keys = {"api_key_env": args.api_key_env, "admin_key_env": args.admin_key_env}
     out = Wanted(
@@ -107,7 +107,7 @@ def wanted(
 
 
 def machine(want: Wanted, env: Mapping[str, str]) -> Iterator[Finding]:
-    """Look at this environment and this host."""
+    """Check this environment and this host."""
     yield host.python(sys.version_info[:3])
     for name, allowed in host.RANGES.items():
         yield host.package(name, host.installed(name), allowed)
@@ -138,7 +138,7 @@ def machine(want: Wanted, env: Mapping[str, str]) -> Iterator[Finding]:
 def findings(
     args: argparse.Namespace, rest: list[str], env: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Look at everything, one finding after the other. Raises ConfigError for a missing key."""
+    """Check everything, one finding after the other. Raises ConfigError for a missing key."""
     want, configuration = wanted(args, rest, env)
     rollout = want.rollout
 
@@ -165,7 +165,7 @@ def findings(
     yield from machine(want, env)
     elsewhere = rollout.controller != "local"
     if want.needs:
-        # Imported here: it needs packages whose absence the doctor has to be able to report.
+        # Imported here: it needs packages that the doctor must be able to report as missing.
         from titan_grpo.commands import doctor_task
 
         spec = RolloutSpec.from_config(rollout, want.model)
@@ -180,7 +180,7 @@ def findings(
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
-    """Print all findings as they come; 0 if there is no problem among them, else 1."""
+    """Print findings as they come. Returns 1 if one is a problem, else 0."""
     found: Counter[str] = Counter()
     for finding in findings(*parser().parse_known_args(argv), env):
         found[finding.status] += 1

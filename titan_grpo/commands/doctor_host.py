@@ -1,7 +1,7 @@
-"""What the doctor finds on this host and in its environment, and the form of all its findings.
+"""The doctor's findings about this host and its environment, and the form of all its findings.
 
-The judgements are pure: facts in, findings out; what is not good has a remedy. Reading the facts
-changes nothing.
+Judgements are pure: facts in, findings out; every finding that is not ok has a remedy. Reading the
+facts changes nothing.
 """
 
 import json
@@ -30,7 +30,7 @@ default."""
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at."""
+    """Result of one check."""
 
     status: Status
     subject: str
@@ -44,23 +44,23 @@ class Finding:
 
 
 def ok(subject: str, text: str) -> Finding:
-    """Nothing to do."""
+    """Make a finding without need for action."""
     return Finding("ok", subject, text)
 
 
 def problem(subject: str, text: str, remedy: str) -> Finding:
-    """A run would fail."""
+    """Make a finding that would make a run fail."""
     return Finding("problem", subject, text, remedy)
 
 
 def warning(subject: str, text: str, remedy: str) -> Finding:
-    """A run would work, maybe not as expected."""
+    """Make a finding with which a run works, but maybe not as expected."""
     return Finding("warning", subject, text, remedy)
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Versions that a package may have: at least ``low``, below ``high`` (empty: no bound)."""
+    """Allowed versions of a package: at least ``low``, below ``high`` (empty: no bound)."""
 
     low: str
     high: str
@@ -84,7 +84,7 @@ RANGES = {
     "matplotlib": Range("3.8", "", "reward.png", required=False),
     "tensorboard": Range("2.16", "", "TensorBoard files", required=False),
 }
-"""What the trainer's environment needs; pyproject.toml says the same to pip."""
+"""Requirements of the trainer's environment; the same as in pyproject.toml."""
 
 
 def python(version: tuple[int, int, int]) -> Finding:
@@ -97,7 +97,7 @@ def python(version: tuple[int, int, int]) -> Finding:
 
 
 def package(name: str, version: str | None, allowed: Range) -> Finding:
-    """Check an installed package (None: it is missing) against its range."""
+    """Check an installed package (None: missing) against its range."""
     wanted = f"{name}>={allowed.low}" + (f",<{allowed.high}" if allowed.high else "")
     bad = problem if allowed.required else warning
     remedy = f"pip install '{wanted}' ({allowed.why})"
@@ -110,7 +110,7 @@ def package(name: str, version: str | None, allowed: Range) -> Finding:
 
 
 def torchrun(env: Mapping[str, str]) -> Finding:
-    """Check torchrun's variables: none, or all of them."""
+    """Check torchrun's variables: none or all must be set."""
     present = [name for name in TORCHRUN if name in env]
     missing = [name for name in TORCHRUN if name not in env]
     if not present:
@@ -162,8 +162,8 @@ def memory(available: int, model_bytes: int | None, slots: int) -> Finding:
 
 
 def first_version(nbytes: int | None, sync: WeightSync) -> Finding | None:
-    """Check that the start waits as long as a first version may take: joining, its bytes at
-    weight_sync.min_rate, and the calls of a commit. None: the size is not known."""
+    """Check that startup_deadline_s covers a slow but legal first version: joining, its bytes at
+    weight_sync.min_rate, and a commit's calls. None if the size is unknown."""
     if nbytes is None:
         return None
     transfer_s = sync.transfer_s(nbytes)
@@ -180,14 +180,14 @@ def first_version(nbytes: int | None, sync: WeightSync) -> Finding | None:
 
 
 DESCRIPTORS = 256
-"""Open files of rank 0 beside its servers': torch, data, logs, checkpoints."""
+"""Open files of rank 0 besides those for servers: torch, data, logs, checkpoints."""
 
 PER_SERVER = 16
 
 
 def descriptors(limit: int, servers: int, requests: int) -> Finding:
-    """Check ``ulimit -n`` (-1: none): each server has descriptors of its own on rank 0, and the
-    rollout process a connection for each of its ``requests``."""
+    """Check ``ulimit -n`` (-1: no limit): rank 0 has descriptors for each server, and the rollout
+    process a connection for each of a server's ``requests``."""
     needed = DESCRIPTORS + servers * max(PER_SERVER, requests)
     if 0 <= limit < needed:
         return warning(
@@ -201,7 +201,7 @@ def descriptors(limit: int, servers: int, requests: int) -> Finding:
 
 
 def locked_memory(limit: int, infiniband: bool) -> Finding:
-    """Check ``ulimit -l`` (bytes, -1: none): a network card that reads memory itself locks what it
+    """Check ``ulimit -l`` (bytes, -1: no limit): a network card with RDMA locks the memory that it
     reads. CUDA's pinned memory does not count."""
     shown = "no limit" if limit < 0 else mib(limit)
     if infiniband and limit >= 0:
@@ -214,21 +214,20 @@ def locked_memory(limit: int, infiniband: bool) -> Finding:
 
 
 FREE_SHARE = 0.9
-"""Of a GPU's memory; with less, another process is at work on it."""
+"""Free share of a GPU's memory below which another process is using it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as torch sees it; bytes."""
+    """Memory of a GPU that torch sees, in bytes."""
 
     free: int
     total: int
 
 
 def gpus(found: Sequence[Gpu], launched: Sequence[int], nbytes: int | None) -> list[Finding]:
-    """Check the GPUs of this host: those that launched servers are given, and those that torchrun
-    gives its ranks, which count up from 0. ``nbytes``: of a version; what is used already is of
-    another process."""
+    """Check this host's GPUs: those of launched servers and those of torchrun's ranks, which count
+    up from 0. ``nbytes``: size of a version. Memory in use belongs to other processes."""
     if not found:
         text = "torch sees none: the trainer and launched servers run on the CPU"
         if launched:
@@ -265,7 +264,7 @@ def gpus(found: Sequence[Gpu], launched: Sequence[int], nbytes: int | None) -> l
 
 
 def nccl(ours: str, theirs: str, python_path: str) -> Finding:
-    """Check NCCL for weight_sync.transport = "nccl": the versions of the packages here and in a
+    """Check for weight_sync.transport = "nccl" that NCCL has the same version here and in a
     launched server's environment."""
     if ours != theirs:
         return problem(
@@ -278,7 +277,7 @@ def nccl(ours: str, theirs: str, python_path: str) -> Finding:
 
 
 def bind(host: str) -> Finding:
-    """Check whether lanes can listen on an address of this host."""
+    """Check that lanes can listen on an address of this host."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -291,7 +290,7 @@ def bind(host: str) -> Finding:
 
 
 def installed(package: str) -> str | None:
-    """Version of a package in this environment, without importing it."""
+    """Return the version of a package here without importing it; None: not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -299,12 +298,12 @@ def installed(package: str) -> str | None:
 
 
 def nccl_version() -> str:
-    """Version of the NCCL that torch has in this environment; empty without one."""
+    """Return the version of this environment's NCCL package, or ""."""
     return installed("nvidia-nccl-cu12") or installed("nvidia-nccl-cu13") or ""
 
 
 def found_gpus() -> list[Gpu]:
-    """GPUs that torch sees; none without torch, which has a finding of its own."""
+    """Return the GPUs that torch sees; none without torch, which has its own finding."""
     if installed("torch") is None:
         return []
     import torch
@@ -319,7 +318,7 @@ def infiniband() -> bool:
 
 
 def shm_size() -> int | None:
-    """Bytes of the file system at /dev/shm, None if it is not there."""
+    """Return the bytes of the file system at /dev/shm; None if there is none."""
     try:
         stat = os.statvfs("/dev/shm")
     except OSError:
@@ -328,7 +327,7 @@ def shm_size() -> int | None:
 
 
 def model_elements(directory: Path) -> int | None:
-    """Elements of all tensors of a HF directory; None without safetensors files."""
+    """Return the elements of all tensors of a HF directory; None without safetensors files."""
     shapes = checkpoint_shapes(directory)
     return sum(map(math.prod, shapes.values())) if shapes else None
 
@@ -352,19 +351,19 @@ for package in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
     except m.PackageNotFoundError: pass
 print(json.dumps(names))
 """
-"""Asked of another interpreter: its engines, whether each would find our receiver there, and its
-NCCL."""
+"""Program for another interpreter: prints its engines, whether each would find our receiver, and
+its NCCL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """What the findings say about an engine."""
+    """Facts about an engine for the findings."""
 
     title: str
     package: str
     oldest: str
     why: str
-    """Why no version before ``oldest`` works."""
+    """Why versions before ``oldest`` do not work."""
     config_key: str
     routes: str
     """Remedy for closed routes."""
@@ -402,7 +401,7 @@ ENGINES = {
 
 
 def engine_answer(python: str) -> dict[str, str] | str:
-    """The answer to ENGINE_QUESTION, or why there is none."""
+    """Run ENGINE_QUESTION; return its answer, or the reason why there is none."""
     try:
         done = subprocess.run(
             [python, "-c", ENGINE_QUESTION], capture_output=True, text=True, timeout=60, check=False
@@ -416,7 +415,7 @@ def engine_answer(python: str) -> dict[str, str] | str:
 
 
 def engine(python_path: str, answer: Mapping[str, str] | str, name: str = "vllm") -> list[Finding]:
-    """Check the interpreter that launched servers of an engine use; ``answer``: engine_answer's."""
+    """Check the interpreter for launched servers of an engine; ``answer`` is from engine_answer."""
     of = ENGINES[name]
     if isinstance(answer, str):
         remedy = (

@@ -1,5 +1,5 @@
-"""What the doctor finds about servers, rollout services and engines' environments: questions with a
-deadline that change nothing, and pure judgements of the answers."""
+"""The doctor's findings about servers and rollout services: requests with deadlines that change
+nothing, and pure judgements of the answers."""
 
 import time
 import urllib.error
@@ -34,18 +34,17 @@ from titan_grpo.runkey import Key
 T = TypeVar("T")
 
 CLOCK_SKEW_S = 5.0
-"""Difference of clocks that is worth a warning: Date has whole seconds, and a hop takes time."""
+"""Clock difference worth a warning: Date has whole seconds, and a round trip takes time."""
 
 DESCRIPTION_S = 60.0
-"""vLLM collects its whole system's description for /server_info."""
+"""Deadline of vLLM's /server_info, which collects a description of the whole system."""
 
 TEXT = "Add 12 and 3.14: was\tist\n\n  <b>größer</b>? 东京, 🙂 </s><|im_end|><eos>"
-"""Digits, white space, other scripts, and texts that are special tokens of some models: what
-tokenizers differ in."""
+"""Text on which tokenizers differ: digits, white space, scripts, special tokens of some models."""
 
 
 def controller(url: str, key: str, timeout_s: float, ours: str = FORMAT) -> Finding:
-    """Ask and check a rollout service. ``ours``: the form of this end's messages."""
+    """Check a rollout service. ``ours``: message format of this end."""
 
     def parse(answer: Any) -> tuple[str, str]:
         return str(want(answer, "format", str, "/status")), str(want(answer, "run", str, "/status"))
@@ -68,15 +67,15 @@ def controller(url: str, key: str, timeout_s: float, ours: str = FORMAT) -> Find
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a job needs, or what a server was started with. ``lora_rank``: of adapters that are
-    versions, 0 without. ``routes``: experts come with the tokens."""
+    """Options that a job needs or a server has. ``lora_rank``: largest rank of adapters as
+    versions, 0: none. ``routes``: the experts of each token are returned."""
 
     lora_rank: int = 0
     routes: bool = False
 
     @classmethod
     def of_server(cls, engine: str, answer: Any) -> "Options":
-        """Read /server_info. It has an SGLang's keys in it: nothing of it is shown. Pure."""
+        """Read /server_info. Never show it: SGLang's contains its keys. Pure."""
         found = answer if isinstance(answer, dict) else {}
         if engine == sglang.NAME:
             return cls(0, found.get("enable_return_routed_experts") is True)
@@ -89,18 +88,18 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a job needs of its servers."""
+    """A job's needs of its servers."""
 
     options: Options = Options()
     tokens: Sequence[int] | None = None
-    """Ids of TEXT by the trainer's tokenizer; None: not known."""
+    """Ids of TEXT by the trainer's tokenizer; None: unknown."""
     tool_calls: bool = False
-    """Servers have to read calls of tools in what they sample."""
+    """Whether servers must parse tool calls in what they sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How servers are reached from here. ``timeout_s``: of each question; a key may be empty."""
+    """How to reach servers. ``timeout_s`` is per request; a key may be empty."""
 
     timeout_s: float
     bind_host: str = ""
@@ -110,13 +109,12 @@ class Access:
     model: Mapping[str, Any] = field(default_factory=dict)
     """See Hello."""
     needs: Needs | None = None
-    """None: without a job."""
+    """None: no job."""
 
 
 @dataclass
 class ServerFacts:
-    """What a server answered. A value is None if its question was not answered; ``errors`` has the
-    reason by question."""
+    """Answers of a server. An unanswered question is None, with its reason in ``errors``."""
 
     url: str
     healthy: bool = True
@@ -125,23 +123,23 @@ class ServerFacts:
     paused: bool | None = None
     backend: str | None = None
     joined: Joined | None = None
-    """The receiver's answer to a probe; only a server whose backend is ours is asked."""
+    """The receiver's answer to a probe, which only a server with our backend gets."""
     errors: dict[str, str] = field(default_factory=dict)
     our_key: bool = False
-    """Whether this end has a run key, and so proved it."""
+    """Whether this end has a run key, which the probe proves."""
     engine: str = vllm.NAME
     middleware: bool | None = None
-    """Whether a vLLM has our middleware; None: unknown."""
+    """Whether a vLLM server has our middleware; None: unknown."""
     clock_ahead_s: float = 0.0
-    """By how much the server's clock is ahead of this host's."""
+    """Seconds by which the server's clock is ahead of this host's."""
     options: Options | None = None
     tokens: list[int] | None = None
-    """Ids of TEXT by its own tokenizer."""
+    """Ids of TEXT by the server's tokenizer."""
 
 
 def server(facts: ServerFacts, needs: Needs | None = None) -> list[Finding]:
-    """Check one server: reachable, new enough, its RL routes open, not paused, our plugin answers.
-    A finding that explains the ones after it is the last."""
+    """Check one server: reachable, new enough, RL routes open, not paused, our plugin answers. Stop
+    after a finding that would explain the next ones."""
     where, errors, of = facts.url, facts.errors, ENGINES[facts.engine]
     if "key" in errors:
         remedy = (
@@ -253,7 +251,7 @@ def _plugin(facts: ServerFacts) -> Finding:
 
 
 def _options(url: str, engine: str, needed: Options, found: Options) -> Iterator[Finding]:
-    """Judge what a server was started with."""
+    """Check a server's options."""
     rank = needed.lora_rank
     enough = f"--enable-lora --max-lora-rank {vllm.allowed_rank(rank)}"
     if rank and engine != vllm.NAME:
@@ -278,7 +276,7 @@ def _options(url: str, engine: str, needed: Options, found: Options) -> Iterator
 
 
 def _tool_calls(facts: ServerFacts) -> Finding:
-    """Judge whether a server reads calls of tools."""
+    """Check that a server parses tool calls."""
     if error := facts.errors.get("tool_calls", ""):
         remedy = f"do what it says, or set rollout.tool_parser to another than {ENGINE!r}"
         return problem("options", error, remedy)
@@ -286,7 +284,7 @@ def _tool_calls(facts: ServerFacts) -> Finding:
 
 
 def _tokenizer(url: str, here: Sequence[int], there: Sequence[int]) -> Finding:
-    """Judge the ids that the trainer's and a server's tokenizer give for TEXT."""
+    """Compare the ids of TEXT from the trainer's and a server's tokenizer."""
     if list(here) == list(there):
         return ok("tokenizer", f"{url} has the trainer's")
     place = next((n for n, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), -1)
@@ -304,8 +302,8 @@ def _tokenizer(url: str, here: Sequence[int], there: Sequence[int]) -> Finding:
 
 
 def tokens_here(model_dir: str) -> list[int] | None:
-    """Ids of TEXT by the model directory's tokenizer.json, without further special tokens; None
-    where it has none."""
+    """Return TEXT's ids by the directory's tokenizer.json, no special tokens added; None without
+    it."""
     path = Path(model_dir) / "tokenizer.json"
     if not path.is_file():
         return None
@@ -316,7 +314,7 @@ def tokens_here(model_dir: str) -> list[int] | None:
 
 
 def address_towards_server(url: str) -> str:
-    """This host's address on the way to a server; loopback where its name is not known."""
+    """Return this host's address on the route to a server; loopback if its name is unknown."""
     parts = urlsplit(url)
     try:
         return address_towards(parts.hostname or "127.0.0.1", parts.port or 80)
@@ -325,8 +323,8 @@ def address_towards_server(url: str) -> str:
 
 
 def clock_ahead_s(url: str, timeout_s: float) -> float:
-    """Seconds by which a server's clock is ahead of this host's, from the Date of any answer; 0 if
-    it cannot be seen."""
+    """Return by how many seconds a server's clock is ahead of this host's, from the Date of any
+    answer; 0 if unknown."""
     before = time.time()
     try:
         with urllib.request.urlopen(f"{url}/version", timeout=timeout_s) as answer:
@@ -336,7 +334,7 @@ def clock_ahead_s(url: str, timeout_s: float) -> float:
     except (OSError, ValueError):
         return 0.0
     try:
-        # Date is cut to seconds: the clock was between this and one second more.
+        # Date is truncated to seconds: the clock was between it and one second later.
         date = parsedate_to_datetime(headers["Date"]).timestamp()
     except (TypeError, ValueError):
         return 0.0
@@ -344,7 +342,7 @@ def clock_ahead_s(url: str, timeout_s: float) -> float:
 
 
 def server_facts(url: str, access: Access) -> ServerFacts:
-    """Ask one server everything. Unanswered questions are in ``errors``, never exceptions."""
+    """Ask one server all questions. Unanswered ones are in ``errors``; no exceptions."""
     facts = ServerFacts(url, our_key=access.run_key is not None)
     with SyncDriver(url, access.api_key, access.admin_key) as driver:
         try:
@@ -353,7 +351,7 @@ def server_facts(url: str, access: Access) -> ServerFacts:
             facts.errors["key"] = str(error)
             return facts
         except PeerError:
-            pass  # the questions to a vLLM find whether it is there, and its routes are open
+            pass  # of_vllm's questions then find out whether it runs and its routes are open
         questions = _Questions(driver, access, facts)
         if facts.engine == sglang.NAME:
             questions.of_sglang()
@@ -368,14 +366,14 @@ def server_facts(url: str, access: Access) -> ServerFacts:
 
 
 class _Questions:
-    """The questions to one server of either engine; their answers go into ``facts``."""
+    """Questions to one server of either engine. Answers go into ``facts``."""
 
     def __init__(self, driver: SyncDriver, access: Access, facts: ServerFacts) -> None:
         self._driver, self._access, self._facts = driver, access, facts
         self._s = access.timeout_s
 
     def of_vllm(self) -> None:
-        """Ask a vLLM, or a server of an unknown kind."""
+        """Ask a vLLM server, or one of an unknown kind."""
         facts, described = self._facts, vllm.transfer_backend(max(DESCRIPTION_S, self._s))
 
         def version(answer: Any) -> str:
@@ -396,9 +394,9 @@ class _Questions:
             return
         facts.backend = self._answer("backend", replace(described, parse=description))
         if facts.backend == vllm.BACKEND:
-            # Another backend must not get our greeting: an exception in a worker ends a whole vLLM.
+            # Greet only our own backend: an exception in a worker kills the whole vLLM.
             facts.joined = self._greet(vllm.init_weight_transfer)
-        # 405: the middleware has that path; another error says nothing
+        # 405: the middleware serves this path (POST only). 404: it is missing. Others: unknown.
         try:
             self._driver.run(Call("GET", "/generate", self._s, lambda _: None))
         except HttpRefused as error:
@@ -407,15 +405,15 @@ class _Questions:
             pass
 
     def of_sglang(self) -> None:
-        """Ask an SGLang. Not its /health: on a paused server that may hang, and marks it as
-        unhealthy."""
+        """Ask an SGLang server. Never call its /health: on a paused server it may hang, and marks
+        it as unhealthy."""
         facts = self._facts
 
         def version(answer: Any) -> str:
             facts.options = Options.of_server(sglang.NAME, answer)
             found = answer.get("version") if isinstance(answer, dict) else None
             if not isinstance(found, str):
-                # not ``want``: its error shows the answer, which has the server's keys in it
+                # Not ``want``: its error shows the answer, which contains the server's keys.
                 raise ServerRefused("/server_info must answer with a version: another server?")
             return found
 
@@ -427,7 +425,7 @@ class _Questions:
             facts.joined = self._greet(sglang.hello)
 
     def tokens(self) -> list[int] | None:
-        """Ids of TEXT by the server's own tokenizer (``POST /tokenize`` of both engines)."""
+        """Return the ids of TEXT by the server's tokenizer (``POST /tokenize`` of both engines)."""
 
         def parse(answer: Any) -> list[int]:
             return [int(each) for each in want(answer, "tokens", list, "/tokenize")]
@@ -436,7 +434,7 @@ class _Questions:
         return self._answer("tokens", Call("POST", "/tokenize", self._s, parse, json=body))
 
     def tool_calls(self) -> None:
-        """Whether the server reads calls of tools."""
+        """Check that the server parses tool calls."""
         a, url = self._access, self._facts.url
         with closing(
             make_control(
@@ -456,9 +454,10 @@ class _Questions:
         return self._ask(question, lambda: self._driver.run(call))
 
     def _greet(self, greeting: Callable[[Mapping[str, Any], float], Call[None]]) -> Joined | None:
-        """Greet the server's receiver as a probe and wait for its answer over a store of ours: the
-        way of a real lane (HTTP to the server, TCP back), which changes nothing there."""
-        # Imported here: it loads torch, whose absence the doctor has to be able to report.
+        """Probe the server's receiver and wait for its answer on a store of ours: the route of a
+        real lane (HTTP to the server, TCP back). Changes nothing there."""
+        # Imported here: it loads torch, and the doctor must be able to report that torch is
+        # missing.
         from titan_grpo.sync.probe import ask_receiver
 
         def call_back() -> Joined:

@@ -1,5 +1,4 @@
-"""The doctor's look at what a run asks and how it rewards: the task's code, its dataset and the
-model's chat template, each with its own finding."""
+"""The doctor's findings about a run's task: its code, its dataset and the model's chat template."""
 
 from collections.abc import Generator, Iterator
 from dataclasses import replace
@@ -21,10 +20,10 @@ from titan_grpo.rollout.tasks.functions import (
 )
 
 _Found = Generator[Finding, None, AnyTask | None]
-"""Findings, and the task if it can be had."""
+"""Yields findings; returns the task, or None if it cannot be made."""
 
 SHOWN = 100
-"""Characters of the first prompt that a finding shows."""
+"""Characters of the first prompt in its finding."""
 
 
 def findings(spec: RolloutSpec) -> Iterator[Finding]:
@@ -40,7 +39,7 @@ def findings(spec: RolloutSpec) -> Iterator[Finding]:
 
 
 def of_evaluation(table: Evaluation, spec: RolloutSpec) -> Iterator[Finding]:
-    """The same of an [[evaluation]] table of a run with ``spec``."""
+    """Yield the same findings for an [[evaluation]] table of a run with ``spec``."""
     for found in findings(Job.of(table, spec).spec):
         named = found.text.startswith(table.section)
         yield replace(found, text=found.text if named else f"{table.section}: {found.text}")
@@ -70,7 +69,7 @@ def _functions(spec: RolloutSpec) -> _Found:
             yield ok("reward", path)
     try:
         rows = open_rows(spec)
-        # With the functions that there are: they may ask for columns that are not.
+        # Pass the functions that did load: they may ask for missing columns.
         task = FunctionTask(spec, rewards, rows)
     except (ConfigError, DataError) as error:
         yield problem("dataset", str(error), "correct the dataset, or the key that asks for it")
@@ -105,7 +104,7 @@ def _filter(path: str) -> Finding:
 
 
 def _prompt(spec: RolloutSpec, task: AnyTask) -> Finding:
-    """The first prompt, which takes the tokenizer and the chat template."""
+    """Make the first prompt, which uses the tokenizer and the chat template."""
     try:
         codec = TextCodec(spec.model_dir, spec)
         prompt = TaskRunner(task, codec, 1, spec.task_timeout_s).prompt(0)

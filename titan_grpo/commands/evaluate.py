@@ -1,5 +1,5 @@
-"""``titan-grpo evaluate``: a job's [[evaluation]] tables on a checkpoint alone, or on a server that
-runs."""
+"""``titan-grpo evaluate``: run a job's [[evaluation]] tables on a checkpoint or a running
+server."""
 
 import argparse
 import asyncio
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Arguments of the command; the others are a job's."""
+    """Make the command's parser; all other arguments are a job's."""
     out = argparse.ArgumentParser(
         prog="titan-grpo evaluate",
         description="Run the [[evaluation]] tables of a job on the weights of a Hugging Face"
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
-    """Evaluate; 0 with results, 1 without one. Mistakes are ConfigErrors."""
+    """Evaluate. Returns 0; without a result it raises (ConfigError for mistakes in the input)."""
     args, rest = parser().parse_known_args(argv)
     from titan_grpo.titan import jobconfig
 
@@ -60,7 +60,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         )
     server = args.server and server_url(args.server)
     out: Path | None = args.out
-    # Now: an evaluation takes long.
+    # Check this first: an evaluation takes long.
     if out is not None and (out.is_dir() or not os.access(out.absolute().parent, os.W_OK)):
         raise ConfigError(f"--out must be a file that can be written, got {str(out)!r}")
     tables = [table for table in config.evaluation if table.name in names]
@@ -75,7 +75,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     model = str(args.model or config.model.hf_assets_path)
     spec = RolloutSpec.from_config(config.rollout, model)
     found = []
-    # Before a server is waited for: a mistake in a task is said at once.
+    # Before waiting for a server, so that mistakes in a task are reported at once.
     prepared = [prepare(Job.of(table, spec)) for table in tables]
     with _server(server, config, model, key) as state:
         for table, loaded in zip(tables, prepared, strict=True):
@@ -89,8 +89,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 
 @contextmanager
 def _server(url: str | None, config: Any, model: str, key: str) -> "Iterator[ServerState]":
-    """What runs, or a server that is started for it. The version is 0 where the server names none
-    of a run's."""
+    """Yield the running server, or start one. The version is 0 if the label is not a run's."""
     from titan_grpo.engines.http import SyncDriver
     from titan_grpo.engines.server import detect, dialect
     from titan_grpo.protocol.messages import Label, ServerState
@@ -129,7 +128,7 @@ def _launched(config: Any, model: str, key: str, folder: str) -> "Iterator[Serve
             " engine's environment, to start a server; or name one that runs: --server URL"
         )
     label = str(Label("evaluate", 0, "0")) if sglang else ""
-    # Whole weights from a directory: it takes no versions, and names no experts.
+    # It serves weights from a directory: no weight transfer, adapters, routes or run key.
     spec = replace(
         spec,
         log_path=f"{folder}/server.log",

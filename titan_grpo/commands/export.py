@@ -1,4 +1,4 @@
-"""``titan-grpo export``: any checkpointed version as Hugging Face safetensors."""
+"""``titan-grpo export``: write a checkpointed version as Hugging Face safetensors."""
 
 import argparse
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def parser() -> argparse.ArgumentParser:
-    """Arguments of the command; the others are a job's, which say what model it is."""
+    """Make the command's parser; all other arguments are a job's, which names the model."""
     out = argparse.ArgumentParser(
         prog="titan-grpo export",
         description="Write a checkpointed version as a Hugging Face directory: safetensors,"
@@ -27,12 +27,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
-    """Export; 0 on success. Mistakes are ConfigErrors. ``env`` is not used."""
+    """Export; returns 0. Raises ConfigError for mistakes in the input. ``env`` is not used."""
     args, rest = parser().parse_known_args(argv)
     from titan_grpo.titan import jobconfig
 
     config = jobconfig.parse(rest)
-    # After the parsing, which prepares torchtitan for this machine.
+    # Imported after parsing, which prepares torchtitan for this machine.
     from titan_grpo.titan import export
 
     folder = args.checkpoint or Path(config.job.dump_folder) / config.checkpoint.folder

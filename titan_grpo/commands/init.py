@@ -1,4 +1,4 @@
-"""``titan-grpo init``: write the TOML file of a job, from what it is given; it asks nothing."""
+"""``titan-grpo init``: write a job's TOML file from options, without questions."""
 
 import argparse
 import json
@@ -18,13 +18,13 @@ from titan_grpo.rollout.tasks.dataset import open_table
 from titan_grpo.titan.jobfile import read_config, read_toml
 
 ANSWERS = ("answer", "solution", "target", "label")
-"""Columns that a first reward can compare with, the first that there is."""
+"""Columns that the first reward function can compare with, in order of preference."""
 
 QUESTIONS = ("question", "problem", "instruction", "input")
-"""Columns that a prompt can be made of where there is neither "prompt" nor "messages"."""
+"""Columns for the prompt of data with neither "prompt" nor "messages"."""
 
 LONGEST = 2048
-"""Tokens of a row unless the model has fewer positions."""
+"""Tokens of a row, unless the model has fewer positions."""
 
 REWARD = '''"""Rewards of this job. A function gets lists of equal length and returns one number for
 each completion. Its further arguments are columns of the data."""
@@ -109,7 +109,7 @@ initial_load_in_hf = true
 
 
 def parser() -> argparse.ArgumentParser:
-    """Arguments of the command."""
+    """Make the command's parser."""
     out = argparse.ArgumentParser(
         prog="titan-grpo init",
         description="Write the commented TOML file of a job: of a model, a data file and servers,"
@@ -127,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
-    """Write the file, and say what comes next. Raises ConfigError for what it cannot be made of."""
+    """Write the files and print the next command. Raises ConfigError for mistakes in the input."""
     args = parser().parse_args(argv)
     out = Path(args.out)
     files = {out: converted(args.older) if args.older else ""}
@@ -146,7 +146,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 
 
 def new(args: argparse.Namespace, out: Path) -> dict[Path, str]:
-    """Files of a new job: its TOML, and a reward function where none is named."""
+    """Return the files of a new job: its TOML, and a reward function if none is named."""
     for name in ("model", "data", "servers"):
         if not getattr(args, name):
             raise ConfigError(f"init needs --{name} (or --from OLD.toml); see --help")
@@ -164,7 +164,7 @@ def new(args: argparse.Namespace, out: Path) -> dict[Path, str]:
                 f"init writes a first reward function for a column of {', '.join(ANSWERS)};"
                 f" {args.data!r} has {', '.join(columns)}: name yours, --reward MODULE:FUNCTION"
             )
-        # Where the job is started: the rollout process finds modules there.
+        # In the directory where the job is started: the rollout process imports modules from there.
         files[Path("rewards.py")] = REWARD.format(column=column)
         args.reward = f"rewards:holds_{column}"
     name, flavor = _flavor(args.flavor, settings)
@@ -191,11 +191,11 @@ def _first(names: tuple[str, ...], columns: list[str]) -> str:
 
 
 def _flavor(named: str, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """torchtitan's name and flavor: as named, or found by sizes."""
+    """Return torchtitan's name and flavor: as named, or found by the model's sizes."""
     if named:
         name, _, flavor = named.partition("/")
         return name, flavor
-    # Imported here: torchtitan takes seconds, and --flavor does without.
+    # Imported here: torchtitan takes seconds, and --flavor does not need it.
     from titan_grpo.titan.flavors import flavor_of
 
     return flavor_of(settings)
@@ -203,7 +203,7 @@ def _flavor(named: str, settings: Mapping[str, Any]) -> tuple[str, str]:
 
 def _prompt(columns: list[str], data: str) -> str:
     if {"messages", "prompt"} & set(columns):
-        return ""  # taken as they are
+        return ""  # used as they are
     column = _first(QUESTIONS, columns)
     if not column:
         raise ConfigError(
@@ -222,7 +222,7 @@ def _template(model: str) -> str:
 
 
 def converted(path: str) -> str:
-    """The TOML text of an older trainer's job. Raises ConfigError for a file that is none."""
+    """Return an older trainer's job as TOML text for this one. Raises ConfigError if unreadable."""
     head = (
         f"# {path}, converted by titan-grpo init --from.",
         "# Keys that changed their names, meanings and defaults: docs/from_the_older_trainer.md.",
@@ -256,7 +256,7 @@ def _sections(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _source(training: Mapping[str, Any], have: set[str]) -> Iterator[str]:
-    """The rest of [rollout]: batches come from the same API as before."""
+    """Yield the rest of [rollout]: batches still come from the Atropos API."""
     yield "# Batches of the Atropos API, as before; its address and its environments' group size."
     yield 'source = "atropos"\natropos_url = "http://localhost:8000"'
     batch = training.get("global_batch_size", 0)
@@ -272,7 +272,7 @@ def _source(training: Mapping[str, Any], have: set[str]) -> Iterator[str]:
 
 
 def toml(value: Any) -> str:
-    """A TOML value.
+    """Format a value as TOML.
 
     >>> toml([True, "a", {"b": 1.5}])
     '[true, "a", { b = 1.5 }]'

@@ -1,4 +1,4 @@
-"""``titan-grpo plan``: what a cluster's size and links make of a run, before it is rented."""
+"""``titan-grpo plan``: predict a run on a cluster from its size and links, before it is rented."""
 
 import argparse
 import json
@@ -24,14 +24,14 @@ MACHINES = (
     "source_threads",
     "step_s",
 )
-"""Options that decide most, and that no job's file has."""
+"""Options that matter most and are in no job's file."""
 
 ANY_SERVER = "http://server:8000"
-"""In the place of servers that a job's file does not name."""
+"""Placeholder for the servers of a job's file that names none."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Arguments of the command."""
+    """Make the command's parser."""
     out = argparse.ArgumentParser(
         prog="titan-grpo plan",
         description="Run the sync's own tables (lanes, image slots, ledger, admission, backoff)"
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
-    """Print the plan; 0. A mistake in the input is a ConfigError. ``env`` is not used."""
+    """Print the plan; returns 0. Raises ConfigError for mistakes in the input."""
     args = parser().parse_args(argv)
     tables = {path: read_toml(path, "FILE") for path in args.files}
     options: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     if model is not None:
         given["parameters"] = parameters(str(model))
     setup = Setup(**given)
-    # Imported here: --help is answered before numpy is loaded.
+    # Imported here, so that --help does not load numpy.
     from titan_grpo.plan import report
     from titan_grpo.plan.simulation import Simulation
 
@@ -105,12 +105,12 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 
 
 def is_job(table: Mapping[str, Any]) -> bool:
-    """Whether a file is a job's: that has tables, one of options has none."""
+    """Return whether a file is a job's (it has tables) and not one of options (it has none)."""
     return any(isinstance(value, dict | list) for value in table.values())
 
 
 def of_options(path: Path, table: dict[str, Any]) -> dict[str, Any]:
-    """A file of options, checked."""
+    """Check and return a file of options."""
     for name, value in table.items():
         if name == "model":
             continue
@@ -125,9 +125,9 @@ def of_options(path: Path, table: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_job(path: Path, table: Mapping[str, Any], servers: int | None = None) -> dict[str, Any]:
-    """What a job's TOML, which has ``table``, says of a plan. ``servers``: their number, where it
-    is given beside the file. Such a file may name none, as where servers_slurm is an argument of
-    the run; and of more than a job has on the trainer's host all are on other ones."""
+    """Return a plan's options from a job's TOML file with content ``table``. ``servers``: number of
+    servers given beside the file, which need not name any then (servers_slurm may be an argument of
+    the run). If it exceeds the file's number, all servers are taken to be on other hosts."""
     # Imported here: torchtitan takes seconds.
     from titan_grpo.titan.flavors import parameters_of
     from titan_grpo.titan.jobconfig import parse
@@ -173,7 +173,8 @@ def of_job(path: Path, table: Mapping[str, Any], servers: int | None = None) -> 
 
 
 def parameters(model: str) -> int:
-    """Parameters of a model: a number, torchtitan's NAME/FLAVOR, or a config.json."""
+    """Return a model's number of parameters, from a number, torchtitan's NAME/FLAVOR or a
+    config.json."""
     try:
         return int(float(model))
     except (ValueError, OverflowError):

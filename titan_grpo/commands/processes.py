@@ -1,5 +1,5 @@
-"""Run torchrun as a subprocess that ends with the command, and show the lines of its output for
-people; find the recipes and the engines' interpreters that it starts."""
+"""Helpers of commands that run torchrun as a subprocess: its end, its status lines, recipes, and
+interpreters of the engines."""
 
 import argparse
 import io
@@ -15,15 +15,14 @@ from titan_grpo.observe import terminal
 from titan_grpo.subprocesses import Guarded
 
 GRACE_S = 20.0
-"""Seconds between SIGTERM and SIGKILL, in which the trainer ends its rollouts, lanes and
-servers."""
+"""Seconds between SIGTERM and SIGKILL, for the trainer to end rollouts, lanes and servers."""
 
 CONFIG_EXIT = 2
-"""Exit code of a rank whose configuration was refused."""
+"""Exit code of a rank that refused its configuration."""
 
 
 class TrainingFailed(TitanGrpoError):
-    """torchrun ended with an error; the message has its cause and the log file."""
+    """torchrun failed; the message has the cause and the log file."""
 
 
 def torchrun(
@@ -32,8 +31,8 @@ def torchrun(
     arguments: Sequence[str],
     module: Sequence[str] = ("titan_grpo.train",),
 ) -> list[str]:
-    """Command line of a training run on this host, on a port that torchrun finds itself.
-    ``module``: the trainer's, with arguments of its own."""
+    """Return the command line of a training run on this host, on a port that torchrun chooses.
+    ``module``: the trainer's module, with its own arguments."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     job = ["--job.config_file", config_file, *arguments]
     return [*launcher, f"--nproc_per_node={nproc}", "-m", *module, *job]
@@ -45,11 +44,12 @@ def run_logged(
     env: Mapping[str, str],
     show: Callable[[str], None] | None,
 ) -> None:
-    """Run a command whose whole tree ends with this process. All output goes into ``log``, the
-    lines for people to ``show``.
+    """Run a command whose process tree ends with this process. All output goes into ``log``, status
+    lines also to ``show``.
 
-    Raises ConfigError if it exits with 2 (torchrun: if a rank does), TrainingFailed if it fails
-    otherwise; both in one line. On any exception here (Ctrl-C, say) the command is ended first.
+    Raises ConfigError if it (for torchrun: a rank) exits with 2, and TrainingFailed if it fails
+    otherwise; both messages are one line. On any exception here, such as Ctrl-C, the command is
+    ended first.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     cause = terminal.Cause()
@@ -70,12 +70,12 @@ def run_logged(
         with output:
             try:
                 pump()
-                # no deadline: a command in the foreground lasts as long as the training; Ctrl-C
+                # No deadline: training may take any time, and Ctrl-C ends it.
                 guarded.guard.wait()
             finally:
                 guarded.stop()
-                # The table of a stopped run is still in the pipe; all writers are gone, so this
-                # ends.
+                # The pipe may still hold a stopped run's table. All writers have ended, so this
+                # returns.
                 pump()
     status = guarded.guard.returncode
     if status == CONFIG_EXIT or cause.exitcode == CONFIG_EXIT:
@@ -85,18 +85,18 @@ def run_logged(
 
 
 def print_progress(text: str) -> None:
-    """Print a line at once, where the command's own result does not go."""
+    """Print a progress line at once, to stderr: stdout has the command's result."""
     print(text, file=sys.stderr, flush=True)
 
 
 def stop_on_sigterm() -> None:
-    """Let SIGTERM end a command the way Ctrl-C does, so that its ``finally`` blocks run."""
+    """Make SIGTERM raise KeyboardInterrupt, as Ctrl-C does, so that ``finally`` blocks run."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
 
 
 def in_foreground(command: Callable[[], int]) -> int:
-    """Run a command that starts processes; 130 where SIGTERM or Ctrl-C ends it."""
+    """Run a command that starts processes; return 130 if SIGTERM or Ctrl-C ends it."""
     stop_on_sigterm()
     try:
         return command()
@@ -106,7 +106,7 @@ def in_foreground(command: Callable[[], int]) -> int:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The checkout; site-packages where the package is installed from a wheel."""
+"""Root of the checkout; site-packages if installed from a wheel."""
 
 RECIPES = ROOT / "titan_grpo" / "titan" / "recipes"
 
@@ -114,20 +114,19 @@ TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
 def in_checkout() -> bool:
-    """Whether scripts/setup.sh is there, which makes the engines' environments."""
+    """Return whether scripts/setup.sh, which makes the engines' environments, is there."""
     return (ROOT / "scripts" / "setup.sh").is_file()
 
 
 def engine_python(engine: str) -> str:
-    """Interpreter of an engine's environment, as scripts/setup.sh makes it; empty without a
-    checkout."""
+    """Return an engine's interpreter as scripts/setup.sh makes it; "" without a checkout."""
     return str(ROOT / f".venv-{engine}/bin/python") if in_checkout() else ""
 
 
 def add_tiny_run(
     parser: argparse.ArgumentParser, recipe: str, steps: int, models: Sequence[str]
 ) -> None:
-    """Add the options of a command that trains a tiny model beside servers that it starts."""
+    """Add the options of a command that trains a tiny model on servers that it starts."""
     add = parser.add_argument
     add("--steps", type=int, default=steps, help=f"training steps of a run (default {steps})")
     add("--nproc", type=int, default=2, help="trainer ranks (default 2)")
@@ -139,9 +138,9 @@ def add_tiny_run(
 
 
 def tiny_job(options: argparse.Namespace, model: Path, folder: Path, servers: str) -> list[str]:
-    """Arguments that such a command's ``--config`` is run with. ``servers``: URLs with commas
-    between them."""
-    # Imported here: --help is answered before torch is loaded.
+    """Return the job's arguments for such a command's ``--config``. ``servers``: URLs with
+    commas."""
+    # Imported here, so that --help does not load torch.
     from titan_grpo.titan.flavors import FLAVORS
 
     name, flavor = FLAVORS[options.model]
@@ -157,7 +156,7 @@ def tiny_job(options: argparse.Namespace, model: Path, folder: Path, servers: st
 
 
 def require_python(engine: str, path: str) -> None:
-    """Raise ConfigError, with what to do, where there is no interpreter of an engine's."""
+    """Raise ConfigError, with a remedy, if an engine's interpreter does not exist."""
     if path and Path(path).exists():
         return
     key, title = f"--{engine}-python", TITLES[engine]

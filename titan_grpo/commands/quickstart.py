@@ -21,10 +21,10 @@ from titan_grpo.errors import ConfigError
 from titan_grpo.runkey import Key, find_run_key, with_run_key
 
 STARTUP_S = 300.0
-"""Seconds that each server may take to start."""
+"""Seconds per server for all of them to start."""
 
 TINY_STD, LORA_STD = 0.02, 0.1
-"""Standard deviation of the tiny model's weights; with --lora."""
+"""Standard deviation of the tiny model's weights: without and with --lora."""
 
 ENGINES: dict[str, tuple[str, ...]] = {
     "vllm": ("vllm",),
@@ -76,7 +76,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     folder = options.out = Path(options.out)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out must be a new directory, {folder} is a file: name another")
-    # Two runs do not mix: the checkpoint of the earlier one would be resumed in silence.
+    # Refuse a folder with an earlier run: training would silently resume its checkpoint.
     if (folder / "summary.json").exists() or (folder / "checkpoint").exists():
         raise ConfigError(
             f"--out must be a new directory, {folder} holds an earlier run: remove it or name"
@@ -86,8 +86,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
-    """Make models, start servers, train, print where the files are. Every process is gone at the
-    end, however it ends."""
+    """Make models, start servers, train, print where the files are. All processes end with it."""
     options = _arguments(argv)
     return in_foreground(lambda: _train_and_tell(options, env))
 
@@ -108,21 +107,21 @@ def _train_and_tell(options: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
-    # Imported here: --help and mistakes are answered before torch is loaded.
+    # Imported here, so that --help and mistakes do not load torch.
     from titan_grpo.titan import jobconfig
     from titan_grpo.titan.tiny import write_tiny_model
 
     out: Path = options.out
     model, server_model = out / "model", out / "server_model"
-    # Adapters learn what the frozen weights around them can express: with the embedding of a model
-    # that trains whole, no token gets more than a tenth of the probability.
+    # Adapters are limited by the frozen weights: with the smaller embedding, no token can get more
+    # than a tenth of the probability.
     std = TINY_STD if options.lora is None else LORA_STD
     write_tiny_model(options.model, model, seed=1, std=std)
     adapters = options.lora_sync == "adapter"
     if adapters:
-        server_model = model  # an adapter is one of this base
+        server_model = model  # adapters need the trainer's base weights
     else:
-        # Other weights than the trainer's: what the servers serve later can only be the trainer's.
+        # Different weights: if the servers later serve the trainer's, these came from the sync.
         write_tiny_model(options.model, server_model, seed=2, std=std)
     run_key = find_run_key(env) or Key.generate()
     env = {**with_run_key(env, run_key), "OMP_NUM_THREADS": "1"}
@@ -150,8 +149,7 @@ def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
             arguments += ["--grpo.router-replay"]
         mode = "no-async" if options.sync else "async"
         arguments += [f"--grpo.{mode}-weight-update", *options.rest]
-        # While the servers start: a mistake in the arguments, or in what they name, is not reported
-        # after the minute that they take.
+        # Check the arguments and files while the servers start, to report mistakes at once.
         job = jobconfig.parse(["--job.config_file", options.config, *arguments], options.nproc)
         jobconfig.check_files(job, env)
         _check_tasks(job, str(model))

@@ -1,4 +1,4 @@
-"""``titan-grpo report RUN``: one self-contained HTML page about a run."""
+"""``titan-grpo report RUN``: write one self-contained HTML page about a run."""
 
 import argparse
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from titan_grpo.errors import ConfigError
 
 
 def parser() -> argparse.ArgumentParser:
-    """Arguments of the command."""
+    """Make the command's parser."""
     out = argparse.ArgumentParser(
         prog="titan-grpo report",
         description="Write one HTML page about a run, finished or not: what to know in words,"
@@ -22,10 +22,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
-    """Write the page; 0 on success. A folder without a run is a ConfigError. ``env`` is not
-    used."""
+    """Write the page; returns 0. Raises ConfigError for a folder without a run."""
     args = parser().parse_args(argv)
-    # Imported here: --help is answered before numpy is loaded.
+    # Imported here, so that --help does not load numpy.
     from titan_grpo.observe.report import write_whole
     from titan_grpo.views import page
     from titan_grpo.views.run import read_run

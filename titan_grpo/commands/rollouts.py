@@ -1,9 +1,9 @@
-"""``titan-grpo rollouts``: make the rollouts of a run whose trainer is elsewhere.
+"""``titan-grpo rollouts``: make the rollouts of a run whose trainer is on another host.
 
-The run names it with ``rollout.controller = "http://host:port"``. It serves one run at a time, the
-newest, and any number of them one after the other. It needs what a rollout process needs: the
-model's tokenizer, the task and its data at the paths that the run names, and the servers' API key
-in the same environment variable.
+The run names this service with ``rollout.controller = "http://host:port"``. It serves one run at a
+time; a newer run replaces it. It needs what a rollout process needs: the model's tokenizer, the
+task and its data at the paths that the run names, and the servers' API key in the same environment
+variable.
 """
 
 import argparse
@@ -34,8 +34,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
-    """Serve until SIGINT or SIGTERM. Raises ConfigError for an address that cannot be bound, or
-    needs a key."""
+    """Serve until SIGINT or SIGTERM. Raises ConfigError if the address cannot be bound or needs a
+    key."""
     options = _parser().parse_args(argv)
     host, key = options.bind.rpartition(":")[0], env.get(options.key_env, "")
     if not key and not is_loopback(host):
@@ -51,7 +51,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     _print(f"serving at http://{service.address}, {'with' if key else 'without'} a key")
-    # no deadline: a service in the foreground; Ctrl-C or SIGTERM
+    # No deadline: a foreground service, ended by Ctrl-C or SIGTERM.
     ended.wait()
     service.close()
     return 0

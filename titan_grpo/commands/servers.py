@@ -1,5 +1,5 @@
-"""``titan-grpo servers``: show, add and remove the servers of a running trainer, through the socket
-in its directory."""
+"""``titan-grpo servers``: list, add and remove servers of a running trainer, through the socket in
+its directory."""
 
 import argparse
 import json
@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The servers as aligned columns.
+    """Format the servers as aligned columns.
 
     >>> line = {"url": "http://a:1", "standing": "holds", "held": 3, "accepting": True}
     >>> print(table([line]))
@@ -56,7 +56,7 @@ def _cell(value: Any) -> str:
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
-    """One line, or the table. Raises PeerError where the trainer does not run or refuses."""
+    """Print one line, or the table. Raises PeerError if the trainer does not run or refuses."""
     options = _parser().parse_args(argv)
     folder = Path(options.run)
     if not folder.is_dir():

@@ -1,10 +1,10 @@
 """``titan-grpo verify``: prove with real processes that a server serves the trainer's weights.
 
 Three runs on one real server, vLLM or SGLang: asynchronous with live rollouts, which are recorded;
-then the recording again, asynchronous and synchronous. Asserted: (1) at every committed version the
-server's bytes are the trainer's, (2) no request was answered by a mixture of versions, and versions
-never went backwards, (3) all runs made the same weights, bit for bit. Exit code 0: no violation; 1:
-every violation is named.
+then the recording replayed, asynchronously and synchronously. Asserted: (1) at every committed
+version the server's bytes equal the trainer's, (2) no answer mixes versions, and versions never go
+backwards, (3) all runs make the same weights, bit for bit. Exit code 0: no violation; 1: every
+violation is named.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from titan_grpo.errors import ConfigError
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    """Parse and check. Raises ConfigError."""
+    """Parse and check the arguments. Raises ConfigError."""
     parser = argparse.ArgumentParser(
         prog="titan-grpo verify",
         description=__doc__,
@@ -28,8 +28,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--device", default="auto", choices=devices, help="auto: CUDA with two or more GPUs")
     add("--out", default="", help="new directory for evidence (default outputs/verify-<time>)")
     add("--json", default="", metavar="PATH", help="also write the result as JSON")
-    # No mixture of experts: rounding in bf16 decides its routing, so log-probabilities do not show
-    # its versions apart.
+    # No mixture of experts: bf16 rounding affects its routing, so log-probabilities cannot tell its
+    # versions apart.
     add_tiny_run(parser, "verify_2gpu.toml", 6, ("qwen3", "qwen3_untied", "llama3"))
     add("--engine", default="vllm", choices=["vllm", "sglang"], help="of the server (default vllm)")
     options, rest = parser.parse_known_args(argv)
@@ -51,9 +51,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
-    """Run, judge, report. Every process is gone at the end, however it ends."""
+    """Run, judge and report. All processes end with it."""
     options = arguments(argv)
-    # Imported here: --help and mistakes are answered before torch is loaded.
+    # Imported here, so that --help and mistakes do not load torch.
     from titan_grpo.commands.verify_runs import verify
 
     return in_foreground(lambda: verify(options, env))

@@ -1,5 +1,4 @@
-"""The runs of a verification, one after the other on one server, and the evidence that they
-leave."""
+"""The runs of a verification, one after the other on one server, and their evidence."""
 
 import argparse
 import hashlib
@@ -37,17 +36,17 @@ from titan_grpo.verify.recording import content_digest, tensor_digest
 from titan_grpo.verify.server import STARTUP_S, Devices, choose_devices, recorded, server_spec
 
 TOLERANCE = 0.05
-"""Nats by which the server (bf16 arithmetic) may differ from fp32 on the same weights at any token
-of a prompt."""
+"""Largest difference, in nats at any token of a prompt, of the server (bf16) and fp32 on the same
+weights."""
 
 AFTER_PROBES = 6
-"""Answers that are waited for when a run is over: each prompt twice under the last version."""
+"""Answers to wait for after a run: each prompt twice under the last version."""
 
 AFTER_S = 60.0
 
 
 def phases(out: Path) -> dict[str, tuple[str, ...]]:
-    """The runs, in order: what each has of arguments. Pure."""
+    """Return the runs in order, with their arguments. Pure."""
     recording = str(out / "rollouts.jsonl")
     replay = ("--rollout.replay_path", recording)
     background, waiting = "--grpo.async-weight-update", "--grpo.no-async-weight-update"
@@ -61,13 +60,13 @@ def phases(out: Path) -> dict[str, tuple[str, ...]]:
 def verify(
     options: argparse.Namespace, env: Mapping[str, str], kind: "type[PhaseRuns] | None" = None
 ) -> int:
-    """Start the server, run all phases, judge, report; 0 without a violation, else 1. ``kind``: in
-    place of PhaseRuns."""
+    """Start the server, run all phases, judge and report. Returns 0 without a violation, else 1.
+    ``kind`` replaces PhaseRuns."""
     began, out = time.monotonic(), options.out
     devices = choose_devices(options.device, torch.cuda.device_count(), options.nproc)
     model, server_model = out / "model", out / "server_model"
     write_tiny_model(options.model, model, seed=1)
-    # Other weights than the trainer's: what the server serves later can only be the trainer's.
+    # Different weights: if the server later serves the trainer's, these came from the sync.
     write_tiny_model(options.model, server_model, seed=2)
     prompts = fixed_prompts()
     run_key = find_run_key(env) or Key.generate()
@@ -100,7 +99,7 @@ def verify(
 
 
 class PhaseRuns:
-    """Runs the phases. Carries from one to the next what the server held before."""
+    """Runner of the phases. Keeps the server's weights of one phase as the start of the next."""
 
     def __init__(
         self,
@@ -145,12 +144,12 @@ class PhaseRuns:
     def after(
         self, name: str, url: str, prober: Prober, evidence: Path, made: tuple[Made, ...]
     ) -> Path:
-        """The weights that the server has after a run. The self-test (tests/rigs) commits others
+        """Return the server's weights after a run. The self-test (tests/rigs) commits others
         here."""
         return version_file(evidence, made[-1].version)
 
     def module(self, name: str, evidence: Path) -> list[str]:
-        """The trainer's module, with arguments of its own."""
+        """Return the trainer's module with its own arguments."""
         return ["titan_grpo.titan.verify_train", "--evidence", str(evidence), "--"]
 
     def _train(self, phase: str, phase_arguments: Sequence[str], url: str, folder: Path) -> None:
@@ -165,7 +164,7 @@ class PhaseRuns:
         run_logged(command, log, self._devices.trainer_environment(self._env), None)
 
     def wait_probes(self, prober: Prober) -> None:
-        """Wait for answers under the last version. ServerUnreachable without them."""
+        """Wait for answers under the last version. Raises ServerUnreachable without any."""
         if not prober.wait_more(AFTER_PROBES, AFTER_S) and not prober.errors:
             raise ServerUnreachable(
                 f"the server must answer {AFTER_PROBES} probes within {AFTER_S:g} s after a run, it"
@@ -175,8 +174,8 @@ class PhaseRuns:
     def _references(
         self, start: Path, evidence: Path, made: tuple[Made, ...]
     ) -> tuple[Reference, ...]:
-        """What the server's earlier weights and every version compute; equal content is computed
-        once."""
+        """Return the log-probabilities of the server's earlier weights and of every version; equal
+        content is computed once."""
         digest = content_digest({name: tensor_digest(t) for name, t in load_file(start).items()})
         entries = [(START, digest, start)]
         entries += [(m.version, m.digest, version_file(evidence, m.version)) for m in made]

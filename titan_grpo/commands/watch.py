@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Arguments of the command."""
+    """Make the command's parser."""
     out = argparse.ArgumentParser(
         prog="titan-grpo watch",
         description="Follow a run in the terminal: curves, servers, errors. It may be started"
@@ -45,8 +45,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
-    """Follow until the run ends: 0 after its last step, 1 if it ended before, 130 on Ctrl-C.
-    ``env`` is not used."""
+    """Follow until the run ends. Returns 0 after its last step, 1 if it ended before, 130 on
+    Ctrl-C. ``env`` is not used."""
     args = parser().parse_args(argv)
     if not 0.05 <= args.interval <= 3600:
         raise ConfigError(f"--interval must be in [0.05, 3600], got {args.interval:g}")
@@ -58,7 +58,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         return _check(args)
     if args.alert or args.config or args.stalled is not None:
         raise ConfigError("--alert, --config and --stalled need --check, which was not given")
-    # Imported here: --help is answered before numpy is loaded.
+    # Imported here, so that --help does not load numpy.
     from rich.console import Console
 
     from titan_grpo.views.live import Follower
@@ -81,7 +81,7 @@ HOLDS, STALLED = 3, 4
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Look at a run's files once, and say in lines and an exit code what there is to say."""
+    """Check a run's files once; print findings and return the exit code."""
     from titan_grpo.observe import alerts
     from titan_grpo.observe.recorder import read_metrics
     from titan_grpo.views.live import Follower
@@ -104,7 +104,7 @@ def _check(args: argparse.Namespace) -> int:
         print(f"step {rows[-1]['step']}: {each}")
     if holding:
         return HOLDS
-    # The file grows once per step. The clock is that of its file system.
+    # The file grows once per step. Its mtime is by the file system's clock.
     silent_s = time.time() - path.stat().st_mtime
     if args.stalled is not None and not ended and silent_s > args.stalled:
         print(f"no step after step {rows[-1]['step']} for {silent_s:.0f} s")
@@ -120,7 +120,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _of_job(path: str | None) -> "tuple[Threshold, ...]":
-    """The thresholds of a job's [alerts]. Raises ConfigError."""
+    """Return the thresholds of a job's [alerts]. Raises ConfigError."""
     from titan_grpo.config import Alerts
     from titan_grpo.observe.alerts import watched
 
@@ -136,12 +136,12 @@ def _follow(
     follower: "Follower", show: Callable[[list[dict[str, Any]]], None], interval_s: float
 ) -> None:
     while True:
-        # Asked before reading: what a run writes before its end is then read in any case.
+        # Check before reading, so that everything the run wrote before its end is read.
         ended = follower.ended()
         show(follower.read())
         if ended:
             return
-        # inotify sees no write of another host on a network file system, so files are read again.
+        # Poll: inotify does not report other hosts' writes on a network file system.
         threading.Event().wait(interval_s)
 
 
@@ -163,7 +163,7 @@ def _print_steps(follower: "Follower", rows: list[dict[str, Any]]) -> None:
     from titan_grpo.views.live import step_line
 
     for row in rows:
-        # what servers held at earlier steps is not known
+        # what servers held is known for the last step only
         print(step_line(row, follower.state.held if row is rows[-1] else {}), flush=True)
 
 

@@ -1,7 +1,7 @@
-"""Every knob of titan_grpo, validated. ``titan.jobfile`` adds these sections to torchtitan's.
+"""The TOML sections of titan_grpo and their rules.
 
-A job names this module with ``[job] custom_config_module = "titan_grpo.config"``; the merge then
-finds ``JobConfig`` here and adds the sections ``[grpo]``, ``[rollout]``, ``[weight_sync]``,
+A job names this module with ``[job] custom_config_module = "titan_grpo.config"``. torchtitan's
+merge then finds ``JobConfig`` here and adds ``[grpo]``, ``[rollout]``, ``[weight_sync]``,
 ``[lora]``, ``[alerts]``, ``[dashboards]`` and ``[[evaluation]]`` to TOML and command line.
 
 No ``from __future__ import annotations`` in this file: the merge reads field types as objects.
@@ -38,126 +38,127 @@ WIRE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass
 class WeightSync:
-    """How versions travel from the trainer's memory to the servers'."""
+    """How versions travel from the trainer's memory to the servers."""
 
     transport: Literal["auto", "tcp", "nixl", "nccl"] = "auto"
-    """Data plane of the lanes. tcp: servers read versions in ranges, out of the trainer's memory if
-    they are on its host, else over TCP; for apply = "staged". nixl: the same, by one-sided reads
-    (UCX: RDMA, shared memory, TCP) where both ends have titan_grpo[nixl], from one trainer host.
-    nccl: broadcasts, with one version of NCCL at both ends; by choice only. auto is tcp, and gloo's
-    broadcasts for apply = "streamed"."""
+    """Transport of the weights. tcp: servers read versions in ranges, from shared memory on the
+    trainer's host and over TCP elsewhere (apply = "staged"). nixl: the same by one-sided reads
+    (UCX: RDMA, shared memory, TCP); both ends need titan_grpo[nixl], and there must be one trainer
+    host. nccl: broadcasts; both ends need the same NCCL version. auto: tcp, or gloo broadcasts with
+    apply = "streamed"; never nccl."""
 
     connections: int = 4
-    """TCP connections with which a server reads a version (transport = "tcp")."""
+    """TCP connections over which one server reads a version (transport = "tcp")."""
 
     min_rate: int = 50 << 20
-    """Least rate of a transfer of a staged version in bytes per second: its deadline is
-    lane_deadline_s plus its bytes at this rate."""
+    """Least acceptable rate of a transfer, in bytes per second: its deadline is lane_deadline_s
+    plus its bytes at this rate."""
 
     progress_deadline_s: float = 10.0
-    """A transfer by tcp that moves no bytes for so long is given up, in seconds (beside a bucket's
-    time at min_rate): a server that stands still keeps no image from the others."""
+    """Cancel a tcp transfer that moves no bytes for this long plus the time of one bucket at
+    min_rate, in seconds, so that a stalled server does not hold an image that others need."""
 
     delta: Literal["auto", "on", "off"] = "off"
-    """Patches of changed elements in place of whole versions, for servers that hold an earlier one
-    (staged by tcp); each trainer host makes those of its part and sends them to each server. auto:
-    where the slowest server's whole version takes four times as long as making a patch, which is
-    about 1 s for a GiB of a part, and with relay while all servers' patches are less than a
-    version. What a patch does not make exactly is read from the version."""
+    """Send patches of the changed elements instead of whole versions to servers that hold an
+    earlier version (staged, tcp). Each trainer host makes the patches of its part and sends them to
+    each server. auto: only while the slowest server's whole version takes four times as long as
+    making a patch (about 1 s per GiB of a part); with relay, only while the patches for all servers
+    are smaller together than one version. Blocks that a patch does not reproduce exactly are read
+    from the version."""
 
     relay: bool = True
-    """Whether servers on other hosts than the trainer's read versions from each other, while they
-    read them (staged by tcp): a trainer host sends each version about once. A server that becomes
-    slow delays the servers behind it by one version. What a server does not give in time, or gives
-    wrongly, is read from the next one, at last from the trainer."""
+    """Let servers on other hosts than the trainer's read a version from each other while they
+    receive it (staged, tcp): a trainer host then sends each version about once. A server that
+    becomes slow delays the servers behind it by one version. Ranges that a server gives late or
+    wrong are read from the next server, and last from the trainer."""
 
     zones: list[str] = field(default_factory=list)
-    """Patterns of servers' host names or addresses, such as "10.0.1.*" or "rack2-*": with relay,
-    servers that the same (first) pattern fits read from each other first. A server's own
-    TITAN_GRPO_ZONE goes before."""
+    """Patterns of servers' host names or addresses, such as "10.0.1.*" or "rack2-*". With relay,
+    servers whose first matching pattern is the same read from each other first. A server's own
+    TITAN_GRPO_ZONE takes precedence."""
 
     wire_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Floating-point type of the image; masters are cast once, on the trainer."""
+    """Floating-point type of the image. The trainer casts its master weights once."""
 
     block_bytes: int = 4 << 20
-    """Bytes under one digest; a multiple of 4096."""
+    """Bytes per digest; a multiple of 4096."""
 
     bucket_bytes: int = 64 << 20
-    """Bytes of one broadcast; a multiple of block_bytes. A lane's device memory is one bucket."""
+    """Bytes per broadcast; a multiple of block_bytes. A lane uses device memory for one bucket."""
 
     slots: int = 2
     """Version images kept in host memory (slots x model bytes). Two let one be written while
     another is sent."""
 
     apply: Literal["staged", "streamed"] = "staged"
-    """staged: receive whole, then pause only for the local load. streamed: no image on the server
-    but a window of four buckets; the server stands still for the whole transfer, and after one that
-    broke off half-way until the next whole one."""
+    """staged: receive the whole version, then pause the engine for the local load only. streamed:
+    no image on the server, only a window of four buckets. The server is paused for the whole
+    transfer, and after a broken one until the next transfer completes."""
 
     kv_after_update: Literal["keep", "recompute"] = "keep"
-    """KV of requests that run over a commit. keep: they go on with it, so that later tokens are of
-    both weights. recompute: the engine throws it away, and each of them is computed anew up to
-    where it was, with the new weights. With a rollout.source outside it is always recompute:
-    requests that are not ours would meet the prefixes of older weights."""
+    """What happens to the KV of requests that are in flight at a commit. keep: they continue on it,
+    and later tokens depend on both weights. recompute: the engine drops it and recomputes each
+    request's KV with the new weights. With a rollout.source other than "task" it is always
+    recompute: requests that are not ours would otherwise reuse prefixes of older weights."""
 
     digest: Literal["xxh3", "blake3"] = "xxh3"
-    """Hash of the blocks: xxh3 is the fastest, blake3 is cryptographic. With a run key it is always
-    blake3, keyed."""
+    """Hash of the blocks: xxh3 is fastest, blake3 cryptographic. With a run key it is keyed
+    blake3."""
 
     run_key_file: str = ""
-    """File with the run key (64 hexadecimal digits): servers that have it refuse weights from
-    trainers without it. The environment variables TITAN_GRPO_RUN_KEY and TITAN_GRPO_RUN_KEY_FILE
-    do the same; launched servers are given a key by themselves."""
+    """File with the run key (64 hexadecimal digits). Servers with the key refuse weights from
+    trainers without it. The environment variables TITAN_GRPO_RUN_KEY and TITAN_GRPO_RUN_KEY_FILE do
+    the same; launched servers get a key automatically."""
 
     tls_certificate: str = ""
-    """PEM file with the certificate that the trainer's hosts show to servers, which know its hash
-    by the run key's proof and ask no authority. Weights and all messages of the lanes are encrypted
-    (staged by tcp, with a run key). Empty: no TLS."""
+    """PEM file with the certificate of the trainer's hosts. Servers learn its hash from the run
+    key's proof; no certificate authority is involved. Encrypts weights and all messages of the
+    lanes (staged, tcp, with a run key). Empty: no TLS."""
 
     tls_key: str = ""
-    """PEM file with its private key, without a password."""
+    """PEM file with the certificate's private key, without a password."""
 
     bind_host: str = ""
-    """Address that the lanes' sockets bind to; empty: loopback if every server is local, else this
+    """Address that the lanes' sockets bind to. Empty: loopback if every server is local, else this
     host's address."""
 
     connect_deadline_s: float = 60.0
-    """Deadline for a server's receiver to join its lane, in seconds. Its memory for a version is
-    made after that: progress_deadline_s is the deadline of each bucket of it."""
+    """Deadline for a server's receiver to join its lane, in seconds. The receiver allocates memory
+    for a version after that, with progress_deadline_s as the deadline of each bucket."""
 
     lane_deadline_s: float = 120.0
-    """Deadline of one transfer, from its first byte to the receiver's digests, in seconds; its
-    bytes at min_rate are added."""
+    """Deadline of one transfer, from its first byte to the receiver's digests, in seconds; the time
+    of its bytes at min_rate is added."""
 
     commit_deadline_s: float = 60.0
     """Deadline of each commit call (pause, load, version, resume), in seconds."""
 
     drain_deadline_s: float = 120.0
-    """With rollout.in_flight_weight_updates = false: how long a server gets to finish its requests
-    before a commit. What still runs then is given up and made again. In seconds."""
+    """With rollout.in_flight_weight_updates = false: how long a server may take to finish its
+    requests before a commit, in seconds. Requests still running then are cancelled and
+    restarted."""
 
     startup_deadline_s: float = 600.0
-    """How long the start waits for task, dataset and launched servers together, and then for the
-    first version to be committed by at least one server, in seconds. Raise it for a dataset that is
-    downloaded."""
+    """How long startup waits for task, dataset and launched servers together, and then for at least
+    one server to commit the first version, in seconds. Raise it for a dataset download."""
 
     shutdown_deadline_s: float = 60.0
     """How long the end waits for the newest version to be flushed to the servers, in seconds; its
     bytes at min_rate are added."""
 
     max_lag: int = 1000
-    """Stop the run at the step boundary after that many versions in a row without a commit on any
-    server; 0: never. Fresh rollouts end sooner in that case (rollout.max_staleness, then
-    batch_timeout_s); a run on recorded ones would never end."""
+    """Stop the run at the step boundary after this many versions in a row without a commit on any
+    server. 0: never. Runs on fresh rollouts stop sooner (rollout.max_staleness, then
+    batch_timeout_s); a run on recorded ones would never stop."""
 
     backoff_s: float = 0.5
-    """First pause after a lane failed, in seconds; doubles up to backoff_max_s."""
+    """First pause after a lane failed, in seconds; it doubles up to backoff_max_s."""
 
     backoff_max_s: float = 15.0
     """Longest pause between two attempts of a lane, in seconds."""
 
     on_sync_error: Literal["continue", "stop"] = "continue"
-    """What a latched background error does at the next step boundary: log it and go on, or stop the
+    """What to do at the next step boundary after a background error: log it and go on, or stop the
     run."""
 
     def moving_s(self, nbytes: int) -> float:
@@ -182,63 +183,62 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass
 class Lora:
-    """Low-rank adapters (arXiv 2106.09685) in place of training every weight: W + alpha / rank *
-    B A, of which B and A are trained. A job without this section has none."""
+    """Low-rank adapters (arXiv 2106.09685) in place of training every weight: W + alpha / rank * B
+    A, of which only B and A are trained. A job without this section has none."""
 
     rank: int = 0
-    """Rows of A and columns of B, 1 or more; without the section 0: every weight is trained."""
+    """Rows of A and columns of B, 1 or more. 0 (only without this section): train every weight."""
 
     alpha: float = 16.0
-    """The product of B and A counts alpha / rank times."""
+    """Scale of the adapters: the product B A is multiplied by alpha / rank."""
 
     targets: list[str] = field(default_factory=lambda: list(LINEAR))
-    """Linear layers that get an adapter, by the last part of their names in a Hugging Face
-    checkpoint, in every block that has them."""
+    """Linear layers that get an adapter in every block that has them, by the last part of their
+    Hugging Face names."""
 
     sync: Literal["merged", "adapter"] = "merged"
-    """What a version is. merged: the whole weights, with the adapters added. adapter: the adapters
-    alone; the servers have the base model, and load each version by their own LoRA (vLLM, started
-    with --enable-lora)."""
+    """Content of a version. merged: the whole weights with the adapters added. adapter: the
+    adapters alone; the servers hold the base model and load each version through vLLM's LoRA (start
+    them with --enable-lora)."""
 
 
 @dataclass
 class Alerts:
     """Thresholds on the metrics of a step: "METRIC OPERATOR NUMBER", such as "ratio/max > 10", or
-    "reward/mean < 0.1 for 20", which must hold in so many steps in a row. Metrics are the names of
-    metrics.jsonl; operators > >= < <=. Each is said once, and again when it has ceased to hold in
-    between. A step without the metric changes nothing."""
+    "reward/mean < 0.1 for 20", which must hold for that many steps in a row. METRIC is a name in
+    metrics.jsonl; operators are > >= < <=. An alert fires once, and again only after its condition
+    was false in between. A step without the metric changes nothing."""
 
     warn: list[str] = field(default_factory=list)
-    """Say it, and list it among the run's errors (as run and stop do too)."""
+    """Log the alert and list it among the run's errors (run and stop do so too)."""
 
     run: list[str] = field(default_factory=list)
     """Run alerts.command."""
 
     stop: list[str] = field(default_factory=list)
-    """Stop the run, with a checkpoint of that step (checkpoint.enable)."""
+    """Stop the run, with a checkpoint of that step if checkpoint.enable is set."""
 
     command: str = ""
-    """What alerts.run runs, in words as a shell's (no shell runs it), with the alert as a further
-    argument; its output goes to the run's. Training does not wait for it."""
+    """Command for alerts.run, split into words as in a shell (but run without one), with the alert
+    as its last argument. Its output goes to the run's. Training does not wait for it."""
 
     command_timeout_s: float = 60.0
-    """How long the command may take before it is ended, in seconds."""
+    """How long the command may run before it is terminated, in seconds."""
 
 
 @dataclass
 class Dashboards:
-    """What others may look at while the run goes on. Needs 'titan_grpo[dashboards]'."""
+    """Endpoints for monitoring while the run goes on. Needs 'titan_grpo[dashboards]'."""
 
     metrics_address: str = ""
-    """host:port at which rank 0 answers GET /metrics for Prometheus, without a key; port 0: any
-    that is free (the log says which). Empty: it does not listen. A rollout service answers at its
-    own address, with its own key."""
+    """host:port at which rank 0 answers GET /metrics for Prometheus, without a key. Port 0: any
+    free port (see the log). Empty: no endpoint. A rollout service answers at its own address, with
+    its own key."""
 
 
 @dataclass
 class JobConfig:
-    """What is merged into torchtitan's JobConfig; torchtitan gave modules like this one the
-    name."""
+    """Sections that are merged into torchtitan's JobConfig. torchtitan requires this name."""
 
     grpo: GRPO = field(default_factory=GRPO)
     rollout: Rollout = field(default_factory=Rollout)
@@ -246,7 +246,7 @@ class JobConfig:
     lora: Lora = field(default_factory=Lora)
     alerts: Alerts = field(default_factory=Alerts)
     dashboards: Dashboards = field(default_factory=Dashboards)
-    # torchtitan's merge makes no dataclasses of tables in a list: titan/jobconfig.py does.
+    # torchtitan's merge does not turn tables of a list into dataclasses; titan/jobconfig.py does.
     evaluation: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -292,13 +292,12 @@ def _dashboards(d: Dashboards) -> Rules:
 
 
 def sends_adapters(lora: Lora) -> bool:
-    """Whether a version is the adapters alone."""
+    """Return whether a version is the adapters alone."""
     return lora.rank > 0 and lora.sync == "adapter"
 
 
 def violations(config: Any) -> list[str]:
-    """All broken rules of our sections, each as "key must be rule, got value". Pure; empty if
-    none."""
+    """Return all broken rules of our sections, each as "key must be rule, got value". Pure."""
     grpo, rollout = config.grpo, config.rollout
     both = (
         grpo.async_weight_update and rollout.max_staleness == 0,
@@ -317,7 +316,7 @@ def violations(config: Any) -> list[str]:
 
 
 def _evaluations(config: Any) -> Iterator[str]:
-    """Broken rules of the [[evaluation]] tables."""
+    """Yield the broken rules of the [[evaluation]] tables."""
     tables: list[Evaluation] = config.evaluation
     for table in tables:
         rules = (*evaluation_rules(table), *task_rules(table))

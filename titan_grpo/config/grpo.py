@@ -1,5 +1,5 @@
-"""The section ``[grpo]``: the algorithm's knobs and their rules. The formulas of all of them:
-docs/algorithm.md.
+"""The section ``[grpo]``: the keys of the algorithm and their rules. docs/algorithm.md has the
+formulas.
 
 No ``from __future__ import annotations`` in this file: torchtitan's merge reads field types as
 objects.
@@ -20,55 +20,54 @@ class GRPO:
     M2PO (2510.01161)."""
 
     async_weight_update: bool = False
-    """Sync weights in the background while training goes on; false waits for every healthy server
-    after each step."""
+    """Send weights to the servers in the background while training goes on. false: wait for every
+    healthy server after each step."""
 
     algorithm: str = ""
     """A named algorithm (grpo, dapo, dr_grpo, gspo, cispo, rloo, reinforce_pp, sapo, gmpo, topr,
-    m2po) or a TOML file of your own with a table [grpo]. It sets every key of this section that
-    matters to it; a key that the job sets itself wins. The start prints what it set. Empty:
-    none."""
+    m2po), or your own TOML file with a table [grpo]. It sets the keys of this section that define
+    the algorithm; a key that the job sets itself wins. The start logs what it set. Empty: none."""
 
     policy_loss: Literal["clip", "cispo", "gmpo", "sapo", "topr"] = "clip"
-    """clip: PPO's clipped objective. gmpo: one geometric mean of bounded ratios per sequence. sapo:
-    a soft gate of the ratio. cispo, topr: the log-probability, weighted by policy against engine,
-    per token or (where the advantage is negative) per sequence."""
+    """clip: PPO's clipped objective. gmpo: the geometric mean of each sequence's bounded ratios.
+    sapo: a soft gate on the ratio. cispo: advantage * log-probability, weighted per token by policy
+    / engine. topr: the same, weighted per sequence and only where the advantage is negative."""
 
     policy_ratio_type: Literal["token", "sequence"] = "token"
-    """Importance ratio per token (GRPO) or one per sequence, the exponential of its mean log-ratio
-    (GSPO)."""
+    """token: one importance ratio per token (GRPO). sequence: one per sequence, the exponential of
+    its mean log-ratio (GSPO)."""
 
     clip_ratio_lower_bound: float = 0.2
-    """A ratio below 1 - this gives no gradient where the advantage is negative. 1: no lower
+    """A token with ratio below 1 - this and negative advantage gets no gradient. 1: no lower
     bound."""
 
     clip_ratio_upper_bound: float = 0.28
-    """A ratio above 1 + this gives no gradient where the advantage is positive (DAPO's
+    """A token with a ratio above 1 + this and a positive advantage gets no gradient (DAPO's
     clip-higher)."""
 
     clip_ratio_dual: float = 0.0
-    """policy_loss = "clip": where the advantage A is negative the objective is at least this times
-    A (dual clip; 3 is usual); 0: off."""
+    """With policy_loss = "clip": where the advantage A is negative, the objective is at least this
+    times A (dual clip; 3 is usual). 0: off."""
 
     cispo_weight_max: float = 5.0
-    """policy_loss = "cispo": the greatest weight of a token."""
+    """With policy_loss = "cispo": the largest weight of a token."""
 
     sapo_tau_pos: float = 1.0
-    """policy_loss = "sapo": steepness of the gate where the advantage is positive."""
+    """With policy_loss = "sapo": steepness of the gate where the advantage is positive."""
 
     sapo_tau_neg: float = 1.05
-    """The same where it is not."""
+    """The same where the advantage is zero or negative."""
 
     num_microbatches: int = 1
-    """Optimizer steps in a pass over a batch: its groups are dealt to that many PPO minibatches.
-    One batch makes one version, whatever their number."""
+    """Optimizer steps per pass over a batch: its groups are split into that many PPO minibatches.
+    One batch makes one version, however many there are."""
 
     num_epochs: int = 1
     """Passes over a batch, each of num_microbatches optimizer steps."""
 
     proximal_logprobs: Literal["recompute", "interpolate", "rollout"] = "recompute"
-    """What the ratio's denominator is. recompute: the policy before the batch's first optimizer
-    step. interpolate: between the engine's log-probabilities and the current ones, by staleness.
+    """Denominator of the ratio. recompute: the policy before the batch's first optimizer step.
+    interpolate: a value between the engine's log-probability and the current one, by staleness.
     rollout: the engine's; rollout_is_* then has no effect."""
 
     kl_beta: float = 0.0
@@ -76,218 +75,222 @@ class GRPO:
 
     kl_estimator_type: Literal["k1", "k2", "k3", "mse", "abs"] = "k3"
     """KL estimator per token: k1 = -log r, k2 = mse = (log r)^2 / 2, k3 = r - 1 - log r, abs = |log
-    r|, with r = p_ref / p. k2, mse and k3 are weighted by policy against engine; k1 and abs need
-    data of the policy itself."""
+    r|, with r = p_ref / p. k2, mse and k3 are weighted by policy / engine; k1 and abs need
+    on-policy data."""
 
     kl_in_reward: bool = False
-    """Take kl_beta times the KL of a token and the later ones of its completion from its advantage,
-    in place of the KL term; the estimator is k1 then."""
+    """Subtract kl_beta times the KL of a token and of all later tokens of its completion from the
+    token's advantage, in place of the KL term. The estimator is k1 then."""
 
     reference_model: str = ""
-    """Directory of HF safetensors for the reference model; empty: model.hf_assets_path. Used if
+    """Directory with the reference model's HF safetensors; empty: model.hf_assets_path. Used if
     kl_beta > 0."""
 
     ref_model_ema: float = 0.0
-    """After each step reference = this * reference + (1 - this) * policy; 0 and 1 leave the
+    """After each step, reference = this * reference + (1 - this) * policy. 0 and 1 both leave the
     reference as it is."""
 
     normalize_advantage_std: bool = True
-    """Divide centred rewards by a standard deviation (GRPO); false leaves it out (Dr.GRPO)."""
+    """Divide centred rewards by a standard deviation (GRPO). false: do not divide (Dr.GRPO)."""
 
     advantage_normalization: Literal["group", "batch"] = "group"
-    """Which standard deviation that is: the group's own (GRPO), or one for the whole step
-    (REINFORCE++ with a baseline)."""
+    """Standard deviation to divide by: the group's (GRPO), or that of the whole step (REINFORCE++
+    with a baseline)."""
 
     advantage_baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What a reward is compared with: the mean of its group (GRPO), or the mean of the others in it
-    (RLOO)."""
+    """What is subtracted from a reward: the mean of its group (GRPO), or the mean of the group's
+    other rewards (RLOO)."""
 
     scale_adv_by_len: bool = False
-    """Multiply each reward by its completion's tokens before it is compared."""
+    """Multiply each reward by its completion's number of tokens before subtracting the baseline."""
 
     pos_scaler: float = 1.0
     """Factor on positive advantages."""
 
     neg_scaler: float = 1.0
-    """Factor on the others."""
+    """Factor on all other advantages."""
 
     overlong_cache_tokens: int = 0
-    """Completions longer than rollout.max_completion_tokens minus this lose reward, growing
-    linearly (DAPO); 0: off."""
+    """Take reward from completions longer than rollout.max_completion_tokens minus this, growing
+    linearly with length (DAPO). 0: off."""
 
     overlong_cache_share: float = 0.0
     """The same as a share of rollout.max_completion_tokens; 0: off."""
 
     overlong_penalty: float = 1.0
-    """What a completion of the full length loses by that."""
+    """What a completion of the full length loses by overlong_cache_tokens or
+    overlong_cache_share."""
 
     length_penalty: float = 0.0
-    """Weight of a reward for being short among the completions of a group: 0.5 for the shortest to
-    -0.5 for the longest; a wrong one never gains by it (Kimi k1.5). 0: off."""
+    """Weight of a reward for being short within the group: from 0.5 for the shortest completion to
+    -0.5 for the longest; an incorrect one never gains by it (Kimi k1.5). 0: off."""
 
     correct_reward: float = 0.5
-    """For length_penalty: a completion with at least this reward is correct."""
+    """Least reward of a completion that counts as correct for length_penalty."""
 
     mask_truncated: bool = False
-    """Do not train on completions that hit rollout.max_completion_tokens; their rewards count for
-    the others of their group (DAPO's overlong filtering)."""
+    """Do not train on completions that reach rollout.max_completion_tokens; their rewards still
+    count in their group's baseline (DAPO's overlong filtering)."""
 
     dynamic_sampling: bool = False
-    """Leave out groups whose rewards are all equal and take others in their place (DAPO). A
-    replayed run takes no others."""
+    """Replace groups whose rewards are all equal by other groups (DAPO). A replayed run leaves them
+    out without replacing them."""
 
     dynamic_sampling_rounds: int = 3
-    """How often that is tried in one step; then the step is made of what there is."""
+    """Rounds of replacement per step; after the last the step trains on the groups that it has."""
 
     loss_normalization: Literal["token", "sequence", "constant"] = "token"
-    """Mean over all tokens (DAPO), mean over sequences of their token means (GRPO), or sum over a
-    constant (Dr.GRPO)."""
+    """token: mean over all tokens (DAPO). sequence: mean over sequences of their token means
+    (GRPO). constant: sum divided by a constant (Dr.GRPO)."""
 
     grpo_by_token: bool | None = None
-    """Alias of loss_normalization: true is "token", false "sequence"; unset: that key decides."""
+    """Alias of loss_normalization: true: "token", false: "sequence". Unset: loss_normalization
+    decides."""
 
     top_entropy_share: float = 1.0
-    """The policy term is made of this share of the tokens of an optimizer step: those at which the
-    policy before the batch has the greatest entropy. 1: all. Less costs one more forward pass."""
+    """Build the policy term from this share of an optimizer step's tokens: those where the policy
+    before the batch has the highest entropy. 1: all. Below 1 it costs one more forward pass."""
 
     m2_threshold: float = 0.0
-    """Leave tokens out of the policy term until, of those that moved on in the direction of their
-    advantage since they were sampled, the mean square of log policy - log engine is at most this:
-    the greatest ones first, in each optimizer step (M2PO). 0: off. Costs one more forward pass."""
+    """M2PO, in each optimizer step: consider the tokens that moved in the direction of their
+    advantage since they were sampled, and leave those with the largest (log policy - log engine)^2
+    out of the policy term until the mean of the rest is at most this. 0: off. Costs one more
+    forward pass."""
 
     onpolicy_logp_threshold: float = 0.0
-    """Tokens to which the policy gives a probability below this are left out of every term of the
-    loss; 0 and 1: none is."""
+    """Leave tokens with a policy probability below this out of every term of the loss. 0 and 1:
+    none."""
 
     token_staleness_limit: int = -1
-    """Tokens that are more than so many versions older than the trainer are left out of every term
-    of the loss, each by its own version; -1: none is."""
+    """Leave tokens that were sampled by a version more than this many versions older than the
+    trainer's out of every term of the loss. -1: none."""
 
     logit_loss_weight: float = 0.0
-    """Adds the mean over the vocabulary of (this * logit)^2 per token."""
+    """Add the mean over the vocabulary of (this * logit)^2 per token to the loss."""
 
     entropy_loss_weight: float = 0.0
-    """Subtracts this times the entropy per token: greater keeps the policy more random."""
+    """Subtract this times the entropy per token from the loss: larger keeps the policy more
+    random."""
 
     rollout_is_level: Literal["token", "sequence", "geometric"] = "token"
-    """Importance correction for trainer/engine mismatch and staleness: one weight per token, per
-    sequence (the product of its tokens'), or the sequence's geometric mean."""
+    """Importance correction of trainer/engine mismatch and staleness: one weight per token, one per
+    sequence (the product over its tokens), or the geometric mean over the sequence."""
 
     rollout_is_mode: Literal["truncate", "mask"] = "truncate"
-    """truncate: weights above the threshold become the threshold. mask: what lies outside the
-    bounds counts nothing."""
+    """truncate: weights above the threshold become it. mask: weights outside the bounds become
+    0."""
 
     rollout_is_threshold: float = 2.0
     """Upper bound of that weight. 0: no weight; then only proximal_logprobs = "rollout" corrects,
-    by the clip bounds."""
+    through the clip bounds."""
 
     rollout_is_threshold_lower: float = 0.0
     """Lower bound for rollout_is_mode = "mask"; 0: 1 / rollout_is_threshold."""
 
     rollout_is_veto_threshold: float = 0.0
-    """One token with a ratio of trainer to engine below this takes its whole sequence out of the
-    policy term; 0: off."""
+    """Leave a whole sequence out of the policy term if one of its tokens has a ratio trainer /
+    engine below this. 0: off."""
 
     allow_uncorrected_off_policy: bool = False
-    """Train on stale data without a correction all the same: the gradient is then biased, for
-    experiments."""
+    """Allow training on stale data without a correction, for experiments: it biases the
+    gradient."""
 
     ptx_mixin_batchsize: int = 0
-    """Sequences of plain text, over all ranks, whose cross-entropy is mixed into each optimizer
-    step; 0: none. They come from torchtitan's own loader (training.dataset,
+    """Sequences of plain text, over all ranks, whose cross-entropy is added to each optimizer
+    step's loss. 0: none. They come from torchtitan's own loader (training.dataset,
     training.dataset_path)."""
 
     ptx_scale: float = 1.0
-    """Weight of that cross-entropy, a mean over its tokens."""
+    """Weight of that cross-entropy (a mean over the text's tokens)."""
 
     ptx_scale_by_tokens: bool = False
-    """Multiply that weight by the text's tokens over the completion tokens of the same optimizer
-    step."""
+    """Multiply that weight by the text's tokens divided by the completion tokens of the same
+    optimizer step."""
 
     temperature: float = 0.0
-    """Alias of rollout.temperature, which decides. 0: not used; any other value must be equal to
-    that."""
+    """Alias of rollout.temperature, which decides. 0: unset; any other value must equal
+    rollout.temperature."""
 
     on_unhealthy: Literal["skip", "stop"] = "skip"
-    """An optimizer step with NaN or Inf in loss or gradient, or past the two bounds below: skip it
-    on every rank, or stop the run. A training step without any optimizer step makes no version."""
+    """What to do with an optimizer step with NaN or Inf in loss or gradient, or past
+    grad_norm_limit or reward_collapse_steps: skip it on every rank, or stop the run. A training
+    step without any optimizer step makes no version."""
 
     max_unhealthy_steps: int = 5
-    """Stop the run after that many training steps in a row without an optimizer step."""
+    """Stop the run after this many training steps in a row without an optimizer step."""
 
     grad_norm_limit: float = 0.0
-    """A gradient norm above this, before clipping, is unhealthy; 0: off."""
+    """Gradient norm before clipping above which an optimizer step is unhealthy. 0: off."""
 
     reward_collapse_steps: int = 0
-    """That many steps in a row in which all rewards are equal are unhealthy; 0: off."""
+    """Steps in a row with all rewards equal after which a step is unhealthy. 0: off."""
 
     token_budget: int = 0
-    """Rows times padded length of one microbatch on one rank; 0: training.local_batch_size *
+    """Size of a microbatch on one rank: rows times padded length. 0: training.local_batch_size *
     training.seq_len."""
 
     balance_batch: bool = True
-    """Give the data-parallel ranks equal work (Karmarkar-Karp on the operations that the model's
-    dimensions say; groups stay whole); false deals groups to them in the order in which they
-    came."""
+    """Give the data-parallel ranks equal work: Karmarkar-Karp partition of whole groups by their
+    estimated operations (from the model's dimensions). false: deal groups to ranks in the order in
+    which they came."""
 
     balance_equal_counts: bool = False
-    """Balanced shares have the same number of groups, give or take one."""
+    """Keep the numbers of groups of the balanced shares within one of each other."""
 
     balance_split_groups: bool = False
-    """Balance single completions and not whole groups: for fewer groups than ranks, which leave
-    ranks idle otherwise."""
+    """Balance single completions instead of whole groups; without it, ranks idle when there are
+    fewer groups than ranks."""
 
     single_rank_load: bool = True
     """Rank 0 builds the tensors of all ranks and sends them. false: it sends each rank the tokens
-    of its own share, and the rank builds the very same tensors, for batches so large that rank 0
-    would keep the others waiting. Rank 0 plans in both."""
+    of its share, and the rank builds the same tensors itself (for batches so large that rank 0
+    would delay the others). Rank 0 plans the shares in both cases."""
 
     router_replay: bool = False
-    """Train an MoE on the experts that the engine chose for each token when it sampled, in place of
-    the trainer's own choice; the gates stay the trainer's. Servers must run with
-    --enable-return-routed-experts, as launched ones do. Completions without routes are dropped."""
+    """Train an MoE with the experts that the engine chose for each token, instead of the trainer's
+    own choice; the gates stay the trainer's. Servers must run with --enable-return-routed-experts,
+    as launched ones do. Completions without routes are dropped."""
 
     fp32_lm_head: bool = False
-    """Compute the logits in float32, whatever training.mixed_precision_param is: from the weights
-    and hidden states as they are in that type. Launched servers do so too; others must be started
-    with --hf-overrides '{"head_dtype": "float32"}' (vLLM) or --enable-fp32-lm-head (SGLang)."""
+    """Compute the logits in float32, from weights and hidden states of
+    training.mixed_precision_param. Launched servers do so too; start others with --hf-overrides
+    '{"head_dtype": "float32"}' (vLLM) or --enable-fp32-lm-head (SGLang)."""
 
     pack_sequences: bool = False
-    """Several sequences in one row of up to token_budget tokens, with attention kept inside each,
-    in place of padding."""
+    """Pack several sequences into one row of up to token_budget tokens, with attention kept inside
+    each, instead of padding."""
 
 
 def resolve_aliases(grpo: GRPO) -> None:
-    """Write the keys of the existing trainer into ours, which alone the code reads. The values are
-    those of a section without violations."""
+    """Apply the aliases of the older trainer's keys: only ours are read. The section must have no
+    violations."""
     if grpo.grpo_by_token is not None:
         grpo.loss_normalization = "token" if grpo.grpo_by_token else "sequence"
 
 
 AGAINST_ENGINE = ("cispo", "topr")
-"""Values of policy_loss whose weight is policy against engine: they correct for off-policy data by
+"""Values of policy_loss that weight by policy / engine and so correct off-policy data by
 themselves."""
 
 
 def optimizer_steps(grpo: GRPO) -> int:
-    """How many optimizer steps one batch is for."""
+    """Return the number of optimizer steps per batch."""
     return grpo.num_microbatches * grpo.num_epochs
 
 
 def may_be_off_policy(grpo: GRPO, rollout: Rollout) -> bool:
-    """Whether a token may be of another policy than the one that is trained, by design."""
+    """Return whether tokens may by design come from another policy than the trained one."""
     return rollout.max_staleness > 0 or optimizer_steps(grpo) > 1
 
 
 def violations(grpo: GRPO, rollout: Rollout) -> list[str]:
-    """All broken rules of the section, each as "key must be rule, got value". Pure; empty if
-    none."""
+    """Return all broken rules of the section, each as "key must be rule, got value". Pure."""
     rules = (*_bounds(grpo), *_combinations(grpo), *_with_rollout(grpo, rollout))
     return broken("grpo", grpo, rules)
 
 
 def _bounds(g: GRPO) -> Rules:
-    """Single values."""
+    """Rules of single values."""
     yield not 0 < g.clip_ratio_lower_bound <= 1, "clip_ratio_lower_bound", "in (0, 1]"
     yield g.clip_ratio_upper_bound <= 0, "clip_ratio_upper_bound", "greater than 0"
     for name in ("ptx_scale", "sapo_tau_pos", "sapo_tau_neg"):
@@ -330,7 +333,7 @@ def _bounds(g: GRPO) -> Rules:
 
 
 def _combinations(g: GRPO) -> Rules:
-    """Values that contradict each other."""
+    """Rules against values that contradict each other."""
     rule = "empty while grpo.kl_beta is 0 (it would be loaded and never used)"
     yield bool(g.reference_model) and g.kl_beta == 0, "reference_model", rule
     rule = "0 while grpo.kl_beta is 0 (there is no reference model to move)"
@@ -352,7 +355,7 @@ def _combinations(g: GRPO) -> Rules:
 
 
 def _with_rollout(g: GRPO, r: Rollout) -> Rules:
-    """Values that depend on [rollout]."""
+    """Rules that depend on [rollout]."""
     rule = (
         f"at most rollout.prompts_per_step ({r.prompts_per_step}; a minibatch is made of whole"
         " groups)"

@@ -1,8 +1,8 @@
-"""Keys that were set and cannot act beside the others of their job: the warnings of the start.
+"""Warnings at the start about keys that were set and have no effect beside the job's other keys.
 Pure.
 
-A key that is set and does nothing is how "GSPO" turns out to have been GRPO. It is no error: a job
-may be one of a series in which another key changes.
+A key without effect is how "GSPO" turns out to have been GRPO. It is not an error: the job may be
+one of a series in which another key changes.
 """
 
 from collections.abc import Collection, Iterator
@@ -12,12 +12,12 @@ from titan_grpo.config.grpo import AGAINST_ENGINE, GRPO, optimizer_steps
 from titan_grpo.config.rollout import LAUNCH, Rollout
 
 Row = tuple[bool, str, str]
-"""(whether it is so, keys that do nothing then, with blanks between them, and why)."""
+"""(condition, keys without effect while it holds, separated by blanks, and the reason)."""
 
 
 def inert(config: Any, given: Collection[str]) -> list[str]:
-    """One line for each key of ``given`` (dotted, such as "grpo.kl_beta") that does nothing in this
-    job: 'KEY = VALUE has no effect: REASON'.
+    """Return a line 'KEY = VALUE has no effect: REASON' for each key of ``given`` (dotted, such as
+    "grpo.kl_beta") that does nothing in this job.
 
     Example: {"grpo.clip_ratio_upper_bound"} with every other key at its default gives one line:
     with one optimizer step per batch the ratio is 1.
@@ -43,7 +43,7 @@ CORRECTION = "rollout_is_level rollout_is_mode rollout_is_threshold_lower rollou
 
 
 def _policy(g: GRPO, r: Rollout) -> Iterator[Row]:
-    """Ratio, bounds and correction."""
+    """Rows of ratio, bounds and correction."""
     loss = f'grpo.policy_loss = "{g.policy_loss}"'
     yield (
         g.policy_loss in AGAINST_ENGINE,
@@ -59,8 +59,8 @@ def _policy(g: GRPO, r: Rollout) -> Iterator[Row]:
         g.proximal_logprobs == "recompute"
         or (g.proximal_logprobs == "interpolate" and r.max_staleness == 0)
     )
-    # A sequence ratio of 1 still spreads its gradient over the sequence, which shows where the
-    # tokens' weights differ.
+    # A sequence ratio of 1 still spreads its gradient over the sequence, which matters where token
+    # weights differ.
     spread = g.rollout_is_level == "token" and g.rollout_is_threshold > 0
     rule = (
         "the ratio is 1 by construction, since the one optimizer step of a batch starts at the"
@@ -77,7 +77,7 @@ def _policy(g: GRPO, r: Rollout) -> Iterator[Row]:
 
 
 def _others(g: GRPO, r: Rollout) -> Iterator[Row]:
-    """KL, advantages, and what else a switch turns off."""
+    """Rows of the KL term, advantages and other switches."""
     no_kl = "grpo.kl_beta = 0: there is no reference model"
     yield g.kl_beta == 0, "kl_estimator_type kl_in_reward", no_kl
     yield g.kl_in_reward, "kl_estimator_type", "with grpo.kl_in_reward the estimator is k1"

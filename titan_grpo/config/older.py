@@ -1,7 +1,7 @@
 """The keys of the older GRPO trainer on torchtitan (its sections ``[grpo]`` and ``[peft]``) and
-what they are here.
+their counterparts here.
 
-One table for the hint at an unknown key, for ``titan-grpo init --from``, and for the page
+One table serves the hint at an unknown key, ``titan-grpo init --from`` and the page
 docs/from_the_older_trainer.md. Source: NousResearch/torchtitan, torchtitan/grpo.
 """
 
@@ -21,14 +21,14 @@ class Older:
     """Its default there; None: unset."""
 
     key: str = ""
-    """Its key here, section first; empty: there is none."""
+    """Its key here, section first; empty: no counterpart."""
 
     note: str = ""
-    """What is different, or why there is none."""
+    """The difference, or why there is no counterpart."""
 
     keep: bool = True
-    """Whether a converted job that does not set it gets the older default, where they differ; the
-    keys of the correction get it only in a job that sets ``rollout_is_threshold``."""
+    """Whether a converted job that does not set the key gets the older default where it differs.
+    False for keys of the correction: only jobs that set ``rollout_is_threshold`` get theirs."""
 
 
 ENGINE = "the servers' own matter: give it to each server's command line"
@@ -83,10 +83,10 @@ OLDER: dict[str, Older] = {
     "ptx_scale": Older(1.0, "grpo.ptx_scale", "there it was declared and not used"),
     "ptx_scale_by_tokens": Older(False, "grpo.ptx_scale_by_tokens", "there it crashed"),
 }
-"""Name in ``[grpo]`` there -> what it is."""
+"""Name in ``[grpo]`` there -> counterpart here."""
 
 PEFT = {"lora_rank": "lora.rank", "lora_alpha": "lora.alpha"}
-"""Name in ``[peft]`` there -> our key. The layers there are those of our default."""
+"""Name in ``[peft]`` there -> our key. The adapted layers there are our default."""
 
 NO_PEFT = {
     "lora_dropout": "adapters have no dropout here",
@@ -95,11 +95,11 @@ NO_PEFT = {
     "train_output_layer": "the head is frozen beside adapters",
     "layers_to_train": "every block has adapters; lora.targets names layers in a block",
 }
-"""Name in ``[peft]`` there that has no counterpart -> why. Unset, 0 and false mean the same."""
+"""Name in ``[peft]`` there without a counterpart -> why. Unset, 0 and false mean the same."""
 
 
 def value_here(name: str, value: Any) -> Any:
-    """A value of the older trainer as it is written here.
+    """Return the value of an older key as written here.
 
     >>> value_here("grpo_by_token", False), value_here("sglang_urls", ["a:1"])
     ('sequence', ['http://a:1'])
@@ -114,21 +114,22 @@ def value_here(name: str, value: Any) -> Any:
 
 
 def default_here(key: str) -> Any:
-    """The default of one of our keys, "grpo.kl_beta" say."""
+    """Return the default of one of our keys, such as "grpo.kl_beta"."""
     section, _, name = key.partition(".")
     return getattr({"grpo": GRPO, "rollout": Rollout}[section](), name)
 
 
 def differs(name: str) -> bool:
-    """Whether the default of an older key is another one here."""
+    """Return whether the default of an older key differs here."""
     of = OLDER[name]
     there = value_here(name, of.default)
-    # Unset there and 0 here are the same, where the note does not say otherwise.
+    # Unset there and 0 here mean the same, unless the note says otherwise.
     return bool(of.key) and (there or 0) != (default_here(of.key) or 0)
 
 
 def hint(key: str) -> str:
-    """What to write in place of an older key, in whatever section; empty if it is none.
+    """Return the counterpart of an older key (in any section) as text, or "" if it is not an older
+    key.
 
     >>> hint("grpo.sglang_urls")
     'it is rollout.servers here (with http://, and vLLM servers too)'
@@ -146,20 +147,20 @@ def hint(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """A key of the older section as it is written here."""
+    """A key of the older trainer, converted."""
 
     key: str
     value: Any
-    """None: it has no value here; the note says why."""
+    """None: it has no value here; the note gives the reason."""
 
     note: str = ""
 
 
 def convert(older: Mapping[str, Any]) -> list[Converted]:
-    """Our keys for a ``[grpo]`` table of the older trainer, older defaults that differ included.
+    """Return our keys for a ``[grpo]`` table of the older trainer, and its defaults that differ.
     Pure.
 
-    Keys that are in no table of that trainer come out with the value None.
+    Keys that the older trainer does not have get the value None.
     """
     out = []
     for name, value in older.items():
@@ -182,7 +183,8 @@ def convert(older: Mapping[str, Any]) -> list[Converted]:
 
 
 def convert_peft(older: Mapping[str, Any]) -> list[Converted]:
-    """Our keys for a ``[peft]`` table of the older trainer; none where it has adapters off. Pure.
+    """Return our keys for a ``[peft]`` table of the older trainer; none if its adapters are off.
+    Pure.
 
     >>> convert_peft({"enable_peft": True, "lora_rank": 8, "lora_alpha": 16})[0]
     Converted(key='lora.rank', value=8, note='')
@@ -241,7 +243,7 @@ Not a key, and different all the same:
 
 
 def page() -> str:
-    """The page of documentation, as Markdown."""
+    """Return the page of documentation, as Markdown."""
     rows = []
     for name, of in OLDER.items():
         here = repr(default_here(of.key)) if of.key else ""

@@ -1,4 +1,4 @@
-"""Every knob of [rollout], validated.
+"""The section ``[rollout]`` and its rules.
 
 No ``from __future__ import annotations`` in this file: torchtitan's merge reads field types as
 objects.
@@ -14,99 +14,97 @@ from titan_grpo.config.task import ENGINE, Rules, TaskKeys, broken, task_rules
 from titan_grpo.errors import ConfigError
 
 LAUNCH = "launch"
-"""The one value of ``rollout.servers`` that is not a URL."""
+"""Value of ``rollout.servers`` that starts servers; all others are URLs."""
 
 
 @dataclass
 class WorkerKeys(TaskKeys):
-    """How completions are sampled: the keys that the process that makes them gets."""
+    """Keys that the rollout process gets: how completions are sampled."""
 
     engine: Literal["auto", "vllm", "sglang"] = "auto"
-    """Which server software answers at the URLs; auto asks each server when its lane connects, and
-    a fleet may mix."""
+    """Server software at the URLs. auto: detect it on each server when its lane connects; a fleet
+    may mix both."""
 
     api_key_env: str = ""
-    """Name of the environment variable that holds the servers' API key; empty: no key is sent."""
+    """Environment variable with the servers' API key. Empty: no key is sent."""
 
     admin_key_env: str = ""
-    """Name of the environment variable that holds the admin key of SGLang servers, which with one
-    take pauses and weights with that key only; empty: the API key is sent there too. vLLM has
-    none."""
+    """Environment variable with the admin key of SGLang servers; one that has such a key accepts
+    pauses and weights only with it. Empty: the API key is sent there too. vLLM has no admin key."""
 
     source: Literal["task", "atropos", "push"] = "task"
-    """task: prompts of a task, sampled on the servers. atropos: batches of an Atropos API. push:
+    """task: prompts of a task, sampled on the servers. atropos: batches from an Atropos API. push:
     groups that environments POST."""
 
     atropos_url: str = ""
-    """Base URL of the Atropos API. A step takes one batch, of prompts_per_step * group_size
+    """Base URL of the Atropos API. A step takes a batch of prompts_per_step * group_size
     sequences."""
 
     push_address: str = "127.0.0.1:8900"
-    """host:port where environments POST groups (GET /schema there says how). Up to 1 +
-    max_staleness steps' worth may wait; a step takes as many groups as make prompts_per_step *
+    """host:port where environments POST groups (GET /schema there describes the format). Groups for
+    up to 1 + max_staleness steps may wait; a step takes as many groups as make prompts_per_step *
     group_size completions."""
 
     push_key_env: str = ""
-    """Name of the environment variable with the key that environments must show; empty: none, on a
-    loopback address only."""
+    """Environment variable with the key that environments must send. Empty (on a loopback address
+    only): no key."""
 
     seed: int = 0
-    """Seed of prompt order and of sampling; request seeds derive from it and from prompt and sample
-    index."""
+    """Seed of prompt order and sampling; request seeds derive from it, prompt and sample index."""
 
     prompts_per_step: int = 8
-    """Groups that one training step consumes."""
+    """Groups per training step."""
 
     group_size: int = 8
     """Completions per prompt."""
 
     max_completion_tokens: int = 256
-    """Longest completion; with a task of several turns the longest episode after its prompt, the
-    task's tokens included."""
+    """Longest completion. For a task of several turns: longest episode after its prompt, the task's
+    tokens included."""
 
     temperature: float = 1.0
-    """Sampling temperature; the trainer divides its logits by the same."""
+    """Sampling temperature; the trainer divides its logits by it too."""
 
     stop: list[str] = field(default_factory=list)
-    """Texts at which a completion (of a task with turns: a turn) ends; the tokens that hold one are
-    part of it and are trained on. A task may name further ones."""
+    """Texts that end a completion (of a task with turns: a turn). The tokens that contain such a
+    text are part of the completion and are trained on. A task may add further ones."""
 
     stop_token_ids: list[int] = field(default_factory=list)
-    """Tokens at which it ends, likewise, besides the model's own end tokens."""
+    """Tokens that end it in the same way, besides the model's own end tokens."""
 
     max_staleness: int = 1
-    """Greatest trainer version minus the version that made a token; 0 is on-policy. Checked at
-    admission and again at use. (Elsewhere: max_trajectory_age_steps.)"""
+    """Largest allowed trainer version minus the oldest version that a completion depends on; 0:
+    on-policy. Checked when a group starts and again when it is used. (Elsewhere:
+    max_trajectory_age_steps.)"""
 
     max_stale_token_share: float = 0.0
-    """Use a completion that depends on older versions than max_staleness allows all the same, where
-    less than this share of its tokens was sampled by them (kept KV of theirs does not count); 0: no
-    such one. Acts with consume = "ready" or "freshest", whose slow groups else are made again, and
-    where engines name the version of each token (SGLang; vLLM from 0.33)."""
+    """Use a completion in spite of max_staleness if less than this share of its tokens was sampled
+    by versions that are too old (kept KV of such versions does not count). 0: never. Acts with
+    consume = "ready" or "freshest", where such groups are otherwise made again, and on engines that
+    report each token's version (SGLang; vLLM from 0.33)."""
 
     in_flight_weight_updates: bool = True
-    """true: a version is committed while requests run, which go on with it. false: a server
-    finishes its running requests first, and gets no others meanwhile; the other servers go on. No
-    completion is of two versions then."""
+    """true: commit a version while requests run; they continue on it. false: a server first
+    finishes its running requests and gets no new ones, while other servers go on. No completion
+    then has two versions."""
 
     consume: Literal["started", "ready", "freshest"] = "started"
-    """Which groups a step takes. started: those of the next prompts in their order; it waits for
-    the slow ones among them, so that what is trained on does not depend on speed. ready: any that
-    are finished, the lowest prompts first; slow ones are overtaken until they are too stale, so
-    training sees fewer of them than there are. freshest: the same, those of the newest weights
-    first. Groups from outside have the order in which they come."""
+    """Groups that a step takes. started: those of the next prompts in order; the step waits for the
+    slow ones, so training data does not depend on speed. ready: any finished groups, lowest prompts
+    first; slow groups are overtaken and may become too stale, so training sees fewer of them.
+    freshest: like ready, but newest weights first. Groups from outside are taken as they arrive."""
 
     max_concurrent_requests: int = 64
-    """Requests in flight on one server."""
+    """Largest number of requests in flight on one server."""
 
     request_timeout_s: float = 300.0
-    """Deadline of one generation request, in seconds. With stream_completions that of each silence
-    of its answer."""
+    """Deadline of one generation request, in seconds. With stream_completions: longest time without
+    data from its answer."""
 
     stream_completions: bool = True
-    """Have completions sent in pieces of 32 tokens: when a connection breaks, they go on at another
-    server from the last piece. false: they come whole at their end, and a broken connection loses
-    what was made."""
+    """Receive completions in pieces of 32 tokens: after a broken connection they continue on
+    another server from the last piece. false: they arrive whole, and a broken connection loses
+    them."""
 
 
 @dataclass
@@ -114,47 +112,47 @@ class Rollout(WorkerKeys):
     """Where and how completions are sampled."""
 
     servers: list[str] = field(default_factory=list)
-    """Base URLs of the servers, or the single word "launch" to start them on this host. Those of
-    servers_file and servers_slurm come on top; `titan-grpo servers add|remove URL --run DIR`
-    changes them while training runs."""
+    """Base URLs of the servers, or the single word "launch" to start servers on this host. Servers
+    of servers_file and servers_slurm are added; `titan-grpo servers add|remove URL --run DIR`
+    changes the list while training runs."""
 
     take_over: bool = False
-    """Take servers from a live run of another dump folder, which stops when it has lost all of
-    them. Servers of a run that ended, or gave no sign for weight_sync.commit_deadline_s, and of an
-    earlier run in the same dump folder, are taken without it."""
+    """Take servers from a live run with another dump folder; that run stops when it has lost all of
+    them. Not needed for servers of a run that ended, that gave no sign for
+    weight_sync.commit_deadline_s, or that has the same dump folder."""
 
     servers_file: str = ""
-    """File with further URLs, one per line, # for comments, looked at every second: a server that
-    it names joins, one that it drops leaves. Replace it as a whole (write another file, then rename
-    it); a malformed or empty one changes nothing."""
+    """File with further URLs, one per line, # for comments, read every second: a new URL joins, a
+    removed one leaves. Replace the file as a whole (write another, then rename it); a malformed or
+    empty file changes nothing."""
 
     servers_slurm: str = ""
-    """Environment variable with a SLURM host list, such as SLURM_JOB_NODELIST_HET_GROUP_1:
-    servers_per_host servers on each of its hosts."""
+    """Environment variable with a SLURM host list, such as SLURM_JOB_NODELIST_HET_GROUP_1; each
+    host has servers_per_host servers."""
 
     servers_port: int = 8000
-    """Port of the first server on each host that servers_slurm names; the others' count up."""
+    """Port of the first server on each host of servers_slurm; further servers have the next
+    ones."""
 
     servers_per_host: int = 1
-    """Servers on each host that servers_slurm names."""
+    """Servers on each host of servers_slurm."""
 
     launch_engines: list[str] = field(default_factory=lambda: ["vllm"])
-    """Engines to start when servers = "launch": "vllm", "sglang", or both side by side."""
+    """Engines to start with servers = "launch": "vllm", "sglang", or both side by side."""
 
     launch_count: int = 1
-    """How many servers of each of these engines to start when servers = "launch"."""
+    """Servers to start per engine with servers = "launch"."""
 
     launch_gpus: list[int] = field(default_factory=list)
-    """GPUs of launched servers by their numbers on this host, in order, each server the same number
-    of them, which is its tensor parallelism: [4, 5, 6, 7] and launch_count = 4 is one each. Leave
-    out those of the trainer's ranks. Empty: what rank 0 sees."""
+    """GPUs of launched servers, by their numbers on this host. Each server gets the same number of
+    them, in order, as its tensor parallelism: [4, 5, 6, 7] and launch_count = 4 is one each. Leave
+    out the GPUs of the trainer's ranks. Empty: the GPUs that rank 0 sees."""
 
     launch_python: str = ""
-    """Interpreter of vLLM's own environment, for servers = "launch" (its environment differs from
-    the trainer's)."""
+    """Python interpreter of vLLM's environment (not the trainer's), for servers = "launch"."""
 
     launch_sglang_python: str = ""
-    """Interpreter of SGLang's own environment, likewise."""
+    """The same for SGLang."""
 
     launch_args: list[str] = field(default_factory=list)
     """Arguments added to a launched vLLM server's command line."""
@@ -163,45 +161,45 @@ class Rollout(WorkerKeys):
     """Arguments added to a launched SGLang server's command line."""
 
     controller: str = "local"
-    """Where rollouts are made and engine calls go from. local: a child process of rank 0. A URL
-    such as http://host:8910: a service that you start near the servers with `titan-grpo rollouts`;
-    model, dataset and reward functions must be at the same place there."""
+    """Where rollouts are made. local: in a child process of rank 0. A URL such as http://host:8910:
+    in a service that you start near the servers with `titan-grpo rollouts`; calls to engines go
+    through it too. Model, dataset and reward functions must have the same paths there."""
 
     controller_key_env: str = ""
-    """Name of the environment variable with that service's key; empty: none, on a loopback URL
-    only."""
+    """Environment variable with that service's key. Empty (on a loopback URL only): no key."""
 
     callback_address: str = ""
-    """No longer used, and refused: rank 0 polls the service, which calls nothing back."""
+    """No longer used, and refused: rank 0 polls the service, which opens no connection to it."""
 
     controller_deadline_s: float = 120.0
     """How long that service may be unreachable before the run stops, in seconds."""
 
     top_p: float = 1.0
-    """Only 1: all of the distribution is sampled from. Log-probabilities of a truncated one are not
-    those that the trainer recomputes, and every ratio would be biased."""
+    """Only 1: sample from the whole distribution. Log-probabilities of a truncated one differ from
+    those that the trainer recomputes, which would bias every ratio."""
 
     top_k: int = -1
-    """Only -1 (all words), for the same reason."""
+    """Only -1 (no limit), for the same reason."""
 
     batch_timeout_s: float = 1800.0
-    """How long the trainer waits for one step's groups before it stops the run, in seconds."""
+    """How long the trainer waits for the groups of one step before it stops the run, in seconds."""
 
     record_path: str = ""
-    """Write every consumed group to this JSONL file."""
+    """JSONL file that gets every consumed group."""
 
     sample_every: int = 10
-    """At the first step and every that many steps samples.jsonl gets up to four completions, with
-    the log-probabilities of engine and trainer, for titan-grpo report; 0: none."""
+    """Add up to four completions to samples.jsonl, with the log-probabilities of engine and
+    trainer, at the first step and every this many steps (for titan-grpo report). 0: never."""
 
     replay_path: str = ""
-    """Train on the groups of a recorded file instead of sampling; servers still get every
-    version."""
+    """Recorded file (see record_path) to train on instead of sampling. Servers still get all
+    versions."""
 
 
 def server_url(text: str) -> str:
-    """A server's URL in the one form that is compared: without a slash at its end, host in lower
-    case. Raises ConfigError for another than http://host:port or https://host:port with a path.
+    """Return a server's URL in the form in which URLs are compared: no slash at the end, host in
+    lower case. Raises ConfigError unless it is http://host:port or https://host:port with an
+    optional path.
 
     >>> server_url("http://GPU2:8000/")
     'http://gpu2:8000'
@@ -209,9 +207,9 @@ def server_url(text: str) -> str:
     text = text.strip()
     try:
         parts = urlsplit(text)
-        host = (parts.hostname or "").encode("idna")  # as a connection writes it
+        host = (parts.hostname or "").encode("idna")  # as it is sent on the wire
         usable = parts.scheme in ("http", "https") and bool(host) and parts.port != 0
-    except ValueError:  # a port past 65535, brackets that do not match, a host that can be none
+    except ValueError:  # port above 65535, unmatched brackets, invalid host
         usable = False
     if not usable or not text.isprintable() or any(letter in text for letter in "@?# "):
         raise ConfigError(
@@ -227,8 +225,8 @@ def server_url(text: str) -> str:
 
 
 def two_names(urls: Iterable[str]) -> str:
-    """Two of the URLs that are one server, as text; empty if there are none. The URLs are in the
-    form of ``server_url``; one that is there twice is not meant.
+    """Return two different URLs of one server as text, or "" if there are none. ``urls`` are in the
+    form of ``server_url``; exact repetitions are ignored.
 
     >>> two_names(["http://localhost:8000", "http://127.0.0.1:8000", "http://b"])
     'http://localhost:8000 and http://127.0.0.1:8000'
@@ -244,7 +242,7 @@ def two_names(urls: Iterable[str]) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host of an address or a URL is this host, seen from itself."""
+    """Return whether a host of an address or URL is this host's loopback."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -252,7 +250,7 @@ def is_loopback(host: str) -> bool:
 
 
 def violations(r: Rollout) -> list[str]:
-    """All broken rules of the section. Pure; empty if none."""
+    """Return all broken rules of the section. Pure."""
     urls, out = [], []
     for text in r.servers if r.servers != [LAUNCH] else []:
         try:
@@ -272,7 +270,7 @@ def violations(r: Rollout) -> list[str]:
 
 
 def _host(url: str) -> str:
-    """Host of a URL; empty for what is no server's URL."""
+    """Return the host of a server URL, or "" if the URL is unusable."""
     try:
         return urlsplit(server_url(url)).hostname or ""
     except ConfigError:
@@ -314,7 +312,7 @@ def _servers(r: Rollout) -> Rules:
 
 
 def engines_read_calls(r: Rollout) -> bool:
-    """Whether servers have to read the calls of tools in what they sample."""
+    """Return whether servers must parse the tool calls in what they sample."""
     return bool(r.agent) and r.tool_parser == ENGINE and not r.replay_path
 
 
@@ -340,7 +338,7 @@ def _sources(r: Rollout) -> Rules:
 
 
 def listens(address: str) -> bool:
-    """Whether a text has the form of an address to listen at, "host:port"."""
+    """Return whether a text has the form of an address to listen at, "host:port"."""
     host, _, port = address.rpartition(":")
     return bool(host) and port.isdigit() and int(port) < 65536
 

@@ -1,5 +1,5 @@
-"""The keys of [rollout] that say what is asked and how answers are rewarded (docs/tasks.md), and of
-[[evaluation]] tables, which have the same and more (docs/evaluation.md).
+"""The keys of [rollout] that define prompts and rewards (docs/tasks.md), and [[evaluation]] tables,
+which have them too and add their own (docs/evaluation.md).
 
 No ``from __future__ import annotations`` in this file: torchtitan's merge reads field types as
 objects.
@@ -13,14 +13,14 @@ from operator import attrgetter
 from typing import Any
 
 Rule = tuple[bool, str, str]
-"""(broken, key, what it must be and why)."""
+"""(whether it is broken, key, what the key must be and why)."""
 
 Rules = Iterator[Rule]
 
 
 def broken(section: str, values: Any, rules: Iterable[Rule]) -> list[str]:
-    """The broken rules of a section, or of ``values`` with sections (``section`` is empty, and keys
-    are dotted), each as "section.key must be rule, got value"."""
+    """Return the broken rules, each as "section.key must be rule, got value". With an empty
+    ``section``, ``values`` is an object with sections and the keys are dotted."""
     prefix = f"{section}." if section else ""
     return [
         f"{prefix}{key} must be {rule}, got {attrgetter(key)(values)!r}"
@@ -30,84 +30,83 @@ def broken(section: str, values: Any, rules: Iterable[Rule]) -> list[str]:
 
 
 TEXT = "none"
-"""The value of ``rollout.chat_template`` that is no file: prompts are plain text."""
+"""Value of ``rollout.chat_template`` for prompts as plain text; all others are files."""
 
 ROLLOUT = "rollout"
-"""The section of these keys, where they are not those of an [[evaluation]] table."""
+"""Section of these keys outside [[evaluation]] tables."""
 
 OUTSIDE = "outside"
-"""The value of ``rollout.agent`` that is no function: agents take episodes over HTTP."""
+"""Value of ``rollout.agent`` for agents that take episodes over HTTP; all others are functions."""
 
 
 ENGINE = "engine"
-"""The value of ``rollout.tool_parser`` for the parser of the server that sampled the answer."""
+"""Value of ``rollout.tool_parser`` for the parser of the server that sampled the answer."""
 
 
 @dataclass
 class TaskKeys:
-    """Prompts and rewards: functions and a dataset, or a task of a class."""
+    """Prompts and rewards: reward functions with a dataset, or a task class."""
 
     reward: list[str] = field(default_factory=list)
     """Reward functions, each "package.module:function", called once per group with lists: prompts,
     completions, completion_ids and the dataset's columns by name. Each returns a list of numbers,
-    None where it does not apply. They take the place of rollout.task."""
+    None where it does not apply. Replaces rollout.task."""
 
     reward_weights: list[float] = field(default_factory=list)
-    """Weight of each function in the sum that is the reward; empty: 1 each."""
+    """Weight of each function in the sum that is the reward. Empty: 1 each."""
 
     dataset: str = ""
-    """Rows for the reward functions: files (.jsonl, .json, .parquet, .csv; a pattern such as
-    data/*.parquet names several), a directory, or a name on the Hugging Face Hub."""
+    """Rows for the reward functions: files (.jsonl, .json, .parquet, .csv; patterns such as
+    data/*.parquet are allowed), a directory, or a name on the Hugging Face Hub."""
 
     dataset_config: str = ""
-    """Configuration of a dataset of the Hub that has several ("main", say)."""
+    """Configuration of a Hub dataset that has several, such as "main"."""
 
     dataset_split: str = "train"
-    """Split of a dataset of the Hub; "train[:1000]" takes its first 1000 rows."""
+    """Split of a Hub dataset; "train[:1000]" takes its first 1000 rows."""
 
     dataset_filter: list[str] = field(default_factory=list)
-    """Conditions "COLUMN OPERATOR VALUE" that all must hold for a row, such as 'level >= 3' or
-    'subject in ["algebra", "geometry"]'. Operators: == != < <= > >= in, not in. Values are JSON. A
-    row without the value (null) passes == null and != only."""
+    """Conditions "COLUMN OPERATOR VALUE", such as 'level >= 3' or 'subject in ["algebra",
+    "geometry"]'; rows that fail one are left out. Operators: == != < <= > >= in, not in. Values are
+    JSON. A null passes == null and != only."""
 
     dataset_shuffle: bool = True
-    """Each epoch in an order of its own, which rollout.seed and the epoch's number determine; a
-    resumed run goes on with the row after the last. false: in the order of the dataset."""
+    """true: each epoch has its own order, determined by rollout.seed and the epoch's number; a
+    resumed run continues with the next row. false: the dataset's order."""
 
     prompt: str = ""
     """The user's message, with columns in braces: "Question: {question}". Empty: the column
-    "messages" or "prompt", a text or a list of messages."""
+    "messages" or "prompt", which holds a text or a list of messages."""
 
     system_prompt: str = ""
-    """System message before messages that have none."""
+    """System message for prompts that have none."""
 
     tools: str = ""
-    """JSON file with a list of tool schemas for the chat template. A row's column "tools" comes
-    before it. (To run tools, write a task of several turns.)"""
+    """JSON file with a list of tool schemas for the chat template. A row's column "tools" takes
+    precedence. (To run tools, write a task of several turns.)"""
 
     chat_template: str = ""
-    """Template that makes a prompt's text of its messages: empty: the model's own; a Jinja file; or
-    "none", which leaves texts as they are (a base model)."""
+    """Template that turns messages into a prompt's text. Empty: the model's own; a path: a Jinja
+    file; "none": texts are used as they are (a base model)."""
 
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as { enable_thinking = false }."""
 
     agent: str = ""
     """Agent "package.module:function", called as agent(base_url, api_key, row) for each completion:
-    it talks to base_url as to OpenAI's API and returns its reward. "outside": agents elsewhere take
-    episodes from agent_address and post their rewards. Rows are those of rollout.dataset. Takes the
-    place of rollout.task and rollout.reward."""
+    it uses base_url as OpenAI's API and returns its reward. "outside": agents in other processes
+    take episodes from agent_address and post their rewards. Rows come from rollout.dataset.
+    Replaces rollout.task and rollout.reward."""
 
     agent_address: str = "127.0.0.1:0"
-    """host:port of the endpoint that agents talk to; port 0: any that is free (the log says
-    which)."""
+    """host:port of the endpoint for agents. Port 0: any free port (see the log)."""
 
     agent_key_env: str = ""
-    """Name of the environment variable with the key that agents elsewhere must show to take
-    episodes; empty: none, on a loopback address only."""
+    """Environment variable with the key that outside agents must send to take episodes. Empty (on a
+    loopback address only): no key."""
 
     tool_parser: str = "hermes"
-    """Format of the model's calls of tools: "hermes" (Qwen, too), "llama3_json",
+    """Format of the model's tool calls: "hermes" (also Qwen), "llama3_json",
     "package.module:function", or "engine" for the parser that the servers were started with
     (docs/agents.md)."""
 
@@ -119,37 +118,37 @@ class TaskKeys:
     """Data file of the task (gsm8k: a JSONL file with "question" and "answer")."""
 
     task_concurrency: int = 64
-    """Calls of the task's functions in flight; further ones wait."""
+    """Largest number of calls of the task's functions in flight; further calls wait."""
 
     task_timeout_s: float = 600.0
-    """Deadline of one such call, in seconds. It ends calls that await, not ones that block."""
+    """Deadline of one such call, in seconds. It ends calls that await, not calls that block."""
 
     task_error_budget: int = 0
     """How many of any 100 groups in a row may be lost to the task's own exceptions and timeouts
-    (dropped as task_error and made again); one more stops the run with its traceback. Errors of
+    (dropped as task_error and made again). One more stops the run with its traceback. Errors of
     servers do not count."""
 
     max_turns: int = 8
-    """With a task of several turns: the most that the model gets in one completion."""
+    """For a task of several turns: largest number of the model's turns in one completion."""
 
     accept: str = ""
-    """Filter "package.module:function": called with each finished, rewarded group
-    (titan_grpo.samples.Group), it returns whether the group may be trained on. In place of the
-    task's own should_accept. A dropped group (counted: dropped/not_accepted) is not made again;
-    the next prompt takes its place."""
+    """Filter "package.module:function", called with each finished, rewarded group
+    (titan_grpo.samples.Group): returns whether to train on it. Replaces the task's should_accept. A
+    dropped group (counted: dropped/not_accepted) is not made again; the next prompt takes its
+    place."""
 
     min_completion_tokens: int = 0
-    """A group with a completion of fewer sampled tokens is dropped, as by the filter (counted:
-    dropped/too_short); 0: none is."""
+    """Drop groups with a completion of fewer sampled tokens, like the filter does (counted:
+    dropped/too_short). 0: none."""
 
     @property
     def section(self) -> str:
-        """What stands before these keys' names in messages."""
+        """Prefix of these keys' names in messages."""
         return ROLLOUT
 
 
 def task_rules(r: TaskKeys) -> Rules:
-    """Of these keys. Pure."""
+    """Yield the rules of these keys. Pure."""
     for name in ("task_concurrency", "max_turns", "task_timeout_s"):
         yield getattr(r, name) <= 0, name, "greater than 0"
     yield not 0 <= r.task_error_budget <= 100, "task_error_budget", "0 to 100"
@@ -193,52 +192,51 @@ EVALUATION_MARGIN_S = 30.0
 
 @dataclass
 class Evaluation(TaskKeys):
-    """One evaluation. The keys of a task (reward, dataset, prompt, ...) are as in [rollout], and
-    those that a table leaves out are [rollout]'s; a table with a reward or a task of its own takes
-    no dataset, task or prompt from there. accept, min_completion_tokens and task_error_budget do
-    nothing here."""
+    """One evaluation. The task's keys (reward, dataset, prompt, ...) are as in [rollout], and
+    default to its values; a table with its own reward or task takes no dataset, task or prompt from
+    there. accept, min_completion_tokens and task_error_budget have no effect here."""
 
     name: str = ""
-    """Its metrics are evaluation/NAME/...; letters, digits, - and _."""
+    """Its metrics are evaluation/NAME/...; allowed: letters, digits, - and _."""
 
     every: int = 0
-    """Evaluate the first version that a server holds at or past each multiple of this many; 0: only
-    at the start and at the end."""
+    """Evaluate the first version that a server holds at or after each multiple of this many
+    versions. 0: only at the start and at the end."""
 
     at_start: bool = True
-    """Evaluate the version that training begins, or goes on, from."""
+    """Evaluate the version that training starts or resumes from."""
 
     at_end: bool = True
     """Evaluate the last version."""
 
     servers: list[str] = field(default_factory=list)
-    """Base URLs of servers of its own, which get every version and no rollouts. Empty: those of
-    [rollout]; the one that evaluates is held on its version, the others go on. Where there is one
-    server only, training then waits for new rollouts."""
+    """Base URLs of the evaluation's own servers, which get every version and no rollouts. Empty:
+    the servers of [rollout]. The one that evaluates keeps its version and the others go on; with a
+    single server, training waits for new rollouts meanwhile."""
 
     rows: int = 0
-    """Prompts, from the first of the sequence; 0: each row of the dataset once."""
+    """Number of prompts, from the start of the sequence. 0: each row of the dataset once."""
 
     samples: int = 1
     """Completions per prompt."""
 
     temperature: float = 1.0
-    """Sampling temperature; 0 takes the likeliest token."""
+    """Sampling temperature; 0 is greedy."""
 
     max_completion_tokens: int = 0
-    """Longest completion; 0: rollout.max_completion_tokens."""
+    """Longest completion. 0: rollout.max_completion_tokens."""
 
     pass_at: list[int] = field(default_factory=lambda: [1])
-    """The k of each pass@k; none greater than samples."""
+    """Values of k for pass@k; none larger than samples."""
 
     pass_reward: float = 1.0
-    """A completion passes with at least this reward."""
+    """Least reward of a completion that passes."""
 
     concurrent_requests: int = 32
-    """Requests of the evaluation in flight, beside those of rollouts."""
+    """Largest number of the evaluation's requests in flight, besides those of rollouts."""
 
     timeout_s: float = 1800.0
-    """An evaluation that takes longer is given up, and its server goes on, in seconds."""
+    """Deadline of an evaluation, in seconds. It is cancelled then and its server released."""
 
     @property
     def whole_s(self) -> float:
@@ -252,7 +250,7 @@ class Evaluation(TaskKeys):
 
 
 def evaluation_rules(e: Evaluation) -> Rules:
-    """Of one table, but for its task's keys. Pure."""
+    """Yield the rules of one table, except those of its task's keys. Pure."""
     named = re.fullmatch(r"[A-Za-z0-9_-]+", e.name)
     yield named is None, "name", "letters, digits, - and _ (its metrics are evaluation/NAME/...)"
     yield e.every < 0, "every", "0 (only at the start and at the end) or greater"
@@ -275,16 +273,16 @@ def evaluation_rules(e: Evaluation) -> Rules:
 
 TASK_CHOICE = {"reward", "reward_weights", "task", "task_path", "prompt", "system_prompt", "tools"}
 TASK_CHOICE |= {"agent", "dataset", "dataset_config", "dataset_split", "dataset_filter"}
-"""Keys that belong to one task: a table that names a reward or a task takes none of them from
+"""Keys that belong to one task: a table with its own reward or task inherits none of them from
 [rollout]."""
 
 UNUSED = ("accept", "min_completion_tokens", "task_error_budget")
 
 
 def inherited(table: dict[str, Any], rollout: TaskKeys) -> dict[str, Any]:
-    """A table with the task's keys that it leaves out taken from ``rollout``. Pure.
+    """Return ``table`` with the task's keys that it leaves out taken from ``rollout``. Pure.
 
-    Example: ``{"name": "test", "dataset": "test.jsonl"}`` has the rewards of [rollout].
+    Example: ``{"name": "test", "dataset": "test.jsonl"}`` gets the rewards of [rollout].
     """
     own = {"reward", "task"} & table.keys()
     taken = {

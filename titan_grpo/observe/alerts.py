@@ -1,5 +1,5 @@
-"""Which thresholds a step's metrics cross: ``[alerts]``, and ``titan-grpo watch --check``; and what
-most likely makes a gap of trainer and engine. Pure."""
+"""Thresholds on a step's metrics, for ``[alerts]`` and ``titan-grpo watch --check``, and the likely
+cause of a log-probability gap. Pure."""
 
 import math
 import operator
@@ -25,8 +25,8 @@ _FORM = re.compile(r"\s*(\S+)\s*(>=|<=|>|<)\s*(\S+?)(?:\s+for\s+(\d+))?\s*")
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """``metric sign bound`` in ``steps`` steps in a row, what is done then, and for how many steps
-    it has held."""
+    """Condition ``metric sign bound`` for ``steps`` steps in a row, its action, and for how many
+    steps it has held."""
 
     metric: str
     sign: str
@@ -35,7 +35,7 @@ class Threshold:
     action: str = "warn"
     held: int = 0
     value: float = 0.0
-    """The last one."""
+    """Last value of the metric."""
 
     def __str__(self) -> str:
         lasting = f" for {self.steps}" if self.steps > 1 else ""
@@ -43,7 +43,7 @@ class Threshold:
 
     @classmethod
     def parse(cls, text: str, key: str, action: str = "warn") -> "Threshold":
-        """Read one. Raises ConfigError naming ``key``.
+        """Parse a threshold. Raises ConfigError naming ``key``.
 
         >>> str(Threshold.parse("loss/kl>=0.50 for 3", "alerts.warn"))
         'loss/kl >= 0.5 for 3 (0)'
@@ -66,7 +66,7 @@ class Threshold:
         return cls(found[1], found[2], bound, int(found[4] or 1), action)
 
     def after(self, metrics: Mapping[str, Any]) -> "Threshold":
-        """With one more step. Nothing changes where it has no such metric, or null."""
+        """Return the threshold after one more step. A missing or null metric changes nothing."""
         value = metrics.get(self.metric)
         if value is None:
             return self
@@ -75,22 +75,22 @@ class Threshold:
 
     @property
     def holds(self) -> bool:
-        """Whether it has held for as many steps as it must."""
+        """Whether the condition has held for ``steps`` steps."""
         return self.held >= self.steps
 
 
 ON_POLICY_GAP = 0.05
-"""Nats between trainer and engine on tokens of the same weights, a mean."""
+"""Mean gap, in nats, of trainer and engine on tokens of the same weights that is reported."""
 GREW = 2.0
-"""A gap in the last fifth of the steps over that in the first from which it has grown."""
+"""Factor between two gaps from which the larger one counts as grown."""
 LEAST_GAP = 0.01
-"""Nats below which a gap is arithmetic of bfloat16, whatever it was before."""
+"""Gap in nats below which it is bfloat16 arithmetic, even if it grew."""
 
 
 def likely_cause(last: Mapping[str, float], quantised: Mapping[str, str]) -> str:
-    """What most likely makes a gap, from the parts of the tokens in which it is large and from what
-    servers said at joining: URL -> how it quantises its weights, or empty. Order: what explains the
-    others too comes first."""
+    """Return the most likely cause of a gap, from the subsets of tokens in which it is large and
+    from ``quantised``: URL -> quantisation method, or empty. Causes that explain others are tried
+    first."""
     fresh, old = last.get(names.gap("lag", 0)), last.get(names.gap("lag", math.inf))
     old = last.get(names.gap("lag", 2), old)
     old = last.get(names.gap("lag", 1), old)
@@ -129,7 +129,7 @@ def likely_cause(last: Mapping[str, float], quantised: Mapping[str, str]) -> str
 
 
 def _kept_kv(last: Mapping[str, float]) -> str:
-    """The KV of older versions as a cause, where completions were made on it."""
+    """Return kept KV of older versions as a cause, or "" if no completion used it."""
     if not (share := last.get(names.KEPT_KV, 0.0)):
         return ""
     return (
@@ -139,19 +139,18 @@ def _kept_kv(last: Mapping[str, float]) -> str:
 
 
 GAP = Threshold(names.ON_POLICY_GAP, ">=", ON_POLICY_GAP, 3)
-"""What every run watches besides: trainer and engine compute otherwise from the same weights."""
+"""Threshold that every run watches: trainer and engine differ on the same weights."""
 
 
 def told(crossed: Threshold, metrics: Mapping[str, Any], quantised: Mapping[str, str]) -> str:
-    """What is said of a threshold that was crossed; of a gap with its likely cause
-    (``quantised``: see ``likely_cause``)."""
+    """Return a crossed threshold's text; for a gap with its likely cause (see ``likely_cause``)."""
     if not crossed.metric.startswith(f"{names.GAP}/"):
         return str(crossed)
     return f"{crossed}: {likely_cause(metrics, quantised)}"
 
 
 def watched(alerts: Alerts) -> tuple[Threshold, ...]:
-    """All thresholds of the section. Raises ConfigError for the first that cannot be read."""
+    """Return all thresholds of the section. Raises ConfigError for the first malformed one."""
     return tuple(
         Threshold.parse(text, f"alerts.{action}", action)
         for action in ("warn", "run", "stop")
@@ -162,10 +161,10 @@ def watched(alerts: Alerts) -> tuple[Threshold, ...]:
 def step(
     before: Sequence[Threshold], metrics: Mapping[str, Any]
 ) -> tuple[tuple[Threshold, ...], tuple[Threshold, ...]]:
-    """(all after one more step, those that hold now and did not before).
+    """Return (all thresholds after one more step, those that hold now and did not before).
 
-    Example: "loss/kl > 1 for 2" over the values 0, 2, 2, 2, 0, 2, 2 is given at the third and at
-    the seventh.
+    Example: "loss/kl > 1 for 2" fires at the third and the seventh of the values 0, 2, 2, 2, 0, 2,
+    2.
     """
     after = tuple(each.after(metrics) for each in before)
     crossed = tuple(
@@ -177,7 +176,7 @@ def step(
 def over(
     thresholds: Sequence[Threshold], rows: Iterable[Mapping[str, Any]]
 ) -> tuple[Threshold, ...]:
-    """Those that hold at the last of a run's steps."""
+    """Return the thresholds that hold at the last step of a run."""
     state = tuple(thresholds)
     for row in rows:
         state = tuple(each.after(row) for each in state)
@@ -185,7 +184,7 @@ def over(
 
 
 def rules(alerts: Alerts) -> Iterator[str]:
-    """Broken rules of the section, each in one line."""
+    """Yield the broken rules of the section, one line each."""
     try:
         watched(alerts)
     except ConfigError as error:

@@ -1,10 +1,9 @@
-"""What dashboards read of a run while it goes on: its metrics as Prometheus' text, by its own
-client library, and the recorder's spans as OpenTelemetry traces, where its SDK and exporter are
-installed and OTEL_EXPORTER_OTLP_ENDPOINT (or ..._TRACES_ENDPOINT) is set. Both: ``pip install
-'titan_grpo[dashboards]'``.
+"""Live metrics as Prometheus text, and the recorder's spans as OpenTelemetry traces. Both: ``pip
+install 'titan_grpo[dashboards]'``. Traces need OTEL_EXPORTER_OTLP_ENDPOINT (or
+..._TRACES_ENDPOINT).
 
-A trace is what has one version, or one step: a version's copy, digests, transfers and commits, or a
-step's waiting and training. Everything else of OpenTelemetry is set by its own variables.
+One trace has the spans of one version (copy, digests, transfers, commits) or of one step (waiting,
+training). OpenTelemetry's own variables configure everything else.
 """
 
 import hashlib
@@ -19,11 +18,11 @@ from titan_grpo.observe import names
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 LABELS = {names.SERVER: "server", names.EVALUATION: "evaluation"}
-"""First part of a name whose second part is a label's value."""
+"""First part of a name -> label whose value is the name's middle part."""
 
 
 def require(key: str) -> None:
-    """Raise ConfigError naming ``key`` where the library is not there."""
+    """Raise ConfigError naming ``key`` if the library is missing."""
     try:
         import prometheus_client  # noqa: F401
     except ImportError as error:
@@ -34,7 +33,7 @@ def require(key: str) -> None:
 
 
 def series(name: str) -> tuple[str, dict[str, str]]:
-    """(name, labels) of a metric, without the ``_total`` of what counts up.
+    """Return (name, labels) of a metric, without the ``_total`` of counters.
 
     >>> series("reward/mean"), series("server/a:8000/lag")
     (('titan_grpo_reward_mean', {}), ('titan_grpo_server_lag', {'server': 'a:8000'}))
@@ -53,8 +52,8 @@ def series(name: str) -> tuple[str, dict[str, str]]:
 
 
 def page(values: Mapping[str, float | None]) -> bytes:
-    """Values by their names in metrics.jsonl, as Prometheus' text. Totals are counters, all others
-    gauges; what has no value (null) is left out."""
+    """Return values (by their names in metrics.jsonl) as Prometheus text. Totals are counters, all
+    others gauges; null values are left out."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     class Step:
@@ -85,12 +84,12 @@ def _families(values: Mapping[str, float | None]) -> Iterable[Any]:
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 FLUSH_MS = 5000
-"""How long the end waits for a collector, in milliseconds."""
+"""Timeout given to the provider's flush at the end, in milliseconds."""
 
 
 class Traces:
-    """Takes the recorder's spans, from its own thread. Exporting is the provider's: a batch
-    processor's thread, which drops spans where the collector is gone."""
+    """Exporter of the recorder's spans; called from its thread. The provider exports from a batch
+    processor's thread, which drops spans while the collector is gone."""
 
     def __init__(self, provider: Any, run: str, clock_s: float) -> None:
         """``clock_s``: the recorder's clock now."""
@@ -102,7 +101,7 @@ class Traces:
     def span(
         self, name: str, start_s: float, stop_s: float, track: str, args: dict[str, Any]
     ) -> None:
-        """One span; its times on the recorder's clock."""
+        """Export one span; its times are on the recorder's clock."""
         from opentelemetry import trace
 
         kind = next((key for key in ("step", "version") if key in args), "")
@@ -123,7 +122,7 @@ class Traces:
         span.end(self._ns(stop_s))
 
     def close(self) -> None:
-        """Export what is left. Bounded."""
+        """Export the rest and shut the provider down."""
         self._provider.force_flush(FLUSH_MS)
         self._provider.shutdown()
 
@@ -132,7 +131,7 @@ class Traces:
 
 
 def traces_of(env: Mapping[str, str], run: str, clock_s: float) -> Traces | None:
-    """What the environment asks for; None where it asks for nothing, or nothing is installed."""
+    """Return the exporter that the environment configures; None without endpoint or packages."""
     if not any(env.get(name) for name in ENDPOINTS):
         return None
     try:

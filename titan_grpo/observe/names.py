@@ -1,7 +1,7 @@
-"""Every metric, span and counter name in one place, with its unit and meaning.
+"""The names of all metrics, spans and counters, with unit and meaning.
 
-Blocked time and work time never share a name: ``time/blocked_s`` is what the main thread lost, the
-other ``*_s`` names are work done elsewhere (a lane, a server, the device), or the step as a whole.
+Blocked time and work time never share a name: ``time/blocked_s`` is time that the main thread lost.
+Other ``*_s`` names are work elsewhere (a lane, a server, the device) or the whole step.
 """
 
 from math import inf
@@ -67,7 +67,7 @@ BLOCKED_S = "time/blocked_s"
 ROLLOUT_WAIT_S = "time/rollout_wait_s"
 TRAIN_S = "time/train_s"
 
-# Work of a version on its way to the servers.
+# Work on a version on its way to the servers.
 COPY_S = "sync/copy_s"
 DIGEST_S = "sync/digest_s"
 CONNECT_S = "sync/connect_s"
@@ -80,7 +80,7 @@ LOAD_S = "sync/load_s"
 HELD_S = "sync/held_s"
 SYNC_S = "sync/publish_to_commit_s"
 
-# Totals, counted up over the run: a line of metrics.jsonl has them as they were at its step.
+# Totals since the start of the run; a line of metrics.jsonl has their values at its step.
 SYNC_COUNT = "sync/count"
 SYNC_BYTES = "sync/bytes"
 SPARED_BYTES = "sync/spared_bytes"
@@ -102,27 +102,26 @@ DROPPED = "dropped"
 LENGTHS = "lengths"
 """Prefix of one counter per range of lengths: ``lengths/made/64`` (see :func:`lengths`)."""
 EVALUATION = "evaluation"
-"""Prefix of an evaluation's values: ``evaluation/NAME/reward``, in the line of the step that was
-the next to end; the last step's line has what came after it."""
+"""Prefix of an evaluation's values, such as ``evaluation/NAME/reward``. They are in the line of the
+next step to end; values after the last step are in its line."""
 SERVER = "server"
 """Prefix of values of one server: ``server/HOST:PORT/lag`` (see :func:`of_server`)."""
 
 TOTALS: tuple[str, ...] = (SYNC_COUNT, SYNC_BYTES, SPARED_BYTES, SYNC_FAILURES, SKIPPED_VERSIONS)
 TOTALS += (DIGEST_MISMATCHES, QUARANTINES, UNHEALTHY_STEPS, SERVERS_JOINED, SERVERS_LEFT)
 TOTALS += (REQUESTS, OUTAGES, INTERRUPTED, MOVED, SKIPPED_PROMPTS, RELAYED_BYTES)
-"""Totals that every step has, 0 from the start: an absent curve would not say that nothing
-happened."""
+"""Totals that every step has, from 0 at the start: a missing curve would not show a zero."""
 
 WORK: tuple[str, ...] = (COPY_S, DIGEST_S, CONNECT_S, SEND_S, VERIFY_S, DRAIN_S, COMMIT_S)
 WORK += (PAUSE_S, LOAD_S, SYNC_S, HELD_S)
-"""Series of which a step has the mean over what ended since the step before; none where nothing
-did."""
+"""Series with one value per finished operation; a step has the mean over those that ended since the
+step before, and no value if none did."""
 
 SUMMARISED = frozenset(
     (REWARD, GENERATED, BLOCKED_S, STEP_S, STALENESS, STALENESS_MAX, LOGPROB_GAP, LOGPROB_GAP_MAX)
 ) | {ON_POLICY_GAP, ON_POLICY_GAP_MAX}
-"""Values of a step that summary.json needs of all steps: a line has hundreds with many servers, and
-rank 0 keeps no others."""
+"""Step values of which summary.json needs all steps. Rank 0 keeps no others: a line has hundreds
+with many servers."""
 
 MEANING: dict[str, str] = {
     REWARD: (
@@ -250,20 +249,21 @@ MEANING: dict[str, str] = {
 
 
 def dropped(reason: str) -> str:
-    """Counter name of groups dropped for one reason: ``dropped("stale") == "dropped/stale"``."""
+    """Return the name of the counter of groups dropped for a reason: ``dropped("stale") ==
+    "dropped/stale"``."""
     return f"{DROPPED}/{reason}"
 
 
 GAP = "logprob_gap"
-"""Prefix of the gap of a part of the tokens: ``logprob_gap/position/128`` (see :func:`gap`)."""
+"""Prefix of the gap of a subset of the tokens: ``logprob_gap/position/128`` (see :func:`gap`)."""
 
 GAP_PARTS: dict[str, tuple[float, ...]] = {
     "position": (16, 128, 1024, 8192, inf),
     "probability": (0.01, 0.1, 0.5, inf),
     "lag": (0, 1, 2, inf),
 }
-"""Parts of the tokens whose log-probability gap is a figure of its own: the greatest place in the
-completion, probability, or number of versions behind, that a part has."""
+"""Subsets of the tokens with a log-probability gap of their own, by upper bound: position in the
+completion, the engine's probability, versions behind the trainer."""
 
 GAP_OF = {
     "position": "tokens up to that place in their completion, past the part before it",
@@ -273,8 +273,8 @@ GAP_OF = {
 
 
 def gap(by: str, high: float) -> str:
-    """Name of the mean gap of one part of the tokens: by place in the completion, by the engine's
-    probability, or by the versions that a token is behind; ``high``: the greatest of the part.
+    """Return the name of the mean gap of one subset of the tokens; ``by`` is a key of ``GAP_PARTS``
+    and ``high`` the subset's upper bound.
 
     >>> gap("position", 128), gap("lag", float("inf"))
     ('logprob_gap/position/128', 'logprob_gap/lag/more')
@@ -283,8 +283,8 @@ def gap(by: str, high: float) -> str:
 
 
 def lengths(kind: str, longest: str) -> str:
-    """Counter name of completions up to that many tokens, ``made`` or ``trained``:
-    ``lengths("made", "64") == "lengths/made/64"``."""
+    """Return the name of the counter of completions of up to ``longest`` tokens; ``kind`` is
+    ``made`` or ``trained``: ``lengths("made", "64") == "lengths/made/64"``."""
     return f"{LENGTHS}/{kind}/{longest}"
 
 
@@ -294,7 +294,7 @@ OF_SERVER = {
     "in_flight": "requests in flight on it, as the rollout process last said",
     "tokens_per_s": "sampled tokens of its groups finished since the step before, per second",
 }
-"""What :func:`of_server` takes, with its meaning."""
+"""Values of one server (see :func:`of_server`), with their meanings."""
 
 
 OF_EVALUATION = {
@@ -309,18 +309,18 @@ OF_EVALUATION = {
 
 
 def short(url: str) -> str:
-    """A server's URL for people: ``http://host:8000/`` -> ``host:8000``."""
+    """Return a server's URL without scheme: ``http://host:8000/`` -> ``host:8000``."""
     return url.split("://")[-1].rstrip("/")
 
 
 def of_server(url: str, what: str) -> str:
-    """Name of one server's value:
-    ``of_server("http://a:8000", "lag") == "server/a:8000/lag"``."""
+    """Return the name of one server's value: ``of_server("http://a:8000", "lag") ==
+    "server/a:8000/lag"``."""
     return f"{SERVER}/{short(url)}/{what}"
 
 
 def meaning(name: str) -> str:
-    """Unit and meaning of any name of metrics.jsonl; empty for one that nothing here describes.
+    """Return unit and meaning of any name in metrics.jsonl, or "" if the name is unknown.
 
     >>> meaning("server/a:8000/lag"), meaning("dropped/stale")
     ('version that the step began from minus the held one, versions', 'groups dropped: stale')

@@ -1,9 +1,9 @@
-"""The recorder: spans, counters and step metrics from any thread; only its own thread writes files.
+"""The recorder of a run: spans, counters and step metrics from any thread, files from its own.
 
-The trace has the Chrome trace format, which Perfetto (ui.perfetto.dev) opens. Source: "Trace Event
-Format" of the Chromium project. A track is a thread or a lane. The file is a JSON array with one
-event per line, and the format allows the closing bracket to be missing: the trace of a killed run
-is readable.
+The trace has the Chrome trace format (source: "Trace Event Format" of the Chromium project), which
+Perfetto (ui.perfetto.dev) opens. A track is a thread or a lane. The file is a JSON array with one
+event per line. The format allows a missing closing bracket, so the trace of a killed run is
+readable.
 """
 
 import json
@@ -29,23 +29,22 @@ from titan_grpo.observe.dashboards import Traces
 Event = dict[str, Any]
 
 PENDING_LIMIT = 100_000
-"""Trace events that may wait for a slow disk. Beyond it trace events are dropped and counted;
-metrics never are."""
+"""Queue length above which trace events (never metrics) are dropped and counted: a slow disk."""
 
 TAIL_BYTES = 1 << 20
-"""Where the end of an earlier trace is looked for: no event is as long."""
+"""Bytes at the end of an earlier trace in which to find its last event; no event is as long."""
 
 
 def read_metrics(path: Path, only: Collection[str] | None = None) -> list[dict[str, Any]]:
-    """Read metrics.jsonl: one line per step in rising order, with step, time_s and the values in
+    """Read metrics.jsonl: one row per step in rising order, with step, time_s and the values in
     ``only`` (None: all).
 
-    A torn line is left out. A step that comes again (after a resume, or in a new run in the same
-    folder) takes the place of all from it on.
+    Torn lines are skipped. A repeated step (after a resume, or of a new run in the same folder)
+    replaces all rows from that step on.
     """
     rows: list[dict[str, Any]] = []
     decode = msgspec.json.Decoder().decode
-    # With 64 servers 20,000 lines are 220 MB.
+    # Line by line: with 64 servers 20,000 lines are 220 MB.
     with path.open("rb") as lines:
         for line in lines:
             with suppress(msgspec.DecodeError, KeyError, TypeError):
@@ -58,10 +57,10 @@ def read_metrics(path: Path, only: Collection[str] | None = None) -> list[dict[s
 
 
 def read_last(path: Path) -> dict[str, Any]:
-    """Read the last whole line of metrics.jsonl, with all its values; empty without one."""
+    """Return all values of the last whole line of metrics.jsonl, or {}."""
     if path.is_file():
         with path.open("rb") as lines:
-            # The very last one may be torn, also with an end that a resumed run gave it.
+            # The last line may be torn, even if it ends with a newline (a resumed run adds one).
             for line in reversed(deque(lines, maxlen=2)):
                 with suppress(msgspec.DecodeError):
                     row: dict[str, Any] = msgspec.json.decode(line)
@@ -70,7 +69,7 @@ def read_last(path: Path) -> dict[str, Any]:
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """For JSON, which has no NaN and no infinity: they become null."""
+    """Replace NaN and infinity, which JSON lacks, by None (null)."""
     return {n: float(v) if math.isfinite(v) else None for n, v in metrics.items()}
 
 
@@ -80,7 +79,7 @@ def _kept(row: Mapping[str, Any], only: Collection[str]) -> dict[str, Any]:
 
 @dataclass
 class History:
-    """What happened in a run besides its step metrics. history.jsonl has one line per ``add``."""
+    """Events of a run other than its step metrics. history.jsonl has one line per ``add``."""
 
     series: dict[str, "array[float]"] = field(
         default_factory=lambda: defaultdict(lambda: array("d"))
@@ -88,17 +87,17 @@ class History:
     totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     commits: dict[str, list[int]] = field(default_factory=dict)
     quantised: dict[str, str] = field(default_factory=dict)
-    """Server -> what it last said of how it quantises its weights; empty: it does not."""
+    """Server -> quantisation method of its weights as last reported; empty: none."""
     membership: list[tuple[str, str, int]] = field(default_factory=list)
     """(server, "joined" or "left", trainer version), in order."""
     errors: list[str] = field(default_factory=list)
     resumes: list[int] = field(default_factory=list)
     """First step after each resume."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    """Each with name, version and figures (schema.Evaluated), in order."""
+    """Name, version and figures of each (schema.Evaluated), in order."""
 
     def add(self, kind: str, *values: Any) -> None:
-        """Apply one entry. Raises KeyError, TypeError or ValueError if it is none."""
+        """Apply one entry. Raises KeyError, TypeError or ValueError for a malformed one."""
         match kind, values:
             case "value", (name, value):
                 self.series[name].append(float(value))
@@ -122,7 +121,7 @@ class History:
                 raise ValueError(f"no entry of a history: {kind!r} {values!r}")
 
     def extend(self, later: "History") -> None:
-        """Append what another process of the same run recorded after this one."""
+        """Append the history of a later process of the same run."""
         for name, values in later.series.items():
             self.series[name] += values
         for name, amount in later.totals.items():
@@ -137,8 +136,8 @@ class History:
 
 
 def read_history(path: Path) -> History:
-    """Read history.jsonl. The processes before the last one that started at step 1 belong to an
-    older run and are left out; so is a line that a kill tore."""
+    """Read history.jsonl. Torn lines are skipped. Processes before the last one that started at
+    step 1 belong to an older run and are left out."""
     whole, part = History(), History()
     for line in path.read_text().splitlines() if path.is_file() else ():
         with suppress(ValueError, TypeError, KeyError):
@@ -155,8 +154,7 @@ def read_history(path: Path) -> History:
 
 
 class _Output:
-    """A file of the recorder's thread. After its first error it takes nothing more, so that the
-    other files go on."""
+    """File of the recorder's thread. After its first error it ignores writes; other files go on."""
 
     def __init__(self, path: Path, open_file: Callable[[Path], TextIO]) -> None:
         self._path, self._file = path, None
@@ -179,11 +177,11 @@ class _Output:
                 self._last_bytes = len(text.encode())
 
     def replace_last(self, text: str) -> None:
-        """Put ``text`` in the place of what was written last."""
+        """Replace the text of the last write."""
         if self._file is not None and not self.problem:
             with self._noting_errors():
                 self._file.flush()
-                # The file is open for appending: what is written next comes at its new end.
+                # The file is open for appending: the next write goes to its new end.
                 self._file.truncate(os.fstat(self._file.fileno()).st_size - self._last_bytes)
         self.write(text)
 
@@ -195,13 +193,13 @@ class _Output:
     def close(self, end: str = "") -> None:
         self.write(end)
         if self._file is not None:
-            # closing flushes once more, and fails again on a full disk
+            # close() flushes again, and fails again on a full disk.
             with self._noting_errors():
                 self._file.close()
 
 
 def _open_lines(path: Path) -> TextIO:
-    """Open a file of JSON lines for appending, after the line that a kill tore."""
+    """Open a file of JSON lines for appending; end a torn last line first."""
     torn = False
     if path.is_file() and path.stat().st_size:
         with path.open("rb") as file:
@@ -214,8 +212,8 @@ def _open_lines(path: Path) -> TextIO:
 
 
 def _open_trace(path: Path) -> TextIO:
-    """Open a trace so that events can follow the ones of an earlier process. Only its last bytes
-    are cut: the closing bracket, or the event that a kill tore."""
+    """Open a trace so that events can follow those of an earlier process. Cut only its end: the
+    closing bracket or a torn event."""
     kept = 0
     if path.is_file() and (size := path.stat().st_size):
         with path.open("r+b") as file:
@@ -230,13 +228,13 @@ def _open_trace(path: Path) -> TextIO:
 
 
 class Recorder:
-    """Collects what a run did, on rank 0. Every method may be called from any thread; none waits
-    for a file.
+    """Recorder of a run, on rank 0. Every method may be called from any thread; only ``close``
+    waits for files.
 
     Files in ``run_dir``: ``trace.json``, ``metrics.jsonl`` (one line per step), ``history.jsonl``
     (what summary.json needs of earlier processes of the run) and ``samples.jsonl`` (completions to
-    look at). A resumed run appends to all of them. ``track`` names a row of the trace; without it
-    the row is the calling thread's name. Raises ConfigError if ``run_dir`` cannot be written.
+    look at). A resumed run appends to all of them. ``track`` names a row of the trace; default: the
+    calling thread's name. Raises ConfigError if ``run_dir`` cannot be written.
     """
 
     def __init__(
@@ -245,7 +243,7 @@ class Recorder:
         clock: Callable[[], float] = time.perf_counter,
         traces: Traces | None = None,
     ) -> None:
-        """``traces``: gets each span too, and is closed with the recorder."""
+        """``traces`` also gets each span, and is closed with the recorder."""
         self.run_dir, self._clock, self._traces = Path(run_dir), clock, traces
         self.trace_path = self.run_dir / "trace.json"
         self.metrics_path = self.run_dir / "metrics.jsonl"
@@ -266,14 +264,14 @@ class Recorder:
         self._own = History()
         self._last: dict[str, Any] = {}
         self._taken: dict[str, int] = {}
-        """Values of each series that ``since_last`` gave already."""
+        """Number of values of each series that ``since_last`` has returned."""
         self._lock = threading.Lock()
-        # The rows of an earlier process stay apart: their numbers are below the file's size.
+        # Track numbers start at the file's size, above all numbers of earlier processes.
         self._first_track = self.trace_path.stat().st_size if self.trace_path.is_file() else 0
         self._tracks: dict[str, int] = {}
         self._lost_events = 0
         self._problems: list[str] = []
-        # put() of a SimpleQueue never waits: a disk that hangs cannot hold up a training step.
+        # put() of a SimpleQueue never blocks: a hanging disk cannot delay a training step.
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_loop, name="recorder", daemon=True)
         self._thread.start()
@@ -282,8 +280,8 @@ class Recorder:
 
     @contextmanager
     def span(self, name: str, track: str | None = None, **args: Any) -> Iterator[None]:
-        """Time a block: one bar in the trace and one value in the series ``name`` (seconds), also
-        if it raises."""
+        """Time a block: one bar in the trace and one value (seconds) in the series ``name``, even
+        if the block raises."""
         start = self._clock()
         try:
             yield
@@ -293,7 +291,7 @@ class Recorder:
     def record_span(
         self, name: str, start_s: float, stop_s: float, track: str | None = None, **args: Any
     ) -> None:
-        """Record a span whose ends were read elsewhere, on the recorder's clock."""
+        """Record a span with given ends, on the recorder's clock."""
         self.observe(name, stop_s - start_s)
         self.add_span(name, start_s, stop_s, track, **args)
 
@@ -301,10 +299,10 @@ class Recorder:
         self, name: str, start_s: float, stop_s: float, track: str | None = None, **args: Any
     ) -> None:
         """Add a bar to the trace and nothing else."""
-        # the format has microseconds
         if self._traces is not None:
             label = track or threading.current_thread().name
             self._queue.put(("span", (name, start_s, stop_s, label, args)))
+        # Times of the format are in microseconds.
         times = {"ts": start_s * 1e6, "dur": (stop_s - start_s) * 1e6}
         self._put_event({"ph": "X", "name": name, "tid": self._track(track), **times, "args": args})
 
@@ -314,7 +312,7 @@ class Recorder:
         self._put_event({"ph": "i", "s": "t", "name": name, **at, "args": args})
 
     def count(self, name: str, amount: float = 1) -> None:
-        """Add to a total of the run (commits, dropped groups, bytes)."""
+        """Add to a total of the run, such as commits or bytes."""
         self.add("count", name, amount)
 
     def observe(self, name: str, value: float) -> None:
@@ -322,7 +320,7 @@ class Recorder:
         self.add("value", name, float(value))
 
     def committed(self, server: str, version: int) -> None:
-        """Record that a server holds ``version``, as it was read back."""
+        """Record that a server holds ``version``, as read back from it."""
         self.add("commit", server, version)
 
     def evaluated(self, found: Mapping[str, Any]) -> None:
@@ -331,19 +329,19 @@ class Recorder:
         self.instant("evaluation", message=str(found["name"]), version=found["version"])
 
     def known_server(self, server: str) -> None:
-        """Name a server of the run: the summary shows it, also if it never commits."""
+        """Add a server to the summary, even if it never commits."""
         self.add("server", server)
 
     def quantised(self, server: str, method: str) -> None:
-        """Record how a server quantises its weights, as its engine says; empty: it does not."""
+        """Record the quantisation method of a server, as its engine reports it; empty: none."""
         self.add("quantised", server, method)
 
     def joined(self, server: str, version: int) -> None:
-        """Record a server that was added while the trainer was at ``version``."""
+        """Record that a server was added at trainer version ``version``."""
         self._member(server, "joined", version, names.SERVERS_JOINED)
 
     def left(self, server: str, version: int) -> None:
-        """Record a server that was removed while the trainer was at ``version``."""
+        """Record that a server was removed at trainer version ``version``."""
         self._member(server, "left", version, names.SERVERS_LEFT)
 
     def _member(self, server: str, event: str, version: int, counter: str) -> None:
@@ -357,7 +355,7 @@ class Recorder:
         self.instant("error", message=message)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """End a training step: one line of metrics.jsonl, and one value of each metric."""
+        """End a training step: write one line of metrics.jsonl with all metrics."""
         row = {"step": step, "time_s": self._clock(), **_finite(metrics)}
         if not self._last:
             self._begin(step)
@@ -367,8 +365,7 @@ class Recorder:
         self._queue.put(("metrics", row))
 
     def after_last_step(self, metrics: Mapping[str, float]) -> None:
-        """Add what became known after the last step to its line. Nothing without a step of this
-        process."""
+        """Add values from after the last step to its line. Does nothing before the first step."""
         with self._lock:
             if not self._last:
                 return
@@ -381,8 +378,8 @@ class Recorder:
         self._queue.put(("samples", line))
 
     def _begin(self, step: int) -> None:
-        """Before the first step of this process: forget what it repeats, or the older run of which
-        the directory still has the files."""
+        """Before this process's first step, drop what it repeats: later steps, or (at step 1) the
+        older run whose files the directory still has."""
         with self._lock:
             self._rows = [row for row in self._rows if row["step"] < step]
             older = step == 1
@@ -394,11 +391,11 @@ class Recorder:
             self.add("resume", step)
 
     def now(self) -> float:
-        """Read the recorder's clock, for :meth:`record_span`."""
+        """Return the recorder's clock, for :meth:`record_span`."""
         return self._clock()
 
     def history(self) -> History:
-        """Copy the history of the run, earlier processes included."""
+        """Copy the run's history, earlier processes included."""
         out = History()
         with self._lock:
             out.extend(self._history)
@@ -406,26 +403,26 @@ class Recorder:
         return out
 
     def rows(self) -> list[dict[str, Any]]:
-        """Copy of each step of the run what summary.json needs (names.SUMMARISED), earlier
+        """Copy the values of each step that summary.json needs (names.SUMMARISED), earlier
         processes included."""
         with self._lock:
             return list(self._rows)
 
     def last_row(self) -> dict[str, Any]:
-        """Copy the last line of metrics.jsonl; empty before this process's first."""
+        """Copy the last line of metrics.jsonl; empty before this process's first step."""
         with self._lock:
             return dict(self._last)
 
     def series(self, name: str) -> list[float]:
-        """Copy all values of a series, or of a step metric of names.SUMMARISED, oldest first."""
+        """Copy all values of a series, or of a step metric in names.SUMMARISED, oldest first."""
         with self._lock:
             own = [*self._history.series.get(name, ()), *self._own.series.get(name, ())]
-        # a step's line has the mean of what it observed: not once more
+        # Not both: a step's line has the mean of the same values.
         return own or [row[name] for row in self.rows() if row.get(name) is not None]
 
     def since_last(self) -> dict[str, float]:
-        """Mean of the values that each series (names.WORK) got since the last call, and all totals
-        so far (names.TOTALS, and what was dropped). For one caller."""
+        """Return the mean of each series' values (names.WORK) since the last call, and all totals
+        so far (names.TOTALS and dropped groups). For one caller."""
         found = dict.fromkeys(names.TOTALS, 0.0)
         prefix = names.dropped("")
         with self._lock:
@@ -441,8 +438,8 @@ class Recorder:
         return found
 
     def close(self, deadline_s: float = 10.0) -> list[str]:
-        """Write what is left and close the files. Returns why one of them is not whole, each reason
-        also among the errors. Idempotent."""
+        """Write the rest and close the files. Returns why files are incomplete; each reason is also
+        among the errors. Idempotent."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join(deadline_s)
@@ -457,7 +454,7 @@ class Recorder:
         return problems
 
     def add(self, kind: str, *values: Any) -> None:
-        """Add an entry of the history (History.add)."""
+        """Add an entry to the history (History.add)."""
         with self._lock:
             self._own.add(kind, *values)
         self._queue.put(("history", [kind, *values]))
@@ -486,7 +483,7 @@ class Recorder:
             "samples": _Output(self.run_dir / "samples.jsonl", _open_lines),
         }
         first = True
-        # no deadline: close() of the owner puts None into the queue; the thread is a daemon
+        # No deadline: the owner's close() puts None into the queue, and the thread is a daemon.
         while (item := self._queue.get()) is not None:
             kind, body = item
             if kind == "span" and self._traces is not None:
@@ -501,7 +498,7 @@ class Recorder:
             else:
                 outputs[kind].write(text + "\n")
             if kind.endswith("metrics"):
-                # A step is the unit that a reader waits for: a live plot, tail -f.
+                # Flush per step, for live readers (a plot, tail -f).
                 for output in outputs.values():
                     output.flush()
         outputs["trace"].close("\n]\n")

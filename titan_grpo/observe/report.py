@@ -1,4 +1,4 @@
-"""What a run leaves behind: summary.json, a table, a plot; and the progress line of a step."""
+"""The results of a run: summary.json, a table and a plot; and a step's progress line."""
 
 import json
 import os
@@ -40,8 +40,8 @@ _SPREADS = {
 
 
 def describe(values: Iterable[float]) -> dict[str, float | None]:
-    """Compute median, p95, mean and max of the finite values: one NaN does not hide the rest. All
-    are None while there is no value."""
+    """Return median, p95, mean and max of the finite values (one NaN does not hide the rest), all
+    None if there are none."""
     series = np.fromiter(values, dtype=np.float64)
     series = series[np.isfinite(series)]
     if not series.size:
@@ -52,8 +52,8 @@ def describe(values: Iterable[float]) -> dict[str, float | None]:
 
 
 def ends(values: list[float]) -> tuple[float | None, float | None, int]:
-    """Mean over the first and over the last values of a series, and how many that is: a fifth of
-    the series, at least 1 and at most 5, since single steps are noisy.
+    """Return the mean over the first and over the last values of a series, and their number: a
+    fifth of the series, 1 to 5, since single steps are noisy. (None, None, 0) without values.
 
     Example: 60 rewards give the means of steps 1 to 5 and 56 to 60; 4 give the first and the last.
     """
@@ -64,7 +64,7 @@ def ends(values: list[float]) -> tuple[float | None, float | None, int]:
 
 
 def summarize(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> dict[str, Any]:
-    """Compute the content of summary.json (:class:`titan_grpo.observe.schema.Summary`); ``mode`` is
+    """Return the content of summary.json (:class:`titan_grpo.observe.schema.Summary`); ``mode`` is
     "async" or "sync"."""
     rows, history = recorder.rows(), recorder.history()
     totals, resumes = history.totals, set(history.resumes)
@@ -124,14 +124,14 @@ def _lengths(totals: Mapping[str, float], kind: str) -> dict[str, int]:
 
 
 def _shares(counts: Mapping[str, int]) -> str:
-    """Shares by length: ``{"4": 1, "8": 3}`` gives ``"25 % to 4, 75 % to 8 tokens"``."""
+    """Format shares by length: ``{"4": 1, "8": 3}`` gives ``"25 % to 4, 75 % to 8 tokens"``."""
     total = sum(counts.values())
     parts = (f"{n / total:.0%} to {longest}".replace("%", " %") for longest, n in counts.items())
     return f"{', '.join(parts)} tokens" if total else "-"
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that no reader, kill or full disk ever sees half of. Raises OSError."""
+    """Write a file atomically: no reader, kill or full disk leaves half of it. Raises OSError."""
     draft = path.with_name(path.name + ".partial")
     try:
         draft.write_text(text, encoding="utf-8")
@@ -141,7 +141,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_summary(run_dir: Path | str, summary: Mapping[str, Any]) -> Path:
-    """Validate and write summary.json. Raises DataError if it breaks its schema, else OSError."""
+    """Validate and write summary.json. Raises DataError if it breaks its schema, and OSError."""
     schema.check(summary)
     path = Path(run_dir) / "summary.json"
     write_whole(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
@@ -149,8 +149,8 @@ def write_summary(run_dir: Path | str, summary: Mapping[str, Any]) -> Path:
 
 
 def write_report(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> dict[str, Any]:
-    """End a run: close the recorder, write summary.json and reward.png, return the summary. What
-    cannot be written is among its errors."""
+    """Close the recorder, write summary.json and reward.png, and return the summary. Files that
+    cannot be written are among its errors."""
     recorder.close()
     try:
         write_summary(recorder.run_dir, summarize(recorder, run, mode, ended_by))
@@ -166,7 +166,7 @@ def plot_rewards(metrics: Path, out: Path) -> bool:
     points = [(row["step"], row[names.REWARD]) for row in rows if row.get(names.REWARD) is not None]
     if not points:
         return False
-    # Imported here: it takes a second, and an engine's environment has no matplotlib.
+    # Imported here: it takes a second, and engine environments lack matplotlib.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -248,7 +248,8 @@ def final_table(summary: Mapping[str, Any]) -> str:
 
 
 def held_by(versions: Mapping[str, int | None]) -> str:
-    """What each server holds (None: unknown), as the end of a step's line; empty without one.
+    """Return what each server holds (None: unknown) as the end of a progress line; empty without
+    servers.
 
     >>> held_by({"http://a:8000": 3, "http://b:8000": None})
     '  versions a:8000=3 b:8000=?'

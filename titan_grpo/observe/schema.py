@@ -1,4 +1,4 @@
-"""What summary.json and samples.jsonl hold. Tests and scripts validate with it."""
+"""Schemas of summary.json and samples.jsonl, which tests and scripts validate with."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -9,22 +9,22 @@ from titan_grpo.errors import DataError
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Number = float | None
-"""None: there was no value."""
+"""None: no value."""
 
 
 class Record(msgspec.Struct, forbid_unknown_fields=True):
-    """An object that has exactly its keys."""
+    """Object with exactly these keys."""
 
 
 class MedianP95(Record):
-    """Of a duration, in seconds."""
+    """Median and 95th percentile of a duration, in seconds."""
 
     median: Number
     p95: Number
 
 
 class MeanMax(Record):
-    """Of a series over steps."""
+    """Mean and maximum of a series over steps."""
 
     mean: Number
     max: Number
@@ -50,7 +50,7 @@ class Change(Record):
 
 
 class Estimate(Record):
-    """A mean over prompts with its 95 % confidence interval; without one of a single prompt."""
+    """Mean over prompts with its 95 % confidence interval (None with a single prompt)."""
 
     value: float
     low: Number
@@ -70,14 +70,14 @@ class Evaluated(Record):
     passed: dict[str, Estimate]
     """k -> pass@k."""
     tokens: Estimate
-    """Sampled tokens of a completion."""
+    """Mean number of sampled tokens of a completion."""
     refused: Count
-    """Prompts that the server refused (too long, say): in no other figure."""
+    """Prompts that the server refused, such as too long ones; in no other figure."""
     seconds: float
 
 
 class Summary(Record):
-    """A whole run, also one of several processes."""
+    """Summary of a whole run, which may have had several processes."""
 
     run: str
     mode: str
@@ -87,23 +87,23 @@ class Summary(Record):
     reward_first: Number
     reward_last: Number
     reward_window: Count
-    """Steps that either of the two is a mean of."""
+    """Steps over which each of the two is a mean."""
     versions_committed: dict[str, Server]
-    """By the server's URL. A resumed run commits the versions that it repeats once more."""
+    """By server URL. A resumed run commits the versions that it repeats once more."""
     membership: list[Change]
     sync_count: Count
     skipped_versions: Count
     digest_mismatches: Count
     sync_bytes: Count
-    """To all servers."""
+    """Bytes sent to all servers."""
     spared_bytes: Count
-    """That they did not read, since patches made them."""
+    """Bytes that servers did not read, thanks to patches."""
     sync_failures: Count
-    """Transfers and commits."""
+    """Failed transfers and commits."""
     quarantines: Count
     skipped_optimizer_steps: Count
     requests: Count
-    """Of generation, to all servers."""
+    """Generation requests to all servers."""
     outages: Count
     """Groups that a failing server interrupted."""
     generated_tokens_per_s: Number
@@ -127,23 +127,23 @@ class Summary(Record):
     dropped: dict[str, Count]
     """Groups by reason."""
     lengths: dict[str, dict[str, Count]]
-    """Completions by length, as "made" (or begun, and thrown away) and as "trained": the key is the
+    """Completions by length: "made" (also those thrown away unfinished) and "trained". A key is the
     greatest number of sampled tokens of a range, which begins above half of it. Where the shares
     differ, training does not see what was sampled."""
     evaluations: list[Evaluated]
     errors: list[str]
     quantised: dict[str, str] = {}
-    """Server -> how it quantises its weights, of those that do, as its engine says. Absent in
-    summaries that were written before there was this key."""
+    """Server -> quantisation method of its weights, as its engine reports it, for servers that
+    quantise. Absent in older summaries."""
     last_step: dict[str, Number] = {}
-    """The last line of metrics.jsonl: each metric by its name (observe/names.py). Empty in a run
-    without a step, and in summaries that were written before there was this key."""
+    """Last line of metrics.jsonl: each metric by its name (observe/names.py). Empty without a step
+    and in older summaries."""
     ended_by: str = ""
-    """The error or the signal that ended the run before its last step; else empty."""
+    """Error or signal that ended the run before its last step; else empty."""
 
 
 def check(summary: Mapping[str, Any]) -> Summary:
-    """Validate a summary. Raises DataError with the first rule that it breaks."""
+    """Validate a summary. Raises DataError with the first broken rule."""
     try:
         return msgspec.convert(summary, Summary)
     except msgspec.ValidationError as error:
@@ -153,7 +153,7 @@ def check(summary: Mapping[str, Any]) -> Summary:
 
 
 LIMIT = 4
-"""Completions that are kept of one step."""
+"""Completions kept per step."""
 
 
 class Shown(msgspec.Struct, frozen=True):
@@ -171,7 +171,7 @@ class Shown(msgspec.Struct, frozen=True):
 
     @property
     def gap(self) -> float:
-        """Mean absolute difference of the two over the sampled tokens, 0 without one."""
+        """Mean absolute difference of the two over the sampled tokens; 0 without any."""
         pairs = zip(self.engine, self.trainer, strict=True)
         gaps = [abs(engine - own) for engine, own in pairs if own is not None]
         return sum(gaps) / len(gaps) if gaps else 0.0
@@ -182,15 +182,15 @@ class ShownStep(msgspec.Struct, frozen=True):
 
     step: int
     version: int
-    """The trainer's, whose log-probabilities these are."""
+    """Trainer version of the ``trainer`` log-probabilities."""
     tokenizer: str
-    """Directory of the model that the token ids are of."""
+    """Directory of the model whose tokenizer made the token ids."""
     completions: list[Shown]
 
 
 def choose(found: Sequence[Shown], limit: int = LIMIT) -> list[Shown]:
-    """Choose what says most about a step: the highest and the lowest reward, the largest gap, and
-    then the first ones. No completion twice."""
+    """Return the most telling completions of a step, without repetition: highest reward, lowest
+    reward, largest gap, then the first ones."""
     if not found:
         return []
     places = range(len(found))

@@ -1,8 +1,7 @@
-"""Lines for people in the output of a training run: its steps, what its start waits for, and the
-cause of its failure.
+"""Status lines of a training run: its steps, what its start waits for, and why it failed.
 
-torchtitan, torch and torchrun write pages to the same streams. Our own lines carry a mark: a
-command that runs torchrun shows them and leaves the rest to the log file.
+torchtitan, torch and torchrun write a lot to the same streams. Our lines carry a mark, so that a
+command that runs torchrun can show them and leave the rest to the log file.
 """
 
 import os
@@ -17,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 MARK = "titan-grpo| "
-"""Starts a status line."""
+"""Start of a status line."""
 
 ERROR = "titan-grpo: "
-"""Starts the one line that names why a rank ended."""
+"""Start of the one line that names why a rank ended."""
 
 _EXCEPTION = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception)(?::.*)?)$")
 _EXITCODE = re.compile(r"failed \(exitcode: (-?\d+)\)")
@@ -28,12 +27,12 @@ _REPORT = "ChildFailedError"
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset)|Broken pipe|gloo|NCCL|DistNetworkError|DistStoreError"
 )
-"""What the other ranks print after one has ended."""
+"""Errors of the other ranks after one has ended."""
 
 
 def next_command(*words: str) -> str:
-    """The line that names the command to go on with, so that a shell finds it: an environment that
-    is not activated is not on PATH, and a path with a space is quoted.
+    """Return the line that names the next command, ready for a shell: with the path of titan-grpo
+    if it is not on PATH (environment not activated), and with paths quoted.
 
     Example: "report", "outputs/my run" -> "next: .venv/bin/titan-grpo report 'outputs/my run'".
     """
@@ -43,7 +42,7 @@ def next_command(*words: str) -> str:
 
 
 def print_status(text: str) -> None:
-    """Print marked lines. One write per line: other processes write to the same pipe."""
+    """Print marked lines, one write each, since other processes write to the same pipe."""
     for line in text.splitlines():
         sys.stderr.write(f"{MARK}{line}\n")
     sys.stderr.flush()
@@ -56,7 +55,7 @@ def print_error(text: str) -> None:
 
 
 def status_of(line: str) -> str | None:
-    """The line without its mark, None if it has none.
+    """Return the line without its mark; None if it has none.
 
     >>> status_of("titan-grpo| step 1/6"), status_of("[titan] - INFO - step 1")
     ('step 1/6', None)
@@ -66,16 +65,17 @@ def status_of(line: str) -> str | None:
 
 @dataclass
 class Cause:
-    """Finds why a run failed: ``read`` every line of its output, then take ``text``."""
+    """Why a run failed: ``read`` every line of its output, then take ``text``."""
 
     exitcode: int | None = None
-    """Of the rank that failed first, as torchrun reports it; negative: the signal that ended it."""
+    """Exit code of the rank that failed first, as torchrun reports it; negative: the signal that
+    ended it."""
     _error: str = ""
     _exception: str = ""
     _consequence: str = ""
 
     def read(self, line: str) -> None:
-        """Take one line of output into account."""
+        """Process one line of output."""
         if line.startswith(ERROR):
             # The first rank's error is the cause; the others lose their connection to it.
             self._error = self._error or line.removeprefix(ERROR).strip()
@@ -103,8 +103,8 @@ BAR = 20
 
 
 def waiting_line(what: str, passed_s: float, deadline_s: float | None) -> str:
-    """One line of a wait that began ``passed_s`` ago; its bar is the part of the deadline that is
-    used up. Pure.
+    """Return the status line of a wait that began ``passed_s`` ago; its bar is the used share of
+    the deadline. Pure.
 
     >>> waiting_line("the first commit", 30, 120)
     'waiting for the first commit: 30 s of at most 120 s [#####...............]'
@@ -123,9 +123,9 @@ def waiting(
     say: Callable[[str], None] = print_status,
     every_s: float = EVERY_S,
 ) -> Iterator[None]:
-    """Say what the body waits for: at its start, then every ``every_s`` seconds until it is over.
+    """Print what the body waits for: at its start, then every ``every_s`` seconds until it ends.
 
-    The lines come from a thread, because the body may be one call that returns at its end.
+    The lines come from a thread, because the body may be one blocking call.
     """
     began, over = time.monotonic(), threading.Event()
     say(f"waiting for {what}")

@@ -1,11 +1,11 @@
-"""What a verification looks at, the records of trainer, server and prober; and its judgements, pure
-functions from these to named violations. No torch.
+"""The records of a verification (trainer, server, prober), and its judgements: pure functions from
+these to named violations. No torch.
 
-Kinds: ``bytes`` (a server's bytes are not the trainer's), ``mixed`` (an answer fits no version),
-``backwards`` (an older version was seen after a newer one), ``label`` (a server names another
-version than it serves), ``foreign`` (another run committed to the server), ``modes`` (runs that
-must agree do not), ``evidence`` (there is too little of it to prove anything, which counts as a
-failure). The outcome is a table for people and JSON for programs.
+Kinds: ``bytes`` (a server's bytes differ from the trainer's), ``mixed`` (an answer fits no
+version), ``backwards`` (an older version was seen after a newer one), ``label`` (a server names
+another version than it serves), ``foreign`` (another run committed to the server), ``modes`` (runs
+that must agree differ), ``evidence`` (too little to prove anything, which counts as a failure). The
+outcome is a table for people and JSON for programs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,28 +20,28 @@ from titan_grpo.errors import DataError
 from titan_grpo.protocol.messages import Label
 
 START = -1
-"""Stands for the weights that a server had before the run committed anything."""
+"""Version number of the server's weights before the run's first commit."""
 
 TRAINER_EVIDENCE = "trainer.jsonl"
-"""What rank 0 of a verified run writes: a Made per line."""
+"""File that rank 0 of a verified run writes: a Made per line."""
 
 Line = TypeVar("Line")
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """One version as the trainer had it. ``tensors``: HF name -> digest."""
+    """One version in the trainer. ``tensors``: HF name -> digest."""
 
     version: int
     digest: str
     fingerprint: str
-    """Of its image."""
+    """Fingerprint of its image."""
     tensors: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """One commit as one worker of the server took it, digested in the server."""
+    """One commit on one worker of the server, digested in the server."""
 
     run_id: str
     worker: int
@@ -53,8 +53,8 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One answered request. ``logprobs`` [tokens - 1] in nats; the server's label right before and
-    right after it."""
+    """One answered request: ``logprobs`` [tokens - 1] in nats, and the server's label right before
+    and right after it."""
 
     prompt: int
     logprobs: tuple[float, ...]
@@ -64,7 +64,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What one version computes: log-probabilities by prompt. Equal weights, equal ``digest``."""
+    """Log-probabilities of one version, by prompt. Equal weights have equal ``digest``."""
 
     version: int
     digest: str
@@ -73,17 +73,17 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training run with everything that was seen of it."""
+    """One training run with all its evidence."""
 
     name: str
     made: tuple[Made, ...]
     claimed: tuple[int, ...]
-    """Versions that the trainer's summary calls committed."""
+    """Versions that the trainer's summary lists as committed."""
     commits: tuple[Committed, ...]
     probes: tuple[Probe, ...]
     references: tuple[Reference, ...]
     probe_errors: tuple[str, ...] = ()
-    """Why requests got no answer."""
+    """Reasons of requests without an answer."""
     final_file: str = ""
     """SHA-256 of the trained weights' file."""
 
@@ -99,34 +99,34 @@ def _read(path: Path, kind: type[Line], skip: int = 0) -> tuple[Line, ...]:
 
 
 def read_made(path: Path) -> tuple[Made, ...]:
-    """The trainer's lines; empty if there is no such file."""
+    """Read the trainer's lines; empty without a file. Raises DataError for a malformed line."""
     return _read(path, Made)
 
 
 def read_commits(path: Path, skip: int = 0) -> tuple[Committed, ...]:
-    """The server's lines behind the first ``skip``; empty if there is no such file."""
+    """Read the server's lines after the first ``skip``. Otherwise like ``read_made``."""
     return _read(path, Committed, skip)
 
 
 def version_file(evidence: Path, version: int) -> Path:
-    """Weights of a version as rank 0 keeps them, for what they compute."""
+    """Return rank 0's file with the weights of a version, for reference log-probabilities."""
     return evidence / f"version_{version:06d}.safetensors"
 
 
 def label_version(text: str, run_id: str) -> int:
-    """Version that a label names; START for a label that is not of run ``run_id``."""
+    """Return the version that a label names; START if the label is not of run ``run_id``."""
     label = Label.parse(text)
     return label.version if label is not None and label.run_id == run_id else START
 
 
 MIN_PROBES = 6
 SHOWN = 3
-"""Names or versions that one message lists."""
+"""Names or versions listed per message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """What is broken, in which run, and how."""
+    """A broken rule: its kind, run and description."""
 
     kind: str
     run: str
@@ -137,7 +137,8 @@ class Violation:
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
-    """Largest absolute difference in nats; infinite for other lengths or a value that is none.
+    """Return the largest absolute difference in nats; infinite if lengths differ or a difference is
+    not finite.
 
     >>> distance((-1.0, -2.0), (-1.5, -2.0))
     0.5
@@ -146,14 +147,14 @@ def distance(a: Sequence[float], b: Sequence[float]) -> float:
         return float("inf")
     worst = 0.0
     for x, y in zip(a, b, strict=True):
-        # Written so that a NaN ends up here and not as a small distance.
+        # Comparisons with NaN are false: a NaN becomes infinity, not a small distance.
         worst = max(worst, abs(x - y)) if abs(x - y) < float("inf") else float("inf")
     return worst
 
 
 def check_bytes(run: Run) -> Iterator[Violation]:
-    """Every claimed or recorded commit holds, tensor by tensor, what the trainer had; fingerprints
-    and labels agree."""
+    """Check that every claimed or recorded commit holds the trainer's tensors, and that
+    fingerprints and labels agree."""
     made, run_id = {m.version: m for m in run.made}, run_of(run)
     own = [c for c in run.commits if c.ok and c.run_id == run_id]
     messages = [
@@ -187,7 +188,7 @@ def check_bytes(run: Run) -> Iterator[Violation]:
 
 
 def check_foreign(run: Run) -> Iterator[Violation]:
-    """No other run committed anything to the server while this one trained."""
+    """Check that no other run committed to the server during this one."""
     for commit in run.commits:
         if commit.ok and commit.run_id != run_of(run):
             text = f"version {commit.version} was committed by another run, {commit.run_id}"
@@ -195,19 +196,19 @@ def check_foreign(run: Run) -> Iterator[Violation]:
 
 
 def differing(want: Mapping[str, str], got: Mapping[str, str]) -> list[str]:
-    """Names whose digests differ or that only one side has, sorted."""
+    """Return the sorted names whose digests differ or that only one side has."""
     return sorted(name for name in want.keys() | got.keys() if want.get(name) != got.get(name))
 
 
 def run_of(run: Run) -> str:
-    """Id of the training run: the newest that the labels name (an older one is what the server came
-    from)."""
+    """Return the run's id: the newest in the labels (an older one is of the server's earlier
+    weights)."""
     labels = [Label.parse(text) for p in run.probes for text in (p.before, p.after)]
     return max((label.run_id for label in labels if label is not None), default="")
 
 
 def candidates(probe: Probe, references: Sequence[Reference], tolerance: float) -> list[Reference]:
-    """The versions whose log-probabilities an answer has, within ``tolerance`` nats at every
+    """Return the versions whose log-probabilities an answer has, within ``tolerance`` nats per
     token."""
     return [
         r for r in references if distance(probe.logprobs, r.logprobs[probe.prompt]) <= tolerance
@@ -215,23 +216,23 @@ def candidates(probe: Probe, references: Sequence[Reference], tolerance: float) 
 
 
 def check_probes(run: Run, tolerance: float) -> list[Violation]:
-    """Every answer is one version's, versions never go backwards, and labels are true.
+    """Check that every answer is one version's, versions never go backwards, and labels are true.
 
-    Two versions of the same content count as one. ``probes`` are in the order in which one client
-    sent them, each after the answer to the one before. Of many like violations in a row, the first
-    is given with their number.
+    Two versions with the same content count as one. ``probes`` are in the order in which one client
+    sent them, each after the previous answer. Of similar violations, the first is given with their
+    number.
     """
     run_id, current = run_of(run), START
     found: dict[tuple[str, int], list[str]] = {}
     for number, probe in enumerate(run.probes):
         low, high = label_version(probe.before, run_id), label_version(probe.after, run_id)
-        # Once the server names a version of this run, what it had before is no answer any more.
+        # Once the server names a version of this run, its earlier weights are no valid answer.
         possible = [r for r in run.references if r.version != START or low == START]
         fitting = candidates(probe, possible, tolerance)
         if len({r.digest for r in fitting}) > 1:
-            # What the server had at the start may be all but equal to a later version (it comes
-            # from an earlier run of the same data); the label distinguishes them. Versions of
-            # this run differ without it: see check_evidence.
+            # The server's weights at the start may nearly equal a later version (they come from an
+            # earlier run on the same data); the label tells them apart. Versions of this run differ
+            # enough without it (see check_evidence).
             fitting = [r for r in fitting if low <= r.version <= high]
         versions = sorted(r.version for r in fitting)
         if len({r.digest for r in fitting}) != 1:
@@ -263,15 +264,15 @@ def check_probes(run: Run, tolerance: float) -> list[Violation]:
 
 
 def more(count: int) -> str:
-    """Say how many like violations are not shown."""
+    """Return how many similar violations are not shown, as text."""
     return f" (and {count} more probes)" if count else ""
 
 
 def separation(references: Sequence[Reference]) -> float:
-    """Smallest distance between two versions of different content, over all prompts, in nats;
-    infinite if there is none.
+    """Return the smallest distance in nats between two versions of different content, over all
+    prompts; infinite without such a pair.
 
-    What the server had at the start is compared with the first version only (see check_probes).
+    The server's weights at the start are compared with the first version only (see check_probes).
     """
     ordered = sorted(references, key=lambda r: r.version)
     pairs = [
@@ -286,7 +287,7 @@ def separation(references: Sequence[Reference]) -> float:
 
 
 def worst_fit(run: Run) -> float:
-    """Largest distance of an answer to the version nearest to it, in nats."""
+    """Return the largest distance of an answer to its nearest version, in nats."""
     return max(
         (
             min(distance(p.logprobs, r.logprobs[p.prompt]) for r in run.references)
@@ -297,7 +298,7 @@ def worst_fit(run: Run) -> float:
 
 
 def versions_seen(run: Run, tolerance: float) -> list[int]:
-    """Versions that answered at least one probe (of several with the same content: the newest)."""
+    """Return the versions that answered a probe (of several with the same content, the newest)."""
     return sorted(
         {
             max(r.version for r in fit)
@@ -308,8 +309,8 @@ def versions_seen(run: Run, tolerance: float) -> list[int]:
 
 
 def check_evidence(run: Run, tolerance: float) -> list[Violation]:
-    """Whether the other checks could have failed: commits, probes, versions far enough apart, the
-    last one served."""
+    """Check that the other checks could have failed: enough commits and probes, versions far enough
+    apart, the last version served."""
     out = [f"a probe got no answer: {error}" for error in run.probe_errors[:SHOWN]]
     if len(run.made) < 3 or len(run.claimed) < 2:
         out.append(
@@ -337,8 +338,8 @@ def check_evidence(run: Run, tolerance: float) -> list[Violation]:
 
 
 def check_same(a: Run, b: Run) -> list[Violation]:
-    """Two runs on the same data made the same weights: every version, and the file of the trained
-    weights."""
+    """Check that two runs on the same data made the same weights: every version, and the file of
+    the trained weights."""
     name = f"{a.name} and {b.name}"
     left, right = ({m.version: m for m in run.made} for run in (a, b))
     out = []
@@ -357,7 +358,7 @@ def check_same(a: Run, b: Run) -> list[Violation]:
 
 
 def check_all(runs: Sequence[Run], tolerance: float) -> list[Violation]:
-    """Every check on every run, and all runs against the first."""
+    """Run every check on every run, and compare all runs with the first."""
     out: list[Violation] = []
     for run in runs:
         out += [*check_bytes(run), *check_foreign(run)]
@@ -369,13 +370,13 @@ def check_all(runs: Sequence[Run], tolerance: float) -> list[Violation]:
 
 MIB = 1 << 20
 MOST_SHOWN = 12
-"""Violations that the table lists at least; the JSON has all."""
+"""Violations that the table lists, or more if each kind and run needs one; the JSON has all."""
 
 
 def throughput(summary: Mapping[str, Any], image_bytes: int, gather_s: float) -> dict[str, Any]:
-    """One run's figures, of its summary.json. ``sent_mib_s``: bytes of an image by its median
-    transfer time; ``synced_mib_s``: bytes committed by the time from the first to the last step.
-    Steps include the verification's own gather (``gather_s`` each)."""
+    """Return one run's figures from its summary.json. ``sent_mib_s``: bytes of an image per median
+    transfer time. ``synced_mib_s``: bytes committed per time from the first to the last step. Steps
+    include the verification's own gather (``gather_s`` each)."""
     rate = summary["steps_per_s"] or 0.0
     elapsed = (summary["steps"] - 1) / rate if rate else 0.0
     send_s = summary["send_s"]["median"] or 0.0
@@ -396,7 +397,7 @@ def outcome(
     violations: Sequence[Violation],
     tol: float,
 ) -> dict[str, Any]:
-    """Everything as one JSON-able object."""
+    """Return the outcome as one JSON-able object."""
     return {
         "passed": not violations,
         "violations": [asdict(v) for v in violations],
@@ -420,7 +421,7 @@ def outcome(
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The object of ``outcome`` as text."""
+    """Return the outcome as text."""
     lines = [
         f"{'run':<14}{'made':>5}{'committed':>10}{'probes':>8}{'seen':>6}{'worst fit':>11}"
         f"{'apart':>8}  final weights"
@@ -450,7 +451,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def _selection(violations: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line per violation; of many, at least one of every kind and run, and their number."""
+    """Return one line per violation; of many, at least one per kind and run, and the total."""
     firsts: list[str] = []
     others: list[str] = []
     seen = set()

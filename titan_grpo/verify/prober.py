@@ -1,6 +1,6 @@
-"""A client that requests log-probabilities of fixed prompts from a server while it is synced, and
-what given weights compute for them: transformers in fp32, neither the trainer's code nor the
-server's."""
+"""A client that requests log-probabilities of fixed prompts from a server during syncs, and a
+reference for given weights: transformers in fp32, independent of the trainer's and the server's
+code."""
 
 import random
 import threading
@@ -18,10 +18,10 @@ from titan_grpo.verify.outcome import Probe
 
 
 class ReferenceModel:
-    """A model whose weights are replaced for each computation. ``folder`` has its config.json."""
+    """Model whose weights are replaced for each computation. ``folder`` has its config.json."""
 
     def __init__(self, folder: Path, prompts: Sequence[Sequence[int]]) -> None:
-        """``prompts`` must have the same length, [prompts, tokens]."""
+        """``prompts`` have equal lengths, [prompts, tokens]."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self._model = AutoModelForCausalLM.from_config(
@@ -30,11 +30,10 @@ class ReferenceModel:
         self._tokens = torch.tensor(prompts, dtype=torch.int64)
 
     def logprobs(self, weights: Path) -> tuple[tuple[float, ...], ...]:
-        """Log-probability of every token but the first, in nats, [prompts][tokens - 1], under a
-        safetensors file's weights.
+        """Return the log-probability of every token but the first, in nats, [prompts][tokens - 1],
+        under a safetensors file's weights.
 
-        Raises ValueError for a file that does not hold the model's tensors (a tied head may be
-        missing).
+        Raises ValueError if the file lacks the model's tensors (a tied head may be missing).
         """
         tensors = {name: t.float() for name, t in load_file(weights).items()}
         missing, unexpected = self._model.load_state_dict(tensors, strict=False)
@@ -52,13 +51,13 @@ class ReferenceModel:
 
 
 REQUEST_S = 60.0
-"""Deadline of one request: it may have to wait until a commit is over."""
+"""Deadline of one request, which may have to wait for a commit."""
 
 JOIN_S = 5.0
-"""How long the end waits for the request in flight."""
+"""How long ``__exit__`` waits for the request in flight."""
 
 PACE_S = 0.02
-"""Between two requests: the server's cores belong to the trainer's ranks too."""
+"""Pause between two requests: the server shares its cores with the trainer's ranks."""
 
 MAX_ERRORS = 3
 PROMPTS, TOKENS = 3, 32
@@ -67,17 +66,16 @@ FIRST_ID, LAST_ID = 4, 124
 
 
 def fixed_prompts() -> list[list[int]]:
-    """PROMPTS sequences of TOKENS random token ids."""
+    """Return PROMPTS sequences of TOKENS random token ids, always the same."""
     draw = random.Random(0)
     return [[draw.randrange(FIRST_ID, LAST_ID) for _ in range(TOKENS)] for _ in range(PROMPTS)]
 
 
 class Prober:
-    """A thread with one request in flight at a time, so that the order of the answers is the order
-    of the requests.
+    """Thread that sends one request at a time, so that answers come in the order of requests.
 
-    Each prompt is short enough for one forward pass, and each request has a cache salt of its own:
-    no answer may contain what other weights have left in the prefix cache.
+    Each prompt fits into one forward pass, and each request has its own cache salt: no answer may
+    use prefixes that other weights left in the cache.
     """
 
     def __init__(self, url: str, prompts: Sequence[Sequence[int]], engine: str) -> None:
@@ -94,8 +92,7 @@ class Prober:
 
     def __exit__(self, *exc: object) -> None:
         self._stopping.set()
-        # No longer: a request to a server that was left paused ends when its owner stops the
-        # server.
+        # Bounded: a request to a paused server ends only when the owner stops that server.
         self._thread.join(JOIN_S)
 
     @property
@@ -106,15 +103,15 @@ class Prober:
 
     @property
     def errors(self) -> tuple[str, ...]:
-        """Requests that failed; after MAX_ERRORS the prober gives up."""
+        """Failed requests; after MAX_ERRORS the thread ends."""
         with self._changed:
             return tuple(self._errors)
 
     def wait_more(self, count: int, timeout_s: float) -> bool:
-        """Whether ``count`` further answers to requests that start from now on came within
-        ``timeout_s`` seconds."""
+        """Wait for ``count`` further answers to requests that start from now on. False if they do
+        not come within ``timeout_s`` seconds; True also after MAX_ERRORS failures."""
         with self._changed:
-            # One more: the request in flight may have been computed before the caller's moment.
+            # Plus one: the request in flight may have been computed before this call.
             goal = len(self._probes) + count + 1
             return self._changed.wait_for(
                 lambda: len(self._probes) >= goal or len(self._errors) >= MAX_ERRORS, timeout_s

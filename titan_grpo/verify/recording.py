@@ -1,7 +1,8 @@
-"""For ``titan-grpo verify`` only: a server plugin that records what every commit gave the model.
+"""A server plugin, for ``titan-grpo verify`` only, that records what every commit loads into the
+model.
 
-It digests each tensor when the engine's loader has taken it, in the engine's own process, without
-the block digests by which the transfer was accepted.
+It digests each tensor after the engine's loader has taken it, in the engine's process, independent
+of the block digests of the transfer.
 """
 
 import hashlib
@@ -24,13 +25,13 @@ PLUGIN = "titan_grpo_recorder"
 log = logging.getLogger("titan_grpo.receive")
 
 
-# The content of tensors as digests by name. It has no image, no offsets and no blocks, so that a
-# mistake in the layout cannot make both ends of a comparison agree.
+# Digests are of tensors by name, without image, offsets and blocks: a mistake in the layout cannot
+# make both ends agree.
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """32 hex characters over dtype, shape and the row-major bytes; the tensor may be on any device,
-    and not contiguous."""
+    """Return 32 hex characters over dtype, shape and row-major bytes. The tensor may be on any
+    device and need not be contiguous."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     state = hashlib.blake2b(f"{dtype} {tuple(tensor.shape)} ".encode(), digest_size=16)
     flat = tensor.detach().cpu().contiguous().flatten()
@@ -39,14 +40,13 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def content_digest(tensors: Mapping[str, str]) -> str:
-    """32 hex characters over the digests of all tensors (name -> tensor_digest), whatever their
-    order."""
+    """Return 32 hex characters over all tensors' digests (name -> tensor_digest), in any order."""
     text = "\n".join(f"{name} {tensors[name]}" for name in sorted(tensors))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 class RecordedEngine:
-    """An Engine that digests what passes through ``load``."""
+    """Engine that digests the tensors of ``load``."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.config, self.routes = engine, engine.config, engine.routes
@@ -67,13 +67,13 @@ class RecordedEngine:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
             yield name, tensor
-            # After the loader took it: bytes that change while they are loaded are then seen as
-            # they ended up.
+            # Digest after the loader took the tensor, so that bytes that change during the load are
+            # seen.
             self.seen[name] = tensor_digest(tensor)
 
 
 class RecordingSide(EngineSide):
-    """An EngineSide that appends one JSON line per commit to a file: worker, run, version, outcome,
+    """EngineSide that appends one JSON line per commit to a file: worker, run, version, outcome,
     digests by name."""
 
     def __init__(
@@ -84,8 +84,8 @@ class RecordingSide(EngineSide):
         super().__init__(self._recorded, workers, problem, run_key)
 
     def commit(self, data: dict[str, Any]) -> Applied | None:
-        """See EngineSide. A line that cannot be written is logged: the verification misses it and
-        says so."""
+        """See EngineSide. A line that cannot be written is logged, and missed by the
+        verification."""
         self._recorded.seen = {}
         report = super().commit(data)
         if report is not None:
@@ -108,9 +108,8 @@ class RecordingSide(EngineSide):
 
 
 def register_vllm(path: str) -> None:
-    """Register the backend BACKEND, which is our vLLM plugin with a RecordingSide that writes to
-    ``path``."""
-    # Imported here: this module is also imported where vLLM is not installed.
+    """Register BACKEND: our vLLM plugin with a RecordingSide that writes to ``path``."""
+    # Imported here: vLLM may be missing where this module is imported.
     from titan_grpo.receive import vllm_plugin
 
     class RecordingTransferEngine(vllm_plugin.TitanWeightTransferEngine):
@@ -126,7 +125,7 @@ def register_vllm(path: str) -> None:
 
 
 def register_sglang(path: str) -> None:
-    """Have our SGLang plugin make a RecordingSide that writes to ``path``."""
+    """Make our SGLang plugin use a RecordingSide that writes to ``path``."""
     from titan_grpo.receive import sglang_plugin
 
     def make(engine: Engine, workers: Workers, problem: str, run_key: Key | None) -> EngineSide:
@@ -136,7 +135,7 @@ def register_sglang(path: str) -> None:
 
 
 def install(folder: Path, path: Path) -> None:
-    """Write into ``folder`` what makes a server of either engine with ``folder`` on its PYTHONPATH
+    """Write a plugin into ``folder`` that makes either engine, with ``folder`` on its PYTHONPATH,
     record to ``path``."""
     info = folder / f"{PLUGIN}-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)

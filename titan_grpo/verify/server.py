@@ -1,4 +1,4 @@
-"""The server of a verification: its devices, and its plugin that records every commit."""
+"""The server of a verification: its devices, and the plugin that records its commits."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from titan_grpo.verify import recording
 
 STARTUP_S = 300.0
 GPU_SHARE = "0.3"
-"""Of a GPU's memory: on two GPUs the server shares the second one with a trainer rank."""
+"""Share of a GPU's memory: on two GPUs the server shares the second with a trainer rank."""
 
 MAX_MODEL_LEN = 256
 
@@ -26,8 +26,8 @@ GPU_ARGUMENTS: dict[str, list[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What trainer and server run on. On CUDA the server gets ``server_gpu``, never rank 0's: NCCL
-    refuses two on one GPU."""
+    """Devices of trainer and server. With CUDA the server gets ``server_gpu``, never rank 0's: NCCL
+    refuses two ranks on one GPU."""
 
     kind: str
     server_gpu: int = 0
@@ -38,14 +38,14 @@ class Devices:
         return "nccl" if self.kind == "cuda" else "auto"
 
     def trainer_environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """``env`` for torchrun."""
+        """Return ``env`` with the settings for torchrun."""
         out = {**env, "OMP_NUM_THREADS": "1"}
         return out | ({"CUDA_VISIBLE_DEVICES": ""} if self.kind == "cpu" else {})
 
 
 def choose_devices(wanted: str, gpus: int, ranks: int) -> Devices:
-    """``wanted`` auto, cpu or cuda, on a host with ``gpus`` GPUs. Pure. Raises ConfigError where
-    CUDA cannot be used.
+    """Return the devices for ``wanted`` (auto, cpu or cuda) on a host with ``gpus`` GPUs. Pure.
+    Raises ConfigError if CUDA cannot be used.
 
     >>> choose_devices("auto", 1, 2), choose_devices("auto", 2, 2)
     (Devices(kind='cpu', server_gpu=0), Devices(kind='cuda', server_gpu=1))
@@ -68,8 +68,8 @@ def server_spec(
     run_key: Key | None = None,
     engine: str = vllm.NAME,
 ) -> ServerSpec:
-    """A server whose plugin records every commit to ``recorded(out)``. Writes the recorder's plugin
-    into ``out``."""
+    """Return a server that records its commits to ``recorded(out)``. Writes the plugin into
+    ``out``."""
     plugin = out / "server_plugin"
     recording.install(plugin.resolve(), recorded(out).resolve())
     paths = (str(plugin.resolve()), os.environ.get("PYTHONPATH", ""))
@@ -87,7 +87,7 @@ def server_spec(
         log_path=str(out / f"{engine}.log"),
         engine=engine,
         max_model_len=MAX_MODEL_LEN,
-        # vLLM's has a name of its own with the recorder in it
+        # For vLLM, ``args`` name the recording backend instead.
         weight_transfer=engine == "sglang",
         cpu=devices.kind == "cpu",
         args=tuple(args),
@@ -97,5 +97,5 @@ def server_spec(
 
 
 def recorded(out: Path) -> Path:
-    """The file that the server's recorder writes."""
+    """Return the file that the server's recorder writes."""
     return out / "server_commits.jsonl"

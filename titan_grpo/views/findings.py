@@ -1,4 +1,4 @@
-"""What stands out in a run, in words: a table of rules over its figures. Pure."""
+"""What stands out in a run, in words: rules over its figures. Pure."""
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,24 +14,24 @@ from titan_grpo.views.run import Run, columns, in_order
 from titan_grpo.views.timeline import ServerFigures, figures
 
 SLOW_TRANSFER = 2.0
-"""A server's median transfer over that of the others from which it is named."""
+"""Ratio of a server's median transfer time to that of the others from which it is reported."""
 FAR_BEHIND = 1.5
-"""Mean versions behind the newest from which a server is named."""
+"""Mean lag in versions from which a server is reported."""
 OFTEN_PAUSED = 0.05
-"""Share of its time in which a server's generation stands still for commits."""
+"""Share of a server's time paused for commits from which it is reported."""
 LONG_WAIT = 0.3
-"""Share of the steps' time that the trainer waits for rollouts."""
+"""Share of the steps' time waiting for rollouts from which it is bad."""
 BLOCKED = 0.02
-"""Share of the steps' time that weight sync costs the trainer."""
+"""Share of the steps' time blocked by weight sync from which it is bad."""
 SLOW_STEP = 5.0
-"""Longest step over the median one."""
+"""Ratio of the longest step to the median from which it is reported."""
 CUT_TOKENS = 0.2
-"""Share of tokens that clipping or the off-policy correction changes."""
+"""Share of tokens changed by clipping or the off-policy correction from which it is reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The times of one step, seconds."""
+    """Times of one step, in seconds."""
 
     number: int
     step_s: float
@@ -41,12 +41,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The figures that the rules read. Without the first step of a process, which compiles and
-    connects."""
+    """Input of the rules. Excludes the first step of each process, which compiles and connects."""
 
     steps: int = 0
     step_s: float = 0.0
-    """Sum over the steps; so are the next two."""
+    """Sum over the steps, like the next two."""
     waited_s: float = 0.0
     blocked_s: float = 0.0
     median_step_s: float = 0.0
@@ -58,16 +57,16 @@ class Facts:
     skipped_versions: int = 0
     digest_mismatches: int = 0
     quantised: Mapping[str, str] = field(default_factory=dict)
-    """URL -> how that server quantises its weights, of those that do."""
+    """URL -> quantisation method, for servers that quantise their weights."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Groups by reason."""
     errors: tuple[str, ...] = ()
     ended_by: str = ""
-    """What ended the run before its last step."""
+    """Reason why the run ended before its last step."""
 
 
 def facts_of(run: Run) -> Facts:
-    """Compute the figures of a run."""
+    """Return the figures of a run."""
     starts = {1, *(run.summary.resumes if run.summary else ())}
     rows = [row for row in run.rows if row["step"] not in starts and row.get(names.STEP_S)]
     steps = [
@@ -104,7 +103,7 @@ def facts_of(run: Run) -> Facts:
 
 
 def _means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of what concerns the whole run: a server's values are most of a line, and in no finding."""
+    """Return means of metrics, without servers' values: most of a line, and in no rule."""
     shared = [n for n in set[str]().union(*rows) if not n.startswith(f"{names.SERVER}/")]
     known = {name: each[~np.isnan(each)] for name, each in columns(rows, shared).items()}
     return {name: float(np.mean(each)) for name, each in known.items() if each.size}
@@ -112,8 +111,7 @@ def _means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence or two. ``level``: "bad" asks for something, "note" explains, "good" is as it
-    should be."""
+    """One or two sentences. ``level``: "bad" needs action, "note" explains, "good" confirms."""
 
     level: str
     text: str
@@ -123,7 +121,7 @@ Rule = Callable[[Facts], Iterator[Finding]]
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """Apply every rule; what is bad comes first."""
+    """Apply every rule; bad findings come first."""
     found = [finding for rule in RULES for finding in rule(facts)]
     return sorted(found, key=lambda finding: ("bad", "note", "good").index(finding.level))
 
@@ -144,7 +142,7 @@ def duration(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Example: 0.1234 -> "12 %", 0.0012 -> "0.12 %"."""
+    """Format a share: 0.1234 -> "12 %", 0.0012 -> "0.12 %"."""
     return f"{share * 100:.2g} %" if share < 0.995 else f"{share * 100:.0f} %"
 
 
@@ -200,7 +198,7 @@ def slow_step(f: Facts) -> Iterator[Finding]:
 
 
 def _usual_transfer(f: Facts, server: ServerFigures) -> float:
-    """Median over the other servers of their median transfers; 0 without one."""
+    """Return the median of the other servers' median transfer times; 0 without any."""
     others = [s.send_median_s for s in f.servers if s is not server and s.send_median_s > 0]
     return statistics.median(others) if others else 0.0
 
@@ -216,7 +214,7 @@ def slow_transfers(f: Facts) -> Iterator[Finding]:
         if _slow(f, server):
             usual, own = _usual_transfer(f, server), server.send_median_s
             yield Finding(
-                # Milliseconds more change nothing where it keeps up.
+                # Slower transfers do no harm while the server keeps up.
                 "bad" if server.lag >= 1 else "note",
                 f"{short(server.url)}'s transfers take {_times(own / usual)} times as long as the"
                 f" others' ({duration(own)} against {duration(usual)}): it is"
@@ -225,7 +223,7 @@ def slow_transfers(f: Facts) -> Iterator[Finding]:
 
 
 def far_behind(f: Facts) -> Iterator[Finding]:
-    """A server holds old versions, though its transfers are as fast as the others'."""
+    """A server holds old versions although its transfers are as fast as the others'."""
     for server in f.servers:
         if server.commits and server.lag >= FAR_BEHIND and not _slow(f, server):
             yield Finding(
@@ -237,7 +235,7 @@ def far_behind(f: Facts) -> Iterator[Finding]:
 
 
 def often_paused(f: Facts) -> Iterator[Finding]:
-    """A server's generation stands still for commits for a good part of the run."""
+    """A server is paused for commits for much of the run."""
     for server in f.servers:
         share = server.pause_s / server.served_s if server.served_s else 0.0
         if share >= OFTEN_PAUSED:
@@ -266,7 +264,7 @@ def held_by_evaluations(f: Facts) -> Iterator[Finding]:
         if not server.held_s:
             continue
         waited = server.waited_meanwhile_s
-        # What it waits at other times has other causes.
+        # Subtract the usual waiting, which has other causes.
         others_s = f.step_s - server.held_s
         share = max(0.0, f.waited_s - waited) / others_s if others_s > 0 else 0.0
         usual = server.held_s * min(share, 1.0)
@@ -320,14 +318,14 @@ def skipped_versions(f: Facts) -> Iterator[Finding]:
 
 
 def dropped_groups(f: Facts) -> Iterator[Finding]:
-    """Groups that were generated and not trained on."""
+    """Groups were generated but not trained on."""
     if f.dropped:
         parts = ", ".join(f"{count} {reason}" for reason, count in f.dropped.items() if count)
         yield Finding("note", f"groups or completions that were not trained on: {parts}")
 
 
 def reward_trend(f: Facts) -> Iterator[Finding]:
-    """Whether the reward rose, against its spread."""
+    """The reward rose, fell or stayed, relative to its spread."""
     first, last = f.first.get(names.REWARD), f.last.get(names.REWARD)
     if first is None or last is None or f.steps < 5:
         return
@@ -342,7 +340,7 @@ def reward_trend(f: Facts) -> Iterator[Finding]:
 
 
 def engine_differs(f: Facts) -> Iterator[Finding]:
-    """Trainer and engine compute other log-probabilities from the same weights."""
+    """Trainer and engine compute different log-probabilities from the same weights."""
     gap = f.last.get(names.ON_POLICY_GAP, f.first.get(names.ON_POLICY_GAP, 0.0))
     if gap >= ON_POLICY_GAP:
         yield Finding(
@@ -378,13 +376,13 @@ def much_is_cut(f: Facts) -> Iterator[Finding]:
 
 
 def ended_early(f: Facts) -> Iterator[Finding]:
-    """What ended the run before its last step."""
+    """The run ended before its last step."""
     if f.ended_by:
         yield Finding("bad", f"the run ended before its last step: {f.ended_by}")
 
 
 def errors(f: Facts) -> Iterator[Finding]:
-    """Errors that did not stop the run."""
+    """Errors occurred that did not stop the run."""
     if f.errors:
         yield Finding("bad", f"{len(f.errors)} errors did not stop the run; first: {f.errors[0]}")
 
@@ -409,4 +407,4 @@ RULES: tuple[Rule, ...] = (
     skipped_versions,
     dropped_groups,
 )
-"""Each looks at the facts and says nothing, one thing, or one thing per server."""
+"""Each rule yields nothing, one finding, or one finding per server."""

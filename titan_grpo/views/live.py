@@ -1,4 +1,4 @@
-"""A run as its files say it now: follows them while they grow, and lays out a terminal screen."""
+"""Live view of a run: follows its growing files and lays out a terminal screen."""
 
 import json
 import time
@@ -21,14 +21,14 @@ from titan_grpo.views.findings import duration, percent
 from titan_grpo.views.run import band, edges, in_order, summary_of, trainer_lives
 
 TAIL_BYTES = 1 << 22
-"""Of a file that is there already when watching begins: its end, which has what is new, and as much
-of its beginning, which names the servers."""
+"""Bytes read from the end of a long file that exists when watching starts (the newest lines), and
+as many from its beginning (the servers)."""
 
 KEPT_STEPS = 400
-"""Rows that the screen's means and lines are made of."""
+"""Rows kept for the screen's means and curves."""
 
 WINDOW = 10
-"""Steps that "mean" is over."""
+"""Steps of the column "mean"."""
 
 SPARK = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
@@ -47,12 +47,11 @@ SHOWN = (
     (names.TRAIN_S, "  training"),
     (names.BLOCKED_S, "  blocked by weight sync"),
 )
-"""(metric, what the screen calls it)."""
+"""(metric, its name on the screen)."""
 
 
 class Tail:
-    """Whole lines of a growing file, each once. A file that was replaced by a shorter one is read
-    anew."""
+    """Whole lines of a growing file, each once. A file that became shorter is read again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -60,7 +59,7 @@ class Tail:
         self._begun = False
 
     def lines(self) -> list[bytes]:
-        """Read what came since the last call; nothing while there is no file."""
+        """Return the lines since the last call; none while there is no file."""
         try:
             with self._path.open("rb") as file:
                 size = file.seek(0, 2)
@@ -78,7 +77,7 @@ class Tail:
         return out + data[:whole].splitlines()
 
     def _skipped(self, file: Any, size: int) -> list[bytes]:
-        """The beginning of a long file; its middle is never read."""
+        """Return the beginning of a long file and move to its end; the middle is never read."""
         if size <= 2 * TAIL_BYTES:
             return []
         file.seek(0)
@@ -90,29 +89,29 @@ class Tail:
 
 @dataclass
 class State:
-    """What is known of a run."""
+    """Known state of a run."""
 
     rows: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     held: dict[str, int | None] = field(default_factory=dict)
     """Server -> version; None: none yet."""
     commits: dict[str, int] = field(default_factory=dict)
-    """Server -> how many were seen."""
+    """Server -> number of commits seen."""
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=5))
     last_change: float = field(default_factory=time.monotonic)
 
     @property
     def step(self) -> int:
-        """The last step, 0 before the first."""
+        """The last step; 0 before the first."""
         return int(self.rows[-1]["step"]) if self.rows else 0
 
     def add_row(self, row: dict[str, Any]) -> None:
-        """Take a line of metrics.jsonl into account; it replaces all from its step on."""
+        """Add a line of metrics.jsonl; it replaces all rows from its step on."""
         while self.rows and self.rows[-1]["step"] >= row["step"]:
             self.rows.pop()
         self.rows.append(row)
 
     def add_entry(self, entry: Sequence[Any]) -> None:
-        """Take a line of history.jsonl into account."""
+        """Apply a line of history.jsonl."""
         match entry:
             case ["server", str(url)] | ["member", str(url), "joined", _]:
                 self.held.setdefault(url, None)
@@ -128,7 +127,7 @@ class State:
 
 
 class Follower:
-    """Reads the files of a run's folder, which need not be there yet."""
+    """Reader of a run's folder, which need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -137,7 +136,7 @@ class Follower:
         self._history = Tail(folder / "history.jsonl")
 
     def read(self) -> list[dict[str, Any]]:
-        """Take in what is new. Returns the new rows of metrics.jsonl."""
+        """Read new lines. Returns the new rows of metrics.jsonl."""
         for entry in _parsed(self._history.lines()):
             if isinstance(entry, list):
                 self.state.add_entry(entry)
@@ -153,8 +152,8 @@ class Follower:
         return rows
 
     def ended(self) -> bool:
-        """Whether the run is over: its trainer is gone, or (where another host has it) summary.json
-        is newer than the last step."""
+        """Return whether the run is over: its trainer has ended or, if its process cannot be
+        checked (other host), summary.json is newer than the last step."""
         alive = trainer_lives(self.folder / "run.lock")
         return not alive if alive is not None else summary_of(self.folder) is not None
 
@@ -166,7 +165,7 @@ def _parsed(lines: Iterable[bytes]) -> Iterator[Any]:
 
 
 def spark(values: Sequence[float]) -> str:
-    """Draw values as blocks, SPARK_WIDTH at most.
+    """Draw values as at most SPARK_WIDTH blocks.
 
     Example: 0, 1, 2, 3 -> "▁▃▆█"; equal values are all "▁".
     """
@@ -179,7 +178,7 @@ def spark(values: Sequence[float]) -> str:
 
 
 def step_line(row: Mapping[str, Any], held: Mapping[str, int | None]) -> str:
-    """One line for a step, where the output is no terminal. ``held``: versions at that step."""
+    """Return a step's line for output that is no terminal. ``held``: versions at that step."""
     figures = (
         ("reward", names.REWARD),
         ("stale", names.STALENESS_MAX),
@@ -193,7 +192,7 @@ def step_line(row: Mapping[str, Any], held: Mapping[str, int | None]) -> str:
 
 
 def screen(name: str, state: State, now: float) -> RenderableType:
-    """Lay out what is known; ``now`` is on the clock of ``state.last_change``."""
+    """Lay out the screen; ``now`` is on the clock of ``state.last_change``."""
     since = duration(max(0.0, now - state.last_change))
     if not state.rows:
         held = sum(v is not None for v in state.held.values())

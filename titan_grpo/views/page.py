@@ -18,20 +18,19 @@ from titan_grpo.views.run import Array, Run, band, columns, edges
 from titan_grpo.views.timeline import timeline
 
 TOKENS = 60_000
-"""Of completions on a page, a megabyte and a half; a longer run shows the steps that lie evenly
-over it."""
+"""Tokens of completions on a page (1.5 MB); a longer run shows evenly spaced steps."""
 
 PROMPT_TOKENS = 400
-"""Of a prompt that are shown: its end."""
+"""Tokens shown of a prompt: its last ones."""
 
 Decode = Callable[[Sequence[int]], str]
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MARK = "{{data}}"
-"""Where the template has its data."""
+"""Placeholder for the data in the template."""
 
 BUCKETS = 400
-"""Points of a curve; a longer run is down-sampled to bands."""
+"""Points of a curve; longer runs are down-sampled to bands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +40,11 @@ class Chart:
     title: str
     unit: str
     curves: tuple[tuple[str, str], ...]
-    """(metric, what the legend calls it)."""
+    """(metric, its name in the legend)."""
     spread: str = ""
-    """Metric that is drawn around the first curve, above and below."""
+    """Metric drawn as a band around the first curve."""
     stacked: bool = False
-    """Curves are parts of a whole, drawn on top of each other."""
+    """Whether curves are parts of a whole, drawn on top of each other."""
 
 
 CHARTS = (
@@ -94,23 +93,22 @@ CHARTS = (
         ),
     ),
 )
-"""The charts that every page begins with. Every other metric of metrics.jsonl has one of its own
-below them."""
+"""Charts at the start of every page. Every other metric has its own chart below them."""
 
 
 def render(run: Run, decode: Decode) -> str:
-    """Make the page. A browser needs nothing else to show it: no network, no other file."""
+    """Return the page, which a browser shows without network or other files."""
     data = json.dumps(page_data(run, decode), separators=(",", ":"), allow_nan=False)
-    # "</script>" or "<!--" in a text would end the element that holds the data
+    # "</script>" or "<!--" in a text would end or break the data's element
     return TEMPLATE.read_text(encoding="utf-8").replace(MARK, data.replace("<", "\\u003c"))
 
 
 def page_data(run: Run, decode: Decode) -> dict[str, Any]:
-    """Compute what the page shows, as plain JSON."""
+    """Return the page's data as plain JSON."""
     facts = facts_of(run)
     bounds = edges(len(run.rows), BUCKETS)
     shown = {name for chart in CHARTS for name, _ in chart.curves} | {names.REWARD_STD}
-    # The timeline has the servers: four curves for each of many would be most of the page.
+    # No curves of servers, which the timeline shows: four for each would be most of the page.
     left_out = (f"{names.SERVER}/", f"{names.EVALUATION}/")
     named = {name for name in _named(run) if not name.startswith(left_out)}
     table = columns(run.rows, named | {"step"})
@@ -138,7 +136,7 @@ def _state(run: Run) -> str:
 
 
 def rounded(values: Array | Sequence[float], digits: int = 4) -> list[float | None]:
-    """Plain numbers with few significant digits, None for NaN: what goes into the page's data."""
+    """Return numbers with few significant digits for the page's data; None if not finite."""
     out: list[float | None] = []
     for value in np.asarray(values).tolist():
         if not math.isfinite(value):
@@ -152,7 +150,7 @@ def rounded(values: Array | Sequence[float], digits: int = 4) -> list[float | No
 def _chart(
     table: Mapping[str, Array], bounds: npt.NDArray[np.int64], chart: Chart
 ) -> dict[str, Any]:
-    """A chart's data, without the curves that the run has no value of."""
+    """Return a chart's data, without curves that have no value."""
     curves = []
     for number, (name, label) in enumerate(chart.curves):
         values = table.get(name)
@@ -175,8 +173,8 @@ def _chart(
 
 
 def _evaluations(run: Run, bounds: npt.NDArray[np.int64]) -> Iterator[dict[str, Any]]:
-    """A chart for each evaluation: its figures with their confidence intervals at the steps that
-    began from the versions, and straight lines between."""
+    """Yield a chart per evaluation: its figures, with confidence intervals, at the steps that began
+    from the evaluated versions, and straight lines between."""
     places = np.array([row.get(names.VERSION, row["step"] - 1) for row in run.rows], dtype=float)
     for name, curves in evaluated(run).items():
         shown = []
@@ -200,8 +198,8 @@ Points = list[tuple[int, tuple[float, float, float]]]
 
 
 def evaluated(run: Run) -> dict[str, dict[str, Points]]:
-    """Evaluation -> figure -> its points: of the summary, which has the last version too, or of a
-    run that goes on, its metrics."""
+    """Return evaluation -> figure -> points, from the summary (which has the last version too) or,
+    while the run goes on, from its metrics."""
     out: dict[str, dict[str, Points]] = {}
 
     def add(name: str, what: str, version: float, value: float, ends: Sequence[Any]) -> None:
@@ -230,12 +228,12 @@ def evaluated(run: Run) -> dict[str, dict[str, Points]]:
 
 
 def _named(run: Run) -> set[str]:
-    """All names of metrics."""
+    """Return all names of metrics."""
     return set[str]().union(*run.rows)
 
 
 def _tiles(run: Run, facts: Facts) -> Iterator[list[str]]:
-    """The figures at the top: [what, figure]."""
+    """Yield the figures at the top: [title, figure]."""
     yield ["steps", str(run.rows[-1]["step"] if run.rows else 0)]
     yield ["time", duration(run.trace.seconds)]
     if facts.median_step_s:
@@ -251,7 +249,7 @@ def _tiles(run: Run, facts: Facts) -> Iterator[list[str]]:
 
 
 def _waits(facts: Facts) -> Iterator[list[Any]]:
-    """Who waited for whom: [who, for whom, seconds, share of its time]."""
+    """Yield who waited for what: [who, for what, seconds, share of its time]."""
     if facts.step_s:
         yield ["trainer", "rollouts", *_share(facts.waited_s, facts.step_s)]
         yield ["trainer", "weight sync", *_share(facts.blocked_s, facts.step_s)]
@@ -278,8 +276,8 @@ def _share(seconds: float, of: float) -> list[float]:
 
 
 def decoder(folders: Sequence[Path]) -> Decode:
-    """Decode with the first of ``folders`` that has a tokenizer.json; without one (or without the
-    package tokenizers) ids are shown as numbers."""
+    """Return a decoder with the first tokenizer.json in ``folders``. Without one, or without the
+    package tokenizers, it shows ids as numbers."""
     path = next((f / "tokenizer.json" for f in folders if (f / "tokenizer.json").is_file()), None)
     try:
         from tokenizers import Tokenizer
@@ -292,16 +290,17 @@ def decoder(folders: Sequence[Path]) -> Decode:
 
 
 def tokenizers_of(run: Run, folder: Path) -> list[Path]:
-    """Where a run's tokenizer may be: where the run found it, and beside its trained weights."""
+    """Return where a run's tokenizer may be: where the run found it, or beside its trained
+    weights."""
     return [*(Path(step.tokenizer) for step in run.samples[-1:]), folder / "hf"]
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
-    """One text per token; together they are the decoded whole.
+    """Return one text per token; together they are the decoded whole.
 
-    A token that is part of a character, or a word that gets its space from the word before, has its
-    text only beside its neighbours: each token's text is what the decoded end grows by. Parts of a
-    character belong to the token that completes it.
+    The text of some tokens depends on their neighbours (parts of a character, words that get a
+    space from the word before), so each token's text is what it adds to the decoded text. Parts of
+    a character belong to the token that completes it.
     """
     out = []
     known = done = 0
@@ -318,9 +317,10 @@ def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
 def completions(
     steps: Sequence[ShownStep], decode: Decode, limit: int = TOKENS
 ) -> list[dict[str, Any]]:
-    """Rows of the page's table: [text, gap in thousandths of a nat or None] per token.
+    """Return the completions for the page; ``tokens`` are [text, gap in thousandths of a nat or
+    None].
 
-    Steps are left out evenly until at most ``limit`` tokens are left; the first stays.
+    Steps are thinned evenly to at most ``limit`` tokens; the first step stays.
     """
     every = 1
     tokens = [sum(len(c.tokens) for c in step.completions) for step in steps]

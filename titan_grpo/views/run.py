@@ -1,8 +1,8 @@
-"""Reads a run's folder: metrics.jsonl, trace.json, summary.json. The run may still be going. And
-down-sampling, so that a run of any length fits on a page.
+"""Readers of a run's folder (metrics.jsonl, trace.json, summary.json; the run may still be going),
+and down-sampling, so that a run of any length fits on a page.
 
-The trace of a long run has millions of events (three of the trainer's per step, three per version
-and server), so its spans become columns and not objects.
+The trace of a long run has millions of events (three per step of the trainer, three per version and
+server), so its spans become columns, not objects.
 """
 
 import math
@@ -25,7 +25,7 @@ from titan_grpo.observe.recorder import read_history, read_metrics
 from titan_grpo.observe.schema import ShownStep, Summary
 
 BLOCK_BYTES = 1 << 18
-"""Of the trace, read at a time: what fits into a processor's cache is decoded twice as fast."""
+"""Bytes of the trace per read: what fits into a processor's cache is decoded twice as fast."""
 
 Array = npt.NDArray[np.float64]
 
@@ -33,7 +33,7 @@ TRAINER = "main thread"
 """Track of the trainer's own spans; a server's track is its URL."""
 
 
-# Millions of them hold no cycle: the garbage collector's search for one doubles the time.
+# gc=False: there are millions and none is in a cycle; the garbage collector would double the time.
 class _Args(msgspec.Struct, gc=False):
     version: int | None = None
     step: int | None = None
@@ -52,10 +52,10 @@ class _Event(msgspec.Struct, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Spans of one kind on one track, by start, all of the same length.
+    """Spans of one name on one track, by start, as arrays of one length.
 
-    ``number`` is the version (of a server's) or the step (of the trainer's), -1 without one. Times
-    are seconds since the first event of the run.
+    ``number`` is the version (on a server's track) or step (on the trainer's), -1 without one.
+    Times are in seconds since the run's first event.
     """
 
     start: Array
@@ -69,7 +69,7 @@ class Spans:
 
     @property
     def median_s(self) -> float:
-        """Median duration, 0 without a span."""
+        """Median duration; 0 without spans."""
         return float(np.median(self.stop - self.start)) if self.start.size else 0.0
 
 
@@ -89,27 +89,27 @@ class Instant:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What trace.json says, without the runs that used the folder before."""
+    """Content of trace.json, without earlier runs in the same folder."""
 
     spans: dict[tuple[str, str], Spans] = field(default_factory=dict)
     """(track, name) -> its spans."""
     instants: tuple[Instant, ...] = ()
     seconds: float = 0.0
-    """From the first event to the last."""
+    """Time of the last event."""
 
     def of(self, track: str, name: str) -> Spans:
-        """Spans of one name on one track; none if there are none."""
+        """Return the spans of one name on one track, maybe none."""
         return self.spans.get((track, name), NO_SPANS)
 
     @property
     def servers(self) -> list[str]:
-        """URLs that have a track, in order."""
+        """URLs with a track, in order."""
         tracks = {track for track, _ in self.spans} | {i.track for i in self.instants}
         return in_order(track for track in tracks if "://" in track)
 
 
 def in_order(urls: Iterable[str]) -> list[str]:
-    """Sort URLs with their numbers as numbers.
+    """Sort URLs, with digits compared as numbers.
 
     Example: http://a10, http://a9 -> http://a9, http://a10.
     """
@@ -118,24 +118,24 @@ def in_order(urls: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run as its files have it."""
+    """Content of a run's files."""
 
     name: str
     rows: list[dict[str, Any]]
-    """Of metrics.jsonl, in rising order of steps."""
+    """Rows of metrics.jsonl, in rising order of steps."""
     trace: Trace
     samples: list[ShownStep]
-    """Of samples.jsonl, in rising order of steps."""
+    """Lines of samples.jsonl, in rising order of steps."""
     summary: Summary | None
     """None while the run goes on, and after a kill."""
     quantised: Mapping[str, str] = field(default_factory=dict)
-    """URL -> how that server quantises its weights, of those that do."""
+    """URL -> quantisation method, for servers that quantise their weights."""
     gone: bool = False
-    """Whether its trainer is known to be dead."""
+    """Whether its trainer is known to have ended."""
 
 
 def read_run(folder: Path) -> Run:
-    """Read what there is. Raises ConfigError if the folder holds no run."""
+    """Read a run's folder. Raises ConfigError if it holds no run or cannot be read."""
     metrics, trace = folder / "metrics.jsonl", folder / "trace.json"
     if not metrics.is_file() and not trace.is_file():
         raise ConfigError(
@@ -144,7 +144,7 @@ def read_run(folder: Path) -> Run:
         )
     try:
         summary = _summary(folder)
-        # A run that goes on has said it to its history alone.
+        # While the run goes on, only its history has this.
         said = summary or read_history(folder / "history.jsonl")
         return Run(
             folder.resolve().name,
@@ -160,9 +160,9 @@ def read_run(folder: Path) -> Run:
 
 
 def columns(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, Array]:
-    """Name -> its value in each row, [rows] float64; NaN where a row has none."""
+    """Return name -> its value in each row, [rows] float64; NaN where a row has none."""
     names = list(names)
-    # A row at a time: its dict is out of the processor's cache before the next name comes.
+    # Row by row, while a row's dict is in the processor's cache.
     values = [list(map(row.get, names)) for row in rows]
     table = np.array(values, dtype=np.float64).reshape(len(rows), len(names))
     return dict(zip(names, np.ascontiguousarray(table.T), strict=True))
@@ -170,8 +170,7 @@ def columns(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Least, mean and largest value of each bucket, [buckets] float64; NaN where a bucket has
-    none."""
+    """Least, mean and largest value per bucket, [buckets] float64; NaN for an empty bucket."""
 
     low: Array
     mean: Array
@@ -179,7 +178,8 @@ class Band:
 
 
 def edges(count: int, limit: int) -> npt.NDArray[np.int64]:
-    """Bounds of at most ``limit`` buckets of ``count`` values; their sizes differ by 1 at most.
+    """Return the bounds of at most ``limit`` buckets of ``count`` values; sizes differ by at most
+    1.
 
     Example: 10 values in 4 buckets have the bounds 0, 2, 5, 7, 10; 3 values in 4 have 0, 1, 2, 3.
     """
@@ -188,7 +188,8 @@ def edges(count: int, limit: int) -> npt.NDArray[np.int64]:
 
 
 def band(values: Array, bounds: npt.NDArray[np.int64]) -> Band:
-    """Bucket k has ``values[bounds[k]:bounds[k + 1]]``. What is not finite counts as no value.
+    """Summarise ``values[bounds[k]:bounds[k + 1]]`` for each bucket k, without values that are not
+    finite.
 
     Example: values 1, 3, NaN, NaN with bounds 0, 2, 4: low 1, NaN; mean 2, NaN; high 3, NaN.
     """
@@ -206,8 +207,8 @@ def band(values: Array, bounds: npt.NDArray[np.int64]) -> Band:
 
 
 def read_samples(path: Path) -> list[ShownStep]:
-    """Read samples.jsonl. As in metrics.jsonl a step that comes again takes the place of all from
-    it on, and a torn line is left out."""
+    """Read samples.jsonl. As in metrics.jsonl, a repeated step replaces all from that step on, and
+    torn lines are skipped."""
     out: list[ShownStep] = []
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(msgspec.DecodeError):
@@ -219,8 +220,8 @@ def read_samples(path: Path) -> list[ShownStep]:
 
 
 def summary_of(folder: Path) -> Path | None:
-    """summary.json of a run; None while there is none that is newer than the last step: it may be
-    of an earlier run in the same folder."""
+    """Return the path of a run's summary.json; None if it is missing or older than the last step
+    (of an earlier run in the same folder)."""
     summary, metrics = folder / "summary.json", folder / "metrics.jsonl"
     with suppress(FileNotFoundError):
         written = summary.stat().st_mtime
@@ -230,10 +231,10 @@ def summary_of(folder: Path) -> Path | None:
 
 
 def trainer_lives(lock: Path) -> bool | None:
-    """Whether the process that a run's lock file names is there; None if that cannot be said: there
-    is no file, or it is of another host.
+    """Return whether the process in a run's lock file is alive; None if unknown: no file, or
+    another host's.
 
-    The lock itself is not tried: a trainer that starts in that moment would find it taken.
+    The lock itself is not tried: a trainer that starts at that moment would find it taken.
     """
     with suppress(FileNotFoundError):
         found = re.match(r"(\S+) process (\d+)", lock.read_text(errors="replace"))
@@ -264,20 +265,20 @@ SPAN = np.dtype(
         ("number", np.int64),
     ]
 )
-"""A bar of the trace: number of its track, number of its name, seconds, version or step."""
+"""A span of the trace: numbers of its track and name, start and stop in seconds, version or
+step."""
 
 Bars = npt.NDArray[np.void]
 """[bars] of SPAN, in the file's order."""
 
 
 def read_trace(path: Path, block_bytes: int = BLOCK_BYTES) -> Trace:
-    """Read a trace of the recorder. A line that a kill tore, or that is being written, is left
-    out."""
+    """Read a recorder's trace. Torn lines, of a kill or a write in progress, are skipped."""
     names: defaultdict[str, int] = defaultdict(count().__next__)
     parts, others = [np.empty(0, SPAN)], []
     with path.open("rb") as file:
         while data := file.read(block_bytes):
-            # no deadline: a file on a disk, up to the end of its line
+            # No deadline: this reads a file up to the end of a line.
             events = _decoded(data + file.readline())
             bars = [event for event in events if event.ph == "X"]
             if len(bars) < len(events):
@@ -316,9 +317,9 @@ def _bars(events: list[_Event], names: Mapping[str, int]) -> Bars:
 
 
 def _assemble(table: Bars, names: list[str], others: list[_Event]) -> Trace:
-    """Sort the events by track and name, each process's times shifted (_shifts)."""
+    """Sort the events by track and name, with each process's times shifted (_shifts)."""
     tracks: dict[int, tuple[int, str]] = {}
-    """Number -> (process, label): numbers are unique over the processes that appended."""
+    """Number -> (process, label). Numbers are unique over the processes that appended."""
     points: list[_Event] = []
     process = -1
     for event in others:
@@ -352,7 +353,7 @@ def _assemble(table: Bars, names: list[str], others: list[_Event]) -> Trace:
 
 
 def _groups(table: Bars, tracks: Iterable[int], names: int) -> list[Bars]:
-    """Bars of one name on one track, for every name on every known track, in the file's order."""
+    """Return the bars of each name on each known track, in the file's order."""
     known = np.array(sorted(tracks), dtype=np.int64)
     if not known.size or not table.size:
         return []
@@ -364,7 +365,7 @@ def _groups(table: Bars, tracks: Iterable[int], names: int) -> list[Bars]:
 
 
 def _spans(parts: list[Bars]) -> Spans:
-    """All bars, by start."""
+    """Join bars, sorted by start."""
     bars = np.concatenate(parts)
     bars = bars[np.argsort(bars["start"], kind="stable")]
     return Spans(bars["start"], bars["stop"], bars["number"])
@@ -373,15 +374,16 @@ def _spans(parts: list[Bars]) -> Spans:
 def _shifts(
     tracks: Mapping[int, tuple[int, str]], groups: list[Bars], points: list[_Event]
 ) -> dict[int, float]:
-    """Process -> seconds to add to its times, so that the run starts at 0 and time never goes back.
+    """Return process -> seconds to add to its times, so that the run starts at 0 and time never
+    goes back.
 
-    The processes before the last one that started at step 1 belong to an older run and are not
-    among them. The clock of a resumed run is another one if its host was restarted.
+    Processes before the last one that started at step 1 belong to an older run and are left out. A
+    resumed run has another clock if its host was restarted.
     """
     times: defaultdict[int, list[float]] = defaultdict(list)
-    """Process -> times among which are its first and its last."""
+    """Process -> times, with its first and last among them."""
     steps: defaultdict[int, list[int]] = defaultdict(list)
-    """Process -> steps among which is its trainer's first."""
+    """Process -> steps, with its trainer's first among them."""
     for bars in groups:
         process, label = tracks[int(bars["track"][0])]
         times[process] += [float(bars["start"].min()), float(bars["stop"].max())]

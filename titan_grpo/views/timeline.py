@@ -1,4 +1,5 @@
-"""What every server did, against the trainer's steps: who held which version when. Pure."""
+"""Timeline of a run: what servers did against the trainer's steps, and which versions they held.
+Pure."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,25 +19,25 @@ SERVER_STATES = {
     "paused": names.PAUSE_S,
     "evaluated": names.HELD_S,
 }
-"""State -> name of its spans in the trace. A server that holds a version and is not paused
-generates, also while it receives, and while an evaluation keeps it on its version."""
+"""State -> name of its spans in the trace. A server that holds a version generates unless it is
+paused: also while it receives, and while an evaluation holds its version."""
 
 BINS = 480
 """Columns of the overview."""
 
 EXACT_SPANS = 6000
-"""Spans that the page shows one by one: a whole short run, or the end of a long one."""
+"""Spans that the page shows individually: a whole short run, or the end of a long one."""
 
 MARKS = 2000
-"""Faults that are marked, evenly taken: a server that fails at every step has thousands."""
+"""Faults that are marked, taken evenly: a server that fails at every step has thousands."""
 
 FAULTS = ("error", "sync failure", "server joined", "server left", "version skipped")
-"""Instants that the timeline marks."""
+"""Instants marked on the timeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFigures:
-    """What one server did in a run; seconds."""
+    """Figures of one server in a run; times in seconds."""
 
     url: str
     commits: int
@@ -47,19 +48,19 @@ class ServerFigures:
     pause_median_s: float
     pause_s: float
     served_s: float
-    """From its first commit to the end of the run, or until it left."""
+    """From its first commit until it left or the run ended."""
     lag: float
     """Mean over that time of the newest published version minus its own."""
     faults: int
     held_s: float = 0.0
-    """Kept on its version by evaluations."""
+    """Time that evaluations held its version."""
     waited_meanwhile_s: float = 0.0
-    """Of that time, what the trainer waited for rollouts."""
+    """Part of that time in which the trainer waited for rollouts."""
 
 
 def published(trace: Trace) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """When the trainer made each version: (times, versions), both rising. Versions that no slot was
-    free for count too."""
+    """Return when the trainer made each version, also without a free slot: (times, versions),
+    rising."""
     sealed = trace.of("sealer", names.DIGEST_S)
     skipped = [(i.time_s, i.version) for i in trace.instants if i.name == "version skipped"]
     times = np.concatenate([sealed.start, [t for t, _ in skipped]])
@@ -69,7 +70,7 @@ def published(trace: Trace) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int
 
 
 def held(trace: Trace, url: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """When a server was verified to hold each version: (times, versions). -1 once it has left."""
+    """Return when a server was verified to hold each version: (times, versions); -1: it left."""
     commits = trace.of(url, names.COMMIT_S)
     gone = [i.time_s for i in trace.instants if i.track == url and i.name == "server left"]
     times = np.concatenate([commits.stop, gone])
@@ -79,7 +80,7 @@ def held(trace: Trace, url: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[n
 
 
 def figures(trace: Trace, url: str) -> ServerFigures:
-    """Compute a server's figures."""
+    """Return a server's figures."""
     times, versions = held(trace, url)
     new, number = published(trace)
     connect, send, drain, pause, kept = (trace.of(url, name) for name in SERVER_STATES.values())
@@ -109,15 +110,16 @@ def figures(trace: Trace, url: str) -> ServerFigures:
 
 
 def concerns(instant: Instant, url: str) -> bool:
-    """Whether an instant is about a server: on its track, or an error that names it."""
+    """Return whether an instant is about a server: on its track, or an error that names it."""
     return instant.track == url or (instant.name == "error" and url in instant.text)
 
 
 def timeline(trace: Trace, exact_spans: int = EXACT_SPANS) -> dict[str, Any]:
-    """Lay out a run as the page shows it, in plain JSON with short numbers: each row's shares of
-    BINS bins in hundredths, and its version at each bin's end (the trainer's: the newest that was
-    published; a server's: how many behind that, -1 without one); the last ``exact_spans`` spans one
-    by one, as [row, state, start ms, length ms, version or step]; marks as [row, ms, fault, text].
+    """Lay out a run for the page, in plain JSON with short numbers.
+
+    Each row has its shares of BINS bins in hundredths, and its version at each bin's end (trainer:
+    the newest published; server: how many behind that, -1 without one). The last ``exact_spans``
+    spans are [row, state, start ms, length ms, version or step]; marks are [row, ms, fault, text].
     """
     tracks = [TRAINER, *trace.servers]
     bounds = np.linspace(0.0, max(trace.seconds, 1e-9), BINS + 1)
@@ -170,8 +172,8 @@ def _states(trace: Trace, track: str) -> dict[str, Spans]:
 
 
 def covered(start: Array, stop: Array, bounds: Array) -> Array:
-    """Share of each interval between neighbouring ``bounds`` (seconds, rising) that the spans
-    cover, in [0, 1]. Spans are sorted by start; one that overlaps the next is cut at its start.
+    """Return the share, in [0, 1], of each interval of ``bounds`` (seconds, rising) that the spans
+    cover. Spans are sorted by start; one that overlaps the next is cut at the next's start.
 
     Example: a span from 1 to 3 over the bounds 0, 2, 4 covers 0.5 and 0.5.
     """
@@ -184,7 +186,7 @@ def covered(start: Array, stop: Array, bounds: Array) -> Array:
 
 
 def _done(start: Array, stop: Array, at: Array) -> Array:
-    """Seconds of spans, by start and apart from each other, that lie before each of ``at``."""
+    """Return the seconds of spans, sorted and disjoint, that lie before each time of ``at``."""
     total = np.append(0.0, np.cumsum(stop - start))
     times = np.stack([start, stop], axis=1).ravel()
     so_far = np.stack([total[:-1], total[1:]], axis=1).ravel()
@@ -193,7 +195,7 @@ def _done(start: Array, stop: Array, at: Array) -> Array:
 
 
 def overlap(one: Spans, other: Spans) -> float:
-    """Seconds that lie in spans of both; those of each are apart from each other.
+    """Return the seconds covered by spans of both; the spans of each are disjoint.
 
     Example: 1 to 3 and 5 to 6 overlap 2 to 5.5 by 1.5.
     """
@@ -204,8 +206,8 @@ def overlap(one: Spans, other: Spans) -> float:
 
 
 def steps_at(times: Array, values: npt.NDArray[np.int64], at: Array) -> npt.NDArray[np.int64]:
-    """Value of a step function at the times ``at``: the last of ``values`` at or before, -1 before
-    the first. ``times`` is sorted.
+    """Return the values of a step function at the times ``at``: the last of ``values`` at or
+    before, -1 before the first. ``times`` is sorted.
 
     Example: values 5, 6 at times 1, 2 are -1, 5, 6 at times 0, 1.5, 9.
     """
@@ -218,7 +220,8 @@ def steps_at(times: Array, values: npt.NDArray[np.int64], at: Array) -> npt.NDAr
 
 
 def integral(times: Array, values: npt.NDArray[np.int64], begin: float, end: float) -> float:
-    """Integral of that step function from ``begin``, at or after its first time, to ``end``.
+    """Return the integral of that step function from ``begin``, at or after its first time, to
+    ``end``.
 
     Example: values 5, 6 at times 1, 2 from 1 to 4: 5 * 1 + 6 * 2 = 17.
     """
