@@ -136,6 +136,27 @@ def test_a_server_holds_a_version_until_the_next_commit_or_until_it_leaves(tmp_p
     assert (behind[0], max(behind), behind[-1]) == (-1, 1, -1)
 
 
+def test_time_in_which_a_server_was_away_from_the_run_is_neither_served_nor_lag(
+    tmp_path: Path,
+) -> None:
+    clock = Clock(0.0)
+    recorder = Recorder(tmp_path, clock=clock)
+    for version in range(100):
+        recorder.record_span(names.DIGEST_S, version, version, "sealer", version=version)
+        if not 10 < version < 90:
+            recorder.record_span(names.COMMIT_S, version, version, url_of(0), version=version)
+    clock.now = 10.5
+    recorder.left(url_of(0), 10)
+    clock.now = 90.0
+    recorder.joined(url_of(0), 90)
+    clock.now = 100.0
+    recorder.instant("error", message="late")
+    recorder.close()
+    server = figures(read_trace(tmp_path / "trace.json"), url_of(0))
+    assert np.isclose(server.served_s, 20.5)
+    assert np.isclose(server.lag, 0.0)
+
+
 def test_an_evaluation_that_held_a_server_and_the_waits_meanwhile_are_counted(
     tmp_path: Path,
 ) -> None:
