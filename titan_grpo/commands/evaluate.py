@@ -81,8 +81,9 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
             result = asyncio.run(evaluate(Job.of(table, spec), state, loaded, key))
             print(evaluation.line(result), flush=True)
             found.append(msgspec.to_builtins(result))
-    if out is not None:
-        out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            # After each: a later one that fails would lose it.
+            if out is not None:
+                out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
