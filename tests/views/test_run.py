@@ -75,6 +75,24 @@ def test_how_servers_quantise_is_known_of_a_run_at_any_time(tmp_path: Path, fini
     assert facts_of(run).quantised == run.quantised
 
 
+@pytest.mark.parametrize("finished", [False, True], ids=["goes on", "has ended"])
+def test_the_first_step_after_a_resume_is_not_the_longest_of_a_run_at_any_time(
+    tmp_path: Path, finished: bool
+) -> None:
+    for steps in ({1: 9.0, 2: 1.0}, {3: 50.0, 4: 2.0}):
+        recorder = Recorder(tmp_path)
+        for step, step_s in steps.items():
+            recorder.step(step, {names.STEP_S: step_s})
+        recorder.close()
+    if finished:
+        report.write_report(recorder, "a run", "async", "")
+    run = read_run(tmp_path)
+    assert run.resumes == [3]
+    longest = facts_of(run).longest
+    assert longest is not None
+    assert longest.number == 4
+
+
 def test_the_summary_of_an_earlier_run_is_not_that_of_one_that_goes_on(tmp_path: Path) -> None:
     make_run(tmp_path, Made(steps=3))
     make_run(tmp_path, Made(steps=2, first_step=4, finished=False), Clock(2000.0))
