@@ -90,6 +90,17 @@ def test_a_server_whose_clock_is_off_by_five_seconds_is_a_warning(
     assert all(words in f.text and "NTP" in f.remedy for f in clocks)
 
 
+def test_the_clock_of_a_server_is_read_past_the_environments_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with http_server({"/health": None, "/version": {"version": "0.32.0"}}, 60) as (url, _):
+        found = server_facts(url, Access(60))
+    assert found.clock_ahead_s > 50
+
+
 def test_an_engine_that_is_too_old_is_refused_once_and_by_its_version(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -137,6 +137,17 @@ def test_an_older_job_keeps_its_meaning(folder: Path) -> None:
     assert "sglang_tp: has no value here" in (folder / "new.toml").read_text()
 
 
+def test_what_an_older_job_has_outside_of_sections_is_kept(folder: Path) -> None:
+    outside = 'title = "a job"\n'
+    tables = '[[evaluation]]\nname = "a"\nrows = 3\n[[evaluation]]\nname = "b"\n'
+    (folder / "old.toml").write_text(outside + OLDER_JOB + tables)
+    assert init.run(["--from", "old.toml", "--out", "new.toml"], os.environ) == 0
+    table = tomllib.loads((folder / "new.toml").read_text())
+    assert table["title"] == "a job"
+    assert table["evaluation"] == [{"name": "a", "rows": 3}, {"name": "b"}]
+    assert table["training"]["seq_len"] == 4096
+
+
 def test_an_older_jobs_adapters_are_ours_and_what_has_no_counterpart_is_named(folder: Path) -> None:
     peft = "[peft]\nenable_peft = true\nuse_lora = true\nlora_rank = 8\nlora_alpha = 32\n"
     (folder / "old.toml").write_text(OLDER_JOB + peft + "lora_dropout = 0.1\n")

@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from titan_grpo import cli
+from titan_grpo.commands import verify
 from titan_grpo.commands.processes import TrainingFailed, run_logged
 from titan_grpo.errors import ConfigError
 
@@ -78,3 +80,34 @@ def test_a_killed_command_leaves_nothing_of_what_it_ran(tmp_path: Path) -> None:
         assert owner.pid not in [process.pid for process in below]
         owner.kill()
         assert psutil.wait_procs(below, timeout=120)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (["--out", "file"], "--out must be a new directory, file is a file: name another"),
+        (
+            ["--out", "new", "--json", "nowhere/result.json"],
+            "--json must be a file that can be written, got 'nowhere/result.json'",
+        ),
+        (["--out", "new", "--json", "."], "--json must be a file that can be written, got '.'"),
+    ],
+)
+def test_what_a_verification_cannot_write_is_refused_before_its_runs(
+    arguments: list[str],
+    rule: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    engine = ["--vllm-python", sys.executable]
+    assert cli.main(["verify", *engine, *arguments]) == 2
+    assert capsys.readouterr().err == f"titan-grpo verify: {rule}\n"
+
+
+def test_the_result_of_a_verification_may_lie_beside_its_evidence(tmp_path: Path) -> None:
+    out = tmp_path / "new"
+    words = ["--out", str(out), "--json", str(out / "result.json")]
+    assert verify.arguments([*words, "--vllm-python", sys.executable]).out == out

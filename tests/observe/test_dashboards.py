@@ -3,6 +3,7 @@ spans of the recorder in the OpenTelemetry SDK, whose own exporter keeps them.""
 
 import json
 import re
+import threading
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.rigs.present import present
 from titan_grpo.observe import dashboards, names
-from titan_grpo.observe.recorder import Recorder
+from titan_grpo.observe.recorder import PENDING_LIMIT, Recorder, read_metrics
 
 
 def samples(page: bytes) -> dict[tuple[str, str], float]:
@@ -90,6 +91,70 @@ def test_what_has_one_version_is_one_trace_with_the_recorders_times(tmp_path: Pa
     assert send.end_time is not None
     assert send.end_time - send.start_time == pytest.approx(2.5e9, abs=1e3)
     assert abs(send.start_time - before_ns) < 1e9
+
+
+def test_a_collector_that_is_gone_is_named_and_the_files_are_whole(tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+
+    answered = threading.Event()
+
+    class Gone(SpanExporter):
+        def export(self, spans: object) -> SpanExportResult:
+            answered.wait(60)
+            return SpanExportResult.FAILURE
+
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(Gone()))
+    recorder = Recorder(tmp_path, traces=dashboards.Traces(provider, "run", 0.0))
+    recorder.add_span("train", 1.0, 2.0, "main thread", step=1)
+    (problem,) = recorder.close(0.5)
+    assert "the last spans were not exported within 0.25 s" in problem
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT" in problem
+    assert recorder.close() == [problem]
+    assert json.loads((tmp_path / "trace.json").read_text())[-1]["name"] == "train"
+    answered.set()
+
+
+def test_an_exporter_that_raises_is_named_and_the_recorder_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+
+    class Broken(SpanProcessor):
+        def on_end(self, span: ReadableSpan) -> None:
+            raise ValueError("no such exporter")
+
+    provider = TracerProvider()
+    provider.add_span_processor(Broken())
+    recorder = Recorder(tmp_path, traces=dashboards.Traces(provider, "run", 0.0))
+    for step in (1, 2):
+        recorder.add_span("train", 1.0, 2.0, "main thread", step=step)
+        recorder.step(step, {names.REWARD: 0.5})
+    assert recorder.close() == ["spans are not exported: ValueError: no such exporter"]
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+
+
+def test_spans_that_wait_for_a_slow_exporter_are_bounded(tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+
+    goes_on, taken = threading.Event(), []
+
+    class Slow(SpanProcessor):
+        def on_end(self, span: ReadableSpan) -> None:
+            goes_on.wait(60)
+            taken.append(span.name)
+
+    provider = TracerProvider()
+    provider.add_span_processor(Slow())
+    recorder = Recorder(tmp_path, traces=dashboards.Traces(provider, "run", 0.0))
+    for step in range(PENDING_LIMIT):
+        recorder.add_span("train", 1.0, 2.0, "main thread", step=step)
+    goes_on.set()
+    (problem,) = recorder.close(60)
+    assert "events are not in it: the disk did not keep up" in problem
+    assert 0 < len(taken) <= PENDING_LIMIT / 2 + 1, "each has an event in the queue too"
 
 
 def test_nothing_is_exported_unless_the_environment_names_a_collector() -> None:

@@ -213,6 +213,15 @@ def test_a_full_disk_is_one_error_of_the_run_and_the_other_files_are_whole(tmp_p
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2000
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ended_early_is_an_error_of_the_run(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.instant("x", detail={(1, 2): "no key of JSON"})
+    (problem,) = recorder.close()
+    assert "are incomplete: their thread ended early" in problem
+    assert recorder.history().errors == recorder.close() == [problem]
+
+
 def test_a_run_directory_that_is_a_file_is_a_mistake_in_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from titan_grpo.views.page import rounded
 from titan_grpo.views.run import band, edges
-from titan_grpo.views.timeline import covered, integral, steps_at
+from titan_grpo.views.timeline import covered, steps_at
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 50))
@@ -66,7 +66,6 @@ def test_a_step_function_holds_its_value_until_the_next() -> None:
     times, values = np.array([1.0, 2.0]), np.array([5, 6])
     assert steps_at(times, values, np.array([0.0, 1.0, 1.5, 9.0])).tolist() == [-1, 5, 5, 6]
     assert steps_at(np.empty(0), np.empty(0, int), np.array([1.0])).tolist() == [-1]
-    assert integral(times, values, 1.0, 4.0) == 17.0
 
 
 def test_numbers_of_the_page_are_short_and_finite() -> None:

@@ -57,6 +57,12 @@ def test_without_a_tokenizer_ids_are_shown(tmp_path: Path) -> None:
     assert pieces([5, 6], decoder([tmp_path])) == ["⟨5⟩", "⟨6⟩"]
 
 
+def test_a_torn_tokenizer_is_none(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    file.write_bytes(file.read_bytes()[:100])
+    assert pieces([5, 6], decoder([folder])) == ["⟨5⟩", "⟨6⟩"]
+
+
 def step(number: int, *shown: Shown) -> ShownStep:
     return ShownStep(number, number + 4, "", list(shown))
 

@@ -41,6 +41,40 @@ def test_a_growing_file_gives_each_whole_line_once(tmp_path: Path) -> None:
     assert tail.lines() == [b"e"], "a file that was replaced is read anew"
 
 
+def test_a_last_line_that_is_replaced_is_given_again_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"a\nb\n")
+    tail = Tail(path)
+    assert tail.lines() == [b"a", b"b"]
+    for content, expected in (
+        (b"a\n", []),  # cut, and not written yet
+        (b"a\nb\n", []),
+        (b"a\n", []),
+        (b"a\nb", []),
+        (b"a\nb and more\n", [b"b and more"]),
+        (b"a\nb and more\nc\n", [b"c"]),
+    ):
+        path.write_bytes(content)
+        assert tail.lines() == expected
+
+
+def test_the_last_evaluation_of_a_run_is_seen(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.step(1, {names.REWARD: 0.25})
+    recorder.step(2, {names.REWARD: 0.5})
+    follower = Follower(tmp_path)
+    deadline = time.monotonic() + DEADLINE_S
+    while follower.state.step < 2:
+        assert time.monotonic() < deadline
+        follower.read()
+    recorder.after_last_step({"evaluation/held_out/reward": 0.75})
+    recorder.close()
+    (row,) = follower.read()
+    assert [row["step"] for row in follower.state.rows] == [1, 2]
+    assert step_line(row, {}).startswith("step 2  reward 0.5 ")
+    assert step_line(row, {}).endswith("evaluation held_out 0.75")
+
+
 def test_of_a_long_file_only_its_beginning_and_its_end_are_read(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     count = 3 * live.TAIL_BYTES // 10

@@ -75,6 +75,24 @@ def test_how_servers_quantise_is_known_of_a_run_at_any_time(tmp_path: Path, fini
     assert facts_of(run).quantised == run.quantised
 
 
+@pytest.mark.parametrize("finished", [False, True], ids=["goes on", "has ended"])
+def test_the_first_step_after_a_resume_is_not_the_longest_of_a_run_at_any_time(
+    tmp_path: Path, finished: bool
+) -> None:
+    for steps in ({1: 9.0, 2: 1.0}, {3: 50.0, 4: 2.0}):
+        recorder = Recorder(tmp_path)
+        for step, step_s in steps.items():
+            recorder.step(step, {names.STEP_S: step_s})
+        recorder.close()
+    if finished:
+        report.write_report(recorder, "a run", "async", "")
+    run = read_run(tmp_path)
+    assert run.resumes == [3]
+    longest = facts_of(run).longest
+    assert longest is not None
+    assert longest.number == 4
+
+
 def test_the_summary_of_an_earlier_run_is_not_that_of_one_that_goes_on(tmp_path: Path) -> None:
     make_run(tmp_path, Made(steps=3))
     make_run(tmp_path, Made(steps=2, first_step=4, finished=False), Clock(2000.0))
@@ -134,6 +152,27 @@ def test_a_server_holds_a_version_until_the_next_commit_or_until_it_leaves(tmp_p
     assert np.isclose(server.lag, 4.5 / 5.5)
     behind = timeline(trace)["rows"][1]["behind"]
     assert (behind[0], max(behind), behind[-1]) == (-1, 1, -1)
+
+
+def test_time_in_which_a_server_was_away_from_the_run_is_neither_served_nor_lag(
+    tmp_path: Path,
+) -> None:
+    clock = Clock(0.0)
+    recorder = Recorder(tmp_path, clock=clock)
+    for version in range(100):
+        recorder.record_span(names.DIGEST_S, version, version, "sealer", version=version)
+        if not 10 < version < 90:
+            recorder.record_span(names.COMMIT_S, version, version, url_of(0), version=version)
+    clock.now = 10.5
+    recorder.left(url_of(0), 10)
+    clock.now = 90.0
+    recorder.joined(url_of(0), 90)
+    clock.now = 100.0
+    recorder.instant("error", message="late")
+    recorder.close()
+    server = figures(read_trace(tmp_path / "trace.json"), url_of(0))
+    assert np.isclose(server.served_s, 20.5)
+    assert np.isclose(server.lag, 0.0)
 
 
 def test_an_evaluation_that_held_a_server_and_the_waits_meanwhile_are_counted(

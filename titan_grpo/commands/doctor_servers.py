@@ -2,8 +2,6 @@
 nothing, and pure judgements of the answers."""
 
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -23,6 +21,7 @@ from titan_grpo.engines.http import (
     ServerAccess,
     SyncDriver,
     address_towards,
+    ignore,
     want,
 )
 from titan_grpo.engines.server import detect, make_control
@@ -322,20 +321,17 @@ def address_towards_server(url: str) -> str:
         return "127.0.0.1"
 
 
-def clock_ahead_s(url: str, timeout_s: float) -> float:
+def clock_ahead_s(driver: SyncDriver, timeout_s: float) -> float:
     """Return by how many seconds a server's clock is ahead of this host's, from the Date of any
     answer; 0 if unknown."""
     before = time.time()
     try:
-        with urllib.request.urlopen(f"{url}/version", timeout=timeout_s) as answer:
-            headers = answer.headers
-    except urllib.error.HTTPError as error:
-        headers = error.headers
-    except (OSError, ValueError):
+        text = driver.header(Call("GET", "/version", timeout_s, ignore), "Date")
+    except PeerError:
         return 0.0
     try:
         # Date is truncated to seconds: the clock was between it and one second later.
-        date = parsedate_to_datetime(headers["Date"]).timestamp()
+        date = parsedate_to_datetime(text).timestamp()
     except (TypeError, ValueError):
         return 0.0
     return max(0.0, date - time.time()) - max(0.0, before - (date + 1))
@@ -361,7 +357,7 @@ def server_facts(url: str, access: Access) -> ServerFacts:
             facts.tokens = questions.tokens()
         if access.needs and access.needs.tool_calls and facts.label is not None:
             questions.tool_calls()
-    facts.clock_ahead_s = clock_ahead_s(url, access.timeout_s)
+        facts.clock_ahead_s = clock_ahead_s(driver, access.timeout_s)
     return facts
 
 

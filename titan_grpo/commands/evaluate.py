@@ -4,7 +4,6 @@ server."""
 import argparse
 import asyncio
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan_grpo.commands.processes import require_file
 from titan_grpo.config import LAUNCH
 from titan_grpo.config.rollout import server_url
 from titan_grpo.errors import ConfigError, PeerError
@@ -60,9 +60,8 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         )
     server = args.server and server_url(args.server)
     out: Path | None = args.out
-    # Check this first: an evaluation takes long.
-    if out is not None and (out.is_dir() or not os.access(out.absolute().parent, os.W_OK)):
-        raise ConfigError(f"--out must be a file that can be written, got {str(out)!r}")
+    if out is not None:
+        require_file("--out", out)
     tables = [table for table in config.evaluation if table.name in names]
     import msgspec
 
@@ -82,8 +81,9 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
             result = asyncio.run(evaluate(Job.of(table, spec), state, loaded, key))
             print(evaluation.line(result), flush=True)
             found.append(msgspec.to_builtins(result))
-    if out is not None:
-        out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            # After each: a later one that fails would lose it.
+            if out is not None:
+                out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

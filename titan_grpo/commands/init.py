@@ -232,6 +232,10 @@ def converted(path: str) -> str:
 
 def _sections(table: Mapping[str, Any]) -> Iterator[str]:
     found = older.convert(table.get("grpo", {})) + older.convert_peft(table.get("peft", {}))
+    # In TOML all that is of no section comes first; an array of tables may be one value.
+    for name, value in table.items():
+        if not isinstance(value, dict):
+            yield f"{name} = {toml(value)}"
     for section, keys in table.items():
         if section in ("grpo", "peft") or not isinstance(keys, dict):
             continue

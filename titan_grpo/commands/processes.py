@@ -1,8 +1,9 @@
 """Helpers of commands that run torchrun as a subprocess: its end, its status lines, recipes, and
-interpreters of the engines."""
+checks of what options name."""
 
 import argparse
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -153,6 +154,13 @@ def tiny_job(options: argparse.Namespace, model: Path, folder: Path, servers: st
         "--training.steps": str(options.steps),
     }
     return [text for pair in settings.items() for text in pair]
+
+
+def require_file(option: str, path: Path) -> None:
+    """Raise ConfigError if an option names no file that can be written. Checked before a long run,
+    whose figures would be lost."""
+    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+        raise ConfigError(f"{option} must be a file that can be written, got {str(path)!r}")
 
 
 def require_python(engine: str, path: str) -> None:

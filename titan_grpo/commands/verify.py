@@ -12,7 +12,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from titan_grpo.commands.processes import add_tiny_run, in_foreground, require_python
+from titan_grpo.commands.processes import (
+    add_tiny_run,
+    in_foreground,
+    require_file,
+    require_python,
+)
 from titan_grpo.errors import ConfigError
 
 
@@ -42,11 +47,16 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     options.python = getattr(options, f"{options.engine}_python")
     require_python(options.engine, options.python)
     out = Path(options.out or f"outputs/verify-{time.strftime('%Y%m%d-%H%M%S')}")
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out must be a new directory, {out} is a file: name another")
     if out.exists() and any(out.iterdir()):
         raise ConfigError(
             f"--out must be a new directory, {out} has files in it: remove it or name another"
         )
     options.out = out
+    # A file beside the evidence is in order: its directory is made with the first run.
+    if options.json and Path(options.json).absolute().parent != out.absolute():
+        require_file("--json", Path(options.json))
     return options
 
 

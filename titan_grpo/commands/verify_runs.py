@@ -91,9 +91,10 @@ def verify(
     }
     result |= outcome(runs, phase_runs.speeds, check_all(runs, TOLERANCE), TOLERANCE)
     result["seconds"] = time.monotonic() - began
+    # The table first: it must not be lost with a disk that is full by now.
+    print(table(result), flush=True)
     for path in filter(None, (out / "verify.json", options.json)):
         Path(path).write_text(json.dumps(result, indent=2))
-    print(table(result))
     print(f"{result['seconds']:.0f} s; evidence and logs in {out}")
     return 0 if result["passed"] else 1
 

@@ -214,6 +214,15 @@ class SyncDriver(_Driver):
     def run(self, call: Call[T]) -> T:
         """Execute a call. Raises ServerUnreachable (no answer), HttpRefused (not 2xx),
         ServerRefused (unreadable answer)."""
+        response = self._answer(call)
+        return self._value(call, response.status_code, response.content)
+
+    def header(self, call: Call[Any], name: str) -> str:
+        """Return a header of the answer, of any status; empty without it. Raises
+        ServerUnreachable."""
+        return str(self._answer(call).headers.get(name, ""))
+
+    def _answer(self, call: Call[Any]) -> httpx.Response:
         self._calling()
         try:
             response = self._client.request(
@@ -231,7 +240,7 @@ class SyncDriver(_Driver):
             # answer: the next request on it would fail with a read error on a healthy server.
             self._client.close()
             self._client = self._connect()
-        return self._value(call, response.status_code, response.content)
+        return response
 
     def close(self) -> None:
         """Close the connections. Idempotent."""

@@ -8,6 +8,7 @@ training). OpenTelemetry's own variables configure everything else.
 
 import hashlib
 import re
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -83,13 +84,10 @@ def _families(values: Mapping[str, float | None]) -> Iterable[Any]:
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
-FLUSH_MS = 5000
-"""Timeout given to the provider's flush at the end, in milliseconds."""
-
 
 class Traces:
-    """Exporter of the recorder's spans; called from its thread. The provider exports from a batch
-    processor's thread, which drops spans while the collector is gone."""
+    """Exporter of the recorder's spans, which come from its thread. The provider exports from a
+    batch processor's thread, which drops spans while the collector is gone."""
 
     def __init__(self, provider: Any, run: str, clock_s: float) -> None:
         """``clock_s``: the recorder's clock now."""
@@ -97,11 +95,23 @@ class Traces:
         self._tracer = provider.get_tracer("titan_grpo")
         self._zero_ns = time.time_ns() - int(clock_s * 1e9)
         self._begun = str(self._zero_ns)
+        self._problem = ""
 
     def span(
         self, name: str, start_s: float, stop_s: float, track: str, args: dict[str, Any]
     ) -> None:
-        """Export one span; its times are on the recorder's clock."""
+        """Export one span; its times are on the recorder's clock. After the first error, which
+        ``close`` returns, all spans are ignored."""
+        if self._problem:
+            return
+        try:
+            self._export(name, start_s, stop_s, track, args)
+        except Exception as error:  # noqa: BLE001 - the boundary to a plugin, close() returns it
+            self._problem = f"spans are not exported: {type(error).__name__}: {error}"
+
+    def _export(
+        self, name: str, start_s: float, stop_s: float, track: str, args: dict[str, Any]
+    ) -> None:
         from opentelemetry import trace
 
         kind = next((key for key in ("step", "version") if key in args), "")
@@ -121,10 +131,19 @@ class Traces:
         )
         span.end(self._ns(stop_s))
 
-    def close(self) -> None:
-        """Export the rest and shut the provider down."""
-        self._provider.force_flush(FLUSH_MS)
-        self._provider.shutdown()
+    def close(self, deadline_s: float) -> str:
+        """Export the rest and shut the provider down. Returns why spans are missing, else ""."""
+        # In a thread: shutdown() takes no deadline, and waits 30 s or longer for a collector that
+        # is gone.
+        end = threading.Thread(target=self._provider.shutdown, name="end of traces", daemon=True)
+        end.start()
+        end.join(deadline_s)
+        if end.is_alive() and not self._problem:
+            self._problem = (
+                f"the last spans were not exported within {deadline_s:g} s:"
+                f" {' or '.join(ENDPOINTS)} must name a collector that answers"
+            )
+        return self._problem
 
     def _ns(self, at_s: float) -> int:
         return self._zero_ns + int(at_s * 1e9)
@@ -142,6 +161,8 @@ def traces_of(env: Mapping[str, str], run: str, clock_s: float) -> Traces | None
     except ImportError:
         return None
     name = env.get("OTEL_SERVICE_NAME") or "titan_grpo"
-    provider = TracerProvider(resource=Resource.create({"service.name": name}))
+    # Not again at the process's end, which would wait for a collector that is gone: close() does.
+    resource = Resource.create({"service.name": name})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return Traces(provider, run, clock_s)

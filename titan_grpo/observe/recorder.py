@@ -270,7 +270,10 @@ class Recorder:
         self._first_track = self.trace_path.stat().st_size if self.trace_path.is_file() else 0
         self._tracks: dict[str, int] = {}
         self._lost_events = 0
-        self._problems: list[str] = []
+        # Holds unless the thread comes to its end, which replaces it.
+        self._problems = [
+            f"files in {self.run_dir} are incomplete: their thread ended early, the log says why"
+        ]
         # put() of a SimpleQueue never blocks: a hanging disk cannot delay a training step.
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_loop, name="recorder", daemon=True)
@@ -299,7 +302,8 @@ class Recorder:
         self, name: str, start_s: float, stop_s: float, track: str | None = None, **args: Any
     ) -> None:
         """Add a bar to the trace and nothing else."""
-        if self._traces is not None:
+        # Bounded, as the trace's events are: _put_event drops and counts this one too.
+        if self._traces is not None and self._queue.qsize() < PENDING_LIMIT:
             label = track or threading.current_thread().name
             self._queue.put(("span", (name, start_s, stop_s, label, args)))
         # Times of the format are in microseconds.
@@ -438,14 +442,19 @@ class Recorder:
         return found
 
     def close(self, deadline_s: float = 10.0) -> list[str]:
-        """Write the rest and close the files. Returns why files are incomplete; each reason is also
-        among the errors. Idempotent."""
+        """Write the rest and close the files, and then the traces, within half the deadline.
+        Returns why files or traces are incomplete; each reason is also among the errors.
+        Idempotent."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join(deadline_s)
-        problems = list(self._problems)
         if self._thread.is_alive():
-            problems.append(f"files in {self.run_dir} were not written within {deadline_s:g} s")
+            problems = [f"files in {self.run_dir} were not written within {deadline_s:g} s"]
+        else:
+            if self._traces is not None:
+                traces, self._traces = self._traces, None
+                self._problems += filter(None, [traces.close(deadline_s / 2)])
+            problems = list(self._problems)
         if self._lost_events:
             text = "events are not in it: the disk did not keep up"
             problems.append(f"{self.trace_path}: {self._lost_events} {text}")
@@ -505,5 +514,3 @@ class Recorder:
         for output in list(outputs.values())[1:]:
             output.close()
         self._problems = [output.problem for output in outputs.values() if output.problem]
-        if self._traces is not None:
-            self._traces.close()

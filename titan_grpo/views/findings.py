@@ -67,7 +67,7 @@ class Facts:
 
 def facts_of(run: Run) -> Facts:
     """Return the figures of a run."""
-    starts = {1, *(run.summary.resumes if run.summary else ())}
+    starts = {1, *run.resumes}
     rows = [row for row in run.rows if row["step"] not in starts and row.get(names.STEP_S)]
     steps = [
         Step(

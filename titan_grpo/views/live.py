@@ -1,6 +1,7 @@
 """Live view of a run: follows its growing files and lays out a terminal screen."""
 
 import json
+import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,11 +52,14 @@ SHOWN = (
 
 
 class Tail:
-    """Whole lines of a growing file, each once. A file that became shorter is read again."""
+    """Whole lines of a growing file, each once, and its last line again if that was replaced. A
+    file that became shorter otherwise is read again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._at = 0
+        """Where the last line returned begins."""
+        self._last = b""
         self._begun = False
 
     def lines(self) -> list[bytes]:
@@ -64,17 +68,22 @@ class Tail:
             with self._path.open("rb") as file:
                 size = file.seek(0, 2)
                 if size < self._at:
-                    self._at = 0
+                    self._at, self._last = 0, b""
                 out = self._skipped(file, size) if not self._begun else []
                 self._begun = True
+                # From the last line on: the end of a run replaces it (Recorder.after_last_step),
+                # and may have cut the old one without having written the new one yet.
                 file.seek(self._at)
                 data = file.read(size - self._at)
         except FileNotFoundError:
-            self._at = 0
+            self._at, self._last = 0, b""
             return []
-        whole = data.rfind(b"\n") + 1
-        self._at += whole
-        return out + data[:whole].splitlines()
+        whole = data[: data.rfind(b"\n") + 1]
+        lines = whole.removeprefix(self._last).splitlines(keepends=True)
+        if lines:
+            self._last = lines[-1]
+            self._at += len(whole) - len(self._last)
+        return out + [line.rstrip(b"\r\n") for line in lines]
 
     def _skipped(self, file: Any, size: int) -> list[bytes]:
         """Return the beginning of a long file and move to its end; the middle is never read."""
@@ -188,6 +197,10 @@ def step_line(row: Mapping[str, Any], held: Mapping[str, int | None]) -> str:
         ("blocked_s", names.BLOCKED_S),
     )
     text = "  ".join(f"{label} {number(row.get(name))}" for label, name in figures)
+    rewards = re.compile(f"{names.EVALUATION}/(.+)/reward")
+    for name, value in row.items():
+        if found := rewards.fullmatch(name):
+            text += f"  evaluation {found[1]} {number(value)}"
     return f"step {row['step']}  {text}{held_by(held)}"
 
 

@@ -276,16 +276,17 @@ def _share(seconds: float, of: float) -> list[float]:
 
 
 def decoder(folders: Sequence[Path]) -> Decode:
-    """Return a decoder with the first tokenizer.json in ``folders``. Without one, or without the
-    package tokenizers, it shows ids as numbers."""
+    """Return a decoder with the first tokenizer.json in ``folders``. Without one that can be read,
+    or without the package tokenizers, it shows ids as numbers."""
     path = next((f / "tokenizer.json" for f in folders if (f / "tokenizer.json").is_file()), None)
     try:
         from tokenizers import Tokenizer
-    except ImportError:
-        path = None
-    if path is None:
+
+        tokenizer = Tokenizer.from_file(str(path)) if path else None
+    except Exception:  # noqa: BLE001 - the boundary to a library, which raises no narrower one
+        tokenizer = None
+    if tokenizer is None:
         return lambda ids: "".join(f"⟨{token}⟩" for token in ids)
-    tokenizer = Tokenizer.from_file(str(path))
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 

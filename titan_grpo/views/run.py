@@ -132,6 +132,8 @@ class Run:
     """URL -> quantisation method, for servers that quantise their weights."""
     gone: bool = False
     """Whether its trainer is known to have ended."""
+    resumes: Sequence[int] = ()
+    """First step after each resume."""
 
 
 def read_run(folder: Path) -> Run:
@@ -154,6 +156,7 @@ def read_run(folder: Path) -> Run:
             summary,
             {url: method for url, method in said.quantised.items() if method},
             trainer_lives(folder / "run.lock") is False,
+            said.resumes,
         )
     except OSError as error:
         raise ConfigError(f"RUN must be readable, {folder} is not: {error.strerror}") from error

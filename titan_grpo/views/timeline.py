@@ -48,7 +48,8 @@ class ServerFigures:
     pause_median_s: float
     pause_s: float
     served_s: float
-    """From its first commit until it left or the run ended."""
+    """Time in which it held a version: without that before its first commit, or while it was away
+    from the run."""
     lag: float
     """Mean over that time of the newest published version minus its own."""
     faults: int
@@ -84,13 +85,12 @@ def figures(trace: Trace, url: str) -> ServerFigures:
     times, versions = held(trace, url)
     new, number = published(trace)
     connect, send, drain, pause, kept = (trace.of(url, name) for name in SERVER_STATES.values())
-    left = bool(versions.size) and versions[-1] == -1
-    begin = float(times[0]) if times.size else trace.seconds
-    end = float(times[-1]) if left else trace.seconds
-    lag = 0.0
-    if end > begin and new.size and versions[0] >= 0:
-        behind = integral(new, number, begin, end) - integral(times, versions, begin, end)
-        lag = max(0.0, behind / (end - begin))
+    at = np.unique(np.concatenate([times, new, [trace.seconds]]))
+    own, newest = steps_at(times, versions, at[:-1]), steps_at(new, number, at[:-1])
+    # Not the time after it left: it serves nothing then, and versions go on without it.
+    serving = np.where(own >= 0, np.diff(at), 0.0)
+    served_s = float(serving.sum())
+    lag = max(0.0, float((serving * (newest - own)).sum()) / served_s) if served_s else 0.0
     marks = [i for i in trace.instants if concerns(i, url) and i.name in ("error", "sync failure")]
     return ServerFigures(
         url=url,
@@ -101,7 +101,7 @@ def figures(trace: Trace, url: str) -> ServerFigures:
         drain_s=drain.total_s,
         pause_median_s=pause.median_s,
         pause_s=pause.total_s,
-        served_s=max(0.0, end - begin),
+        served_s=served_s,
         lag=lag,
         faults=len(marks),
         held_s=kept.total_s,
@@ -217,14 +217,3 @@ def steps_at(times: Array, values: npt.NDArray[np.int64], at: Array) -> npt.NDAr
         if times.size
         else np.full(at.shape, -1, dtype=np.int64)
     )
-
-
-def integral(times: Array, values: npt.NDArray[np.int64], begin: float, end: float) -> float:
-    """Return the integral of that step function from ``begin``, at or after its first time, to
-    ``end``.
-
-    Example: values 5, 6 at times 1, 2 from 1 to 4: 5 * 1 + 6 * 2 = 17.
-    """
-    inside = times[(times > begin) & (times < end)]
-    points = np.concatenate([[begin], inside, [end]])
-    return float((np.diff(points) * steps_at(times, values, points[:-1])).sum())
