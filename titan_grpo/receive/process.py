@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -160,12 +161,12 @@ class ReceiverHandle:
         """Process id of the receiver that serves the epoch in force, None if there is none."""
         return self._serving.pid if self._serving is not None else None
 
-    def hello(self, hello: Hello, problem: str) -> str:
+    def hello(self, hello: Hello, problem: str, unmap: Callable[[], None]) -> str:
         """Start serving the Hello's epoch if it is newer and proves the run key; else only answer
         the Hello. Return why it was refused, or "".
 
         ``problem``: why this engine cannot serve that trainer. It is sent as the answer, and the
-        epoch in force stays.
+        epoch in force stays. ``unmap``: lets go of the memory of a receiver that is replaced.
         """
         probe, keys = hello.transport == PROBE, self._keys(hello.run_id, hello.epoch)
         refusal = "" if probe and not hello.proof else _unproven(hello, keys)
@@ -188,8 +189,9 @@ class ReceiverHandle:
             self.answer(hello, problem or refusal, keys if hello.proof else None, final)
             return refusal or problem
         # Before the next one starts: two images may not fit in memory, and only one receiver may
-        # answer for an engine.
+        # answer for an engine. While an image stays mapped, its memory is not freed.
         self._kill_serving()
+        unmap()
         self._greeting = hello
         self._serving = ReceiverProcess(self._first("serve", hello, problem, keys))
         return ""
