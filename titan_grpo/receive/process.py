@@ -46,6 +46,10 @@ takes the server."""
 KILL_S = 5.0
 """Seconds to wait for a killed receiver to be reaped."""
 
+ANSWERING = 8
+"""Most processes that answer hellos which open no epoch. Each ends when it has answered, or at its
+trainer's deadline."""
+
 REPLY_S = 10.0
 """How long an answer to the engine may block, in seconds."""
 
@@ -136,8 +140,8 @@ class ReceiverProcess:
 
 
 class ReceiverHandle:
-    """Owner of the fence state across receiver processes, and of at most two of these: one that
-    serves an epoch and one that answers a refused hello."""
+    """Owner of the fence state across receiver processes, and of these: at most one that serves an
+    epoch, and ANSWERING that each answer a hello which opens none."""
 
     def __init__(
         self, package: str, run_key: Key | None, device: str, quantization: str = ""
@@ -147,7 +151,7 @@ class ReceiverHandle:
         self._package, self._run_key, self._device = package, run_key, device
         self._quantization = quantization
         self._serving: ReceiverProcess | None = None
-        self._answering: ReceiverProcess | None = None
+        self._answering: list[ReceiverProcess] = []
         self._deadline = 0.0
         self._commit: Commit | None = None
         self._greeting: Hello | None = None
@@ -233,13 +237,14 @@ class ReceiverHandle:
     ) -> None:
         """Answer the Hello, without serving it: with ``problem``, or with what the engine holds.
         ``final``: a retry cannot succeed. ``named``: the answer names the run in force."""
-        self._kill_answering()
         first = self._first("answer", hello, problem, keys)
         first["joined"]["final"] = final
         if not named:
             hidden = {"run_in_force": "", "epoch_in_force": 0, "term_in_force": 0}
             first["joined"] |= {**hidden, "age_in_force_s": 0.0}
-        self._answering = ReceiverProcess(first)
+        # Keep those that have not answered yet: their lanes would wait for their deadlines.
+        self._end_answering(ANSWERING - 1)
+        self._answering.append(ReceiverProcess(first))
 
     def place(self, attach: Attach) -> dict[str, Any]:
         """Return what ``lend`` will return in this epoch, and lend nothing. Raises PeerError if
@@ -289,7 +294,7 @@ class ReceiverHandle:
     def close(self) -> None:
         """End every process."""
         self._kill_serving()
-        self._kill_answering()
+        self._end_answering(0)
 
     def _served(self) -> ReceiverProcess:
         if self._serving is None:
@@ -339,10 +344,13 @@ class ReceiverHandle:
             self._serving.kill()
             self._serving = None
 
-    def _kill_answering(self) -> None:
-        if self._answering is not None:
-            self._answering.kill()
-            self._answering = None
+    def _end_answering(self, kept: int) -> None:
+        """Release the answering processes that have ended, and kill all but the newest ``kept``."""
+        running = [process for process in self._answering if not process.ended]
+        before, self._answering = self._answering, running[max(0, len(running) - kept) :]
+        for process in before:
+            if process not in self._answering:
+                process.kill()
 
 
 def _grant(answer: dict[str, Any]) -> dict[str, Any]:
