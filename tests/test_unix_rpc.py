@@ -168,6 +168,19 @@ def test_a_message_that_is_larger_than_the_sockets_buffer_waits_for_its_reader()
         end.close()
 
 
+def test_a_message_that_was_written_in_part_ends_the_stream() -> None:
+    ours, theirs = (Channel(sock) for sock in socket.socketpair())
+    with pytest.raises(PeerError, match="stuck"):
+        ours.send({"text": "x" * 10_000_000}, 0.2)
+    assert theirs.receive(30.0) is None
+    with pytest.raises(PeerError, match="gone"):
+        ours.send({}, 30.0)
+    theirs.send({"last": "line"}, 30.0)
+    assert ours.receive(30.0) == {"last": "line"}
+    for end in (ours, theirs):
+        end.close()
+
+
 def test_both_ends_of_a_pipe_end_when_a_call_cannot_be_pickled() -> None:
     ends = [Pipe(sock, None) for sock in socket.socketpair()]
     readers = [threading.Thread(target=end.receive, daemon=True) for end in ends]

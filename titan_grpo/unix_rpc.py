@@ -165,14 +165,20 @@ class Channel:
 
     def send(self, message: Mapping[str, Any], timeout_s: float) -> None:
         """Write one message. Raises PeerError if the other end is gone, or does not read within
-        ``timeout_s`` seconds."""
+        ``timeout_s`` seconds. A message that was written in part is the last one."""
         data = memoryview(json.dumps(message).encode() + b"\n")
         try:
             with self._write_lock:
-                deadline = time.monotonic() + timeout_s
-                while data:
-                    self._wait(select.POLLOUT, deadline)
-                    data = data[self._sock.send(data) :]
+                deadline, left = time.monotonic() + timeout_s, data
+                try:
+                    while left:
+                        self._wait(select.POLLOUT, deadline)
+                        left = left[self._sock.send(left) :]
+                except TimeoutError:
+                    if len(left) < len(data):
+                        # The next message would be the rest of this one's line.
+                        self._sock.shutdown(socket.SHUT_WR)
+                    raise
         except (OSError, ValueError) as error:  # a ValueError: this end is closed
             raise PeerError(f"the other end of the channel is gone or stuck: {error}") from error
 

@@ -135,8 +135,12 @@ class Site:
     def greet(self, version: Version, **options: Any) -> LaneLink:
         """A lane of the next epoch whose hello has been sent."""
         link = self.link(version, **options)
-        self.side.hello(link.open().to_dict())
+        self.hello(link.open().to_dict())
         return link
+
+    def hello(self, data: dict[str, Any]) -> None:
+        """Send the engine a hello, as its HTTP route does."""
+        self.side.hello(data)
 
     def connect(self, version: Version) -> LaneLink:
         """A lane of the next epoch that has joined and handed its manifest over."""
@@ -154,7 +158,7 @@ class Site:
 
     def probe(self, key: Key | None = None) -> Joined:
         """What a doctor asks."""
-        return ask_receiver(self.side.hello, "127.0.0.1", 60.0, key, transport=PROBE)
+        return ask_receiver(self.hello, "127.0.0.1", 60.0, key, transport=PROBE)
 
     def close(self) -> None:
         for link in self.links:

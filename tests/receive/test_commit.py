@@ -3,7 +3,7 @@ engine, or leave the other workers in an exchange."""
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from tests.receive.site import DictEngine, Site, Weights
 from tests.receive.workers import Team
+from titan_grpo.errors import PeerError
 from titan_grpo.protocol.messages import Applied
 from titan_grpo.receive.checkpoint import INDEX, CheckpointNames
 from titan_grpo.receive.commit import EngineSide, WorkerDevice, tensor_views
@@ -53,6 +54,30 @@ class TeamSite(Site):
         ]
         self.side = self.sides[0]
 
+    def hello(self, data: dict[str, Any]) -> None:
+        self.everywhere(lambda side: side.hello(data))
+
+    def everywhere(self, call: Callable[[EngineSide], Any]) -> list[Any]:
+        """What each worker's call returns or raises."""
+        ends: list[Any] = [None] * len(self.sides)
+
+        def work(rank: int) -> None:
+            try:
+                ends[rank] = call(self.sides[rank])
+            except BaseException as error:  # noqa: BLE001 - the test compares it with a report
+                ends[rank] = error
+
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+        return ends
+
+    def mapped(self) -> list[bool]:
+        """Whether each worker keeps a mapping of the receiver's memory."""
+        return [side._mapped is not None for side in self.sides]
+
 
 @pytest.fixture
 def team(tmp_path: Path) -> Iterator[TeamSite]:
@@ -63,20 +88,7 @@ def team(tmp_path: Path) -> Iterator[TeamSite]:
 
 def commit(site: TeamSite, data: dict[str, Any]) -> list[Applied | BaseException]:
     """Each worker's report."""
-    ends: list[Any] = [None] * len(site.sides)
-
-    def work(rank: int) -> None:
-        try:
-            ends[rank] = site.sides[rank].commit(data)
-        except BaseException as error:  # noqa: BLE001 - the test compares it with a report
-            ends[rank] = error
-
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)
-    return ends
+    return site.everywhere(lambda side: side.commit(data))
 
 
 DAMAGED = ["{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "no json"]
@@ -132,6 +144,28 @@ def test_workers_that_lose_each_other_report_an_engine_that_is_not_intact(team: 
         assert isinstance(report, Applied), report
         assert (report.ok, report.intact) == (False, False)
         assert "lost each other" in report.error
+
+
+def test_workers_that_lose_each_other_at_a_hello_do_not_raise(team: TeamSite) -> None:
+    team.team.barrier.abort()
+    assert team.everywhere(lambda side: side.hello({})) == [None, None]
+
+
+def test_all_workers_keep_the_mapping_at_a_refused_hello_and_none_at_the_next_one(
+    team: TeamSite,
+) -> None:
+    w = Weights(1.0)
+    link = team.connect(w)
+    staged = link.send(1, 1, w.image, w.digests, w.fingerprint)
+    commit(team, link.commit(staged).to_dict())
+    assert team.mapped() == [True, True]
+    team.probe()
+    assert team.mapped() == [True, True]
+    with pytest.raises(PeerError, match="not newer"):
+        team.greet(w, epoch=1).wait_joined(WAIT_S)
+    assert team.mapped() == [True, True]
+    team.connect(w)
+    assert team.mapped() == [False, False]
 
 
 @pytest.mark.parametrize("data", [{}, {"version": 3}, [], None, json.loads("7")])
@@ -235,6 +269,25 @@ def test_the_image_is_pinned_before_the_first_version_is_sent_and_once_in_an_epo
     site.side.close()
     pins.wait("unpin")
     assert pins.noted[-1] == "unpin"
+
+
+def test_what_replaces_no_receiver_moves_no_mapping_into_the_pause_of_the_next_commit(
+    pins: Pins,
+) -> None:
+    site, weights = Site(engine=NotedEngine(pins)), Weights(1.0)
+    link = site.connect(weights)
+    site.side.hello({"attach": link.attach().to_dict()})
+    pin = f"pin {weights.manifest.total_bytes}"
+    pins.wait(pin)
+    assert site.probe().ok
+    later = site.greet(weights, run_id="ffffffffffff-00000000", epoch=1, take_over=False)
+    with pytest.raises(PeerError, match="has this server"):
+        later.wait_joined(WAIT_S)
+    site.side.hello({})
+    for attach in ({}, link.attach().to_dict() | {"epoch": 9}):
+        site.side.hello({"attach": attach})
+    assert site.deliver(link, 1, 1, weights).ok
+    assert pins.noted == [pin, "load"]
 
 
 def test_a_commit_waits_for_memory_that_is_still_being_pinned(pins: Pins) -> None:

@@ -318,6 +318,16 @@ def test_a_probe_is_answered_and_changes_nothing(site: Site) -> None:
     assert site.deliver(link, 2, 2, w).ok
 
 
+@over_tcp
+def test_hellos_that_are_refused_at_the_same_time_all_get_their_answers(site: Site) -> None:
+    w = Weights(1.0)
+    link = site.connect(w)
+    for zombie in [site.greet(w, epoch=1) for _ in range(3)]:
+        with pytest.raises(PeerError, match="not newer than epoch 1"):
+            zombie.wait_joined(60.0)
+    assert site.deliver(link, 1, 1, w).ok
+
+
 def interfaces() -> list[str]:
     """Loopback, and one address of this host on a network if it has any."""
     found = [

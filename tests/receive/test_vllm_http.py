@@ -42,6 +42,13 @@ class Inner:
 
 def ask(app: WeightsMiddleware, method: str, path: str, body: Any = None) -> tuple[int, Any]:
     """(status, answer) of one request, whose body comes in two pieces."""
+    return asyncio.run(asked(app, method, path, body))
+
+
+async def asked(
+    app: WeightsMiddleware, method: str, path: str, body: Any = None
+) -> tuple[int, Any]:
+    """See ``ask``."""
     data = json.dumps(body).encode() if body is not None else b""
     pieces = [(data[:2], True), (data[2:], False)]
     sent: list[Mapping[str, Any]] = []
@@ -55,7 +62,7 @@ def ask(app: WeightsMiddleware, method: str, path: str, body: Any = None) -> tup
 
     headers = [(b"authorization", b"Bearer key")]
     scope = {"type": "http", "method": method, "path": path, "headers": headers}
-    asyncio.run(app(scope, receive, send))
+    await app(scope, receive, send)
     return sent[0]["status"], json.loads(b"".join(message["body"] for message in sent[1:]))
 
 

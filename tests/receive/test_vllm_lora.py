@@ -1,7 +1,9 @@
 """Versions that are adapters: which servers are refused, and which adapter a request gets while the
 middleware has vLLM load and unload them."""
 
+import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.receive.test_vllm_http import Inner, ask
+from tests.receive.test_vllm_http import Inner, ask, asked
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import has_adapters, tensor_name
 from titan_grpo.receive import vllm_http
@@ -169,6 +171,42 @@ def test_a_load_that_vllm_refuses_keeps_the_label_from_being_set_until_it_takes_
     assert {path for path, _ in inner.came} == {"/v1/load_lora_adapter"}, "no label is set"
     inner.status = 200
     assert ask(app, "POST", "/update_weight_version", {"new_version": FIRST})[0] == 200
+    assert model_of(app, inner) == FIRST
+
+
+class Slow(Inner):
+    """Refuses the first load, after some turns of the loop."""
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        first = not self.came and "load_lora" in scope["path"]
+        await super().__call__(scope, receive, self._late(send) if first else send)
+
+    def _late(self, send: Any) -> Any:
+        async def answered(message: Mapping[str, Any]) -> None:
+            for _ in range(100):
+                await asyncio.sleep(0)
+            await send({**message, "status": 400} if "status" in message else message)
+
+        return answered
+
+
+def test_a_label_whose_load_is_still_going_on_waits_for_it_and_loads_again_if_it_fails(
+    folder: Path,
+) -> None:
+    """The lane's own call timed out, and it sets the label by the other route."""
+    inner = Slow({})
+    app = WeightsMiddleware(inner)
+    write()
+
+    async def both() -> list[tuple[int, Any]]:
+        return await asyncio.gather(
+            asked(app, "POST", "/finish_weight_update", {"weight_version": FIRST}),
+            asked(app, "POST", "/update_weight_version", {"new_version": FIRST}),
+        )
+
+    assert [status for status, _ in asyncio.run(both())] == [500, 200]
+    load = "/v1/load_lora_adapter"
+    assert [path for path, _ in inner.came] == [load, load, "/update_weight_version"]
     assert model_of(app, inner) == FIRST
 
 

@@ -253,14 +253,21 @@ class EngineSide:
     def hello(self, data: dict[str, Any]) -> None:
         """Handle a Hello, which is answered over the lane's channel, or an Attach (the body of POST
         /init_weight_transfer_engine), on every worker. Returns without waiting for the answer."""
-        if isinstance(data, dict) and "attach" in data:
-            self.map_ahead(self._workers.share(self.place(data["attach"])))
-            return
-        # On every worker, first: the hello may end the receiver. While its image stays mapped, its
-        # memory is not freed, and the next receiver allocates as much.
-        self._unmap()
+        try:
+            memory = self._workers.share(self.greet(data))
+        except Exception:  # noqa: BLE001 - raising would end the engine
+            log.error("the workers lost each other at a hello\n%s", traceback.format_exc())
+            memory = {}
+        self.remap(memory)
+
+    def greet(self, data: Any) -> dict[str, Any] | None:
+        """Handle a Hello or an Attach on rank 0. Return what every worker must ``remap``: a grant;
+        {} if the hello has replaced the receiver; None if all keep their mappings."""
         if self.receiver is None:
-            return
+            return None
+        if isinstance(data, dict) and "attach" in data:
+            return self._place(self.receiver, data["attach"])
+        before = self.receiver.state.in_force
         try:
             refusal = self._hello(self.receiver, data)
         except TitanGrpoError as error:
@@ -269,6 +276,7 @@ class EngineSide:
             refusal = traceback.format_exc()
         level = logging.WARNING if refusal else logging.INFO
         log.log(level, "hello from a trainer: %s", refusal or "accepted")
+        return {} if self.receiver.state.in_force != before else None
 
     def _hello(self, receiver: ReceiverHandle, data: dict[str, Any]) -> str:
         try:
@@ -278,7 +286,7 @@ class EngineSide:
             if (address := reply_address(data)) is not None:
                 receiver.answer(address, f"{error} (this server runs {package_version()})")
             return str(error)
-        return receiver.hello(hello, self._problem or self._unfit(hello))
+        return receiver.hello(hello, self._problem or self._unfit(hello), self._unmap)
 
     def _unfit(self, hello: Hello) -> str:
         if found := difference(hello.model, essential(self._engine.config)):
@@ -293,20 +301,20 @@ class EngineSide:
             )
         return ""
 
-    def place(self, data: Any) -> dict[str, Any]:
-        """Return on rank 0 the grant of the memory that an Attach asks to map; {} if refused or on
-        another rank."""
-        if self.receiver is None:
-            return {}
+    def _place(self, receiver: ReceiverHandle, data: Any) -> dict[str, Any] | None:
+        """Return the grant of the memory that an Attach asks to map; None if refused."""
         try:
-            return self.receiver.place(Attach.from_dict(data))
+            return receiver.place(Attach.from_dict(data))
         except Exception as refusal:  # noqa: BLE001 - raising would end the engine
             log.warning("the staged weights are not mapped before a commit: %s", refusal)
-            return {}
+            return None
 
-    def map_ahead(self, grant: dict[str, Any]) -> None:
-        """Start to map and pin what ``place`` returned, on every worker, in place of the current
-        mapping."""
+    def remap(self, grant: dict[str, Any] | None) -> None:
+        """Do on every worker what ``greet`` returned: drop the current mapping, and start to map
+        and pin the grant, if any. None: keep the mapping, which a refused hello must not move into
+        the next pause."""
+        if grant is None:
+            return
         self._unmap()
         if grant:
             self._ahead = grant, beside(lambda: Mapped(grant, self._device), "map")

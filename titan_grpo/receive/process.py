@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -44,6 +45,10 @@ takes the server."""
 
 KILL_S = 5.0
 """Seconds to wait for a killed receiver to be reaped."""
+
+ANSWERING = 8
+"""Most processes that answer hellos which open no epoch. Each ends when it has answered, or at its
+trainer's deadline."""
 
 REPLY_S = 10.0
 """How long an answer to the engine may block, in seconds."""
@@ -135,8 +140,8 @@ class ReceiverProcess:
 
 
 class ReceiverHandle:
-    """Owner of the fence state across receiver processes, and of at most two of these: one that
-    serves an epoch and one that answers a refused hello."""
+    """Owner of the fence state across receiver processes, and of these: at most one that serves an
+    epoch, and ANSWERING that each answer a hello which opens none."""
 
     def __init__(
         self, package: str, run_key: Key | None, device: str, quantization: str = ""
@@ -146,7 +151,7 @@ class ReceiverHandle:
         self._package, self._run_key, self._device = package, run_key, device
         self._quantization = quantization
         self._serving: ReceiverProcess | None = None
-        self._answering: ReceiverProcess | None = None
+        self._answering: list[ReceiverProcess] = []
         self._deadline = 0.0
         self._commit: Commit | None = None
         self._greeting: Hello | None = None
@@ -160,12 +165,12 @@ class ReceiverHandle:
         """Process id of the receiver that serves the epoch in force, None if there is none."""
         return self._serving.pid if self._serving is not None else None
 
-    def hello(self, hello: Hello, problem: str) -> str:
+    def hello(self, hello: Hello, problem: str, unmap: Callable[[], None]) -> str:
         """Start serving the Hello's epoch if it is newer and proves the run key; else only answer
         the Hello. Return why it was refused, or "".
 
         ``problem``: why this engine cannot serve that trainer. It is sent as the answer, and the
-        epoch in force stays.
+        epoch in force stays. ``unmap``: lets go of the memory of a receiver that is replaced.
         """
         probe, keys = hello.transport == PROBE, self._keys(hello.run_id, hello.epoch)
         refusal = "" if probe and not hello.proof else _unproven(hello, keys)
@@ -188,8 +193,9 @@ class ReceiverHandle:
             self.answer(hello, problem or refusal, keys if hello.proof else None, final)
             return refusal or problem
         # Before the next one starts: two images may not fit in memory, and only one receiver may
-        # answer for an engine.
+        # answer for an engine. While an image stays mapped, its memory is not freed.
         self._kill_serving()
+        unmap()
         self._greeting = hello
         self._serving = ReceiverProcess(self._first("serve", hello, problem, keys))
         return ""
@@ -231,13 +237,14 @@ class ReceiverHandle:
     ) -> None:
         """Answer the Hello, without serving it: with ``problem``, or with what the engine holds.
         ``final``: a retry cannot succeed. ``named``: the answer names the run in force."""
-        self._kill_answering()
         first = self._first("answer", hello, problem, keys)
         first["joined"]["final"] = final
         if not named:
             hidden = {"run_in_force": "", "epoch_in_force": 0, "term_in_force": 0}
             first["joined"] |= {**hidden, "age_in_force_s": 0.0}
-        self._answering = ReceiverProcess(first)
+        # Keep those that have not answered yet: their lanes would wait for their deadlines.
+        self._end_answering(ANSWERING - 1)
+        self._answering.append(ReceiverProcess(first))
 
     def place(self, attach: Attach) -> dict[str, Any]:
         """Return what ``lend`` will return in this epoch, and lend nothing. Raises PeerError if
@@ -287,7 +294,7 @@ class ReceiverHandle:
     def close(self) -> None:
         """End every process."""
         self._kill_serving()
-        self._kill_answering()
+        self._end_answering(0)
 
     def _served(self) -> ReceiverProcess:
         if self._serving is None:
@@ -337,10 +344,13 @@ class ReceiverHandle:
             self._serving.kill()
             self._serving = None
 
-    def _kill_answering(self) -> None:
-        if self._answering is not None:
-            self._answering.kill()
-            self._answering = None
+    def _end_answering(self, kept: int) -> None:
+        """Release the answering processes that have ended, and kill all but the newest ``kept``."""
+        running = [process for process in self._answering if not process.ended]
+        before, self._answering = self._answering, running[max(0, len(running) - kept) :]
+        for process in before:
+            if process not in self._answering:
+                process.kill()
 
 
 def _grant(answer: dict[str, Any]) -> dict[str, Any]:

@@ -72,23 +72,18 @@ class Plugin:
         self.commits = 0
         self.scheduler: Any = None
         self.loaded = False
-        """HTTP process: SGLang has run a load, and no hello or label came since."""
+        """HTTP process: SGLang has run a load, and no lane has joined or set a label since."""
 
     def hello(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Handle a Hello (answered over the lane's channel), an Attach or a map, on the RPC thread.
-        Return the map message for the other schedulers, if any: this thread cannot share it by a
-        collective, which belongs to the scheduler's main thread."""
+        """Handle a Hello (answered over the lane's channel) or an Attach in rank 0's scheduler, in
+        the others the map message that it returned, on the RPC thread. This thread cannot share it
+        by a collective, which belongs to the scheduler's main thread."""
         with self.turn:
             if self.side is None:
-                return {}
-            if "attach" in message:
-                message = {"map": self.side.place(message["attach"])}
-            elif "map" not in message:
-                self.side.hello(message)
-                # The others unmap: the hello may end the receiver, and while its image stays mapped
-                # its memory is not freed.
-                return {"map": {}}
-            self.side.map_ahead(message["map"])
+                return {"map": None}
+            if self.side.receiver is not None:
+                message = {"map": self.side.greet(message)}
+            self.side.remap(message["map"])
             return message
 
 
@@ -185,11 +180,13 @@ def _add_routes() -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def hello(request: Request) -> dict[str, Any]:
         manager = http_server.get_global_state().tokenizer_manager
-        # If a lane ended between its load and its label, the next lane must not label that load.
-        plugin.loaded = False
         try:
             answer = await asyncio.to_thread(call, _address(0), await request.json(), HELLO_S)
-            if "map" in answer:
+            if answer["map"] == {}:
+                # The next lane must not label the load of one that ended before its label. (A
+                # refused hello leaves the lane in force its load.)
+                plugin.loaded = False
+            if answer["map"] is not None:
                 for rank in range(1, int(manager.server_args.tp_size)):
                     await asyncio.to_thread(call, _address(rank), answer, HELLO_S)
             return {}
@@ -227,7 +224,7 @@ def _add_routes() -> None:
         manager = http_server.get_global_state().tokenizer_manager
         label = str((await request.json())["label"])
         if not plugin.loaded:
-            raise HTTPException(400, "no version was loaded since the last hello or label")
+            raise HTTPException(400, "no version was loaded since a lane joined or set a label")
         plugin.loaded = False
         # SGLang's default would abort all requests.
         version = io_struct.UpdateWeightVersionReqInput(new_version=label, abort_all_requests=False)

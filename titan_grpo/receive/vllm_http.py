@@ -82,6 +82,9 @@ class WeightsMiddleware:
         self._updates = 0
         self._adapters = Adapters()
         self._folders: dict[str, Path] = {}
+        self._loading = asyncio.Lock()
+        """Held while vLLM loads or unloads adapters. A lane whose call timed out sets the label by
+        another one: it must not pass while the load goes on, and may yet fail."""
         atexit.register(shutil.rmtree, adapter_folder(), ignore_errors=True)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -138,29 +141,33 @@ class WeightsMiddleware:
             name = json.loads(body or b"{}").get(key)
         except (AttributeError, ValueError):
             return ""
-        if Label.parse(name) is None or not staged.is_dir():
+        if Label.parse(name) is None:
             return ""
-        if name not in self._folders:  # else it is loaded: equal labels mean equal bytes
-            place = staged.with_name(f"version-{self._updates}")
-            staged.rename(place)
-            asked = {"lora_name": name, "lora_path": str(place)}
-            status, said = await self._route(scope, "POST", "/v1/load_lora_adapter", asked)
-            if status != 200:
-                # Restore it for a retry, which would otherwise set the label without the adapter.
-                place.rename(staged)
-                return f"vLLM did not load the adapter of this version (status {status}): {said}"
-            self._folders[name] = place
-        shutil.rmtree(staged, ignore_errors=True)
-        self._adapters.loaded(name)
+        async with self._loading:
+            if not staged.is_dir():
+                return ""
+            if name not in self._folders:  # else it is loaded: equal labels mean equal bytes
+                place = staged.with_name(f"version-{self._updates}")
+                staged.rename(place)
+                asked = {"lora_name": name, "lora_path": str(place)}
+                status, said = await self._route(scope, "POST", "/v1/load_lora_adapter", asked)
+                if status != 200:
+                    # Restore it for a retry, which would otherwise set the label without it.
+                    place.rename(staged)
+                    return f"vLLM did not load this version's adapter (status {status}): {said}"
+                self._folders[name] = place
+            shutil.rmtree(staged, ignore_errors=True)
+            self._adapters.loaded(name)
         await self._unload_unused(scope)
         return ""
 
     async def _unload_unused(self, scope: dict[str, Any]) -> None:
-        for name in self._adapters.take_unused():
-            place = self._folders.pop(name)
-            asked = {"lora_name": name}
-            await self._route(scope, "POST", "/v1/unload_lora_adapter", asked)
-            shutil.rmtree(place, ignore_errors=True)
+        async with self._loading:
+            for name in self._adapters.take_unused():
+                place = self._folders.pop(name)
+                asked = {"lora_name": name}
+                await self._route(scope, "POST", "/v1/unload_lora_adapter", asked)
+                shutil.rmtree(place, ignore_errors=True)
 
     async def _paused(self, scope: dict[str, Any]) -> bool:
         """Return whether generation is paused: False only if vLLM says so. With any other answer
