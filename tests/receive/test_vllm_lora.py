@@ -198,7 +198,7 @@ def test_a_label_whose_load_is_still_going_on_waits_for_it_and_loads_again_if_it
     app = WeightsMiddleware(inner)
     write()
 
-    async def both() -> list[tuple[int, Any]]:
+    async def both() -> tuple[tuple[int, Any], tuple[int, Any]]:
         return await asyncio.gather(
             asked(app, "POST", "/finish_weight_update", {"weight_version": FIRST}),
             asked(app, "POST", "/update_weight_version", {"new_version": FIRST}),

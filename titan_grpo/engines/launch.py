@@ -2,8 +2,10 @@
 in vllm.py and sglang.py."""
 
 import contextlib
+import logging
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +23,8 @@ from titan_grpo.subprocesses import Guarded, without_torchrun
 
 LOG_TAIL_BYTES = 2000
 POLL_S = 0.25
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +221,14 @@ class ServerGroup:
             say(f"{server.spec.engine} at {server.url} is healthy after {started_s:.0f} s")
 
     def stop(self) -> None:
-        """Stop the started servers. Idempotent."""
+        """Stop the started servers; log those that do not end in time. Idempotent."""
         while self._servers:
-            self._servers.pop().stop()
+            server = self._servers.pop()
+            try:
+                server.stop()
+            except subprocess.TimeoutExpired as error:
+                # Go on: the remaining servers would outlive this process's work.
+                logger.warning("the launched server %s may still run: %s", server.url, error)
 
     def __enter__(self) -> "ServerGroup":
         try:
