@@ -477,6 +477,35 @@ def test_a_tasks_error_beyond_its_budget_stops_the_run_with_its_traceback(
     assert "titan_grpo/" not in text
 
 
+STUBBORN = """
+import asyncio
+from titan_grpo.rollout.tasks.built_in import Calculator
+class Stubborn(Calculator):
+    waiting = asyncio.Event()
+    async def turn(self, prompt, turns, codec):
+        if prompt.index == 0:
+            await self.waiting.wait()
+            raise KeyError("the tool is gone")
+        self.waiting.set()
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                pass
+"""
+
+
+@pytest.mark.e2e
+def test_a_tasks_error_reaches_the_trainer_while_another_call_ignores_its_cancellation(
+    start: StartClient, sums: CompletionServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stubborn_tool.py").write_text(STUBBORN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    client = start(sums, task="stubborn_tool:Stubborn")
+    with pytest.raises(TaskError, match="the tool is gone"):
+        client.next_batch(0, 2, 60)
+
+
 @pytest.mark.e2e
 def test_errors_of_servers_never_count_against_the_tasks_budget(
     start: StartClient, sums: CompletionServer, completion_server: MakeServer
