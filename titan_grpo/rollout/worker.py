@@ -182,7 +182,9 @@ class LocalTransport:
             wait_process(self._process, deadline_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            wait_process(self._process, 5.0)
+            # A process in an uninterruptible wait of the kernel outlives the kill for a while.
+            with suppress(subprocess.TimeoutExpired):
+                wait_process(self._process, 5.0)
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(5.0)
