@@ -50,6 +50,11 @@ def test_a_request_has_the_stops_of_the_run_and_of_its_task(
     assert (body["stop"], body["stop_token_ids"]) == (["END", "\n"], [9, 7])
 
 
+def test_stops_of_a_task_may_be_none() -> None:
+    task = SimpleNamespace(reward=None, stop=None, stop_token_ids=None)
+    assert TaskRunner(task, Letters(), 8, 60.0).stops == ((), ())
+
+
 @pytest.mark.parametrize("stops", [{"stop": "END"}, {"stop": [""]}, {"stop_token_ids": ["7"]}])
 def test_stops_of_a_task_that_are_none_are_refused_at_its_start(stops: dict[str, Any]) -> None:
     task = SimpleNamespace(reward=None, **stops)

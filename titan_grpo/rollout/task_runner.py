@@ -181,11 +181,11 @@ class TaskRunner:
     @property
     def stops(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """The task's stop texts and stop token ids in addition to the run's: its attributes
-        ``stop`` and ``stop_token_ids``, if present. Raises ConfigError for other types."""
-        texts = tuple(getattr(self._task, "stop", ()))
-        tokens = tuple(getattr(self._task, "stop_token_ids", ()))
-        strings = not isinstance(getattr(self._task, "stop", ()), str)
-        if not strings or not all(isinstance(text, str) and text for text in texts):
+        ``stop`` and ``stop_token_ids``, if present and not None. Raises ConfigError for other
+        types."""
+        stop, ids = (getattr(self._task, name, None) for name in ("stop", "stop_token_ids"))
+        texts, tokens = (() if found is None else tuple(found) for found in (stop, ids))
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in texts):
             raise ConfigError(
                 f"a task's stop must be a sequence of texts that are not empty, got {texts!r}"
             )
