@@ -174,6 +174,56 @@ def test_a_call_past_its_deadline_is_the_tasks_error() -> None:
     ]
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_call_that_waits_for_the_thread_of_a_cancelled_one_has_its_own_deadline_and_blame(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave = [threading.Event(), threading.Event()]
+
+    async def run() -> float:
+        loop, count, later_s = asyncio.get_running_loop(), iter((0, 1)), 0.0
+        begun = [asyncio.Event(), asyncio.Event()]
+
+        def reward(*_: object) -> float:
+            number = next(count)
+            loop.call_soon_threadsafe(begun[number].set)
+            leave[number].wait(60)
+            return 0.5
+
+        async def pass_s(seconds: float) -> None:
+            nonlocal later_s
+            later_s += seconds
+            for _ in range(5):  # callbacks that are due, and those that follow them
+                await asyncio.sleep(0)
+
+        real = loop.time
+        monkeypatch.setattr(loop, "time", lambda: real() + later_s)
+        one = runner(reward, limit=1, timeout_s=1000.0)
+        calls = [asyncio.create_task(one.reward(PROMPT, DONE))]
+        await begun[0].wait()
+        calls[0].cancel()
+        await asyncio.wait(calls)
+        calls.append(asyncio.create_task(one.reward(PROMPT, DONE)))
+        await pass_s(0.0)  # it waits for the thread
+        await pass_s(900.0)
+        if ends:
+            leave[0].set()
+            await begun[1].wait()
+        await pass_s(900.0)
+        leave[1].set()
+        return await calls[1]
+
+    try:
+        if ends:
+            assert asyncio.run(run()) == 0.5
+        else:
+            with pytest.raises(TaskFailed, match=r"ran out before the task's reward began.*raise"):
+                asyncio.run(run())
+    finally:
+        for event in leave:
+            event.set()
+
+
 def test_a_servers_error_or_a_cancellation_that_a_task_lets_out_is_the_tasks_error() -> None:
     async def judge(*_: object) -> None:
         raise PeerError("the judge is down")
@@ -480,35 +530,6 @@ def test_a_tasks_error_beyond_its_budget_stops_the_run_with_its_traceback(
     text = str(caught.value)
     assert re.search(r"(?s)in turn.*the tool is gone.*task_error_budget allows 2", text)
     assert "titan_grpo/" not in text
-
-
-STUBBORN = """
-import asyncio
-from titan_grpo.rollout.tasks.built_in import Calculator
-class Stubborn(Calculator):
-    waiting = asyncio.Event()
-    async def turn(self, prompt, turns, codec):
-        if prompt.index == 0:
-            await self.waiting.wait()
-            raise KeyError("the tool is gone")
-        self.waiting.set()
-        while True:
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                pass
-"""
-
-
-@pytest.mark.e2e
-def test_a_tasks_error_reaches_the_trainer_while_another_call_ignores_its_cancellation(
-    start: StartClient, sums: CompletionServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "stubborn_tool.py").write_text(STUBBORN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    client = start(sums, task="stubborn_tool:Stubborn")
-    with pytest.raises(TaskError, match="the tool is gone"):
-        client.next_batch(0, 2, 60)
 
 
 @pytest.mark.e2e
