@@ -306,7 +306,7 @@ class _Clock:
             self.deadline.reschedule(asyncio.get_running_loop().time() + self._seconds)
 
 
-_CLOCK: ContextVar[_Clock | None] = ContextVar("clock", default=None)
+_CLOCK: ContextVar[_Clock | None] = ContextVar("clock")
 """Clock of the task's call in whose context ``call`` runs: a task may have threads of its own."""
 
 
@@ -349,7 +349,7 @@ async def call(
     """Return the function's answer, awaited if it is awaitable."""
     if inspect.iscoroutinefunction(function):
         return await _apart(function(*arguments, **named))
-    loop, clock = asyncio.get_running_loop(), _CLOCK.get()
+    loop, clock = asyncio.get_running_loop(), _CLOCK.get(None)
     if clock is not None:
         clock.queued += 1
 
