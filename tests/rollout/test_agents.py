@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +19,7 @@ from tests.rollout.agents import ADD, HELLO, client_of, says, talker
 from tests.rollout.conftest import GroupOf, MakeServer, answer, piece
 from tests.rollout.sampling import holding
 from titan_grpo.engines.http import AsyncDriver
-from titan_grpo.errors import DataError, PeerError
+from titan_grpo.errors import ConfigError, DataError, PeerError
 from titan_grpo.rollout.agent_sampler import AgentSampler
 from titan_grpo.rollout.agents import Agents
 from titan_grpo.rollout.codec import TextCodec
@@ -480,6 +481,14 @@ def test_an_agent_elsewhere_that_posts_nothing_costs_its_group(
 
     with pytest.raises(TaskFailed, match=r"no reward came within rollout\.task_timeout_s = 0.5"):
         group_of(None, [says(codec, "one")], timeout_s=0.5, look=look, agent="outside")
+
+
+def test_rows_that_are_no_json_are_refused_before_they_are_offered(tmp_path: Path) -> None:
+    path = str(tmp_path / "rows.parquet")
+    rows = {"text": ["a", "b"], "at": [datetime(2026, 1, 1), datetime(2026, 1, 2)]}
+    pytest.importorskip("datasets").Dataset.from_dict(rows).to_parquet(path)
+    with pytest.raises(ConfigError, match=r"column 'at' of rollout\.dataset '.*' has datetime"):
+        AgentRows.load(RolloutSpec(model_dir="", agent="outside", dataset=path))
 
 
 def test_a_tool_parser_that_breaks_is_the_users_error(

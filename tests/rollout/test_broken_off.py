@@ -2,6 +2,7 @@
 once."""
 
 import asyncio
+import threading
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ from titan_grpo.engines.http import AsyncDriver, Call, Sink
 from titan_grpo.errors import PeerError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.rollout.sampler import GroupDropped, Sampler, TokenStream
+from titan_grpo.rollout.sampler import GroupDropped, Interrupted, Sampler, TokenStream
 from titan_grpo.samples import NO_TOKENS, Completion, whole_routes
 
 WAIT_S = 60.0
@@ -99,6 +100,37 @@ def test_a_cancelled_request_leaves_its_tokens(
 
     asyncio.run(cancelled())
     assert (parts[0].token_ids, parts[0].version_first, parts[0].version_last) == ((7, 8), 3, 3)
+
+
+def test_what_came_before_the_ledger_lost_the_servers_version_goes_on_elsewhere(
+    completion_server: MakeServer, sampler: Sampler
+) -> None:
+    server, lost = completion_server(), threading.Event()
+
+    def speak(_: dict[str, Any]) -> tuple[int, Iterator[bytes]]:
+        def pieces() -> Iterator[bytes]:
+            yield server.piece([7, 8])
+            lost.wait(WAIT_S)
+            yield server.piece([9] * (TOKENS - 2), "length")
+
+        return 200, pieces()
+
+    server.behaviour = speak
+    parts = [NO_TOKENS]
+
+    async def sampled() -> None:
+        driver, state = Telling(server.url), holding(server.url, 3)
+        running = asyncio.create_task(sampler.group(Ticket(0), parts, state, driver))
+        async with asyncio.timeout(WAIT_S):
+            await driver.came.wait()
+            state.state = msgspec.structs.replace(state.state, version=None)
+            lost.set()
+            with pytest.raises(Interrupted):
+                await running
+        await driver.close()
+
+    asyncio.run(sampled())
+    assert (parts[0].token_ids, parts[0].version_last, parts[0].finished) == ((7, 8), 3, False)
 
 
 class Told:

@@ -79,6 +79,32 @@ def test_a_mistake_in_a_function_shows_its_traceback_and_the_row_and_no_line_of_
     assert "concurrent" not in text
 
 
+STUBBORN = """
+import asyncio
+
+entered = asyncio.Event()
+
+async def reward(completions, answer):
+    if answer[0] == 1:
+        await entered.wait()
+        raise KeyError("the judge is gone")
+    entered.set()
+    while True:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass
+"""
+
+
+@pytest.mark.e2e
+def test_an_error_reaches_the_trainer_while_another_call_ignores_its_cancellation(
+    started: StartClient,
+) -> None:
+    with pytest.raises(TaskError, match="the judge is gone"):
+        started(STUBBORN).next_batch(0, 2, 60)
+
+
 @pytest.mark.e2e
 def test_a_function_that_cannot_be_imported_ends_the_start(started: StartClient) -> None:
     with pytest.raises(ConfigError, match=r"'own_rewards:reward' cannot be imported: NameError"):

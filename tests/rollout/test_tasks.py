@@ -50,6 +50,11 @@ def test_a_request_has_the_stops_of_the_run_and_of_its_task(
     assert (body["stop"], body["stop_token_ids"]) == (["END", "\n"], [9, 7])
 
 
+def test_stops_of_a_task_may_be_none() -> None:
+    task = SimpleNamespace(reward=None, stop=None, stop_token_ids=None)
+    assert TaskRunner(task, Letters(), 8, 60.0).stops == ((), ())
+
+
 @pytest.mark.parametrize("stops", [{"stop": "END"}, {"stop": [""]}, {"stop_token_ids": ["7"]}])
 def test_stops_of_a_task_that_are_none_are_refused_at_its_start(stops: dict[str, Any]) -> None:
     task = SimpleNamespace(reward=None, **stops)
@@ -167,6 +172,56 @@ def test_a_call_past_its_deadline_is_the_tasks_error() -> None:
     assert caught.value.error.__notes__ == [
         "rollout.task_timeout_s = 0.05 ran out in the task's reward"
     ]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_call_that_waits_for_the_thread_of_a_cancelled_one_has_its_own_deadline_and_blame(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave = [threading.Event(), threading.Event()]
+
+    async def run() -> float:
+        loop, count, later_s = asyncio.get_running_loop(), iter((0, 1)), 0.0
+        begun = [asyncio.Event(), asyncio.Event()]
+
+        def reward(*_: object) -> float:
+            number = next(count)
+            loop.call_soon_threadsafe(begun[number].set)
+            leave[number].wait(60)
+            return 0.5
+
+        async def pass_s(seconds: float) -> None:
+            nonlocal later_s
+            later_s += seconds
+            for _ in range(5):  # callbacks that are due, and those that follow them
+                await asyncio.sleep(0)
+
+        real = loop.time
+        monkeypatch.setattr(loop, "time", lambda: real() + later_s)
+        one = runner(reward, limit=1, timeout_s=1000.0)
+        calls = [asyncio.create_task(one.reward(PROMPT, DONE))]
+        await begun[0].wait()
+        calls[0].cancel()
+        await asyncio.wait(calls)
+        calls.append(asyncio.create_task(one.reward(PROMPT, DONE)))
+        await pass_s(0.0)  # it waits for the thread
+        await pass_s(900.0)
+        if ends:
+            leave[0].set()
+            await begun[1].wait()
+        await pass_s(900.0)
+        leave[1].set()
+        return await calls[1]
+
+    try:
+        if ends:
+            assert asyncio.run(run()) == 0.5
+        else:
+            with pytest.raises(TaskFailed, match=r"ran out before the task's reward began.*raise"):
+                asyncio.run(run())
+    finally:
+        for event in leave:
+            event.set()
 
 
 def test_a_servers_error_or_a_cancellation_that_a_task_lets_out_is_the_tasks_error() -> None:

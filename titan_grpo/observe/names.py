@@ -241,7 +241,7 @@ MEANING: dict[str, str] = {
     SERVERS_LEFT: "servers removed while training ran",
     REQUESTS: "generation requests sent to all servers",
     OUTAGES: "groups that a failing server interrupted",
-    INTERRUPTED: "groups of which an engine cut completions short",
+    INTERRUPTED: "groups of which an engine cut completions short, or lost its version",
     MOVED: "groups that went on elsewhere since their server left or was drained",
     SKIPPED_PROMPTS: "prompts given up after repeated drops or outages",
 }

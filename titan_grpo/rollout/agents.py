@@ -244,7 +244,8 @@ class Agents:
 
     def take(self, index: int, parts: Sequence[Completion]) -> list[Episode]:
         """Return the group's ``group_size`` episodes: the running ones, with new ones in place of
-        those whose delivered tokens are missing from ``parts``."""
+        those whose delivered tokens are missing from ``parts``. Raises TaskFailed if agents are
+        outside and the row is no JSON."""
         episodes = self._groups.setdefault(index, [])
         for number in range(self._spec.group_size):
             if number == len(episodes):
@@ -265,11 +266,17 @@ class Agents:
     def _begin(self, index: int, number: int) -> Episode:
         key = f"ep-{secrets.token_hex(16)}"
         episode = Episode(key, number, self._task.row(index), self._loop.create_future())
-        self._by_key[key] = episode
         if self._task.function is None:
+            try:
+                # Before it is offered: an episode whose answer cannot be written would be lost.
+                json.dumps(episode.row)
+            except (TypeError, ValueError) as error:
+                text = f"a row for an agent outside must be JSON ({error}): {episode.row!r:.200}"
+                raise TaskFailed("agent", DataError(text)) from error
             self._offers.append(episode)
         else:
             self._run(episode, self._function(self._task.function, episode))
+        self._by_key[key] = episode
         return episode
 
     def _run(self, episode: Episode, work: Any) -> None:

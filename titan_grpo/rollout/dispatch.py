@@ -234,7 +234,8 @@ class Dispatcher:
                 self._report(f"prompt {ticket.index} will be retried: {error}")
                 self._settle(ticket.failed(tuple(run.parts)), avoid=url)
             case Interrupted():
-                # The engine aborted the requests; the server itself is healthy, so no back-off.
+                # The engine aborted the requests and is healthy, or the ledger lost the server's
+                # version and so keeps new groups away: no back-off.
                 self._counts.add("interrupted")
                 self._report(f"prompt {ticket.index} goes on: {error}")
                 self._settle(ticket.failed(tuple(run.parts)), avoid=url)

@@ -48,7 +48,8 @@ class NotAccepted(TitanGrpoError):
 
 
 class Interrupted(TitanGrpoError):
-    """An engine aborted completions; their tokens so far are in the group's parts."""
+    """An engine aborted completions, or its version became unknown; the completions' valid tokens
+    so far are in the group's parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +99,8 @@ class Sampler:
         reward them and return the group.
 
         Raises PeerError if the server fails (the other requests are cancelled), Interrupted if it
-        aborts completions, GroupDropped if the result is unfit, NotAccepted if it is left out by
-        choice, TaskFailed if the task fails.
+        aborts completions or its version becomes unknown, GroupDropped if the result is unfit,
+        NotAccepted if it is left out by choice, TaskFailed if the task fails.
         """
         prompt = self._runner.prompt(ticket.index)
         job = Job(prompt, ticket, parts, server, driver)
@@ -160,11 +161,11 @@ class Sampler:
         engine, token_ids = dialect(server.state.engine), (*ask.prompt_ids, *part.token_ids)
 
         def added(sampled: Sampled, last: int | None) -> Completion:
-            # last is None if the ledger lost the server's version meanwhile: then the weights that
-            # sampled the tokens are unknown.
-            answer = None
-            if last is not None:
-                answer = versioned(sampled, label, first, last, spec.kv_recomputed)
+            if last is None:
+                # The ledger lost the server's version meanwhile, so the weights that sampled the
+                # tokens are unknown. The prompt is not at fault: this must not spend its drops.
+                raise Interrupted(f"the version of {server.url} became unknown")
+            answer = versioned(sampled, label, first, last, spec.kv_recomputed)
             if answer is None:
                 raise GroupDropped("version_unknown")
             if spec.kv_recomputed and kv_survived(sampled):
@@ -184,11 +185,14 @@ class Sampler:
             await job.driver.stream(stream.call, tokens)
         except (PeerError, asyncio.CancelledError):
             # Keep the tokens before the break. If they are unfit, the retry starts without them.
-            with suppress(GroupDropped):
+            with suppress(GroupDropped, Interrupted):
                 job.parts[sample] = added(tokens.kept(), tokens.version)
             raise
-        sampled = tokens.sampled()
-        job.parts[sample] = added(sampled, server.newest)
+        sampled, last = tokens.sampled(), server.newest
+        if last is None:
+            # The same if the ledger lost the server's version before the answer's end.
+            sampled, last = tokens.kept(), tokens.version
+        job.parts[sample] = added(sampled, last)
         return sampled.finish_reason
 
     def _added(self, ask: Ask, part: Completion, answer: Completion) -> Completion:

@@ -202,7 +202,8 @@ class Service:
 
     def _metrics(self) -> Reply:
         with self._changed:
-            counters = self._session.counters if self._session is not None else {}
+            # A copy: the rollout process's thread adds counters meanwhile.
+            counters = dict(self._session.counters) if self._session is not None else {}
         try:
             page = dashboards.page(messages.counted(counters))
         except ImportError:

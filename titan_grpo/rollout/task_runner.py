@@ -8,6 +8,8 @@ import re
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import dropwhile, groupby
@@ -152,8 +154,9 @@ class TaskRunner:
     them. Plain functions run in threads, coroutines in the loop; ``prompt`` and ``expected_tokens``
     run in the caller's thread, without a deadline.
 
-    Methods raise TaskFailed for any error of the task. A deadline cannot end a plain function: its
-    thread runs on, and its result is dropped.
+    Methods raise TaskFailed for any error of the task. Neither a deadline nor a cancellation can
+    end a plain function: its thread runs on, and its result is dropped. A later call may have to
+    wait for that thread, up to ``timeout_s``; its own deadline starts when its function begins.
     """
 
     def __init__(
@@ -181,11 +184,11 @@ class TaskRunner:
     @property
     def stops(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """The task's stop texts and stop token ids in addition to the run's: its attributes
-        ``stop`` and ``stop_token_ids``, if present. Raises ConfigError for other types."""
-        texts = tuple(getattr(self._task, "stop", ()))
-        tokens = tuple(getattr(self._task, "stop_token_ids", ()))
-        strings = not isinstance(getattr(self._task, "stop", ()), str)
-        if not strings or not all(isinstance(text, str) and text for text in texts):
+        ``stop`` and ``stop_token_ids``, if present and not None. Raises ConfigError for other
+        types."""
+        stop, ids = (getattr(self._task, name, None) for name in ("stop", "stop_token_ids"))
+        texts, tokens = (() if found is None else tuple(found) for found in (stop, ids))
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in texts):
             raise ConfigError(
                 f"a task's stop must be a sequence of texts that are not empty, got {texts!r}"
             )
@@ -261,8 +264,10 @@ class TaskRunner:
         self, what: str, read: Callable[[Any], T], function: Callable[..., Any], *arguments: Any
     ) -> T:
         async with self._places:
+            clock = _Clock(self._timeout_s)
+            set_before = _CLOCK.set(clock)
             try:
-                async with asyncio.timeout(self._timeout_s) as deadline:
+                async with clock.deadline:
                     return read(await call(self._threads, function, *arguments))
             # CancelledError too: a user's code may raise one of its own.
             except (Exception, asyncio.CancelledError) as error:  # the boundary to a user's code
@@ -270,12 +275,39 @@ class TaskRunner:
                 if running is None or running.cancelling():
                     # Our cancellation, even if the task raised another error on it.
                     raise asyncio.CancelledError from error
-                if deadline.expired():
-                    error.add_note(
-                        f"{self._section}.task_timeout_s = {self._timeout_s:g} ran out in the"
-                        f" task's {what}"
-                    )
+                if clock.deadline.expired():
+                    when = f"in the task's {what}"
+                    if clock.queued:
+                        when = (
+                            f"before the task's {what} began: earlier calls, cancelled or too late,"
+                            " still hold the threads. Let the task's functions end within it, or"
+                            f" raise {self._section}.task_concurrency"
+                        )
+                    key = f"{self._section}.task_timeout_s"
+                    error.add_note(f"{key} = {self._timeout_s:g} ran out {when}")
                 raise TaskFailed(what, error) from error
+            finally:
+                _CLOCK.reset(set_before)
+
+
+class _Clock:
+    """Deadline of one call of a task. It starts again when a plain function of the call begins in
+    its thread: threads may be held by functions of calls that were cancelled or too late."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self.deadline = seconds, asyncio.timeout(seconds)
+        self.queued = 0
+        """Functions of the call that wait for a thread."""
+
+    def begin(self) -> None:
+        """Start the deadline again, in the loop."""
+        self.queued -= 1
+        with suppress(RuntimeError):  # the call is over
+            self.deadline.reschedule(asyncio.get_running_loop().time() + self._seconds)
+
+
+_CLOCK: ContextVar[_Clock | None] = ContextVar("clock")
+"""Clock of the task's call in whose context ``call`` runs: a task may have threads of its own."""
 
 
 def _reward(answer: Any) -> float | None:
@@ -317,8 +349,14 @@ async def call(
     """Return the function's answer, awaited if it is awaitable."""
     if inspect.iscoroutinefunction(function):
         return await _apart(function(*arguments, **named))
+    loop, clock = asyncio.get_running_loop(), _CLOCK.get(None)
+    if clock is not None:
+        clock.queued += 1
 
     def plain() -> Any:
+        if clock is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(clock.begin)
         try:
             return function(*arguments, **named)
         except (StopIteration, SystemExit, KeyboardInterrupt) as error:
@@ -326,7 +364,7 @@ async def call(
             # two would end the process.
             raise RuntimeError(f"{type(error).__name__} left the function") from error
 
-    answer = await asyncio.get_running_loop().run_in_executor(threads, plain)
+    answer = await loop.run_in_executor(threads, plain)
     # A wrapper of a coroutine function looks like a plain function.
     return await _apart(answer) if inspect.isawaitable(answer) else answer
 

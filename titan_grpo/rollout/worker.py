@@ -55,11 +55,18 @@ class Worker:
         try:
             if self._source is not None:
                 self._calls.close()
-                await self._source.close()
+                closing = asyncio.ensure_future(self._source.close())
+                # A user's coroutine may ignore its cancellation, and the trainer must not wait for
+                # it. Not wait_for: it waits for what it has cancelled.
+                await asyncio.wait([closing], timeout=EXIT_GRACE_S)
+                if closing.done():
+                    # no deadline: it is done; raises its error
+                    closing.result()
         except Exception as error:  # noqa: BLE001 - top of the process: the trainer raises it
             self._fail(error)
         if self._error is not None:
-            # After the source's end: nothing may follow a Failed message.
+            # After the source's end: nothing may follow a Failed message. What ignores its
+            # cancellation sends nothing: the loop does not run between this and the pipe's end.
             self._send(_failed(self._error))
         self._pipe.close(EXIT_GRACE_S)
         return 1 if self._error is not None else 0
@@ -175,7 +182,9 @@ class LocalTransport:
             wait_process(self._process, deadline_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            wait_process(self._process, 5.0)
+            # A process in an uninterruptible wait of the kernel outlives the kill for a while.
+            with suppress(subprocess.TimeoutExpired):
+                wait_process(self._process, 5.0)
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(5.0)

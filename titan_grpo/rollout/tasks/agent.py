@@ -35,6 +35,8 @@ class AgentRows:
         if function:
             _check_call(function, spec.agent)
         rows = open_rows(spec) if spec.dataset else None
+        if outside and rows is not None:
+            _check_json(rows, spec.dataset)
         return cls(function, rows, spec.seed)
 
     def prompt(self, index: int, codec: Codec) -> Prompt:
@@ -56,6 +58,19 @@ def _check_call(function: Callable[..., Any], path: str) -> None:
         raise ConfigError(
             f"rollout.agent {path!r} must take (base_url, api_key, row): {error}"
         ) from error
+
+
+def _check_json(rows: Rows, name: str) -> None:
+    """Raise ConfigError if the first row that passes the filters is no JSON: it goes over HTTP."""
+    for column, value in rows[rows.number(0)].items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f'with rollout.agent = "outside" rows go to the agents as JSON, and column'
+                f" {column!r} of rollout.dataset {name!r} has {type(value).__name__}: {error};"
+                " convert the column, or remove it from the dataset"
+            ) from error
 
 
 ToolParser = Callable[[str], tuple[str, ToolCalls]]
