@@ -128,7 +128,16 @@ def test_calls_of_the_hermes_format_are_read_in_their_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["none", "<tool_call>[]</tool_call>", '<tool_call>{"name": 3}</tool_call>', "{}"]
+    "text",
+    [
+        "none",
+        "<tool_call>[]</tool_call>",
+        '<tool_call>{"name": 3}</tool_call>',
+        "{}",
+        f"<tool_call>{'[' * 100_000}</tool_call>",
+        '{"name": ' * 100_000,
+    ],
+    ids=lambda text: text[:20],
 )
 def test_a_text_that_calls_nothing_comes_back_whole(text: str) -> None:
     assert hermes(text) == (text, [])

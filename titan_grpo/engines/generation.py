@@ -87,7 +87,7 @@ def tool_calls(content: Any, found: Iterable[tuple[Any, Any]]) -> tuple[str, Too
     for name, text in found:
         try:
             arguments = msgspec.json.decode(text or "{}")
-        except (TypeError, msgspec.DecodeError):
+        except (TypeError, msgspec.DecodeError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
             return str(content or ""), []

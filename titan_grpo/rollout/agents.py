@@ -444,6 +444,6 @@ def for_template(message: Message) -> Message:
 def _read(arguments: Any) -> Any:
     try:
         found = json.loads(arguments)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return arguments
     return found if isinstance(found, dict) else arguments

@@ -163,7 +163,8 @@ class Durations:
 
     def __init__(self, runner: TaskRunner) -> None:
         self._runner = runner
-        self._known: OrderedDict[tuple[int, ...], float] = OrderedDict()
+        self._known: OrderedDict[int, float] = OrderedDict()
+        """By the hash of a prompt's tokens: the tokens would be gigabytes for long prompts."""
         self._token_s = 0.0
 
     def expected_s(self, index: int) -> float:
@@ -172,7 +173,7 @@ class Durations:
             return 0.0
         try:
             prompt = self._runner.prompt(index)
-            known = self._known.get(prompt.token_ids)
+            known = self._known.get(hash(prompt.token_ids))
             if known is not None:
                 return known
             # Until the first group has measured the seconds per token, only proportions matter.
@@ -182,7 +183,7 @@ class Durations:
 
     def took(self, group: Group, seconds: float) -> None:
         """Note the duration of a group that was made in one attempt."""
-        key = group.prompt.token_ids
+        key = hash(group.prompt.token_ids)
         self._known.pop(key, None)
         self._known[key] = seconds
         if len(self._known) > REMEMBERED:

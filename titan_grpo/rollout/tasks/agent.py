@@ -107,7 +107,7 @@ def llama3_json(text: str) -> tuple[str, ToolCalls]:
     while rest:
         try:
             value, end = json.JSONDecoder().raw_decode(rest)
-        except ValueError:
+        except (ValueError, RecursionError):
             return text, []
         call = _read(value)
         if call is None:
@@ -139,7 +139,7 @@ def load_parser(name: str) -> ToolParser | None:
 def _call(text: str) -> tuple[str, dict[str, Any]] | None:
     try:
         return _read(json.loads(text))
-    except ValueError:
+    except (ValueError, RecursionError):  # a policy may repeat "[" for thousands of tokens
         return None
 
 
