@@ -4,7 +4,6 @@ what a test wrote down."""
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 from typing import Any, cast
 
 import pytest
@@ -23,7 +22,7 @@ from titan_grpo.errors import (
 )
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
-from titan_grpo.rollout.engine_calls import CLOSE, EngineCalls, RemoteControl, value_of
+from titan_grpo.rollout.engine_calls import RemoteControl, value_of
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
 from titan_grpo.rollout.messages import (
     Answer,
@@ -276,29 +275,6 @@ def test_an_outcome_that_is_late_is_dropped_and_what_waited_too_long_is_not_call
     assert "POST /pause" not in server.paths
     # What is late before it is sent has no answer at all.
     assert 1 <= client.counters()["late_answers"] <= 3
-
-
-def test_the_threads_of_a_server_end_with_its_control_and_a_later_call_starts_others(
-    spec: RolloutSpec, engine: Callable[..., Engine]
-) -> None:
-    server, answers = engine(), SimpleQueue[Answer]()
-    calls = EngineCalls(spec, answers.put)
-
-    def threads() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if server.url in thread.name]
-
-    for number in range(2):
-        calls.take(EngineCall(number, server.url, "label", (), CALL_S))
-        assert value_of(answers.get(timeout=WAIT_S)) == "r:1:f"
-        began = threads()
-        assert len(began) == 2
-        calls.take(EngineCall(number, server.url, CLOSE, (), CALL_S))
-        for thread in began:
-            thread.join(WAIT_S)
-        assert not threads()
-    calls.take(EngineCall(2, server.url, CLOSE, (), CALL_S))
-    assert not threads()
-    calls.close()
 
 
 def test_no_call_is_made_after_the_end(

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE = "close"
-"""Name of the method without an answer. The control's own is the last call of its lane: it ends the
-server's threads, and a later call starts others."""
+"""Name of the method without an answer."""
 
 STOCK = "stock."
 """Prefix of the names of StockRoutes' methods. Their first argument is the number that ``stock``
@@ -96,11 +95,6 @@ class EngineCalls:
         with self._lock:
             if self._closed:
                 return
-            if call.method == CLOSE:
-                for stock in (False, True):
-                    if (calls := self._queues.pop((call.url, stock), None)) is not None:
-                        calls.put(None)
-                return
             if (call.url, False) not in self._queues:
                 server = _Server(self._spec, call.url)
                 for stock in (False, True):
@@ -126,10 +120,10 @@ class EngineCalls:
         stock: bool,
         calls: "queue.SimpleQueue[tuple[EngineCall, float] | None]",
     ) -> None:
-        # no deadline: take() or close() puts None into the queue; the thread is a daemon
+        # no deadline: close() puts None into the queue; the thread is a daemon
         while (item := calls.get()) is not None:
             call, came = item
-            if call.method == STOCK + CLOSE:
+            if call.method.removeprefix(STOCK) == CLOSE:
                 server.close(stock, *call.arguments)
             else:
                 self._answer(_outcome(server, call, came))
@@ -206,7 +200,7 @@ class _Server:
 
     def close(self, stock: bool, *numbers: int) -> None:
         """Close the update routes with these numbers (all without any), or the control's
-        connections."""
+        connections, which a later call opens again."""
         if stock:
             for number in numbers or tuple(self._routes):
                 if (routes := self._routes.pop(number, None)) is not None:
