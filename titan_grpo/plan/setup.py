@@ -12,7 +12,7 @@ from typing import Any
 from titan_grpo.config import WIRE_BYTES, WeightSync
 from titan_grpo.errors import ConfigError
 from titan_grpo.protocol import lane
-from titan_grpo.protocol.patches import ENCODE_RATE, SHARE, WORTH
+from titan_grpo.protocol.patches import ENCODE_RATE, SHARE, worth_making
 
 GB = 1e9
 GBIT = 1e9 / 8
@@ -180,9 +180,9 @@ class Setup:
         seconds for a whole version."""
         if self.same_host or not self.patch_bytes(1):
             return False
-        many = self.relays and self.servers * self.patch_share > 1
-        worth = slowest_s > WORTH * self.encode_s and not many
-        return self.sync.delta == "on" or (self.sync.delta == "auto" and worth)
+        link_share = self.servers * self.patch_share if self.relays else 0.0
+        part_bytes = self.image_bytes / self.trainer_hosts
+        return worth_making(self.sync.delta, slowest_s, part_bytes, link_share)
 
     # Rates.
 

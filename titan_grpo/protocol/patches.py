@@ -1,5 +1,5 @@
-"""Which patches (layout/delta.py) to keep, and which of them lead from a receiver's staged version
-to the newest one. Pure.
+"""Whether to make patches (layout/delta.py), which to keep, and which of them lead from a staged
+version to the newest one. Pure.
 
 A patch turns one part of its base version into the same part of a newer one. It applies to no other
 base. Each trainer host makes the patches of its own part, so one host may have a patch where
@@ -21,6 +21,22 @@ ENCODE_RATE = 1 << 30
 WORTH = 4.0
 """Least ratio of the slowest server's time for a whole version to the time to make a patch, for
 weight_sync.delta = "auto"."""
+
+
+def worth_making(mode: str, whole_s: float, part_bytes: float, link_share: float = 0.0) -> bool:
+    """Return whether to make a patch of the next version. ``mode``: weight_sync.delta; ``whole_s``:
+    the slowest server's seconds for a whole version, 0: unknown; ``part_bytes``: of the largest
+    part, as all hosts encode at the same time. ``link_share``: where servers read from each other,
+    the bytes of a patch for each server over those of the version, which the trainer's link carries
+    about once.
+
+    >>> [worth_making("auto", s, ENCODE_RATE) for s in (3.0, 5.0)]
+    [False, True]
+    >>> worth_making("auto", 5.0, ENCODE_RATE, 1.2), worth_making("on", 0.0, ENCODE_RATE)
+    (False, True)
+    """
+    pays_off = whole_s > WORTH * part_bytes / ENCODE_RATE and link_share <= 1
+    return mode == "on" or (mode == "auto" and pays_off)
 
 
 class Leads(Protocol):

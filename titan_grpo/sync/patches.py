@@ -17,7 +17,7 @@ from titan_grpo.config import WeightSync
 from titan_grpo.layout import delta
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Patch, RangeSource
-from titan_grpo.protocol.patches import ENCODE_RATE, SHARE, WORTH, Place, kept, still_there
+from titan_grpo.protocol.patches import SHARE, Place, kept, still_there, worth_making
 from titan_grpo.runkey import Key
 from titan_grpo.sync.images import ImagePool
 from titan_grpo.sync.transports.broadcast import store_errors
@@ -107,8 +107,7 @@ class Deliveries:
         servers read from each other, so the trainer sends a version about once."""
         self._mode, self._total, self._spared = config.delta, manifest.total_bytes, spared
         self._relays, self._share = relays, 0.0
-        # The hosts encode at the same time: the largest part counts.
-        self._make_s = max(part.nbytes for part in manifest.parts) / ENCODE_RATE
+        self._part_bytes = max(part.nbytes for part in manifest.parts)
         self._lock = threading.Lock()
         self._whole_s: dict[str, float] = {}
 
@@ -131,13 +130,11 @@ class Deliveries:
         self._share = share
 
     def patches_wanted(self) -> bool:
-        """Return whether a patch pays off now: for the slowest server, and, with relays, for the
-        trainer's link (it carries a patch to every server, but a whole version only once)."""
+        """Return whether to make a patch of the next version."""
         with self._lock:
             slowest_s = max(self._whole_s.values(), default=0.0)
-            all_patches = self._share * len(self._whole_s)
-        worth = slowest_s > WORTH * self._make_s and not (self._relays and all_patches > 1)
-        return self._mode == "on" or (self._mode == "auto" and worth)
+            link_share = self._share * len(self._whole_s) if self._relays else 0.0
+        return worth_making(self._mode, slowest_s, self._part_bytes, link_share)
 
 
 def say_wanted(store: TCPStore, wanted: bool) -> None:
