@@ -16,6 +16,7 @@ from tests.rigs.receiver_server import DirectControl
 from tests.rigs.sockets import descriptors_left
 from tests.sync.conftest import MakeRig
 from titan_grpo.engines.server import RolloutNeeds
+from titan_grpo.errors import ServerRefused
 from titan_grpo.observe import names
 from titan_grpo.protocol import lane as table
 from titan_grpo.protocol.lane import LaneEvent, Point
@@ -435,6 +436,34 @@ def test_a_lane_that_gets_no_descriptor_for_its_image_goes_on_once_it_does(rig: 
         r = rig("a", watch=watch)
         r.deliver(1)
     assert "send failed: [Errno 24]" in str(r.server_set.take_error())
+
+
+def test_a_lane_whose_connection_cannot_be_closed_goes_on(
+    rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Routes:
+        def workers(self, _: float) -> int:
+            raise ServerRefused("it starts up")
+
+        def close(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    offered = iter([Routes()])
+    monkeypatch.setattr(DirectControl, "stock", lambda _: next(offered, None))
+    r = rig("a", apply="streamed")
+    r.deliver(1)
+    assert "connect failed: it starts up" in str(r.server_set.take_error())
+
+
+def test_a_server_is_not_paused_while_another_one_answers_at_its_url(rig: MakeRig) -> None:
+    """The other one holds a version of this run too: the greeted one's before the last."""
+    r = rig("a", look_s=3600.0)
+    r.deliver(1)
+    before = r.servers["a"].label
+    r.deliver(2)
+    DirectControl(r.servers["a"]).relabel(before)
+    r.deliver(3)
+    assert "do two servers answer at this URL?" in str(r.server_set.take_error())
 
 
 def test_a_lane_that_is_stopped_before_it_greets_its_server_does_not_greet_it(

@@ -350,24 +350,30 @@ class ServerLane:
     def _look(self) -> None:
         """Check an idle server against its line. Raises ServerRefused if they differ: the next
         connection settles the server."""
-        entry = self._entry
-        if entry.standing is ledger.Standing.QUARANTINED and not self._control.paused():
+        if self._entry.standing is ledger.Standing.QUARANTINED and not self._control.paused():
             raise ServerRefused("it is half loaded, and another client resumed it")
         if isinstance(self._link, LaneLink):
             self._ping()  # a vanished host closes no connection
-        if entry.held is None:
+        if self._entry.held is None:
             return
-        label = Label.parse(self._control.label())
-        if label is None or (label.run_id, label.version) != (self._c.run_id, entry.held):
-            raise ServerRefused(
-                f"it serves {label or 'weights of its own'} instead of v{entry.held}: was it"
-                " restarted?"
-            )
+        self._shown()
         if self._control.paused():
             raise ServerRefused(
                 "it is paused, and not by this lane: by a late call of a trainer that was replaced,"
                 " or by another client"
             )
+
+    def _shown(self) -> str:
+        """Return the server's label. Raises ServerRefused if it is not that of its line."""
+        shown, held = self._control.label(), self._entry.held
+        label = Label.parse(shown)
+        ours = label is not None and (label.run_id, label.version) == (self._c.run_id, held)
+        if held is not None and not ours:
+            raise ServerRefused(
+                f"it serves {label or 'weights of its own'} instead of v{held}: was it restarted,"
+                " or do two servers answer at this URL?"
+            )
+        return shown
 
     def _send(self, version: int) -> table.Event:
         link, published, recorder = self._open_link(), self._pinned(), self._c.recorder
@@ -404,7 +410,7 @@ class ServerLane:
             # paused, so the guard has nothing to do; and the pause follows in any case.
             with recorder.span(names.DRAIN_S, self.url, version=self._state.version):
                 self._c.drain(self.url)
-        self._before = self._control.label()
+        self._before = self._shown()
         self._pass(Point.PAUSE)  # waits for the lane's turn, so before the clock of the pause
         self._paused_s = recorder.now()
         self._control.pause()
@@ -532,7 +538,11 @@ class ServerLane:
         self._unpin()
         link, self._link = self._link, None
         if link is not None:
-            link.close()
+            try:
+                link.close()
+            except FAILURES as error:
+                # The lane goes on: a newer epoch replaces what is left of this one.
+                logger.warning("the connection to %s was closed in part: %s", self.url, error)
 
     def _unpin(self) -> None:
         if self._published is not None:

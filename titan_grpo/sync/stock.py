@@ -172,8 +172,10 @@ class StockLink:
 
     def close(self) -> None:
         """Close group and connections. Idempotent."""
-        self._drop()
-        self._routes.close()
+        try:
+            self._drop()
+        finally:
+            self._routes.close()
 
     def _send(self, bucket: tuple[TensorSpec, ...], image: torch.Tensor, deadline: float) -> None:
         """Make one announced broadcast. A refused request aborts it: without readers it hangs."""

@@ -404,10 +404,11 @@ class NcclTransport(Transport):
             if group is None:
                 return
             self._aborted = True
-            self._ending = threading.Thread(
-                target=_abort, args=(group,), name="nccl abort", daemon=True
+            ending = threading.Thread(target=_abort, args=(group,), name="nccl abort", daemon=True)
+            ending.start()
+            self._ending = (
+                ending  # after its start, which may fail: only a started thread is joined
             )
-            self._ending.start()
 
     def close(self) -> None:
         """See Transport. Aborts: a regular shutdown waits for the peer."""
