@@ -10,7 +10,7 @@ every tensor to its own on the GPU.
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from titan_grpo.layout.infer import infer_layout
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import copy_ops
 from titan_grpo.protocol.messages import new_run_id
-from titan_grpo.receive.commit import EngineSide, WorkerDevice, Workers
+from titan_grpo.receive.commit import Engine, EngineSide, WorkerDevice, Workers
 from titan_grpo.sync.link import LaneLink, LinkOptions
 from titan_grpo.sync.publisher import Snapshotter
 
@@ -206,12 +206,8 @@ def trainer_figures(name: str, versions: int) -> Iterator[Figure]:
         yield Figure(name, "pageable instead: copy", rate, "GiB/s")
 
 
-class GpuModel:
+class GpuModel(Engine):
     """An engine without an engine: its own copy of every tensor, on the GPU."""
-
-    config: Mapping[str, Any] = {}
-    routes = True
-    quantization = ""
 
     def __init__(self, manifest: Manifest) -> None:
         self.tensors = {
@@ -219,17 +215,10 @@ class GpuModel:
             for spec in manifest.tensors
         }
 
-    def refuses(self, manifest: Manifest) -> str:
-        """See Engine."""
-        return ""
-
-    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """See Engine. Each copy is waited for, as the weight loaders of engines do."""
-        count = 0
         for name, tensor in tensors:
             self.tensors[name].copy_(tensor)
-            count += 1
-        return count
 
 
 class Server:

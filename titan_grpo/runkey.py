@@ -160,15 +160,3 @@ def find_run_key(environ: Mapping[str, str], path: str = "") -> Key | None:
             f" {error.strerror}"
         ) from error
     return Key.parse(text, f"{sources[0]} ({path})")
-
-
-def environment_key(environ: Mapping[str, str]) -> tuple[Key | None, str]:
-    """Return a server's run key, or None, and why all weights must be refused, or "".
-
-    If the configured key cannot be read, a server takes no weights at all: without a key it would
-    take any trainer's.
-    """
-    try:
-        return find_run_key(environ), ""
-    except ConfigError as error:
-        return None, str(error)

@@ -1,6 +1,5 @@
 """An engine that is a dict of tensors, a real receiver process beside it, and real lanes."""
 
-from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -10,8 +9,9 @@ from titan_grpo.config import WeightSync
 from titan_grpo.layout.image import block_digests, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import PROBE, Applied, Joined, new_run_id
-from titan_grpo.receive.commit import EngineSide, Workers
+from titan_grpo.receive.commit import Engine, EngineSide, Workers
 from titan_grpo.receive.process import ReceiverHandle
+from titan_grpo.receive.window import Tensors
 from titan_grpo.runkey import Key
 from titan_grpo.sync.link import LaneLink, LinkOptions
 from titan_grpo.sync.probe import ask_receiver
@@ -51,12 +51,8 @@ class Weights(Version):
         )
 
 
-class DictEngine:
+class DictEngine(Engine):
     """The smallest engine there is: named tensors that are copied into."""
-
-    config: Mapping[str, Any] = {}
-    routes = True
-    quantization = ""
 
     def __init__(self) -> None:
         self.tensors = {
@@ -69,15 +65,12 @@ class DictEngine:
         unknown = {spec.name for spec in manifest.tensors} ^ set(self.tensors)
         return f"unknown or missing tensors: {sorted(unknown)}" if unknown else ""
 
-    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
-        count = 0
+    def load(self, tensors: Tensors) -> None:
         for name, tensor in tensors:
             if name == self.breaks_at:
                 raise RuntimeError("planted failure in the middle of a load")
             self.tensors[name].copy_(tensor)
-            count += 1
         self.loads += 1
-        return count
 
     def value(self) -> float:
         """The one number all weights have in these tests; fails if they are mixed."""

@@ -3,7 +3,7 @@ engine, or leave the other workers in an exchange."""
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,13 @@ from tests.receive.workers import Team
 from titan_grpo.errors import PeerError
 from titan_grpo.protocol.messages import Applied
 from titan_grpo.receive.checkpoint import INDEX, CheckpointNames
-from titan_grpo.receive.commit import EngineSide, WorkerDevice, tensor_views
+from titan_grpo.receive.commit import Engine, EngineSide, WorkerDevice, tensor_views
 
 pytestmark = pytest.mark.e2e
 
 
-class CheckedEngine:
-    """An engine that compares names with a real checkpoint folder and loads nothing."""
-
-    config: Mapping[str, Any] = {}
-    routes = True
-    quantization = ""
+class CheckedEngine(Engine):
+    """An engine that compares names with a real checkpoint folder and keeps nothing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.loads = folder, 0
@@ -33,9 +29,9 @@ class CheckedEngine:
     def refuses(self, manifest: Any) -> str:
         return CheckpointNames(str(self.folder), None, tied=False).problem(manifest)
 
-    def load(self, tensors: Iterator[Any]) -> int:
+    def load(self, tensors: Iterator[Any]) -> None:
         self.loads += 1
-        return len(list(tensors))
+        list(tensors)
 
 
 class TeamSite(Site):
@@ -242,9 +238,9 @@ class NotedEngine(DictEngine):
         super().__init__()
         self._pins = pins
 
-    def load(self, tensors: Any) -> int:
+    def load(self, tensors: Any) -> None:
         self._pins.note("load")
-        return super().load(tensors)
+        super().load(tensors)
 
 
 @pytest.fixture

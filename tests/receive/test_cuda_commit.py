@@ -26,13 +26,10 @@ class GpuEngine(DictEngine):
         super().__init__()
         self.tensors = {name: tensor.cuda() for name, tensor in self.tensors.items()}
 
-    def load(self, tensors: Any) -> int:
+    def load(self, tensors: Any) -> None:
         torch.cuda._sleep(HALF_A_SECOND)
-        count = 0
         for name, tensor in tensors:
             self.tensors[name].copy_(tensor, non_blocking=True)
-            count += 1
-        return count
 
 
 @pytest.fixture

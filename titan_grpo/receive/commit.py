@@ -1,26 +1,27 @@
 """The engine's side of a weight sync, common to all engines: answer a hello, commit a version."""
 
 import logging
+import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from titan_grpo.engines.generation import NO_ROUTES
-from titan_grpo.errors import PeerError, TitanGrpoError, UpstreamError
+from titan_grpo.errors import ConfigError, PeerError, TitanGrpoError, UpstreamError
 from titan_grpo.layout.cuda_runtime import CudaRuntime
 from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Applied, Attach, Commit, Hello, reply_address
-from titan_grpo.receive.checkpoint import difference, essential
+from titan_grpo.receive.checkpoint import CheckpointNames, difference, essential
 from titan_grpo.receive.process import ReceiverHandle
 from titan_grpo.receive.window import Tensors, WindowReader
-from titan_grpo.runkey import Key
+from titan_grpo.runkey import Key, find_run_key
 from titan_grpo.sync.transports.broadcast import beside
 
 log = logging.getLogger("titan_grpo.receive")
@@ -98,28 +99,39 @@ class WorkerDevice:
         return unpin
 
 
-def quantization_of(model_config: Any) -> str:
-    """Return the quantisation method of this ModelConfig (of either engine), or ""."""
-    return model_config.quantization or ""
+class Engine:
+    """What differs between engines: names and loading."""
 
+    config: Mapping[str, Any] = {}
+    """The model's config.json, or empty."""
 
-class Engine(Protocol):
-    """What differs between engines: names and loading. ``config``: the model's config.json, or
-    empty. ``routes``: whether completions can come with the experts of each token.
-    ``quantization``: see Joined."""
+    routes = True
+    """Whether completions can come with the experts of each token."""
 
-    config: Mapping[str, Any]
-    routes: bool
-    quantization: str
+    quantization = ""
+    """See Joined."""
 
     def refuses(self, manifest: Manifest) -> str:
         """Return why these tensors are not this model's, or "". Changes no weight."""
-        ...
+        return ""
 
-    def load(self, tensors: Tensors) -> int:
-        """Load (HF name, host tensor) pairs, which are valid only during the call; return how many.
-        Raises if loading fails half-way."""
-        ...
+    def load(self, tensors: Tensors) -> None:
+        """Load all (HF name, host tensor) pairs, which are valid only during the call. Raises if
+        loading fails half-way."""
+        raise NotImplementedError
+
+
+class LoadedModel(Engine):
+    """Engine over a model that vLLM or SGLang has loaded: their ModelConfigs name these attributes
+    alike."""
+
+    def __init__(self, config: Any, path: str, routes: bool) -> None:
+        """``config``: the ModelConfig. ``path``: directory or hub name of the checkpoint."""
+        text = config.hf_text_config
+        self.config, self.routes = text.to_dict(), routes
+        self.quantization = config.quantization or ""
+        tied = bool(getattr(text, "tie_word_embeddings", False))
+        self.names = CheckpointNames(path, config.revision, tied)
 
 
 def package_version() -> str:
@@ -140,33 +152,12 @@ def log_to_stderr() -> None:
         log.propagate = False
 
 
-def log_ready(workers: Workers, problem: str, run_key: Key | None) -> None:
-    """Log that the plugin is ready, or why commits cannot work."""
-    access = "no run key: takes weights from any trainer"
-    if run_key is not None:
-        access = "takes weights from trainers with the run key"
-    log.info("plugin ready, worker %d of %d, %s", workers.rank, workers.size, problem or access)
-
-
 def tensor_views(image: torch.Tensor, manifest: Manifest) -> Tensors:
     """Yield (name, view of ``image`` with the manifest's dtype and shape) in order; ``image`` is
     uint8[total_bytes]."""
     for spec in manifest.tensors:
         flat = image[spec.offset : spec.offset + spec.nbytes]
         yield spec.name, flat.view(getattr(torch, spec.dtype)).view(spec.shape)
-
-
-class Counted(Iterable[tuple[str, torch.Tensor]]):
-    """Iterable that counts the tensors it passes through."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        self._tensors = tensors
-        self.count = 0
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for pair in self._tensors:
-            self.count += 1
-            yield pair
 
 
 class Attempt:
@@ -417,7 +408,7 @@ class EngineSide:
             self._device.settle()
             attempt.touched, start = True, time.monotonic()
             try:
-                attempt.loaded = self._engine.load(tensors)
+                self._engine.load(self._counted(tensors, attempt))
             finally:
                 attempt.load_s = time.monotonic() - start
                 # The receiver may overwrite the image after this: finish all copies from it.
@@ -429,6 +420,15 @@ class EngineSide:
             attempt.error = f"loading broke off: {type(failure).__name__}: {failure}"
             # If this worker failed alone, the others may have changed weights.
             attempt.touched |= attempt.reader is None or not attempt.reader.broken
+
+    def _counted(self, tensors: Tensors, attempt: Attempt) -> Tensors:
+        for name, tensor in tensors:
+            attempt.loaded += 1
+            yield name, tensor
+            self.taken(name, tensor)
+
+    def taken(self, name: str, tensor: torch.Tensor) -> None:
+        """Called when the engine's loader has taken a tensor; verify.recording overrides it."""
 
     def _map(self, grant: dict[str, Any]) -> Mapped:
         """Return the mapping of a new grant: the one made ahead, if there is one."""
@@ -468,3 +468,23 @@ class EngineSide:
             log.warning(
                 "version %d could not be reported to the trainer: %s", report.version, error
             )
+
+
+make_side: Callable[[Engine, Workers, str, Key | None], EngineSide] = EngineSide
+"""Makes the EngineSide of a worker; verify.recording replaces it before the engine starts."""
+
+
+def start_side(engine: Engine, coordinator: Any, problem: str) -> EngineSide:
+    """Return the EngineSide of an engine's worker, with the run key of its environment, and log
+    that the plugin is ready. ``coordinator``: see Workers. ``problem``: see EngineSide."""
+    workers, run_key = Workers(coordinator), None
+    try:
+        run_key = find_run_key(os.environ)
+    except ConfigError as error:
+        # Take no weights at all: without a key the server would take any trainer's.
+        problem = problem or str(error)
+    access = "no run key: takes weights from any trainer"
+    if run_key is not None:
+        access = "takes weights from trainers with the run key"
+    log.info("plugin ready, worker %d of %d, %s", workers.rank, workers.size, problem or access)
+    return make_side(engine, workers, problem, run_key)
