@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, fo
 from scripts.common import options_of, write_json
 from titan_grpo.config import WeightSync
 from titan_grpo.layout.cuda_runtime import CudaRuntime
-from titan_grpo.layout.image import SharedImage, block_digests, fingerprint
+from titan_grpo.layout.image import Hashing, SharedImage, fingerprint
 from titan_grpo.layout.infer import infer_layout
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import copy_ops
@@ -238,7 +238,7 @@ class Server:
         self._link.wait_joined(60.0)
         self._link.send_manifest()
         self._side.hello({"attach": self._link.attach().to_dict()})
-        self._digests = block_digests(image.buffer, manifest, "xxh3")
+        self._digests = Hashing("xxh3").blocks(image.buffer, manifest)
         self._fingerprint = fingerprint(manifest.digest, self._digests)
         self._number = 0
 

@@ -102,12 +102,6 @@ class EpochKeys:
         """Derive the keys: proofs of other epochs' messages and other runs' digests are invalid."""
         return cls(run_key.derive("messages", run_id, str(epoch)), run_key.derive("blocks", run_id))
 
-    @property
-    def ranges(self) -> Key:
-        """Key of the connections that read versions. It is the same in all epochs of the run, since
-        the trainer's other hosts have no epochs."""
-        return self.blocks.derive("ranges")
-
     def to_hex(self) -> dict[str, str]:
         """Encode for the socket pair between an engine and its receiver process."""
         return {"messages": self.messages.hex(), "blocks": self.blocks.hex()}

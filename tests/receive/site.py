@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from titan_grpo.config import WeightSync
-from titan_grpo.layout.image import block_digests, fingerprint
+from titan_grpo.layout.image import Hashing, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import PROBE, Applied, Joined, new_run_id
 from titan_grpo.receive.commit import Engine, EngineSide, Workers
@@ -23,7 +23,7 @@ SHAPES = {"a": (torch.bfloat16, (64, 1024)), "b": (torch.float32, (1000,))}
 class Version:
     """A version image of ``tensors``, with its digests."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], key: bytes | None = None) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], key: Key | None = None) -> None:
         self.tensors = tensors
         self.manifest = Manifest.build(
             [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()],
@@ -34,9 +34,8 @@ class Version:
             self.image[spec.offset : spec.offset + spec.nbytes] = (
                 tensors[spec.name].flatten().view(torch.uint8)
             )
-        self.digests = block_digests(
-            self.image.numpy().data, self.manifest, "blake3" if key else "xxh3", key
-        )
+        hashing = Hashing("blake3" if key else "xxh3", key)
+        self.digests = hashing.blocks(self.image.numpy().data, self.manifest)
         self.fingerprint = fingerprint(self.manifest.digest, self.digests)
 
 
@@ -44,7 +43,7 @@ class Weights(Version):
     """A version in which every element of every tensor is ``value``."""
 
     def __init__(
-        self, value: float, names: tuple[str, ...] = ("a", "b"), key: bytes | None = None
+        self, value: float, names: tuple[str, ...] = ("a", "b"), key: Key | None = None
     ) -> None:
         super().__init__(
             {n: torch.full(SHAPES[n][1], value, dtype=SHAPES[n][0]) for n in names}, key
