@@ -105,6 +105,7 @@ class ReceiverProcess:
             self._channel.send({"id": self._sent, "op": "last_sign"}, ANSWER_S)
         with suppress(PeerError):  # it is frozen
             if (answer := self._answer(SIGN_S)) is not None:
+                self._last_line_s = None  # of an earlier time at which it was frozen
                 return float(answer["last_sign_s"])
         if self._last_line_s is None:
             # Killed or frozen: the trainer's last sign is unknown. Count its lease from now.
