@@ -46,8 +46,8 @@ class Route:
 def mapped() -> int:
     """How many mappings of a receiver's image this process has, once those under way are done."""
     for side in sides:
-        if side._ahead is not None:
-            side._ahead[1].result(WAIT_S)
+        if side._mapping is not None:
+            side._mapping[1].result(WAIT_S)
     return Path("/proc/self/maps").read_text().count("titan_grpo staging")
 
 

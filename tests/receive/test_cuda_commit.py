@@ -52,8 +52,8 @@ def overwritten(site: Site) -> float:
 
 def test_the_next_transfer_changes_nothing_of_what_was_loaded(gpu: Site) -> None:
     assert overwritten(gpu) == 1.0
-    assert gpu.side._mapped is not None
-    assert gpu.side._mapped._unpin is not None, "the image was not pinned"
+    assert gpu.side._mapping is not None
+    assert gpu.side._mapping[1].result()._unpin is not None, "the image was not pinned"
 
 
 def test_without_the_wait_after_the_load_the_next_transfer_gets_into_it(

@@ -186,13 +186,13 @@ class Attempt:
 
 
 class Mapped:
-    """A worker's mapping of the receiver's memory, and the parsed manifest. It is kept between the
-    commits of an epoch, so that a pause has no page faults."""
+    """A worker's mapping of the receiver's memory, and the parsed manifest. ``accepted``: the
+    engine does not refuse it."""
 
     def __init__(self, grant: Mapping[str, Any], device: WorkerDevice) -> None:
         """Map the granted memory, and pin it for copies to ``device``. Raises SyncError if the
         receiver is gone, DataError if the manifest is invalid."""
-        self.grant = dict(grant)
+        self.accepted = False
         with SharedImage.attach(ImageAddress.from_json(grant["manifest"])) as text:
             self.manifest = Manifest.from_json(bytes(text.buffer).decode())
         self.image = SharedImage.attach(ImageAddress.from_json(grant["image"]))
@@ -231,10 +231,10 @@ class EngineSide:
         it. ``run_key``: serve only trainers that prove it."""
         self._engine, self._workers, self._problem = engine, workers, problem
         self._device = WorkerDevice()
-        self._mapped: Mapped | None = None
-        self._ahead: tuple[dict[str, Any], Future[Mapped]] | None = None
-        """A grant and its mapping, which is made and pinned while the engine generates, before the
-        first commit: both take seconds for large models."""
+        self._mapping: tuple[dict[str, Any], Future[Mapped]] | None = None
+        """A grant and its mapping. It is made and pinned while the engine generates, before the
+        first commit: both take seconds for large models. It is kept between the commits of an
+        epoch, so that a pause has no page faults."""
         self.receiver: ReceiverHandle | None = None
         if workers.rank == 0:
             self.receiver = ReceiverHandle(
@@ -308,7 +308,7 @@ class EngineSide:
             return
         self._unmap()
         if grant:
-            self._ahead = grant, beside(lambda: Mapped(grant, self._device), "map")
+            self._mapping = grant, beside(lambda: Mapped(grant, self._device), "map")
 
     def commit(self, data: dict[str, Any]) -> Applied | None:
         """Load a version (``data``: the body of POST /update_weights), report the result to the
@@ -382,18 +382,18 @@ class EngineSide:
             attempt.error = str(grant.get("error", ""))
             if attempt.error:
                 return
-            mapped = self._mapped
-            if mapped is None or mapped.grant != grant:
-                mapped = self._map(grant)
+            mapped = self._map(grant)
+            if not mapped.accepted:
                 attempt.error = self._engine.refuses(mapped.manifest)
                 attempt.final = bool(attempt.error)
                 if attempt.error:
-                    mapped.release()
+                    self._unmap()
                     return
+                mapped.accepted = True
             found = mapped.manifest.digest
             if found != (wanted := commit.manifest_digest):
                 raise PeerError(f"the manifest must have digest {wanted}, got {found}")
-            self._mapped = attempt.mapped = mapped
+            attempt.mapped = mapped
             if grant["streamed"]:
                 ring = mapped.image.tensor()
                 attempt.reader = WindowReader(ring, mapped.manifest, self._workers, self._take)
@@ -431,27 +431,25 @@ class EngineSide:
         """Called when the engine's loader has taken a tensor; verify.recording overrides it."""
 
     def _map(self, grant: dict[str, Any]) -> Mapped:
-        """Return the mapping of a new grant: the one made ahead, if there is one."""
-        if self._ahead is not None and self._ahead[0] == grant:
-            (_, mapping), self._ahead = self._ahead, None
+        """Return the mapping of a grant: the one at hand, if it is of this grant."""
+        if self._mapping is not None and self._mapping[0] == grant:
             # no deadline: the commit would do the same work itself, for as long
-            error = mapping.exception()
+            error = self._mapping[1].exception()
             if error is None:
                 # no deadline: it has ended
-                return mapping.result()
+                return self._mapping[1].result()
             log.warning("the staged weights could not be mapped before a commit: %s", error)
-        else:
-            self._unmap()  # before the next one is mapped
-        return Mapped(grant, self._device)
+        self._unmap()  # before the next one is mapped
+        mapped, mapping = Mapped(grant, self._device), Future[Mapped]()
+        mapping.set_result(mapped)
+        self._mapping = grant, mapping
+        return mapped
 
     def _unmap(self) -> None:
-        mapped, self._mapped = self._mapped, None
-        ahead, self._ahead = self._ahead, None
-        if mapped is not None:
-            mapped.release()
-        if ahead is not None:
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None:
             # Runs now, or on the mapping thread when it ends: unmapping alone does not unpin.
-            ahead[1].add_done_callback(_release)
+            mapping[1].add_done_callback(_release)
 
     def _take(self, consumed: int) -> int:
         assert self.receiver is not None
