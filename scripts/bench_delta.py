@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, fo
 from scripts.bench_gpu import SHAPES
 from scripts.common import options_of, positive, write_json
 from titan_grpo.layout import delta
-from titan_grpo.layout.image import digest_block
+from titan_grpo.layout.image import Hashing
 from titan_grpo.layout.manifest import Part
 
 GIB = 2**30
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
                 apply_s[step] += time.thread_time() - encoded
                 encode_s[step] += encoded - begin
                 sizes[step] += len(patch)
-                one, other = (digest_block([x.data], "xxh3") for x in (staged, new))
+                one, other = (Hashing("xxh3").block([x.data]) for x in (staged, new))
                 equal &= one == other
     share = [size / image_bytes for size in sizes]
     out = {

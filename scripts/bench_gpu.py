@@ -10,7 +10,7 @@ every tensor to its own on the GPU.
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,12 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, fo
 from scripts.common import options_of, write_json
 from titan_grpo.config import WeightSync
 from titan_grpo.layout.cuda_runtime import CudaRuntime
-from titan_grpo.layout.image import SharedImage, block_digests, fingerprint
+from titan_grpo.layout.image import Hashing, SharedImage, fingerprint
 from titan_grpo.layout.infer import infer_layout
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import copy_ops
 from titan_grpo.protocol.messages import new_run_id
-from titan_grpo.receive.commit import EngineSide, WorkerDevice, Workers
+from titan_grpo.receive.commit import Engine, EngineSide, WorkerDevice, Workers
 from titan_grpo.sync.link import LaneLink, LinkOptions
 from titan_grpo.sync.publisher import Snapshotter
 
@@ -206,12 +206,8 @@ def trainer_figures(name: str, versions: int) -> Iterator[Figure]:
         yield Figure(name, "pageable instead: copy", rate, "GiB/s")
 
 
-class GpuModel:
+class GpuModel(Engine):
     """An engine without an engine: its own copy of every tensor, on the GPU."""
-
-    config: Mapping[str, Any] = {}
-    routes = True
-    quantization = ""
 
     def __init__(self, manifest: Manifest) -> None:
         self.tensors = {
@@ -219,17 +215,10 @@ class GpuModel:
             for spec in manifest.tensors
         }
 
-    def refuses(self, manifest: Manifest) -> str:
-        """See Engine."""
-        return ""
-
-    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """See Engine. Each copy is waited for, as the weight loaders of engines do."""
-        count = 0
         for name, tensor in tensors:
             self.tensors[name].copy_(tensor)
-            count += 1
-        return count
 
 
 class Server:
@@ -249,7 +238,7 @@ class Server:
         self._link.wait_joined(60.0)
         self._link.send_manifest()
         self._side.hello({"attach": self._link.attach().to_dict()})
-        self._digests = block_digests(image.buffer, manifest, "xxh3")
+        self._digests = Hashing("xxh3").blocks(image.buffer, manifest)
         self._fingerprint = fingerprint(manifest.digest, self._digests)
         self._number = 0
 

@@ -102,12 +102,6 @@ class EpochKeys:
         """Derive the keys: proofs of other epochs' messages and other runs' digests are invalid."""
         return cls(run_key.derive("messages", run_id, str(epoch)), run_key.derive("blocks", run_id))
 
-    @property
-    def ranges(self) -> Key:
-        """Key of the connections that read versions. It is the same in all epochs of the run, since
-        the trainer's other hosts have no epochs."""
-        return self.blocks.derive("ranges")
-
     def to_hex(self) -> dict[str, str]:
         """Encode for the socket pair between an engine and its receiver process."""
         return {"messages": self.messages.hex(), "blocks": self.blocks.hex()}
@@ -160,15 +154,3 @@ def find_run_key(environ: Mapping[str, str], path: str = "") -> Key | None:
             f" {error.strerror}"
         ) from error
     return Key.parse(text, f"{sources[0]} ({path})")
-
-
-def environment_key(environ: Mapping[str, str]) -> tuple[Key | None, str]:
-    """Return a server's run key, or None, and why all weights must be refused, or "".
-
-    If the configured key cannot be read, a server takes no weights at all: without a key it would
-    take any trainer's.
-    """
-    try:
-        return find_run_key(environ), ""
-    except ConfigError as error:
-        return None, str(error)

@@ -125,33 +125,20 @@ def test_a_sender_struck_in_mid_transfer_costs_no_request_and_no_version(
 
 
 BREAKING = """
-from titan_grpo.receive import sglang_plugin
-from titan_grpo.receive.commit import EngineSide
+from titan_grpo.receive import commit
 
 
-class Breaking:
-    config = {}
-    routes = True
-    quantization = ""
-    def __init__(self, engine):
-        self.engine, self.broken = engine, False
+class Breaking(commit.EngineSide):
+    count = 0
 
-    def refuses(self, manifest):
-        return self.engine.refuses(manifest)
-
-    def load(self, tensors):
-        def some():
-            for number, pair in enumerate(tensors):
-                if number == 5 and not self.broken:
-                    self.broken = True
-                    raise RuntimeError("planted in the middle of a load")
-                yield pair
-
-        return self.engine.load(some())
+    def taken(self, name, tensor):
+        self.count += 1
+        if self.count == 5:
+            raise RuntimeError("planted in the middle of a load")
 
 
 def start():
-    sglang_plugin.plugin.make_side = lambda engine, *rest: EngineSide(Breaking(engine), *rest)
+    commit.make_side = Breaking
 """
 
 

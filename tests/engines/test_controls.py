@@ -46,7 +46,6 @@ TOKEN = {
     "meta_info": {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 1, None]]},
 }
 
-UPDATE: Routes = {"POST /titan_grpo/load": 200, "POST /titan_grpo/finish": 200}
 STOCK_END: Routes = {"POST /end_weight_update": 200, "POST /update_weight_version": 200}
 
 
@@ -116,21 +115,29 @@ def test_a_named_engine_is_not_asked_for(board: Board) -> None:
         make_control("trt", ServerAccess(board.url, CALL_S))
 
 
-def test_a_commit_is_one_call_for_the_load_and_one_for_the_label_with_the_admin_key(
+def test_a_commit_goes_with_the_admin_key_and_aborts_nothing(
     board: Board, sglang: SglangControl
 ) -> None:
     sent: list[Any] = []
 
     def keep(body: Any) -> tuple[int, Any]:
         sent.append(body)
-        return 200, {}
+        return 200, {"paused": False}
 
-    board.routes = dict.fromkeys(UPDATE, keep)
+    paths = ("/pause_generation", "/titan_grpo/load", "/titan_grpo/finish", "/continue_generation")
+    others = ("POST /titan_grpo/hello", "POST /update_weight_version", "GET /titan_grpo/state")
+    board.routes = dict.fromkeys([*(f"POST {path}" for path in paths), *others], keep)
+    sglang.pause()
     sglang.load({"number": 1})
     sglang.finish("r:1:f")
-    assert board.paths == list(UPDATE)
+    sglang.resume()
+    assert board.paths == [f"POST {path}" for path in paths], "one call to load, one for the label"
+    assert sent[:3] == [{"mode": "in_place"}, {"number": 1}, {"label": "r:1:f"}]
+    sglang.greet({})
+    sglang.relabel("r:2:f")
+    assert sent[-1] == {"new_version": "r:2:f", "abort_all_requests": False}
+    sglang.paused()
     assert {key for _, key in board.asked} == {"admin"}
-    assert sent == [{"number": 1}, {"label": "r:1:f"}]
 
 
 @pytest.mark.parametrize("absent", [401, 404])

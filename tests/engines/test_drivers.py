@@ -47,8 +47,8 @@ def both(url: str, call: Call[Any], *keys: str) -> list[Any]:
 def test_admin_calls_go_with_the_admin_key_and_without_one_with_the_other(
     board: Board, keys: tuple[str, ...], admin: str, other: str
 ) -> None:
-    board.routes = {"POST /pause_generation": 200, "GET /model_info": 200}
-    for call in (sglang.pause(60.0), sglang.alive()):
+    board.routes = {"POST /titan_grpo/hello": 200, "GET /model_info": 200}
+    for call in (sglang.hello({}, 60.0), sglang.alive()):
         both(board.url, call, *keys)
     assert [key for _, key in board.asked] == [admin, admin, other, other]
 

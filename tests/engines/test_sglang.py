@@ -129,32 +129,15 @@ def test_scores_are_of_all_tokens_but_the_first() -> None:
         call.parse(changed(input_token_logprobs=entries[:2]))
 
 
-def test_what_changes_the_server_goes_with_the_admin_key_and_what_asks_it_does_not() -> None:
-    changing: list[Call[Any]] = [
-        sglang.pause(1.0),
-        sglang.resume(1.0),
-        sglang.load({}, 1.0),
-        sglang.finish("x", 1.0),
-        sglang.end_weight_update(1.0),
-        sglang.update_weight_version("x", 1.0),
-    ]
-    changing += [sglang.hello({}, 1.0), sglang.paused()]
+def test_what_asks_the_server_goes_without_the_admin_key() -> None:
     asking: list[Call[Any]] = [
         sglang.generate([1], Sampling(1), 1.0),
         sglang.score([1, 2], 1.0),
         sglang.label(),
+        sglang.alive(),
+        sglang_stock.world_size(1.0),
     ]
-    asking += [sglang.alive(), sglang_stock.world_size(1.0)]
-    assert all(call.admin for call in changing)
     assert not any(call.admin for call in asking)
-
-
-def test_nothing_is_aborted_by_a_commit() -> None:
-    assert sglang.update_weight_version("r:7:f", 1.0).json == {
-        "new_version": "r:7:f",
-        "abort_all_requests": False,
-    }
-    assert sglang.pause(1.0).json == {"mode": "in_place"}
 
 
 class ServersUnpickler(pickle.Unpickler):

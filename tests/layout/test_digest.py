@@ -7,12 +7,12 @@ import torch
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.image import (
     BLOCK_HASHES,
-    block_digests,
-    digest_block,
+    Hashing,
     fingerprint,
     first_difference,
 )
 from titan_grpo.layout.manifest import Manifest
+from titan_grpo.runkey import Key
 from titan_grpo.verify.recording import content_digest, tensor_digest
 
 MANIFEST = Manifest.build([("a", "uint8", (1000,))], 256)
@@ -26,22 +26,22 @@ KNOWN = {
 
 @pytest.mark.parametrize("algorithm", sorted(BLOCK_HASHES))
 def test_hashes_are_the_published_ones(algorithm: str) -> None:
-    assert digest_block(memoryview(b""), algorithm).hex() == KNOWN[algorithm]
+    assert Hashing(algorithm).block(()).hex() == KNOWN[algorithm]
 
 
 @pytest.mark.parametrize("algorithm", sorted(BLOCK_HASHES))
 def test_a_flipped_bit_changes_its_own_block_only(algorithm: str) -> None:
     image = bytearray(range(256)) * 4
-    before = block_digests(memoryview(image), MANIFEST, algorithm)
+    before = Hashing(algorithm).blocks(memoryview(image), MANIFEST)
     image[700] ^= 1
-    after = block_digests(memoryview(image), MANIFEST, algorithm)
+    after = Hashing(algorithm).blocks(memoryview(image), MANIFEST)
     assert [a == b for a, b in zip(before, after, strict=True)] == [True, True, False, True]
     assert first_difference(before, after) == 2
     assert fingerprint(MANIFEST.digest, before) != fingerprint(MANIFEST.digest, after)
 
 
 def test_equal_lists_have_no_difference_and_a_missing_block_is_one() -> None:
-    digests = block_digests(memoryview(bytes(1024)), MANIFEST, "xxh3")
+    digests = Hashing("xxh3").blocks(memoryview(bytes(1024)), MANIFEST)
     assert first_difference(digests, digests) is None
     assert first_difference(digests, digests[:3]) == 3
 
@@ -55,15 +55,15 @@ def test_a_fingerprint_names_layout_and_content() -> None:
 
 
 def test_a_key_changes_every_hash_and_the_published_vector_says_how() -> None:
-    key = b"whats the Elvish word for friend"  # the key of BLAKE3's published test vectors
+    key = Key(b"whats the Elvish word for friend")  # the key of BLAKE3's published test vectors
     assert (
-        digest_block(memoryview(b""), "blake3", key).hex()
+        Hashing("blake3", key).block(()).hex()
         == "92b2b75604ed3c761f9d6f62392c8a9227ad0ea3f09573e783f1498a4ed60d26"
     )
     image = memoryview(bytes(1024))
     plain, keyed = (
-        block_digests(image, MANIFEST, "blake3"),
-        block_digests(image, MANIFEST, "blake3", key),
+        Hashing("blake3").blocks(image, MANIFEST),
+        Hashing("blake3", key).blocks(image, MANIFEST),
     )
     assert all(a != b for a, b in zip(plain, keyed, strict=True))
     assert fingerprint("m", plain) != fingerprint("m", keyed)
@@ -71,14 +71,14 @@ def test_a_key_changes_every_hash_and_the_published_vector_says_how() -> None:
 
 def test_a_hash_that_takes_no_key_is_refused_with_one() -> None:
     with pytest.raises(ConfigError, match=r"with a run key .* must be blake3, got 'xxh3'"):
-        digest_block(memoryview(b""), "xxh3", bytes(32))
+        Hashing("xxh3", Key(bytes(32))).block(())
 
 
 def test_an_unknown_algorithm_and_a_wrong_size_are_refused() -> None:
     with pytest.raises(ConfigError, match="xxh3 or blake3, got 'md5'"):
-        digest_block(memoryview(b""), "md5")
+        Hashing("md5").block(())
     with pytest.raises(ValueError, match="1024 bytes, got 3"):
-        block_digests(memoryview(b"abc"), MANIFEST, "xxh3")
+        Hashing("xxh3").blocks(memoryview(b"abc"), MANIFEST)
 
 
 BASE = torch.arange(12, dtype=torch.float32).view(3, 4).bfloat16()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.layout.image import block_digests
+from titan_grpo.layout.image import Hashing
 from titan_grpo.layout.manifest import (
     ALIGNMENT,
     ITEM_BYTES,
@@ -265,8 +265,8 @@ def test_the_blocks_of_all_parts_are_every_byte_once(owners: list[int], block_by
     assert {b for start, stop in pieces for b in range(start, stop)} == set(range(cut.total_bytes))
     assert Manifest.from_json(cut.to_json()) == cut
     image = memoryview(bytes(i % 251 for i in range(cut.total_bytes)))
-    each = [block_digests(image, cut, "xxh3", part=part) for part in range(3)]
-    assert sum(each, ()) == block_digests(image, cut, "xxh3")
+    each = [Hashing("xxh3").blocks(image, cut, part) for part in range(3)]
+    assert sum(each, ()) == Hashing("xxh3").blocks(image, cut)
 
 
 def test_a_range_of_a_part_is_in_several_places() -> None:

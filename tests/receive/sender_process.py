@@ -10,7 +10,7 @@ import sys
 import torch
 
 from titan_grpo.config import WeightSync
-from titan_grpo.layout.image import block_digests, fingerprint
+from titan_grpo.layout.image import Hashing, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Order
 from titan_grpo.runkey import find_run_key
@@ -30,7 +30,7 @@ def main(run_id: str, epoch: int, mode: str) -> None:
     print(link.open().to_json(), flush=True)
     link.wait_joined(180.0)
     assert link.send_manifest().ok
-    digests = block_digests(image.numpy().data, manifest, "xxh3")
+    digests = Hashing("xxh3").blocks(image.numpy().data, manifest)
     order = Order(1, "receive", 99, fingerprint(manifest.digest, digests))
     link._post(order, b"".join(digests))
     if mode in ("half", "stall"):

@@ -7,13 +7,12 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
-import torch
 from sglang.srt.entrypoints import http_server
 
 from tests.receive.workers import Team
@@ -23,26 +22,12 @@ from titan_grpo.errors import PeerError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import PROBE
 from titan_grpo.receive import sglang_plugin
-from titan_grpo.receive.commit import EngineSide
+from titan_grpo.receive.commit import Engine, EngineSide
 from titan_grpo.sync.link import LaneLink, LinkOptions
 from titan_grpo.sync.probe import ask_receiver
 from titan_grpo.unix_rpc import Server
 
 WAIT_S = 60.0
-
-
-class Engine:
-    """Loads nothing."""
-
-    routes = False
-    quantization = ""
-    config: Mapping[str, Any] = {}
-
-    def refuses(self, manifest: Manifest) -> str:
-        return ""
-
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-        return len(list(tensors))
 
 
 class Route:
@@ -61,8 +46,8 @@ class Route:
 def mapped() -> int:
     """How many mappings of a receiver's image this process has, once those under way are done."""
     for side in sides:
-        if side._ahead is not None:
-            side._ahead[1].result(WAIT_S)
+        if side._mapping is not None:
+            side._mapping[1].result(WAIT_S)
     return Path("/proc/self/maps").read_text().count("titan_grpo staging")
 
 

@@ -1,17 +1,17 @@
 """An engine that is a dict of tensors, a real receiver process beside it, and real lanes."""
 
-from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 import torch
 
 from titan_grpo.config import WeightSync
-from titan_grpo.layout.image import block_digests, fingerprint
+from titan_grpo.layout.image import Hashing, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import PROBE, Applied, Joined, new_run_id
-from titan_grpo.receive.commit import EngineSide, Workers
+from titan_grpo.receive.commit import Engine, EngineSide, Workers
 from titan_grpo.receive.process import ReceiverHandle
+from titan_grpo.receive.window import Tensors
 from titan_grpo.runkey import Key
 from titan_grpo.sync.link import LaneLink, LinkOptions
 from titan_grpo.sync.probe import ask_receiver
@@ -23,7 +23,7 @@ SHAPES = {"a": (torch.bfloat16, (64, 1024)), "b": (torch.float32, (1000,))}
 class Version:
     """A version image of ``tensors``, with its digests."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], key: bytes | None = None) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], key: Key | None = None) -> None:
         self.tensors = tensors
         self.manifest = Manifest.build(
             [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()],
@@ -34,9 +34,8 @@ class Version:
             self.image[spec.offset : spec.offset + spec.nbytes] = (
                 tensors[spec.name].flatten().view(torch.uint8)
             )
-        self.digests = block_digests(
-            self.image.numpy().data, self.manifest, "blake3" if key else "xxh3", key
-        )
+        hashing = Hashing("blake3" if key else "xxh3", key)
+        self.digests = hashing.blocks(self.image.numpy().data, self.manifest)
         self.fingerprint = fingerprint(self.manifest.digest, self.digests)
 
 
@@ -44,19 +43,15 @@ class Weights(Version):
     """A version in which every element of every tensor is ``value``."""
 
     def __init__(
-        self, value: float, names: tuple[str, ...] = ("a", "b"), key: bytes | None = None
+        self, value: float, names: tuple[str, ...] = ("a", "b"), key: Key | None = None
     ) -> None:
         super().__init__(
             {n: torch.full(SHAPES[n][1], value, dtype=SHAPES[n][0]) for n in names}, key
         )
 
 
-class DictEngine:
+class DictEngine(Engine):
     """The smallest engine there is: named tensors that are copied into."""
-
-    config: Mapping[str, Any] = {}
-    routes = True
-    quantization = ""
 
     def __init__(self) -> None:
         self.tensors = {
@@ -69,15 +64,12 @@ class DictEngine:
         unknown = {spec.name for spec in manifest.tensors} ^ set(self.tensors)
         return f"unknown or missing tensors: {sorted(unknown)}" if unknown else ""
 
-    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
-        count = 0
+    def load(self, tensors: Tensors) -> None:
         for name, tensor in tensors:
             if name == self.breaks_at:
                 raise RuntimeError("planted failure in the middle of a load")
             self.tensors[name].copy_(tensor)
-            count += 1
         self.loads += 1
-        return count
 
     def value(self) -> float:
         """The one number all weights have in these tests; fails if they are mixed."""

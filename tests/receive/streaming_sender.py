@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from titan_grpo.config import WeightSync
-from titan_grpo.layout.image import block_digests, fingerprint
+from titan_grpo.layout.image import Hashing, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.sync.link import LaneLink, LinkOptions
 
@@ -19,7 +19,7 @@ from titan_grpo.sync.link import LaneLink, LinkOptions
 def main(folder: Path, run_id: str, epoch: int, bucket: int, buckets: int) -> None:
     manifest = Manifest.from_json((folder / "manifest.json").read_text())
     data = bytearray((folder / "image").read_bytes())
-    digests = block_digests(memoryview(data), manifest, "xxh3")
+    digests = Hashing("xxh3").blocks(memoryview(data), manifest)
     image = torch.frombuffer(data, dtype=torch.uint8)
     config = WeightSync(apply="streamed", bucket_bytes=bucket, lane_deadline_s=240.0)
     link = LaneLink(run_id, epoch, manifest, LinkOptions(config, "gloo", "127.0.0.1"))

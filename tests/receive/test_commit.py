@@ -3,7 +3,7 @@ engine, or leave the other workers in an exchange."""
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,14 @@ from tests.receive.workers import Team
 from titan_grpo.errors import PeerError
 from titan_grpo.protocol.messages import Applied
 from titan_grpo.receive.checkpoint import INDEX, CheckpointNames
-from titan_grpo.receive.commit import EngineSide, WorkerDevice, tensor_views
+from titan_grpo.receive.commit import Engine, EngineSide, WorkerDevice, tensor_views
+from titan_grpo.sync.link import LaneLink
 
 pytestmark = pytest.mark.e2e
 
 
-class CheckedEngine:
-    """An engine that compares names with a real checkpoint folder and loads nothing."""
-
-    config: Mapping[str, Any] = {}
-    routes = True
-    quantization = ""
+class CheckedEngine(Engine):
+    """An engine that compares names with a real checkpoint folder and keeps nothing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.loads = folder, 0
@@ -33,9 +30,9 @@ class CheckedEngine:
     def refuses(self, manifest: Any) -> str:
         return CheckpointNames(str(self.folder), None, tied=False).problem(manifest)
 
-    def load(self, tensors: Iterator[Any]) -> int:
+    def load(self, tensors: Iterator[Any]) -> None:
         self.loads += 1
-        return len(list(tensors))
+        list(tensors)
 
 
 class TeamSite(Site):
@@ -76,7 +73,7 @@ class TeamSite(Site):
 
     def mapped(self) -> list[bool]:
         """Whether each worker keeps a mapping of the receiver's memory."""
-        return [side._mapped is not None for side in self.sides]
+        return [side._mapping is not None for side in self.sides]
 
 
 @pytest.fixture
@@ -242,9 +239,9 @@ class NotedEngine(DictEngine):
         super().__init__()
         self._pins = pins
 
-    def load(self, tensors: Any) -> int:
+    def load(self, tensors: Any) -> None:
         self._pins.note("load")
-        return super().load(tensors)
+        super().load(tensors)
 
 
 @pytest.fixture
@@ -255,72 +252,94 @@ def pins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pins]:
     made.goes_on.set()
 
 
-def test_the_image_is_pinned_before_the_first_version_is_sent_and_once_in_an_epoch(
-    pins: Pins,
-) -> None:
-    site, weights = Site(engine=NotedEngine(pins)), Weights(1.0)
-    link = site.connect(weights)
+WEIGHTS = Weights(1.0)
+PIN = f"pin {WEIGHTS.manifest.total_bytes}"
+
+
+@pytest.fixture
+def noted(pins: Pins) -> Iterator[Site]:
+    """A site whose engine notes its loads among the pins."""
+    made = Site(engine=NotedEngine(pins))
+    yield made
+    made.close()
+
+
+def attach(site: Site) -> LaneLink:
+    """A lane that has joined, and has had its memory mapped."""
+    link = site.connect(WEIGHTS)
     site.side.hello({"attach": link.attach().to_dict()})
-    pin = f"pin {weights.manifest.total_bytes}"
-    pins.wait(pin)
-    assert site.deliver(link, 1, 1, weights).ok
-    assert site.deliver(link, 2, 2, weights).ok
-    assert pins.noted == [pin, "load", "load"]
-    site.side.close()
+    return link
+
+
+def test_the_image_is_pinned_before_the_first_version_is_sent_and_once_in_an_epoch(
+    pins: Pins, noted: Site
+) -> None:
+    link = attach(noted)
+    pins.wait(PIN)
+    assert noted.deliver(link, 1, 1, WEIGHTS).ok
+    assert noted.deliver(link, 2, 2, WEIGHTS).ok
+    assert pins.noted == [PIN, "load", "load"]
+    noted.side.close()
     pins.wait("unpin")
     assert pins.noted[-1] == "unpin"
 
 
 def test_what_replaces_no_receiver_moves_no_mapping_into_the_pause_of_the_next_commit(
-    pins: Pins,
+    pins: Pins, noted: Site
 ) -> None:
-    site, weights = Site(engine=NotedEngine(pins)), Weights(1.0)
-    link = site.connect(weights)
-    site.side.hello({"attach": link.attach().to_dict()})
-    pin = f"pin {weights.manifest.total_bytes}"
-    pins.wait(pin)
-    assert site.probe().ok
-    later = site.greet(weights, run_id="ffffffffffff-00000000", epoch=1, take_over=False)
+    link = attach(noted)
+    pins.wait(PIN)
+    assert noted.probe().ok
+    later = noted.greet(WEIGHTS, run_id="ffffffffffff-00000000", epoch=1, take_over=False)
     with pytest.raises(PeerError, match="has this server"):
         later.wait_joined(WAIT_S)
-    site.side.hello({})
-    for attach in ({}, link.attach().to_dict() | {"epoch": 9}):
-        site.side.hello({"attach": attach})
-    assert site.deliver(link, 1, 1, weights).ok
-    assert pins.noted == [pin, "load"]
+    noted.side.hello({})
+    for wrong in ({}, link.attach().to_dict() | {"epoch": 9}):
+        noted.side.hello({"attach": wrong})
+    assert noted.deliver(link, 1, 1, WEIGHTS).ok
+    assert pins.noted == [PIN, "load"]
 
 
-def test_a_commit_waits_for_memory_that_is_still_being_pinned(pins: Pins) -> None:
-    site, weights = Site(engine=NotedEngine(pins)), Weights(1.0)
-    link = site.connect(weights)
+def test_a_commit_waits_for_memory_that_is_still_being_pinned(pins: Pins, noted: Site) -> None:
     pins.goes_on.clear()
-    site.side.hello({"attach": link.attach().to_dict()})
-    staged = link.send(1, 1, weights.image, weights.digests, weights.fingerprint)
-    call = threading.Thread(target=site.side.commit, args=(link.commit(staged).to_dict(),))
+    link = attach(noted)
+    staged = link.send(1, 1, WEIGHTS.image, WEIGHTS.digests, WEIGHTS.fingerprint)
+    call = threading.Thread(target=noted.side.commit, args=(link.commit(staged).to_dict(),))
     call.start()
     pins.goes_on.set()
     call.join(WAIT_S)
     assert link.wait_applied(1, WAIT_S).ok
-    assert pins.noted == [f"pin {weights.manifest.total_bytes}", "load"]
+    assert pins.noted == [PIN, "load"]
 
 
-def test_a_hello_lets_go_of_what_is_still_being_pinned_and_does_not_wait(pins: Pins) -> None:
-    site, weights = Site(engine=NotedEngine(pins)), Weights(1.0)
-    link = site.connect(weights)
+def test_an_image_that_could_not_be_compared_at_first_is_pinned_once_and_unpinned(
+    pins: Pins, noted: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = noted.connect(WEIGHTS)
+    with monkeypatch.context() as damaged:
+        damaged.setattr(noted.engine, "refuses", lambda _: 1 / 0)
+        assert not noted.deliver(link, 1, 1, WEIGHTS).ok
+    assert noted.deliver(link, 2, 1, WEIGHTS).ok
+    noted.side.close()
+    assert pins.noted == [PIN, "load", "unpin"]
+
+
+def test_a_hello_lets_go_of_what_is_still_being_pinned_and_does_not_wait(
+    pins: Pins, noted: Site
+) -> None:
     pins.goes_on.clear()
-    site.side.hello({"attach": link.attach().to_dict()})
-    pins.wait(f"pin {weights.manifest.total_bytes}")
-    link = site.connect(weights)
+    link = attach(noted)
+    pins.wait(PIN)
+    link = noted.connect(WEIGHTS)
     pins.goes_on.set()
     pins.wait("unpin")
-    assert site.deliver(link, 1, 1, weights).ok
+    assert noted.deliver(link, 1, 1, WEIGHTS).ok
 
 
-def test_an_epoch_that_is_not_in_force_has_nothing_mapped(pins: Pins) -> None:
-    site, weights = Site(engine=NotedEngine(pins)), Weights(1.0)
-    old = site.connect(weights)
-    link = site.connect(weights)
+def test_an_epoch_that_is_not_in_force_has_nothing_mapped(pins: Pins, noted: Site) -> None:
+    old = noted.connect(WEIGHTS)
+    link = noted.connect(WEIGHTS)
     for data in (old.attach().to_dict(), {}, None, {"run_id": 3}):
-        site.side.hello({"attach": data})
-    assert site.side._ahead is None
-    assert site.deliver(link, 1, 1, weights).ok
+        noted.side.hello({"attach": data})
+    assert noted.side._mapping is None
+    assert noted.deliver(link, 1, 1, WEIGHTS).ok

@@ -29,7 +29,7 @@ from vllm.engine.arg_utils import EngineArgs
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import essential
 from titan_grpo.receive import vllm_http
-from titan_grpo.receive.commit import quantization_of
+from titan_grpo.receive.commit import LoadedModel
 from titan_grpo.receive.vllm_plugin import problem_of, sends_routes
 
 def configured(model=sys.argv[1], **options):
@@ -52,7 +52,7 @@ def problem(parallel=None, quantization=None, device="cuda", **options):
     return problem_of(config)
 
 def fields(model, **options):
-    return essential(configured(model, **options).model_config.hf_text_config.to_dict())
+    return essential(LoadedModel(configured(model, **options).model_config, "", False).config)
 
 tokens = {"num_speculative_tokens": 2}
 routed = configured()
@@ -61,7 +61,7 @@ routed.aux_output_config.enable_return_routed_experts = True
 def said(quantization):
     config = configured().model_config
     config.quantization = quantization  # set late, as above
-    return quantization_of(config)
+    return LoadedModel(config, "", False).quantization
 
 print(json.dumps({
     "quantised": [said(None), said("fp8_per_tensor")],
@@ -104,7 +104,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import essential
-from titan_grpo.receive.commit import quantization_of
+from titan_grpo.receive.commit import LoadedModel
 from titan_grpo.receive.sglang_plugin import (
     LOADER, SglangModel, compatibility, model_problem, sends_routes
 )
@@ -131,12 +131,14 @@ def cached():
 name = "base_model.model.m.q_proj.lora_A.weight"
 adapters = Manifest.build([(name, "bfloat16", (16, 4))], 4096)
 
+def loaded(model, **options):
+    return LoadedModel(ModelConfig.from_server_args(ServerArgs(model, **options)), "", False)
+
 def fields(model, **options):
-    config = ModelConfig.from_server_args(ServerArgs(model, **options))
-    return essential(config.hf_text_config.to_dict())
+    return essential(loaded(model, **options).config)
 
 def said(**options):
-    return quantization_of(ModelConfig.from_server_args(ServerArgs(sys.argv[1], **options)))
+    return loaded(sys.argv[1], **options).quantization
 
 moe = compressed_tensors.CompressedTensorsFusedMoEMethod
 print(json.dumps({

@@ -254,6 +254,19 @@ def test_a_receiver_that_stands_still_gives_no_sign_of_life_in_time(site: Site) 
 
 
 @over_tcp
+def test_each_time_a_receiver_stands_still_its_trainers_lease_counts_from_then(site: Site) -> None:
+    site.connect(Weights(1.0))
+    receiver = present(site.receiver._serving)
+    for _ in range(2):
+        os.kill(receiver.pid, signal.SIGSTOP)
+        os.waitpid(receiver.pid, os.WUNTRACED)
+        began = time.monotonic()
+        assert receiver.last_sign_s() >= began
+        os.kill(receiver.pid, signal.SIGCONT)
+        assert receiver.last_sign_s() <= time.monotonic()
+
+
+@over_tcp
 def test_a_server_that_sends_no_routes_is_refused_where_they_are_needed(site: Site) -> None:
     site.engine.routes = False
     with pytest.raises(ServerUnfit, match="router_replay needs those of every completion"):

@@ -1,40 +1,38 @@
 """The recorder notes what the loader took, as it was once the loader had taken it."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
 
-from titan_grpo.layout.manifest import Manifest
-from titan_grpo.verify.recording import PLUGIN, RecordedEngine, install, tensor_digest
+from tests.receive.site import DictEngine, Site, Weights
+from titan_grpo.receive.commit import Workers
+from titan_grpo.verify.recording import PLUGIN, RecordingSide, install, tensor_digest
 
 
-class Loader:
+class Loader(DictEngine):
     """An engine whose load changes the second tensor under its own hands."""
 
-    config: Mapping[str, Any] = {}
-    routes = True
-    quantization = ""
-
-    def refuses(self, manifest: Manifest) -> str:
-        return "no" if manifest.num_blocks else ""
-
-    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
-        count = 0
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in tensors:
-            count += 1
             if name == "b":
                 tensor.neg_()
-        return count
 
 
-def test_it_passes_tensors_on_and_digests_them_as_they_ended_up() -> None:
-    engine = RecordedEngine(Loader())
-    a, b = torch.ones(2), torch.ones(3)
-    assert engine.load(iter([("a", a), ("b", b)])) == 2
-    assert engine.seen == {"a": tensor_digest(torch.ones(2)), "b": tensor_digest(-torch.ones(3))}
-    assert engine.refuses(Manifest.build([("a", "float32", (2,))], 1024)) == "no"
+@pytest.mark.e2e
+def test_it_passes_tensors_on_and_digests_them_as_they_ended_up(tmp_path: Path) -> None:
+    site, weights = Site(engine=Loader()), Weights(1.0)
+    site.side.close()
+    site.side = RecordingSide(tmp_path / "commits", site.engine, Workers(), "", None)
+    report = site.deliver(site.connect(weights), 1, 7, weights)
+    site.close()
+    assert (report.ok, report.loaded) == (True, 2)
+    line = json.loads((tmp_path / "commits").read_text())
+    assert (line["run_id"], line["version"], line["ok"]) == (site.run_id, 7, True)
+    a, b = weights.tensors.values()
+    assert line["tensors"] == {"a": tensor_digest(a), "b": tensor_digest(-b)}
 
 
 def test_what_is_installed_for_the_server_can_be_imported_and_names_its_entry_point(
@@ -43,9 +41,7 @@ def test_what_is_installed_for_the_server_can_be_imported_and_names_its_entry_po
     install(tmp_path, tmp_path / "it's \\ here.jsonl")
     plugin: dict[str, object] = {}
     exec((tmp_path / f"{PLUGIN}.py").read_text(), plugin)
-    assert callable(plugin["start_sglang"])
-    assert callable(plugin["start_vllm"])
-    assert (
-        f"{PLUGIN}:start_sglang"
-        in (tmp_path / f"{PLUGIN}-0.dist-info" / "entry_points.txt").read_text()
-    )
+    assert callable(plugin["start"])
+    named = (tmp_path / f"{PLUGIN}-0.dist-info" / "entry_points.txt").read_text()
+    for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+        assert f"[{group}]\n{PLUGIN} = {PLUGIN}:start\n" in named

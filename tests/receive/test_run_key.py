@@ -36,11 +36,11 @@ def guarded() -> Iterator[Site]:
     made.close()
 
 
-def block_key(site: Site, run_id: str | None = None) -> bytes:
+def block_key(site: Site, run_id: str | None = None) -> Key:
     options = LinkOptions(WeightSync(), "gloo", "", run_key=RUN_KEY)
     key = options.hashing(run_id or site.run_id).key
     assert key is not None
-    return key.raw
+    return key
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_blocks_hashed_without_the_key_or_for_another_run_do_not_match(
     guarded: Site, trainer: tuple[LaneLink, Callable[[int], float]]
 ) -> None:
     link, deliver = trainer
-    for number, key in enumerate((None, OTHER_KEY.raw, block_key(guarded, OLDER_RUN)), start=1):
+    for number, key in enumerate((None, OTHER_KEY, block_key(guarded, OLDER_RUN)), start=1):
         wrong = Weights(9.0, key=key)
         digests = (
             wrong.digests if key else [d * 2 for d in wrong.digests]
@@ -189,7 +189,7 @@ def test_an_order_that_somebody_else_put_into_the_connection_ends_the_epoch(
 def test_streamed_versions_are_held_to_the_key_too() -> None:
     site = Site(RUN_KEY, transport="gloo")
     try:
-        wrong, right = Weights(9.0, key=OTHER_KEY.raw), Weights(1.0, key=block_key(site))
+        wrong, right = Weights(9.0, key=OTHER_KEY), Weights(1.0, key=block_key(site))
         for version, expected in ((wrong, 0.0), (right, 1.0)):
             link = site.greet(version, apply="streamed")
             link.wait_joined(180.0)

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -20,7 +20,7 @@ from tests.rigs.present import present
 from titan_grpo.errors import TransferFailed
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Applied
-from titan_grpo.receive.commit import EngineSide
+from titan_grpo.receive.commit import Engine, EngineSide
 from titan_grpo.receive.window import WINDOW_BUCKETS
 from titan_grpo.sync.link import LaneLink
 
@@ -57,13 +57,9 @@ class Random(Version):
         )
 
 
-class LayerEngine:
+class LayerEngine(Engine):
     """Keeps what it is given until the load ends, as engines keep the tensors of an unfinished
     layer."""
-
-    config: Mapping[str, Any] = {}
-    routes = True
-    quantization = ""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -74,14 +70,13 @@ class LayerEngine:
         unknown = {spec.name for spec in manifest.tensors} ^ set(SHAPES)
         return f"unknown or missing tensors: {sorted(unknown)}" if unknown else ""
 
-    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         self.loads += 1
         kept = {}
         for name, tensor in tensors:
             kept[name] = tensor
             self.begun.set()
         self.tensors = kept
-        return len(kept)
 
     def holds(self, version: Version) -> bool:
         return self.tensors.keys() == version.tensors.keys() and all(

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from titan_grpo.errors import ServerRefused, ServerUnfit, ServerUnreachable
-from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Label
-from titan_grpo.receive.commit import EngineSide, Workers
+from titan_grpo.receive.commit import Engine, EngineSide, Workers
 from titan_grpo.receive.process import ReceiverHandle
 from titan_grpo.runkey import Key
 
@@ -31,28 +30,17 @@ Inspect = Callable[[str, torch.Tensor], None]
 call only."""
 
 
-class BareEngine:
-    """receive.engine's Engine that accepts any names and keeps nothing: a load is an attached image
-    and a count."""
-
-    config: Mapping[str, Any] = {}
-    routes = True
+class BareEngine(Engine):
+    """An engine that accepts any names and keeps nothing."""
 
     def __init__(self, inspect: Inspect | None, quantization: str = "") -> None:
         self._inspect, self.quantization = inspect, quantization
 
-    def refuses(self, manifest: Manifest) -> str:
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """See Engine."""
-        return ""
-
-    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
-        """See Engine."""
-        count = 0
         for name, tensor in tensors:
-            count += 1
             if self._inspect is not None:
                 self._inspect(name, tensor)
-        return count
 
 
 class ReceiverServer:

@@ -30,7 +30,7 @@ from titan_grpo.engines.vllm import COMPLETIONS
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import coverage_problem
-from titan_grpo.receive.commit import EngineSide, Workers
+from titan_grpo.receive.commit import Engine, EngineSide, Workers
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
 from titan_grpo.runkey import find_run_key
 from titan_grpo.verify.recording import RecordingSide, content_digest, tensor_digest
@@ -43,11 +43,8 @@ Route = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """Answers a request with this query or JSON body."""
 
 
-class CopiedModel:
-    """receive.engine's Engine: its own copy of every tensor, in memory that stays where it is."""
-
-    config: Mapping[str, Any] = {}
-    quantization = ""
+class CopiedModel(Engine):
+    """An engine with its own copy of every tensor, in memory that stays where it is."""
 
     def __init__(self, shapes: Shapes | None = None, routes: bool = True) -> None:
         """``shapes``: the model that is served, HF name -> shape; None takes any. ``routes``: see
@@ -60,18 +57,15 @@ class CopiedModel:
         """See Engine."""
         return "" if self._shapes is None else coverage_problem(manifest, self._shapes, tied=False)
 
-    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """See Engine. What breaks off leaves some tensors new and the others old."""
-        count = 0
         for name, tensor in tensors:
             held = self.tensors.get(name)
             if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
                 self.tensors[name] = tensor.clone()
             else:
                 held.copy_(tensor)
-            count += 1
         self.loads += 1
-        return count
 
     def digest(self) -> str:
         """layout.content's digest of what the memory holds now."""
@@ -108,7 +102,7 @@ class Server:
         def real() -> EngineSide:
             if record is None:
                 return EngineSide(model, workers, "", key)
-            return RecordingSide(model, workers, "", record, key)
+            return RecordingSide(record, model, workers, "", key)
 
         self._token_s, self._update_s = token_s, update_s
         self._model, self._server = model, ReceiverServer("this server", make_side=side or real)

@@ -30,9 +30,9 @@ class Sampled:
     None if it does not say. ``routes``: as in samples.Completion.
     """
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    finish_reason: str = ""
     versions: tuple[VersionSpan, ...] = ()
     retractions: int | None = None
     routes: bytes = field(default=b"", repr=False)
@@ -144,21 +144,10 @@ costs a request. Both engines take it in the request. At 32 the engines' cost is
 DONE = b"[DONE]"
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One event of a streamed answer.
-
-    ``start``: position of the first token in the answer; -1: after those received so far.
-    ``finish_reason``: empty until the answer ends. ``versions`` (empty if not in the event) and
-    ``retractions``: of the whole answer so far.
-    """
-
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    finish_reason: str = ""
-    versions: tuple[VersionSpan, ...] = ()
-    retractions: int | None = None
-    start: int = -1
+Piece = tuple[int, Sampled]
+"""One event of a streamed answer: the position of its first token in the answer (-1: after those
+received so far), and what it has. Its ``finish_reason`` is empty until the answer ends;
+``versions`` (empty if not in the event) and ``retractions`` are of the whole answer so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,14 +212,13 @@ class Answer:
         self._began = self._began or bool(chunk.strip())
         for payload in self._events.take(chunk):
             if payload != DONE:
-                self._add(self._call.piece(_event(payload, self._call.call.path)))
+                self._add(*self._call.piece(_event(payload, self._call.call.path)))
 
     def end(self) -> None:
         """Take the end of the body. Raises ServerRefused for an unstreamed answer that cannot be
         read."""
         if self._whole:
-            s = self._call.call.parse(_event(self._whole, self._call.call.path))
-            self._add(Piece(s.token_ids, s.logprobs, s.finish_reason, s.versions, s.retractions, 0))
+            self._add(0, self._call.call.parse(_event(self._whole, self._call.call.path)))
 
     def sampled(self, count: int, finish_reason: str) -> Sampled:
         """Return the first ``count`` tokens with their versions, and ``finish_reason``."""
@@ -245,18 +233,18 @@ class Answer:
             self._retractions,
         )
 
-    def _add(self, piece: Piece) -> None:
+    def _add(self, at: int, part: Sampled) -> None:
         have = self.count
-        start = have if piece.start < 0 else piece.start
+        start = have if at < 0 else at
         if start > have:
             raise ServerRefused(
                 f"{self._call.call.path} left out the tokens {have} to {start - 1} of its answer"
             )
-        self._token_ids[start:] = piece.token_ids
-        self._logprobs[start:] = piece.logprobs
-        self._versions = piece.versions or self._versions
-        self._retractions = self._retractions if piece.retractions is None else piece.retractions
-        self.finish_reason = piece.finish_reason or self.finish_reason
+        self._token_ids[start:] = part.token_ids
+        self._logprobs[start:] = part.logprobs
+        self._versions = part.versions or self._versions
+        self._retractions = self._retractions if part.retractions is None else part.retractions
+        self.finish_reason = part.finish_reason or self.finish_reason
 
 
 def _event(payload: bytes, path: str) -> Any:

@@ -87,12 +87,6 @@ def label(timeout_s: float = QUERY_S) -> Call[str]:
     return Call("GET", path, timeout_s, lambda a: str(want(a, "weight_version", str, path)))
 
 
-def ready(timeout_s: float = 2.0) -> Call[None]:
-    """Answered with 200 if the server is not paused; with 503 if it is, or if it was at the last
-    health check."""
-    return Call("GET", "/ready", timeout_s, ignore)
-
-
 def paused(timeout_s: float = 5.0) -> Call[bool]:
     """Return whether generation is paused, by our plugin's route: SGLang has none."""
     path = "/titan_grpo/state"
@@ -102,41 +96,6 @@ def paused(timeout_s: float = 5.0) -> Call[bool]:
 def hello(greeting: Mapping[str, Any], timeout_s: float) -> Call[None]:
     """Send a lane's hello to our plugin."""
     return _post("/titan_grpo/hello", timeout_s, dict(greeting))
-
-
-def pause(timeout_s: float, mode: str = "in_place") -> Call[None]:
-    """Pause generation. ``in_place`` freezes the running requests with their KV cache; ``retract``
-    puts them back into the queue with their tokens but without KV, also on a server that is already
-    paused. New requests wait in all modes."""
-    return _post("/pause_generation", timeout_s, {"mode": mode})
-
-
-def flush_cache(timeout_s: float) -> Call[None]:
-    """Empty the prefix cache; refused with 400 while a request has KV. On a paused server queued
-    requests do not count."""
-    return _post("/flush_cache", timeout_s)
-
-
-def resume(timeout_s: float) -> Call[None]:
-    """Resume after a pause."""
-    return _post("/continue_generation", timeout_s, {"torch_empty_cache": False})
-
-
-def load(info: Mapping[str, Any], timeout_s: float) -> Call[None]:
-    """Run a whole update, with our commit, in every scheduler, by our plugin's route. Answered when
-    all have finished. Needs a pause."""
-    return _post("/titan_grpo/load", timeout_s, dict(info))
-
-
-def finish(new_label: str, timeout_s: float) -> Call[None]:
-    """Set the label of a loaded version, by our plugin's route. Refused if there was no load, as
-    after a restart."""
-    return _post("/titan_grpo/finish", timeout_s, {"label": new_label})
-
-
-def end_weight_update(timeout_s: float) -> Call[None]:
-    """Close an update of SGLang's own; refused if none is open."""
-    return _post("/end_weight_update", timeout_s, {})
 
 
 def commit_payload(info: Mapping[str, Any]) -> bytes:
@@ -150,12 +109,6 @@ def commit_payload(info: Mapping[str, Any]) -> bytes:
     """
     text = json.dumps(dict(info)).encode()
     return b"\x80\x02]X" + len(text).to_bytes(4, "little") + text + b"ctorch\nByteTensor\n)R\x86a."
-
-
-def update_weight_version(new_label: str, timeout_s: float) -> Call[None]:
-    """Set the label, in the scheduler first. SGLang's default would abort all requests."""
-    body = {"new_version": new_label, "abort_all_requests": False}
-    return _post("/update_weight_version", timeout_s, body)
 
 
 def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> Call[Sampled]:
@@ -232,14 +185,7 @@ def parse_piece(event: Any) -> Piece:
         entries[start if len(entries) >= count else 0 :][: count - start],
     )
     spans = version_spans(meta.get("weight_versions"), GENERATE)
-    return Piece(
-        ids,
-        tuple(map(_first, entries)),
-        ended,
-        spans,
-        _retractions(meta),
-        start,
-    )
+    return start, Sampled(ids, tuple(map(_first, entries)), ended, spans, _retractions(meta))
 
 
 def score(
@@ -368,12 +314,7 @@ class SglangControl:
         return None if self._paused() is not None else StockRoutes(self._access)
 
     def greet(self, greeting: Mapping[str, Any]) -> None:
-        try:
-            self._run(hello(greeting, self._deadline_s))
-        except HttpRefused as error:
-            if error.status in ABSENT:
-                raise ServerUnfit(f"{error}: {NO_PLUGIN}") from error
-            raise
+        self._tell_plugin(hello(greeting, self._deadline_s))
 
     def check_tool_parser(self) -> None:
         try:
@@ -386,7 +327,7 @@ class SglangControl:
         found = self._paused()
         if found is not None:
             return found
-        if self._answers(ready(self._query_s), (404, 503)):
+        if self._answers(Call("GET", "/ready", self._query_s, ignore), (404, 503)):
             return False
         # 503 may also be left from a health check during an earlier pause: only a token tells. (A
         # health check that generates does not: any message of the scheduler makes it succeed, also
@@ -399,41 +340,42 @@ class SglangControl:
         return False
 
     def pause(self) -> None:
-        self._run(pause(self._deadline_s))
+        """Freeze the running requests with their KV cache; new ones wait."""
+        self._post("/pause_generation", {"mode": "in_place"})
 
     def drop_kv(self) -> None:
-        """Retract, then flush: ``retract`` is answered before it is done, and a flush that succeeds
-        proves that no request has KV."""
-        self._run(pause(self._deadline_s, "retract"))
+        """Put running requests back into the queue with their tokens but without KV, also on a
+        server that is already paused, then empty the prefix cache. ``retract`` is answered before
+        it is done; a flush, which is refused while a request has KV, proves that none has."""
+        self._post("/pause_generation", {"mode": "retract"})
         try:
-            self._run(flush_cache(self._deadline_s))
+            self._post("/flush_cache")
         except HttpRefused as error:
             raise ServerRefused(
                 f"{error}: SGLang did not throw its KV cache away: {NOT_RECOMPUTED}"
             ) from error
 
     def load(self, info: Mapping[str, Any]) -> None:
-        try:
-            self._run(load(info, self._load_deadline_s))
-        except HttpRefused as error:
-            if error.status in ABSENT:
-                raise ServerUnfit(f"{error}: {NO_PLUGIN}") from error
-            raise
+        """Run a whole update, with our commit, in every scheduler, by our plugin's route. Answered
+        when all have finished. Needs a pause."""
+        self._tell_plugin(_post("/titan_grpo/load", self._load_deadline_s, dict(info)))
 
     def finish(self, label: str) -> None:
         """Set the label by our plugin's route, or without it by SGLang's own two calls. A restarted
         server refuses: it has no load, and no update to end. Without the plugin, a restart between
         the two calls goes unnoticed here; the lane's ping after the read-back finds it."""
-        if self._answers(finish(label, self._deadline_s), ABSENT):
+        own = _post("/titan_grpo/finish", self._deadline_s, {"label": label})
+        if self._answers(own, ABSENT):
             return
-        self._run(end_weight_update(self._deadline_s))
+        self._post("/end_weight_update", {})
         self.relabel(label)
 
     def relabel(self, label: str) -> None:
-        self._run(update_weight_version(label, self._deadline_s))
+        """Set the label, in the scheduler first. SGLang's default would abort all requests."""
+        self._post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     def resume(self) -> None:
-        self._run(resume(self._deadline_s))
+        self._post("/continue_generation", {"torch_empty_cache": False})
 
     def close(self) -> None:
         self._driver.close()
@@ -446,6 +388,18 @@ class SglangControl:
             if error.status not in ABSENT:
                 raise
             return None
+
+    def _post(self, path: str, body: Any = None) -> None:
+        self._run(_post(path, self._deadline_s, body))
+
+    def _tell_plugin(self, call: Call[None]) -> None:
+        """Make a call of our plugin's. Raises ServerUnfit without the plugin."""
+        try:
+            self._run(call)
+        except HttpRefused as error:
+            if error.status in ABSENT:
+                raise ServerUnfit(f"{error}: {NO_PLUGIN}") from error
+            raise
 
     def _answers(self, call: Call[None], refusals: tuple[int, ...]) -> bool:
         """Return whether a call succeeds: False for ``refusals``. Raises on any other error."""

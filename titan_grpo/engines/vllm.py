@@ -85,14 +85,13 @@ def init_weight_transfer(hello: Mapping[str, Any], timeout_s: float) -> Call[Non
     return _post("/init_weight_transfer_engine", timeout_s, {"init_info": dict(hello)})
 
 
-def pause(timeout_s: float, mode: str = "keep") -> Call[None]:
-    """Pause scheduling. ``keep`` freezes the running requests with their KV cache and accepts new
-    ones.
+def pause(timeout_s: float) -> Call[None]:
+    """Pause scheduling: freeze the running requests with their KV cache, and accept new ones.
 
     ``clear_cache`` is always sent: without it 0.32 preempts all requests and empties the prefix
     cache even with ``keep``, contrary to its documentation.
     """
-    return _post("/pause", timeout_s, mode=mode, clear_cache="false")
+    return _post("/pause", timeout_s, mode="keep", clear_cache="false")
 
 
 def resume(timeout_s: float) -> Call[None]:
@@ -145,12 +144,11 @@ def stream(
 def parse_piece(event: Any) -> Piece:
     """Read one event of a streamed answer; an event without a choice has no tokens."""
     if want(event, "choices", list, COMPLETIONS) == []:
-        return Piece()
+        return -1, Sampled()
     choice = _only_choice(event)
     sampled = _read(choice, choice.get("finish_reason") or "")
     # Open end: a piece does not say how many tokens precede it.
-    versions = _adapter(event, sys.maxsize) or sampled.versions
-    return Piece(sampled.token_ids, sampled.logprobs, sampled.finish_reason, versions)
+    return -1, replace(sampled, versions=_adapter(event, sys.maxsize) or sampled.versions)
 
 
 def score(

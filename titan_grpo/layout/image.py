@@ -274,53 +274,6 @@ def hash_threads(cores: int) -> int:
     return max(min(4, cores), min(16, cores // 4))
 
 
-def digest_block(pieces: Sequence[memoryview], algorithm: str, key: bytes | None = None) -> bytes:
-    """Hash one block: the bytes of its pieces in order. ``key``: 32 bytes, or None.
-
-    Raises ConfigError for an unknown algorithm, or a key with any algorithm but KEYED.
-    """
-    block = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
-    if key is not None:
-        if algorithm != KEYED:
-            raise ConfigError(
-                f"with a run key the blocks' digests must be {KEYED}, got {algorithm!r}: others"
-                " take no key"
-            )
-        return blake3(block, key=key).digest()
-    try:
-        hash_block = BLOCK_HASHES[algorithm]
-    except KeyError:
-        known = " or ".join(BLOCK_HASHES)
-        raise ConfigError(f"weight_sync.digest must be {known}, got {algorithm!r}") from None
-    return hash_block(block)
-
-
-def block_digests(
-    buffer: memoryview,
-    manifest: Manifest,
-    algorithm: str,
-    key: bytes | None = None,
-    part: int | None = None,
-) -> tuple[bytes, ...]:
-    """Hash every block of an image, or of one part, in order. ``buffer``: the whole image, uint8,
-    ``manifest.total_bytes`` long; only the hashed blocks are read. ``key``: as in digest_block.
-
-    Runs on ``hash_threads`` threads, which release the GIL: memory bandwidth is the limit, and a
-    few cores reach it.
-    """
-    if buffer.nbytes != manifest.total_bytes:
-        raise ValueError(
-            f"the buffer must have the manifest's {manifest.total_bytes} bytes, got {buffer.nbytes}"
-        )
-
-    def digest(index: int) -> bytes:
-        return digest_block([buffer[a:b] for a, b in manifest.block(index)], algorithm, key)
-
-    numbers = range(manifest.num_blocks) if part is None else manifest.blocks(part)
-    with ThreadPoolExecutor(hash_threads(os.cpu_count() or 1), "hash") as pool:
-        return tuple(pool.map(digest, numbers))
-
-
 @dataclass(frozen=True, slots=True)
 class Hashing:
     """How a run's blocks are hashed. ``key``: EpochKeys.blocks, None without a run key."""
@@ -330,19 +283,47 @@ class Hashing:
 
     @property
     def range_key(self) -> Key | None:
-        """Same as EpochKeys.ranges."""
+        """Key of the connections that read versions. It is the same in all epochs of the run, since
+        the trainer's other hosts have no epochs."""
         return self.key.derive("ranges") if self.key is not None else None
 
     def block(self, pieces: Sequence[memoryview]) -> bytes:
-        """See digest_block."""
-        return digest_block(pieces, self.algorithm, self.key.raw if self.key is not None else None)
+        """Hash one block: the bytes of its pieces in order. Raises ConfigError for an unknown
+        algorithm, or a key with any algorithm but KEYED."""
+        block = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+        if self.key is not None:
+            if self.algorithm != KEYED:
+                raise ConfigError(
+                    f"with a run key the blocks' digests must be {KEYED}, got"
+                    f" {self.algorithm!r}: others take no key"
+                )
+            return blake3(block, key=self.key.raw).digest()
+        if self.algorithm not in BLOCK_HASHES:
+            known = " or ".join(BLOCK_HASHES)
+            raise ConfigError(f"weight_sync.digest must be {known}, got {self.algorithm!r}")
+        return BLOCK_HASHES[self.algorithm](block)
 
     def blocks(
         self, image: memoryview, manifest: Manifest, part: int | None = None
     ) -> tuple[bytes, ...]:
-        """See block_digests."""
-        key = self.key.raw if self.key is not None else None
-        return block_digests(image, manifest, self.algorithm, key, part)
+        """Hash every block of an image, or of one part, in order. ``image``: the whole one, uint8,
+        ``manifest.total_bytes`` long; only the hashed blocks are read.
+
+        Runs on ``hash_threads`` threads, which release the GIL: memory bandwidth is the limit, and
+        a few cores reach it.
+        """
+        if image.nbytes != manifest.total_bytes:
+            raise ValueError(
+                f"the image must have the manifest's {manifest.total_bytes} bytes, got"
+                f" {image.nbytes}"
+            )
+
+        def digest(index: int) -> bytes:
+            return self.block([image[a:b] for a, b in manifest.block(index)])
+
+        numbers = range(manifest.num_blocks) if part is None else manifest.blocks(part)
+        with ThreadPoolExecutor(hash_threads(os.cpu_count() or 1), "hash") as pool:
+            return tuple(pool.map(digest, numbers))
 
     def split(self, raw: bytes | bytearray, count: int) -> list[bytes]:
         """Split the concatenation of ``count`` digests. Raises PeerError for any other length."""

@@ -1,26 +1,27 @@
 """The engine's side of a weight sync, common to all engines: answer a hello, commit a version."""
 
 import logging
+import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from titan_grpo.engines.generation import NO_ROUTES
-from titan_grpo.errors import PeerError, TitanGrpoError, UpstreamError
+from titan_grpo.errors import ConfigError, PeerError, TitanGrpoError, UpstreamError
 from titan_grpo.layout.cuda_runtime import CudaRuntime
 from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Applied, Attach, Commit, Hello, reply_address
-from titan_grpo.receive.checkpoint import difference, essential
+from titan_grpo.receive.checkpoint import CheckpointNames, difference, essential
 from titan_grpo.receive.process import ReceiverHandle
 from titan_grpo.receive.window import Tensors, WindowReader
-from titan_grpo.runkey import Key
+from titan_grpo.runkey import Key, find_run_key
 from titan_grpo.sync.transports.broadcast import beside
 
 log = logging.getLogger("titan_grpo.receive")
@@ -98,28 +99,39 @@ class WorkerDevice:
         return unpin
 
 
-def quantization_of(model_config: Any) -> str:
-    """Return the quantisation method of this ModelConfig (of either engine), or ""."""
-    return model_config.quantization or ""
+class Engine:
+    """What differs between engines: names and loading."""
 
+    config: Mapping[str, Any] = {}
+    """The model's config.json, or empty."""
 
-class Engine(Protocol):
-    """What differs between engines: names and loading. ``config``: the model's config.json, or
-    empty. ``routes``: whether completions can come with the experts of each token.
-    ``quantization``: see Joined."""
+    routes = True
+    """Whether completions can come with the experts of each token."""
 
-    config: Mapping[str, Any]
-    routes: bool
-    quantization: str
+    quantization = ""
+    """See Joined."""
 
     def refuses(self, manifest: Manifest) -> str:
         """Return why these tensors are not this model's, or "". Changes no weight."""
-        ...
+        return ""
 
-    def load(self, tensors: Tensors) -> int:
-        """Load (HF name, host tensor) pairs, which are valid only during the call; return how many.
-        Raises if loading fails half-way."""
-        ...
+    def load(self, tensors: Tensors) -> None:
+        """Load all (HF name, host tensor) pairs, which are valid only during the call. Raises if
+        loading fails half-way."""
+        raise NotImplementedError
+
+
+class LoadedModel(Engine):
+    """Engine over a model that vLLM or SGLang has loaded: their ModelConfigs name these attributes
+    alike."""
+
+    def __init__(self, config: Any, path: str, routes: bool) -> None:
+        """``config``: the ModelConfig. ``path``: directory or hub name of the checkpoint."""
+        text = config.hf_text_config
+        self.config, self.routes = text.to_dict(), routes
+        self.quantization = config.quantization or ""
+        tied = bool(getattr(text, "tie_word_embeddings", False))
+        self.names = CheckpointNames(path, config.revision, tied)
 
 
 def package_version() -> str:
@@ -140,33 +152,12 @@ def log_to_stderr() -> None:
         log.propagate = False
 
 
-def log_ready(workers: Workers, problem: str, run_key: Key | None) -> None:
-    """Log that the plugin is ready, or why commits cannot work."""
-    access = "no run key: takes weights from any trainer"
-    if run_key is not None:
-        access = "takes weights from trainers with the run key"
-    log.info("plugin ready, worker %d of %d, %s", workers.rank, workers.size, problem or access)
-
-
 def tensor_views(image: torch.Tensor, manifest: Manifest) -> Tensors:
     """Yield (name, view of ``image`` with the manifest's dtype and shape) in order; ``image`` is
     uint8[total_bytes]."""
     for spec in manifest.tensors:
         flat = image[spec.offset : spec.offset + spec.nbytes]
         yield spec.name, flat.view(getattr(torch, spec.dtype)).view(spec.shape)
-
-
-class Counted(Iterable[tuple[str, torch.Tensor]]):
-    """Iterable that counts the tensors it passes through."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        self._tensors = tensors
-        self.count = 0
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for pair in self._tensors:
-            self.count += 1
-            yield pair
 
 
 class Attempt:
@@ -195,13 +186,13 @@ class Attempt:
 
 
 class Mapped:
-    """A worker's mapping of the receiver's memory, and the parsed manifest. It is kept between the
-    commits of an epoch, so that a pause has no page faults."""
+    """A worker's mapping of the receiver's memory, and the parsed manifest. ``accepted``: the
+    engine does not refuse it."""
 
     def __init__(self, grant: Mapping[str, Any], device: WorkerDevice) -> None:
         """Map the granted memory, and pin it for copies to ``device``. Raises SyncError if the
         receiver is gone, DataError if the manifest is invalid."""
-        self.grant = dict(grant)
+        self.accepted = False
         with SharedImage.attach(ImageAddress.from_json(grant["manifest"])) as text:
             self.manifest = Manifest.from_json(bytes(text.buffer).decode())
         self.image = SharedImage.attach(ImageAddress.from_json(grant["image"]))
@@ -240,10 +231,10 @@ class EngineSide:
         it. ``run_key``: serve only trainers that prove it."""
         self._engine, self._workers, self._problem = engine, workers, problem
         self._device = WorkerDevice()
-        self._mapped: Mapped | None = None
-        self._ahead: tuple[dict[str, Any], Future[Mapped]] | None = None
-        """A grant and its mapping, which is made and pinned while the engine generates, before the
-        first commit: both take seconds for large models."""
+        self._mapping: tuple[dict[str, Any], Future[Mapped]] | None = None
+        """A grant and its mapping. It is made and pinned while the engine generates, before the
+        first commit: both take seconds for large models. It is kept between the commits of an
+        epoch, so that a pause has no page faults."""
         self.receiver: ReceiverHandle | None = None
         if workers.rank == 0:
             self.receiver = ReceiverHandle(
@@ -317,7 +308,7 @@ class EngineSide:
             return
         self._unmap()
         if grant:
-            self._ahead = grant, beside(lambda: Mapped(grant, self._device), "map")
+            self._mapping = grant, beside(lambda: Mapped(grant, self._device), "map")
 
     def commit(self, data: dict[str, Any]) -> Applied | None:
         """Load a version (``data``: the body of POST /update_weights), report the result to the
@@ -391,18 +382,18 @@ class EngineSide:
             attempt.error = str(grant.get("error", ""))
             if attempt.error:
                 return
-            mapped = self._mapped
-            if mapped is None or mapped.grant != grant:
-                mapped = self._map(grant)
+            mapped = self._map(grant)
+            if not mapped.accepted:
                 attempt.error = self._engine.refuses(mapped.manifest)
                 attempt.final = bool(attempt.error)
                 if attempt.error:
-                    mapped.release()
+                    self._unmap()
                     return
+                mapped.accepted = True
             found = mapped.manifest.digest
             if found != (wanted := commit.manifest_digest):
                 raise PeerError(f"the manifest must have digest {wanted}, got {found}")
-            self._mapped = attempt.mapped = mapped
+            attempt.mapped = mapped
             if grant["streamed"]:
                 ring = mapped.image.tensor()
                 attempt.reader = WindowReader(ring, mapped.manifest, self._workers, self._take)
@@ -417,7 +408,7 @@ class EngineSide:
             self._device.settle()
             attempt.touched, start = True, time.monotonic()
             try:
-                attempt.loaded = self._engine.load(tensors)
+                self._engine.load(self._counted(tensors, attempt))
             finally:
                 attempt.load_s = time.monotonic() - start
                 # The receiver may overwrite the image after this: finish all copies from it.
@@ -430,28 +421,35 @@ class EngineSide:
             # If this worker failed alone, the others may have changed weights.
             attempt.touched |= attempt.reader is None or not attempt.reader.broken
 
+    def _counted(self, tensors: Tensors, attempt: Attempt) -> Tensors:
+        for name, tensor in tensors:
+            attempt.loaded += 1
+            yield name, tensor
+            self.taken(name, tensor)
+
+    def taken(self, name: str, tensor: torch.Tensor) -> None:
+        """Called when the engine's loader has taken a tensor; verify.recording overrides it."""
+
     def _map(self, grant: dict[str, Any]) -> Mapped:
-        """Return the mapping of a new grant: the one made ahead, if there is one."""
-        if self._ahead is not None and self._ahead[0] == grant:
-            (_, mapping), self._ahead = self._ahead, None
+        """Return the mapping of a grant: the one at hand, if it is of this grant."""
+        if self._mapping is not None and self._mapping[0] == grant:
             # no deadline: the commit would do the same work itself, for as long
-            error = mapping.exception()
+            error = self._mapping[1].exception()
             if error is None:
                 # no deadline: it has ended
-                return mapping.result()
+                return self._mapping[1].result()
             log.warning("the staged weights could not be mapped before a commit: %s", error)
-        else:
-            self._unmap()  # before the next one is mapped
-        return Mapped(grant, self._device)
+        self._unmap()  # before the next one is mapped
+        mapped, mapping = Mapped(grant, self._device), Future[Mapped]()
+        mapping.set_result(mapped)
+        self._mapping = grant, mapping
+        return mapped
 
     def _unmap(self) -> None:
-        mapped, self._mapped = self._mapped, None
-        ahead, self._ahead = self._ahead, None
-        if mapped is not None:
-            mapped.release()
-        if ahead is not None:
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None:
             # Runs now, or on the mapping thread when it ends: unmapping alone does not unpin.
-            ahead[1].add_done_callback(_release)
+            mapping[1].add_done_callback(_release)
 
     def _take(self, consumed: int) -> int:
         assert self.receiver is not None
@@ -468,3 +466,23 @@ class EngineSide:
             log.warning(
                 "version %d could not be reported to the trainer: %s", report.version, error
             )
+
+
+make_side: Callable[[Engine, Workers, str, Key | None], EngineSide] = EngineSide
+"""Makes the EngineSide of a worker; verify.recording replaces it before the engine starts."""
+
+
+def start_side(engine: Engine, coordinator: Any, problem: str) -> EngineSide:
+    """Return the EngineSide of an engine's worker, with the run key of its environment, and log
+    that the plugin is ready. ``coordinator``: see Workers. ``problem``: see EngineSide."""
+    workers, run_key = Workers(coordinator), None
+    try:
+        run_key = find_run_key(os.environ)
+    except ConfigError as error:
+        # Take no weights at all: without a key the server would take any trainer's.
+        problem = problem or str(error)
+    access = "no run key: takes weights from any trainer"
+    if run_key is not None:
+        access = "takes weights from trainers with the run key"
+    log.info("plugin ready, worker %d of %d, %s", workers.rank, workers.size, problem or access)
+    return make_side(engine, workers, problem, run_key)

@@ -170,13 +170,18 @@ class Content:
     digests: Sequence[bytes]
     hashing: Hashing
 
-    def first_bad(self, image: memoryview, blocks: range) -> int | None:
-        """Return the first of these blocks of ``image`` that differs, or None."""
+    def first_bad(self, image: memoryview, blocks: range, start: int = 0) -> int | None:
+        """Return the first of these blocks that differs, or None. ``image``: the version's bytes
+        from byte ``start`` on."""
         for index in blocks:
-            pieces = [image[a:b] for a, b in self.manifest.block(index)]
+            pieces = [image[a - start : b - start] for a, b in self.manifest.block(index)]
             if self.hashing.block(pieces) != self.digests[index]:
                 return index
         return None
+
+    def differs(self, block: int) -> str:
+        """Return the error of a block that differs."""
+        return f"block {block} of {self.manifest.num_blocks} differs from what the trainer hashed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,7 +394,7 @@ class Fetch:
                 self._done(range_)
                 return
             bad = wrong
-            reason = f"block {bad} of {manifest.num_blocks} differs from what the trainer hashed"
+            reason = self._content.differs(bad)
             self._strike(source, reason)
         raise _RangeLost(reason or "the trainer named no source", bad)
 

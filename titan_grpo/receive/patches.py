@@ -28,7 +28,7 @@ def apply_patches(
     keeps the earlier ones; the fetch reads the blocks that still differ.
 
     Return the patched parts, and the bytes read; none if the patches are larger than the image.
-    ``key``: EpochKeys.ranges. ``wait_s``: seconds to wait for a source's next bytes.
+    ``key``: Hashing.range_key. ``wait_s``: seconds to wait for a source's next bytes.
     """
     parts = sorted({patch.part for patch in patches if patch.part < len(manifest.parts)})
     if not parts or sum(patch.nbytes for patch in patches) > image.buffer.nbytes:

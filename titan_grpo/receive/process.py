@@ -87,18 +87,15 @@ class ReceiverProcess:
         or is silent for ``timeout_s``."""
         self._sent += 1
         self._channel.send({"id": self._sent, **message}, ANSWER_S)
-        while (answer := self._channel.receive(timeout_s)) is not None:
-            # a late answer to a request that timed out, or the last line
-            if answer["id"] != self._sent:
-                self._note(answer)
-                continue
-            if not answer["ok"]:
-                raise PeerError(str(answer["error"]))
-            return answer
-        raise PeerError(
-            f"the receiver process ended (exit status {self._wait()}); the next hello starts"
-            " another"
-        )
+        answer = self._answer(timeout_s)
+        if answer is None:
+            raise PeerError(
+                f"the receiver process ended (exit status {self._wait()}); the next hello starts"
+                " another"
+            )
+        if not answer["ok"]:
+            raise PeerError(str(answer["error"]))
+        return answer
 
     def last_sign_s(self) -> float:
         """Return the time of the trainer's last sign of life (monotonic clock), minus infinity
@@ -107,18 +104,22 @@ class ReceiverProcess:
         with suppress(PeerError):  # it has ended: its last line can still be read
             self._channel.send({"id": self._sent, "op": "last_sign"}, ANSWER_S)
         with suppress(PeerError):  # it is frozen
-            while (answer := self._channel.receive(SIGN_S)) is not None:
-                if answer["id"] == self._sent:
-                    return float(answer["last_sign_s"])
-                self._note(answer)
+            if (answer := self._answer(SIGN_S)) is not None:
+                self._last_line_s = None  # of an earlier time at which it was frozen
+                return float(answer["last_sign_s"])
         if self._last_line_s is None:
             # Killed or frozen: the trainer's last sign is unknown. Count its lease from now.
             self._last_line_s = time.monotonic()
         return self._last_line_s
 
-    def _note(self, answer: dict[str, Any]) -> None:
-        """Keep the sign's time from a late answer or from the last line."""
-        self._last_line_s = answer.get("last_sign_s", self._last_line_s)
+    def _answer(self, timeout_s: float) -> dict[str, Any] | None:
+        """Return the answer to the last request; None if the process has ended."""
+        while (answer := self._channel.receive(timeout_s)) is not None:
+            if answer["id"] == self._sent:
+                return answer
+            # a late answer to a request that timed out, or the last line
+            self._last_line_s = answer.get("last_sign_s", self._last_line_s)
+        return None
 
     @property
     def ended(self) -> bool:
@@ -173,31 +174,32 @@ class ReceiverHandle:
         epoch in force stays. ``unmap``: lets go of the memory of a receiver that is replaced.
         """
         probe, keys = hello.transport == PROBE, self._keys(hello.run_id, hello.epoch)
-        refusal = "" if probe and not hello.proof else _unproven(hello, keys)
-        final = bool(refusal or problem)
-        if refusal:
+        unproven = "" if probe and not hello.proof else _unproven(hello, keys)
+        if unproven:
             keys = None
-        elif not probe and not problem:
+        refusal, named = problem or unproven, True
+        final = bool(refusal)
+        if not refusal and not probe:
             if refusal := self._second_name(hello):
-                self.answer(hello, refusal, keys if hello.proof else None, final=True)
-                return refusal
-            # Do not name the run in force: a lane could retry at once with a higher term, forever.
-            if refusal := self._occupied(hello):
-                self.answer(hello, refusal, keys if hello.proof else None, named=False)
-                return refusal
-            before, _ = self.state.in_force
-            refusal = self._step(OpenEpoch(hello.run_id, hello.epoch, hello.term))
-            if not refusal and hello.run_id != before:
-                self._started_s = time.monotonic() - hello.age_s
-        if refusal or problem or probe:
-            self.answer(hello, problem or refusal, keys if hello.proof else None, final)
-            return refusal or problem
+                final = True
+            elif refusal := self._occupied(hello):
+                # Do not name the run in force: a lane could retry at once with a higher term,
+                # forever.
+                named = False
+            else:
+                before, _ = self.state.in_force
+                refusal = self._step(OpenEpoch(hello.run_id, hello.epoch, hello.term))
+                if not refusal and hello.run_id != before:
+                    self._started_s = time.monotonic() - hello.age_s
+        if refusal or probe:
+            self.answer(hello, refusal, keys if hello.proof else None, final, named)
+            return refusal
         # Before the next one starts: two images may not fit in memory, and only one receiver may
         # answer for an engine. While an image stays mapped, its memory is not freed.
         self._kill_serving()
         unmap()
         self._greeting = hello
-        self._serving = ReceiverProcess(self._first("serve", hello, problem, keys))
+        self._serving = ReceiverProcess(self._first("serve", hello, "", keys))
         return ""
 
     def _occupied(self, hello: Hello) -> str:

@@ -21,7 +21,6 @@ from msgspec.structs import replace
 
 from titan_grpo.errors import ConfigError, PeerError, TitanGrpoError, TransferFailed
 from titan_grpo.layout.image import (
-    KEYED,
     Hashing,
     ImageAddress,
     SharedImage,
@@ -108,7 +107,7 @@ class Receiver:
         self._key = keys.messages if keys is not None else None
         blocks = keys.blocks if keys is not None else None
         self._hashing = Hashing(hello.digest_algorithm, blocks)
-        self._range_key = keys.ranges if keys is not None else None
+        self._range_key = self._hashing.range_key
         self._turn = threading.Condition()
         self.streamed = hello.apply == "streamed"
         self.timeout_s = hello.timeout_s
@@ -118,7 +117,6 @@ class Receiver:
         self._manifest_text: SharedImage | None = None
         self._window: Window | None = None
         self._transport: Transport | None = None
-        self._expected: Sequence[bytes] = ()
         self._base: int | None = None
         """Version in the image when the current transfer began: patches apply to it."""
         self._channel: ReceiverChannel | None = None
@@ -171,11 +169,10 @@ class Receiver:
     def _problem(self) -> str:
         """Return why this host cannot serve the epoch, or ""."""
         hello = self._hello
-        if self._key is not None and hello.digest_algorithm != KEYED:
-            return (
-                f"with a run key the blocks' digests must be {KEYED}, got"
-                f" {hello.digest_algorithm!r}: others take no key"
-            )
+        try:
+            self._hashing.block(())
+        except ConfigError as error:
+            return str(error)
         if hello.transport in RANGES:
             only = f"weight_sync.transport {hello.transport} is for weight_sync.apply staged"
             if self.streamed:
@@ -365,15 +362,20 @@ class Receiver:
         from titan_grpo.receive.window import Window
 
         image, manifest = self._reserve(order, streamed=True)
+        content = self._content(order, digests, manifest)
+        with self._turn:
+            self._window = Window(image, content, self._hello.bucket_bytes)
+            self._step(server.Arrived(order.number, order.version, order.fingerprint, True))
+        return _staged(order, order.fingerprint, image=image)
+
+    def _content(self, order: Order, digests: bytes | bytearray, manifest: Manifest) -> Content:
+        """Return the version's expected content. Raises PeerError unless the digests make the
+        order's fingerprint."""
         expected = self._hashing.split(digests, manifest.num_blocks)
         found = fingerprint(manifest.digest, expected)
         if found != order.fingerprint:
             raise PeerError(f"the fingerprint must be {order.fingerprint}, got {found}")
-        with self._turn:
-            self._expected = expected
-            self._window = Window(image, manifest, self._hello.bucket_bytes)
-            self._step(server.Arrived(order.number, order.version, found, True))
-        return _staged(order, fingerprint=found, image=image)
+        return Content(manifest, expected, self._hashing)
 
     def _fill(self, transport: "Transport") -> None:
         """Receive the bytes of a windowed transfer. A failure reaches the lane in the engine's
@@ -381,7 +383,7 @@ class Receiver:
         window = self._window
         assert window is not None
         try:
-            window.fill(transport, self._expected, self._hashing, self.timeout_s)
+            window.fill(transport, self.timeout_s)
         except TransferFailed as error:
             window.fail(str(error))
             transport.close()  # ends the lane's broadcast too
@@ -392,45 +394,38 @@ class Receiver:
         """Read the version from its sources, and report each arrived bucket to the lane."""
         hello, began = self._hello, time.monotonic()
         image, manifest = self._reserve(order, streamed=False)
-        expected = self._hashing.split(digests, manifest.num_blocks)
-        print_ = fingerprint(manifest.digest, expected)
-        error, bad, verify_s, read, relay_bytes = "", -1, 0.0, 0, 0
-        lost: tuple[int, ...] = ()
-        sharing = self._sharing if order.serve else None
-        if print_ != order.fingerprint:
-            error = f"the fingerprint must be {order.fingerprint}, got {print_}"
-        else:
-            content = Content(manifest, expected, self._hashing)
-            patches = leading_from(self._base, order.patches)
-            patched, patch_bytes = apply_patches(
-                image, manifest, patches, self._range_key, hello.progress_s, hello.connections
-            )
-            others = [self._other(source, manifest) for source in order.relays]
-            relaying = None
-            if sharing is not None:
-                sharing.begin(image, manifest, order.serve)
-                relaying = Relaying(frozenset(others), sharing.arrived)
-            sources = self._opens(order, others, manifest)
-            fetch = Fetch(image, content, sources, hello.bucket_bytes, patched, relaying)
-            ahead = marks(manifest.total_bytes, hello.bucket_bytes)
-            moved = partial(self._moved, channel, order.number)
-            fetch.run(hello.connections, hello.timeout_s, ahead, moved)
-            error, bad, verify_s = fetch.error, fetch.bad_block, fetch.verify_s
-            read, relay_bytes = patch_bytes + fetch.read_bytes, fetch.relay_bytes
-            lost = tuple(i for i, other in enumerate(others) if other in fetch.lost)
-            if error and sharing is not None:
-                sharing.end()
-        with self._turn:
-            self._step(server.Arrived(order.number, order.version, print_, not error))
-        return replace(
-            _staged(order, print_, error, image),
-            receive_s=time.monotonic() - began,
-            verify_s=verify_s,
-            bad_block=bad,
-            read_bytes=read,
-            relay_bytes=relay_bytes,
-            lost=lost,
+        content = self._content(order, digests, manifest)
+        patches = leading_from(self._base, order.patches)
+        patched, patch_bytes = apply_patches(
+            image, manifest, patches, self._range_key, hello.progress_s, hello.connections
         )
+        others = [self._other(source, manifest) for source in order.relays]
+        sharing, relaying = self._sharing if order.serve else None, None
+        if sharing is not None:
+            sharing.begin(image, manifest, order.serve)
+            relaying = Relaying(frozenset(others), sharing.arrived)
+        sources = self._opens(order, others, manifest)
+        fetch = Fetch(image, content, sources, hello.bucket_bytes, patched, relaying)
+        ahead = marks(manifest.total_bytes, hello.bucket_bytes)
+        moved = partial(self._moved, channel, order.number)
+        fetch.run(hello.connections, hello.timeout_s, ahead, moved)
+        if fetch.error and sharing is not None:
+            sharing.end()
+        return replace(
+            self._arrived(order, fetch.error, image),
+            receive_s=time.monotonic() - began,
+            verify_s=fetch.verify_s,
+            bad_block=fetch.bad_block,
+            read_bytes=patch_bytes + fetch.read_bytes,
+            relay_bytes=fetch.relay_bytes,
+            lost=tuple(i for i, other in enumerate(others) if other in fetch.lost),
+        )
+
+    def _arrived(self, order: Order, error: str, image: SharedImage) -> Staged:
+        """Record the end of a transfer; return the answer to its order."""
+        with self._turn:
+            self._step(server.Arrived(order.number, order.version, order.fingerprint, not error))
+        return _staged(order, order.fingerprint, error, image)
 
     def _other(self, source: RangeSource, manifest: Manifest) -> Open:
         """Return the opener of another server: through its memfd if it is on this host."""
@@ -469,19 +464,10 @@ class Receiver:
         image, manifest = self._reserve(order, streamed=False)
         receive_s = broadcast_image(transport, image.tensor(), hello.bucket_bytes, hello.timeout_s)
         start = time.monotonic()
-        expected = self._hashing.split(digests, manifest.num_blocks)
-        found = self._hashing.blocks(image.buffer, manifest)
-        bad = first_difference(expected, found)
-        print_ = fingerprint(manifest.digest, found)
-        error = ""
-        if bad is not None:
-            error = f"block {bad} of {manifest.num_blocks} differs from what the trainer hashed"
-        elif print_ != order.fingerprint:
-            error = f"the fingerprint must be {order.fingerprint}, got {print_}"
-        with self._turn:
-            self._step(server.Arrived(order.number, order.version, print_, not error))
+        content = self._content(order, digests, manifest)
+        bad = first_difference(content.digests, self._hashing.blocks(image.buffer, manifest))
         return replace(
-            _staged(order, print_, error, image),
+            self._arrived(order, "" if bad is None else content.differs(bad), image),
             receive_s=receive_s,
             verify_s=time.monotonic() - start,
             bad_block=-1 if bad is None else bad,

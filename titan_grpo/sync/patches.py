@@ -43,7 +43,7 @@ class Patches:
     def __init__(
         self, pool: ImagePool, server: RangeServer, place: RangeSource, key: Key | None
     ) -> None:
-        """``place``: address of ``server``, without a ticket. ``key``: EpochKeys.ranges."""
+        """``place``: address of ``server``, without a ticket. ``key``: Hashing.range_key."""
         self._pool, self._server, self._place, self._key = pool, server, place, key
         self._part = pool.manifest.parts[pool.part]
         self._room = int(SHARE * self._part.nbytes)

@@ -8,19 +8,21 @@ of the block digests of the transfer.
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Applied
+from titan_grpo.receive import commit
 from titan_grpo.receive.commit import Engine, EngineSide, Workers
 from titan_grpo.runkey import Key
 
-BACKEND = "titan_grpo_recording"
 PLUGIN = "titan_grpo_recorder"
+GROUPS = ("vllm.general_plugins", "sglang.srt.plugins")
+"""Entry points of the engines' plugins."""
 
 log = logging.getLogger("titan_grpo.receive")
 
@@ -45,48 +47,26 @@ def content_digest(tensors: Mapping[str, str]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-class RecordedEngine:
-    """Engine that digests the tensors of ``load``."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self.config, self.routes = engine, engine.config, engine.routes
-        self.quantization = engine.quantization
-        self.seen: dict[str, str] = {}
-
-    def refuses(self, manifest: Manifest) -> str:
-        """See Engine."""
-        return self._engine.refuses(manifest)
-
-    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
-        """See Engine."""
-        self.seen = {}
-        return self._engine.load(self._noted(tensors))
-
-    def _noted(
-        self, tensors: Iterator[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in tensors:
-            yield name, tensor
-            # Digest after the loader took the tensor, so that bytes that change during the load are
-            # seen.
-            self.seen[name] = tensor_digest(tensor)
-
-
 class RecordingSide(EngineSide):
     """EngineSide that appends one JSON line per commit to a file: worker, run, version, outcome,
     digests by name."""
 
     def __init__(
-        self, engine: Engine, workers: Workers, problem: str, path: Path, run_key: Key | None
+        self, path: Path, engine: Engine, workers: Workers, problem: str, run_key: Key | None
     ) -> None:
-        self._recorded = RecordedEngine(engine)
         self._path = path
-        super().__init__(self._recorded, workers, problem, run_key)
+        self._seen: dict[str, str] = {}
+        super().__init__(engine, workers, problem, run_key)
+
+    def taken(self, name: str, tensor: torch.Tensor) -> None:
+        """See EngineSide. Digest after the loader took the tensor, so that bytes that change during
+        the load are seen."""
+        self._seen[name] = tensor_digest(tensor)
 
     def commit(self, data: dict[str, Any]) -> Applied | None:
         """See EngineSide. A line that cannot be written is logged, and missed by the
         verification."""
-        self._recorded.seen = {}
+        self._seen = {}
         report = super().commit(data)
         if report is not None:
             line = {
@@ -95,7 +75,7 @@ class RecordingSide(EngineSide):
                 "version": report.version,
                 "ok": report.ok,
                 "fingerprint": report.fingerprint,
-                "tensors": self._recorded.seen,
+                "tensors": self._seen,
             }
             try:
                 with self._path.open("a", encoding="utf-8") as file:
@@ -107,31 +87,10 @@ class RecordingSide(EngineSide):
         return report
 
 
-def register_vllm(path: str) -> None:
-    """Register BACKEND: our vLLM plugin with a RecordingSide that writes to ``path``."""
-    # Imported here: vLLM may be missing where this module is imported.
-    from titan_grpo.receive import vllm_plugin
-
-    class RecordingTransferEngine(vllm_plugin.TitanWeightTransferEngine):
-        def make_side(
-            self, engine: Engine, workers: Workers, problem: str, run_key: Key | None
-        ) -> EngineSide:
-            return RecordingSide(engine, workers, problem, Path(path), run_key)
-
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory
-
-    if BACKEND not in factory._registry:
-        factory.register_engine(BACKEND, RecordingTransferEngine)
-
-
-def register_sglang(path: str) -> None:
-    """Make our SGLang plugin use a RecordingSide that writes to ``path``."""
-    from titan_grpo.receive import sglang_plugin
-
-    def make(engine: Engine, workers: Workers, problem: str, run_key: Key | None) -> EngineSide:
-        return RecordingSide(engine, workers, problem, Path(path), run_key)
-
-    sglang_plugin.plugin.make_side = make
+def register(path: str) -> None:
+    """Make our plugin, in this process of an engine, use a RecordingSide that writes to
+    ``path``."""
+    commit.make_side = partial(RecordingSide, Path(path))
 
 
 def install(folder: Path, path: Path) -> None:
@@ -140,14 +99,9 @@ def install(folder: Path, path: Path) -> None:
     info = folder / f"{PLUGIN}-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
-    groups = {"vllm.general_plugins": "vllm", "sglang.srt.plugins": "sglang"}
-    entries = [
-        f"[{group}]\n{PLUGIN} = {PLUGIN}:start_{engine}\n" for group, engine in groups.items()
-    ]
+    entries = [f"[{group}]\n{PLUGIN} = {PLUGIN}:start\n" for group in GROUPS]
     (info / "entry_points.txt").write_text("\n".join(entries))
-    starts = [
-        f"def start_{e}():\n    recording.register_{e}({str(path)!r})\n" for e in groups.values()
-    ]
     (folder / f"{PLUGIN}.py").write_text(
-        "\n\n".join(["from titan_grpo.verify import recording\n", *starts])
+        "from titan_grpo.verify import recording\n\n\n"
+        f"def start():\n    recording.register({str(path)!r})\n"
     )

@@ -17,7 +17,7 @@ A reader on the source's host sets the highest bit of nbytes. Once the range is 
 memfd's address (4 u64, as in ImageAddress; zeros: there is none) in place of the bytes. The readers
 are in receive/fetch.py.
 
-Both proofs are HMACs over both nonces and the ticket under EpochKeys.ranges; zeros without a run
+Both proofs are HMACs over both nonces and the ticket under Hashing.range_key; zeros without a run
 key.
 
 With an epoch's ticket, both ends send frames after the greeting, in order: kind u8, number u64,
