@@ -22,7 +22,7 @@ from titan_grpo.errors import (
     kind_of,
 )
 from titan_grpo.protocol.messages import ServerState
-from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.client import LocalTransport, RolloutClient
 from titan_grpo.rollout.engine_calls import CLOSE, EngineCalls, RemoteControl, value_of
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
 from titan_grpo.rollout.messages import (
@@ -36,7 +36,6 @@ from titan_grpo.rollout.messages import (
 )
 from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.rollout.service import Service
-from titan_grpo.rollout.worker import LocalTransport
 
 ANY, ENGINE_KEY, KEY_VARIABLE = "127.0.0.1:0", "the-engines-own-key", "TITAN_GRPO_TEST_ENGINE_KEY"
 CALL_S, WAIT_S = 60.0, 60.0
