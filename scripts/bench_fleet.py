@@ -75,15 +75,9 @@ class Timed:
 class SameLengths:
     """Of the task runner: every completion is expected to be as long."""
 
-    has_expected_tokens = True
-
-    def expected_tokens(self, prompt: Prompt) -> float:
-        """As TaskRunner.expected_tokens."""
-        return float(TOKENS)
-
-    def prompt(self, index: int) -> Prompt:
-        """As TaskRunner.prompt."""
-        return Prompt(index, (3, index))
+    def ahead(self, index: int) -> tuple[Prompt, float]:
+        """As TaskRunner.ahead."""
+        return Prompt(index, (3, index)), float(TOKENS)
 
 
 class ThreadTransport:

@@ -4,6 +4,7 @@ what a test wrote down."""
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any, cast
 
 import pytest
@@ -21,8 +22,8 @@ from titan_grpo.errors import (
     kind_of,
 )
 from titan_grpo.protocol.messages import ServerState
-from titan_grpo.rollout.client import RolloutClient
-from titan_grpo.rollout.engine_calls import RemoteControl, value_of
+from titan_grpo.rollout.client import LocalTransport, RolloutClient
+from titan_grpo.rollout.engine_calls import CLOSE, EngineCalls, RemoteControl, value_of
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
 from titan_grpo.rollout.messages import (
     Answer,
@@ -35,7 +36,6 @@ from titan_grpo.rollout.messages import (
 )
 from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.rollout.service import Service
-from titan_grpo.rollout.worker import LocalTransport
 
 ANY, ENGINE_KEY, KEY_VARIABLE = "127.0.0.1:0", "the-engines-own-key", "TITAN_GRPO_TEST_ENGINE_KEY"
 CALL_S, WAIT_S = 60.0, 60.0
@@ -275,6 +275,27 @@ def test_an_outcome_that_is_late_is_dropped_and_what_waited_too_long_is_not_call
     assert "POST /pause" not in server.paths
     # What is late before it is sent has no answer at all.
     assert 1 <= client.counters()["late_answers"] <= 3
+
+
+def test_threads_end_with_their_calls_and_routes_outlive_a_close_of_their_servers_control(
+    spec: RolloutSpec, engine: Callable[..., Engine]
+) -> None:
+    server, answers = engine(STOCK), SimpleQueue[Answer]()
+    calls = EngineCalls(spec, answers.put)
+
+    def made(method: str, *arguments: Any) -> Any:
+        calls.take(EngineCall(0, server.url, method, arguments, CALL_S))
+        return value_of(answers.get(timeout=WAIT_S))
+
+    number = made("stock")
+    for _ in range(2):
+        calls.take(EngineCall(0, server.url, CLOSE, (), CALL_S))
+        assert made("label") == "default"
+        assert made("stock.workers", number, CALL_S) == 2
+        for thread in threading.enumerate():
+            if server.url in thread.name:
+                thread.join(WAIT_S)
+                assert not thread.is_alive()
 
 
 def test_no_call_is_made_after_the_end(

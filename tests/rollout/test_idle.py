@@ -10,9 +10,8 @@ from tests.rigs.census import wakes
 from tests.rigs.present import present
 from tests.rollout.conftest import MakeServer
 from titan_grpo.protocol.messages import ServerState
-from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.client import LocalTransport, RolloutClient
 from titan_grpo.rollout.messages import RolloutSpec
-from titan_grpo.rollout.worker import LocalTransport
 
 REQUESTS, QUIET_S, TRIES = 64, 1.0, 20
 MOST_WAKES = 6

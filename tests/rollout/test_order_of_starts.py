@@ -1,14 +1,22 @@
 """Tails of lengths, in simulated time: the client, the places, the order of starts and the sampler,
 without what processes and other load take."""
 
+import asyncio
+import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from scripts.bench_tails import PER_STEP, Setting, least_s, simulated, spec_of
-from scripts.timed_rollouts import Played, in_simulated_time
+from scripts.timed_rollouts import Pace, Played, TimedServer, Work, in_simulated_time, play
+from tests.rollout.sampling import Letters
+from titan_grpo.rollout.dispatch import ADMIT_S
+from titan_grpo.rollout.messages import RolloutSpec, RolloutStopped
+from titan_grpo.rollout.task_runner import Codec
+from titan_grpo.samples import Prompt
 from titan_grpo.titan.tiny import write_tiny_model
 
 SETTING = Setting(
@@ -22,6 +30,7 @@ SETTING = Setting(
     unit_s=0.25,
     train_s=0.125,
 )
+PROMPT_S = 0.005
 MOST = 1.1
 """Times the least that any order can take that trains prompts as they come."""
 
@@ -44,6 +53,55 @@ def test_prompts_are_trained_in_their_order_whatever_they_take_and_steps_hardly_
     run = played(setting, model)
     assert run.trained == Counter(range(setting.steps * PER_STEP)), "each of the first ones, once"
     assert run.version_s[-1] <= MOST * least_s(setting)
+
+
+class Laborious:
+    """Takes PROMPT_S for each prompt, and notes when it made which: the turns of the loop."""
+
+    def __init__(self) -> None:
+        self.turn, self.made = 0, list[tuple[int, int]]()
+
+    async def count_turns(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            self.turn += 1
+
+    def prompt(self, index: int, codec: Codec) -> Prompt:
+        threading.Event().wait(PROMPT_S)
+        self.made.append((self.turn, index))
+        return Prompt(index, (3, index, 0))
+
+    async def reward(self, prompt: Prompt, text: str, token_ids: Sequence[int]) -> float:
+        return 0.0
+
+
+class Mistaken(Laborious):
+    def expected_tokens(self, prompt: Prompt) -> float:
+        raise KeyError("the estimate is gone")
+
+
+async def quickly_played(task: Laborious, steps: int, per_step: int) -> Played:
+    """By the machine's clock."""
+    server = TimedServer(1024, 4, lambda _: Work(4, 0.001))
+    spec = RolloutSpec(model_dir="", prompts_per_step=per_step, group_size=2, max_staleness=0)
+    counting = asyncio.create_task(task.count_turns())
+    try:
+        return await play(spec, task, Letters(), server, Pace(steps, 0.0))
+    finally:
+        counting.cancel()
+
+
+def test_prompts_are_made_once_and_a_few_in_each_turn_of_the_loop() -> None:
+    task, steps, per_step = Laborious(), 3, 32
+    played = asyncio.run(quickly_played(task, steps, per_step))
+    assert played.trained == Counter(range(steps * per_step))
+    assert max(Counter(index for _, index in task.made).values()) == 1
+    assert max(Counter(turn for turn, _ in task.made).values()) <= ADMIT_S / PROMPT_S + 1
+
+
+def test_an_error_of_a_tasks_estimate_counts_as_the_tasks() -> None:
+    with pytest.raises(RolloutStopped, match=r"expected_tokens of prompt \d failed: KeyError"):
+        asyncio.run(quickly_played(Mistaken(), 1, 2))
 
 
 def test_groups_that_overtake_each_other_leave_slow_prompts_out(model: Path) -> None:

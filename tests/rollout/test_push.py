@@ -7,18 +7,20 @@ import gzip
 import http.client
 import json
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import httpx
 import pytest
 from httpx import Client
 
 from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import external, httpd
-from titan_grpo.rollout.external import Incoming, PushQueue, PushSource, parse
-from titan_grpo.rollout.httpd import HttpServer
-from titan_grpo.rollout.messages import RolloutSpec
+from titan_grpo.rollout.external import PushSource, parse
+from titan_grpo.rollout.messages import RolloutSpec, Used
+
+T = TypeVar("T")
 
 
 def body(**changes: Any) -> dict[str, Any]:
@@ -125,46 +127,6 @@ def test_a_context_token_needs_no_log_probability() -> None:
     assert parse(encoded(content))[0].group.completions[0].sampled == (True, False)
 
 
-def incoming(version: int = 3, id: str = "") -> list[Incoming]:
-    content = body(policy_version=version)
-    del content["groups"][0]["id"]
-    return parse(encoded(body(policy_version=version, id=id) if id else content))
-
-
-def test_the_queue_takes_what_the_trainer_can_use() -> None:
-    queue = PushQueue(capacity=4, max_staleness=1, trainer_version=3, newest_version=4)
-    for version, status in ((1, 409), (2, 202), (3, 202), (4, 202), (5, 409)):
-        reply, groups = queue.take(incoming(version), waiting=0)
-        assert (reply.status, len(groups)) == (status, int(status == 202)), version
-    reply, groups = queue.take(incoming(), waiting=4)
-    assert (reply.status, reply.retry_after_s, groups) == (429, 1, [])
-    queue.closing = True
-    assert queue.take(incoming(), waiting=0)[0].status == 503
-
-
-def test_a_group_that_is_sent_again_is_taken_once() -> None:
-    queue = PushQueue(capacity=4, max_staleness=1, trainer_version=3, newest_version=3)
-    assert queue.take(incoming(id="x"), 0)[0].body == {"taken": 1, "duplicates": 0}
-    assert queue.take(incoming(id="x"), 0)[0].body == {"taken": 0, "duplicates": 1}
-    assert queue.take([*incoming(id="x"), *incoming(id="y")], 0)[0].body == {
-        "taken": 1,
-        "duplicates": 1,
-    }
-
-
-def test_a_refused_group_may_be_sent_again() -> None:
-    queue = PushQueue(capacity=4, max_staleness=1, trainer_version=3, newest_version=3)
-    assert queue.take(incoming(id="x"), waiting=4)[0].status == 429
-    assert queue.take(incoming(id="x"), waiting=0)[0].body == {"taken": 1, "duplicates": 0}
-
-
-def test_one_stale_group_refuses_the_whole_body() -> None:
-    queue = PushQueue(capacity=4, max_staleness=1, trainer_version=3, newest_version=3)
-    reply, groups = queue.take([*incoming(3), *incoming(1)], waiting=0)
-    assert (reply.status, groups) == (409, [])
-    assert "groups[1].policy_version must be 2 or later" in str(reply.body)
-
-
 @pytest.fixture
 def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop = asyncio.new_event_loop()
@@ -174,6 +136,13 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.call_soon_threadsafe(loop.stop)
     thread.join(60)
     loop.close()
+
+
+def in_loop(loop: asyncio.AbstractEventLoop, act: Callable[[], T]) -> T:
+    async def acting() -> T:
+        return act()
+
+    return asyncio.run_coroutine_threadsafe(acting(), loop).result(60)
 
 
 def listening(loop: asyncio.AbstractEventLoop, address: str = "127.0.0.1:0") -> PushSource:
@@ -188,27 +157,23 @@ def listening(loop: asyncio.AbstractEventLoop, address: str = "127.0.0.1:0") -> 
         max_staleness=1,
         base_version=3,
     )
-
-    async def start() -> PushSource:
-        return PushSource(spec, lambda _: None, lambda _: None)
-
-    return asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+    return in_loop(loop, lambda: PushSource(spec, lambda _: None, lambda _: None))
 
 
 @pytest.fixture
-def server(
+def source(
     loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[HttpServer]:
+) -> Iterator[PushSource]:
     monkeypatch.setenv("PUSH_KEY", "secret")
     source = listening(loop)
-    yield source._server
+    yield source
     asyncio.run_coroutine_threadsafe(source.close(), loop).result(60)
 
 
 @pytest.fixture
-def client(server: HttpServer) -> Iterator[Client]:
+def client(source: PushSource) -> Iterator[Client]:
     with httpx.Client(
-        base_url=f"http://{server.address}",
+        base_url=f"http://{source.address}",
         headers={"Authorization": "Bearer secret"},
         trust_env=False,
         timeout=60,
@@ -235,6 +200,36 @@ def test_groups_are_taken_until_enough_wait(client: Client) -> None:
     }
 
 
+def test_groups_of_versions_that_the_trainer_can_use_are_taken(
+    client: Client, source: PushSource, loop: asyncio.AbstractEventLoop
+) -> None:
+    in_loop(loop, lambda: source.on(ServerState("http://s", 4, True, "r:4:f")))
+    for version, status in ((1, 409), (5, 409), (2, 202), (4, 202)):
+        sent = body(policy_version=version, id=str(version))
+        assert client.post("/groups", json=sent).status_code == status, version
+
+
+def test_a_group_that_is_sent_again_is_taken_once_and_a_refused_one_may_be_sent_again(
+    client: Client, source: PushSource, loop: asyncio.AbstractEventLoop
+) -> None:
+    one, two, three = (body(id=name)["groups"] for name in "abc")
+    assert client.post("/groups", json={"groups": one}).json() == {"taken": 1, "duplicates": 0}
+    assert client.post("/groups", json={"groups": one}).json() == {"taken": 0, "duplicates": 1}
+    both = client.post("/groups", json={"groups": one + two})
+    assert both.json() == {"taken": 1, "duplicates": 1}
+    assert client.post("/groups", json={"groups": three}).status_code == 429
+    in_loop(loop, lambda: source.on(Used((0, 1))))
+    assert client.post("/groups", json={"groups": three}).json()["taken"] == 1
+
+
+def test_one_stale_group_refuses_the_whole_body(client: Client) -> None:
+    groups = body()["groups"] + body(policy_version=1, id="b")["groups"]
+    refused = client.post("/groups", json={"groups": groups})
+    assert refused.status_code == 409
+    assert "groups[1].policy_version must be 2 or later" in refused.json()["error"]
+    assert client.get("/status").json()["waiting"] == 0
+
+
 def test_the_schema_is_published(client: Client) -> None:
     assert client.get("/schema").json() == json.loads(json.dumps(external.SCHEMA))
 
@@ -251,8 +246,8 @@ def test_what_can_not_be_read_is_refused_and_the_server_goes_on(client: Client) 
     assert client.post("/groups", json=body()).status_code == 202
 
 
-def test_a_body_that_is_too_large_is_refused_before_it_is_read(server: HttpServer) -> None:
-    connection = http.client.HTTPConnection(server.address, timeout=60)
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(source: PushSource) -> None:
+    connection = http.client.HTTPConnection(source.address, timeout=60)
     connection.putrequest("POST", "/groups")
     connection.putheader("Authorization", "Bearer secret")
     connection.putheader("Content-Length", str(httpd.MAX_BYTES + 1))
@@ -272,26 +267,22 @@ def test_without_the_key_nothing_is_taken(client: Client) -> None:
 
 
 def test_a_loop_that_has_ended_is_503() -> None:
-    async def start() -> HttpServer:
-        source = PushSource(
-            RolloutSpec(model_dir="", source="push", push_address="127.0.0.1:0"),
-            lambda _: None,
-            lambda _: None,
-        )
-        return source._server
+    async def start() -> PushSource:
+        spec = RolloutSpec(model_dir="", source="push", push_address="127.0.0.1:0")
+        return PushSource(spec, lambda _: None, lambda _: None)
 
-    server = asyncio.run(start())
+    source = asyncio.run(start())
     try:
         reply = httpx.post(
-            f"http://{server.address}/groups", json=body(), trust_env=False, timeout=60
+            f"http://{source.address}/groups", json=body(), trust_env=False, timeout=60
         )
         assert (reply.status_code, reply.headers["Retry-After"]) == (503, "1")
     finally:
-        server.close()
+        asyncio.run(source.close())
 
 
 def test_an_address_that_can_not_be_bound_is_a_wrong_configuration(
-    loop: asyncio.AbstractEventLoop, server: HttpServer
+    loop: asyncio.AbstractEventLoop, source: PushSource
 ) -> None:
     with pytest.raises(ConfigError, match=r"rollout.push_address must be an address of this host"):
-        listening(loop, server.address)
+        listening(loop, source.address)

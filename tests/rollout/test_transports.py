@@ -23,7 +23,7 @@ from tests.rigs.trainer_handle import wait_until
 from tests.rollout.conftest import MakeServer, StartClient
 from titan_grpo.errors import ConfigError
 from titan_grpo.protocol.messages import ServerState
-from titan_grpo.rollout.client import RolloutClient, RolloutsLate
+from titan_grpo.rollout.client import LocalTransport, RolloutClient, RolloutsLate
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
 from titan_grpo.rollout.messages import (
     FORMAT,
@@ -38,7 +38,6 @@ from titan_grpo.rollout.messages import (
 )
 from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.rollout.service import Service
-from titan_grpo.rollout.worker import LocalTransport
 from titan_grpo.samples import Group
 
 PER_STEP, GROUP, KEY = 2, 2, "a-secret"

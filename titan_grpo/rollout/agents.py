@@ -240,7 +240,7 @@ class Agents:
         for index in list(self._groups):
             self.end(index)
         await asyncio.gather(*self._running.values(), return_exceptions=True)
-        await self._loop.run_in_executor(None, self._server.close)
+        await asyncio.to_thread(self._server.close)
 
     def take(self, index: int, parts: Sequence[Completion]) -> list[Episode]:
         """Return the group's ``group_size`` episodes: the running ones, with new ones in place of

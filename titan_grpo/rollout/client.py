@@ -1,7 +1,10 @@
-"""Rank 0's handle of its rollouts, local or remote. Only next_batch, start, drain, engine_call,
-in_flight and close block, with deadlines."""
+"""Rank 0's handle of its rollouts, and the transport to a rollout process as a child. remote.py has
+the transport to a service."""
 
 import logging
+import os
+import socket
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -27,6 +30,7 @@ from titan_grpo.rollout.engine_calls import RemoteControl
 from titan_grpo.rollout.messages import (
     Cursor,
     Message,
+    OnMessage,
     RolloutSpec,
     RolloutStopped,
     SessionLost,
@@ -34,8 +38,9 @@ from titan_grpo.rollout.messages import (
     length_range,
 )
 from titan_grpo.rollout.records import GroupRecorder
-from titan_grpo.rollout.worker import LocalTransport
 from titan_grpo.samples import Group, fresh_enough
+from titan_grpo.subprocesses import helper_environment, start_module, wait_process
+from titan_grpo.unix_rpc import Pipe
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +53,73 @@ class RolloutsLate(RolloutStopped):
     version recent enough."""
 
 
+class LocalTransport:
+    """Transport to ``rollout.worker`` as a child process. The child ends when this process does,
+    even by SIGKILL: the socket between them closes."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, spec: RolloutSpec, on_message: OnMessage, timeout_s: float) -> None:
+        """Start the process, which loads task and tokenizer."""
+        self.on_message = on_message
+        # No GPU is visible to the rollout process.
+        self._process, self._socket = start_module(
+            "titan_grpo.rollout.worker",
+            env=helper_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""},
+        )
+        # A second descriptor, for the shutdown in close(): a process that a task forked may keep
+        # the child's end open, so that the child's exit alone would not end the receiving thread.
+        self._pipe = Pipe(self._socket.dup(), self)
+        self._pipe.post("begin", spec)
+        self._pipe.start()
+        self._thread = threading.Thread(target=self._receive, name="rollout-receive", daemon=True)
+        self._thread.start()
+
+    def send(self, message: messages.ToWorker, within_s: float | None = None) -> None:
+        """See WorkerTransport.send; delivery takes no time here."""
+        self._pipe.post("take", message)
+
+    def close(self, deadline_s: float) -> None:
+        """Stop the process (kill it past the deadline) and the threads."""
+        if self._process is None:
+            return
+        self.send(messages.Stop())
+        try:
+            wait_process(self._process, deadline_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            # A process in an uninterruptible wait of the kernel outlives the kill for a while.
+            with suppress(subprocess.TimeoutExpired):
+                wait_process(self._process, 5.0)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(5.0)
+        self._pipe.close(5.0)
+        self._socket.close()
+        self._process = None
+
+    def _receive(self) -> None:
+        try:
+            self._pipe.receive()
+        except Exception as error:  # noqa: BLE001 - top of a thread: next_batch raises it
+            text = f"the rollout process sent something unreadable: {error!r}"
+        else:
+            text = f"the rollout process ended with {self._exit_status()}; its last output is above"
+        self.on_message(RolloutStopped(text))
+
+    def _exit_status(self) -> str:
+        process = self._process
+        if process is None:
+            return "its client"
+        with suppress(subprocess.TimeoutExpired):
+            return f"exit code {wait_process(process, 5.0)}"
+        return "its connection closed while it still runs"
+
+
 class RolloutClient:
     """Client of the worker at the other end of a transport: sends it versions, takes finished
-    groups.
+    groups. Only next_batch, start, drain, engine_call, in_flight and close block, with deadlines.
 
     A remote that lost the session (``SessionLost``) gets the state again. Finished groups keep
     their places in the admission; unfinished groups are made again.

@@ -25,6 +25,9 @@ MAX_SKIPS_IN_A_ROW = 16
 """Limit of prompts skipped for their drops without a usable group in between. So many in a row
 point to a fault elsewhere; continuing would use up the whole sequence of prompts."""
 
+ADMIT_S = 0.02
+"""Seconds in which the prompts of further groups are made in one turn of the loop."""
+
 BAD_REQUEST = frozenset({400, 413, 422})
 """Status codes of a faulty request (a prompt that is too long, say), not of a faulty server."""
 
@@ -63,8 +66,8 @@ class Dispatcher:
         self._spec, self._sampler, self._connect = spec, sampler, connect
         self._send, self._fail = send, fail
         self._pool = Pool(spec.max_concurrent_requests)
-        self._durations = Durations(runner)
-        self._starts = Starts(spec, self._durations.expected_s)
+        self._durations = Durations()
+        self._starts = Starts(spec, runner, self._durations)
         self._running: dict[asyncio.Task[None], Running] = {}
         self._drivers: dict[str, AsyncDriver] = {}
         self._closings: set[asyncio.Task[None]] = set()
@@ -138,13 +141,19 @@ class Dispatcher:
     def _pump(self) -> None:
         """Start as many groups as admission and the servers' capacity allow."""
         self._pumping = False
-        newest = self._pool.newest()
+        newest, loop = self._pool.newest(), asyncio.get_running_loop()
         if self._closing or newest is None:
             return
-        room = self._pool.room(self._spec.group_size, asyncio.get_running_loop().time())
+        until = loop.time() + ADMIT_S
+        while self._starts.admit(newest):
+            if loop.time() >= until:
+                # The loop must turn: thousands of prompts may get a place at once.
+                self._pump_soon()
+                break
+        room = self._pool.room(self._spec.group_size, loop.time())
         while (best := room.newest) is not None:
             # A server with an older version may still start a group for an earlier step.
-            waiting = self._starts.most_urgent(newest, best)
+            waiting = self._starts.most_urgent(best)
             if waiting is None:
                 return
             needed = self._starts.needed_version(waiting.ticket.index)

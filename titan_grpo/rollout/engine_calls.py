@@ -2,15 +2,15 @@
 
 Generic over the interfaces of engines.server: the type hints of their methods define how arguments
 and results are encoded, so a new method needs no code here. A call may take as long as a commit, so
-each server has its own threads beside the loop that makes rollouts."""
+a server with calls has its own threads beside the loop that makes rollouts."""
 
 import inspect
 import itertools
 import logging
 import os
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
@@ -80,54 +80,63 @@ def value_of(answer: Answer) -> Any:
 
 
 class EngineCalls:
-    """Queues and threads for the calls of all servers. ``answer`` gets the outcomes, on the
-    servers' threads; it must not block."""
+    """The calls of all servers. ``answer`` gets the outcomes, on the calls' threads; it must not
+    block.
+
+    The calls of a server's control have a thread while there are any, and so have those of its
+    update routes. So no thread outlives its server's last call, and none is ended that a later
+    call needs: a lane may close a control and open it again while its update routes are in use.
+    """
 
     def __init__(self, spec: RolloutSpec, answer: Callable[[Answer], None]) -> None:
         self._spec, self._answer = spec, answer
         self._lock = threading.Lock()
-        self._queues: dict[tuple[str, bool], queue.SimpleQueue[tuple[EngineCall, float] | None]]
-        self._queues = {}
+        self._servers: dict[str, _Server] = {}
+        self._waiting: dict[tuple[str, bool], deque[tuple[EngineCall, float]]] = {}
+        """By URL, and whether of update routes: calls that have not begun. Each key has a
+        thread."""
         self._closed = False
 
     def take(self, call: EngineCall) -> None:
         """Queue a call. Any thread; never blocks."""
+        of_routes = call.method.startswith(STOCK)
+        key, came = (call.url, of_routes), time.monotonic()
         with self._lock:
             if self._closed:
                 return
-            if (call.url, False) not in self._queues:
-                server = _Server(self._spec, call.url)
-                for stock in (False, True):
-                    self._queues[call.url, stock] = queue.SimpleQueue()
-                    threading.Thread(
-                        target=self._serve,
-                        args=(server, stock, self._queues[call.url, stock]),
-                        name=f"{'stock ' if stock else ''}calls {call.url}",
-                        daemon=True,
-                    ).start()
-            self._queues[call.url, call.method.startswith(STOCK)].put((call, time.monotonic()))
+            if key in self._waiting:
+                self._waiting[key].append((call, came))
+                return
+            self._waiting[key] = deque([(call, came)])
+            if call.url not in self._servers:
+                self._servers[call.url] = _Server(self._spec, call.url)
+        threading.Thread(
+            target=self._serve,
+            args=(self._servers[call.url], key),
+            name=f"{'stock ' if of_routes else ''}calls {call.url}",
+            daemon=True,
+        ).start()
 
     def close(self) -> None:
-        """Take no more calls. Does not wait for those under way. Idempotent."""
+        """Take no more calls. Does not wait for those taken; the end of the process closes their
+        connections. Idempotent."""
         with self._lock:
             self._closed = True
-            for calls in self._queues.values():
-                calls.put(None)
 
-    def _serve(
-        self,
-        server: "_Server",
-        stock: bool,
-        calls: "queue.SimpleQueue[tuple[EngineCall, float] | None]",
-    ) -> None:
-        # no deadline: close() puts None into the queue; the thread is a daemon
-        while (item := calls.get()) is not None:
-            call, came = item
-            if call.method.removeprefix(STOCK) == CLOSE:
-                server.close(stock, *call.arguments)
+    def _serve(self, server: "_Server", key: tuple[str, bool]) -> None:
+        """Make the calls of a key, until there are no more."""
+        while True:
+            with self._lock:
+                if not self._waiting[key]:
+                    del self._waiting[key]
+                    return
+                call, came = self._waiting[key].popleft()
+            if call.method == CLOSE:
+                server.close()
+            elif call.method == STOCK + CLOSE:
+                server.close_routes(*call.arguments)
             else:
                 self._answer(_outcome(server, call, came))
-        server.close(stock)
 
 
 def _outcome(server: "_Server", call: EngineCall, came: float) -> Answer:
@@ -148,7 +157,8 @@ def _outcome(server: "_Server", call: EngineCall, came: float) -> Answer:
 
 
 class _Server:
-    """One server's control plane, used by one thread, and its update routes, used by another."""
+    """One server's control plane, used by one thread at a time, and its update routes, used by one
+    other."""
 
     def __init__(self, spec: RolloutSpec, url: str) -> None:
         self._spec, self._url = spec, url
@@ -198,16 +208,16 @@ class _Server:
             return number
         return msgspec.to_builtins(value, order="deterministic")
 
-    def close(self, stock: bool, *numbers: int) -> None:
-        """Close the update routes with these numbers (all without any), or the control's
-        connections, which a later call opens again."""
-        if stock:
-            for number in numbers or tuple(self._routes):
-                if (routes := self._routes.pop(number, None)) is not None:
-                    routes.close()
-        elif self._control is not None:
+    def close(self) -> None:
+        """Close the control's connections, which a later call opens again."""
+        if self._control is not None:
             self._control.close()
             self._control = None
+
+    def close_routes(self, number: int) -> None:
+        """Close the update routes with this number."""
+        if (routes := self._routes.pop(number, None)) is not None:
+            routes.close()
 
 
 # The trainer's side.

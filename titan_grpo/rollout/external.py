@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -173,61 +173,6 @@ def _check(item: PushedCompletion, place: str) -> None:
             )
 
 
-@dataclass(slots=True)
-class PushQueue:
-    """Admission of pushed groups. ``capacity``: number of completions that may wait for the trainer
-    before groups are refused."""
-
-    capacity: int
-    max_staleness: int
-    trainer_version: int
-    newest_version: int
-    """Newest version that the trainer made or a server holds."""
-    run: str = ""
-    """The run's id in the labels of its servers; empty until one of them holds a version."""
-    closing: bool = False
-    _ids: OrderedDict[str, None] = field(default_factory=OrderedDict)
-
-    def take(self, incoming: Sequence[Incoming], waiting: int) -> tuple[Reply, list[Group]]:
-        """Return the reply, and the groups to use (empty if one is refused). ``waiting``:
-        completions taken before and not used yet."""
-        if self.closing:
-            return Reply(503, {"error": "the run is ending"}, RETRY_AFTER_S), []
-        oldest = self.trainer_version - self.max_staleness
-        for number, item in enumerate(incoming):
-            version, rule = item.group.version, ""
-            if version > self.newest_version:
-                rule = f"exist, the newest is {self.newest_version}"
-            elif too_stale(version, self.trainer_version, self.max_staleness):
-                rule = f"be {oldest} or later (rollout.max_staleness)"
-            if rule:
-                text = f"groups[{number}].policy_version must {rule}, got {version}"
-                return Reply(409, {"error": text}), []
-        if waiting >= self.capacity:
-            text = f"{waiting} completions wait for the trainer already"
-            return Reply(429, {"error": text}, RETRY_AFTER_S), []
-        taken = []
-        for item in incoming:
-            if item.id in self._ids:
-                continue
-            if item.id:
-                self._ids[item.id] = None
-                if len(self._ids) > REMEMBERED_IDS:
-                    self._ids.popitem(last=False)
-            taken.append(item.group)
-        return Reply(202, {"taken": len(taken), "duplicates": len(incoming) - len(taken)}), taken
-
-    def status(self, waiting: int) -> dict[str, Any]:
-        """Return the body of ``GET /status``: the facts that an environment needs."""
-        return {
-            "run": self.run,
-            "trainer_version": self.trainer_version,
-            "oldest_usable_version": max(self.trainer_version - self.max_staleness, 0),
-            "waiting": waiting,
-            "capacity": self.capacity,
-        }
-
-
 class External:
     """Base of the sources from outside: prompt indices, waiting groups, versions. All methods run
     in the loop."""
@@ -289,37 +234,86 @@ class PushSource(External):
     def __init__(self, spec: RolloutSpec, send: Send, fail: Fail) -> None:
         """Start listening. Raises ConfigError if the address cannot be bound."""
         super().__init__(spec, send, fail)
-        capacity = (1 + spec.max_staleness) * self._per_step
-        self._queue = PushQueue(
-            capacity, spec.max_staleness, spec.base_version, newest_version=spec.base_version
-        )
+        self._capacity = (1 + spec.max_staleness) * self._per_step
+        """Completions that may wait for the trainer before groups are refused."""
+        self._newest_version = spec.base_version
+        """Newest version that the trainer made or a server ever held."""
+        self._run = ""
+        """The run's id in the labels of its servers; empty until one of them holds a version."""
+        self._ids: OrderedDict[str, None] = OrderedDict()
+        self._closing = False
         self._loop = asyncio.get_running_loop()
         key = os.environ.get(spec.push_key_env, "")
         self._server = HttpServer(spec.push_address, key, self._answer, "rollout.push_address")
-        self._report(f"environments may push groups to http://{self._server.address}/groups")
+        self.address = self._server.address
+        self._report(f"environments may push groups to http://{self.address}/groups")
 
     async def close(self) -> None:
         """Refuse further groups, and stop listening."""
-        self._queue.closing = True
-        await self._loop.run_in_executor(None, self._server.close)
+        self._closing = True
+        await asyncio.to_thread(self._server.close)
 
     def on(self, message: messages.ToWorker) -> None:
-        """Handle a message as the base does, and pass the versions to the queue."""
+        """Handle a message as the base does, and note the run and the newest version."""
         super().on(message)
         if isinstance(message, ServerState) and message.version is not None:
             label = Label.parse(message.label)
-            self._queue.run = label.run_id if label else self._queue.run
-        self._queue.trainer_version = self._trainer_version
-        self._queue.newest_version = max(
-            [self._trainer_version, *self._versions.values(), self._queue.newest_version]
+            self._run = label.run_id if label else self._run
+        self._newest_version = max(
+            [self._trainer_version, *self._versions.values(), self._newest_version]
         )
 
-    def _take(self, incoming: list[Incoming]) -> Reply:
-        reply, groups = self._queue.take(incoming, self.waiting)
-        for group in groups:
-            self._deliver(group)
+    def _take(self, incoming: Sequence[Incoming]) -> Reply:
+        """Return the reply, after use of the groups if none is refused."""
+        reply = self._refusal(incoming)
+        if reply is None:
+            fresh = [item for item in incoming if self._is_new(item.id)]
+            for item in fresh:
+                self._deliver(item.group)
+            counts = {"taken": len(fresh), "duplicates": len(incoming) - len(fresh)}
+            reply = Reply(202, counts)
         self._counts.add(f"pushes.{reply.status}")
         return reply
+
+    def _refusal(self, incoming: Sequence[Incoming]) -> Reply | None:
+        if self._closing:
+            return Reply(503, {"error": "the run is ending"}, RETRY_AFTER_S)
+        trainer_version, most = self._trainer_version, self._spec.max_staleness
+        for number, item in enumerate(incoming):
+            version, rule = item.group.version, ""
+            if version > self._newest_version:
+                rule = f"exist, the newest is {self._newest_version}"
+            elif too_stale(version, trainer_version, most):
+                rule = f"be {trainer_version - most} or later (rollout.max_staleness)"
+            if rule:
+                text = f"groups[{number}].policy_version must {rule}, got {version}"
+                return Reply(409, {"error": text})
+        if self.waiting >= self._capacity:
+            text = f"{self.waiting} completions wait for the trainer already"
+            return Reply(429, {"error": text}, RETRY_AFTER_S)
+        return None
+
+    def _is_new(self, id_: str) -> bool:
+        """Return whether no group with this id was taken before, and remember it; an empty one is
+        always new."""
+        if not id_:
+            return True
+        new = id_ not in self._ids
+        self._ids[id_] = None
+        if len(self._ids) > REMEMBERED_IDS:
+            self._ids.popitem(last=False)
+        return new
+
+    def _status(self) -> Reply:
+        """Return the facts that an environment needs."""
+        facts = {
+            "run": self._run,
+            "trainer_version": self._trainer_version,
+            "oldest_usable_version": max(self._trainer_version - self._spec.max_staleness, 0),
+            "waiting": self.waiting,
+            "capacity": self._capacity,
+        }
+        return Reply(200, facts)
 
     # What follows runs in the server's threads.
 
@@ -328,7 +322,7 @@ class PushSource(External):
             case "GET", "/schema":
                 return Reply(200, SCHEMA)
             case "GET", "/status":
-                return self._decide(lambda: Reply(200, self._queue.status(self.waiting)))
+                return self._decide(self._status)
             case "POST", "/groups":
                 try:
                     incoming = parse(request.body)

@@ -3,9 +3,9 @@ of protocol/admission.py, the waiting groups and their expected durations. Bookk
 time is an argument, in seconds of any monotonic clock."""
 
 from bisect import insort
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
 
@@ -14,8 +14,8 @@ from titan_grpo.protocol.admission import Admission, Admit, GiveUp, Start, Unver
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.protocol.recovery import Health
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
-from titan_grpo.samples import Group
+from titan_grpo.rollout.task_runner import TaskRunner
+from titan_grpo.samples import Group, Prompt
 
 HEALTH = Health(first_s=0.5, longest_s=15.0)
 """Back-off of new groups after a server failed to generate, in seconds."""
@@ -161,25 +161,17 @@ class Durations:
     """Estimates of a group's duration, in seconds: the last measurement of the same prompt, else
     from the task's ``expected_tokens``. Only the order of starts depends on them."""
 
-    def __init__(self, runner: TaskRunner) -> None:
-        self._runner = runner
+    def __init__(self) -> None:
         self._known: OrderedDict[int, float] = OrderedDict()
         """By the hash of a prompt's tokens: the tokens would be gigabytes for long prompts."""
         self._token_s = 0.0
 
-    def expected_s(self, index: int) -> float:
-        """Return the expected duration of the prompt's group; 0.0 if unknown."""
-        if not self._known and not self._runner.has_expected_tokens:
-            return 0.0
-        try:
-            prompt = self._runner.prompt(index)
-            known = self._known.get(hash(prompt.token_ids))
-            if known is not None:
-                return known
-            # Until the first group has measured the seconds per token, only proportions matter.
-            return self._runner.expected_tokens(prompt) * (self._token_s or 1e-3)
-        except TaskFailed:
-            return 0.0  # Not lost: the start of the group raises the same error and counts it.
+    def expected_s(self, prompt: Prompt, expected_tokens: float) -> float:
+        """Return the expected duration of the prompt's group; 0.0 if unknown. ``expected_tokens``:
+        the task's estimate, 0.0 without one."""
+        # Until the first group has measured the seconds per token, only proportions matter.
+        estimate = expected_tokens * (self._token_s or 1e-3)
+        return self._known.get(hash(prompt.token_ids), estimate)
 
     def took(self, group: Group, seconds: float) -> None:
         """Note the duration of a group that was made in one attempt."""
@@ -203,9 +195,10 @@ class Waiting:
 
 class Starts:
     """Queue of the groups that may start, in the order of their urgency. All methods run in the
-    dispatcher's loop; times are seconds of its clock."""
+    dispatcher's loop; times are seconds of its clock. The prompt of a group is made when the group
+    enters the queue (TaskRunner.ahead)."""
 
-    def __init__(self, spec: RolloutSpec, expected_s: Callable[[int], float]) -> None:
+    def __init__(self, spec: RolloutSpec, runner: TaskRunner, durations: Durations) -> None:
         self._admission = Admission(
             spec.base_version,
             spec.prompts_per_step,
@@ -213,9 +206,10 @@ class Starts:
             spec.places,
             tuple(sorted(spec.waiting)),
         )
-        self._expected_s = expected_s
+        self._runner, self._durations = runner, durations
         self._fresh = spec.unused_prompts()
         self._next = next(self._fresh)
+        self._again: deque[Waiting] = deque()
         self._waiting: dict[int, Waiting] = {}
         self._order: list[Waiting] | None = None
         """Waiting groups by urgency, and some that have started since; None: sort again."""
@@ -239,19 +233,31 @@ class Starts:
             self._order = None
 
     def again(self, ticket: Ticket, avoid: str = "") -> None:
-        """Queue a group, new or to be made again; it keeps its place."""
-        waiting = Waiting(ticket, avoid, self._expected_s(ticket.index))
-        self._waiting[ticket.index] = waiting
+        """Let ``admit`` queue a group again; it keeps its place."""
+        self._again.append(Waiting(ticket, avoid))
+
+    def admit(self, newest: int) -> bool:
+        """Queue one group: one to be made again, else that of the next prompt. Return False if
+        there is none. ``newest``: newest version of any server. Takes the milliseconds that the
+        task needs to make a prompt."""
+        if self._again:
+            waiting = self._again.popleft()
+        elif self._admission.may_start(self._next, newest):
+            self._admission, _ = admission.step(self._admission, Admit(self._next, newest))
+            waiting = Waiting(Ticket(self._next))
+            self._next = next(self._fresh)
+        else:
+            return False
+        # None: the task failed. The start of the group raises the error and counts it.
+        if (made := self._runner.ahead(waiting.ticket.index)) is not None:
+            waiting = replace(waiting, expected_s=self._durations.expected_s(*made))
+        self._waiting[waiting.ticket.index] = waiting
         if self._order is not None:
             insort(self._order, waiting, key=self._urgency)
+        return True
 
-    def most_urgent(self, newest: int, best: int) -> Waiting | None:
-        """Return the most urgent group that may start on a server that holds ``best``, or None.
-        Admits new prompts first; ``newest``: newest version of any server."""
-        while self._admission.may_start(self._next, newest):
-            self._admission, _ = admission.step(self._admission, Admit(self._next, newest))
-            self.again(Ticket(self._next))
-            self._next = next(self._fresh)
+    def most_urgent(self, best: int) -> Waiting | None:
+        """Return the most urgent group that may start on a server that holds ``best``, or None."""
         if self._order is None:
             self._order = sorted(self._waiting.values(), key=self._urgency)
         del self._order[: sum(1 for _ in takewhile(self._started, self._order))]

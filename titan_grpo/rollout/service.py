@@ -28,6 +28,7 @@ from titan_grpo.observe import dashboards
 from titan_grpo.protocol import frames
 from titan_grpo.protocol.lease import Lease
 from titan_grpo.rollout import messages
+from titan_grpo.rollout.client import LocalTransport
 from titan_grpo.rollout.httpd import RETRY_AFTER_S, HttpServer, Reply, Request
 from titan_grpo.rollout.messages import (
     FORMAT,
@@ -38,7 +39,6 @@ from titan_grpo.rollout.messages import (
     decode,
     encode,
 )
-from titan_grpo.rollout.worker import LocalTransport
 
 POST_BYTES = 1 << 20
 """Maximum bytes of frames in one body, unless a single frame is larger: decoding JSON holds the

@@ -151,8 +151,8 @@ class TaskFailed(TitanGrpoError):
 
 class TaskRunner:
     """Runner of a task's methods. ``concurrency`` bounds the calls in flight, ``timeout_s`` each of
-    them. Plain functions run in threads, coroutines in the loop; ``prompt`` and ``expected_tokens``
-    run in the caller's thread, without a deadline.
+    them. Plain functions run in threads, coroutines in the loop; ``prompt`` and ``ahead`` run in
+    the caller's thread, without a deadline.
 
     Methods raise TaskFailed for any error of the task. Neither a deadline nor a cancellation can
     end a plain function: its thread runs on, and its result is dropped. A later call may have to
@@ -172,6 +172,7 @@ class TaskRunner:
         task's keys, for error messages."""
         self._task, self._codec, self._timeout_s = task, codec, timeout_s
         self._accept, self._section = accept, section
+        self._ahead: dict[int, Prompt | TaskFailed] = {}
         self._places = asyncio.Semaphore(concurrency)
         # Not asyncio.to_thread: its executor has few threads on a small machine.
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="task")
@@ -197,24 +198,36 @@ class TaskRunner:
         return texts, tokens
 
     def prompt(self, index: int) -> Prompt:
-        """Return the task's prompt."""
+        """Return the task's prompt: the one that ``ahead`` kept, or a new one."""
+        kept = self._ahead.pop(index, None)
+        if isinstance(kept, TaskFailed):
+            raise kept
+        return kept or self._made(index)
+
+    def ahead(self, index: int) -> tuple[Prompt, float] | None:
+        """Make a prompt and keep it until ``prompt`` takes it. Return it with the task's estimate
+        of the longest completion of its group, in tokens (0.0 without one). None if the task
+        fails: then ``prompt`` raises the error."""
+        try:
+            made = self._made(index)
+            expected = self._expected_tokens(made)
+        except TaskFailed as failed:
+            self._ahead[index] = failed
+            return None
+        self._ahead[index] = made
+        return made, expected
+
+    def _made(self, index: int) -> Prompt:
         try:
             return self._task.prompt(index, self._codec)
         except Exception as error:  # the boundary to a user's code: counted or raised
             raise TaskFailed(f"prompt {index}", error) from error
 
-    @property
-    def has_expected_tokens(self) -> bool:
-        """Whether the task estimates the length of completions."""
-        return hasattr(self._task, "expected_tokens")
-
-    def expected_tokens(self, prompt: Prompt) -> float:
-        """Return the task's estimate of the longest completion of a prompt's group, in tokens; 0.0
-        without one."""
-        if not self.has_expected_tokens:
+    def _expected_tokens(self, prompt: Prompt) -> float:
+        if not hasattr(self._task, "expected_tokens"):
             return 0.0
         try:
-            return max(0.0, float(self._task.expected_tokens(prompt)))  # type: ignore[union-attr]
+            return max(0.0, float(self._task.expected_tokens(prompt)))
         except Exception as error:  # the boundary to a user's code: counted or raised
             raise TaskFailed(f"expected_tokens of prompt {prompt.index}", error) from error
 

@@ -1,13 +1,13 @@
-"""Rollout process (one asyncio loop, no torch, no GPU), and the transport to it as a child process.
-remote.py has the transport to a service."""
+"""Rollout process: one asyncio loop, no torch, no GPU."""
 
 import asyncio
 import os
 import socket
-import subprocess
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import ConfigError, DataError
@@ -18,11 +18,10 @@ from titan_grpo.rollout.atropos import AtroposSource
 from titan_grpo.rollout.dispatch import Dispatcher
 from titan_grpo.rollout.engine_calls import EngineCalls
 from titan_grpo.rollout.external import External, PushSource
-from titan_grpo.rollout.messages import OnMessage, RolloutSpec, RolloutStopped
+from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.sampler import Sampler
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows, load, load_parser
-from titan_grpo.subprocesses import helper_environment, start_module, wait_process
 from titan_grpo.unix_rpc import Pipe
 
 EXIT_GRACE_S = 5.0
@@ -34,6 +33,7 @@ class Worker:
 
     def __init__(self, sock: socket.socket) -> None:
         self._pipe = Pipe(sock, self)
+        self._send: Callable[[messages.FromWorker], None] = partial(self._pipe.post, "on_message")
         self._source: Dispatcher | External | None = None
         self._stop = asyncio.Event()
         self._error: BaseException | None = None
@@ -98,9 +98,6 @@ class Worker:
         finally:
             self.take(messages.Stop())
 
-    def _send(self, message: messages.FromWorker) -> None:
-        self._pipe.post("on_message", message)
-
     def _on(self, message: messages.ToWorker) -> None:
         if isinstance(message, messages.Stop):
             self._stop.set()
@@ -144,70 +141,6 @@ def _failed(error: BaseException) -> messages.Failed:
         return messages.Failed("task", error.report)
     text = "".join(traceback.format_exception(error))
     return messages.Failed("bug", f"the rollout process failed:\n{text}")
-
-
-class LocalTransport:
-    """Transport to ``rollout.worker`` as a child process. The child ends when this process does,
-    even by SIGKILL: the socket between them closes."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self, spec: RolloutSpec, on_message: OnMessage, timeout_s: float) -> None:
-        """Start the process, which loads task and tokenizer."""
-        self.on_message = on_message
-        # No GPU is visible to the rollout process.
-        self._process, self._socket = start_module(
-            "titan_grpo.rollout.worker",
-            env=helper_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""},
-        )
-        # A second descriptor, for the shutdown in close(): a process that a task forked may keep
-        # the child's end open, so that the child's exit alone would not end the receiving thread.
-        self._pipe = Pipe(self._socket.dup(), self)
-        self._pipe.post("begin", spec)
-        self._pipe.start()
-        self._thread = threading.Thread(target=self._receive, name="rollout-receive", daemon=True)
-        self._thread.start()
-
-    def send(self, message: messages.ToWorker, within_s: float | None = None) -> None:
-        """See WorkerTransport.send; delivery takes no time here."""
-        self._pipe.post("take", message)
-
-    def close(self, deadline_s: float) -> None:
-        """Stop the process (kill it past the deadline) and the threads."""
-        if self._process is None:
-            return
-        self.send(messages.Stop())
-        try:
-            wait_process(self._process, deadline_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            # A process in an uninterruptible wait of the kernel outlives the kill for a while.
-            with suppress(subprocess.TimeoutExpired):
-                wait_process(self._process, 5.0)
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(5.0)
-        self._pipe.close(5.0)
-        self._socket.close()
-        self._process = None
-
-    def _receive(self) -> None:
-        try:
-            self._pipe.receive()
-        except Exception as error:  # noqa: BLE001 - top of a thread: next_batch raises it
-            text = f"the rollout process sent something unreadable: {error!r}"
-        else:
-            text = f"the rollout process ended with {self._exit_status()}; its last output is above"
-        self.on_message(RolloutStopped(text))
-
-    def _exit_status(self) -> str:
-        process = self._process
-        if process is None:
-            return "its client"
-        with suppress(subprocess.TimeoutExpired):
-            return f"exit code {wait_process(process, 5.0)}"
-        return "its connection closed while it still runs"
 
 
 def main(sock: socket.socket, _: int) -> int:

@@ -16,11 +16,10 @@ from titan_grpo.config import LAUNCH, Rollout, WeightSync, engines_read_calls, s
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe.terminal import waiting
-from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.client import LocalTransport, RolloutClient
 from titan_grpo.rollout.messages import RolloutSpec, WorkerTransport
 from titan_grpo.rollout.records import ReplayClient
 from titan_grpo.rollout.remote import RemoteTransport
-from titan_grpo.rollout.worker import LocalTransport
 from titan_grpo.runkey import Key
 from titan_grpo.sync.lanes import load_deadline_s
 
