@@ -49,7 +49,7 @@ def answers(server: Server, prompts: Sequence[tuple[int, ...]], tokens: int) -> 
 
 def trainers(folder: Path, flavor: str) -> torch.nn.Module:
     """torchtitan's model with the weights of ``folder``, in float32."""
-    models = compat.upstream("models")
+    models = compat.upstream()
     spec = models.get_spec("qwen3")
     args = spec.model_args[flavor]
     model: torch.nn.Module = spec.model_cls(args)

@@ -53,14 +53,13 @@ from titan_grpo.titan import compat
 compat.prepare()
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.infer import infer_layout
-from titan_grpo.titan import models03
-from titan_grpo.titan.engine03 import translated
+from titan_grpo.titan import upstream03
 from titan_grpo.titan.jobconfig import parse
 from titan_grpo.titan.jobfile import JobConfig
 parts = {{}}
 pairs = (("qwen3", "grpo_tiny"), ("qwen3", "grpo_tiny_untied"), ("llama3", "grpo_tiny"))
 for name, flavor in pairs:
-    spec = models03.get_spec(name)
+    spec = upstream03.get_spec(name)
     args = spec.model_args[flavor]
     model = spec.model_cls(args)
     torch.manual_seed(0)
@@ -68,21 +67,21 @@ for name, flavor in pairs:
         torch.nn.init.normal_(parameter)
     to_hf = spec.state_dict_adapter(args, None).to_hf
     parameters = dict(model.named_parameters())
-    layout = infer_layout(to_hf, {{n: p.shape for n, p in parameters.items()}}, models03.TIED)
+    layout = infer_layout(to_hf, {{n: p.shape for n, p in parameters.items()}}, upstream03.TIED)
     upstream = spec.state_dict_adapter(args, None).to_hf(model.state_dict())
     ours = {{t.name: parameters[t.fqn].flatten(0, -2)[t.row_ids()].reshape(t.shape)
              if parameters[t.fqn].ndim > 1 else parameters[t.fqn][t.row_ids()]
              for t in layout.tensors}}
     parts[f"{{name}}/{{flavor}}"] = {{
-        "fused": sum(models03.FUSED in fqn for fqn in parameters),
+        "fused": sum(upstream03.FUSED in fqn for fqn in parameters),
         "parameters": sum(p.numel() for p in parameters.values()),
         "exported": sum(prod(t.shape) for t in layout.tensors),
         "equal": ours.keys() == upstream.keys()
         and all(torch.equal(ours[n], upstream[n]) for n in ours),
     }}
 kinds = {{type(each.attention.inner_attention).__qualname__
-         for each in models03.get_spec("qwen3").model_args["0.6B"].config.layers}}
-made = translated(JobConfig())
+         for each in upstream03.get_spec("qwen3").model_args["0.6B"].config.layers}}
+made = upstream03.translated(JobConfig())
 said = []
 for option in ("--parallelism.expert_tensor_parallel_degree=2",
                "--parallelism.enable_async_tensor_parallel", "--grpo.ptx_mixin_batchsize=32",

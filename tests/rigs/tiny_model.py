@@ -12,9 +12,7 @@ compat.prepare()
 
 def loaded(kind: tiny.Kind, weights: Mapping[str, torch.Tensor] | None = None) -> torch.nn.Module:
     """The tiny ``kind`` with ``weights`` by Hugging Face name (default: those of seed 3)."""
-    name, flavor = flavors.FLAVORS[kind]
-    spec = compat.upstream("models").get_spec(name)
-    args = spec.model_args[flavor]
+    spec, args = flavors.model_of(*flavors.FLAVORS[kind])
     model = spec.model_cls(args)
     with torch.no_grad():
         model.init_weights()

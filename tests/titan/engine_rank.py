@@ -29,10 +29,10 @@ from titan_grpo.titan.flavors import FLAVORS  # noqa: E402
 from titan_grpo.titan.jobconfig import check_files, parse  # noqa: E402
 from titan_grpo.titan.modules import compute_head_in_fp32  # noqa: E402
 from titan_grpo.titan.verify_train import image_of  # noqa: E402
-from titan_grpo.titan.weight_sync import named_tensors, plan_writes  # noqa: E402
+from titan_grpo.titan.weight_sync import named_tensors, plan_writes, stored_tensors  # noqa: E402
 from titan_grpo.verify.recording import tensor_digest  # noqa: E402
 
-Engine: Any = compat.upstream("engine").Engine
+Engine: Any = compat.upstream().Engine
 ROWS, LENGTH = 4, 32
 
 
@@ -110,7 +110,7 @@ def main(rank: int, world: int, port: str, job: list[str]) -> None:
     if plan.ops:
         copier = Snapshotter(plan.ops, [image.tensor()], torch.device("cpu"), 1 << 16)
         copier.start(shards, 0).wait(60.0)
-    stored = compat.upstream("models").stored_tensors(model, trainer.to_hf)
+    stored = stored_tensors(model, trainer.to_hf)
     stored += [pair for pair in named_tensors(model) if lora.is_adapter(pair[0])]
     full = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in stored}
     for name, layer in lora.adapted(model):

@@ -41,7 +41,7 @@ from torchtitan.tools.logging import init_logger  # noqa: E402
 from torchtitan.train import Trainer  # noqa: E402
 
 from titan_grpo.patches import torchtitan_gloo_premul  # noqa: E402
-from titan_grpo.titan import models02  # noqa: E402
+from titan_grpo.titan import upstream02  # noqa: E402
 
 
 class SyntheticLoader(BaseDataLoader):  # type: ignore[misc]
@@ -72,7 +72,7 @@ class SyntheticLoader(BaseDataLoader):  # type: ignore[misc]
 def main() -> None:
     init_logger()
     config = ConfigManager().parse_args(sys.argv[1:])
-    spec = models02.get_spec(config.model.name)
+    spec = upstream02.get_spec(config.model.name)
     register_train_spec(
         "stock_" + config.model.name, dataclasses.replace(spec, build_dataloader_fn=SyntheticLoader)
     )

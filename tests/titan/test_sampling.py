@@ -167,6 +167,8 @@ def test_the_waits_for_a_large_version_have_the_time_of_its_bytes() -> None:
     mib, seconds = 1 << 20, 7200
     assert rules.sync_waits_s(job, seconds * mib) == rules.sync_waits_s(job, 0) + seconds
     small, large = (rules.rank0_waits_s(job, nbytes) for nbytes in (0, seconds * mib))
+    # The first commit, before the first batch.
+    assert large[0] - large[1] == small[0] - small[1] + seconds
     # A slot, the flush and the files at the end, each with the bytes at min_rate.
     assert large[1] >= 3 * seconds > small[1]
 

@@ -32,9 +32,7 @@ def test_torchtitan_and_transformers_compute_the_same_logits(kind: Kind, tmp_pat
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_the_written_names_and_shapes_are_those_that_torchtitan_exports(kind: Kind) -> None:
-    name, flavor = flavors.FLAVORS[kind]
-    spec = compat.upstream("models").get_spec(name)
-    args = spec.model_args[flavor]
+    spec, args = flavors.model_of(*flavors.FLAVORS[kind])
     with torch.device("meta"):
         model = spec.model_cls(args)
     exported = spec.state_dict_adapter(args, None).to_hf(model.state_dict())
@@ -97,9 +95,7 @@ def test_the_work_of_a_sequence_is_what_the_dimensions_say(kind: Kind) -> None:
     compat.prepare()
     from titan_grpo.titan.trainer import token_cost
 
-    name, flavor = flavors.FLAVORS[kind]
-    spec = compat.upstream("models").get_spec(name)
-    args = spec.model_args[flavor]
+    spec, args = flavors.model_of(*flavors.FLAVORS[kind])
     with torch.device("meta"):
         cost = token_cost(args, spec.model_cls(args))
     s = tiny.SHAPE

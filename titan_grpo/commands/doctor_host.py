@@ -162,21 +162,24 @@ def memory(available: int, model_bytes: int | None, slots: int) -> Finding:
 
 
 def first_version(nbytes: int | None, sync: WeightSync) -> Finding | None:
-    """Check that startup_deadline_s covers a slow but legal first version: joining, its bytes at
-    weight_sync.min_rate, and a commit's calls. None if the size is unknown."""
+    """Check that the start waits long enough for a slow but legal first version: joining, its
+    transfer, and a commit's calls. None if the size is unknown."""
     if nbytes is None:
         return None
-    transfer_s = sync.transfer_s(nbytes)
-    needed_s = math.ceil(sync.connect_deadline_s + transfer_s + sync.commit_deadline_s)
+    transfer_s, startup_s = sync.transfer_s(nbytes), sync.startup_s(nbytes)
+    joining_s = sync.connect_deadline_s + sync.commit_deadline_s
     text = f"a version of {mib(nbytes)} may take {transfer_s:.0f} s at weight_sync.min_rate"
-    if sync.startup_deadline_s < needed_s:
+    if startup_s < joining_s + transfer_s:
+        # The bytes are in both.
+        needed_s = math.ceil(joining_s + sync.lane_deadline_s)
         return warning(
             "deadlines",
-            f"{text}, with joining and commit {needed_s} s: over startup_deadline_s ="
-            f" {sync.startup_deadline_s:.0f}, so a slow but legal first version ends the run",
-            f"set weight_sync.startup_deadline_s to {needed_s} or more, or min_rate higher",
+            f"{text}, with joining and commit {joining_s + transfer_s:.0f} s: the start waits"
+            f" {startup_s:.0f} s (weight_sync.startup_deadline_s and its bytes), so a slow but"
+            " legal first version ends the run",
+            f"set weight_sync.startup_deadline_s to {needed_s} or more",
         )
-    return ok("deadlines", f"{text}; the start waits {sync.startup_deadline_s:.0f} s for the first")
+    return ok("deadlines", f"{text}; the start waits {startup_s:.0f} s for the first")
 
 
 DESCRIPTORS = 256

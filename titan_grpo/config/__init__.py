@@ -140,7 +140,8 @@ class WeightSync:
 
     startup_deadline_s: float = 600.0
     """How long startup waits for task, dataset and launched servers together, and then for at least
-    one server to commit the first version, in seconds. Raise it for a dataset download."""
+    one server to commit the first version, in seconds; for servers, the bytes of a version at
+    min_rate are added. Raise it for a dataset download."""
 
     shutdown_deadline_s: float = 60.0
     """How long the end waits for the newest version to be flushed to the servers, in seconds; its
@@ -172,6 +173,15 @@ class WeightSync:
         184.0
         """
         return self.lane_deadline_s + self.moving_s(nbytes)
+
+    def startup_s(self, nbytes: int) -> float:
+        """Return how long the start waits for launched servers, which load a model of ``nbytes``,
+        and again for the first commit of a version of that size, in seconds.
+
+        >>> WeightSync(startup_deadline_s=600.0, min_rate=1 << 20).startup_s(64 << 20)
+        664.0
+        """
+        return self.startup_deadline_s + self.moving_s(nbytes)
 
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

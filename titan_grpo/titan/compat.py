@@ -39,11 +39,11 @@ def require_torchtitan() -> str:
     return version
 
 
-def upstream(part: str) -> Any:
-    """Import ``part`` ("models" or "engine") for the installed torchtitan: ``models02`` or
-    ``models03``, ``engine02`` or ``engine03``. Call ``prepare`` first."""
+def upstream() -> Any:
+    """Return the module for the installed torchtitan: ``upstream02`` or ``upstream03``. Call
+    ``prepare`` first."""
     number = "03" if inside(require_torchtitan(), THREE) else "02"
-    return importlib.import_module(f"titan_grpo.titan.{part}{number}")
+    return importlib.import_module(f"titan_grpo.titan.upstream{number}")
 
 
 def other_saver(names: Collection[str], version: str) -> str:

@@ -15,8 +15,8 @@ from titan_grpo.titan.pipeline import Pipeline
 
 
 class Built:
-    """Mixin of the Engines in ``engine02`` and ``engine03``, beside torchtitan's Trainer. They set
-    the attributes declared here, then call ``_complete``."""
+    """Mixin of the Engines in ``upstream02`` and ``upstream03``, beside torchtitan's Trainer. They
+    set the attributes declared here, then call ``_complete``."""
 
     own_spec: Any
     """torchtitan's own spec of the model: with its text loader, without adapters."""

@@ -20,9 +20,9 @@ from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.layout.infer import Layout, ToHF, strip_prefixes
 from titan_grpo.layout.peft import MergedRows, adapter_config
 from titan_grpo.titan import compat, lora
-from titan_grpo.titan.flavors import disable_unexported_buffers
+from titan_grpo.titan.flavors import disable_unexported_buffers, model_of
 from titan_grpo.titan.hf_files import Written, copy_assets, write_adapter, write_weights
-from titan_grpo.titan.weight_sync import layout_of
+from titan_grpo.titan.weight_sync import layout_of, stored_tensors
 
 PREFIX = "step-"
 """Prefix of torchtitan's checkpoint folders, before the training step."""
@@ -78,14 +78,14 @@ def checkpoint_of(folder: Path, version: int) -> Path:
 def skeleton(config: Any) -> tuple[torch.nn.Module, ToHF]:
     """Build the model of a parsed configuration on the meta device, with its LoRA adapters; return
     it and its state dict adapter's to_hf."""
-    spec = compat.upstream("models").get_spec(config.model.name)
+    spec, args = model_of(config.model.name, config.model.flavor)
     # A copy: the table of flavors is shared, and update_from_config changes its entries in place.
-    args = copy.deepcopy(spec.model_args[config.model.flavor])
+    args = copy.deepcopy(args)
     args.update_from_config(config)
     adapter = spec.state_dict_adapter(args, config.model.hf_assets_path)
     disable_unexported_buffers(args, adapter)
     if config.lora.rank:
-        compat.upstream("models").separate_qkv(args)
+        compat.upstream().separate_qkv(args)
     with torch.device("meta"):
         model: torch.nn.Module = spec.model_cls(args)
     if config.lora.rank:
@@ -173,7 +173,7 @@ def _read_model(config: Any, checkpoint: Path) -> tuple[torch.nn.Module, ToHF, L
     job does not have.
     """
     model, to_hf = skeleton(config)
-    layout = layout_of(model, compat.upstream("models").stored_tensors(model, to_hf), to_hf)
+    layout = layout_of(model, stored_tensors(model, to_hf), to_hf)
     stored = stored_shapes(checkpoint)
     if reason := compat.other_saver(stored.keys(), compat.require_torchtitan()):
         raise ConfigError(f"{checkpoint} {reason}")

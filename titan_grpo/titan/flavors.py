@@ -1,6 +1,7 @@
 """Flavors of torchtitan's models: those of ``titan.tiny``, the one of a config.json, and changes to
 model arguments that weight sync needs."""
 
+import difflib
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -56,6 +57,29 @@ def disable_unexported_buffers(model_args: Any, adapter: Any = None) -> bool:
     return True
 
 
+def model_of(name: str, flavor: str) -> tuple[Any, Any]:
+    """Return a model's spec and the arguments of its flavor. Raises ConfigError if torchtitan does
+    not have it, or no servers' names of its parameters."""
+    upstream = compat.upstream()
+    try:
+        spec = upstream.get_spec(name)
+    except ValueError as error:
+        raise ConfigError(f"model.name must be {upstream.KNOWN}, got {name!r}") from error
+    if spec.state_dict_adapter is None:
+        raise ConfigError(
+            "model.name must be a model with a Hugging Face state dict adapter (the servers' names"
+            f" come from it), got {name!r}"
+        )
+    if flavor not in spec.model_args:
+        close = difflib.get_close_matches(flavor, list(spec.model_args), n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ConfigError(
+            f"model.flavor must be one of {', '.join(sorted(spec.model_args))} for {name}, got"
+            f" {flavor!r}{hint}"
+        )
+    return spec, spec.model_args[flavor]
+
+
 MODELS = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "llama": "llama3"}
 """``model_type`` of a config.json -> torchtitan's name of the model."""
 
@@ -76,7 +100,7 @@ def flavor_of(settings: Mapping[str, Any]) -> tuple[str, str]:
     kind = str(settings.get("model_type"))
     sizes = {ours: settings.get(theirs) for ours, theirs in SIZES.items()}
     tied = bool(settings.get("tie_word_embeddings", False))
-    spec: Any = compat.upstream("models").get_spec(MODELS[kind]) if kind in MODELS else None
+    spec: Any = compat.upstream().get_spec(MODELS[kind]) if kind in MODELS else None
     for flavor in spec.model_args if spec is not None else ():
         args = spec.model_args[flavor]
         same = all(getattr(args, name) == size for name, size in sizes.items())
@@ -97,13 +121,7 @@ def parameters_of(name: str, flavor: str) -> int:
     compat.prepare()
     import torch
 
-    try:
-        spec = compat.upstream("models").get_spec(name)
-    except ValueError as error:
-        raise ConfigError(f"torchtitan has no model {name!r}") from error
-    if flavor not in spec.model_args:
-        known = ", ".join(spec.model_args)
-        raise ConfigError(f"torchtitan's {name} has no flavor {flavor!r}; there are {known}")
+    spec, args = model_of(name, flavor)
     with torch.device("meta"):
-        model = spec.model_cls(spec.model_args[flavor])
+        model = spec.model_cls(args)
     return sum(p.numel() for p in model.parameters())

@@ -1,7 +1,6 @@
 """From the command line to one checked JobConfig: named algorithms, derived values, the rules, and
 the files that a run opens."""
 
-import difflib
 import math
 import shlex
 import shutil
@@ -20,6 +19,7 @@ from titan_grpo.rollout.codec import ChatTemplate
 from titan_grpo.rollout.tasks.dataset import files_of
 from titan_grpo.runkey import find_run_key
 from titan_grpo.titan import compat, rules
+from titan_grpo.titan.flavors import model_of
 from titan_grpo.titan.jobfile import (
     OURS,
     given_keys,
@@ -66,7 +66,7 @@ def read(argv: Sequence[str], world_size: int | None = None) -> tuple[Any, list[
     given = given_keys(args, table)
     if not {"job.custom_config_module", "experimental.custom_args_module"} & given:
         args += ["--job.custom_config_module", OURS]
-    config = load(compat.upstream("models").torchtitan_sections(), args, table)
+    config = load(compat.upstream().SECTIONS, args, table)
     notes = []
     if config.grpo.algorithm:
         keys = algorithm_keys(config.grpo.algorithm)
@@ -82,7 +82,7 @@ def read(argv: Sequence[str], world_size: int | None = None) -> tuple[Any, list[
     broken = (
         our_config.violations(config)
         + rules.violations(config, on_cpu, world_size)
-        + compat.upstream("models").violations(config)
+        + compat.upstream().violations(config)
         + _model_violations(config)
     )
     refuse(broken)
@@ -162,34 +162,17 @@ def _derive(config: Any, given: set[str]) -> None:
 
 
 def _model_violations(config: Any) -> list[str]:
-    name, flavor = config.model.name, config.model.flavor
-    models = compat.upstream("models")
     try:
-        spec = models.get_spec(name)
-    except ValueError:
-        return [f"model.name must be {models.KNOWN}, got {name!r}"]
-    if spec.state_dict_adapter is None:
-        return [
-            "model.name must be a model with a Hugging Face state dict adapter (the servers' names"
-            f" come from it), got {name!r}"
-        ]
-    if flavor not in spec.model_args:
-        close = difflib.get_close_matches(flavor, list(spec.model_args), n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        return [
-            f"model.flavor must be one of {', '.join(sorted(spec.model_args))} for {name}, got"
-            f" {flavor!r}{hint}"
-        ]
-    if found := rules.model_violations(config, spec.model_args[flavor]):
-        return found
-    if config.lora.rank > 0:
-        # not at the top: it imports torchtitan's models
-        from titan_grpo.titan.export import skeleton
+        _, args = model_of(config.model.name, config.model.flavor)
+        if found := rules.model_violations(config, args):
+            return found
+        if config.lora.rank > 0:
+            # not at the top: it imports torchtitan's models
+            from titan_grpo.titan.export import skeleton
 
-        try:
             skeleton(config)
-        except ConfigError as error:
-            return [str(error)]
+    except ConfigError as error:
+        return [str(error)]
     return []
 
 
@@ -213,9 +196,8 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
     for name in ("tokenizer.json", "config.json"):
         if not (folder / name).is_file():
             raise ConfigError(f"model.hf_assets_path must contain {name}, got {str(folder)!r}")
-    flavor = config.model.flavor
-    args = compat.upstream("models").get_spec(config.model.name).model_args[flavor]
-    if found := rules.other_model(flavor, args, essential(read_config(folder))):
+    _, args = model_of(config.model.name, config.model.flavor)
+    if found := rules.other_model(config.model.flavor, args, essential(read_config(folder))):
         raise ConfigError(found)
     weights = config.checkpoint.initial_load_path or str(folder)
     if config.checkpoint.initial_load_in_hf and not any(Path(weights).glob("*.safetensors")):

@@ -62,8 +62,8 @@ class PackedAttention:
         """Wrap the attention of every layer, before the first forward. Parameters and their names
         do not change. Raises ConfigError for a model whose forward takes no positions, or without
         sdpa attention."""
-        upstream = compat.upstream("models")
-        plain = upstream.attention()
+        upstream = compat.upstream()
+        plain = upstream.ATTENTION
         found = [
             (parent, name, child)
             for parent in model.modules()

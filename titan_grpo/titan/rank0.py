@@ -147,7 +147,8 @@ class Controller:
         ends.callback(self._servers.stop)
         process = SyncProcess.launch(sync)  # it loads its modules while servers and rollouts start
         # One deadline for all waits below: the other ranks wait no longer (rules.rank0_waits_s).
-        deadline = time.monotonic() + sync.startup_deadline_s
+        startup_s = sync.startup_s(pool.manifest.total_bytes)
+        deadline = time.monotonic() + startup_s
         self._servers.start()
         # Before the wait for servers: a mistake in a task is reported at once.
         rollouts = self._rollouts = start_rollouts(
@@ -168,7 +169,7 @@ class Controller:
             go_on=lambda url: self.worker.slots.go_on(url),
         )
         self._evaluations.check(deadline - time.monotonic())
-        self._servers.wait_healthy(sync.startup_deadline_s)  # counted from their start
+        self._servers.wait_healthy(startup_s)  # counted from their start
         known = known_servers(rollout, os.environ, self._servers.urls)
         self.worker = SyncProcess(
             pool,
@@ -254,8 +255,8 @@ class Controller:
     def wait_first_commit(self, version: int) -> None:
         """Wait until one server holds the version that training starts from. Raises
         ServerUnreachable naming every server, or ServerUnfit."""
-        deadline_s = self._job.weight_sync.startup_deadline_s
         servers = self.worker.servers
+        deadline_s = self._job.weight_sync.startup_s(self.worker.manifest.total_bytes)
         with waiting(f"the first commit, of version {version} on any server", deadline_s):
             held = servers.wait_held(version, deadline_s, everyone=False)
         if not held:
@@ -264,8 +265,9 @@ class Controller:
             reason = servers.take_error()
             raise ServerUnreachable(
                 f"no server committed version {version} within {deadline_s:g} s"
-                f" (weight_sync.startup_deadline_s); tried {', '.join(servers.urls)}; first error:"
-                f" {reason or 'none'}; titan-grpo doctor says more"
+                " (weight_sync.startup_deadline_s, and its bytes at min_rate); tried"
+                f" {', '.join(servers.urls)}; first error: {reason or 'none'}; titan-grpo doctor"
+                " says more"
             )
 
     def prepare(self, version: int, num_ranks: int) -> StepWork:

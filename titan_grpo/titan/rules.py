@@ -114,7 +114,7 @@ def rank0_waits_s(config: Any, nbytes: int = 0) -> tuple[float, float]:
     waits in for rank 0.
 
     Around the first step rank 0 loads the task and starts servers, or waits for the first commit
-    (``startup_deadline_s`` each), and then waits for rollouts. In a later step it waits for
+    (``startup_s`` each), and then waits for rollouts. In a later step it waits for
     rollouts (``batch_timeout_s``), in sync mode also for one whole sync. At the end it waits for a
     slot and flushes the newest version (``end_waits_s`` each), waits for the evaluations that run
     before and after that, and writes the version, at min_rate too.
@@ -129,7 +129,7 @@ def rank0_waits_s(config: Any, nbytes: int = 0) -> tuple[float, float]:
     evaluation = max((table.whole_s for table in config.evaluation), default=0.0)
     ends = 2 * (end_waits_s(w, nbytes) + evaluation) + w.moving_s(nbytes)
     later = max(config.rollout.batch_timeout_s + sync, ends)
-    return later + w.startup_deadline_s, later
+    return later + w.startup_s(nbytes), later
 
 
 def attention_violation(flavor: str, model_args: Any) -> str:

@@ -1,7 +1,7 @@
 """Tiny random models in the Hugging Face layout, for machines without a model hub: quickstart,
 verify, tests.
 
-Needs torch, safetensors and tokenizers, not torchtitan. models02 and models03 define torchtitan
+Needs torch, safetensors and tokenizers, not torchtitan. upstream02 and upstream03 define torchtitan
 flavors of the same shapes.
 """
 

@@ -50,8 +50,8 @@ from titan_grpo.titan.weight_sync import Here, Stages, TrainerSync
 logger = logging.getLogger(__name__)
 
 
-Engine: Any = compat.upstream("engine").Engine
-"""torchtitan's trainer, from engine02 or engine03, which hide differences between versions."""
+Engine: Any = compat.upstream().Engine
+"""torchtitan's trainer, from upstream02 or upstream03, which hide differences between versions."""
 
 
 def token_cost(model_args: Any, model: torch.nn.Module) -> TokenCost:

@@ -33,6 +33,7 @@ compat.prepare()
 from titan_grpo.titan.jobconfig import parse  # noqa: E402 - the patches come first
 from titan_grpo.titan.lora import adapted  # noqa: E402
 from titan_grpo.titan.trainer import GRPOTrainer, run  # noqa: E402
+from titan_grpo.titan.weight_sync import stored_tensors  # noqa: E402
 
 
 class VerifyTrainer(GRPOTrainer):
@@ -92,7 +93,7 @@ class VerifyTrainer(GRPOTrainer):
         wire = getattr(torch, self.job_config.weight_sync.wire_dtype)
         layers = dict(adapted(self.model_parts[0]))
         full: dict[str, torch.Tensor] = {}
-        for fqn, tensor in compat.upstream("models").stored_tensors(self.weights, self.to_hf):
+        for fqn, tensor in stored_tensors(self.weights, self.to_hf):
             whole = _whole(tensor)
             layer = layers.get(fqn.removesuffix(".weight"))
             if layer is not None:

@@ -204,6 +204,19 @@ def exported_tensors(model: Parts, to_hf: ToHF) -> list[tuple[str, torch.Tensor]
     ]
 
 
+def stored_tensors(model: Parts, to_hf: ToHF) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of a model that its checkpoint has, by the names there: torchtitan 0.3's
+    state dict splits fused projections. Leaves out what ``exported_tensors`` does. Collective."""
+    exported = {name for name, _ in exported_tensors(model, to_hf)}
+    left_out = {name for name, _ in named_tensors(model)} - exported
+    return [
+        (name, tensor)
+        for part in _parts(model)
+        for own, tensor in part.state_dict().items()
+        if (name := strip_prefixes(own)) not in left_out
+    ]
+
+
 def _exported(to_hf: ToHF, fqn: str, buffer: torch.Tensor) -> bool:
     try:
         return bool(to_hf({fqn: torch.empty(buffer.shape, device="meta")}))
@@ -217,7 +230,7 @@ def layout_of(
 ) -> Layout:
     """Return the places of a model's tensors in a Hugging Face checkpoint."""
     shapes = {fqn: tuple(tensor.shape) for fqn, tensor in tensors}
-    tied = compat.upstream("models").TIED if getattr(model, "enable_weight_tying", False) else set()
+    tied = compat.upstream().TIED if getattr(model, "enable_weight_tying", False) else set()
     return infer_layout(to_hf, shapes, tied)
 
 
