@@ -18,8 +18,9 @@ from rich.text import Text
 from titan_grpo.observe import names
 from titan_grpo.observe.names import short
 from titan_grpo.observe.report import held_by, number
+from titan_grpo.observe.run_lock import lives
 from titan_grpo.views.findings import duration, percent
-from titan_grpo.views.run import band, edges, in_order, summary_of, trainer_lives
+from titan_grpo.views.run import band, edges, in_order, summary_of
 
 TAIL_BYTES = 1 << 22
 """Bytes read from the end of a long file that exists when watching starts (the newest lines), and
@@ -161,9 +162,9 @@ class Follower:
         return rows
 
     def ended(self) -> bool:
-        """Return whether the run is over: its trainer has ended or, if its process cannot be
-        checked (other host), summary.json is newer than the last step."""
-        alive = trainer_lives(self.folder / "run.lock")
+        """Return whether the run is over: its trainer has ended or, if that is unknown
+        (run_lock.lives), summary.json is newer than the last step."""
+        alive = lives(self.folder)
         return not alive if alive is not None else summary_of(self.folder) is not None
 
 

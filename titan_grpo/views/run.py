@@ -6,7 +6,6 @@ server), so its spans become columns, not objects.
 """
 
 import math
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ import numpy.typing as npt
 
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe.recorder import read_history, read_metrics
+from titan_grpo.observe.run_lock import lives
 from titan_grpo.observe.schema import ShownStep, Summary
 
 BLOCK_BYTES = 1 << 18
@@ -155,7 +155,7 @@ def read_run(folder: Path) -> Run:
             read_samples(folder / "samples.jsonl"),
             summary,
             {url: method for url, method in said.quantised.items() if method},
-            trainer_lives(folder / "run.lock") is False,
+            lives(folder) is False,
             said.resumes,
         )
     except OSError as error:
@@ -230,25 +230,6 @@ def summary_of(folder: Path) -> Path | None:
         written = summary.stat().st_mtime
         if not metrics.is_file() or written >= metrics.stat().st_mtime:
             return summary
-    return None
-
-
-def trainer_lives(lock: Path) -> bool | None:
-    """Return whether the process in a run's lock file is alive; None if unknown: no file, or
-    another host's.
-
-    The lock itself is not tried: a trainer that starts at that moment would find it taken.
-    """
-    with suppress(FileNotFoundError):
-        found = re.match(r"(\S+) process (\d+)", lock.read_text(errors="replace"))
-        if found and found[1] == os.uname().nodename:
-            try:
-                os.kill(int(found[2]), 0)
-            except ProcessLookupError:
-                return False
-            except PermissionError:
-                pass  # another user's process
-            return True
     return None
 
 
