@@ -43,7 +43,8 @@ def usage() -> str:
 
 def guarded(run: Callable[[list[str], dict[str, str]], int], argv: list[str], name: str) -> int:
     """Run a command, and print our errors in one line. Return 0 for success, 1 if it failed or
-    found a problem, 2 for a mistake in the configuration."""
+    found a problem, 2 for a mistake in the configuration, or a file that cannot be read or
+    written."""
     try:
         return int(run(argv, dict(os.environ)))
     except ConfigError as error:
@@ -52,6 +53,11 @@ def guarded(run: Callable[[list[str], dict[str, str]], int], argv: list[str], na
     except TitanGrpoError as error:
         print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise  # not a file that the user named
+        print(f"{name}: {error.filename} cannot be used: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def command(argv: list[str]) -> int:

@@ -11,8 +11,8 @@ import pytest
 from tests.e2e.conftest import Replay, Runs, keys
 from tests.rigs.server_handle import ServerProcess
 from tests.rigs.sockets import free_port
+from titan_grpo.observe.run_lock import held
 from titan_grpo.titan.flavors import FLAVORS
-from titan_grpo.titan.startup import held
 from titan_grpo.titan.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

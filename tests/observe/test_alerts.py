@@ -11,6 +11,7 @@ from titan_grpo.errors import ConfigError
 from titan_grpo.observe import alerts, names
 from titan_grpo.observe.alerts import Threshold, rules, step, watched
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.observe.report import write_report
 
 
 def crossings(text: str, values: list[float | None]) -> list[int]:
@@ -124,8 +125,7 @@ def run(tmp_path: Path) -> Path:
     recorder = Recorder(tmp_path)
     for number in (1, 2, 3):
         recorder.step(number, {names.KL: float(number), names.REWARD: 0.5})
-    recorder.close()
-    (tmp_path / "summary.json").write_text("{}")
+    write_report(recorder, "run", "async")
     return tmp_path
 
 

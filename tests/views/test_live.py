@@ -20,10 +20,9 @@ from tests.rigs.present import present
 from tests.views.runs import Made, make_run, url_of
 from titan_grpo.observe import names, report
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.titan.startup import held as dump_folder_held
+from titan_grpo.observe.run_lock import held
 from titan_grpo.views import live
 from titan_grpo.views.live import Follower, State, Tail, screen, spark, step_line
-from titan_grpo.views.run import trainer_lives
 
 DEADLINE_S = 60.0
 
@@ -162,19 +161,6 @@ def test_a_line_without_a_value_has_a_dash() -> None:
     assert line.endswith("versions a:1=2 b:1=?")
 
 
-def test_a_run_lives_as_long_as_the_process_that_its_lock_names(tmp_path: Path) -> None:
-    lock = tmp_path / "run.lock"
-    assert trainer_lives(lock) is None
-    with dump_folder_held(tmp_path):
-        assert trainer_lives(lock) is True
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait(DEADLINE_S)
-    lock.write_text(f"{os.uname().nodename} process {gone.pid}\n")
-    assert trainer_lives(lock) is False
-    lock.write_text(f"elsewhere process {os.getpid()}\n")
-    assert trainer_lives(lock) is None
-
-
 @contextmanager
 def watching(folder: Path, **streams: Any) -> Iterator[subprocess.Popen[str]]:
     """``titan-grpo watch`` in a process of its own, ended with the block."""
@@ -209,9 +195,8 @@ def test_a_watcher_that_starts_first_shows_each_step_and_ends_with_the_run(tmp_p
 
 def test_a_run_that_was_killed_ends_the_watcher_with_1(tmp_path: Path) -> None:
     make_run(tmp_path, Made(steps=2, finished=False))
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait(DEADLINE_S)
-    (tmp_path / "run.lock").write_text(f"{os.uname().nodename} process {gone.pid}\n")
+    with held(tmp_path):
+        pass
     done = subprocess.run(
         [*COMMAND, str(tmp_path)], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )

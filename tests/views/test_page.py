@@ -1,10 +1,7 @@
 """What the page holds."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from titan_grpo.commands import report
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.observe.report import write_report
+from titan_grpo.observe.run_lock import held
 from titan_grpo.views import page
 from titan_grpo.views.page import decoder
 from titan_grpo.views.run import read_run
@@ -132,8 +130,7 @@ def test_the_page_says_how_far_the_run_is(tmp_path: Path, made: Made, state: str
 
 def test_the_page_of_a_killed_run_says_that_its_trainer_is_gone(tmp_path: Path) -> None:
     make_run(tmp_path, Made(steps=2, finished=False))
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait(60)
-    (tmp_path / "run.lock").write_text(f"{os.uname().nodename} process {gone.pid}\n")
+    with held(tmp_path):
+        pass
     shown = page.page_data(read_run(tmp_path), page.decoder([]))["state"]
     assert shown == "ended without a summary"

@@ -1,7 +1,6 @@
 """``titan-grpo watch RUN``: follow a run in the terminal, from any shell that sees its folder."""
 
 import argparse
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -85,7 +84,7 @@ def _check(args: argparse.Namespace) -> int:
     from titan_grpo.observe import alerts
     from titan_grpo.observe.recorder import read_metrics
     from titan_grpo.views.live import Follower
-    from titan_grpo.views.run import summary_of
+    from titan_grpo.views.run import read_summary
 
     thresholds = [alerts.Threshold.parse(text, "--alert") for text in args.alert]
     thresholds += _of_job(args.config)
@@ -109,12 +108,12 @@ def _check(args: argparse.Namespace) -> int:
     if args.stalled is not None and not ended and silent_s > args.stalled:
         print(f"no step after step {rows[-1]['step']} for {silent_s:.0f} s")
         return STALLED
-    summary = summary_of(args.run) if ended else None
+    summary = read_summary(args.run) if ended else None
     if ended and summary is None:
         print(f"the run ended after step {rows[-1]['step']} without a summary; its log says why")
         return 1
-    if summary and (why := json.loads(summary.read_text()).get("ended_by")):
-        print(f"the run ended after step {rows[-1]['step']}: {why}")
+    if summary and summary.ended_by:
+        print(f"the run ended after step {rows[-1]['step']}: {summary.ended_by}")
         return 1
     return 0
 
@@ -168,15 +167,16 @@ def _print_steps(follower: "Follower", rows: list[dict[str, Any]]) -> None:
 
 
 def _end(follower: "Follower") -> int:
+    import msgspec
+
     from titan_grpo.observe.report import final_table
     from titan_grpo.observe.terminal import next_command
-    from titan_grpo.views.run import summary_of
+    from titan_grpo.views.run import read_summary
 
-    summary = summary_of(follower.folder)
+    summary = read_summary(follower.folder)
     if summary is None:
         print(f"the run ended after step {follower.state.step} without a summary; its log says why")
         return 1
-    found = json.loads(summary.read_text())
-    print(final_table(found))
+    print(final_table(msgspec.to_builtins(summary)))
     print(next_command("report", str(follower.folder)))
-    return int(bool(found.get("ended_by")))
+    return int(bool(summary.ended_by))

@@ -25,6 +25,7 @@ import msgspec
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
 from titan_grpo.observe.dashboards import Traces
+from titan_grpo.observe.schema import decoded
 
 Event = dict[str, Any]
 
@@ -43,17 +44,25 @@ def read_metrics(path: Path, only: Collection[str] | None = None) -> list[dict[s
     replaces all rows from that step on.
     """
     rows: list[dict[str, Any]] = []
-    decode = msgspec.json.Decoder().decode
     # Line by line: with 64 servers 20,000 lines are 220 MB.
     with path.open("rb") as lines:
         for line in lines:
-            with suppress(msgspec.DecodeError, KeyError, TypeError):
-                row = decode(line)
-                step = int(row["step"])
-                while rows and rows[-1]["step"] >= step:
+            if (row := row_of(line)) is not None:
+                while rows and rows[-1]["step"] >= row["step"]:
                     rows.pop()
                 rows.append(row if only is None else _kept(row, only))
     return rows
+
+
+_ROW = msgspec.json.Decoder(dict[str, float | None])
+
+
+def row_of(line: bytes) -> dict[str, Any] | None:
+    """Decode a line of metrics.jsonl; None if it is torn or none."""
+    row = decoded(line, _ROW)
+    if row is None or (step := row.get("step")) is None:
+        return None
+    return {**row, "step": int(step)}
 
 
 def read_last(path: Path) -> dict[str, Any]:
@@ -62,8 +71,7 @@ def read_last(path: Path) -> dict[str, Any]:
         with path.open("rb") as lines:
             # The last line may be torn, even if it ends with a newline (a resumed run adds one).
             for line in reversed(deque(lines, maxlen=2)):
-                with suppress(msgspec.DecodeError):
-                    row: dict[str, Any] = msgspec.json.decode(line)
+                if (row := row_of(line)) is not None:
                     return row
     return {}
 
@@ -103,17 +111,17 @@ class History:
                 self.series[name].append(float(value))
             case "count", (name, amount):
                 self.totals[name] += amount
-            case "server", (server,):
+            case "server", (str(server),):
                 self.commits.setdefault(server, [])
-            case "commit", (server, version):
+            case "commit", (str(server), int(version)):
                 self.commits.setdefault(server, []).append(version)
-            case "quantised", (server, str(method)):
+            case "quantised", (str(server), str(method)):
                 self.quantised[server] = method
-            case "member", (server, event, version):
+            case "member", (str(server), str(event), int(version)):
                 self.membership.append((server, event, version))
-            case "error", (message,):
+            case "error", (str(message),):
                 self.errors.append(message)
-            case "resume", (step,):
+            case "resume", (int(step),):
                 self.resumes.append(step)
             case "evaluation", (dict(found),):
                 self.evaluations.append(found)
@@ -135,13 +143,17 @@ class History:
         self.evaluations += later.evaluations
 
 
+ENTRY = msgspec.json.Decoder(list[Any])
+"""Decoder of a line of history.jsonl."""
+
+
 def read_history(path: Path) -> History:
     """Read history.jsonl. Torn lines are skipped. Processes before the last one that started at
     step 1 belong to an older run and are left out."""
     whole, part = History(), History()
-    for line in path.read_text().splitlines() if path.is_file() else ():
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(ValueError, TypeError, KeyError):
-            kind, *values = json.loads(line)
+            kind, *values = decoded(line, ENTRY) or [""]
             if kind == "process":
                 whole.extend(part)
                 part = History()

@@ -1,11 +1,13 @@
-"""Schemas of summary.json and samples.jsonl, which tests and scripts validate with."""
+"""Schemas of summary.json and samples.jsonl, and how a line of a run's file is read."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from titan_grpo.errors import DataError
+
+T = TypeVar("T")
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Number = float | None
@@ -152,6 +154,15 @@ def check(summary: Mapping[str, Any]) -> Summary:
         ) from error
 
 
+def decoded(line: bytes, decoder: msgspec.json.Decoder[T]) -> T | None:
+    """Decode a line of a run's file; None if a kill or a write in progress tore it, or it is none
+    of ours."""
+    try:
+        return decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
 LIMIT = 4
 """Completions kept per step."""
 
@@ -168,6 +179,10 @@ class Shown(msgspec.Struct, frozen=True):
     engine: list[float]
     trainer: list[float | None]
     """None: the policy did not sample that token (a tool's answer)."""
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.engine) == len(self.trainer):
+            raise ValueError("`tokens`, `engine` and `trainer` must have one length")
 
     @property
     def gap(self) -> float:

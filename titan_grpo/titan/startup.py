@@ -1,12 +1,11 @@
-"""Start of a run: the lock on its folder, its servers (``rollout.servers = ["launch"]`` starts them
+"""Start of a run: its servers (``rollout.servers = ["launch"]`` starts them
 on rank 0's host) and its rollouts (recorded, from a subprocess, or from a remote service)."""
 
 import errno
-import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from glob import glob
 from pathlib import Path
@@ -161,58 +160,7 @@ def placed(spec: RolloutSpec) -> RolloutSpec:
     return replace(spec, **places)
 
 
-LOCK = "run.lock"
-"""File that rank 0 locks while it runs."""
-
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Lock the dump folder for this run. Raises ConfigError if files cannot be written there or
-    another run holds it. The kernel releases the lock however the process ends."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # os.open closes on exec: a subprocess that outlives the trainer must not keep the lock.
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise _unusable(folder, error) from error
-    try:
-        _lock(folder, descriptor)
-        try:
-            # A full disk lets files be created and fails at the first byte. Fixed length: a short
-            # name must overwrite all of a longer one.
-            holder = f"{os.uname().nodename} process {os.getpid()}"
-            os.pwrite(descriptor, f"{holder:120}\n".encode(), 0)
-            os.fsync(descriptor)
-        except OSError as error:
-            raise _unusable(folder, error) from error
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _lock(folder: Path, descriptor: int) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-        raise ConfigError(
-            f"job.dump_folder must not be that of a live run, {str(folder)!r} is held by"
-            f" {holder or 'another process'}: metrics and checkpoints of the two would be mixed;"
-            " stop that run or choose another folder"
-        ) from error
-    except OSError as error:
-        # A file system without locks cannot tell two runs apart; one run must still work there.
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise _unusable(folder, error) from error
-
-
-def _unusable(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        "job.dump_folder must be a directory where files can be written, got"
-        f" {str(folder)!r}: {error.strerror or error}; make room or choose another folder"
-    )
 
 
 def write_failure(error: BaseException, folder: Path) -> str:

@@ -30,6 +30,7 @@ from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.config import WIRE_BYTES, sends_adapters
 from titan_grpo.errors import AlertStop, StorageError, SyncError, UnhealthyError
 from titan_grpo.observe import names, terminal
+from titan_grpo.observe.run_lock import held
 from titan_grpo.sync.transports.broadcast import limit_nccl_opening
 from titan_grpo.titan import compat
 from titan_grpo.titan.data import BatchLoader, Share, TextMixin
@@ -43,7 +44,7 @@ from titan_grpo.titan.modules import (
 from titan_grpo.titan.optimizer_step import Outcome, Stepper, reduce_metrics
 from titan_grpo.titan.pipeline import Pipeline
 from titan_grpo.titan.rank0 import Controller
-from titan_grpo.titan.startup import held, write_failure
+from titan_grpo.titan.startup import write_failure
 from titan_grpo.titan.step_records import log_table, make_dispensable
 from titan_grpo.titan.weight_sync import Here, Stages, TrainerSync
 

@@ -1,11 +1,9 @@
 """Live view of a run: follows its growing files and lays out a terminal screen."""
 
-import json
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,12 @@ from rich.text import Text
 
 from titan_grpo.observe import names
 from titan_grpo.observe.names import short
+from titan_grpo.observe.recorder import ENTRY, row_of
 from titan_grpo.observe.report import held_by, number
+from titan_grpo.observe.run_lock import lives
+from titan_grpo.observe.schema import decoded
 from titan_grpo.views.findings import duration, percent
-from titan_grpo.views.run import band, edges, in_order, summary_of, trainer_lives
+from titan_grpo.views.run import band, edges, in_order, summary_of
 
 TAIL_BYTES = 1 << 22
 """Bytes read from the end of a long file that exists when watching starts (the newest lines), and
@@ -146,14 +147,9 @@ class Follower:
 
     def read(self) -> list[dict[str, Any]]:
         """Read new lines. Returns the new rows of metrics.jsonl."""
-        for entry in _parsed(self._history.lines()):
-            if isinstance(entry, list):
-                self.state.add_entry(entry)
-        rows = [
-            row
-            for row in _parsed(self._metrics.lines())
-            if isinstance(row, dict) and isinstance(row.get("step"), int)
-        ]
+        for line in self._history.lines():
+            self.state.add_entry(decoded(line, ENTRY) or ())
+        rows = [row for line in self._metrics.lines() if (row := row_of(line)) is not None]
         for row in rows:
             self.state.add_row(row)
         if rows:
@@ -161,16 +157,10 @@ class Follower:
         return rows
 
     def ended(self) -> bool:
-        """Return whether the run is over: its trainer has ended or, if its process cannot be
-        checked (other host), summary.json is newer than the last step."""
-        alive = trainer_lives(self.folder / "run.lock")
+        """Return whether the run is over: its trainer has ended or, if that is unknown
+        (run_lock.lives), summary.json is newer than the last step."""
+        alive = lives(self.folder)
         return not alive if alive is not None else summary_of(self.folder) is not None
-
-
-def _parsed(lines: Iterable[bytes]) -> Iterator[Any]:
-    for line in lines:
-        with suppress(ValueError):
-            yield json.loads(line)
 
 
 def spark(values: Sequence[float]) -> str:

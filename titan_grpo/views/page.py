@@ -219,10 +219,10 @@ def evaluated(run: Run) -> dict[str, dict[str, Points]]:
         for key in row:
             if key not in own:
                 continue
-            _, name, what = key.split("/", 2)
-            if what == "reward" or what[-1:].isdigit():
+            name, _, what = key.removeprefix(f"{names.EVALUATION}/").rpartition("/")
+            version = row.get(f"{names.EVALUATION}/{name}/version")
+            if version is not None and (what == "reward" or what[-1:].isdigit()):
                 ends = [row.get(f"{key}_{end}") for end in ("low", "high")]
-                version = row[f"{names.EVALUATION}/{name}/version"]
                 add(name, what.replace("pass_at_", "pass@"), version, row[key], ends)
     return out
 

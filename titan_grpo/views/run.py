@@ -6,7 +6,6 @@ server), so its spans become columns, not objects.
 """
 
 import math
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +21,8 @@ import numpy.typing as npt
 
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe.recorder import read_history, read_metrics
-from titan_grpo.observe.schema import ShownStep, Summary
+from titan_grpo.observe.run_lock import lives
+from titan_grpo.observe.schema import ShownStep, Summary, decoded
 
 BLOCK_BYTES = 1 << 18
 """Bytes of the trace per read: what fits into a processor's cache is decoded twice as fast."""
@@ -145,7 +145,7 @@ def read_run(folder: Path) -> Run:
             " nor trace.json: name another one"
         )
     try:
-        summary = _summary(folder)
+        summary = read_summary(folder)
         # While the run goes on, only its history has this.
         said = summary or read_history(folder / "history.jsonl")
         return Run(
@@ -155,7 +155,7 @@ def read_run(folder: Path) -> Run:
             read_samples(folder / "samples.jsonl"),
             summary,
             {url: method for url, method in said.quantised.items() if method},
-            trainer_lives(folder / "run.lock") is False,
+            lives(folder) is False,
             said.resumes,
         )
     except OSError as error:
@@ -214,12 +214,14 @@ def read_samples(path: Path) -> list[ShownStep]:
     torn lines are skipped."""
     out: list[ShownStep] = []
     for line in path.read_bytes().splitlines() if path.is_file() else ():
-        with suppress(msgspec.DecodeError):
-            found = msgspec.json.decode(line, type=ShownStep)
+        if (found := decoded(line, _SAMPLE)) is not None:
             while out and out[-1].step >= found.step:
                 out.pop()
             out.append(found)
     return out
+
+
+_SAMPLE, _EVENT = msgspec.json.Decoder(ShownStep), msgspec.json.Decoder(_Event)
 
 
 def summary_of(folder: Path) -> Path | None:
@@ -233,30 +235,18 @@ def summary_of(folder: Path) -> Path | None:
     return None
 
 
-def trainer_lives(lock: Path) -> bool | None:
-    """Return whether the process in a run's lock file is alive; None if unknown: no file, or
-    another host's.
-
-    The lock itself is not tried: a trainer that starts at that moment would find it taken.
-    """
-    with suppress(FileNotFoundError):
-        found = re.match(r"(\S+) process (\d+)", lock.read_text(errors="replace"))
-        if found and found[1] == os.uname().nodename:
-            try:
-                os.kill(int(found[2]), 0)
-            except ProcessLookupError:
-                return False
-            except PermissionError:
-                pass  # another user's process
-            return True
-    return None
-
-
-def _summary(folder: Path) -> Summary | None:
-    with suppress(FileNotFoundError, msgspec.DecodeError):
-        if (path := summary_of(folder)) is not None:
-            return msgspec.json.decode(path.read_bytes(), type=Summary)
-    return None
+def read_summary(folder: Path) -> Summary | None:
+    """Read a run's summary.json; None as in ``summary_of``. Raises ConfigError for one that this
+    version of titan_grpo does not write."""
+    if (path := summary_of(folder)) is None:
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Summary)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"RUN must have the summary of a run, {path} is none: {error}; read it with the version"
+            " of titan_grpo that wrote it, or remove it"
+        ) from error
 
 
 SPAN = np.dtype(
@@ -294,12 +284,9 @@ def _decoded(lines: bytes) -> list[_Event]:
     text = lines.strip(b"[], \n")
     try:
         return msgspec.json.decode(b"[" + text + b"]", type=list[_Event])
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        whole = []
-        for line in text.split(b"\n"):
-            with suppress(msgspec.DecodeError, UnicodeDecodeError):
-                whole.append(msgspec.json.decode(line.rstrip(b","), type=_Event))
-        return whole
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        events = (decoded(line.rstrip(b","), _EVENT) for line in text.split(b"\n"))
+        return [event for event in events if event is not None]
 
 
 def _bars(events: list[_Event], names: Mapping[str, int]) -> Bars:

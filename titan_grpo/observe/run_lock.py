@@ -1,0 +1,93 @@
+"""The lock on a run's folder. Rank 0 holds it while the run lives; readers of the folder ask for it
+without taking it.
+
+An open file description lock (fcntl(2)): unlike that of flock(2), it can be asked for, and the
+kernel answers, however the process ended and whatever process has its number now.
+"""
+
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from titan_grpo.errors import ConfigError
+
+LOCK = "run.lock"
+"""File that rank 0 locks while it runs. Its text names the host and the process."""
+
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""Errors of a file system, or a kernel, that has no such locks."""
+
+FLOCK = "hhqqi0q"
+"""struct flock: type, whence, start, length (0: all), process (0 for these locks)."""
+
+
+def _ask(descriptor: int, command: int) -> int:
+    """Set (F_OFD_SETLK) or look for (F_OFD_GETLK) an exclusive lock; return the type that the
+    kernel answers."""
+    wanted = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    return int(struct.unpack(FLOCK, fcntl.fcntl(descriptor, command, wanted))[0])
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Lock the dump folder for this run. Raises ConfigError if files cannot be written there or
+    another run holds it. The kernel releases the lock however the process ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # os.open closes on exec: a subprocess that outlives the trainer must not keep the lock.
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    try:
+        _lock(folder, descriptor)
+        try:
+            # A full disk lets files be created and fails at the first byte. Fixed length: a short
+            # name must overwrite all of a longer one.
+            holder = f"{os.uname().nodename} process {os.getpid()}"
+            os.pwrite(descriptor, f"{holder:120}\n".encode(), 0)
+            os.fsync(descriptor)
+        except OSError as error:
+            raise _unusable(folder, error) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(folder: Path, descriptor: int) -> None:
+    try:
+        _ask(descriptor, fcntl.F_OFD_SETLK)
+    except BlockingIOError as error:
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        raise ConfigError(
+            f"job.dump_folder must not be that of a live run, {str(folder)!r} is held by"
+            f" {holder or 'another process'}: metrics and checkpoints of the two would be mixed;"
+            " stop that run or choose another folder"
+        ) from error
+    except OSError as error:
+        # A file system without locks cannot tell two runs apart; one run must still work there.
+        if error.errno not in WITHOUT_LOCKS:
+            raise _unusable(folder, error) from error
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        "job.dump_folder must be a directory where files can be written, got"
+        f" {str(folder)!r}: {error.strerror or error}; make room or choose another folder"
+    )
+
+
+def lives(folder: Path) -> bool | None:
+    """Return whether the run of a folder holds its lock; None if unknown: no file, no locks there,
+    or another host's run (a network file system may keep locks to one host)."""
+    try:
+        with (folder / LOCK).open("rb") as file:
+            if _ask(file.fileno(), fcntl.F_OFD_GETLK) != fcntl.F_UNLCK:
+                return True
+            holder = file.read(200).split(b" process ")
+    except OSError:
+        return None
+    return False if holder[0] == os.uname().nodename.encode() and len(holder) == 2 else None
