@@ -26,7 +26,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
 from scripts.common import ENGINES, options_of, serving, write_json
-from tests.conformance.commits import BUCKET_BYTES, NUMBER, STEP_S, sender
+from tests.conformance.commits import BUCKET_BYTES, sender
 from tests.conformance.crowd import prompt
 from tests.conformance.engine import EngineUnderTest, remake
 from titan_grpo.engines.generation import DONE, Events, Sampling
@@ -109,18 +109,10 @@ def measure(engine: str, requests: int, kv: str, stretch_s: float, folder: Path)
                 never.wait(QUIET_S)
                 sent = time.monotonic()
                 slowly = lambda _: never.wait(stretch_s / buckets)  # noqa: E731
-                staged = link.send(
-                    NUMBER, 2, weights.image, weights.digests, weights.fingerprint, slowly
-                )
-                assert staged.ok, staged.error
+                staged = trainer.stage(link, weights, 2, slowly)
                 paused = time.monotonic()
-                trainer.control.pause()
-                if kv == "recompute":
-                    trainer.control.drop_kv()
-                trainer.control.load(link.commit(staged).to_dict())
-                assert link.wait_applied(NUMBER, STEP_S).ok
-                trainer.control.finish(trainer.label(2))
-                trainer.control.resume()
+                drop_kv = trainer.control.drop_kv if kv == "recompute" else bool
+                assert trainer.apply(link, staged, trainer.label(2), drop_kv).ok
                 resumed = time.monotonic()
                 alive = all(listener.is_alive() for listener in crowd)
                 assert alive, "the requests must be longer: one has ended"

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conformance.commits import NUMBER, STEP_S, difference, sender
+from tests.conformance.commits import difference, sender
 from tests.conformance.crowd import REQUEST_S, prompt
 from tests.conformance.engine import (
     LENGTH,
@@ -174,10 +174,7 @@ def test_a_load_that_raises_half_way_is_reported_and_the_next_version_is_whole(
         with sender(e) as trainer:
             weights, _ = trainer.make(1)
             with trainer.link(weights) as link:
-                staged = trainer.stage(link, weights, 1)
-                trainer.control.pause()
-                trainer.control.load(link.commit(staged).to_dict())
-                applied = link.wait_applied(NUMBER, STEP_S)
+                applied = trainer.load(link, trainer.stage(link, weights, 1))
             assert not applied.ok
             assert not applied.intact
             assert "planted in the middle of a load" in applied.error
