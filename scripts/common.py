@@ -16,11 +16,13 @@ RECIPE = "train_configs/quickstart_cpu.toml"
 ENGINES = ("vllm", "sglang")
 
 
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """A script's own text as it is, and the default of each option."""
+
+
 def options_of(doc: str | None) -> argparse.ArgumentParser:
     """A parser that shows a script's own text, with ``--json PATH``."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=doc, formatter_class=_Help)
     parser.add_argument("--json", type=new_file, metavar="PATH", help="write the figures there too")
     return parser
 
