@@ -25,7 +25,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import ENGINES, options_of, serving, write_json
+from scripts.common import ENGINES, Table, options_of, serving, write_json
 from tests.conformance.commits import BUCKET_BYTES, sender
 from tests.conformance.crowd import prompt
 from tests.conformance.engine import EngineUnderTest, remake
@@ -141,21 +141,12 @@ def main() -> int:
     parser.add_argument("--kv", nargs="+", choices=("keep", "recompute"), default=("keep",))
     parser.add_argument("--stretch", type=float, default=1.0)
     options = parser.parse_args()
-    found = []
-    heads = ("quiet", "transfer", "commit", "pause..resume", "tokens in transfer")
-    print(
-        f"{'engine':8}{'kv':10}{heads[0]:>9}{heads[1]:>10}{heads[2]:>9}{heads[3]:>15}{heads[4]:>20}"
-    )
+    found, table = [], Table()
     for engine, kv in product(options.engine, options.kv):
         with tempfile.TemporaryDirectory() as folder:
-            g = measure(engine, options.requests, kv, options.stretch, Path(folder))
-        found.append(g)
-        print(
-            f"{engine:8}{kv:10}{g.quiet_s:9.3f}{g.transfer_s:10.3f}{g.commit_s:9.3f}"
-            f"{g.pause_to_resume_s:15.3f}{g.tokens_during_transfer:20}",
-            flush=True,
-        )
-    write_json(options.json, [asdict(g) for g in found])
+            found.append(measure(engine, options.requests, kv, options.stretch, Path(folder)))
+        table.add(asdict(found[-1]))
+    write_json(options.json, table.rows)
     stood = [
         g.engine
         for g in found
