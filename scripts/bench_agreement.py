@@ -21,7 +21,7 @@ from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import ENGINES, options_of, serving, write_json
+from scripts.common import ENGINES, Table, options_of, serving, write_json
 from tests.conformance.commits import difference, sender
 from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest, remake
 from titan_grpo.errors import PeerError
@@ -73,10 +73,7 @@ def main() -> int:
     parser.add_argument("--tp", nargs="+", type=int, default=(1, 2))
     options = parser.parse_args()
     rows: list[Row] = []
-    print(
-        f"{'engine':8}{'model':14}{'tp':>3}{'before':>9}{'after v1':>10}{'after v2':>10}"
-        f"{'seconds':>9}"
-    )
+    table = Table(text=14)
     for engine, kind, tp in product(options.engine, options.kind, options.tp):
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
@@ -85,14 +82,8 @@ def main() -> int:
             except (PeerError, AssertionError) as error:
                 row = Row(engine, kind, tp, 0.0, (), (str(error).splitlines() or ["failed"])[0])
         rows.append(row)
-        took = time.monotonic() - start
-        values = "".join(f"{value:10.4f}" for value in row.after) or f"  {row.failure}"
-        print(
-            f"{engine:8}{kind:14}{tp:3}{row.before:9.3f}{values}{took:9.1f} "
-            f" {'ok' if row.ok else 'WRONG'}",
-            flush=True,
-        )
-    write_json(options.json, [asdict(row) | {"ok": row.ok} for row in rows])
+        table.add({**asdict(row), "seconds": time.monotonic() - start, "ok": row.ok})
+    write_json(options.json, table.rows)
     wrong = [row for row in rows if not row.ok]
     worst = max((max(row.after) for row in rows if row.after), default=0.0)
     print(

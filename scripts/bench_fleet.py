@@ -25,7 +25,7 @@ from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for scripts
 
-from scripts.common import options_of, write_json
+from scripts.common import Table, options_of, write_json
 from scripts.timed_rollouts import label
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.protocol.messages import ServerState
@@ -164,16 +164,10 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=8, help="of a server at once")
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
-    print(f"{'servers':>8}{'groups a step':>15}{'dispatcher, us':>16}{'client, us':>12}")
-    found = []
+    table = Table()
     for servers in options.servers:
-        found.append(measure(servers, options.groups, options.steps))
-        one = found[-1]
-        print(
-            f"{one.servers:8}{one.groups:15}{one.dispatcher_us:16.0f}{one.client_us:12.0f}",
-            flush=True,
-        )
-    write_json(options.json, [asdict(one) for one in found])
+        table.add(asdict(measure(servers, options.groups, options.steps)))
+    write_json(options.json, table.rows)
     return 0
 
 

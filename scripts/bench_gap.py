@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import ENGINES, options_of, serving, write_json
+from scripts.common import ENGINES, Table, options_of, serving, write_json
 from titan_grpo.algorithm.distribution import token_logprobs
 from titan_grpo.engines.generation import Sampled, Sampling
 from titan_grpo.engines.http import SyncDriver
@@ -108,18 +108,13 @@ def main() -> int:
             with serving(options.engine, path, log, STARTUP_S, **settings) as server:
                 found[head] = answers(server, prompts, options.tokens)
         model = trainers(path, flavor)
-        rows = []
+        table = Table(text=25)
         for precision, change in STEPS.items():
             change(model)
             for head, sampled in found.items():
-                row = {"trainer": precision, "server's head": head} | gaps(model, sampled)
-                rows.append(row)
-                print(
-                    f"trainer {precision:26} server's head {head:9} mean {row['mean']:.5f} max"
-                    f" {row['max']:.5f}",
-                    flush=True,
-                )
-    write_json(options.json, rows)
+                who = {"trainer": precision, "server's head": head}
+                table.add(who | gaps(model, sampled))
+    write_json(options.json, table.rows)
     return 0
 
 

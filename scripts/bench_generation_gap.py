@@ -25,8 +25,8 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import ENGINES, options_of, serving, write_json
-from tests.conformance.commits import BUCKET_BYTES, NUMBER, STEP_S, sender
+from scripts.common import ENGINES, Table, options_of, serving, write_json
+from tests.conformance.commits import BUCKET_BYTES, sender
 from tests.conformance.crowd import prompt
 from tests.conformance.engine import EngineUnderTest, remake
 from titan_grpo.engines.generation import DONE, Events, Sampling
@@ -109,18 +109,10 @@ def measure(engine: str, requests: int, kv: str, stretch_s: float, folder: Path)
                 never.wait(QUIET_S)
                 sent = time.monotonic()
                 slowly = lambda _: never.wait(stretch_s / buckets)  # noqa: E731
-                staged = link.send(
-                    NUMBER, 2, weights.image, weights.digests, weights.fingerprint, slowly
-                )
-                assert staged.ok, staged.error
+                staged = trainer.stage(link, weights, 2, slowly)
                 paused = time.monotonic()
-                trainer.control.pause()
-                if kv == "recompute":
-                    trainer.control.drop_kv()
-                trainer.control.load(link.commit(staged).to_dict())
-                assert link.wait_applied(NUMBER, STEP_S).ok
-                trainer.control.finish(trainer.label(2))
-                trainer.control.resume()
+                drop_kv = trainer.control.drop_kv if kv == "recompute" else bool
+                assert trainer.apply(link, staged, trainer.label(2), drop_kv).ok
                 resumed = time.monotonic()
                 alive = all(listener.is_alive() for listener in crowd)
                 assert alive, "the requests must be longer: one has ended"
@@ -149,21 +141,12 @@ def main() -> int:
     parser.add_argument("--kv", nargs="+", choices=("keep", "recompute"), default=("keep",))
     parser.add_argument("--stretch", type=float, default=1.0)
     options = parser.parse_args()
-    found = []
-    heads = ("quiet", "transfer", "commit", "pause..resume", "tokens in transfer")
-    print(
-        f"{'engine':8}{'kv':10}{heads[0]:>9}{heads[1]:>10}{heads[2]:>9}{heads[3]:>15}{heads[4]:>20}"
-    )
+    found, table = [], Table()
     for engine, kv in product(options.engine, options.kv):
         with tempfile.TemporaryDirectory() as folder:
-            g = measure(engine, options.requests, kv, options.stretch, Path(folder))
-        found.append(g)
-        print(
-            f"{engine:8}{kv:10}{g.quiet_s:9.3f}{g.transfer_s:10.3f}{g.commit_s:9.3f}"
-            f"{g.pause_to_resume_s:15.3f}{g.tokens_during_transfer:20}",
-            flush=True,
-        )
-    write_json(options.json, [asdict(g) for g in found])
+            found.append(measure(engine, options.requests, kv, options.stretch, Path(folder)))
+        table.add(asdict(found[-1]))
+    write_json(options.json, table.rows)
     stood = [
         g.engine
         for g in found

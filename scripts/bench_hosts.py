@@ -46,6 +46,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from subprocess import PIPE
@@ -62,15 +63,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, fo
 from scripts.common import ROOT, python_of, write_json
 from scripts.hosts_options import parse
 from tests.faults.netns import Host, Hosts, NotAllowed
+from tests.rigs.interpreter import wrapper
 from tests.rigs.scores import Scores, apart, right, said
-from tests.rigs.server_handle import served_digest
+from tests.rigs.server_handle import ServerProcess, served_digest
 from tests.rigs.watched_sync import WatchedSync
 from titan_grpo.commands.processes import stop_on_sigterm
 from titan_grpo.config import WeightSync
-from titan_grpo.engines.http import ServerAccess, SyncDriver
-from titan_grpo.engines.launch import ServerSpec, command, environment
-from titan_grpo.engines.server import dialect, make_control
-from titan_grpo.errors import ServerRefused, ServerUnreachable
+from titan_grpo.engines.http import ServerAccess
+from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.engines.server import make_control
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.lane import LaneEvent, Point
@@ -92,6 +93,9 @@ BESIDE = ("versions", "no_versions", "stopped")
 
 WAIT_S = 500.0
 START_S = 1200.0
+AT_ONCE = 32
+"""Servers that start at the same time."""
+
 CALL_S = 60.0
 SPARE = 2.0
 """An engine rounds elsewhere than transformers does, and the largest of some hundred errors
@@ -322,51 +326,15 @@ class Killer:
             print(json.dumps({"inner": inner[0], "reader": inner[1]}), flush=True)
 
 
-def started(
-    stack: ExitStack, inside: Sequence[str], command: Sequence[str], output: Any = PIPE, **env: str
-) -> Any:
-    """A process ``inside`` a host, which ends with ``stack``."""
-    process = subprocess.Popen(
-        [*inside, *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env},
-        cwd=ROOT,
-        stdout=output,
-        stderr=None if output == PIPE else subprocess.STDOUT,
-        text=True,
-    )
-    stack.callback(process.wait)  # no deadline: after a kill
-    stack.callback(process.kill)
-    return process
-
-
-def serving(stack: ExitStack, host: Host, port: int, engine: str, folder: Path) -> Any:
-    """A server on that host. One without an engine says a line when it listens."""
+def serving(host: Host, port: int, engine: str, folder: Path) -> ServerProcess | Server:
+    """A server on that host, which has begun to start."""
     if not engine:
-        args = ["-m", "tests.rigs.server_process", "--host", host.address, "--port", str(port)]
-        return started(stack, host.network, [sys.executable, *args])
-    log, model = folder / f"{host.address}-{port}.log", str(folder / "start")
-    spec = ServerSpec(
-        python_of(engine), model, str(log), engine, port, host.address, max_num_seqs=8
-    )
-    with log.open("ab") as output:
-        return started(stack, host.inside, command(spec), output, **environment({}, spec))
-
-
-def wait_ready(url: str, engine: str, server: Any, folder: str) -> None:
-    """Until it can take weights."""
-    if not engine:
-        server.stdout.readline()  # no deadline: it listens, or has ended
-        return
-    deadline = time.monotonic() + START_S
-    with SyncDriver(url) as driver:
-        while time.monotonic() < deadline and server.poll() is None:
-            try:
-                driver.run(dialect(engine).health(2.0))
-                return
-            except (ServerUnreachable, ServerRefused):
-                time.sleep(0.5)
-    logs = "\n".join(log.read_text()[-2000:] for log in Path(folder).glob("*.log"))
-    raise SystemExit(f"{engine} at {url} did not start within {START_S:g} s:\n{logs}")
+        env = {"PYTHONPATH": str(ROOT)}
+        return ServerProcess(host.address, port, env=env, inside=host.network)
+    name = f"{host.address}-{port}"
+    python = wrapper(folder / f"{name}.python", *host.inside, python_of(engine))
+    log, model = str(folder / f"{name}.log"), str(folder / "start")
+    return Server(ServerSpec(python, model, log, engine, port, host.address, max_num_seqs=8))
 
 
 def versions(trainers: Sequence[Host], options: argparse.Namespace, role: str) -> Iterator[Any]:
@@ -378,7 +346,12 @@ def versions(trainers: Sequence[Host], options: argparse.Namespace, role: str) -
             node += f" --nproc_per_node={options.ranks} --master_addr={trainers[0].address}"
             file = str(Path(__file__).resolve())
             run = [sys.executable, "-m", "torch.distributed.run", *node.split(), file]
-            nodes.append(started(stack, host.inside, run, **{ROLE: role}))
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), ROLE: role}
+            started = subprocess.Popen([*host.inside, *run], env=env, stdout=PIPE, text=True)
+            stack.callback(started.wait)  # no deadline: after a kill
+            stack.callback(started.kill)
+            nodes.append(started)
+        assert nodes[0].stdout is not None
         for line in nodes[0].stdout:
             if line.startswith("{"):
                 yield json.loads(line)
@@ -402,9 +375,15 @@ def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict
         for name, seed in ("start", 100), ("model", 1):
             write_tiny_model("qwen3", Path(folder) / name, seed, std=0.05, shape=shape)
     engines = [engine for _, _, engine in servers.values()]
-    running = {url: serving(stack, *place, Path(folder)) for url, place in servers.items()}
-    for url, server in running.items():
-        wait_ready(url, servers[url][2], server, folder)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        starting = {url: pool.submit(serving, *p, Path(folder)) for url, p in servers.items()}
+    # Those that did start are ended also if another one did not.
+    for each in starting.values():
+        if each.exception() is None:
+            stack.enter_context(each.result())
+    running = {url: each.result() for url, each in starting.items()}
+    for server in running.values():
+        server.wait_healthy(START_S)
     role = {key: getattr(options, key) for key in ("mib", "versions", "relay", "delta", "changed")}
     role |= {"urls": list(servers), "folder": folder, "kill": options.kill_inner}
     role |= {"model": f"{folder}/model" if options.engine else "", "step_s": options.step_s}
@@ -414,11 +393,12 @@ def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict
     for row in versions(hosts[:count], options, json.dumps(role)):
         if "inner" in row:
             killed = row
-            running[row["inner"]].kill()
-            running[row["inner"]].wait()  # no deadline: after a kill
-            # it answers the lane, which asks again and again, once it listens
-            if not options.engine:
-                running[row["inner"]] = serving(stack, *servers[row["inner"]], Path(folder))
+            inner = running[row["inner"]]
+            inner.signal(signal.SIGKILL)
+            if isinstance(inner, ServerProcess):
+                # it answers the lane, which asks again and again, once it listens
+                inner.stop()
+                inner.start()
             continue
         now = [host.moved() for host in hosts]
         rows.append(row)

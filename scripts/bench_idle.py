@@ -31,7 +31,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import ENGINES, RECIPE, ROOT, options_of, serving, words, write_json
+from scripts.common import ENGINES, RECIPE, ROOT, Table, options_of, serving, words, write_json
 from tests.rigs.census import wakes
 from tests.rigs.sockets import free_port
 from titan_grpo.commands.processes import GRACE_S, torchrun
@@ -213,14 +213,12 @@ def main() -> int:
         f"{options.requests} requests outstanding, {options.windows} windows of"
         f" {options.window:g} s"
     )
-    print(f"{'process':12}{'% of a core':>13}{'least':>8}{'most':>8}{'wakes/s':>9}")
+    table = Table(text=12)
     for role in found[0].percent:
         values = [w.percent[role] for w in found]
-        wakes = statistics.median(w.wakes[role] for w in found)
-        print(
-            f"{role:12}{statistics.median(values):13.2f}{min(values):8.2f}"
-            f"{max(values):8.2f}{wakes:9.1f}"
-        )
+        row = {"process": role, "% of a core": statistics.median(values)}
+        row |= {"least": min(values), "most": max(values)}
+        table.add(row | {"wakes/s": statistics.median(w.wakes[role] for w in found)})
     total = statistics.median(sum(w.percent.get(role, 0.0) for role in CONTROLLER) for w in found)
     print(
         f"{'controller':12}{total:13.2f}   all but the pause guard; at most {LIMIT_PERCENT:g} when"

@@ -6,15 +6,19 @@ none, and the pickles that one scatter sends; torch makes all of them as long as
 what one rank has left to do.
 """
 
-import argparse
 import pickle
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for scripts
+
+from scripts.common import Table, options_of, write_json
 from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.rows import build
@@ -62,7 +66,7 @@ def timed(runs: int, work: Callable[[], Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--sequences", type=int, default=4096)
     parser.add_argument("--runs", type=int, default=5)
@@ -70,11 +74,7 @@ def main() -> None:
     groups = step_groups(options.sequences)
     tokens = sum(len(g.prompt.token_ids) + len(c.token_ids) for g in groups for c in g.completions)
     print(f"{options.sequences} sequences, {tokens:,} tokens, {options.ranks} ranks")
-    print(
-        "| rows | rank 0 builds | planned s | built s | pickled s | rank 0 in all s | MB sent | one"
-        " rank builds s |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    table = Table()
     for pack in (False, True):
         settings = BatchOptions(token_budget=32768, max_len=LONGEST, cost=QWEN3_8B, pack=pack)
         planned = timed(options.runs, partial(plan, groups, options.ranks, settings))
@@ -85,11 +85,11 @@ def main() -> None:
             built = timed(options.runs, batch.micro_batches) if single else own
             sent = timed(options.runs, partial(pickled, shares))
             megabytes = max(pickled(shares)) * (options.ranks - 1) / 1e6
-            print(
-                f"| {'packed' if pack else 'padded'} | {'all (single)' if single else 'its own'} |"
-                f" {planned:.2f} | {built:.2f} | {sent:.2f} | {planned + built + sent:.2f} |"
-                f" {megabytes:.0f} | {0 if single else own:.3f} |"
-            )
+            row: dict[str, object] = {"packed": pack, "all by rank 0": single}
+            row |= {"planned s": planned, "built s": built, "pickled s": sent}
+            row |= {"rank 0 in all s": planned + built + sent, "MB sent": megabytes}
+            table.add(row | {"one rank builds s": 0.0 if single else own})
+    write_json(options.json, table.rows)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import options_of, write_json
+from scripts.common import Table, options_of, write_json
 from tests.rigs.sockets import certificate
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.protocol.messages import RangeSource
@@ -137,15 +137,13 @@ def main(argv: list[str]) -> None:
         names = ("certificate", "key")
         paths = certificate(Path(folder), "source") if options.tls else ("", "")
         server = RangeServer(False, Certificate.load(*paths, names), options.senders)
-    rows = []
+    table = Table()
     with SharedImage.create(options.mib << 20, "bench source") as image:
         image.tensor().fill_(1)
         for kib in options.range_kib:
-            rows.append(one(options, server, image, kib << 10))
-            figures = "  ".join(f"{k} {v:.2f}" for k, v in rows[-1].items())
-            print(figures, flush=True)
+            table.add(one(options, server, image, kib << 10))
     server.close()
-    write_json(options.json, {"options": vars(options), "rows": rows})
+    write_json(options.json, {"options": vars(options), "rows": table.rows})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for scripts
 
-from scripts.common import ENGINES, RECIPE, options_of, serving, words, write_json
+from scripts.common import ENGINES, RECIPE, Table, options_of, serving, words, write_json
 from titan_grpo.commands.processes import run_logged, torchrun
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
@@ -92,7 +92,7 @@ def train(
 def report(found: list[Outcome]) -> int:
     """Print the table; 1 if a corrected bound ends more than 2 % below on-policy, or the correction
     makes no difference."""
-    print(f"\n{'bound':16}{'final':>9}{'of on-policy':>14}{'whole run':>11}{'staleness':>11}")
+    table = Table(text=13)
     final, overall = {}, {}
     for name in (s.name for s in SETTINGS):
         runs = [run for run in found if run.setting == name]
@@ -100,10 +100,8 @@ def report(found: list[Outcome]) -> int:
             statistics.mean(getattr(run, column) for run in runs)
             for column in ("final", "overall", "staleness")
         )
-        print(
-            f"{name:16}{final[name]:9.3f}{final[name] / final['0']:14.1%}{overall[name]:11.3f}"
-            f"{staleness:11.2f}"
-        )
+        row = {"bound": name, "final": final[name], "whole run": overall[name]}
+        table.add(row | {"of on-policy": final[name] / final["0"], "staleness": staleness})
     corrected, uncorrected = (overall[Setting(4, by).name] for by in (True, False))
     print(f"uncorrected at 4: {uncorrected / corrected - 1:+.1%} reward over the whole run")
     lost = any(final[s.name] < 0.98 * final["0"] for s in SETTINGS if s.corrected)
@@ -125,13 +123,10 @@ def main() -> int:
     found: list[Outcome] = []
     model, log = out / "server_model", out / "server.log"
     with serving(options.engine, model, log, run_key=key) as server:
-        print(f"{'bound':16}{'seed':>5}{'final':>9}{'whole run':>11}{'staleness':>11}", flush=True)
         for seed in range(options.seeds):
             for setting in SETTINGS:
-                result = train(setting, seed, server.url, options, env)
-                found.append(result)
-                columns = f"{result.final:9.3f}{result.overall:11.3f}{result.staleness:11.2f}"
-                print(f"{result.setting:16}{result.seed:5}{columns}", flush=True)
+                found.append(train(setting, seed, server.url, options, env))
+                print(found[-1], flush=True)
     write_json(options.json, [asdict(run) for run in found])
     return report(found)
 

@@ -13,21 +13,18 @@ in milliseconds per 1000 tokens. Rounds of all intervals alternate; medians are 
 
 import argparse
 import asyncio
-import os
 import statistics
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import ENGINES, options_of, serving, write_json
+from scripts.common import ENGINES, Table, options_of, serving, write_json
 from tests.conformance.crowd import prompt
+from tests.rigs.census import cpu_seconds
 from titan_grpo.engines.generation import Answer, Sampling
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.engines.launch import Server
@@ -46,18 +43,6 @@ class Cost:
     server_ms: float
 
 
-def server_cpu(group: int) -> float:
-    """CPU seconds of all processes of a process group."""
-    total = 0.0
-    for process in psutil.process_iter():
-        try:
-            if os.getpgid(process.pid) == group:
-                total += sum(process.cpu_times()[:2])
-        except (psutil.NoSuchProcess, ProcessLookupError):
-            continue
-    return total
-
-
 async def one(engine: str, driver: AsyncDriver, seed: int, tokens: int, interval: int) -> int:
     """One request; its tokens."""
     speak, sampling = dialect(engine), Sampling(tokens, 1.0, seed, ignore_eos=True)
@@ -72,18 +57,18 @@ async def one(engine: str, driver: AsyncDriver, seed: int, tokens: int, interval
 async def round_of(engine: str, server: Server, requests: int, tokens: int, interval: int) -> Cost:
     """All requests at once."""
     driver = AsyncDriver(server.url, max_connections=requests)
-    before, cpu, wall = server_cpu(server.group), time.process_time(), time.perf_counter()
+    before, cpu, wall = cpu_seconds(server.group), time.process_time(), time.perf_counter()
     made = await asyncio.gather(
         *(one(engine, driver, seed, tokens, interval) for seed in range(1, requests + 1))
     )
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    used = server_cpu(server.group) - before
+    used = cpu_seconds(server.group) - before
     await driver.close()
     assert sum(made) == requests * tokens, made
     return Cost(sum(made) / wall, cpu * 1e6 / sum(made), used * 1e6 / sum(made))
 
 
-def measure(engine: str, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+def measure(engine: str, options: argparse.Namespace, folder: Path, table: Table) -> None:
     """One server; all numbers of requests and all intervals."""
     model = write_tiny_model("qwen3", folder / "model", 100, std=0.05, dtype="bfloat16")
     settings = {
@@ -91,7 +76,6 @@ def measure(engine: str, options: argparse.Namespace, folder: Path) -> list[dict
         "max_num_seqs": max(options.requests),
         "weight_transfer": False,
     }
-    out = []
     with serving(engine, model, folder / "server.log", **settings) as server:
         asyncio.run(round_of(engine, server, 8, 64, 0))
         for requests in options.requests:
@@ -106,16 +90,8 @@ def measure(engine: str, options: argparse.Namespace, folder: Path) -> list[dict
                     statistics.median(column)
                     for column in zip(*(asdict(c).values() for c in costs), strict=True)
                 ]
-                out.append(
-                    {"engine": engine, "requests": requests, "interval": interval}
-                    | asdict(Cost(*middle))
-                )
-                print(
-                    "{engine:8}{requests:9}{interval:10}{tokens_per_s:11.0f}{client_ms:12.2f}"
-                    "{server_ms:12.1f}".format(**out[-1]),
-                    flush=True,
-                )
-    return out
+                row = {"engine": engine, "requests": requests, "interval": interval}
+                table.add(row | asdict(Cost(*middle)))
 
 
 def main() -> int:
@@ -127,15 +103,11 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    print(
-        f"{'engine':8}{'requests':>9}{'interval':>10}{'tokens/s':>11}{'client ms':>12}"
-        f"{'server ms':>12}"
-    )
-    found: list[dict[str, Any]] = []
+    table = Table()
     for engine in options.engine:
         with tempfile.TemporaryDirectory() as folder:
-            found += measure(engine, options, Path(folder))
-    write_json(options.json, found)
+            measure(engine, options, Path(folder), table)
+    write_json(options.json, table.rows)
     return 0
 
 

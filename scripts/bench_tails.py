@@ -36,7 +36,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import options_of, write_json
+from scripts.common import Table, options_of, write_json
 from scripts.timed_rollouts import (
     Pace,
     Played,
@@ -257,25 +257,19 @@ def train(setting: Setting, model_dir: str, process: bool) -> Outcome:
 def report(found: list[Outcome]) -> int:
     """Print the table; 1 if a run with consume = "started" misses its goal (shares within 1 %, time
     within 1.1 of the least where lengths are known)."""
-    columns = ("slow", "staleness", "consume", "offered", "trained", "skipped", "thrown away")
-    times = ("seconds", "of least", "of ready", "order", "of least", "of ready")
-    print("".join(f"{name:>12}" for name in (*columns, *times)))
-    missed = 0
+    table, missed = Table(text=10), 0
     for one in found:
         s = one.setting
         biased = replace(s, consume="ready", lengths_known=True, stale_share=0.0)
         ready = next(o for o in found if o.setting == biased)
-        figures = ""
+        row = {"slow": s.slow, "staleness": s.staleness, "consume": s.name}
+        row |= {"offered": one.offered_share, "trained": one.trained_share}
+        row |= {"skipped": one.skipped, "thrown away": one.thrown}
         for name in ("seconds", "order_s"):
             took, by_ready = getattr(one, name), getattr(ready, name)
-            ratios = took / one.least_s, took / by_ready if by_ready else 0.0
-            figures += (
-                f"{took:12.2f}{ratios[0]:12.3f}{ratios[1]:12.2f}" if took else 3 * f"{'-':>12}"
-            )
-        print(
-            f"{s.slow:12g}{s.staleness:12}{s.name:>12}{one.offered_share:12.1%}"
-            f"{one.trained_share:12.1%}{one.skipped:12}{one.thrown:12}{figures}"
-        )
+            row |= {name: took, f"{name} / least": took / one.least_s}
+            row |= {f"{name} / ready": took / by_ready if by_ready else 0.0}
+        table.add(row)
         if s.consume == "started":
             off = abs(one.trained_share - one.offered_share) > 0.01
             took = one.seconds or one.order_s

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """What is asynchrony worth where a version takes a tenth, or most, of a step to reach the servers?
 
-    python scripts/bench_throughput.py [--shares 10 40 70] [--steps 20] [--picture PATH.png]
-    [--json PATH]        (needs root)
+    python scripts/bench_throughput.py [--shares 10 40 70] [--steps 20] [--json PATH]
+    (needs root)
 
 Real: torchtitan's trainer under torchrun on one core, vLLM on the other, weight sync over TCP. Each
 server has a network, a pid namespace and a limited link of its own, so that it reads no memory of
@@ -42,8 +42,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import RECIPE, ROOT, options_of, python_of, words, write_json
+from scripts.common import RECIPE, ROOT, Table, options_of, python_of, words, write_json
 from tests.faults.netns import Namespace, NotAllowed
+from tests.rigs.interpreter import wrapper
 from titan_grpo.commands.processes import run_logged, stop_on_sigterm, torchrun
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.errors import TitanGrpoError
@@ -113,7 +114,6 @@ def parse() -> argparse.Namespace:
     parser, per_cent = options_of(__doc__), "per cent of a sync step"
     parser.add_argument("--shares", nargs="+", type=int, default=[10, 40, 70], help=per_cent)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--picture", type=Path, metavar="PATH.png")
     options = parser.parse_args()
     if options.steps <= WARM_STEPS:
         parser.error(f"--steps must be over {WARM_STEPS}, which are not counted")
@@ -140,15 +140,10 @@ class Host:
 def host(number: int, model: Path, folder: Path) -> Iterator[Host]:
     """A vLLM that shares no network and no processes with us, on the second core."""
     with Namespace(number) as space, ExitStack() as stack:
-        python = folder / f"python{number}"
         # With its own /proc it cannot open the trainer's memory: versions go over the link.
-        python.write_text(
-            f"#!/bin/sh\nexec {' '.join(space.host)}"
-            f' taskset -c {last_core()} {python_of("vllm")} "$@"\n'
-        )
-        python.chmod(0o755)
+        second = "taskset", "-c", str(last_core()), python_of("vllm")
         spec = ServerSpec(
-            str(python),
+            wrapper(folder / f"python{number}", *space.host, *second),
             str(model),
             str(folder / f"server{number}.log"),
             port=8100 + number,
@@ -276,54 +271,26 @@ def seen(
     )
 
 
-HEAD = (
-    f"{'sync share':>10} {'servers':>14} {'way':18} {'steps/s':>8} {'of sync':>8} {'of ideal':>8}"
-    f" {'tokens/s':>9} {'blocked s':>9} {'waits s':>8} {'sync s':>7} {'versions':>8}"
-    f" {'trains s':>8} {'cpu s: trainer':>14} {'beside':>6} {'server':>6} {'busier':>6}"
-)
-
-
-def line(s: Seen, base: Seen, ideal_s: float) -> str:
-    servers = "one, one slow" if s.slow_server else "one"
-    return (
-        f"{s.share:>9}% {servers:>14} {s.name:18} {s.steps_per_s:8.3f}"
-        f" {s.steps_per_s / base.steps_per_s:8.2f} {ideal_s * s.steps_per_s:8.2f}"
-        f" {s.tokens_per_s:9.0f} {s.blocked_s:9.3f} {s.rollout_wait_s:8.3f} {s.sync_s:7.3f}"
-        f" {s.versions:8} {s.train_s:8.3f} {s.cpu_s[TRAINER]:14.3f}"
-        f" {s.cpu_s[ROLLOUTS] + s.cpu_s[OTHERS]:6.3f} {s.cpu_s[SERVER]:6.3f} {s.busier:6.2f}"
-    )
-
-
-def draw(path: Path, found: Sequence[Seen], ideal: dict[int, float]) -> None:
-    """Steps per second by way and share."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    groups = [(share, False) for share in ideal] + [(SLOW_SHARE, True)] * any(
-        s.slow_server for s in found
-    )
-    for number, name in enumerate(MODES):
-        values = [
-            next(
-                (s.steps_per_s for s in found if (s.share, s.slow_server, s.name) == (*g, name)), 0
-            )
-            for g in groups
-        ]
-        bars = axes.bar([i + 0.27 * (number - 1) for i in range(len(groups))], values, 0.26)
-        bars.set_label(name)
-    for i, (share, _) in enumerate(groups):
-        axes.hlines(1 / ideal[share], i - 0.42, i + 0.42, colors="black", linestyles="dashed")
-    axes.set_xticks(
-        range(len(groups)), [f"{share} %" + ", and a slow server" * slow for share, slow in groups]
-    )
-    axes.set_xlabel(
-        "sync's share of a synchronous step (dashed: 1 / longest of train, rollout, sync)"
-    )
-    axes.set_ylabel("steps per second")
-    axes.legend()
-    FigureCanvasAgg(figure).print_png(path)
+def row(s: Seen, base: Seen, ideal_s: float) -> dict[str, object]:
+    """What is printed of a run. ``base``: the synchronous one."""
+    return {
+        "sync share %": s.share,
+        "servers": "one, one slow" if s.slow_server else "one",
+        "way": s.name,
+        "steps/s": s.steps_per_s,
+        "of sync": s.steps_per_s / base.steps_per_s,
+        "of ideal": ideal_s * s.steps_per_s,
+        "tokens/s": s.tokens_per_s,
+        "blocked s": s.blocked_s,
+        "waits s": s.rollout_wait_s,
+        "sync s": s.sync_s,
+        "versions": s.versions,
+        "trains s": s.train_s,
+        "cpu s: trainer": s.cpu_s[TRAINER],
+        "beside": s.cpu_s[ROLLOUTS] + s.cpu_s[OTHERS],
+        "server": s.cpu_s[SERVER],
+        "busier": s.busier,
+    }
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -341,9 +308,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         print(
             f"a step: training {train_s:.2f} s, rollouts {rollout_s:.2f} s; synchronous without a"
         )
-        print(f"limit {free.step_s:.2f} s, of it sync {free.sync_s:.2f} s\n\n{HEAD}")
+        print(f"limit {free.step_s:.2f} s, of it sync {free.sync_s:.2f} s\n")
+        table = Table(text=18)
         for s in (alone, free):
-            print(line(s, free, max(train_s, rollout_s, s.sync_s)), flush=True)
+            table.add(row(s, free, max(train_s, rollout_s, s.sync_s)))
         found, ideal = [alone, free], {}
 
         def compare(share: int, hosts: Sequence[Host]) -> None:
@@ -357,7 +325,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 if len(hosts) == 1 and result is base:
                     ideal[share] = max(train_s, rollout_s, base.sync_s)
                 found.append(result)
-                print(line(result, base, ideal[share]), flush=True)
+                table.add(row(result, base, ideal[share]))
 
         def rate(share: int) -> float:
             return image_bytes / (unsynced_s * share / (100 - share))
@@ -370,8 +338,6 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             one.limit(rate(SLOW_SHARE))
             other.limit(rate(SLOW_SHARE) / SLOWER)
             compare(SLOW_SHARE, [one, other])
-    if options.picture:
-        draw(options.picture, found, ideal)
     return {
         "image_bytes": image_bytes,
         "train_s": train_s,

@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ RECIPE = "train_configs/quickstart_cpu.toml"
 ENGINES = ("vllm", "sglang")
 
 
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """A script's own text as it is, and the default of each option."""
+
+
 def options_of(doc: str | None) -> argparse.ArgumentParser:
     """A parser that shows a script's own text, with ``--json PATH``."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=doc, formatter_class=_Help)
     parser.add_argument("--json", type=new_file, metavar="PATH", help="write the figures there too")
     return parser
 
@@ -77,6 +79,30 @@ def deliver(trainer: Any, version: int, tensors: Mapping[str, Any], wait_s: floa
             f"version {version} must be committed by all servers within {wait_s:g} s,"
             f" {len(held)} of {len(servers.versions())} have it: {servers.take_error()}"
         )
+
+
+class Table:
+    """Rows that are printed in columns as they come."""
+
+    def __init__(self, text: int = 8) -> None:
+        """``text``: how wide a column of texts is at least, in characters."""
+        self.rows: list[dict[str, Any]] = []
+        self._text, self._widths = text, list[int]()
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """One more. The names of the first one's values are the head."""
+        cells = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()]
+        if not self.rows:
+            least = [self._text if isinstance(v, str) else 8 for v in row.values()]
+            self._widths = [
+                2 + max(n, *map(len, p)) for n, *p in zip(least, row, cells, strict=True)
+            ]
+            self._print(row)
+        self._print(cells)
+        self.rows.append(dict(row))
+
+    def _print(self, cells: Iterable[str]) -> None:
+        print("".join(f"{c:>{w}}" for c, w in zip(cells, self._widths, strict=True)), flush=True)
 
 
 def spread(values: Sequence[float]) -> str:

@@ -30,7 +30,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
 from scripts.bench_agreement import measure
-from scripts.common import ROOT, options_of, python_of, write_json
+from scripts.common import ROOT, Table, options_of, python_of, write_json
 from tests.rigs.titan_ranks import train
 from titan_grpo.errors import TitanGrpoError
 
@@ -209,14 +209,12 @@ def main() -> int:
         rows |= {f"{engine}-{v}": (engine_row, (engine, v)) for v in versions}
     parser.add_argument("--only", nargs="+", choices=list(rows), default=list(rows))
     options = parser.parse_args()
-    done: list[Row] = []
+    done, table = list[Row](), Table(text=28)
     for name in options.only:
         make, arguments = rows[name]
-        row = make(*arguments)
-        done.append(row)
-        apart = "" if row.difference is None else f"{row.difference:9.4f} nats"
-        print(f"{row.name:30}{row.seconds:8.0f} s{apart:>16}  {row.result}", flush=True)
-        write_json(options.json, [asdict(each) for each in done])
+        done.append(make(*arguments))
+        table.add(asdict(done[-1]))
+        write_json(options.json, table.rows)
     return 1 if [row for row in done if row.result not in ("ok", ABSENT)] else 0
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.rigs.census import in_group
 from titan_grpo.runkey import KEY_VARIABLE
 from titan_grpo.subprocesses import (
     Guarded,
@@ -51,17 +52,6 @@ def ready(code: str, started: list[Guarded], grace_s: float = 0.5) -> Guarded:
     assert one.guard.stdout.readline()
     one.guard.stdout.close()
     return one
-
-
-def in_group(group: int) -> list[int]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return found
 
 
 def test_a_helper_gets_no_rank_and_no_run_key() -> None:

@@ -5,11 +5,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests.conformance.crowd import REQUEST_S, prompt
 from tests.conformance.engine import (
@@ -18,8 +20,9 @@ from tests.conformance.engine import (
     assert_aborted,
     assert_sound,
     furthest,
+    remake,
 )
-from tests.conformance.reference import Reference, Weights
+from tests.conformance.reference import Reference, Weights, renamed
 from tests.rigs.paced_source import PacedSource
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.generation import Sampling
@@ -29,8 +32,9 @@ from titan_grpo.protocol import pause_guard
 from titan_grpo.protocol.messages import Applied, Joined, Label, ServerState, Staged, new_run_id
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.messages import RolloutSpec
+from titan_grpo.runkey import Key
 from titan_grpo.sync import pause_guard_main
-from titan_grpo.sync.link import LaneLink, LinkOptions
+from titan_grpo.sync.link import LaneLink, LinkOptions, Moved
 
 BUCKET_BYTES = 256 << 10
 PREFIX = 140
@@ -66,14 +70,20 @@ class _Broken(Exception):
 
 class Sender:
     """A trainer's side of one server: versions 1, 2, ... of a run of its own, made by ``remake``
-    with other seeds."""
+    with other seeds in folders of ``folder``."""
 
-    def __init__(self, e: EngineUnderTest, control: ServerControl) -> None:
-        self.e, self.control = e, control
+    def __init__(
+        self,
+        control: ServerControl,
+        run_key: Key | None,
+        folder: Path = Path(),
+        remake: Callable[[int, Path], Path] = remake,
+    ) -> None:
+        self.control, self._remake = control, remake
         self.run_id = new_run_id(time.time())
         config = WeightSync(bucket_bytes=BUCKET_BYTES, lane_deadline_s=STEP_S)
-        self.options = LinkOptions(config, "tcp", "127.0.0.1", run_key=e.run_key)
-        self.folder = e.folder / self.run_id
+        self.options = LinkOptions(config, "tcp", "127.0.0.1", run_key=run_key)
+        self.folder = folder / self.run_id
         self.joined: Joined | None = None
         self.epoch = 0
 
@@ -81,8 +91,12 @@ class Sender:
         """Weights to send, and the directory that says what they compute."""
         path = self.folder / f"{seed}"
         if not path.exists():
-            self.e.remake(seed, path)
-        return Weights(path, self.options, self.run_id, rename), path
+            self._remake(seed, path)
+        return self.weights(renamed(path, rename)), path
+
+    def weights(self, tensors: Mapping[str, torch.Tensor]) -> Weights:
+        """These, of this run."""
+        return Weights(tensors, self.options, self.run_id)
 
     @contextmanager
     def link(self, weights: Weights) -> Iterator[LaneLink]:
@@ -97,29 +111,39 @@ class Sender:
         finally:
             link.close()
 
-    def commit(self, link: LaneLink, weights: Weights, version: int) -> Applied:
-        """One transfer and its commit, as a lane does it; the label is ``version`` if the load went
-        well, else what it was."""
-        return self.apply(link, self.stage(link, weights, version), version)
-
-    def stage(self, link: LaneLink, weights: Weights, version: int) -> Staged:
+    def stage(
+        self, link: LaneLink, weights: Weights, version: int, moved: Moved | None = None
+    ) -> Staged:
         """The transfer alone: the receiver has the version, and the server still serves what it
-        served."""
-        staged = link.send(NUMBER, version, weights.image, weights.digests, weights.fingerprint)
+        served. ``moved``: see LaneLink.send."""
+        content = weights.image, weights.digests, weights.fingerprint
+        staged = link.send(NUMBER, version, *content, moved)
         assert staged.ok, staged.error
         return staged
 
-    def apply(self, link: LaneLink, staged: Staged, version: int) -> Applied:
-        """The commit of what ``stage`` brought."""
-        before = self.control.label()
+    def load(self, link: LaneLink, staged: Staged, paused: Callable[[], object] = bool) -> Applied:
+        """The first half of the commit of what ``stage`` brought: the server has it, or refused,
+        and stays paused. ``paused`` is called between pause and load."""
         self.control.pause()
+        paused()
+        self.control.load(link.commit(staged).to_dict())
+        return link.wait_applied(NUMBER, STEP_S)
+
+    def apply(
+        self, link: LaneLink, staged: Staged, label: str, paused: Callable[[], object] = bool
+    ) -> Applied:
+        """The whole commit; the label is ``label`` if the load went well, else what it was."""
+        before = self.control.label()
         try:
-            self.control.load(link.commit(staged).to_dict())
-            applied = link.wait_applied(NUMBER, STEP_S)
-            self.control.finish(self.label(version) if applied.ok else before)
+            applied = self.load(link, staged, paused)
+            self.control.finish(label if applied.ok else before)
         finally:
             self.control.resume()
         return applied
+
+    def commit(self, link: LaneLink, weights: Weights, version: int) -> Applied:
+        """One transfer and its commit, as a lane does it."""
+        return self.apply(link, self.stage(link, weights, version), self.label(version))
 
     def label(self, version: int) -> str:
         """What the server shows for a version."""
@@ -139,13 +163,13 @@ class Sender:
 def sender(e: EngineUnderTest) -> Iterator[Sender]:
     """A new run on the server."""
     with e.control() as control:
-        yield Sender(e, control)
+        yield Sender(control, e.run_key, e.folder, e.remake)
 
 
 def bring_back(e: EngineUnderTest) -> None:
     """Have the server serve the weights of ``e.model`` again, whoever used it before."""
     with sender(e) as trainer:
-        weights = Weights(e.model, trainer.options, trainer.run_id)
+        weights = trainer.weights(renamed(e.model))
         with trainer.link(weights) as link:
             applied = trainer.commit(link, weights, 0)
     assert applied.ok, applied.error
@@ -206,10 +230,7 @@ def requests_are_answered_between_any_two_buckets_of_a_transfer(e: EngineUnderTe
             source.go()
 
         with trainer.link(weights) as link:
-            staged = link.send(
-                NUMBER, 17, weights.image, weights.digests, weights.fingerprint, answered
-            )
-            assert staged.ok, staged.error
+            trainer.stage(link, weights, 17, answered)
         assert len(asked) == -(-weights.manifest.total_bytes // BUCKET_BYTES) > 2
         assert trainer.control.label() == trainer.label(16), (
             "a version that is staged only is not served"
@@ -285,7 +306,7 @@ def a_sender_that_dies_in_the_middle_leaves_the_old_version_and_another_one_goes
 
         with e.crowd(trainer.label(9)) as crowd:
             with suppress(_Broken), trainer.link(weights) as link:
-                link.send(NUMBER, 10, weights.image, weights.digests, weights.fingerprint, half)
+                trainer.stage(link, weights, 10, half)
                 raise AssertionError("the transfer must be longer than one bucket")
             assert_aborted(e, crowd.end(), [trainer.label(9)])
         assert trainer.control.label() == trainer.label(9)
@@ -316,10 +337,7 @@ def an_update_that_a_dead_trainer_left_open_is_taken_over(e: EngineUnderTest) ->
     with sender(e) as dead:
         weights, _ = dead.make(11)
         with dead.link(weights) as link:
-            staged = link.send(NUMBER, 11, weights.image, weights.digests, weights.fingerprint)
-            dead.control.pause()
-            dead.control.load(link.commit(staged).to_dict())
-            assert link.wait_applied(NUMBER, STEP_S).ok
+            assert dead.load(link, dead.stage(link, weights, 11)).ok
     with sender(e) as trainer:
         assert trainer.control.paused()
         assert difference(e, trainer.sync(12, 12)) <= MAX_DIFFERENCE
@@ -411,10 +429,7 @@ def a_restarted_server_is_seen_as_one(e: EngineUnderTest) -> None:
     with sender(e) as trainer:
         weights, _ = trainer.make(14)
         with trainer.link(weights) as link:
-            staged = link.send(NUMBER, 14, weights.image, weights.digests, weights.fingerprint)
-            trainer.control.pause()
-            trainer.control.load(link.commit(staged).to_dict())
-            assert link.wait_applied(NUMBER, STEP_S).ok
+            assert trainer.load(link, trainer.stage(link, weights, 14)).ok
             e.restart()
             try:
                 trainer.control.finish(trainer.label(14))

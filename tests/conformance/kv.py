@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.conformance.commits import NUMBER, STEP_S, Sender, sender
+from tests.conformance.commits import Sender, sender
 from tests.conformance.crowd import FEW, prompt
 from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest, assert_aborted, furthest
 from tests.conformance.reference import Reference
@@ -22,21 +22,18 @@ def _over_a_commit(
     trainer.sync(version, version)
     weights, folder = trainer.make(version + 1)
     labels = [trainer.label(version), trainer.label(version + 1)]
+    before: list[int] = []
     with trainer.link(weights) as link:
-        staged = link.send(NUMBER, version + 1, weights.image, weights.digests, weights.fingerprint)
-        assert staged.ok, staged.error
+        staged = trainer.stage(link, weights, version + 1)
         with e.crowd(labels[0]) as crowd:
-            trainer.control.pause()
-            try:
+
+            def paused() -> None:
                 crowd.wait_still()
-                before = crowd.counts()
+                before.extend(crowd.counts())
                 if recompute:
                     trainer.control.drop_kv()
-                trainer.control.load(link.commit(staged).to_dict())
-                assert link.wait_applied(NUMBER, STEP_S).ok
-                trainer.control.finish(labels[1])
-            finally:
-                trainer.control.resume()
+
+            assert trainer.apply(link, staged, labels[1], paused).ok
             answers = crowd.end()
     assert_aborted(e, answers, labels)
     # Of the one whose answer comes whole it is not known whether it was at work when the pause

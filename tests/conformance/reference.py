@@ -1,15 +1,14 @@
 """What a model directory computes, by transformers in fp32 on the CPU; and its weights as a version
 image."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+from tests.rigs.trainer import manifest_of
 from titan_grpo.layout.image import fingerprint
-from titan_grpo.layout.manifest import Manifest
 from titan_grpo.sync.link import LinkOptions
 
 BLOCK_BYTES = 64 << 10
@@ -55,23 +54,21 @@ class Reference:
 
 
 class Weights:
-    """A model directory's tensors as a trainer would send them: an image in bfloat16, its digests,
-    and what it computes."""
+    """Tensors as a trainer would send them: an image in bfloat16, and its digests."""
 
-    def __init__(self, folder: Path, options: LinkOptions, run_id: str, rename: Any = str) -> None:
-        """``rename``: of a tensor's name, for sending what no server knows."""
-        tensors = {
-            rename(name): tensor.bfloat16()
-            for name, tensor in load_file(folder / "model.safetensors").items()
-        }
-        self.manifest = Manifest.build(
-            [(n, "bfloat16", tuple(t.shape)) for n, t in tensors.items()], BLOCK_BYTES
-        )
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], options: LinkOptions, run_id: str
+    ) -> None:
+        self.manifest = manifest_of(tensors, BLOCK_BYTES)
         self.image = torch.zeros(self.manifest.total_bytes, dtype=torch.uint8)
         for spec in self.manifest.tensors:
             self.image[spec.offset : spec.offset + spec.nbytes] = (
-                tensors[spec.name].flatten().view(torch.uint8)
+                tensors[spec.name].bfloat16().flatten().view(torch.uint8)
             )
-        image = self.image.numpy().data
-        self.digests = options.hashing(run_id).blocks(image, self.manifest)
+        self.digests = options.hashing(run_id).blocks(self.image.numpy().data, self.manifest)
         self.fingerprint = fingerprint(self.manifest.digest, self.digests)
+
+
+def renamed(folder: Path, rename: Callable[[str], str] = str) -> dict[str, torch.Tensor]:
+    """A model directory's tensors. ``rename``: of a name, for sending what no server knows."""
+    return {rename(name): t for name, t in load_file(folder / "model.safetensors").items()}

@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.conformance.commits import difference
 from tests.conformance.crowd import REQUEST_S, prompt
 from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest, assert_aborted, assert_sound
-from tests.conformance.reference import BLOCK_BYTES, Weights
+from tests.conformance.reference import BLOCK_BYTES, Weights, renamed
 from tests.rigs.trainer import SpoiledImages, Trainer
 from tests.rigs.watched_sync import WatchedSync
 from titan_grpo.config import WeightSync
@@ -66,7 +66,7 @@ class LaneTrainer:
     def make(self, seed: int, rename: Callable[[str], str] = str) -> tuple[Weights, Path]:
         """Weights to send, and the directory that says what they compute."""
         path = self.e.remake(seed, self.folder / f"{seed}")
-        return Weights(path, self.options, self.run_id, rename), path
+        return Weights(renamed(path, rename), self.options, self.run_id), path
 
     def start(self, manifest: Manifest) -> None:
         """The lane; it connects."""

@@ -86,7 +86,7 @@ def test_what_a_trainer_killed_half_way_through_a_streamed_version_left_the_next
     url, model = vllm.access.url, remake(61, tmp_path / "model")
     settings = Settings(str(model), [url], str(tmp_path / "run"), 1, apply="streamed")
     with TrainerProcess(replace(settings, guarded=False), tmp_path / "log", os.environ) as dead:
-        dead.hold(url, Point.EXTENT, 20)
+        dead.tell("hold", url, Point.EXTENT, 20)
         dead.wait(lambda event: event["event"] == "held_at", 180.0, "its twentieth bucket")
     with streaming.trainer(vllm) as run:
         weights, path = run.make(62)

@@ -35,15 +35,11 @@ def wanted_in(page: str, url: str) -> bool:
     return "titan_grpo_step " in page and lag in page
 
 
-@pytest.mark.parametrize("pack", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_kept_completions_have_the_trainers_log_probabilities(
-    runs: Runs, tmp_path: Path, pack: bool
-) -> None:
+def test_kept_completions_have_the_trainers_log_probabilities(runs: Runs, tmp_path: Path) -> None:
     replay = Replay(tmp_path / "replay.jsonl", 4, 4, 16).write(MANY)
     server = engineless_launcher(runs.model)(tmp_path / "server")
     out = tmp_path / "run"
-    packed = "--grpo.pack_sequences" if pack else "--grpo.no-pack_sequences"
-    arguments = [f"--training.steps={MANY}", "--rollout.sample_every=3", packed]
+    arguments = [f"--training.steps={MANY}", "--rollout.sample_every=3"]
     address = f"127.0.0.1:{free_port()}"
     arguments.append(f"--dashboards.metrics-address={address}")
 

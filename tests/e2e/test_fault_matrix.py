@@ -116,8 +116,8 @@ def test_a_server_that_shows_another_label_than_that_of_its_weights_is_caught(
             Act.REWRITE, "/finish_weight_update", {"weight_version": f"{trainer.run_id}:0:planted"}
         )
         # Held before it reads the label back: until it goes on, the server generates under it.
-        trainer.hold(victim.url, Point.RESUMED, 1)
-        trainer.go()
+        trainer.tell("hold", victim.url, Point.RESUMED, 1)
+        trainer.tell("go")
 
         def seen() -> set[str]:
             found.violations.clear()

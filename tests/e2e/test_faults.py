@@ -123,6 +123,8 @@ def test_one_of_two_servers_is_killed_and_training_goes_on_with_the_other(
             assert training.wait_until(lambda: holds_both(training.shown)), training.log
             second.signal(signal.SIGKILL)
             training.wait_step(training.step + 6)
+            failed = f"weight sync: {second.url}"
+            assert training.wait_until(lambda: any(failed in line for line in training.shown))
             training.stop()
     steps = [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")]
     assert steps == list(range(1, len(steps) + 1))

@@ -135,7 +135,7 @@ def test_an_update_under_64_running_requests_loses_none_and_makes_none_twice(
         site.driver.run(
             site.speak.generate([1, 40, 41], Sampling(max_tokens=4), WAIT_S)
         )  # behind them: they have begun
-        assert trainer.apply(link, staged, AFTER).ok
+        assert trainer.apply(link, staged, trainer.label(AFTER)).ok
         client.set_server(ServerState(witness.url, AFTER, False, trainer.label(AFTER)))
         bounds = bounds_of_all(client)
     assert bounds.count((BEFORE, AFTER)) >= GROUP, bounds

@@ -2,7 +2,6 @@
 alone, a sender that is struck in mid-transfer costs it nothing, and no exception leaves our weight
 loader, which would end it. All else: tests/e2e/test_engine_conformance.py."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conformance.commits import NUMBER, STEP_S, difference, sender
+from tests.conformance.commits import difference, sender
 from tests.conformance.crowd import REQUEST_S, prompt
 from tests.conformance.engine import (
     LENGTH,
@@ -23,6 +22,7 @@ from tests.conformance.engine import (
     remake,
 )
 from tests.e2e.conftest import Site
+from tests.rigs.census import cpu_seconds, in_group
 from tests.rigs.present import present
 from titan_grpo.engines.generation import Sampling
 from titan_grpo.engines.launch import Server, ServerSpec
@@ -33,27 +33,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 IDLE_S, TRIES = 3.0, 5
 
 
-def processes(group: int) -> list[psutil.Process]:
-    """The processes of a group that have not ended."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return found
-
-
-def cpu_seconds(group: int) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in processes(group))
-
-
 def test_its_keys_are_in_no_command_line_and_in_no_file_that_others_can_read(
     sglang_site: Site,
 ) -> None:
     spec = sglang_site.server.spec
-    shown = [" ".join(process.cmdline()) for process in processes(sglang_site.server.group)]
+    shown = [" ".join(process.cmdline()) for process in in_group(sglang_site.server.group)]
     assert len(shown) >= 3, "HTTP server, scheduler, detokenizer"
     files = [
         path
@@ -161,10 +145,7 @@ def test_a_load_that_raises_half_way_is_reported_and_the_next_version_is_whole(
         with sender(e) as trainer:
             weights, _ = trainer.make(1)
             with trainer.link(weights) as link:
-                staged = trainer.stage(link, weights, 1)
-                trainer.control.pause()
-                trainer.control.load(link.commit(staged).to_dict())
-                applied = link.wait_applied(NUMBER, STEP_S)
+                applied = trainer.load(link, trainer.stage(link, weights, 1))
             assert not applied.ok
             assert not applied.intact
             assert "planted in the middle of a load" in applied.error

@@ -144,10 +144,10 @@ class Bench:
         """Hold the victim's lane at the case's point, or another one; what it says there."""
         trainer, point = self.trainer, point or result.case.point
         since = trainer.mark()
-        trainer.hold(self.site.victim.url, point, result.case.occurrence)
+        trainer.tell("hold", self.site.victim.url, point, result.case.occurrence)
         at = trainer.await_event(lambda e: e["event"] == "held_at", REACH_S, since)
         if at is None:
-            trainer.forget()
+            trainer.tell("forget")
             raise RunFailed(
                 f"the lane did not come to {point.value} within {REACH_S:g} s: {trainer.tail()}"
             )
@@ -275,13 +275,13 @@ class Bench:
     @contextmanager
     def quiet(self, trainer: TrainerProcess) -> Iterator[int]:
         """No further versions; the newest one, once both servers hold it or have had their time."""
-        trainer.publish(False)
+        trainer.tell("publish", False)
         try:
             newest = int(trainer.report()["newest"])
             wait_until(lambda: self._all_hold(trainer, newest), SETTLE_S, 0.1)
             yield newest
         finally:
-            trainer.publish(True)
+            trainer.tell("publish", True)
 
     def at_rest(self, result: Result, trainer: TrainerProcess, mark: Mark) -> None:
         """Stop publishing, wait until both servers hold the newest version, and look whether

@@ -116,7 +116,7 @@ def _as_restarted(spare: Instance) -> None:
 
 def _kill_receiver(scene: Scene) -> Struck:
     send(scene.victim.receiver_pid(), signal.SIGKILL)
-    scene.trainer.go()
+    scene.trainer.tell("go")
     return Struck(time.monotonic())
 
 
@@ -125,7 +125,7 @@ def _freeze(scene: Scene) -> Struck:
     for pid in pids:
         send(pid, signal.SIGSTOP)
     try:
-        scene.trainer.go()
+        scene.trainer.tell("go")
         scene.bench.run_on(time.monotonic() + scene.bench.deadline_s + OVER_S)
         wrong = [] if scene.case.who is Who.RECEIVER else _noticed(scene)
     finally:
@@ -152,7 +152,7 @@ def _kill(scene: Scene) -> Struck:
     seat.instance.expected_dead = True
     for pid in scene.pids():
         send(pid, signal.SIGKILL)
-    scene.trainer.go()
+    scene.trainer.tell("go")
     scene.bench.run_on(time.monotonic() + max(DEAD_S, scene.bench.deadline_s + OVER_S))
     until = time.monotonic()
     wrong = _noticed(scene)
@@ -165,7 +165,7 @@ def _call(scene: Scene) -> Struck:
     proxy, case = scene.bench.site.victim.proxy, scene.case
     if not case.call:
         since = scene.trainer.mark()
-        scene.trainer.go("cut", pid=scene.victim.receiver_pid())
+        scene.trainer.tell("go", "cut", scene.victim.receiver_pid())
         cut = scene.trainer.await_event(lambda e: e["event"] == "cut", REACH_S, since)
         wrong = (
             [] if cut is not None and cut["connections"] else ["no connection was there to be cut"]
@@ -174,16 +174,16 @@ def _call(scene: Scene) -> Struck:
     idle = case.point is Point.HELD
     if idle:
         # the next call is the look of an idle lane only if no version follows
-        scene.trainer.publish(False)
+        scene.trainer.tell("publish", False)
     before = len(proxy.struck)
     proxy.script(ACTS[case.kind], case.call)
-    scene.trainer.go()
+    scene.trainer.tell("go")
     met = wait_until(lambda: len(proxy.struck) > before, IDLE_S)
     proxy.clear()
     lasts = scene.bench.deadline_s if case.kind is Kind.SILENCE else 0.0
     scene.bench.run_on(time.monotonic() + lasts)
     if idle:
-        scene.trainer.publish(True)
+        scene.trainer.tell("publish", True)
     return Struck(
         time.monotonic(),
         violations=[] if met else [f"{case.call} was not called within {IDLE_S:g} s"],
@@ -193,7 +193,7 @@ def _call(scene: Scene) -> Struck:
 def _refuse(scene: Scene) -> Struck:
     proxy = scene.bench.site.victim.proxy
     proxy.shut()
-    scene.trainer.go()
+    scene.trainer.tell("go")
     scene.bench.run_on(time.monotonic() + REFUSED_S)
     proxy.open()
     return Struck(time.monotonic())
@@ -201,8 +201,8 @@ def _refuse(scene: Scene) -> Struck:
 
 def _corrupt(scene: Scene) -> Struck:
     before = scene.trainer.report()["digest_mismatches"]
-    scene.trainer.spoil(scene.bench.site.victim.url, last=scene.case.point is Point.EXTENT)
-    scene.trainer.go()
+    scene.trainer.tell("spoil", scene.bench.site.victim.url, scene.case.point is Point.EXTENT)
+    scene.trainer.tell("go")
     seen = wait_until(lambda: scene.trainer.report()["digest_mismatches"] > before, SETTLE_S)
     return Struck(
         time.monotonic(), violations=[] if seen else ["the corrupted block was not noticed"]
@@ -212,13 +212,13 @@ def _corrupt(scene: Scene) -> Struck:
 def _length(scene: Scene) -> Struck:
     trainer, case = scene.trainer, scene.case
     if case.point is Point.EXTENT:
-        trainer.go("fail")
+        trainer.tell("go", "fail")
         return Struck(time.monotonic())
     bucket = int(trainer.settings.bucket_bytes * LENGTHS[case.variant])
     since = trainer.mark()
     hello = CALLS[scene.victim.engine][Point.GREET][""]
     scene.bench.site.victim.proxy.script(Act.REWRITE, hello, {"bucket_bytes": bucket})
-    trainer.go()
+    trainer.tell("go")
     url = scene.bench.site.victim.url
     met = trainer.await_event(
         lambda e: e["event"] == "error" and url in e["message"], SETTLE_S, since
@@ -234,17 +234,17 @@ def _old(scene: Scene) -> Struck:
     assert spare is not None
     idle = scene.case.point is Point.HELD
     if idle:
-        scene.trainer.publish(False)
+        scene.trainer.tell("publish", False)
     # a restart ends the receiver too
     send(seat.instance.receiver_pid(), signal.SIGKILL)
     seat.swap(spare)
-    scene.trainer.go()
+    scene.trainer.tell("go")
     lifted = time.monotonic()
     if idle:
         noticed = wait_until(
             lambda: bool(spare.commits) and spare.commits[-1].run_id == scene.trainer.run_id, IDLE_S
         )
-        scene.trainer.publish(True)
+        scene.trainer.tell("publish", True)
         wrong = (
             [] if noticed else ["an idle lane did not notice that its server holds other weights"]
         )
@@ -257,7 +257,7 @@ def _other(scene: Scene) -> Struck:
     assert spare is not None
     had = len(spare.commits)
     own = seat.swap(spare)
-    scene.trainer.go()
+    scene.trainer.tell("go")
     scene.bench.run_on(time.monotonic() + max(REJECT_S, scene.bench.deadline_s))
     taken = [c for c in spare.commits[had:] if c.ok]
     wrong = [f"another model was given version {c.version}" for c in taken] + _noticed(scene)

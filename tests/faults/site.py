@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from tests.faults.judge import Sample
 from tests.rigs.census import descendants
+from tests.rigs.interpreter import wrapper
 from tests.rigs.proxy import Proxy, address_of
 from tests.rigs.server_handle import ServerProcess
 from tests.rigs.trainer import digests
@@ -84,10 +85,8 @@ def launcher(
 
     def launch(folder: Path) -> Process:
         folder.mkdir(parents=True, exist_ok=True)
-        wrapper = folder / "python"
-        wrapper.write_text(f'#!/bin/sh\nexec {inside} nice -n {NICE} {python} "$@"\n')
-        wrapper.chmod(0o755)
-        spec = server_spec(str(wrapper.resolve()), model, folder, devices, engine=engine)
+        inner = wrapper(folder / "python", *inside.split(), "nice", "-n", NICE, python)
+        spec = server_spec(inner, model, folder, devices, engine=engine)
         # a free port of another host cannot be asked for from here
         return Server(replace(spec, host=host, port=random.randrange(*PORTS) if inside else 0))
 

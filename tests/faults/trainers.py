@@ -95,7 +95,7 @@ def _freeze(bench: Bench, result: Result) -> None:
     finally:
         trainer.signal(signal.SIGCONT)
     lifted = time.monotonic()
-    trainer.go()
+    trainer.tell("go")
     # the step in which it was frozen is as long as the freeze, and is not judged; its other lane
     # was frozen too, and fenced if it was in a commit
     bench.judge_both(result, trainer, before, lifted)
@@ -112,7 +112,7 @@ def _sync(bench: Bench, result: Result) -> None:
     bench.hold(result)
     pid, since, struck_s = trainer.sync_pid, trainer.mark(), time.monotonic()
     send(pid, signal.SIGKILL if killed else signal.SIGSTOP)
-    trainer.go()
+    trainer.tell("go")
     try:
         stood_s = 0.2 if killed else bench.deadline_s + OVER_S
         bench.run_on(struck_s + stood_s)
@@ -148,7 +148,7 @@ def _zombie(bench: Bench, result: Result) -> None:
             result.violations.append(f"the later run did not get the server within {SETTLE_S:g} s")
         before = bench.window()
         zombie.signal(signal.SIGCONT)
-        zombie.go()
+        zombie.tell("go")
         woken = time.monotonic()
         bench.run_on(woken + LINGER_S)
         bench.judge_time(result, after, before, (woken, time.monotonic()))
@@ -183,7 +183,7 @@ def _end(bench: Bench, result: Result) -> None:
     engine = victim.instance.engine_pid()
     send(engine, signal.SIGSTOP)
     try:
-        trainer.go()
+        trainer.tell("go")
         stopped_s = time.monotonic()
         ended = trainer.stop()
     finally:

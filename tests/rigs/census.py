@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 PROC = Path("/proc")
 KIB = 1024
 
@@ -97,6 +99,25 @@ def descendants(pid: int) -> list[int]:
         found += below
         ahead += below
     return sorted(found)
+
+
+def in_group(group: int) -> list[psutil.Process]:
+    """The processes of a group that have not ended."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def cpu_seconds(group: int) -> float:
+    """Processor seconds of all processes of a group, up to now."""
+    total = 0.0
+    for process in in_group(group):
+        with suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:2])
+    return total
 
 
 def shm_of(pid: int) -> set[str]:

@@ -1,8 +1,10 @@
 """Code in an interpreter of its own."""
 
 import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 DEADLINE_S = 240.0
 
@@ -20,3 +22,11 @@ def python(
         timeout=DEADLINE_S,
         check=False,
     )
+
+
+def wrapper(path: Path, *command: str) -> str:
+    """A program that runs ``command`` with its own arguments behind: an interpreter inside another
+    command (in a namespace, say). Its path."""
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    path.chmod(0o755)
+    return str(path.resolve())

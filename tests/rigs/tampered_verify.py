@@ -7,31 +7,24 @@ trainer or a torn load would: the server itself is healthy, its label wrong.
 
 import os
 import sys
-import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.conformance.commits import STEP_S, Sender
 from titan_grpo.commands import verify
 from titan_grpo.commands.processes import in_foreground
 from titan_grpo.commands.verify_runs import PhaseRuns
 from titan_grpo.commands.verify_runs import verify as verified
-from titan_grpo.config import WeightSync
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.server import AUTO, make_control
 from titan_grpo.errors import TransferFailed
-from titan_grpo.layout.image import SharedImage, fingerprint
-from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.messages import TCP, new_run_id
 from titan_grpo.runkey import Key
-from titan_grpo.sync.link import LaneLink, LinkOptions
 from titan_grpo.verify.outcome import Made
 from titan_grpo.verify.prober import Prober
-
-DEADLINE_S = 60.0
-BLOCK_BYTES = 256 << 10
 
 
 def torn(old: Path, new: Path) -> dict[str, torch.Tensor]:
@@ -49,35 +42,12 @@ def commit_foreign(
 
     A sender without the server's run key would be refused: this one has it.
     """
-    entries = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()]
-    manifest = Manifest.build(entries, BLOCK_BYTES)
-    run_id = new_run_id(time.time())
-    config = WeightSync(bucket_bytes=4 << 20, lane_deadline_s=DEADLINE_S)
-    options = LinkOptions(config, TCP, "127.0.0.1", run_key=run_key)
-    link = LaneLink(run_id, 1, manifest, options)
-    control = make_control(AUTO, ServerAccess(url, DEADLINE_S))
-    label = control.label()
-    with SharedImage.create(manifest.total_bytes, "titan_grpo tamper") as image:
-        bytes_ = image.tensor()
-        for spec in manifest.tensors:
-            bytes_[spec.offset : spec.offset + spec.nbytes] = (
-                tensors[spec.name].contiguous().flatten().view(torch.uint8)
-            )
-        digests = options.hashing(run_id).blocks(image.buffer, manifest)
-        try:
-            control.greet(link.open().to_dict())
-            link.wait_joined(DEADLINE_S)
-            link.send_manifest()
-            staged = link.send(1, version, bytes_, digests, fingerprint(manifest.digest, digests))
-            control.pause()
-            control.load(link.commit(staged).to_dict())
-            applied = link.wait_applied(1, DEADLINE_S)
-            control.finish(label)
-            control.resume()
-            link.bye(DEADLINE_S)
-        finally:
-            link.close()
-            control.close()
+    with closing(make_control(AUTO, ServerAccess(url, STEP_S))) as control:
+        sender, label = Sender(control, run_key), control.label()
+        weights = sender.weights(tensors)
+        with sender.link(weights) as link:
+            applied = sender.apply(link, sender.stage(link, weights, version), label)
+            link.bye(STEP_S)
     if not applied.ok:
         raise TransferFailed(f"the foreign version {version} was refused: {applied.error}")
 

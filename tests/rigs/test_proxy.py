@@ -88,28 +88,3 @@ def test_a_value_in_the_body_can_be_replaced_wherever_it_is(
     proxy.script(Act.REWRITE, "/x", {"bytes": 7})
     driver.run(call(body={"info": {"bytes": 1, "other": 2}}))
     assert server.got == [{"info": {"bytes": 7, "other": 2}}]
-
-
-def test_a_shut_proxy_refuses_and_an_opened_one_serves_on_the_same_port(
-    server: Counting, proxy: Proxy, driver: SyncDriver
-) -> None:
-    assert driver.run(call()) == 1
-    proxy.shut()
-    with pytest.raises(ServerUnreachable):
-        driver.run(call())
-    proxy.open()
-    assert driver.run(call()) == 2
-
-
-def test_another_server_can_take_over_the_url(
-    server: Counting, proxy: Proxy, driver: SyncDriver
-) -> None:
-    driver.run(call())
-    with closing(Counting()) as second:
-        proxy.aim(second.address)
-        # a cut connection may be met once, as when a load balancer moves
-        try:
-            driver.run(call())
-        except ServerUnreachable:
-            driver.run(call())
-        assert (len(server.got), bool(second.got)) == (1, True)

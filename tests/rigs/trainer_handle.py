@@ -1,6 +1,7 @@
 """The owner's side of ``trainer_process``: starts it, reads its events, tells it what to do,
 signals it."""
 
+import json
 import os
 import signal
 import threading
@@ -11,11 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.rigs.trainer_process import QUIET_S, SEND_S, Settings
-from titan_grpo.errors import PeerError, TitanGrpoError
-from titan_grpo.protocol.lane import Point
+from tests.rigs.trainer_process import Settings
+from titan_grpo.errors import TitanGrpoError
 from titan_grpo.subprocesses import start_module, wait_process
-from titan_grpo.unix_rpc import Channel
+from titan_grpo.unix_rpc import Pipe
 
 START_S = 150.0
 ANSWER_S = 60.0
@@ -53,7 +53,11 @@ class Step:
 
 
 class TrainerProcess:
-    """A running trainer. A context manager: it is gone at the end, also if it is frozen."""
+    """A running trainer. A context manager: it is gone at the end, also if it is frozen.
+
+    ``tell`` calls a method of trainer_process.Run there, and never waits. A trainer that has ended
+    says nothing more: who waits for what it was told to do learns it.
+    """
 
     def __init__(self, settings: Settings, log: Path, env: Mapping[str, str]) -> None:
         self.settings = settings
@@ -66,12 +70,16 @@ class TrainerProcess:
         few = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         with log.open("ab") as file:
             self._process, sock = start_module(
-                "tests.rigs.trainer_process", env={**env, **few}, stderr=file
+                "tests.rigs.trainer_process",
+                json.dumps(asdict(settings)),
+                env={**env, **few},
+                stderr=file,
             )
-        self._channel = Channel(sock)
+        self._pipe = Pipe(sock, self)
+        self._pipe.start()
+        self.tell = self._pipe.post
         self._reader = threading.Thread(target=self._read, name="trainer's events", daemon=True)
         self._reader.start()
-        self._send(asdict(settings))
 
     @property
     def pid(self) -> int:
@@ -173,31 +181,11 @@ class TrainerProcess:
 
     # What it is told.
 
-    def hold(self, url: str, point: Point, occurrence: int) -> None:
-        """Hold a lane there."""
-        self._send({"do": "hold", "url": url, "point": point.value, "occurrence": occurrence})
-
-    def go(self, how: str = "continue", **details: Any) -> None:
-        """Let the held lane go on."""
-        self._send({"do": "go", "with": how} | details)
-
-    def forget(self) -> None:
-        """Hold nothing that is not held yet."""
-        self._send({"do": "forget"})
-
-    def spoil(self, url: str, last: bool) -> None:
-        """Have the next transfer to a server carry a wrong byte, in the last or first tensor."""
-        self._send({"do": "spoil", "url": url, "last": last})
-
-    def publish(self, on: bool) -> None:
-        """Whether it publishes versions."""
-        self._send({"do": "publish", "on": on})
-
     def report(self) -> Event:
         """The ledger now."""
         self._asked += 1
         number, since = self._asked, self.mark()
-        self._send({"do": "report", "number": number})
+        self.tell("report", number)
         return self.wait(
             lambda e: e["event"] == "report" and e["number"] == number,
             ANSWER_S,
@@ -208,7 +196,7 @@ class TrainerProcess:
     def stop(self) -> Event:
         """Have it flush and end; what it says about that."""
         since = self.mark()
-        self._send({"do": "stop"})
+        self.tell("stop")
         return self.wait(lambda e: e["event"] == "ended", END_S, "its end", since)
 
     def signal(self, number: int) -> None:
@@ -231,24 +219,19 @@ class TrainerProcess:
         self.signal(signal.SIGCONT)
         self.kill()
         self._reader.join(ANSWER_S)
-        self._channel.close()
+        self._pipe.close()
 
-    def _send(self, command: Mapping[str, Any]) -> None:
-        try:
-            self._channel.send(command, SEND_S)
-        except PeerError as error:
-            raise RunFailed(f"the trainer has ended: {self.tail()}") from error
+    def said(self, event: Event) -> None:
+        """What the trainer calls."""
+        with self._changed:
+            self.events.append(event)
+            self._changed.notify_all()
 
     def _read(self) -> None:
-        try:
-            while (event := self._channel.receive(QUIET_S)) is not None:
-                with self._changed:
-                    self.events.append(event)
-                    self._changed.notify_all()
-        finally:
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
+        self._pipe.receive()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
 
 
 def wait_until(holds: Callable[[], bool], timeout_s: float, poll_s: float = 0.05) -> bool:

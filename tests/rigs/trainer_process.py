@@ -1,18 +1,18 @@
-"""A light, real trainer as a process, driven by JSON lines over a socket
-(trainer_handle.TrainerProcess).
+"""A light, real trainer as a process, driven over a pipe by its owner
+(trainer_handle.TrainerProcess), who calls the methods of ``Run``.
 
 Real are the images, the snapshotter, and the sync process with slots, sealer, lanes and their
 deadlines; the training step is a fixed amount of arithmetic, and every version's weights follow
 from its number (content.weights). It decides nothing: what happens at which point comes in, what
 happened goes out."""
 
+import json
 import os
-import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,14 @@ from tests.rigs.trainer import SpoiledImages, Trainer, manifest_of, weights
 from tests.rigs.watched_sync import WatchedSync
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
-from titan_grpo.errors import PeerError, TitanGrpoError, TransferFailed
+from titan_grpo.errors import TitanGrpoError, TransferFailed
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.lane import LaneEvent, Point
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.subprocesses import end_with_parent
 from titan_grpo.sync.lanes import SyncOptions
-from titan_grpo.unix_rpc import Channel
+from titan_grpo.unix_rpc import Pipe
 
 SIDE = 384
 """Rows and columns of the step's matrices."""
@@ -40,10 +40,7 @@ BATCH = 10
 """Steps per message."""
 
 SEND_S = 60.0
-"""Deadline of one message, in seconds."""
-
-QUIET_S = 3600.0
-"""Longest time without a command, in seconds; the socket's end ends the wait before."""
+"""Deadline of the last messages, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +93,8 @@ class Settings:
 HOLD_S = 120.0
 """Longest time that a lane is held, in seconds: whoever asked for it may have gone."""
 
-Emit = Callable[[Mapping[str, Any]], None]
-Strike = Callable[[Mapping[str, Any]], None]
-"""Does what ``go`` asks for in the lane's thread."""
+Say = Callable[..., None]
+"""Tells the owner of an event: its kind, and its values by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,38 +116,44 @@ class Holder:
     """Observer of a fault run's lanes. Decides nothing: it stops where it is told, says so, and
     waits."""
 
-    def __init__(self, emit: Emit, strike: Strike) -> None:
-        self._emit, self._strike = emit, strike
+    def __init__(self, say: Say, cut: Callable[[int], None]) -> None:
+        """``cut`` ends the connections to a process."""
+        self._say, self._cut = say, cut
         self._changed = threading.Condition()
         self._wanted: Wanted | None = None
         self._passed = 0
-        self._answer: Mapping[str, Any] | None = None
+        self._answer: tuple[str, int] | None = None
 
     def want(self, wanted: Wanted | None) -> None:
         """Watch for it; None: for nothing. Any thread."""
         with self._changed:
             self._wanted, self._passed, self._answer = wanted, 0, None
 
-    def go(self, answer: Mapping[str, Any]) -> None:
-        """Let the held lane go on as ``answer["with"]`` says. Any thread."""
+    def go(self, how: str, pid: int) -> None:
+        """Let the held lane go on. Any thread."""
         with self._changed:
-            self._answer = answer
+            self._answer = how, pid
             self._changed.notify_all()
 
     def __call__(self, passing: LaneEvent) -> None:
         """See protocol.lane.Observer; here it blocks, which only a fault run may."""
         if not self._due(passing):
             return
-        self._emit(
-            {"event": "held_at", "point": passing.point.value, "url": passing.url} | _of(passing)
+        self._say(
+            "held_at",
+            point=passing.point.value,
+            url=passing.url,
+            epoch=passing.epoch,
+            version=passing.version,
+            run_id=passing.run_id,
         )
         with self._changed:
             self._changed.wait_for(lambda: self._answer is not None, HOLD_S)
-            answer, self._answer = self._answer or {"with": "continue"}, None
-        if answer["with"] == "fail":
+            (how, pid), self._answer = self._answer or ("continue", 0), None
+        if how == "fail":
             raise TransferFailed("planted: the transfer ends here")
-        if answer["with"] != "continue":
-            self._strike(answer)
+        if how == "cut":
+            self._cut(pid)
 
     def _due(self, passing: LaneEvent) -> bool:
         with self._changed:
@@ -167,39 +169,11 @@ class Holder:
             return True
 
 
-def _of(passing: LaneEvent) -> dict[str, Any]:
-    return {"epoch": passing.epoch, "version": passing.version, "run_id": passing.run_id}
-
-
-class Out:
-    """Events, sent by a thread of its own: a full socket must not stop a step or a lane."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._events: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
-        self._channel = channel
-        self._thread = threading.Thread(target=self._run, name="out", daemon=True)
-        self._thread.start()
-
-    def __call__(self, event: Mapping[str, Any]) -> None:
-        """Queue one event, with the time."""
-        self._events.put({"t": time.monotonic()} | dict(event))
-
-    def close(self) -> None:
-        """Send what is queued."""
-        self._events.put(None)
-        self._thread.join(SEND_S)
-
-    def _run(self) -> None:
-        # no deadline: close() ends it, and the thread is a daemon
-        while (event := self._events.get()) is not None:
-            self._channel.send(event, SEND_S)
-
-
 class SendRecorder(Recorder):
     """A recorder that also tells how long each transfer to each server took."""
 
-    def __init__(self, folder: str, out: Out) -> None:
-        self._out = out
+    def __init__(self, folder: str, say: Say) -> None:
+        self._say = say
         super().__init__(folder)
 
     def add_span(
@@ -208,26 +182,18 @@ class SendRecorder(Recorder):
         """See Recorder."""
         super().add_span(name, start_s, stop_s, track, **args)
         if name == names.SEND_S and track is not None:
-            self._out({"event": "send", "url": track, "seconds": stop_s - start_s})
+            self._say("send", url=track, seconds=stop_s - start_s)
 
 
 class LedgerObserver:
     """server_set.ServerObserver: the ledger's changes as events."""
 
-    def __init__(self, out: Out) -> None:
-        self._out = out
+    def __init__(self, say: Say) -> None:
+        self._say = say
 
     def set_server(self, state: ServerState) -> None:
         """See ServerObserver."""
-        self._out(
-            {
-                "event": "server",
-                "url": state.url,
-                "held": state.version,
-                "accepting": state.accepting,
-                "label": state.label,
-            }
-        )
+        self._say("server", url=state.url, held=state.version)
 
     def remove_server(self, url: str) -> None:
         """No server leaves."""
@@ -277,31 +243,31 @@ class Step:
 
 
 class Run:
-    """The main thread trains; a thread reads commands."""
+    """The main thread trains; a thread performs the owner's calls."""
 
-    def __init__(self, settings: Settings, channel: Channel, out: Out) -> None:
-        self._s, self._channel, self._out = settings, channel, out
+    def __init__(self, settings: Settings, sock: socket.socket) -> None:
+        self._s, self._pipe = settings, Pipe(sock, self)
         self._device = torch.device(settings.device)
         loaded = load_file(Path(settings.model) / "model.safetensors", device=settings.device)
         self._base = {name: t.float() for name, t in loaded.items()}
         self._masters = {name: t.clone() for name, t in self._base.items()}
-        self._holder = Holder(out, self._cut)
+        self._holder = Holder(self._say, lambda pid: self._sync.post("cut", pid))
         config = settings.config
         manifest = manifest_of(self._base, config.block_bytes, config.wire_dtype)
         self._trainer = Trainer(
             manifest,
             config,
-            SendRecorder(settings.run_dir, out),
+            SendRecorder(settings.run_dir, self._say),
             SyncOptions(
                 urls=settings.urls,
                 engine=settings.engine,
-                observer=LedgerObserver(out),
+                observer=LedgerObserver(self._say),
                 device=self._device,
                 guarded=settings.guarded,
                 look_s=settings.look_s,
                 tamper=SpoiledImages,
             ),
-            sync=partial(WatchedSync, watch=self._holder, points=(), say=out),
+            sync=partial(WatchedSync, watch=self._holder, points=(), say=self._say),
         )
         self._sync: WatchedSync = self._trainer.worker  # type: ignore[assignment]
         self._publishing, self._published = True, 0
@@ -311,21 +277,22 @@ class Run:
         self._newest = -1
         self._errors: list[str] = []
 
+    def _say(self, kind: str, **values: Any) -> None:
+        """Any thread; never waits."""
+        self._pipe.post("said", {"event": kind, "t": time.monotonic()} | values)
+
     def run(self) -> None:
         """Train until told to stop, then flush and close, and say how long that took."""
         trainer, settings = self._trainer, self._s
         clock = ThreadClock()
         step = Step(settings.step_s, self._device)
+        self._pipe.start()
         trainer.start()
-        self._out(
-            {
-                "event": "started",
-                "pid": os.getpid(),
-                "sync_pid": self._sync.pid,
-                "run_id": trainer.run_id,
-                "image_bytes": trainer.manifest.total_bytes,
-                "settings": asdict(settings),
-            }
+        self._say(
+            "started",
+            sync_pid=self._sync.pid,
+            run_id=trainer.run_id,
+            image_bytes=trainer.manifest.total_bytes,
         )
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
         version, rows = 0, []
@@ -341,7 +308,7 @@ class Run:
                 (time.monotonic(), seconds, after[1] - before[1], blocked, after[0] - before[0])
             )
             if len(rows) == BATCH:
-                self._out({"event": "steps", "rows": rows})
+                self._say("steps", rows=rows)
                 rows = []
             self._stopping.wait(self._s.rest_s)
         self._finish()
@@ -363,10 +330,10 @@ class Run:
         if published:
             self._newest, self._published = version, self._published + 1
             self._publishing = self._published not in self._s.calm
-            self._out({"event": "published", "version": version, "count": self._published})
+            self._say("published", version=version, count=self._published)
         if error is not None:
             self._errors.append(str(error))
-            self._out({"event": "error", "message": str(error)})
+            self._say("error", message=str(error))
         return blocked
 
     def _finish(self) -> None:
@@ -374,65 +341,64 @@ class Run:
         held = self._trainer.worker.flush(self._newest, self._s.shutdown_s)
         flushed = time.monotonic()
         self._trainer.close()
-        spent = {"flush_s": flushed - begin, "lanes_s": time.monotonic() - flushed}
-        self._out({"event": "ended", "held": held, "newest": self._newest} | spent)
+        lanes_s = time.monotonic() - flushed
+        self._say("ended", held=held, newest=self._newest, flush_s=flushed - begin, lanes_s=lanes_s)
+        self._pipe.close(SEND_S)
 
     def _listen(self) -> None:
-        try:
-            while (command := self._channel.receive(QUIET_S)) is not None:
-                self._obey(command)
-        except PeerError:
-            pass
+        self._pipe.receive()
         if not self._stopping.is_set():
             os._exit(3)  # whoever drives this run is gone
 
-    def _obey(self, command: Mapping[str, Any]) -> None:
-        match command["do"]:
-            case "hold":
-                wanted = Wanted(command["url"], Point(command["point"]), int(command["occurrence"]))
-                self._holder.want(wanted)
-                self._sync.watch_at(wanted.url, {wanted.point, Point.BEGIN})
-            case "go":
-                self._holder.go(command)
-            case "forget":
-                self._holder.want(None)
-            case "spoil":
-                spec = self._trainer.manifest.tensors[-1 if command["last"] else 0]
-                self._sync.post("spoil", command["url"], spec.offset)
-            case "publish":
-                with self._turn:
-                    self._publishing = command["on"]
-            case "report":
-                self._out({"event": "report", "number": command["number"]} | self._report())
-            case "stop":
-                self._stopping.set()
+    # What the owner calls.
 
-    def _report(self) -> dict[str, Any]:
+    def hold(self, url: str, point: Point, occurrence: int) -> None:
+        """Hold a lane there."""
+        self._holder.want(Wanted(url, point, occurrence))
+        self._sync.watch_at(url, {point, Point.BEGIN})
+
+    def go(self, how: str = "continue", pid: int = 0) -> None:
+        """Let the held lane go on: "continue", "fail" its transfer, or "cut" what connects it with
+        process ``pid``."""
+        self._holder.go(how, pid)
+
+    def forget(self) -> None:
+        """Hold nothing that is not held yet."""
+        self._holder.want(None)
+
+    def spoil(self, url: str, last: bool) -> None:
+        """Have the next transfer to a server carry a wrong byte, in the last or first tensor."""
+        self._sync.post("spoil", url, self._trainer.manifest.tensors[-1 if last else 0].offset)
+
+    def publish(self, on: bool) -> None:
+        """Whether it publishes versions."""
+        with self._turn:
+            self._publishing = on
+
+    def report(self, number: int) -> None:
+        """Say what the ledger is now."""
         servers = {
             url: {"standing": e.standing.value, "held": e.held, "incoming": e.incoming}
             for url, e in self._trainer.servers.entries().items()
         }
         mismatches = self._trainer.recorder.history().totals.get(names.DIGEST_MISMATCHES, 0)
-        return {
-            "servers": servers,
-            "newest": self._newest,
-            "digest_mismatches": mismatches,
-            "errors": self._errors[-3:],
-        }
+        self._say(
+            "report",
+            number=number,
+            servers=servers,
+            newest=self._newest,
+            digest_mismatches=mismatches,
+            errors=self._errors[-3:],
+        )
 
-    def _cut(self, answer: Mapping[str, Any]) -> None:
-        self._sync.post("cut", int(answer["pid"]))
+    def stop(self) -> None:
+        """Flush and end."""
+        self._stopping.set()
 
 
-def main(sock: socket.socket, _: int) -> None:
-    """The first message is the settings."""
-    channel = Channel(sock)
+def main(sock: socket.socket, _: int, settings: str) -> None:
+    """``settings``: as JSON."""
     end_with_parent()  # a process that is stopped does not read the end of its socket
-    first = channel.receive(QUIET_S)
-    if first is None:
-        return  # the owner had ended before
     torch.set_num_threads(1)
-    out = Out(channel)
-    Run(Settings(**first), channel, out).run()
-    out.close()
+    Run(Settings(**json.loads(settings)), sock).run()
     os._exit(0)

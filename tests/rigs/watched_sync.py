@@ -4,7 +4,7 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -36,11 +36,12 @@ class WatchedSync(SyncProcess):
         *assembly: Any,
         watch: Observer,
         points: Iterable[Point] = Point,
-        say: Callable[[Mapping[str, Any]], object] = len,
+        say: Callable[..., object] = lambda *_, **__: None,
         note: Callable[[LaneEvent, float], object] = lambda *_: None,
     ) -> None:
         """``watch`` is called for every lane's ``points``, on a thread of its own; the lane waits
-        for it, and a PeerError is met as if the server had failed. ``say`` gets events. ``note``
+        for it, and a PeerError is met as if the server had failed. ``say`` gets the kind and the
+        values of events. ``note``
         gets every point and when it was passed (monotonic clock); no lane waits for that."""
         self._watch, self._say, self.passed = watch, say, note
         self._points = "", frozenset(points)
@@ -68,12 +69,12 @@ class WatchedSync(SyncProcess):
 
     def connecting(self, url: str, epoch: int) -> None:
         """See SyncProcess."""
-        self._say({"event": "connecting", "url": url, "sync_pid": self.pid})
+        self._say("connecting", url=url, sync_pid=self.pid)
         super().connecting(url, epoch)
 
     def cut(self, connections: int) -> None:
         """So many were cut."""
-        self._say({"event": "cut", "connections": connections})
+        self._say("cut", connections=connections)
 
 
 class WatchedMain(Main):

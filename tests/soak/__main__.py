@@ -1,13 +1,10 @@
-"""Soak: many versions, two servers, random faults. ``python -m tests.soak.__main__ --versions
-1000``.
+"""Soak: many versions, two servers, random faults. ``scripts/soak.sh --versions 1000``.
 
 One trainer process with the real slots, sealer, lanes and snapshots around a small model; two
 engine-less server processes (tests.rigs.server_process) with real HTTP and real receivers. Faults
 come from a seeded schedule; between two windows of versions they rest, and everything is measured.
 Memory is judged in long runs only. The exit status is 1 if any figure is not as demanded."""
 
-import argparse
-import json
 import logging
 import shutil
 import sys
@@ -17,8 +14,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from scripts.common import options_of, positive, write_json
 from tests.rigs.server_handle import ServerProcess
 from tests.soak.faults import Kind
 from tests.soak.judge import Verdict, judge, record
@@ -26,39 +24,22 @@ from tests.soak.run import NAMES, Options, Soak
 from titan_grpo.errors import TitanGrpoError
 
 
-class Parser(argparse.ArgumentParser):
-    """Bad arguments are one line and exit status 2."""
-
-    def error(self, message: str) -> NoReturn:
-        """See argparse."""
-        self.exit(2, f"soak: {message}\n")
-
-
-def parse(argv: Sequence[str]) -> tuple[Options, str]:
-    """(what to run, path of the JSON file or empty)."""
-    parser = Parser(
-        prog="soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse(argv: Sequence[str]) -> tuple[Options, Path | None]:
+    """(what to run, path of the JSON file). Exit code 2 for wrong arguments."""
+    parser = options_of(__doc__)
+    parser.prog = "scripts/soak.sh"
     add = parser.add_argument
-    add("--versions", type=int, default=1000, help="versions to publish (default: %(default)s)")
-    step = "length of a step (default: %(default)s)"
-    add("--seconds-per-version", type=float, default=0.2, help=step)
-    add("--seed", type=int, default=0, help="of the schedule of faults (default: %(default)s)")
-    every = "versions per fault; 0: no faults (default: %(default)s)"
-    add("--fault-every", type=int, default=8, help=every)
-    between = "versions between two measurements (default: %(default)s)"
-    add("--window", type=int, default=50, help=between)
-    add("--json", default="", metavar="PATH", help="write every figure there")
-    values = parser.parse_args(argv)
-    least = {"versions": 1, "window": 1, "fault_every": 0, "seconds_per_version": 0}
-    for name, low in least.items():
-        if (value := getattr(values, name)) < low:
-            parser.error(f"--{name.replace('_', '-')} must be {low} or greater, got {value}")
-    path = vars(values).pop("json")
-    if path and not Path(path).absolute().parent.is_dir():
-        parser.error(f"--json must name a file in a directory that exists, got {path}")
-    values.window = min(values.window, values.versions)
-    return Options(**vars(values)), path
+    add("--versions", type=positive, default=1000, help="versions to publish")
+    add("--seconds-per-version", type=float, default=0.2, help="length of a step")
+    add("--seed", type=int, default=0, help="of the schedule of faults")
+    add("--fault-every", type=int, default=8, help="versions per fault; 0: no faults")
+    add("--window", type=positive, default=50, help="versions between two measurements")
+    values = vars(parser.parse_args(argv))
+    if values["fault_every"] < 0:
+        parser.error(f"--fault-every must be 0 or more, got {values['fault_every']}")
+    path: Path | None = values.pop("json")
+    values["window"] = min(values["window"], values["versions"])
+    return Options(**values), path
 
 
 def say(line: str) -> None:
@@ -114,8 +95,7 @@ def main(argv: Sequence[str]) -> int:
     except TitanGrpoError as error:
         print(f"soak FAILED: {error}; logs are in {logs}")
         return 1
-    if path:
-        Path(path).write_text(json.dumps(everything, indent=1) + "\n")
+    write_json(path, everything)
     print(table(verdicts))
     failed = [v.what for v in verdicts if not v.ok]
     faults, slowest = sum(everything["faults"].values()), max(everything["recoveries_s"])

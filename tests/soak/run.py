@@ -158,7 +158,7 @@ class Soak:
             if fault.version != count:
                 continue
             if fault.kind is Kind.CORRUPT:
-                trainer.spoil(self._proxies[fault.server].url, last=False)
+                trainer.tell("spoil", self._proxies[fault.server].url, False)
                 self.corrupted += 1
             else:
                 self.injector.plan(fault, now + fault.delay * self._o.seconds_per_version)
@@ -192,7 +192,7 @@ class Soak:
         self._measure(version, trainer)
         self._tell_progress(count)
         if count < self._o.versions:
-            trainer.publish(True)
+            trainer.tell("publish", True)
 
     def _look(self, index: int) -> dict[str, Any] | None:
         """Read what a server has shown since the last look; None if it does not answer."""

@@ -11,7 +11,6 @@ import pytest
 
 from tests.rigs.census import Holdings
 from tests.rigs.trainer_handle import Step
-from tests.soak.__main__ import main
 from tests.soak.faults import CALLS, Kind, calm_versions, schedule
 from tests.soak.judge import JUDGED_CALMS, STALL_S, Seen, growth, judge, mismatches, went_back
 
@@ -128,29 +127,3 @@ def test_forty_versions_under_faults_serve_nothing_wrong_and_leave_nothing_behin
     judged = {row["what"]: row["demanded"] for row in found["rows"]}
     assert judged["memory, trainer"] == "not judged in a short run"
     assert judged["handles, trainer"] == "none left behind"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--versions", "0"], "--versions must be 1 or greater, got 0"),
-        (["--versions", "x"], "invalid int value"),
-        (["--fault-every", "-1"], "--fault-every must be 0 or greater, got -1"),
-        (["--json", "missing/folder/x.json"], "--json must name a file in a directory that exists"),
-        (["--speed", "3"], "unrecognized arguments"),
-    ],
-)
-def test_a_bad_argument_is_one_line_and_exit_code_2(
-    arguments: list[str],
-    line: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert line in said
-    assert len(said.strip().splitlines()) == 1
