@@ -77,6 +77,18 @@ def test_every_subject_of_the_doctor_has_a_row(root: Path) -> None:
     assert {subject for subject in subjects if f"`{subject}`" not in page} == set()
 
 
+def test_every_line_that_a_run_is_said_to_print_is_in_the_code(root: Path) -> None:
+    code = "".join(path.read_text() for path in sorted((root / "titan_grpo").rglob("*.py")))
+    # Literals over several lines are one text; a plural is spelled out.
+    code = re.sub(r"\{'s' \* \([^)]*\)\}", "s", re.sub(r'"\s+f?"', "", code))
+    page = (root / "docs" / "when.md").read_text().partition("## A run says")[2]
+    lines = re.findall(r"^\| `([^`]+)`", page, re.M)
+    assert len(lines) > 10
+    placeholder = r"\.\.\.|\b[A-Z]+\b|\d[\d.]*|[:;=]|^waiting for (?:the )?"
+    parts = {part.strip() for line in lines for part in re.split(placeholder, line)}
+    assert {part for part in parts if part not in code} == set()
+
+
 def test_the_keys_that_pages_write_exist(root: Path) -> None:
     known = set(re.findall(r"^\| `(\w+)` \|", (root / "docs/configuration.md").read_text(), re.M))
     wrong = []

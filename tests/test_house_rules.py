@@ -233,8 +233,8 @@ def test_files_that_share_a_server_stay_on_one_worker(request: pytest.FixtureReq
 
 def test_files_that_the_pages_on_the_code_name_exist(root: Path) -> None:
     missing = {}
-    for page in ("docs/design.md", "docs/protocol.md", "docs/contributing.md"):
-        text = (root / page).read_text()
+    for page in ("design", "protocol", "contributing", "measurements"):
+        text = (root / f"docs/{page}.md").read_text()
         # a name in brackets lies beside the file before it, as in `engines/vllm.py (sglang.py)`
         names = set(re.findall(r"[\w/]+/\w+\.(?:py|sh|md|toml)\b", text))
         links = set(re.findall(r"\]\(([\w/]+\.md)\)", text))
