@@ -91,6 +91,10 @@ def test_a_killed_command_leaves_nothing_of_what_it_ran(tmp_path: Path) -> None:
             "--json must be a file that can be written, got 'nowhere/result.json'",
         ),
         (["--out", "new", "--json", "."], "--json must be a file that can be written, got '.'"),
+        (
+            ["--out", "new", "--json", "/dev/full"],
+            "--json must be a file that can be written, got '/dev/full'",
+        ),
     ],
 )
 def test_what_a_verification_cannot_write_is_refused_before_its_runs(
@@ -105,6 +109,16 @@ def test_what_a_verification_cannot_write_is_refused_before_its_runs(
     engine = ["--vllm-python", sys.executable]
     assert cli.main(["verify", *engine, *arguments]) == 2
     assert capsys.readouterr().err == f"titan-grpo verify: {rule}\n"
+
+
+@pytest.mark.parametrize("command", ["quickstart", "verify"])
+def test_a_mistake_in_the_job_is_named_before_its_servers_answer(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # This interpreter ends at once, which would be the next thing to be said.
+    words = [command, "--vllm-python", "/bin/true", "--out", str(tmp_path / "new")]
+    assert cli.main([*words, "--grpo.nope", "1"]) == 2
+    assert "Unrecognized options: --grpo.nope" in capsys.readouterr().err
 
 
 def test_the_result_of_a_verification_may_lie_beside_its_evidence(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ class Follower:
     def read(self) -> list[dict[str, Any]]:
         """Read new lines. Returns the new rows of metrics.jsonl."""
         for line in self._history.lines():
-            self.state.add_entry(decoded(line, ENTRY) or ())
+            self.state.add_entry(decoded(line, ENTRY) or [])
         rows = [row for line in self._metrics.lines() if (row := row_of(line)) is not None]
         for row in rows:
             self.state.add_row(row)
