@@ -213,7 +213,7 @@ class TitanWeightTransferEngine(WeightTransferEngine[RawInfo, RawInfo]):
     def make_side(
         self, engine: Engine, workers: Workers, problem: str, run_key: Key | None
     ) -> EngineSide:
-        """Make the EngineSide; verify.recording overrides it to wrap the engine."""
+        """Make the EngineSide; verify.recording replaces it to wrap the engine."""
         return EngineSide(engine, workers, problem, run_key)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> RawInfo:

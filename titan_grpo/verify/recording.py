@@ -19,7 +19,6 @@ from titan_grpo.protocol.messages import Applied
 from titan_grpo.receive.commit import Engine, EngineSide, Workers
 from titan_grpo.runkey import Key
 
-BACKEND = "titan_grpo_recording"
 PLUGIN = "titan_grpo_recorder"
 
 log = logging.getLogger("titan_grpo.receive")
@@ -107,31 +106,22 @@ class RecordingSide(EngineSide):
         return report
 
 
-def register_vllm(path: str) -> None:
-    """Register BACKEND: our vLLM plugin with a RecordingSide that writes to ``path``."""
-    # Imported here: vLLM may be missing where this module is imported.
-    from titan_grpo.receive import vllm_plugin
-
-    class RecordingTransferEngine(vllm_plugin.TitanWeightTransferEngine):
-        def make_side(
-            self, engine: Engine, workers: Workers, problem: str, run_key: Key | None
-        ) -> EngineSide:
-            return RecordingSide(engine, workers, problem, Path(path), run_key)
-
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory
-
-    if BACKEND not in factory._registry:
-        factory.register_engine(BACKEND, RecordingTransferEngine)
-
-
-def register_sglang(path: str) -> None:
-    """Make our SGLang plugin use a RecordingSide that writes to ``path``."""
-    from titan_grpo.receive import sglang_plugin
+def register(engine: str, path: str) -> None:
+    """Make our plugin for an engine use a RecordingSide that writes to ``path``."""
 
     def make(engine: Engine, workers: Workers, problem: str, run_key: Key | None) -> EngineSide:
         return RecordingSide(engine, workers, problem, Path(path), run_key)
 
-    sglang_plugin.plugin.make_side = make
+    # Imported here: only one of the engines is installed.
+    if engine == "vllm":
+        from titan_grpo.receive import vllm_plugin
+
+        engine_class: Any = vllm_plugin.TitanWeightTransferEngine
+        engine_class.make_side = staticmethod(make)
+    else:
+        from titan_grpo.receive import sglang_plugin
+
+        sglang_plugin.plugin.make_side = make
 
 
 def install(folder: Path, path: Path) -> None:
@@ -140,14 +130,10 @@ def install(folder: Path, path: Path) -> None:
     info = folder / f"{PLUGIN}-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
-    groups = {"vllm.general_plugins": "vllm", "sglang.srt.plugins": "sglang"}
-    entries = [
-        f"[{group}]\n{PLUGIN} = {PLUGIN}:start_{engine}\n" for group, engine in groups.items()
-    ]
+    groups = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
+    entries = [f"[{group}]\n{PLUGIN} = {PLUGIN}:start_{e}\n" for e, group in groups.items()]
     (info / "entry_points.txt").write_text("\n".join(entries))
-    starts = [
-        f"def start_{e}():\n    recording.register_{e}({str(path)!r})\n" for e in groups.values()
-    ]
+    starts = [f"def start_{e}():\n    recording.register({e!r}, {str(path)!r})\n" for e in groups]
     (folder / f"{PLUGIN}.py").write_text(
         "\n\n".join(["from titan_grpo.verify import recording\n", *starts])
     )

@@ -1,6 +1,5 @@
 """The server of a verification: its devices, and the plugin that records its commits."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,21 +73,16 @@ def server_spec(
     recording.install(plugin.resolve(), recorded(out).resolve())
     paths = (str(plugin.resolve()), os.environ.get("PYTHONPATH", ""))
     env = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    args = []
-    if engine == "vllm":
-        args += ["--weight-transfer-config", json.dumps({"backend": recording.BACKEND})]
-        args += ["--middleware", vllm.MIDDLEWARE]
+    args: list[str] = []
     if devices.kind == "cuda":
         env["CUDA_VISIBLE_DEVICES"] = str(devices.server_gpu)
-        args += GPU_ARGUMENTS[engine]
+        args = GPU_ARGUMENTS[engine]
     return ServerSpec(
         python=python,
         model=str(model),
         log_path=str(out / f"{engine}.log"),
         engine=engine,
         max_model_len=MAX_MODEL_LEN,
-        # For vLLM, ``args`` name the recording backend instead.
-        weight_transfer=engine == "sglang",
         cpu=devices.kind == "cpu",
         args=tuple(args),
         env=env,
