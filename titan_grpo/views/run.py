@@ -147,7 +147,7 @@ def read_run(folder: Path) -> Run:
     try:
         summary = read_summary(folder)
         # While the run goes on, only its history has this.
-        said = summary or read_history(folder / "history.jsonl")
+        said = summary or read_history(folder / "history.jsonl").whole()
         return Run(
             folder.resolve().name,
             read_metrics(metrics) if metrics.is_file() else [],
