@@ -59,10 +59,11 @@ _ROW = msgspec.json.Decoder(dict[str, float | None])
 
 def row_of(line: bytes) -> dict[str, Any] | None:
     """Decode a line of metrics.jsonl; None if it is torn or none."""
-    row = decoded(line, _ROW)
-    if row is None or (step := row.get("step")) is None:
+    row: dict[str, Any] | None = decoded(line, _ROW)
+    if row is None or row.get("step") is None:
         return None
-    return {**row, "step": int(step)}
+    row["step"] = int(row["step"])
+    return row
 
 
 def read_last(path: Path) -> dict[str, Any]:
