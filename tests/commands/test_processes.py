@@ -111,16 +111,6 @@ def test_what_a_verification_cannot_write_is_refused_before_its_runs(
     assert capsys.readouterr().err == f"titan-grpo verify: {rule}\n"
 
 
-@pytest.mark.parametrize("command", ["quickstart", "verify"])
-def test_a_mistake_in_the_job_is_named_before_its_servers_answer(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # This interpreter ends at once, which would be the next thing to be said.
-    words = [command, "--vllm-python", "/bin/true", "--out", str(tmp_path / "new")]
-    assert cli.main([*words, "--grpo.nope", "1"]) == 2
-    assert "Unrecognized options: --grpo.nope" in capsys.readouterr().err
-
-
 def test_the_result_of_a_verification_may_lie_beside_its_evidence(tmp_path: Path) -> None:
     out = tmp_path / "new"
     words = ["--out", str(out), "--json", str(out / "result.json")]
