@@ -144,10 +144,8 @@ class PhaseRuns:
         made = read_made(evidence / TRAINER_EVIDENCE)
         start, self._start = self._start, self.after(name, url, prober, evidence, made)
         summary = json.loads((folder / "summary.json").read_text())
-        lines = (evidence / TRAINER_EVIDENCE).read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        gather_s = statistics.median(row["gather_s"] for row in rows)
-        self.speeds[name] = throughput(summary, rows[0]["image_bytes"], gather_s)
+        gather_s = statistics.median(each.gather_s for each in made)
+        self.speeds[name] = throughput(summary, made[0].image_bytes, gather_s)
         weights = (folder / "hf" / "model.safetensors").read_bytes()
         return Run(
             name=name,
