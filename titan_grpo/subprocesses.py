@@ -92,12 +92,19 @@ def start_module(
     return process, ours
 
 
-def run_command(command: Sequence[str], env: Mapping[str, str], timeout_s: float) -> str:
-    """Run a user's command to its end, in a process group of its own, with our stdout and stderr.
-    Return why it failed, or ""."""
+def run_command(
+    command: Sequence[str], env: Mapping[str, str], timeout_s: float, output: Output = None
+) -> str:
+    """Run a user's command to its end, in a process group of its own. ``output`` gets its stdout
+    and stderr (None: they are ours). Return why it failed, or ""."""
     try:
         process = subprocess.Popen(
-            list(command), env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True
+            list(command),
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     except OSError as error:
         return f"it cannot be started: {error}"

@@ -95,6 +95,7 @@ def test_a_shell_completes_commands_options_and_a_jobs_keys(tmp_path: Path) -> N
     assert completed(tmp_path, "") == list(COMMANDS)
     assert completed(tmp_path, "watch", "--int") == ["--interval"]
     assert completed(tmp_path, "doctor", "--weight_sync.slo") == ["--weight_sync.slots"]
+    assert completed(tmp_path, "verify", "--weight_sync.slo") == ["--weight_sync.slots"]
     assert completed(tmp_path, "watch", "--weight_sync.slo") == []
     assert completed(tmp_path, "nonsense", "--") == []
 

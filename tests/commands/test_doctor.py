@@ -217,6 +217,23 @@ def test_the_engine_interpreter_is_asked_for_its_plugin() -> None:
     assert isinstance(doctor_host.engine_answer("/no/such/python"), str)
 
 
+def test_an_interpreter_that_is_none_says_so_and_reads_nothing_of_ours() -> None:
+    # cat would wait for a terminal's input
+    for path, words in (("/bin/true", "it is no Python"), ("/bin/cat", "it ended with exit code")):
+        answer = doctor_host.engine_answer(path)
+        assert isinstance(answer, str)
+        assert answer.startswith(words)
+    assert str(doctor_host.engine_answer("nowhere")).startswith("it cannot be started")
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
+def test_a_deadline_that_is_none_is_refused(
+    seconds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", f"--timeout={seconds}", "--server", "http://127.0.0.1:1"]) == 2
+    assert "--timeout must be in (0, 3600]" in capsys.readouterr().err
+
+
 def test_model_elements_are_read_from_the_headers_of_all_files(tmp_path: Path) -> None:
     for number, shape in enumerate([(4, 8), (3,)]):
         header = json.dumps(

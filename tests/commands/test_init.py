@@ -112,6 +112,7 @@ def test_its_first_reward_looks_at_the_last_line(folder: Path) -> None:
             "must have a column that a prompt is made of .* has text: rename one",
         ),
         (["--out", "data.jsonl"], "init writes no file that exists, data.jsonl does"),
+        (["--flavor", "qwen3"], "--flavor must be NAME/FLAVOR of torchtitan, got 'qwen3'"),
     ],
 )
 def test_what_it_cannot_use_is_said_in_one_line_and_nothing_is_written(
@@ -146,6 +147,28 @@ def test_what_an_older_job_has_outside_of_sections_is_kept(folder: Path) -> None
     assert table["title"] == "a job"
     assert table["evaluation"] == [{"name": "a", "rows": 3}, {"name": "b"}]
     assert table["training"]["seq_len"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("grpo = 3", "grpo must be a table, got 3"),
+        ("[[grpo]]", "grpo must be a table"),
+        ("[grpo]\nsglang_urls = 3", r"grpo\.sglang_urls must be a list of texts, .* got 3"),
+        ("[grpo]\nsglang_urls = [3]", r"grpo\.sglang_urls must be a list of texts"),
+        ('[grpo]\nsglang_slurm_num_nodes = "x"', "num_nodes must be like -1, .* got 'x'"),
+        ('[grpo]\nrollout_is_threshold = "x"', "rollout_is_threshold must be a number"),
+        ('[peft]\nenable_peft = true\nlora_alpha = "x"', r"peft\.lora_alpha must be a number"),
+        ('[training]\nglobal_batch_size = "x"', "global_batch_size must be a whole number"),
+    ],
+)
+def test_an_older_job_with_values_of_other_types_is_one_line(
+    folder: Path, text: str, message: str
+) -> None:
+    (folder / "old.toml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        init.run(["--from", "old.toml", "--out", "new.toml"], os.environ)
+    assert not (folder / "new.toml").exists()
 
 
 def test_an_older_jobs_adapters_are_ours_and_what_has_no_counterpart_is_named(folder: Path) -> None:

@@ -91,6 +91,10 @@ def test_a_killed_command_leaves_nothing_of_what_it_ran(tmp_path: Path) -> None:
             "--json must be a file that can be written, got 'nowhere/result.json'",
         ),
         (["--out", "new", "--json", "."], "--json must be a file that can be written, got '.'"),
+        (
+            ["--out", "new", "--json", "/dev/full"],
+            "--json must be a file that can be written, got '/dev/full'",
+        ),
     ],
 )
 def test_what_a_verification_cannot_write_is_refused_before_its_runs(

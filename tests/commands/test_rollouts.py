@@ -20,7 +20,8 @@ from titan_grpo.rollout.service import Service
             ["--bind", "10.0.0.1:0", "--key-env", "OTHER"],
             "--bind must be on loopback while OTHER is empty",
         ),
-        (["--lease", "0"], "--lease must be greater than 0, got 0"),
+        (["--lease", "0"], "--lease must be greater than 0, and finite, got 0"),
+        (["--lease", "nan"], "--lease must be greater than 0, and finite, got nan"),
         (
             ["--bind", "127.0.0.1:70000"],
             "--bind must be an address of this host, got '127.0.0.1:70000'",

@@ -110,6 +110,13 @@ def test_a_server_that_left_is_not_shown_any_more(tmp_path: Path) -> None:
     assert follower.state.held == {url_of(1): None}
 
 
+def test_servers_of_an_older_run_in_the_same_folder_are_not_shown(tmp_path: Path) -> None:
+    make_run(tmp_path, Made(steps=7, servers=3))
+    state = follower_of(tmp_path, Made(steps=2, servers=1)).state
+    assert state.held == {url_of(0): 2}
+    assert state.commits == {url_of(0): 3}
+
+
 def test_a_step_that_comes_again_replaces_those_from_it_on(tmp_path: Path) -> None:
     follower = follower_of(tmp_path, Made(steps=5, finished=False))
     make_run(tmp_path, Made(steps=1, first_step=3, finished=False))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from titan_grpo.commands.config import SECTIONS, keys
 
-JOBS = ("quickstart", "doctor", "evaluate", "export")
+JOBS = ("quickstart", "verify", "doctor", "evaluate", "export")
 """Commands that take a job's keys."""
 
 BASH = """# Completion of titan-grpo, for bash and zsh.

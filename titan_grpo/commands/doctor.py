@@ -28,6 +28,9 @@ from titan_grpo.receive.checkpoint import essential
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.runkey import find_run_key
 
+LONGEST_S = 3600.0
+"""Largest --timeout."""
+
 
 @dataclass
 class Wanted:
@@ -138,7 +141,10 @@ def machine(want: Wanted, env: Mapping[str, str]) -> Iterator[Finding]:
 def findings(
     args: argparse.Namespace, rest: list[str], env: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Check everything, one finding after the other. Raises ConfigError for a missing key."""
+    """Check everything, one finding after the other. Raises ConfigError for a missing key, or a
+    --timeout out of range."""
+    if not 0 < args.timeout <= LONGEST_S:
+        raise ConfigError(f"--timeout must be in (0, {LONGEST_S:g}], got {args.timeout:g}")
     want, configuration = wanted(args, rest, env)
     rollout = want.rollout
 

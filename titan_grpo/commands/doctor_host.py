@@ -8,7 +8,7 @@ import json
 import math
 import os
 import socket
-import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -19,7 +19,7 @@ from titan_grpo.config import WeightSync
 from titan_grpo.engines import sglang, vllm
 from titan_grpo.patches.versions import numbers
 from titan_grpo.receive.checkpoint import checkpoint_shapes
-from titan_grpo.subprocesses import TORCHRUN
+from titan_grpo.subprocesses import TORCHRUN, run_command
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -403,17 +403,23 @@ ENGINES = {
 }
 
 
+ENGINE_S = 60.0
+"""Deadline of that program."""
+
+
 def engine_answer(python: str) -> dict[str, str] | str:
     """Run ENGINE_QUESTION; return its answer, or the reason why there is none."""
+    with tempfile.TemporaryFile() as output:
+        failed = run_command([python, "-c", ENGINE_QUESTION], os.environ, ENGINE_S, output)
+        output.seek(0)
+        text = output.read().decode(errors="replace").strip()
+    if failed:
+        return f"{failed}: {text[-300:]}" if text else failed
     try:
-        done = subprocess.run(
-            [python, "-c", ENGINE_QUESTION], capture_output=True, text=True, timeout=60, check=False
-        )
-        if done.returncode != 0:
-            return done.stderr.strip()[-300:]
-        found: dict[str, str] = json.loads(done.stdout)
-    except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError) as error:
-        return str(error)
+        # Its last line: a start-up file of that environment may print others.
+        found: dict[str, str] = json.loads(text.rpartition("\n")[2])
+    except ValueError:
+        return f"it is no Python interpreter, or answers with {text[-300:]!r}"
     return found
 
 

@@ -168,7 +168,13 @@ def new(args: argparse.Namespace, out: Path) -> dict[Path, str]:
         files[Path("rewards.py")] = REWARD.format(column=column)
         args.reward = f"rewards:holds_{column}"
     name, flavor = _flavor(args.flavor, settings)
-    length = min(LONGEST, int(settings.get("max_position_embeddings", LONGEST)))
+    positions = settings.get("max_position_embeddings", LONGEST)
+    if not isinstance(positions, int):
+        raise ConfigError(
+            f"max_position_embeddings in --model's config.json must be a whole number, got"
+            f" {positions!r}"
+        )
+    length = min(LONGEST, positions)
     text = JOB.format(
         out=shlex.quote(str(out)),
         dump_folder=toml(f"outputs/{out.stem}"),
@@ -193,7 +199,9 @@ def _first(names: tuple[str, ...], columns: list[str]) -> str:
 def _flavor(named: str, settings: Mapping[str, Any]) -> tuple[str, str]:
     """Return torchtitan's name and flavor: as named, or found by the model's sizes."""
     if named:
-        name, _, flavor = named.partition("/")
+        name, slash, flavor = named.partition("/")
+        if not slash:
+            raise ConfigError(f"--flavor must be NAME/FLAVOR of torchtitan, got {named!r}")
         return name, flavor
     # Imported here: torchtitan takes seconds, and --flavor does not need it.
     from titan_grpo.titan.flavors import flavor_of
@@ -231,6 +239,9 @@ def converted(path: str) -> str:
 
 
 def _sections(table: Mapping[str, Any]) -> Iterator[str]:
+    for section in ("job", "grpo", "peft", "training"):
+        if not isinstance(keys := table.get(section, {}), dict):
+            raise ConfigError(f"{section} must be a table, got {keys!r}")
     found = older.convert(table.get("grpo", {})) + older.convert_peft(table.get("peft", {}))
     # In TOML all that is of no section comes first; an array of tables may be one value.
     for name, value in table.items():
@@ -264,6 +275,8 @@ def _source(training: Mapping[str, Any], have: set[str]) -> Iterator[str]:
     yield "# Batches of the Atropos API, as before; its address and its environments' group size."
     yield 'source = "atropos"\natropos_url = "http://localhost:8000"'
     batch = training.get("global_batch_size", 0)
+    if not isinstance(batch, int):
+        raise ConfigError(f"training.global_batch_size must be a whole number, got {batch!r}")
     group = gcd(8, batch) if batch > 0 else 8
     group = group if group > 1 else 8
     yield f"group_size = {group}"

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from titan_grpo.errors import ConfigError, TitanGrpoError
 from titan_grpo.observe import terminal
@@ -138,41 +139,50 @@ def add_tiny_run(
     add("--config", default=str(RECIPES / recipe), help="TOML file of a run")
 
 
-def tiny_job(options: argparse.Namespace, model: Path, folder: Path, servers: str) -> list[str]:
-    """Return the job's arguments for such a command's ``--config``. ``servers``: URLs with
-    commas."""
+def tiny_run(
+    options: argparse.Namespace,
+    folder: Path,
+    servers: Sequence[str],
+    arguments: Sequence[str],
+    module: Sequence[str] = ("titan_grpo.train",),
+) -> tuple[Any, list[str]]:
+    """Return the job of such a command, and the command line of its training run (see
+    ``torchrun``) on the model in ``options.out``. ``arguments`` are the job's, as
+    ``options.rest``. Raises ConfigError for mistakes in them."""
     # Imported here, so that --help does not load torch.
+    from titan_grpo.titan import jobconfig
     from titan_grpo.titan.flavors import FLAVORS
 
     name, flavor = FLAVORS[options.model]
     settings = {
-        "--rollout.servers": servers,
+        "--rollout.servers": ",".join(servers),
         "--job.dump_folder": str(folder),
-        "--model.hf_assets_path": str(model),
+        "--model.hf_assets_path": str(options.out / "model"),
         "--model.name": name,
         "--model.flavor": flavor,
         "--training.steps": str(options.steps),
     }
-    return [text for pair in settings.items() for text in pair]
+    whole = [text for pair in settings.items() for text in pair]
+    whole += [*arguments, *options.rest]
+    job = jobconfig.parse(["--job.config_file", options.config, *whole], options.nproc)
+    return job, torchrun(options.nproc, options.config, whole, module)
 
 
 def require_file(option: str, path: Path) -> None:
-    """Raise ConfigError if an option names no file that can be written. Checked before a long run,
-    whose figures would be lost."""
-    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+    """Raise ConfigError if an option names no file that can be written, or a device, which a file
+    would replace. Checked before a long run, whose figures would be lost."""
+    if (path.exists() and not path.is_file()) or not os.access(path.absolute().parent, os.W_OK):
         raise ConfigError(f"{option} must be a file that can be written, got {str(path)!r}")
 
 
 def require_python(engine: str, path: str) -> None:
-    """Raise ConfigError, with a remedy, if an engine's interpreter does not exist."""
-    if path and Path(path).exists():
+    """Raise ConfigError, with a remedy, if an engine's interpreter is no file."""
+    if Path(path).is_file():
         return
     key, title = f"--{engine}-python", TITLES[engine]
     if in_checkout():
-        raise ConfigError(
-            f"{key} must be an interpreter, {path} does not exist: run scripts/setup.sh"
-        )
-    what = f"{path} does not exist" if path else "none is named"
+        raise ConfigError(f"{key} must be an interpreter, {path} is no file: run scripts/setup.sh")
+    what = f"{path} is no file" if path else "none is named"
     raise ConfigError(
         f"{key} must be the interpreter of an environment with {title} and titan_grpo, {what}: make"
         f" one (python -m venv {engine}-env; {engine}-env/bin/pip install 'titan_grpo[{engine}]';"

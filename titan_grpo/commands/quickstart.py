@@ -13,8 +13,7 @@ from titan_grpo.commands.processes import (
     print_progress,
     require_python,
     run_logged,
-    tiny_job,
-    torchrun,
+    tiny_run,
 )
 from titan_grpo.engines.launch import ServerGroup, ServerSpec
 from titan_grpo.errors import ConfigError
@@ -141,22 +140,22 @@ def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
     with ServerGroup(specs) as servers:
         names = ", ".join(Path(spec.log_path).stem for spec in specs)
         print_progress(f"starting {names}, about a minute on two cores; logs in {out}/*.log")
-        arguments = tiny_job(options, model, out, ",".join(servers.urls))
+        arguments = []
         if options.lora is not None:
             arguments += ["--lora.rank", str(options.lora), "--optimizer.lr", "1e-2"]
             arguments += ["--lora.sync", options.lora_sync or "merged"]
         if options.router_replay:
             arguments += ["--grpo.router-replay"]
         mode = "no-async" if options.sync else "async"
-        arguments += [f"--grpo.{mode}-weight-update", *options.rest]
+        arguments += [f"--grpo.{mode}-weight-update"]
         # Check the arguments and files while the servers start, to report mistakes at once.
-        job = jobconfig.parse(["--job.config_file", options.config, *arguments], options.nproc)
+        job, command = tiny_run(options, out, servers.urls, arguments)
         jobconfig.check_files(job, env)
         _check_tasks(job, str(model))
         servers.wait_healthy(STARTUP_S * len(specs), print_progress)
         log = out / "train.log"
         print_progress(f"training: {options.nproc} ranks, {options.steps} steps; log in {log}")
-        run_logged(torchrun(options.nproc, options.config, arguments), log, env, print_progress)
+        run_logged(command, log, env, print_progress)
 
 
 def _check_tasks(job: Any, model: str) -> None:

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
+from titan_grpo.commands.processes import require_file
 from titan_grpo.errors import ConfigError
 
 
@@ -31,6 +32,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 
     out: Path = args.out or args.run / "report.html"
     found = read_run(args.run)
+    require_file("--out", out)
     places = [args.tokenizer] if args.tokenizer else page.tokenizers_of(found, args.run)
     text = page.render(found, page.decoder(places))
     try:

@@ -44,8 +44,8 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
             " (any client could have this host make requests and run tasks); set it to a secret"
             " that the trainer has too (rollout.controller_key_env)"
         )
-    if options.lease <= 0:
-        raise ConfigError(f"--lease must be greater than 0, got {options.lease:g}")
+    if not 0 < options.lease < float("inf"):
+        raise ConfigError(f"--lease must be greater than 0, and finite, got {options.lease:g}")
     service = Service(options.bind, key, options.lease, _print)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

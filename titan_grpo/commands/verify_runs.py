@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from titan_grpo.commands.processes import print_progress, run_logged, tiny_job, torchrun
+from titan_grpo.commands.processes import print_progress, run_logged, tiny_run
 from titan_grpo.engines.launch import Server
 from titan_grpo.errors import ServerUnreachable
 from titan_grpo.runkey import Key, find_run_key, with_run_key
@@ -79,11 +79,16 @@ def verify(
             f"device {devices.kind}, transport {devices.transport}; starting a server:"
             f" {spec.engine}, log in {spec.log_path}"
         )
+        # While the server starts, to report mistakes in the job at once.
+        commands = {
+            name: phase_runs.command(name, arguments, server.url)
+            for name, arguments in phases(out).items()
+        }
         started_s = server.wait_healthy(STARTUP_S)
         print_progress(f"{server.url} is healthy after {started_s:.0f} s")
-        for name, arguments in phases(out).items():
+        for name, command in commands.items():
             with Prober(server.url, prompts, spec.engine) as prober:
-                runs.append(phase_runs.run(name, arguments, server.url, prober))
+                runs.append(phase_runs.run(name, command, server.url, prober))
     result: dict[str, Any] = {
         "engine": spec.engine,
         "device": devices.kind,
@@ -116,20 +121,31 @@ class PhaseRuns:
         self._known: dict[str, tuple[tuple[float, ...], ...]] = {}
         self.speeds: dict[str, dict[str, Any]] = {}
 
-    def run(self, name: str, arguments: Sequence[str], url: str, prober: Prober) -> Run:
+    def command(self, name: str, arguments: Sequence[str], url: str) -> list[str]:
+        """Return the command line of a phase's training. Raises ConfigError for mistakes in the
+        job."""
+        folder = self._folder(name)
+        arguments = ["--weight_sync.transport", self._devices.transport, *arguments]
+        module = self.module(name, folder / "evidence")
+        return tiny_run(self._options, folder, [url], arguments, module)[1]
+
+    def _folder(self, name: str) -> Path:
+        out: Path = self._options.out
+        return out / name.replace(" ", "_")
+
+    def run(self, name: str, command: Sequence[str], url: str, prober: Prober) -> Run:
         """Train, wait for probes under the last version, and collect the evidence."""
-        folder: Path = self._options.out / name.replace(" ", "_")
-        evidence = folder / "evidence"
+        folder, options = self._folder(name), self._options
+        evidence, log = folder / "evidence", folder / "train.log"
         skip = len(read_commits(self._recorded))
-        self._train(name, arguments, url, folder)
+        print_progress(f"run {name}: {options.nproc} ranks, {options.steps} steps; log in {log}")
+        run_logged(command, log, self._devices.trainer_environment(self._env), None)
         self.wait_probes(prober)
         made = read_made(evidence / TRAINER_EVIDENCE)
         start, self._start = self._start, self.after(name, url, prober, evidence, made)
         summary = json.loads((folder / "summary.json").read_text())
-        lines = (evidence / TRAINER_EVIDENCE).read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        gather_s = statistics.median(row["gather_s"] for row in rows)
-        self.speeds[name] = throughput(summary, rows[0]["image_bytes"], gather_s)
+        gather_s = statistics.median(each.gather_s for each in made)
+        self.speeds[name] = throughput(summary, made[0].image_bytes, gather_s)
         weights = (folder / "hf" / "model.safetensors").read_bytes()
         return Run(
             name=name,
@@ -152,17 +168,6 @@ class PhaseRuns:
     def module(self, name: str, evidence: Path) -> list[str]:
         """Return the trainer's module with its own arguments."""
         return ["titan_grpo.titan.verify_train", "--evidence", str(evidence), "--"]
-
-    def _train(self, phase: str, phase_arguments: Sequence[str], url: str, folder: Path) -> None:
-        options = self._options
-        arguments = tiny_job(options, options.out / "model", folder, url)
-        arguments += ["--weight_sync.transport", self._devices.transport]
-        arguments += [*phase_arguments, *options.rest]
-        module = self.module(phase, folder / "evidence")
-        command = torchrun(options.nproc, options.config, arguments, module)
-        log = folder / "train.log"
-        print_progress(f"run {phase}: {options.nproc} ranks, {options.steps} steps; log in {log}")
-        run_logged(command, log, self._devices.trainer_environment(self._env), None)
 
     def wait_probes(self, prober: Prober) -> None:
         """Wait for answers under the last version. Raises ServerUnreachable without any."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from titan_grpo.config.grpo import GRPO
 from titan_grpo.config.rollout import Rollout
+from titan_grpo.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +161,18 @@ def convert(older: Mapping[str, Any]) -> list[Converted]:
     """Return our keys for a ``[grpo]`` table of the older trainer, and its defaults that differ.
     Pure.
 
-    Keys that the older trainer does not have get the value None.
+    Keys that the older trainer does not have get the value None. Raises ConfigError for a value of
+    another type than there.
     """
     out = []
     for name, value in older.items():
         of = OLDER.get(name)
+        if of is not None and not _of_type(value, of.default):
+            form = {"[]": "a list of texts", "None": "a number"}.get(repr(of.default))
+            form = form or f"like {of.default!r}"
+            raise ConfigError(
+                f"grpo.{name} must be {form}, as the older trainer has it, got {value!r}"
+            )
         if of is None:
             out.append(Converted(f"grpo.{name}", None, "no key of the older trainer"))
         elif not of.key:
@@ -182,15 +190,27 @@ def convert(older: Mapping[str, Any]) -> list[Converted]:
     return out
 
 
+def _of_type(value: Any, default: Any) -> bool:
+    """Return whether a value has the type of an older key's default."""
+    if isinstance(default, list):
+        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    if isinstance(default, float) or default is None:  # keys without a default are numbers
+        return isinstance(value, int | float)
+    return isinstance(value, type(default))
+
+
 def convert_peft(older: Mapping[str, Any]) -> list[Converted]:
     """Return our keys for a ``[peft]`` table of the older trainer; none if its adapters are off.
-    Pure.
+    Pure. Raises ConfigError for a rank or scale that is no number.
 
     >>> convert_peft({"enable_peft": True, "lora_rank": 8, "lora_alpha": 16})[0]
     Converted(key='lora.rank', value=8, note='')
     """
     if not (older.get("enable_peft") and older.get("use_lora", True)):
         return []
+    for name in PEFT.keys() & older.keys():
+        if not isinstance(older[name], int | float):
+            raise ConfigError(f"peft.{name} must be a number, got {older[name]!r}")
     out = [
         Converted(ours, float(older[name]) if name == "lora_alpha" else older[name])
         for name, ours in PEFT.items()

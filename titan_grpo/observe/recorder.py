@@ -59,10 +59,11 @@ _ROW = msgspec.json.Decoder(dict[str, float | None])
 
 def row_of(line: bytes) -> dict[str, Any] | None:
     """Decode a line of metrics.jsonl; None if it is torn or none."""
-    row = decoded(line, _ROW)
-    if row is None or (step := row.get("step")) is None:
+    row: dict[str, Any] | None = decoded(line, _ROW)
+    if row is None or row.get("step") is None:
         return None
-    return {**row, "step": int(step)}
+    row["step"] = int(row["step"])
+    return row
 
 
 def read_last(path: Path) -> dict[str, Any]:
@@ -147,22 +148,39 @@ ENTRY = msgspec.json.Decoder(list[Any])
 """Decoder of a line of history.jsonl."""
 
 
-def read_history(path: Path) -> History:
-    """Read history.jsonl. Torn lines are skipped. Processes before the last one that started at
-    step 1 belong to an older run and are left out."""
-    whole, part = History(), History()
+@dataclass
+class Histories:
+    """History of a run by its processes: those before, and the last one. Processes before the last
+    one that started at step 1 belong to an older run and are left out."""
+
+    before: History = field(default_factory=History)
+    own: History = field(default_factory=History)
+
+    def add(self, kind: str, *values: Any) -> None:
+        """Apply one entry. Raises as History.add does."""
+        if kind == "process":
+            self.before.extend(self.own)
+            self.own = History()
+        elif kind == "first step":
+            self.before = History()
+        else:
+            self.own.add(kind, *values)
+
+    def whole(self) -> History:
+        """Copy the history of all of them."""
+        out = History()
+        out.extend(self.before)
+        out.extend(self.own)
+        return out
+
+
+def read_history(path: Path) -> Histories:
+    """Read history.jsonl. Torn lines are skipped."""
+    found = Histories()
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(ValueError, TypeError, KeyError):
-            kind, *values = decoded(line, ENTRY) or [""]
-            if kind == "process":
-                whole.extend(part)
-                part = History()
-            elif kind == "first step":
-                whole = History()
-            else:
-                part.add(kind, *values)
-    whole.extend(part)
-    return whole
+            found.add(*decoded(line, ENTRY) or [""])
+    return found
 
 
 class _Output:
@@ -260,7 +278,7 @@ class Recorder:
         self.trace_path = self.run_dir / "trace.json"
         self.metrics_path = self.run_dir / "metrics.jsonl"
         self._history_path = self.run_dir / "history.jsonl"
-        self._history = History()
+        self._history = Histories()
         self._rows: list[dict[str, Any]] = []
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -273,7 +291,6 @@ class Recorder:
                 f"job.dump_folder must be a directory that can be written, {self.run_dir} is not"
                 f" ({error.strerror}): name another one"
             ) from error
-        self._own = History()
         self._last: dict[str, Any] = {}
         self._taken: dict[str, int] = {}
         """Number of values of each series that ``since_last`` has returned."""
@@ -291,7 +308,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._write_loop, name="recorder", daemon=True)
         self._thread.start()
         self._put_event({"ph": "M", "name": "process_name", "args": {"name": "rank 0"}})
-        self._queue.put(("history", ["process"]))
+        self.add("process")
 
     @contextmanager
     def span(self, name: str, track: str | None = None, **args: Any) -> Iterator[None]:
@@ -398,11 +415,8 @@ class Recorder:
         older run whose files the directory still has."""
         with self._lock:
             self._rows = [row for row in self._rows if row["step"] < step]
-            older = step == 1
-            if older:
-                self._history = History()
-        if older:
-            self._queue.put(("history", ["first step"]))
+        if step == 1:
+            self.add("first step")
         elif self._rows:
             self.add("resume", step)
 
@@ -412,11 +426,8 @@ class Recorder:
 
     def history(self) -> History:
         """Copy the run's history, earlier processes included."""
-        out = History()
         with self._lock:
-            out.extend(self._history)
-            out.extend(self._own)
-        return out
+            return self._history.whole()
 
     def rows(self) -> list[dict[str, Any]]:
         """Copy the values of each step that summary.json needs (names.SUMMARISED), earlier
@@ -432,9 +443,10 @@ class Recorder:
     def series(self, name: str) -> list[float]:
         """Copy all values of a series, or of a step metric in names.SUMMARISED, oldest first."""
         with self._lock:
-            own = [*self._history.series.get(name, ()), *self._own.series.get(name, ())]
+            parts = (self._history.before, self._history.own)
+            found = [value for part in parts for value in part.series.get(name, ())]
         # Not both: a step's line has the mean of the same values.
-        return own or [row[name] for row in self.rows() if row.get(name) is not None]
+        return found or [row[name] for row in self.rows() if row.get(name) is not None]
 
     def since_last(self) -> dict[str, float]:
         """Return the mean of each series' values (names.WORK) since the last call, and all totals
@@ -443,11 +455,11 @@ class Recorder:
         prefix = names.dropped("")
         with self._lock:
             for name in names.WORK:
-                values = self._own.series.get(name, ())
+                values = self._history.own.series.get(name, ())
                 if fresh := values[self._taken.get(name, 0) :]:
                     found[name] = sum(fresh) / len(fresh)
                 self._taken[name] = len(values)
-            for history in (self._history, self._own):
+            for history in (self._history.before, self._history.own):
                 for name, amount in history.totals.items():
                     if name in names.TOTALS or name.startswith(prefix):
                         found[name] = found.get(name, 0.0) + amount
@@ -471,13 +483,14 @@ class Recorder:
             text = "events are not in it: the disk did not keep up"
             problems.append(f"{self.trace_path}: {self._lost_events} {text}")
         with self._lock:
-            self._own.errors += [p for p in problems if p not in self._own.errors]
+            errors = self._history.own.errors
+            errors += [p for p in problems if p not in errors]
         return problems
 
     def add(self, kind: str, *values: Any) -> None:
-        """Add an entry to the history (History.add)."""
+        """Add an entry to the history (Histories.add)."""
         with self._lock:
-            self._own.add(kind, *values)
+            self._history.add(kind, *values)
         self._queue.put(("history", [kind, *values]))
 
     def _track(self, track: str | None) -> int:

@@ -37,6 +37,9 @@ class Made:
     fingerprint: str
     """Fingerprint of its image."""
     tensors: dict[str, str]
+    image_bytes: int = 0
+    gather_s: float = 0.0
+    """Time of gathering, digesting and saving it for the verification."""
 
 
 @dataclass(frozen=True, slots=True)

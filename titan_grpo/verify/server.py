@@ -76,7 +76,7 @@ def server_spec(
     args: list[str] = []
     if devices.kind == "cuda":
         env["CUDA_VISIBLE_DEVICES"] = str(devices.server_gpu)
-        args += GPU_ARGUMENTS[engine]
+        args = GPU_ARGUMENTS[engine]
     return ServerSpec(
         python=python,
         model=str(model),

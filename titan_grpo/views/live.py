@@ -107,6 +107,8 @@ class State:
     commits: dict[str, int] = field(default_factory=dict)
     """Server -> number of commits seen."""
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=5))
+    own: dict[str, int] = field(default_factory=dict)
+    """Servers of the run's last process -> number of commits seen of it."""
     last_change: float = field(default_factory=time.monotonic)
 
     @property
@@ -123,17 +125,23 @@ class State:
     def add_entry(self, entry: Sequence[Any]) -> None:
         """Apply a line of history.jsonl."""
         match entry:
+            case ["process"]:
+                self.own = {}
             case ["server", str(url)] | ["member", str(url), "joined", _]:
                 self.held.setdefault(url, None)
+                self.own.setdefault(url, 0)
             case ["commit", str(url), int(version)]:
                 self.held[url] = version
-                self.commits[url] = self.commits.get(url, 0) + 1
+                for commits in (self.commits, self.own):
+                    commits[url] = commits.get(url, 0) + 1
             case ["member", str(url), "left", _]:
                 self.held.pop(url, None)
             case ["error", str(message)]:
                 self.errors.append(message)
-            case ["first step"]:
+            case ["first step"]:  # what was before is an older run in the same folder
                 self.errors.clear()
+                self.held = {url: held for url, held in self.held.items() if url in self.own}
+                self.commits = dict(self.own)
 
 
 class Follower:
@@ -148,7 +156,8 @@ class Follower:
     def read(self) -> list[dict[str, Any]]:
         """Read new lines. Returns the new rows of metrics.jsonl."""
         for line in self._history.lines():
-            self.state.add_entry(decoded(line, ENTRY) or ())
+            if (entry := decoded(line, ENTRY)) is not None:
+                self.state.add_entry(entry)
         rows = [row for line in self._metrics.lines() if (row := row_of(line)) is not None]
         for row in rows:
             self.state.add_row(row)

@@ -137,29 +137,27 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run's folder. Raises ConfigError if it holds no run or cannot be read."""
+    """Read a run's folder. Raises ConfigError if it holds no run, or a summary of another version,
+    and OSError if it cannot be read."""
     metrics, trace = folder / "metrics.jsonl", folder / "trace.json"
     if not metrics.is_file() and not trace.is_file():
         raise ConfigError(
             f"RUN must be the folder of a run (job.dump_folder), {folder} has neither metrics.jsonl"
             " nor trace.json: name another one"
         )
-    try:
-        summary = read_summary(folder)
-        # While the run goes on, only its history has this.
-        said = summary or read_history(folder / "history.jsonl")
-        return Run(
-            folder.resolve().name,
-            read_metrics(metrics) if metrics.is_file() else [],
-            read_trace(trace) if trace.is_file() else Trace(),
-            read_samples(folder / "samples.jsonl"),
-            summary,
-            {url: method for url, method in said.quantised.items() if method},
-            lives(folder) is False,
-            said.resumes,
-        )
-    except OSError as error:
-        raise ConfigError(f"RUN must be readable, {folder} is not: {error.strerror}") from error
+    summary = read_summary(folder)
+    # While the run goes on, only its history has this.
+    said = summary or read_history(folder / "history.jsonl").whole()
+    return Run(
+        folder.resolve().name,
+        read_metrics(metrics) if metrics.is_file() else [],
+        read_trace(trace) if trace.is_file() else Trace(),
+        read_samples(folder / "samples.jsonl"),
+        summary,
+        {url: method for url, method in said.quantised.items() if method},
+        lives(folder) is False,
+        said.resumes,
+    )
 
 
 def columns(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, Array]:
