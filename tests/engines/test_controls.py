@@ -56,6 +56,13 @@ def sglang(board: Board) -> Iterator[SglangControl]:
     control.close()
 
 
+@pytest.fixture
+def vllm(board: Board) -> Iterator[VllmControl]:
+    control = VllmControl(ServerAccess(board.url, CALL_S, None, "api"))
+    yield control
+    control.close()
+
+
 def ask(board: Board) -> str:
     with SyncDriver(board.url) as driver:
         return detect(driver, CALL_S)
@@ -159,22 +166,18 @@ def test_without_the_plugin_sglangs_own_calls_end_an_update_and_set_the_label(
     ],
 )
 def test_a_vllm_that_can_never_take_our_weights_is_unfit_with_the_remedy(
-    board: Board, routes: Routes, words: str
+    board: Board, vllm: VllmControl, routes: Routes, words: str
 ) -> None:
     board.routes = routes
-    control = VllmControl(ServerAccess(board.url, CALL_S, None, "api"))
     with pytest.raises(ServerUnfit, match=words):
-        control.greet({})
-    control.close()
+        vllm.greet({})
 
 
-def test_a_vllm_whose_plugin_failed_is_asked_again(board: Board) -> None:
+def test_a_vllm_whose_plugin_failed_is_asked_again(board: Board, vllm: VllmControl) -> None:
     board.routes = {"POST /init_weight_transfer_engine": 500, **backend("titan_grpo")}
-    control = VllmControl(ServerAccess(board.url, CALL_S, None, "api"))
     with pytest.raises(HttpRefused) as refusal:
-        control.greet({})
+        vllm.greet({})
     assert not isinstance(refusal.value, ServerUnfit)
-    control.close()
 
 
 def test_dropping_kv_is_believed_only_where_the_engine_says_that_it_did(
@@ -190,15 +193,13 @@ def test_dropping_kv_is_believed_only_where_the_engine_says_that_it_did(
 
 @pytest.mark.parametrize("answer", [{"success": False}, {}])
 def test_a_vllm_that_does_not_say_that_it_dropped_kv_is_refused(
-    board: Board, answer: dict[str, bool]
+    board: Board, vllm: VllmControl, answer: dict[str, bool]
 ) -> None:
-    control = VllmControl(ServerAccess(board.url, CALL_S))
     board.routes = {"POST /reset_prefix_cache": lambda _: (200, {"success": True})}
-    control.drop_kv()
+    vllm.drop_kv()
     board.routes = {"POST /reset_prefix_cache": lambda _: (200, answer)}
     with pytest.raises(ServerRefused, match=r"reset_prefix_cache|did not throw"):
-        control.drop_kv()
-    control.close()
+        vllm.drop_kv()
 
 
 def test_a_restarted_server_does_not_take_the_label(board: Board, sglang: SglangControl) -> None:
@@ -264,27 +265,23 @@ NO_PARSER = {"error": {"message": '"auto" tool choice requires --tool-call-parse
     "answer", [(403, {"error": {"message": "disabled"}}), (404, {}), (400, NO_PARSER)]
 )
 def test_a_vllm_that_cannot_read_calls_of_tools_is_unfit_with_the_options_to_add(
-    board: Board, answer: tuple[int, dict[str, dict[str, str]]]
+    board: Board, vllm: VllmControl, answer: tuple[int, dict[str, dict[str, str]]]
 ) -> None:
     board.routes = {RENDER: lambda _: answer}
-    control = VllmControl(ServerAccess(board.url, CALL_S, None, "api"))
     with pytest.raises(
         ServerUnfit,
         match="--enable-scale-out --enable-auto-tool-choice --tool-call-parser NAME",
     ) as refusal:
-        control.check_tool_parser()
+        vllm.check_tool_parser()
     assert "\n" not in str(refusal.value)
-    control.close()
 
 
 @pytest.mark.parametrize("answer", [(200, {}), (400, {"error": {"message": "no chat template"}})])
 def test_a_vllm_with_a_parser_is_fit_whatever_its_chat_template_says(
-    board: Board, answer: tuple[int, dict[str, dict[str, str]]]
+    board: Board, vllm: VllmControl, answer: tuple[int, dict[str, dict[str, str]]]
 ) -> None:
     board.routes = {RENDER: lambda _: answer}
-    control = VllmControl(ServerAccess(board.url, CALL_S))
-    control.check_tool_parser()
-    control.close()
+    vllm.check_tool_parser()
 
 
 def test_an_sglang_reads_calls_of_tools_where_it_names_its_parser(

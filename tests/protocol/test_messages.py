@@ -35,8 +35,8 @@ MESSAGES = [
     HELLO,
     Joined(False, "no", "titan_grpo 0", 12, "r", 4, "f", True),
     Order(2, "receive", 7, "ff"),
-    Staged(2, 7, True, "ff", 0.5, 0.1, "", -1, {"pid": 1, "fd": 2}),
-    Commit("r", 3, 2, 7, "ff", "dd", {"pid": 1}),
+    Staged(2, 7, True, "ff", 0.5, 0.1, "", -1),
+    Commit("r", 3, 2, 7, "ff", "dd"),
     Applied(2, 7, True, "ff", 24, 0.2, "", True),
 ]
 names = [type(m).__name__ for m in MESSAGES]

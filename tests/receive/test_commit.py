@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.receive.site import DictEngine, Site, Weights
-from tests.receive.workers import Team
+from tests.receive.workers import Team, everywhere
 from titan_grpo.errors import PeerError
 from titan_grpo.protocol.messages import Applied
 from titan_grpo.receive.checkpoint import INDEX, CheckpointNames
@@ -56,20 +56,7 @@ class TeamSite(Site):
 
     def everywhere(self, call: Callable[[EngineSide], Any]) -> list[Any]:
         """What each worker's call returns or raises."""
-        ends: list[Any] = [None] * len(self.sides)
-
-        def work(rank: int) -> None:
-            try:
-                ends[rank] = call(self.sides[rank])
-            except BaseException as error:  # noqa: BLE001 - the test compares it with a report
-                ends[rank] = error
-
-        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60.0)
-        return ends
+        return everywhere(2, lambda rank: call(self.sides[rank]))
 
     def mapped(self) -> list[bool]:
         """Whether each worker keeps a mapping of the receiver's memory."""

@@ -183,8 +183,8 @@ def test_a_receiver_gives_a_sign_of_life_after_each_streamed_version(site: Windo
 
 def test_the_server_holds_a_window_and_no_whole_image(site: WindowedSite) -> None:
     version = Random(1)
-    staged = site.connect(version).offer(1, 1, version.digests, version.fingerprint)
-    assert staged.image["nbytes"] == WINDOW < version.manifest.total_bytes
+    grant = site.receiver.place(site.connect(version).attach())
+    assert grant["image"]["nbytes"] == WINDOW < version.manifest.total_bytes
 
 
 def test_a_sender_killed_before_the_first_tensor_leaves_the_old_version_whole(

@@ -1,13 +1,11 @@
 """Several workers walk through one window in step, and leave it together."""
 
-import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from tests.receive.workers import Team
+from tests.receive.workers import Team, everywhere
 from titan_grpo.errors import PeerError, TransferFailed
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.window import WindowReader, window_bytes
@@ -44,9 +42,8 @@ def run(source: Source, size: int, fails: int = -1) -> list[tuple[dict[str, torc
     """Per worker: the tensors it got and how it ended; worker ``fails`` breaks off after its first
     tensor."""
     team = Team(size)
-    results: list[Any] = [None] * size
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> tuple[dict[str, torch.Tensor], str]:
         member = team.members[rank]
         reader = WindowReader(source.ring, MANIFEST, member, source.take)
         got: dict[str, torch.Tensor] = {}
@@ -55,19 +52,12 @@ def run(source: Source, size: int, fails: int = -1) -> list[tuple[dict[str, torc
                 got[name] = tensor
                 if rank == fails:
                     member.gather("planted failure")
-                    results[rank] = (got, "failed")
-                    return
+                    return got, "failed"
         except TransferFailed as error:
-            results[rank] = (got, str(error))
-            return
-        results[rank] = (got, reader.broken)
+            return got, str(error)
+        return got, reader.broken
 
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(150.0)
-    return results
+    return everywhere(size, work)
 
 
 def expected(image: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,6 +1,7 @@
 """Workers of one engine as threads of one process, for tests of what several workers do in step."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from titan_grpo.receive.commit import Workers
@@ -14,6 +15,24 @@ class Team:
         self.barrier = threading.Barrier(size, timeout=120.0)
         self.values: list[Any] = [None] * size
         self.members = [Member(self, rank) for rank in range(size)]
+
+
+def everywhere(size: int, call: Callable[[int], Any]) -> list[Any]:
+    """What each worker's call, by its rank and on a thread of its own, returns or raises."""
+    ends: list[Any] = [None] * size
+
+    def work(rank: int) -> None:
+        try:
+            ends[rank] = call(rank)
+        except BaseException as error:  # noqa: BLE001 - the test compares it with a report
+            ends[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(150.0)
+    return ends
 
 
 class Member(Workers):

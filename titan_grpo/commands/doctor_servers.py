@@ -25,7 +25,7 @@ from titan_grpo.engines.http import (
     want,
 )
 from titan_grpo.engines.server import detect, make_control
-from titan_grpo.errors import ConfigError, PeerError, ServerRefused
+from titan_grpo.errors import ConfigError, PeerError
 from titan_grpo.protocol.messages import PROBE, Joined
 from titan_grpo.rollout.messages import FORMAT
 from titan_grpo.runkey import Key
@@ -407,11 +407,7 @@ class _Questions:
 
         def version(answer: Any) -> str:
             facts.options = Options.of_server(sglang.NAME, answer)
-            found = answer.get("version") if isinstance(answer, dict) else None
-            if not isinstance(found, str):
-                # Not ``want``: its error shows the answer, which contains the server's keys.
-                raise ServerRefused("/server_info must answer with a version: another server?")
-            return found
+            return str(want(answer, "version", str, "/server_info", secret=True))
 
         facts.version = self._answer("version", Call("GET", "/server_info", self._s, version))
         facts.label = self._answer("label", sglang.label(self._s))

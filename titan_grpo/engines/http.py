@@ -67,13 +67,16 @@ class Call(Generic[T]):
     admin: bool = False
 
 
-def want(answer: Any, key: str, kind: type | tuple[type, ...], path: str) -> Any:
-    """Return ``answer[key]``. Raises ServerRefused if it is missing or not of type ``kind``."""
+def want(
+    answer: Any, key: str, kind: type | tuple[type, ...], path: str, secret: bool = False
+) -> Any:
+    """Return ``answer[key]``. Raises ServerRefused if it is missing or not of type ``kind``.
+    ``secret``: the error must not show the answer, which contains the server's keys."""
     if isinstance(answer, Mapping) and key in answer and isinstance(answer[key], kind):
         return answer[key]
+    got = "" if secret else f", got {str(answer)[:200]!r}"
     raise ServerRefused(
-        f"{path} must answer with {key!r}, got {str(answer)[:200]!r}: another server or another"
-        " version of it?"
+        f"{path} must answer with {key!r}{got}: another server or another version of it?"
     )
 
 

@@ -114,11 +114,11 @@ class Server:
         self._started = time.monotonic()
         log = Path(spec.log_path)
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._keys = Path(f"{log}.keys.yaml") if spec.engine == "sglang" else None
-        keys = sglang.keys(spec) if self._keys is not None else ""
+        self._keys = Path(f"{log}.keys.yaml")
+        keys = sglang.keys(spec) if spec.engine == "sglang" else ""
         with log.open("wb") as output, contextlib.ExitStack() as failed:
             failed.callback(self._forget_start)
-            if self._keys is not None and keys:
+            if keys:
                 # Private: SGLang logs all its arguments, keys included.
                 os.fchmod(output.fileno(), 0o600)
                 self._keys.unlink(missing_ok=True)
@@ -183,8 +183,7 @@ class Server:
         """Release what only the start needs: the reserved port and the file of keys."""
         if self._held is not None:
             self._held.close()
-        if self._keys is not None:
-            self._keys.unlink(missing_ok=True)
+        self._keys.unlink(missing_ok=True)
 
     def __enter__(self) -> "Server":
         return self

@@ -1,8 +1,9 @@
 """SGLang's own weight update over a process group (0.5.21 to 0.5.23), for servers without our
 plugin."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from titan_grpo.engines.http import Call, ServerAccess, ignore, requests, want
@@ -36,19 +37,13 @@ class Announced:
 
 def world_size(timeout_s: float) -> Call[int]:
     """Return the number of the server's workers: tensor x pipeline parallel."""
-    return Call("GET", "/server_info", timeout_s, _parse_world_size)
+    path = "/server_info"
 
+    def parse(answer: Any) -> int:
+        sizes = (want(answer, key, int, path, secret=True) for key in ("tp_size", "pp_size"))
+        return prod(sizes)
 
-def _parse_world_size(answer: Any) -> int:
-    named = answer if isinstance(answer, Mapping) else {}
-    tensor_parallel, pipeline_parallel = named.get("tp_size"), named.get("pp_size")
-    if not isinstance(tensor_parallel, int) or not isinstance(pipeline_parallel, int):
-        # not ``want``: its error would show the answer, which contains the server's keys
-        raise ServerRefused(
-            "/server_info must answer with tp_size and pp_size: another server or another version"
-            " of it?"
-        )
-    return tensor_parallel * pipeline_parallel
+    return Call("GET", path, timeout_s, parse)
 
 
 def update(group: str, announced: Announced, timeout_s: float) -> Call[None]:

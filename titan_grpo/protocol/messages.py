@@ -400,10 +400,9 @@ class Staged(Message, frozen=True):
 
     ``ok`` after "stream": the window is ready, and the fingerprint is that of the digests. ``ok``
     after "receive": every block digest and the fingerprint match. Otherwise ``error`` is the reason
-    and ``bad_block`` the first block that differs (-1: none). ``image``: address of the staged
-    bytes on the server's host, empty without any. ``verify_s``: seconds of checks after the last
-    byte. ``read_bytes``: all bytes read, of patches and blocks; ``relay_bytes``: those of them from
-    ``relays``; ``lost``: indices of the ``relays`` that failed.
+    and ``bad_block`` the first block that differs (-1: none). ``verify_s``: seconds of checks
+    after the last byte. ``read_bytes``: all bytes read, of patches and blocks; ``relay_bytes``:
+    those of them from ``relays``; ``lost``: indices of the ``relays`` that failed.
     """
 
     number: int
@@ -414,7 +413,6 @@ class Staged(Message, frozen=True):
     verify_s: float = 0.0
     error: str = ""
     bad_block: int = -1
-    image: dict[str, int] = {}
     read_bytes: Number = 0
     relay_bytes: Number = 0
     lost: tuple[int, ...] = ()
@@ -437,7 +435,6 @@ class Commit(Message, frozen=True):
     version: int
     fingerprint: str
     manifest_digest: str
-    image: dict[str, int]
 
 
 class Applied(Message, frozen=True):

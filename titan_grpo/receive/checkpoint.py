@@ -7,7 +7,6 @@ digest shows that: at joining the server reports the fields in which it differs 
 
 import json
 import logging
-import struct
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -19,9 +18,6 @@ from titan_grpo.layout.manifest import Manifest, listed
 Shape = tuple[int, ...]
 
 INDEX = "model.safetensors.index.json"
-MAX_HEADER = 100 << 20
-"""Largest header that safetensors itself accepts, in bytes."""
-
 NEVER_SENT = (".inv_freq", ".masked_bias", ".attn.bias")
 """Suffixes of tensors that old checkpoints contain and engines compute."""
 
@@ -64,22 +60,11 @@ class CheckpointNames:
         return coverage_problem(manifest, self.shapes, self._tied) if self.shapes else ""
 
 
-def read_header(path: Path) -> dict[str, Shape]:
-    """Return names and shapes in one safetensors file. Raises ValueError, KeyError and the like if
-    it is invalid."""
-    with path.open("rb") as file:
-        start = file.read(8)
-        size = struct.unpack("<Q", start)[0] if len(start) == 8 else MAX_HEADER + 1
-        if size > MAX_HEADER:
-            raise ValueError("its header has no valid length")
-        entries = json.loads(file.read(size))
-    entries.pop("__metadata__", None)
-    return {name: tuple(map(int, entry["shape"])) for name, entry in entries.items()}
-
-
 def checkpoint_shapes(folder: Path) -> dict[str, Shape]:
     """Return names and shapes of all tensors of a checkpoint directory; empty without safetensors
     files. Raises DataError, with the file's name, if one is damaged."""
+    from safetensors import SafetensorError, safe_open
+
     path = folder / INDEX
     try:
         if path.exists():
@@ -89,8 +74,10 @@ def checkpoint_shapes(folder: Path) -> dict[str, Shape]:
         shapes: dict[str, Shape] = {}
         for name in files:
             path = folder / name
-            shapes |= read_header(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            with safe_open(path, framework="pt") as file:
+                names = file.keys()
+                shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in names}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise DataError(
             f"{path} must be a file of a safetensors checkpoint, reading it gave {error!r}: tensor"
             " names cannot be compared; restore the file, the next version reads it again"

@@ -354,7 +354,7 @@ class Receiver:
         shared.buffer[:] = text
         with self._turn:
             self._manifest, self._image, self._manifest_text = manifest, image, shared
-        return _staged(order, image=image)
+        return _staged(order)
 
     def _offer(self, order: Order, digests: bytes | bytearray) -> Staged:
         """Prepare a windowed transfer, before any bytes: check the fingerprint over ``digests``,
@@ -366,7 +366,7 @@ class Receiver:
         with self._turn:
             self._window = Window(image, content, self._hello.bucket_bytes)
             self._step(server.Arrived(order.number, order.version, order.fingerprint, True))
-        return _staged(order, order.fingerprint, image=image)
+        return _staged(order, order.fingerprint)
 
     def _content(self, order: Order, digests: bytes | bytearray, manifest: Manifest) -> Content:
         """Return the version's expected content. Raises PeerError unless the digests make the
@@ -412,7 +412,7 @@ class Receiver:
         if fetch.error and sharing is not None:
             sharing.end()
         return replace(
-            self._arrived(order, fetch.error, image),
+            self._arrived(order, fetch.error),
             receive_s=time.monotonic() - began,
             verify_s=fetch.verify_s,
             bad_block=fetch.bad_block,
@@ -421,11 +421,11 @@ class Receiver:
             lost=tuple(i for i, other in enumerate(others) if other in fetch.lost),
         )
 
-    def _arrived(self, order: Order, error: str, image: SharedImage) -> Staged:
+    def _arrived(self, order: Order, error: str) -> Staged:
         """Record the end of a transfer; return the answer to its order."""
         with self._turn:
             self._step(server.Arrived(order.number, order.version, order.fingerprint, not error))
-        return _staged(order, order.fingerprint, error, image)
+        return _staged(order, order.fingerprint, error)
 
     def _other(self, source: RangeSource, manifest: Manifest) -> Open:
         """Return the opener of another server: through its memfd if it is on this host."""
@@ -467,7 +467,7 @@ class Receiver:
         content = self._content(order, digests, manifest)
         bad = first_difference(content.digests, self._hashing.blocks(image.buffer, manifest))
         return replace(
-            self._arrived(order, "" if bad is None else content.differs(bad), image),
+            self._arrived(order, "" if bad is None else content.differs(bad)),
             receive_s=receive_s,
             verify_s=time.monotonic() - start,
             bad_block=-1 if bad is None else bad,
@@ -500,8 +500,5 @@ class Receiver:
             raise PeerError(refusal)
 
 
-def _staged(
-    order: Order, fingerprint: str = "", error: str = "", image: SharedImage | None = None
-) -> Staged:
-    address = {} if image is None else image.address.to_json()
-    return Staged(order.number, order.version, not error, fingerprint, error=error, image=address)
+def _staged(order: Order, fingerprint: str = "", error: str = "") -> Staged:
+    return Staged(order.number, order.version, not error, fingerprint, error=error)

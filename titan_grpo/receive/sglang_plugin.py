@@ -38,7 +38,6 @@ from titan_grpo.receive.commit import (
     EngineSide,
     LoadedModel,
     log_to_stderr,
-    package_version,
     start_side,
 )
 from titan_grpo.receive.window import Tensors
@@ -190,7 +189,7 @@ def _add_routes() -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def state() -> dict[str, Any]:
         manager = http_server.get_global_state().tokenizer_manager
-        return {"package": package_version(), "paused": bool(manager.is_pause)}
+        return {"paused": bool(manager.is_pause)}
 
     @http_server.app.post("/titan_grpo/load")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)

@@ -423,7 +423,6 @@ class LaneLink:
             version=staged.version,
             fingerprint=staged.fingerprint,
             manifest_digest=self._manifest.digest,
-            image=staged.image,
         )
         return commit.proven(self._key)
 
