@@ -204,8 +204,9 @@ class Controller:
         self.worker.servers.reached(version)
         self.worker.start()
         file = ServersFile(rollout.servers_file) if rollout.servers_file else None
-        members = Membership(self.worker.servers, self._run_dir, rollouts.in_flight, file)
-        ends.callback(members.close)
+        ends.callback(
+            Membership(self.worker.servers, self._run_dir, rollouts.in_flight, file).close
+        )
         if address := self._job.dashboards.metrics_address:
             ends.callback(self._listen(address).close)
         return self.worker
