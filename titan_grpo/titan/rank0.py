@@ -263,7 +263,7 @@ class Controller:
                 raise ServerUnfit(f"no server can serve this run: {unfit}")
             reason = servers.take_error()
             raise ServerUnreachable(
-                f"no server committed version {version} within {deadline_s:g} s"
+                f"no server committed version {version} within {deadline_s:.0f} s"
                 " (weight_sync.startup_deadline_s, and its bytes at min_rate); tried"
                 f" {', '.join(servers.urls)}; first error: {reason or 'none'}; titan-grpo doctor"
                 " says more"
