@@ -9,10 +9,10 @@ other requirements. Then a real server starts with other weights, gets two versi
 lane, and its log-probabilities are compared with transformers' in fp32 after each (as in
 bench_agreement.py). A row of Python imports what a server loads of titan_grpo and needs no torch.
 
-A row of torch trains two ranks for two steps, compares their losses with those of the default
-environment (.venv), and their image with torchtitan's own state dict. It takes the checkout's
-environment of that torchtitan where that has this torch, else it makes one: 6.5 GB with a CUDA
-build of torch, which runs without a GPU too.
+A row of torch trains two ranks for two steps, compares their log-probabilities with those of the
+default environment (.venv), and their image with the export of their checkpoint. It takes the
+checkout's environment of that torchtitan where that has this torch, else it makes one: 6.5 GB with
+a CUDA build of torch, which runs without a GPU too.
 
 Exit code 1 if a row failed; what is absent here is said, and fails nothing.
 """
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, fo
 
 from scripts.bench_agreement import measure
 from scripts.common import ROOT, Table, options_of, python_of, write_json
-from tests.rigs.titan_ranks import train
+from tests.rigs.titan_ranks import trained
 from titan_grpo.errors import TitanGrpoError
 
 ENGINES = {
@@ -51,7 +51,7 @@ TRAINERS = {"0.2": (".venv", "train"), "0.3": (".venv-titan03", "train03")}
 TORCHES = (("0.3", "2.13.0"), ("0.3", "2.14.1"), ("0.2", "2.14.1"))
 """Pairs of torchtitan and torch, beside 0.2 with 2.13.0, with which the others are compared."""
 
-LOSSES_APART = 1e-5
+APART = 1e-5
 """Nats."""
 
 PINNED = ("transformers", "tokenizers")
@@ -63,7 +63,7 @@ ABSENT = "absent"
 @dataclass(frozen=True)
 class Row:
     """``result``: ok, absent (nothing to run it with), or what went wrong, in one line.
-    ``difference``: the largest of the log-probabilities after a commit, or of the losses, nats."""
+    ``difference``: the largest of the log-probabilities, after a commit or of ranks, nats."""
 
     name: str
     result: str
@@ -184,16 +184,18 @@ def torch_row(torchtitan: str, torch: str) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         try:
             python = trainer_python(torchtitan, torch, Path(folder) / "environment")
-            found = train(Path(folder) / "found", 2, python)
-            usual = train(Path(folder) / "usual", 2, str(ROOT / ".venv/bin/python"))
+            place, own = Path(folder), str(ROOT / ".venv/bin/python")
+            (found,) = trained(place, ("found", 2, 2, ""), kind="qwen3", python=python).values()
+            (usual,) = trained(place, ("usual", 2, 2, ""), kind="qwen3", python=own).values()
         except (RuntimeError, AssertionError, OSError, ValueError) as error:
             said = (str(error).strip() or type(error).__name__).splitlines()
             return Row(name, said[-1][:200], time.monotonic() - began)
-    apart = max(abs(a - b) for a, b in zip(found["losses"], usual["losses"], strict=True))
-    if not found["same_bytes"]:
-        result = "the image has other bytes than torchtitan's state dict"
+    steps = zip(found["said"], usual["said"], strict=True)
+    apart = max(abs(a["values"]["logprob"] - b["values"]["logprob"]) for a, b in steps)
+    if not found["same_as_export"]:
+        result = "the image has other bytes than torchtitan's checkpoint"
     else:
-        result = "ok" if apart <= LOSSES_APART else "other losses"
+        result = "ok" if apart <= APART else "other log-probabilities"
     return Row(name, result, time.monotonic() - began, apart)
 
 

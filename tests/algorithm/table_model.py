@@ -49,6 +49,18 @@ ALL_ON = GRPO(
 """Every term, ratio and correction at once."""
 
 
+def filled(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A micro-batch with what the loss needs besides: each row is one sequence, no token is stale,
+    and none counts as on-policy."""
+    shape = batch["labels"].shape
+    return {
+        "sequence": torch.arange(shape[0])[:, None].expand(shape),
+        "staleness": torch.zeros(shape, dtype=torch.int64),
+        "on_policy": torch.zeros(shape, dtype=torch.bool),
+        **batch,
+    }
+
+
 def step(
     groups: Sequence[Group],
     tables: Tables,
@@ -67,7 +79,7 @@ def step(
             old = None if tables.old is None else token_logprobs(tables.old[inputs], *arguments)
             loss, metrics = grpo_loss(
                 token_logprobs(logits, *arguments),
-                each,
+                filled(each),
                 grpo,
                 token_logprobs(tables.reference[inputs], *arguments) if grpo.kl_beta else None,
                 old,

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from tests.algorithm.table_model import filled
 from titan_grpo.algorithm.loss import (
     REASONS,
     Collapse,
@@ -17,7 +18,7 @@ from titan_grpo.algorithm.loss import (
     summarize,
     unpack,
 )
-from titan_grpo.algorithm.objective import spans_of, topr_weights
+from titan_grpo.algorithm.objective import Spans, topr_weights
 from titan_grpo.config import GRPO
 from titan_grpo.errors import ProtocolError
 
@@ -55,7 +56,8 @@ def test_topr_counts_as_cut_only_the_weights_that_its_bound_changes() -> None:
     mask = torch.ones(4, 2, dtype=torch.bool)
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0]).unsqueeze(-1).expand(4, 2)
     differences = torch.tensor([0.4, -0.4, 0.4, -0.4]).unsqueeze(-1).expand(4, 2)
-    found = topr_weights(differences, torch.zeros(4, 2), advantages, spans_of(mask, None))
+    spans = Spans(mask, torch.arange(4)[:, None].expand(4, 2))
+    found = topr_weights(differences, torch.zeros(4, 2), advantages, spans)
     assert found.weight[:, 0].tolist() == pytest.approx([1, 1, 1, math.exp(-0.8)])
     assert found.cut.tolist() == [[False] * 2, [False] * 2, [True] * 2, [False] * 2]
 
@@ -113,7 +115,7 @@ def test_the_gap_is_also_known_by_place_by_probability_and_by_versions_behind() 
     logprobs[0, :16] += 0.25
     logprobs[0, 16] -= 0.5
     logprobs[0, 19:21] += 1.0
-    metrics = grpo_loss(logprobs, batch, GRPO())[1]
+    metrics = grpo_loss(logprobs, filled(batch), GRPO())[1]
 
     def of(part: str) -> tuple[float, float]:
         return metrics[f"gap_{part}_sum"].item(), metrics[f"gap_{part}_count_sum"].item()

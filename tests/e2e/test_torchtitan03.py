@@ -4,7 +4,6 @@ without it these tests are skipped."""
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import torch
 
 from tests.e2e.conftest import RECIPE, Runs
 from tests.rigs.sockets import free_port
-from tests.rigs.titan_ranks import train
-from titan_grpo.titan.tiny import write_tiny_model
+from tests.rigs.titan_ranks import assert_alike, trained
+from titan_grpo.titan.tiny import Kind, write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -167,49 +166,37 @@ print(json.dumps([order, os.path.exists("run/checkpoint")]))
     assert found == [["fence", "step"] * 4, False]
 
 
-@pytest.fixture
-def steps(python03: str, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """``steps(folder, count, python, kind, ranks, *options)``: as tests.rigs.titan_ranks.train, in
-    a folder of the test, on 0.3 where no other interpreter is named."""
-
-    def run(folder: str, count: int, python: str = python03, *job: Any) -> dict[str, Any]:
-        return train(tmp_path / folder, count, python, *job)
-
-    return run
-
-
-SPLIT = {
-    "FSDP2": ("qwen3", 2),
+SPLIT: dict[str, tuple[Kind, int, str]] = {
+    "FSDP2": ("qwen3", 2, ""),
     "HSDP": (
         "qwen3",
         4,
-        "--parallelism.data_parallel_replicate_degree=2",
-        "--parallelism.data_parallel_shard_degree=2",
+        "--parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=2",
     ),
     "TP, head in float32": (
         "llama3",
         2,
-        "--parallelism.tensor_parallel_degree=2",
-        "--grpo.fp32_lm_head",
+        "--parallelism.tensor_parallel_degree=2 --grpo.fp32_lm_head",
     ),
     "EP": ("qwen3_moe", 2, "--parallelism.expert_parallel_degree=2"),
     "LoRA": ("qwen3", 2, "--lora.rank=4"),
-    "LoRA, TP": ("llama3", 2, "--lora.rank=4", "--parallelism.tensor_parallel_degree=2"),
+    "LoRA, TP": ("llama3", 2, "--lora.rank=4 --parallelism.tensor_parallel_degree=2"),
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("job", SPLIT.values(), ids=SPLIT)
 def test_ranks_train_the_same_on_both_torchtitans_and_publish_every_element(
-    steps: Callable[..., dict[str, Any]], python03: str, job: tuple[Any, ...]
+    tmp_path: Path, python03: str, job: tuple[Kind, int, str]
 ) -> None:
-    older, newer = steps("older", 2, sys.executable, *job), steps("newer", 2, python03, *job)
-    assert newer["losses"] == pytest.approx(older["losses"], abs=1e-5)
-    for each in (older, newer):
+    kind, ranks, keys = job
+    runs = trained(tmp_path, ("older", ranks, 2, keys), kind=kind)
+    runs |= trained(tmp_path, ("newer", ranks, 2, keys), kind=kind, python=python03)
+    assert_alike(runs["newer"], runs["older"])
+    for each in runs.values():
         assert each["elements"] == each["in_image"]
-        assert each["same_bytes"], "the image is what torchtitan's own state dict exports"
-        assert each["waited"] == 2, "the fence is before each optimizer step"
-        assert each["adapters_alone_trained"] == ("--lora.rank=4" in job)
+        assert each["same_as_export"], "the image is what the checkpoint exports"
+        assert each["adapters_alone_trained"] == ("--lora.rank=4" in keys)
 
 
 OF_BOTH = ("test_modules", "test_recipes")
@@ -228,11 +215,13 @@ def test_models_of_03_pass_the_tests_of_022s(root: Path, python03: str, name: st
 @pytest.mark.long
 @pytest.mark.parametrize("job", SPLIT.values(), ids=SPLIT)
 def test_resumed_ranks_on_03_end_with_the_very_weights_of_ranks_that_went_on(
-    steps: Callable[..., dict[str, Any]], python03: str, job: tuple[Any, ...]
+    tmp_path: Path, python03: str, job: tuple[Kind, int, str]
 ) -> None:
-    whole = steps("whole", 4, python03, *job)
-    first, second = steps("parts", 2, python03, *job), steps("parts", 4, python03, *job)
-    assert [*first["losses"], *second["losses"]] == whole["losses"]
+    kind, ranks, keys = job
+    runs = ("whole", ranks, 4, keys), ("parts", ranks, 2, keys)
+    whole, first = trained(tmp_path, *runs, kind=kind, python=python03).values()
+    (second,) = trained(tmp_path, ("parts", ranks, 4, keys), kind=kind, python=python03).values()
+    assert [*first["said"], *second["said"]] == whole["said"]
     assert second["digest"] == whole["digest"] != first["digest"]
 
 

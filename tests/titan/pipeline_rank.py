@@ -28,6 +28,7 @@ from tests.sync.snapshot_ranks import share_image  # noqa: E402
 from titan_grpo.algorithm.batch import plan  # noqa: E402
 from titan_grpo.samples import Completion, Group, Prompt  # noqa: E402
 from titan_grpo.sync.publisher import Snapshotter, local_shards  # noqa: E402
+from titan_grpo.titan import lora  # noqa: E402
 from titan_grpo.titan.data import Share, StepWork  # noqa: E402
 from titan_grpo.titan.export import checkpoint_of, export_version  # noqa: E402
 from titan_grpo.titan.jobconfig import check_files, parse  # noqa: E402
@@ -100,7 +101,9 @@ def published(trainer: GRPOTrainer) -> torch.Tensor:
     """The bytes of an image that all ranks write their parts of."""
     plan = trainer.sync.plan
     image = share_image(plan.manifest.total_bytes, dist.get_rank())
-    shards = local_shards(named_tensors(trainer.weights), set(plan.ops))
+    shards: dict[str, Any] = {**local_shards(named_tensors(trainer.weights), set(plan.ops))}
+    for part in trainer.model_parts:
+        shards |= lora.merged_shards(part, set(plan.ops))
     if plan.ops:
         copier = Snapshotter(plan.ops, [image.tensor()], torch.device("cpu"), 1 << 16)
         copier.start(shards, 0).wait(60.0)
@@ -128,8 +131,19 @@ def main(rank: int, world: int, port: str, folder: Path, steps: int, arguments: 
         export_version(config, checkpoint_of(Path(config.job.dump_folder), steps), out, "float32")
         exported = load_file(out / "model.safetensors")
         same = bytes(held.numpy()) == bytes(image_of(exported, trainer.sync.plan.manifest))
-        line = {"said": said, "digest": tensor_digest(held), "same_as_export": same}
-        print(json.dumps(line | {"writing": writing, "out": str(out)}))
+        weights = [t for n, t in named_tensors(trainer.whole) if not lora.is_adapter(n)]
+        trains = [n for n, p in trainer.whole.named_parameters() if p.requires_grad]
+        line = {
+            "said": said,
+            "digest": tensor_digest(held),
+            "same_as_export": same,
+            "elements": sum(t.numel() for t in weights),
+            "in_image": sum(t.numel() for t in exported.values()),
+            "adapters_alone_trained": all(map(lora.is_adapter, trains)),
+            "writing": writing,
+            "out": str(out),
+        }
+        print(json.dumps(line))
     dist.barrier()
     trainer.close()
     dist.destroy_process_group()

@@ -1,12 +1,10 @@
 """torchtitan's own Trainer on synthetic tokens, with our patches and nothing else of ours. Run
-under torchrun by the tests.
+under torchrun by test_stock_trainer.py.
 
-``TITAN_GRPO_TEST_SKIP`` names one patch to leave out ("premul", "tied", "histc"). Rank 0 prints one
-JSON line with the losses.
+``TITAN_GRPO_TEST_SKIP`` names one patch to leave out ("premul", "tied", "histc").
 """
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -45,61 +43,35 @@ from titan_grpo.titan import upstream02  # noqa: E402
 
 
 class SyntheticLoader(BaseDataLoader):  # type: ignore[misc]
-    """The same global rows for any number of ranks: rank r of w takes rows r, r + w, ... of each
-    batch."""
+    """Random tokens."""
 
-    def __init__(self, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> None:
-        self.world, self.rank, self.training = dp_world_size, dp_rank, job_config.training
-        self.cursor = 0
+    def __init__(self, job_config: Any, **_: Any) -> None:
+        self.training = job_config.training
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        rows = self.training.local_batch_size * self.world
         while True:
-            generator = torch.Generator().manual_seed(self.cursor)
-            ids = torch.randint(4, 20, (rows, self.training.seq_len + 1), generator=generator)[
-                self.rank :: self.world
-            ]
-            self.cursor += 1
+            ids = torch.randint(4, 20, (self.training.local_batch_size, self.training.seq_len + 1))
             yield {"input": ids[:, :-1]}, ids[:, 1:].clone()
 
     def state_dict(self) -> dict[str, int]:
-        return {f"cursor_{self.rank}": self.cursor}
+        return {}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.cursor = state_dict.get(f"cursor_{self.rank}", 0)
+        """There is nothing to go on from."""
 
 
 def main() -> None:
     init_logger()
     config = ConfigManager().parse_args(sys.argv[1:])
     spec = upstream02.get_spec(config.model.name)
-    register_train_spec(
-        "stock_" + config.model.name, dataclasses.replace(spec, build_dataloader_fn=SyntheticLoader)
-    )
+    own = {"build_dataloader_fn": SyntheticLoader, "build_tokenizer_fn": None}
+    register_train_spec("stock_" + config.model.name, dataclasses.replace(spec, **own))
     config.model.name = "stock_" + config.model.name
     trainer = Trainer(config)
     if SKIP != "premul":
         torchtitan_gloo_premul.apply(trainer.model_parts)
-    losses: list[float] = []
-    norms: list[float] = []
-    log = trainer.metrics_processor.log
-
-    def keep(
-        step: int,
-        average: float,
-        largest: float,
-        norm: float,
-        extra_metrics: dict[str, Any] | None = None,
-    ) -> None:
-        losses.append(average)
-        norms.append(norm)
-        log(step, average, largest, norm, extra_metrics)
-
-    trainer.metrics_processor.log = keep
     trainer.train()
     trainer.close()
-    if torch.distributed.get_rank() == 0:
-        print(json.dumps({"losses": losses, "norms": norms}), flush=True)
     torch.distributed.destroy_process_group()
 
 

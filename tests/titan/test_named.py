@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.algorithm.papers import LIMIT, PAPERS, Sample, gradient, logprobs, losses
+from tests.algorithm.table_model import filled
 from tests.rigs.jobs import job
 from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import plan
@@ -102,7 +103,7 @@ def trained(grpo: GRPO) -> tuple[float, np.ndarray]:
             inputs, arguments = each["inputs"], (each["labels"], 1.0, 7)
             loss, _ = grpo_loss(
                 token_logprobs(weights[inputs], *arguments),
-                each,
+                filled(each),
                 grpo,
                 token_logprobs(reference[inputs], *arguments) if grpo.kl_beta else None,
                 token_logprobs(old[inputs], *arguments) if number in later else None,

@@ -273,8 +273,7 @@ def start(said: "queue.SimpleQueue[str]", tmp_path: Path) -> Iterator[Start]:
     ends = ExitStack()
 
     def begin(*fixed: str, file: Path | None = None, folder: Path = tmp_path) -> ServerSet:
-        watched = ServersFile(file) if file is not None else None
-        listed = watched.read() if watched is not None else ()
+        listed = ServersFile(file).read() if file is not None else ()
         recorder = Recorder(tmp_path / "records")
         ends.callback(recorder.close)
         servers = ServerSet(
@@ -286,7 +285,7 @@ def start(said: "queue.SimpleQueue[str]", tmp_path: Path) -> Iterator[Start]:
         for _ in servers.urls:
             following(said)
         ends.callback(lambda: servers.close(time.monotonic() + WAIT_S))
-        ends.callback(Membership(servers, folder, dict, watched).close)
+        ends.callback(Membership(servers, folder, dict, file or "").close)
         return servers
 
     with ends:

@@ -33,7 +33,6 @@ from titan_grpo.algorithm.objective import (
     kl_returns,
     kl_term,
     policy_objective,
-    spans_of,
 )
 from titan_grpo.algorithm.rows import IGNORE_INDEX, MicroBatch
 from titan_grpo.config.grpo import GRPO
@@ -65,10 +64,10 @@ def grpo_loss(
 
     Args:
         logprobs: [R, L], ``token_logprobs`` of the model at the sampling temperature.
-        batch: one of ``build``'s on the same device: ``labels``, ``weights``, ``rollout_logprobs``
-            [R, L]; ``advantages`` and, if needed, ``staleness`` (versions) and ``on_policy``
-            (bool), [R, L] or [R]; optional ``sequence`` (default: each row is one); optional
-            ``high_entropy``, ``outside_m2`` (bool [R, L]), which restrict the policy term.
+        batch: one of ``build``'s on the same device, with ``staleness`` (versions between a token
+            and the trainer) and ``on_policy`` (bool: the sequence is of the trainer's own version),
+            [R, L]; optional ``high_entropy``, ``outside_m2`` (bool [R, L]), which restrict the
+            policy term.
         ref_logprobs: [R, L] of the reference model; needed if ``grpo.kl_beta`` > 0.
         old_logprobs: [R, L] of the policy before the batch's first optimizer step.
 
@@ -90,10 +89,10 @@ def grpo_loss(
     if 0 < grpo.onpolicy_logp_threshold < 1:
         kept = labelled & (logprobs.detach().exp() >= grpo.onpolicy_logp_threshold)
     if grpo.token_staleness_limit >= 0:
-        kept = kept & (_per_token(batch["staleness"]) <= grpo.token_staleness_limit)
-    spans = spans_of(kept, batch.get("sequence"))
+        kept = kept & (batch["staleness"] <= grpo.token_staleness_limit)
+    spans = Spans(kept, batch["sequence"])
     weights = batch["weights"].masked_fill(~kept, 0)
-    advantages = _per_token(batch["advantages"])
+    advantages = batch["advantages"]
     scaled = advantages * grpo.pos_scaler, advantages * grpo.neg_scaler
     advantages = torch.where(advantages > 0, *scaled)
 
@@ -139,14 +138,8 @@ def _proximal(logprobs: torch.Tensor, batch: MicroBatch, grpo: GRPO) -> torch.Te
     if grpo.proximal_logprobs == "rollout":
         return batch["rollout_logprobs"]
     if grpo.proximal_logprobs == "interpolate":
-        staleness = _per_token(batch["staleness"])
-        return interpolated(logprobs, batch["rollout_logprobs"], staleness)
+        return interpolated(logprobs, batch["rollout_logprobs"], batch["staleness"])
     return logprobs
-
-
-def _per_token(values: torch.Tensor) -> torch.Tensor:
-    """Turn [R] into [R, 1]; [R, 1] and [R, L] stay."""
-    return values.unsqueeze(-1) if values.ndim == 1 else values
 
 
 def _token_metrics(
@@ -160,6 +153,8 @@ def _token_metrics(
     """
     difference = (logprobs - batch["rollout_logprobs"]).masked_fill(~labelled, 0)
     gap = difference.abs()
+    own = labelled & batch["on_policy"]
+    own_gap = gap.masked_fill(~own, 0)
     metrics = {
         "tokens_sum": labelled.sum().double(),
         "kept_tokens_sum": spans.mask.sum().double(),
@@ -172,16 +167,11 @@ def _token_metrics(
         "logprob_difference_tokens_sum": difference.sum().double(),
         "logprob_gap_tokens_sum": gap.sum().double(),
         "logprob_gap_max": gap.max().double(),
+        "on_policy_count_sum": own.sum().double(),
+        "on_policy_gap_sum": own_gap.sum().double(),
+        "on_policy_gap_max": own_gap.max().double(),
     }
-    if (own := batch.get("on_policy")) is not None:
-        chosen = labelled & _per_token(own)
-        own_gap = gap.masked_fill(~chosen, 0)
-        metrics |= {
-            "on_policy_count_sum": chosen.sum().double(),
-            "on_policy_gap_sum": own_gap.sum().double(),
-            "on_policy_gap_max": own_gap.max().double(),
-        }
-    metrics |= _separation(logprobs, _per_token(batch["advantages"]), labelled)
+    metrics |= _separation(logprobs, batch["advantages"], labelled)
     return metrics | _gap_parts(gap, batch, labelled, spans)
 
 
@@ -209,9 +199,8 @@ def _gap_parts(
     values = {
         "position": (seen - first[number]).view_as(gap),
         "probability": batch["rollout_logprobs"].exp(),
+        "lag": batch["staleness"],
     }
-    if "staleness" in batch:
-        values["lag"] = _per_token(batch["staleness"]).expand_as(gap)
     out: Metrics = {}
     for by, value in values.items():
         low = -math.inf

@@ -68,13 +68,6 @@ class Spans:
         return present.index_fill(0, place, 1.0)[1:].sum()
 
 
-def spans_of(mask: torch.Tensor, sequence: torch.Tensor | None) -> Spans:
-    """Return the spans of a micro-batch; without ``sequence`` every row is one sequence."""
-    if sequence is None:
-        sequence = torch.arange(len(mask), device=mask.device).unsqueeze(-1).expand(mask.shape)
-    return Spans(mask, sequence)
-
-
 def interpolated(
     logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, staleness: torch.Tensor
 ) -> torch.Tensor:

@@ -9,7 +9,6 @@ import os
 import subprocess
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -93,10 +92,8 @@ class Evaluations:
             for table in tables
         ]
         self._servers: dict[str, ServerState] = {}
-        self._kept: Counter[str] = Counter()
-        """Number of evaluations on each server."""
         self._kept_since: dict[str, float] = {}
-        """Start of the first of them, on the recorder's clock."""
+        """By server: start of the first evaluation that keeps it, on the recorder's clock."""
         self._values: dict[str, float] = {}
         self._threads: list[threading.Thread] = []
         self._closing = self._stopped = self._last = False
@@ -219,9 +216,7 @@ class Evaluations:
             assert table.due is not None
             table.running = _Running(state.url, state.version, table.due)
             table.due = evaluation.next_due(table.job.table.every, state.version)
-            if not self._kept[state.url]:
-                self._kept_since[state.url] = self._recorder.now()
-            self._kept[state.url] += 1
+            self._kept_since.setdefault(state.url, self._recorder.now())
             self._keep(state.url)
             thread = threading.Thread(
                 target=self._run,
@@ -263,8 +258,7 @@ class Evaluations:
                 self._values |= evaluation.metrics(outcome)
             else:
                 self._try_again(table, run, outcome)
-            self._kept[run.url] -= 1
-            if not self._kept[run.url]:
+            if all(t.running is None or t.running.url != run.url for t in self._tables):
                 since, now = self._kept_since.pop(run.url), self._recorder.now()
                 if run.url not in self.own:  # an evaluation-only server delays no rollout
                     self._recorder.record_span(

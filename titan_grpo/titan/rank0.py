@@ -46,7 +46,7 @@ from titan_grpo.titan.evaluations import Evaluations
 from titan_grpo.titan.hf_files import save_version
 from titan_grpo.titan.jobfile import read_config
 from titan_grpo.titan.rules import end_waits_s, sync_waits_s
-from titan_grpo.titan.servers import Membership, ServersFile, known_servers
+from titan_grpo.titan.servers import Membership, known_servers
 from titan_grpo.titan.startup import Rollouts, launched, start_rollouts, sync_settings
 from titan_grpo.titan.step_records import (
     FirstBatch,
@@ -203,9 +203,8 @@ class Controller:
         ends.callback(self._evaluations.close)
         self.worker.servers.reached(version)
         self.worker.start()
-        file = ServersFile(rollout.servers_file) if rollout.servers_file else None
-        members = Membership(self.worker.servers, self._run_dir, rollouts.in_flight, file)
-        ends.callback(members.close)
+        asked = self.worker.servers, self._run_dir, rollouts.in_flight, rollout.servers_file
+        ends.callback(Membership(*asked).close)
         if address := self._job.dashboards.metrics_address:
             ends.callback(self._listen(address).close)
         return self.worker
@@ -264,7 +263,7 @@ class Controller:
                 raise ServerUnfit(f"no server can serve this run: {unfit}")
             reason = servers.take_error()
             raise ServerUnreachable(
-                f"no server committed version {version} within {deadline_s:g} s"
+                f"no server committed version {version} within {deadline_s:.0f} s"
                 " (weight_sync.startup_deadline_s, and its bytes at min_rate); tried"
                 f" {', '.join(servers.urls)}; first error: {reason or 'none'}; titan-grpo doctor"
                 " says more"

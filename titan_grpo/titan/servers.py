@@ -261,15 +261,16 @@ class Membership:
         servers: ServerSet,
         run_dir: Path,
         in_flight: Callable[[], Mapping[str, int]],
-        file: ServersFile | None,
+        servers_file: str | Path,
     ) -> None:
-        """``in_flight``: number of requests by server, for the list command. ``file``: the servers
-        file; ``servers`` has its content at the start. If the socket cannot be opened, only the
-        commands are missing."""
-        self._servers, self._in_flight, self._file = servers, in_flight, file
+        """``in_flight``: number of requests by server, for the list command. ``servers_file``: its
+        path, or empty; ``servers`` has its content at the start. If the socket cannot be opened,
+        only the commands are missing."""
+        self._servers, self._in_flight = servers, in_flight
+        self._file = ServersFile(servers_file) if servers_file else None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="servers file", daemon=True)
-        if file is not None:
+        if self._file is not None:
             self._thread.start()
         self._socket: ControlSocket | None = None
         try:
