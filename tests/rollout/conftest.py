@@ -248,20 +248,24 @@ def group_of(model: str, completion_server: MakeServer) -> GroupOf:
         timeout_s: float = 60.0,
         look: Callable[[Agents], None] | None = None,
         tool_parser: ToolParser | None = hermes,
+        keeps: bool = True,
         **changes: Any,
     ) -> Group:
         """One attempt for each behaviour of an engine, each on another server; the last is the
-        group's. ``look``: called with the endpoint before the first."""
+        group's. ``look``: called with the endpoint before the first. ``keeps``: whether an attempt
+        has the tokens of the one before."""
 
         async def run() -> Group:
             group: Group | None = None
-            parts = [NO_TOKENS] * changes.get("group_size", 1)
+            none = [NO_TOKENS] * changes.get("group_size", 1)
+            parts = list(none)
             async with made(agent, timeout_s, changes, tool_parser) as (sampler, agents):
                 if look is not None:
                     look(agents)
                 for attempt, behaviour in enumerate(behaviours):
                     engine = completion_server()
                     engine.behaviour = behaviour
+                    parts = parts if keeps else list(none)
                     server = holding(engine.url, 3 + attempt)
                     driver = AsyncDriver(engine.url)
                     try:

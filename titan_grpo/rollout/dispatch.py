@@ -14,7 +14,7 @@ from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.sampler import GroupDropped, Interrupted, NotAccepted, Sampler
 from titan_grpo.rollout.schedule import Durations, Room, Server, Starts
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
-from titan_grpo.samples import NO_TOKENS, Completion, fresh_enough
+from titan_grpo.samples import NO_TOKENS, Completion
 
 WINDOW = 100
 """Number of latest groups over which ``rollout.task_error_budget`` counts errors."""
@@ -118,9 +118,7 @@ class Dispatcher:
         share = self._spec.max_stale_token_share
         # A running request may still add fresh tokens, so only finished completions decide.
         return not share or any(
-            not fresh_enough(part.version_first, part.token_spans, self._oldest_usable, share)
-            for part in run.parts
-            if part.finished
+            not part.fresh_enough(self._oldest_usable, share) for part in run.parts if part.finished
         )
 
     async def close(self) -> None:
@@ -375,12 +373,12 @@ def worth_keeping(
     part is replaced by NO_TOKENS.
 
     ``needed``: oldest version that the trainer can use at the group's step. ``stale_share``: see
-    samples.fresh_enough. ``mix``: whether an unfinished completion may resume on another version.
+    Completion.fresh_enough. ``mix``: whether an unfinished completion may resume on another
+    version.
     """
 
     def usable(part: Completion) -> bool:
         unmixed = mix or part.finished or part.version_last == version
-        fresh = fresh_enough(part.version_first, part.token_spans, needed, stale_share)
-        return not part.token_ids or (fresh and unmixed)
+        return not part.token_ids or (part.fresh_enough(needed, stale_share) and unmixed)
 
     return tuple(part if usable(part) else NO_TOKENS for part in parts)
