@@ -234,7 +234,7 @@ def group_of(model: str, completion_server: MakeServer) -> GroupOf:
         sizes = {"group_size": 1, "max_completion_tokens": 400, "task_timeout_s": timeout_s}
         spec = RolloutSpec(model_dir=model, **(sizes | changes))
         task, codec = AgentRows(agent, None), TextCodec(spec.model_dir, spec)
-        runner = TaskRunner(task, codec, 8, timeout_s)
+        runner = TaskRunner(task, codec, spec)
         agents = Agents(spec, task, runner, codec)
         try:
             yield AgentSampler(spec, runner, agents, tool_parser), agents
