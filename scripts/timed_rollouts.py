@@ -215,9 +215,7 @@ class LoopTransport:
     def start(self, spec: RolloutSpec, on_message: OnMessage, timeout_s: float) -> None:
         """As WorkerTransport.start."""
         self._on_message = on_message
-        runner = TaskRunner(
-            self._task, self._codec, spec.task_concurrency, spec.task_timeout_s, None
-        )
+        runner = TaskRunner(self._task, self._codec, spec)
 
         def connect(url: str) -> AsyncDriver:
             return DirectDriver(url, self._server)

@@ -121,6 +121,24 @@ class Completion:
         """Number of the task's turns in it."""
         return sum(not sampled for sampled, _ in groupby(self.sampled))
 
+    def fresh_enough(self, oldest: int, stale_share: float) -> bool:
+        """Whether it may be used if versions before ``oldest`` are too stale: it depends on none of
+        them (KV included), or less than ``stale_share`` of its tokens were sampled by them. The
+        share counts sampling versions only: KV that was kept over a commit is older than the tokens
+        made from it, and is then accepted.
+
+        >>> half = Completion((1,) * 4, (-1.0,) * 4, "stop", 3, 5, "s", spans=((3, 2), (5, 2)))
+        >>> [half.fresh_enough(4, share) for share in (0.0, 0.5, 0.6)]
+        [False, False, True]
+        >>> admitted_at_3 = replace(half, spans=((5, 4),))
+        >>> [admitted_at_3.fresh_enough(4, share) for share in (0.1, 0.0)]
+        [True, False]
+        """
+        spans = self.token_spans
+        stale = sum(tokens for version, tokens in spans if version < oldest)
+        enough = stale < stale_share * sum(tokens for _, tokens in spans)
+        return self.version_first >= oldest or enough
+
     def then(self, more: "Completion") -> "Completion":
         """Return this completion continued by ``more``, whose finish reason, reward and other
         fields that are not per token it takes.
@@ -184,22 +202,6 @@ def whole_routes(routes: bytes, tokens: int, width: int = 0) -> bool:
     """
     each, rest = divmod(len(routes), 2 * max(tokens - 1, 1))
     return each > 0 and rest == 0 and width in (0, each)
-
-
-def fresh_enough(first: int, spans: Sequence[Span], oldest: int, stale_share: float) -> bool:
-    """Whether a completion may be used if versions before ``oldest`` are too stale: it depends on
-    none of them (``first`` is the oldest version that it depends on, KV included), or less than
-    ``stale_share`` of its tokens were sampled by them. The share counts sampling versions only: KV
-    that was kept over a commit is older than the tokens made from it, and is then accepted.
-
-    >>> half = ((3, 2), (5, 2))
-    >>> [fresh_enough(3, half, 4, share) for share in (0.0, 0.5, 0.6)]
-    [False, False, True]
-    >>> [fresh_enough(3, ((5, 4),), 4, share) for share in (0.1, 0.0)]  # admitted at 3
-    [True, False]
-    """
-    stale = sum(tokens for version, tokens in spans if version < oldest)
-    return first >= oldest or stale < stale_share * sum(tokens for _, tokens in spans)
 
 
 def defect(prompt: Prompt, completion: Completion) -> str:

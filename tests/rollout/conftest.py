@@ -234,7 +234,7 @@ def group_of(model: str, completion_server: MakeServer) -> GroupOf:
         sizes = {"group_size": 1, "max_completion_tokens": 400, "task_timeout_s": timeout_s}
         spec = RolloutSpec(model_dir=model, **(sizes | changes))
         task, codec = AgentRows(agent, None), TextCodec(spec.model_dir, spec)
-        runner = TaskRunner(task, codec, 8, timeout_s)
+        runner = TaskRunner(task, codec, spec)
         agents = Agents(spec, task, runner, codec)
         try:
             yield AgentSampler(spec, runner, agents, tool_parser), agents
@@ -248,20 +248,24 @@ def group_of(model: str, completion_server: MakeServer) -> GroupOf:
         timeout_s: float = 60.0,
         look: Callable[[Agents], None] | None = None,
         tool_parser: ToolParser | None = hermes,
+        keeps: bool = True,
         **changes: Any,
     ) -> Group:
         """One attempt for each behaviour of an engine, each on another server; the last is the
-        group's. ``look``: called with the endpoint before the first."""
+        group's. ``look``: called with the endpoint before the first. ``keeps``: whether an attempt
+        has the tokens of the one before."""
 
         async def run() -> Group:
             group: Group | None = None
-            parts = [NO_TOKENS] * changes.get("group_size", 1)
+            none = [NO_TOKENS] * changes.get("group_size", 1)
+            parts = list(none)
             async with made(agent, timeout_s, changes, tool_parser) as (sampler, agents):
                 if look is not None:
                     look(agents)
                 for attempt, behaviour in enumerate(behaviours):
                     engine = completion_server()
                     engine.behaviour = behaviour
+                    parts = parts if keeps else list(none)
                     server = holding(engine.url, 3 + attempt)
                     driver = AsyncDriver(engine.url)
                     try:

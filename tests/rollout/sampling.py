@@ -32,7 +32,7 @@ class Letters:
 def sampler_of(task: str, model_dir: str, group_size: int, max_tokens: int) -> Sampler:
     spec = RolloutSpec(model_dir=model_dir, group_size=group_size, max_completion_tokens=max_tokens)
     codec: Codec = Letters() if task == "calculator" else TextCodec(model_dir)
-    return Sampler(spec, TaskRunner(load_task(task, TaskOptions()), codec, 8, 60.0))
+    return Sampler(spec, TaskRunner(load_task(task, TaskOptions()), codec, spec))
 
 
 def holding(url: str, version: int) -> Server:

@@ -16,18 +16,14 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from tests.rollout.agents import ADD, HELLO, client_of, says, talker
-from tests.rollout.conftest import GroupOf, MakeServer, answer, piece
-from tests.rollout.sampling import holding
-from titan_grpo.engines.http import AsyncDriver
-from titan_grpo.errors import ConfigError, DataError, PeerError
-from titan_grpo.rollout.agent_sampler import AgentSampler
+from tests.rollout.conftest import GroupOf, answer, piece
+from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.agents import Agents
 from titan_grpo.rollout.codec import TextCodec
-from titan_grpo.rollout.messages import RolloutSpec, Ticket
+from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.sampler import GroupDropped
-from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
-from titan_grpo.rollout.tasks.agent import AgentRows, hermes
-from titan_grpo.samples import NO_TOKENS, Group
+from titan_grpo.rollout.task_runner import TaskFailed
+from titan_grpo.rollout.tasks.agent import AgentRows
 from titan_grpo.titan.tiny import EOS, UNK
 
 openai = pytest.importorskip("openai")
@@ -262,7 +258,7 @@ def test_an_agent_does_not_see_that_a_server_died_in_its_second_turn(
 
 
 def test_an_episode_whose_tokens_were_thrown_away_begins_again_with_another_key(
-    model: str, codec: TextCodec, completion_server: MakeServer
+    group_of: GroupOf, codec: TextCodec
 ) -> None:
     keys, refusals = [], []
     agent = talker(2)
@@ -275,23 +271,13 @@ def test_an_episode_whose_tokens_were_thrown_away_begins_again_with_another_key(
             refusals.append(str(error))
             raise
 
-    async def run() -> Group:
-        spec = RolloutSpec(model_dir=model, group_size=1, max_completion_tokens=100)
-        task = AgentRows(counted, None)
-        runner = TaskRunner(task, codec, 8, 60.0)
-        agents = Agents(spec, task, runner, codec)
-        sampler = AgentSampler(spec, runner, agents, hermes)
-        engine, first = completion_server(), says(codec, "one")
-        engine.behaviour = lambda b: (500, {}) if len(engine.bodies) == 2 else first(b)
-        server, driver = holding(engine.url, 3), AsyncDriver(engine.url)
-        with pytest.raises(PeerError):
-            await sampler.group(Ticket(0), [NO_TOKENS], server, driver)
-        group = await sampler.group(Ticket(0, 1), [NO_TOKENS], server, driver)
-        await driver.close()
-        await agents.close()
-        return group
+    first, asked = says(codec, "one"), list[int]()
 
-    group = asyncio.run(run())
+    def dies(body: dict[str, Any]) -> tuple[int, Any]:
+        asked.append(body["seed"])
+        return first(body) if len(asked) == 1 else (500, {})
+
+    group = group_of(counted, [dies, says(codec, "one")], keeps=False)
     assert len(set(keys)) == 2
     assert len(refusals) == 1
     assert "this one is over" in refusals[0]
@@ -491,27 +477,9 @@ def test_rows_that_are_no_json_are_refused_before_they_are_offered(tmp_path: Pat
         AgentRows.load(RolloutSpec(model_dir="", agent="outside", dataset=path))
 
 
-def test_a_tool_parser_that_breaks_is_the_users_error(
-    model: str, codec: TextCodec, completion_server: MakeServer
-) -> None:
-    async def run() -> None:
-        spec = RolloutSpec(model_dir=model, group_size=1)
-        task = AgentRows(talker(1, tools=[ADD]), None)
-        runner = TaskRunner(task, codec, 8, 60.0)
-        agents = Agents(spec, task, runner, codec)
-
-        def parser(text: str) -> NoReturn:
-            raise DataError("no such format")
-
-        engine = completion_server()
-        engine.behaviour = says(codec, "one")
-        server, driver = holding(engine.url, 3), AsyncDriver(engine.url)
-        try:
-            sampler = AgentSampler(spec, runner, agents, parser)
-            await sampler.group(Ticket(0), [NO_TOKENS], server, driver)
-        finally:
-            await driver.close()
-            await agents.close()
+def test_a_tool_parser_that_breaks_is_the_users_error(group_of: GroupOf, codec: TextCodec) -> None:
+    def parser(text: str) -> NoReturn:
+        raise DataError("no such format")
 
     with pytest.raises(TaskFailed, match="tool_parser failed: DataError: no such format"):
-        asyncio.run(run())
+        group_of(talker(1, tools=[ADD]), [says(codec, "one")], tool_parser=parser)

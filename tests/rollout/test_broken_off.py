@@ -14,7 +14,7 @@ import pytest
 from tests.rollout.conftest import MakeServer, StartClient
 from tests.rollout.sampling import holding, sample, sampler_of
 from titan_grpo.engines import vllm
-from titan_grpo.engines.generation import Answer, Sampling
+from titan_grpo.engines.generation import Sampling
 from titan_grpo.engines.http import AsyncDriver, Call, Sink
 from titan_grpo.errors import PeerError
 from titan_grpo.protocol.messages import ServerState
@@ -166,7 +166,7 @@ def test_what_came_after_the_ledger_lost_track_is_not_kept(
     completion_server: MakeServer,
 ) -> None:
     server = holding("http://a", 3)
-    stream = TokenStream(Answer(vllm.stream([1], Sampling(9), 1.0)), server)
+    stream = TokenStream(vllm.stream([1], Sampling(9), 1.0), server)
     assert stream.kept().token_ids == ()
     assert (stream.version,) == (None,)
     for version, tokens in ((3, [5]), (4, [6, 7]), (None, [8])):
@@ -179,7 +179,7 @@ def test_what_came_after_the_ledger_lost_track_is_not_kept(
 def test_an_answer_that_only_lacked_its_last_line_is_kept_as_finished(
     completion_server: MakeServer,
 ) -> None:
-    stream = TokenStream(Answer(vllm.stream([1], Sampling(9), 1.0)), holding("http://a", 3))
+    stream = TokenStream(vllm.stream([1], Sampling(9), 1.0), holding("http://a", 3))
     stream.take(completion_server().piece([5, 6], "stop"))
     assert (stream.whole, stream.kept().finish_reason) == (True, "stop")
 

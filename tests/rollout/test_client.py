@@ -97,24 +97,6 @@ def test_a_step_waits_for_the_slow_group_that_was_started_for_it_however_many_ar
     assert not any(name.startswith("dropped") for name in client.counters())
 
 
-def test_what_was_made_and_what_was_trained_on_is_counted_by_length_and_what_is_thrown_away(
-    start: StartClient, completion_server: MakeServer
-) -> None:
-    # Only of the step that is taken: whichever request comes first is one of its groups.
-    server, client = completion_server(), start(max_staleness=0)
-    broken = ([5, 6], [-1.0, None])
-    server.behaviour = lambda b: (
-        server.answer(*broken) if b["seed"] == server.bodies[0]["seed"] else server.good(b)
-    )
-    client.set_server(ServerState(server.url, 0, True, "0"))
-    client.next_batch(0, PER_STEP, 60)
-    counters = client.counters()
-    assert counters["trained.4"] == PER_STEP * GROUP
-    assert counters["made.4"] >= counters["trained.4"]
-    assert counters["dropped.bad_logprob"] == 1
-    assert 0 < counters["thrown_tokens"] <= 4 * (GROUP - 1) + 2  # as far as they had come
-
-
 def test_with_consume_ready_slow_groups_are_overtaken(
     start: StartClient, completion_server: MakeServer
 ) -> None:
@@ -159,23 +141,22 @@ def test_over_stale_groups_are_dropped_counted_and_made_again(
 @pytest.mark.parametrize(
     "broken", [([5, 6], [-1.0, None]), ([5, 6], [-1.0, None], "abort")], ids=["stop", "abort"]
 )
-def test_a_broken_completion_drops_its_group_and_is_counted(
+def test_a_broken_completion_drops_its_group_which_counts_as_thrown_away(
     start: StartClient, completion_server: MakeServer, broken: tuple[Any, ...]
 ) -> None:
+    # Only of the step that is taken: whichever request comes first is one of its groups.
     server, client = completion_server(), start(max_staleness=0)
-
-    def behaviour(body: dict[str, Any]) -> tuple[int, Any]:
-        return (
-            server.answer(*broken)
-            if body["seed"] == server.bodies[0]["seed"]
-            else server.good(body)
-        )
-
-    server.behaviour = behaviour
+    server.behaviour = lambda b: (
+        server.answer(*broken) if b["seed"] == server.bodies[0]["seed"] else server.good(b)
+    )
     client.set_server(ServerState(server.url, 0, True, "0"))
     batch = client.next_batch(0, PER_STEP, 60)
-    assert client.counters()["dropped.bad_logprob"] == 1
     assert all(len(c.token_ids) == 4 for g in batch for c in g.completions)
+    counters = client.counters()
+    assert counters["dropped.bad_logprob"] == 1
+    assert counters["trained.4"] == PER_STEP * GROUP
+    assert counters["made.4"] >= counters["trained.4"]
+    assert 0 < counters["thrown_tokens"] <= 4 * (GROUP - 1) + 2  # as far as they had come
 
 
 def test_a_prompt_that_always_fails_is_skipped_and_the_run_goes_on(

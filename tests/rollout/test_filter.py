@@ -20,6 +20,7 @@ from tests.rollout.conftest import (
     good,
 )
 from tests.rollout.sampling import Letters
+from titan_grpo.config.task import TaskKeys
 from titan_grpo.errors import ConfigError, TaskError
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.messages import RolloutSpec
@@ -195,7 +196,7 @@ def test_a_filter_that_is_named_takes_the_place_of_the_tasks_own() -> None:
 
 
 def runner(accept: Filter | None) -> TaskRunner:
-    return TaskRunner(SimpleNamespace(), Letters(), 8, 60.0, accept)
+    return TaskRunner(SimpleNamespace(), Letters(), TaskKeys(), accept)
 
 
 def group() -> Group:

@@ -65,7 +65,7 @@ def rewards_of(
     """Of a group of the task's prompt."""
 
     async def run() -> list[float]:
-        runner = TaskRunner(task, codec, 4, 60.0)
+        runner = TaskRunner(task, codec, TaskKeys())
         return await runner.rewards(runner.prompt(index), [completed(text) for text in texts])
 
     return asyncio.run(run())
@@ -206,7 +206,7 @@ def test_what_a_future_cannot_hold_does_not_hang_a_group(
         rewards_of(task(SUMS, lost), codec, ["x"])
     # Of a class too, whose functions are called by the same code.
     single = SimpleNamespace(reward=lambda *_: lost(0))
-    runner = TaskRunner(single, codec, 4, 60.0)
+    runner = TaskRunner(single, codec, TaskKeys())
     with pytest.raises(TaskFailed, match=f"{error.__name__} left the function"):
         asyncio.run(runner.reward(Prompt(0, (1,)), completed("x")))
 

@@ -24,7 +24,7 @@ from titan_grpo.rollout import atropos, external
 from titan_grpo.rollout.messages import Cursor
 from titan_grpo.rollout.records import GroupRecorder, ReplayClient
 from titan_grpo.rollout.sampler import completion_fault, request_seed, versioned
-from titan_grpo.rollout.schedule import Pool, Server
+from titan_grpo.rollout.schedule import Room, Server
 from titan_grpo.rollout.task_runner import TaskOptions
 from titan_grpo.rollout.tasks.built_in import Digits
 from titan_grpo.rollout.tasks.functions import load_task
@@ -134,19 +134,20 @@ def test_request_seeds_are_stable_and_fit_int64() -> None:
 
 
 def test_the_least_loaded_accepting_server_is_taken() -> None:
-    pool = Pool(8)
-    pool.set(ServerState("a", 1, True, "1", "vllm")).in_flight = 4
-    pool.set(ServerState("b", 1, True, "1", "vllm"))
-    pool.set(ServerState("c", 1, False, "1", "vllm"))
-    pool.set(ServerState("d", None, True, "", "vllm"))
-    room = pool.room(4, 0.0)
+    servers = [
+        Server(ServerState("a", 1, True, "1", "vllm"), in_flight=4),
+        Server(ServerState("b", 1, True, "1", "vllm")),
+        Server(ServerState("c", 1, False, "1", "vllm")),
+        Server(ServerState("d", None, True, "", "vllm")),
+    ]
+    room = Room(servers, 4, 8, 0.0)
     assert room.newest == 1
     assert room.take(2) is None
     assert present(room.take(1, avoid="b")).url == "a"
     assert [present(room.take(1)).url for _ in range(2)] == ["b", "b"]
     assert room.take(1) is None
     assert room.newest is None
-    assert pool.in_flight() == {"a": 8, "b": 8, "c": 0, "d": 0}
+    assert [server.in_flight for server in servers] == [8, 8, 0, 0]
 
 
 def cheapest(
@@ -171,19 +172,18 @@ def test_groups_go_one_after_the_other_to_the_cheapest_server_that_may_take_them
     seed: int, count: int
 ) -> None:
     chance = random.Random(seed)
-    pool = Pool(16)
     states = [
         ServerState(
             f"s{i}", chance.choice((None, 2, 3, 4, 5)), chance.random() < 0.7, "label", "vllm"
         )
         for i in range(count)
     ]
-    servers = [pool.set(state) for state in states]
+    servers = [Server(state) for state in states]
     for server in servers:
         server.in_flight = chance.choice((0, 4, 8, 12, 16))
         if chance.random() < 0.2:
             server.failed(0.0)
-    room = pool.room(4, 0.1)
+    room = Room(servers, 4, 16, 0.1)
     for _ in range(12):
         needed, avoid = chance.choice((0, 2, 3, 4, 5)), chance.choice(("", "s0"))
         expected = cheapest(servers, 4, 16, needed, avoid)
@@ -194,26 +194,22 @@ def test_groups_go_one_after_the_other_to_the_cheapest_server_that_may_take_them
 
 
 def test_a_server_behind_by_one_version_is_as_good_as_one_with_one_more_group() -> None:
-    pool = Pool(64)
-    late = pool.set(ServerState("late", 4, True, "4", "vllm"))
-    newest = pool.set(ServerState("newest", 5, True, "5", "vllm"))
-    newest.in_flight = 4
-    assert pool.room(8, 0.0).take(4) is newest
+    late = Server(ServerState("late", 4, True, "4", "vllm"))
+    newest = Server(ServerState("newest", 5, True, "5", "vllm"), in_flight=4)
+    assert Room((late, newest), 8, 64, 0.0).take(4) is newest
     newest.in_flight = 16
-    assert pool.room(8, 0.0).take(4) is late
+    assert Room((late, newest), 8, 64, 0.0).take(4) is late
 
 
 def test_a_full_server_takes_nothing_but_an_idle_one_takes_a_group_of_any_size() -> None:
-    pool = Pool(8)
-    server = pool.set(ServerState("a", 1, True, "1", "vllm"))
-    assert pool.room(20, 0.0).take(1) is server
+    server = Server(ServerState("a", 1, True, "1", "vllm"))
+    assert Room([server], 20, 8, 0.0).take(1) is server
     server.in_flight = 5
-    assert pool.room(4, 0.0).take(1) is None
+    assert Room([server], 4, 8, 0.0).take(1) is None
 
 
 def test_a_failing_server_is_paused_for_longer_and_longer() -> None:
-    pool = Pool(8)
-    server = pool.set(ServerState("a", 1, True, "1", "vllm"))
+    server = Server(ServerState("a", 1, True, "1", "vllm"))
     assert [server.failed(100.0) for _ in range(7)] == [
         100.5,
         101.0,
@@ -223,8 +219,8 @@ def test_a_failing_server_is_paused_for_longer_and_longer() -> None:
         115.0,
         115.0,
     ]
-    assert pool.room(1, 114.0).take(1) is None
-    assert pool.room(1, 115.0).take(1) is server
+    assert Room([server], 1, 8, 114.0).take(1) is None
+    assert Room([server], 1, 8, 115.0).take(1) is server
     server.succeeded()
     assert server.failed(0.0) == 0.5
 

@@ -17,6 +17,7 @@ import pytest
 from tests.rigs.present import present
 from tests.rollout.conftest import CompletionServer, MakeServer, StartClient
 from tests.rollout.sampling import Letters, holding, sample, sampler_of
+from titan_grpo.config.task import TaskKeys
 from titan_grpo.errors import ConfigError, PeerError, TaskError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.codec import TextCodec
@@ -33,7 +34,8 @@ PROMPT = Prompt(0, (1,))
 
 
 def runner(reward: Callable[..., Any], limit: int = 8, timeout_s: float = 60.0) -> TaskRunner:
-    return TaskRunner(SimpleNamespace(reward=reward), Letters(), limit, timeout_s)
+    keys = TaskKeys(task_concurrency=limit, task_timeout_s=timeout_s)
+    return TaskRunner(SimpleNamespace(reward=reward), Letters(), keys)
 
 
 def test_a_request_has_the_stops_of_the_run_and_of_its_task(
@@ -42,7 +44,7 @@ def test_a_request_has_the_stops_of_the_run_and_of_its_task(
     task: Any = load_task("digits", TaskOptions())
     task.stop, task.stop_token_ids = ("\n",), [7]  # as a user's class would say them
     spec = RolloutSpec(model_dir=model_dir, group_size=1, stop=["END"], stop_token_ids=[9])
-    made = Sampler(spec, TaskRunner(task, TextCodec(model_dir), 8, 60.0))
+    made = Sampler(spec, TaskRunner(task, TextCodec(model_dir), spec))
     completions = completion_server()
     server = holding(completions.url, 3)
     sample(made, [NO_TOKENS], server)
@@ -52,14 +54,14 @@ def test_a_request_has_the_stops_of_the_run_and_of_its_task(
 
 def test_stops_of_a_task_may_be_none() -> None:
     task = SimpleNamespace(reward=None, stop=None, stop_token_ids=None)
-    assert TaskRunner(task, Letters(), 8, 60.0).stops == ((), ())
+    assert TaskRunner(task, Letters(), TaskKeys()).stops == ((), ())
 
 
 @pytest.mark.parametrize("stops", [{"stop": "END"}, {"stop": [""]}, {"stop_token_ids": ["7"]}])
 def test_stops_of_a_task_that_are_none_are_refused_at_its_start(stops: dict[str, Any]) -> None:
     task = SimpleNamespace(reward=None, **stops)
     with pytest.raises(ConfigError, match=f"a task's {next(iter(stops))} must be"):
-        Sampler(RolloutSpec(model_dir=""), TaskRunner(task, Letters(), 8, 60.0))
+        Sampler(RolloutSpec(model_dir=""), TaskRunner(task, Letters(), TaskKeys()))
 
 
 def test_a_class_that_breaks_when_it_is_made_is_shown_from_its_own_line_on(
@@ -158,7 +160,7 @@ def test_plain_functions_run_in_threads_and_coroutines_in_the_loop() -> None:
     loop = SimpleNamespace(
         prompt=plain.prompt, turn=lambda *_: (4,), episode_reward=lambda *_: 0.75
     )
-    both = TaskRunner(loop, Letters(), 8, 60.0)
+    both = TaskRunner(loop, Letters(), TaskKeys())
     assert asyncio.run(both.turn(PROMPT, DONE)) == (4,)
     assert asyncio.run(both.reward(PROMPT, DONE)) == 0.75
 
@@ -320,7 +322,7 @@ def test_an_answer_that_is_no_tokens_is_the_tasks_error(answer: object) -> None:
 
     task = SimpleNamespace(prompt=turn, turn=turn, episode_reward=turn)
     with pytest.raises(TaskFailed, match="at least one token id"):
-        asyncio.run(TaskRunner(task, Letters(), 8, 60.0).turn(PROMPT, DONE))
+        asyncio.run(TaskRunner(task, Letters(), TaskKeys()).turn(PROMPT, DONE))
 
 
 def test_a_task_with_half_a_loop_is_refused(
@@ -387,7 +389,7 @@ def test_the_example_of_the_documentation_is_a_task(root: Path) -> None:
     prompt = task.prompt(3, codec)
     secret = prompt.payload["secret"]
     low, right = Turn((1,), True, str(secret - 1)), Turn((1,), True, str(secret))
-    assert TaskRunner(task, codec, 8, 60.0).multi_turn
+    assert TaskRunner(task, codec, TaskKeys()).multi_turn
     assert codec.decode(asyncio.run(task.turn(prompt, [low], codec))) == " too low. Again: "
     assert asyncio.run(task.turn(prompt, [low, Turn((2,), False, "?"), right], codec)) is None
     assert task.episode_reward(prompt, [right]) == 1.0

@@ -107,7 +107,7 @@ def _prompt(spec: RolloutSpec, task: AnyTask) -> Finding:
     """Make the first prompt, which uses the tokenizer and the chat template."""
     try:
         codec = TextCodec(spec.model_dir, spec)
-        prompt = TaskRunner(task, codec, 1, spec.task_timeout_s).prompt(0)
+        prompt = TaskRunner(task, codec, spec).prompt(0)
     except ConfigError as error:
         return problem("first prompt", str(error), "correct the model's directory")
     except TaskFailed as failed:

@@ -22,7 +22,7 @@ that holds 11. A server left behind at 9 may start places 0..3 only (one stale a
 Nothing starves: a server that holds the trainer's version t may start all places of the trainer's
 batch and of the next ``max_staleness`` batches. Where steps take any finished groups
 (``consume = "ready"``), groups overtake each other, so the bound is checked again at use
-(``too_stale``, or by token: ``samples.fresh_enough``).
+(``too_stale``, or by token: ``Completion.fresh_enough``).
 """
 
 from bisect import bisect_left

@@ -38,7 +38,7 @@ from titan_grpo.rollout.messages import (
     length_range,
 )
 from titan_grpo.rollout.records import GroupRecorder
-from titan_grpo.samples import Group, fresh_enough
+from titan_grpo.samples import Group
 from titan_grpo.subprocesses import helper_environment, start_module, wait_process
 from titan_grpo.unix_rpc import Pipe
 
@@ -284,7 +284,7 @@ class RolloutClient:
 
     def next_batch(self, version: int, count: int, timeout_s: float) -> list[Group]:
         """Return ``count`` groups for the trainer at ``version``, in the order of
-        ``rollout.consume``, none staler than the bound (see samples.fresh_enough).
+        ``rollout.consume``, none staler than the bound (see Completion.fresh_enough).
 
         Groups from outside may have any size; then return as many as together have the completions
         of ``count`` groups. Groups too stale are dropped, counted (``dropped.stale``) and made
@@ -474,10 +474,7 @@ class RolloutClient:
         stale = [
             index
             for index in indices
-            if not all(
-                fresh_enough(c.version_first, c.token_spans, oldest, share)
-                for c in self._ready[index].group.completions
-            )
+            if not all(c.fresh_enough(oldest, share) for c in self._ready[index].group.completions)
         ]
         for index in stale:
             done = self._ready.pop(index)

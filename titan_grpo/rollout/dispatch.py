@@ -12,9 +12,9 @@ from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.sampler import GroupDropped, Interrupted, NotAccepted, Sampler
-from titan_grpo.rollout.schedule import Durations, Pool, Server, Starts
+from titan_grpo.rollout.schedule import Durations, Room, Server, Starts
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
-from titan_grpo.samples import NO_TOKENS, Completion, fresh_enough
+from titan_grpo.samples import NO_TOKENS, Completion
 
 WINDOW = 100
 """Number of latest groups over which ``rollout.task_error_budget`` counts errors."""
@@ -65,7 +65,8 @@ class Dispatcher:
     ) -> None:
         self._spec, self._sampler, self._connect = spec, sampler, connect
         self._send, self._fail = send, fail
-        self._pool = Pool(spec.max_concurrent_requests)
+        self._servers: dict[str, Server] = {}
+        """By URL. The groups in flight of a server that left keep its Server."""
         self._durations = Durations()
         self._starts = Starts(spec, runner, self._durations)
         self._running: dict[asyncio.Task[None], Running] = {}
@@ -84,7 +85,8 @@ class Dispatcher:
         match message:
             case ServerState():
                 self._note_commit(message)
-                self._pool.set(message)
+                # A back-off after failures continues.
+                self._servers.setdefault(message.url, Server(message)).state = message
                 self._note_load(message.url)
             case messages.ServerLeft():
                 self._remove(message.url)
@@ -93,7 +95,8 @@ class Dispatcher:
                 asyncio.get_running_loop().call_later(message.within_s, self._end_drain, message)
                 self._answer_drains(message.url)
             case messages.AskLoad():
-                self._send(messages.Answer(message.number, self._pool.in_flight()))
+                in_flight = {url: server.in_flight for url, server in self._servers.items()}
+                self._send(messages.Answer(message.number, in_flight))
             case messages.TrainerVersion():
                 self._oldest_usable = message.version - self._spec.max_staleness
                 self._starts.trainer_at(message.version, asyncio.get_running_loop().time())
@@ -115,9 +118,7 @@ class Dispatcher:
         share = self._spec.max_stale_token_share
         # A running request may still add fresh tokens, so only finished completions decide.
         return not share or any(
-            not fresh_enough(part.version_first, part.token_spans, self._oldest_usable, share)
-            for part in run.parts
-            if part.finished
+            not part.fresh_enough(self._oldest_usable, share) for part in run.parts if part.finished
         )
 
     async def close(self) -> None:
@@ -141,7 +142,9 @@ class Dispatcher:
     def _pump(self) -> None:
         """Start as many groups as admission and the servers' capacity allow."""
         self._pumping = False
-        newest, loop = self._pool.newest(), asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        states = [server.state for server in self._servers.values()]
+        newest = max((s.version for s in states if s.version is not None), default=None)
         if self._closing or newest is None:
             return
         until = loop.time() + ADMIT_S
@@ -150,7 +153,8 @@ class Dispatcher:
                 # The loop must turn: thousands of prompts may get a place at once.
                 self._pump_soon()
                 break
-        room = self._pool.room(self._spec.group_size, loop.time())
+        size, capacity = self._spec.group_size, self._spec.max_concurrent_requests
+        room = Room(self._servers.values(), size, capacity, loop.time())
         while (best := room.newest) is not None:
             # A server with an older version may still start a group for an earlier step.
             waiting = self._starts.most_urgent(best)
@@ -255,7 +259,8 @@ class Dispatcher:
 
     def _remove(self, url: str) -> None:
         """Cancel the groups of a server that left the run, then close its driver."""
-        self._pool.remove(url)
+        if (server := self._servers.pop(url, None)) is not None:
+            server.left = True
         tasks = [t for t, run in self._running.items() if run.server.left and run.server.url == url]
         for task in tasks:
             task.cancel()
@@ -280,7 +285,7 @@ class Dispatcher:
                     task.cancel()
 
     def _answer_drains(self, url: str) -> None:
-        if not self._pool.load(url):
+        if not self._load(url):
             for number in [number for number, drained in self._drains.items() if drained == url]:
                 del self._drains[number]
                 self._send(messages.Answer(number))
@@ -344,12 +349,18 @@ class Dispatcher:
 
     def _note_commit(self, state: ServerState) -> None:
         """Count the requests in flight on a server when its commit begins."""
-        if state.committing is not None and self._pool.committing(state.url) != state.committing:
+        known = self._servers.get(state.url)
+        before = known.state.committing if known is not None else None
+        if state.committing not in (None, before):
             self._counts.add("commits")
-            self._counts.add("in_flight_at_commits", self._pool.load(state.url))
+            self._counts.add("in_flight_at_commits", self._load(state.url))
 
     def _note_load(self, url: str) -> None:
-        self._counts.set(messages.IN_FLIGHT + url, self._pool.load(url))
+        self._counts.set(messages.IN_FLIGHT + url, self._load(url))
+
+    def _load(self, url: str) -> int:
+        """Return the requests in flight on a server; 0 for one that is not in the run."""
+        return self._servers[url].in_flight if url in self._servers else 0
 
     def _report(self, text: str, skipped: int | None = None) -> None:
         self._send(messages.Event(text, self._counts.changed(), skipped))
@@ -362,12 +373,12 @@ def worth_keeping(
     part is replaced by NO_TOKENS.
 
     ``needed``: oldest version that the trainer can use at the group's step. ``stale_share``: see
-    samples.fresh_enough. ``mix``: whether an unfinished completion may resume on another version.
+    Completion.fresh_enough. ``mix``: whether an unfinished completion may resume on another
+    version.
     """
 
     def usable(part: Completion) -> bool:
         unmixed = mix or part.finished or part.version_last == version
-        fresh = fresh_enough(part.version_first, part.token_spans, needed, stale_share)
-        return not part.token_ids or (fresh and unmixed)
+        return not part.token_ids or (part.fresh_enough(needed, stale_share) and unmixed)
 
     return tuple(part if usable(part) else NO_TOKENS for part in parts)

@@ -199,9 +199,7 @@ def prepare(job: Job) -> Prepared:
     """Load a job's task and tokenizer. Raises the task's ConfigError, DataError or TaskFailed."""
     table, spec = job.table, job.spec
     task, codec = ready(spec)
-    runner = TaskRunner(
-        task, codec, spec.task_concurrency, spec.task_timeout_s, section=spec.section
-    )
+    runner = TaskRunner(task, codec, spec)
     rows = len(task.rows) if isinstance(task, FunctionTask) else 0
     # At most one epoch: beyond it a prompt would count twice.
     return runner, min(table.rows or rows, rows) if rows else table.rows

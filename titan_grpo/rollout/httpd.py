@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, urlsplit
 from titan_grpo.errors import ConfigError
 
 END_S = 5.0
-"""Seconds that ``end`` waits for the accepting thread."""
+"""Seconds that ``close`` waits for the accepting thread."""
 
 SPENT_S = 0.1
 """Back-off after accept() fails (EMFILE), in seconds."""
@@ -54,37 +54,12 @@ class Reply:
     kind: str = "text/event-stream"
 
 
-class HttpServer:
-    """HTTP server that listens at ``host:port`` (port 0: any) from construction to ``close``.
-    ``answer`` runs in the connections' threads.
+class HttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """HTTP server that listens at ``host:port`` (port 0: any) from construction to ``close``, with
+    a thread for each connection, in which ``answer`` runs.
 
-    With a ``key``, every request needs ``Authorization: Bearer KEY``. Raises ConfigError, its text
-    beginning with ``what``, if the address cannot be bound.
+    Its loop blocks in accept(); socketserver's own one polls twice a second for its end.
     """
-
-    def __init__(
-        self, address: str, key: str, answer: Callable[[Request], Reply], what: str
-    ) -> None:
-        self.key, self.answer, self.closed = key, answer, False
-        host, _, port = address.rpartition(":")
-        host = host.strip("[]")
-        try:
-            self._server = _Server(host, int(port), self)
-        except (OSError, ValueError, OverflowError) as error:
-            raise ConfigError(
-                f"{what} must be an address of this host, got {address!r}: {error}"
-            ) from error
-        self.address = f"{f'[{host}]' if ':' in host else host}:{self._server.server_address[1]}"
-
-    def close(self) -> None:
-        """Stop listening, and refuse further requests on open connections. Idempotent."""
-        self.closed = True
-        self._server.end()
-
-
-class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Server with a thread for each connection. Its loop blocks in accept(); socketserver's own one
-    polls twice a second for its end."""
 
     # Not HTTPServer: it looks its own name up in the DNS, without a deadline.
     request_queue_size = 64
@@ -92,29 +67,41 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     daemon_threads = True
     block_on_close = False  # a silent client must not delay the end of the run
 
-    def __init__(self, host: str, port: int, owner: HttpServer) -> None:
-        """Start the accepting thread, which runs until ``end``."""
-        self.owner = owner
+    def __init__(
+        self, address: str, key: str, answer: Callable[[Request], Reply], what: str
+    ) -> None:
+        """With a ``key``, every request needs ``Authorization: Bearer KEY``. Raises ConfigError,
+        its text beginning with ``what``, if the address cannot be bound."""
+        self.key, self.answer = key, answer
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _Handler)
-        self._ending = threading.Event()
+        try:
+            super().__init__((host, int(port)), _Handler)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ConfigError(
+                f"{what} must be an address of this host, got {address!r}: {error}"
+            ) from error
+        self.address = f"{f'[{host}]' if ':' in host else host}:{self.server_address[1]}"
+        self.closing = threading.Event()
         self._loop = threading.Thread(target=self._serve, name="http", daemon=True)
         self._loop.start()
 
-    def end(self) -> None:
-        """Stop listening, within END_S. Does not wait for requests under way. Idempotent."""
-        self._ending.set()
+    def close(self) -> None:
+        """Stop listening, within END_S, and refuse further requests on open connections. Does not
+        wait for requests under way. Idempotent."""
+        self.closing.set()
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # ends the loop's accept
         self._loop.join(END_S)
         self.server_close()
 
     def _serve(self) -> None:
-        while not self._ending.is_set():
+        while not self.closing.is_set():
             try:
                 connection, address = self.get_request()
             except OSError:
-                self._ending.wait(SPENT_S)
+                self.closing.wait(SPENT_S)
                 continue
             try:
                 self.process_request(connection, address)
@@ -139,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     # Plain text instead of HTML for the errors that the standard library answers itself.
     error_content_type, error_message_format = "text/plain", "%(message)s\n"
-    server: _Server
+    server: HttpServer
 
     def do_GET(self) -> None:
         self._reply("GET")
@@ -165,14 +152,14 @@ class _Handler(BaseHTTPRequestHandler):
         scheme, _, key = self.headers.get("Authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
         request = Request(method, parts.path, dict(parse_qsl(parts.query)), body, key)
-        return self._write(self.server.owner.answer(request), keep=True)
+        return self._write(self.server.answer(request), keep=True)
 
     def _refusal(self) -> Reply | None:
-        owner = self.server.owner
-        if owner.closed:
+        if self.server.closing.is_set():
             return Reply(503, {"error": "this server is ending"}, RETRY_AFTER_S)
         given = self.headers.get("Authorization", "")
-        if owner.key and not hmac.compare_digest(given.encode(), f"Bearer {owner.key}".encode()):
+        key = self.server.key
+        if key and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
             return Reply(401, {"error": "a request needs the header Authorization: Bearer KEY"})
         if "Origin" in self.headers:
             # A web page in a browser on this host can reach loopback addresses too.

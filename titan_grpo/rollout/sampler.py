@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from titan_grpo.engines.generation import Answer, Sampled, Sampling
+from titan_grpo.engines.generation import Answer, Sampled, Sampling, StreamedCall
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.engines.server import dialect
 from titan_grpo.errors import PeerError, TitanGrpoError
@@ -180,7 +180,7 @@ class Sampler:
             job.parts[sample] = added(sampled, server.newest)
             return sampled.finish_reason
         stream = engine.stream(token_ids, sampling, spec.request_timeout_s)
-        tokens = TokenStream(Answer(stream), server)
+        tokens = TokenStream(stream, server)
         try:
             await job.driver.stream(stream.call, tokens)
         except (PeerError, asyncio.CancelledError):
@@ -188,7 +188,7 @@ class Sampler:
             with suppress(GroupDropped, Interrupted):
                 job.parts[sample] = added(tokens.kept(), tokens.version)
             raise
-        sampled, last = tokens.sampled(), server.newest
+        sampled, last = tokens.sampled(tokens.count, tokens.finish_reason), server.newest
         if last is None:
             # The same if the ledger lost the server's version before the answer's end.
             sampled, last = tokens.kept(), tokens.version
@@ -211,46 +211,37 @@ class Sampler:
         return after
 
 
-class TokenStream:
+class TokenStream(Answer):
     """Streamed answer, with the newest version that its server may have served at each piece.
 
     When a server fails, the ledger may lose its version before the connections break. The pieces
     before that moment stay valid: ``kept``, sampled by ``version`` or older (None: no pieces).
     """
 
-    def __init__(self, answer: Answer, server: Server) -> None:
-        self._answer, self._server = answer, server
-        self._count = 0
+    def __init__(self, call: StreamedCall, server: Server) -> None:
+        super().__init__(call)
+        self._server, self._count = server, 0
         self.version: int | None = None
 
     def take(self, chunk: bytes) -> None:
-        """Take the next bytes."""
-        self._answer.take(chunk)
+        """See Answer."""
+        super().take(chunk)
         self._note()
 
     def end(self) -> None:
-        """Take the end of the stream."""
-        self._answer.end()
+        """See Answer."""
+        super().end()
         self._note()
 
     def _note(self) -> None:
-        if self._server.newest is not None and self._answer.count:
-            self._count, self.version = self._answer.count, self._server.newest
-
-    @property
-    def whole(self) -> bool:
-        """Whether the engine has sent the finish reason."""
-        return self._answer.whole
+        if self._server.newest is not None and self.count:
+            self._count, self.version = self.count, self._server.newest
 
     def kept(self) -> Sampled:
         """Return the valid tokens of a broken stream; all of them, with the finish reason, if only
         the end of the connection was missing."""
-        whole = self.whole and self._count == self._answer.count
-        return self._answer.sampled(self._count, self._answer.finish_reason if whole else ABORTED)
-
-    def sampled(self) -> Sampled:
-        """Return the whole answer."""
-        return self._answer.sampled(self._answer.count, self._answer.finish_reason)
+        whole = self.whole and self._count == self.count
+        return self.sampled(self._count, self.finish_reason if whole else ABORTED)
 
 
 def request_seed(seed: int, index: int, sample: int, attempt: int, answers: int = 0) -> int:

@@ -54,14 +54,16 @@ class Server:
 
 
 class Room:
-    """Snapshot of the servers that can take a group of ``requests``.
+    """Snapshot of the servers that can take a group of ``requests`` at ``now``: they accept, are
+    not in back-off, and have at most ``capacity`` requests with it. An idle server takes even a
+    larger group; the connection limit of its driver then bounds the requests in flight.
 
     The cost of a server is its load, plus one group's requests for each version that it is behind.
     So a late server, whose groups go stale first, fills up last. All requests of a group go to one
     server, which has the prompt in its prefix cache after the first request.
     """
 
-    def __init__(self, servers: Iterable[Server], requests: int, capacity: int) -> None:
+    def __init__(self, servers: Iterable[Server], requests: int, capacity: int, now: float) -> None:
         self._requests, self._capacity = requests, capacity
         self._heaps: dict[int, list[tuple[int, int, str, Server]]] = {}
         """Version -> heap of (cost, lag, URL, server), cost and lag up to a constant that all
@@ -69,7 +71,8 @@ class Room:
         without a scan of all servers."""
         for server in servers:
             version = server.state.version
-            if version is not None and self._takes(server):
+            able = server.state.accepting and server.health.askable(now)
+            if version is not None and able and self._takes(server):
                 self._heaps.setdefault(version, []).append(self._entry(server, version))
         for heap in self._heaps.values():
             heapify(heap)
@@ -101,53 +104,6 @@ class Room:
 
     def _entry(self, server: Server, version: int) -> tuple[int, int, str, Server]:
         return server.in_flight - version * self._requests, -version, server.url, server
-
-
-class Pool:
-    """The servers by URL. ``capacity``: limit of requests in flight on one server."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._servers: dict[str, Server] = {}
-
-    def set(self, state: ServerState) -> Server:
-        """Set a server's state from the ledger. A back-off after failures continues."""
-        server = self._servers.setdefault(state.url, Server(state))
-        server.state = state
-        return server
-
-    def remove(self, url: str) -> None:
-        """Remove a server that left the run. Its groups in flight keep the Server object."""
-        server = self._servers.pop(url, None)
-        if server is not None:
-            server.left = True
-
-    def in_flight(self) -> dict[str, int]:
-        """Return the requests in flight by server URL."""
-        return {url: server.in_flight for url, server in self._servers.items()}
-
-    def load(self, url: str) -> int:
-        """Return the requests in flight on a server; 0 for one that is not in the run."""
-        return self._servers[url].in_flight if url in self._servers else 0
-
-    def committing(self, url: str) -> int | None:
-        """Return the version that a server is committing, or None."""
-        return self._servers[url].state.committing if url in self._servers else None
-
-    def newest(self) -> int | None:
-        """Return the newest version that a server is known to hold, or None."""
-        versions = (server.state.version for server in self._servers.values())
-        return max((version for version in versions if version is not None), default=None)
-
-    def room(self, requests: int, now: float) -> "Room":
-        """Return the servers that can take a group of ``requests`` now: they accept, are not in
-        back-off, and have capacity. An idle server takes even a group larger than the capacity;
-        the connection limit of its driver then bounds the requests in flight."""
-        return Room(
-            (s for s in self._servers.values() if s.state.accepting and s.health.askable(now)),
-            requests,
-            self._capacity,
-        )
 
 
 REMEMBERED = 100_000

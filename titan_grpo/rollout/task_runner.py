@@ -16,7 +16,7 @@ from itertools import dropwhile, groupby
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from titan_grpo.config.task import ROLLOUT
+from titan_grpo.config.task import TaskKeys
 from titan_grpo.errors import ConfigError, DataError, TitanGrpoError
 from titan_grpo.samples import Completion, Group, Prompt, sound_reward
 
@@ -150,32 +150,25 @@ class TaskFailed(TitanGrpoError):
 
 
 class TaskRunner:
-    """Runner of a task's methods. ``concurrency`` bounds the calls in flight, ``timeout_s`` each of
-    them. Plain functions run in threads, coroutines in the loop; ``prompt`` and ``ahead`` run in
-    the caller's thread, without a deadline.
+    """Runner of a task's methods. ``task_concurrency`` bounds the calls in flight,
+    ``task_timeout_s`` each of them. Plain functions run in threads, coroutines in the loop;
+    ``prompt`` and ``ahead`` run in the caller's thread, without a deadline.
 
     Methods raise TaskFailed for any error of the task. Neither a deadline nor a cancellation can
     end a plain function: its thread runs on, and its result is dropped. A later call may have to
-    wait for that thread, up to ``timeout_s``; its own deadline starts when its function begins.
+    wait for that thread, up to ``task_timeout_s``; its own deadline starts when its function
+    begins.
     """
 
     def __init__(
-        self,
-        task: AnyTask,
-        codec: Codec,
-        concurrency: int,
-        timeout_s: float,
-        accept: Filter | None = None,
-        section: str = ROLLOUT,
+        self, task: AnyTask, codec: Codec, keys: TaskKeys, accept: Filter | None = None
     ) -> None:
-        """``accept``: filter of finished groups; None keeps all. ``section``: config section of the
-        task's keys, for error messages."""
-        self._task, self._codec, self._timeout_s = task, codec, timeout_s
-        self._accept, self._section = accept, section
+        """``accept``: filter of finished groups; None keeps all."""
+        self._task, self._codec, self._keys, self._accept = task, codec, keys, accept
         self._ahead: dict[int, Prompt | TaskFailed] = {}
-        self._places = asyncio.Semaphore(concurrency)
+        self._places = asyncio.Semaphore(keys.task_concurrency)
         # Not asyncio.to_thread: its executor has few threads on a small machine.
-        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="task")
+        self._threads = ThreadPoolExecutor(keys.task_concurrency, thread_name_prefix="task")
 
     @property
     def multi_turn(self) -> bool:
@@ -276,8 +269,9 @@ class TaskRunner:
     async def _call(
         self, what: str, read: Callable[[Any], T], function: Callable[..., Any], *arguments: Any
     ) -> T:
+        keys, timeout_s = self._keys, self._keys.task_timeout_s
         async with self._places:
-            clock = _Clock(self._timeout_s)
+            clock = _Clock(timeout_s)
             set_before = _CLOCK.set(clock)
             try:
                 async with clock.deadline:
@@ -294,10 +288,9 @@ class TaskRunner:
                         when = (
                             f"before the task's {what} began: earlier calls, cancelled or too late,"
                             " still hold the threads. Let the task's functions end within it, or"
-                            f" raise {self._section}.task_concurrency"
+                            f" raise {keys.section}.task_concurrency"
                         )
-                    key = f"{self._section}.task_timeout_s"
-                    error.add_note(f"{key} = {self._timeout_s:g} ran out {when}")
+                    error.add_note(f"{keys.section}.task_timeout_s = {timeout_s:g} ran out {when}")
                 raise TaskFailed(what, error) from error
             finally:
                 _CLOCK.reset(set_before)

@@ -114,7 +114,7 @@ class Worker:
             kind = AtroposSource if spec.source == "atropos" else PushSource
             return kind(spec, self._send, self._fail)
         task, codec, accept = load(spec)
-        runner = TaskRunner(task, codec, spec.task_concurrency, spec.task_timeout_s, accept)
+        runner = TaskRunner(task, codec, spec, accept)
         key = os.environ.get(spec.api_key_env, "")
 
         def connect(url: str) -> AsyncDriver:
