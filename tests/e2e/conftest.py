@@ -193,7 +193,8 @@ class Site:
     @property
     def access(self) -> ServerAccess:
         """With every key that there is."""
-        return ServerAccess(self.url, 60.0, None, API_KEY, self.server.spec.admin_key)
+        spec = self.server.spec
+        return ServerAccess(self.url, 60.0, None, spec.api_key, spec.admin_key)
 
     @property
     def speak(self) -> Dialect:
@@ -358,10 +359,10 @@ def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @contextmanager
-def running(spec: ServerSpec, api_key: str) -> Iterator[Site]:
+def running(spec: ServerSpec) -> Iterator[Site]:
     """A healthy server, which a test may have restarted when it ends."""
     server = Server(spec)
-    with SyncDriver(server.url, api_key, spec.admin_key) as driver:
+    with SyncDriver(server.url, spec.api_key, spec.admin_key) as driver:
         shared = Site(server, driver)
         try:
             server.wait_healthy(280)
@@ -385,9 +386,8 @@ def site(
     folder = tmp_path_factory.mktemp("site")
     model = write_tiny_model("qwen3", folder / "model", seed=2)
     spec = server_spec(vllm_python, model, folder, Devices("cpu"))
-    env = {**spec.env, "VLLM_API_KEY": API_KEY}
-    spec = replace(spec, tool_calls=True, args=(*spec.args, *TOOL_PARSER))
-    with running(replace(spec, max_model_len=CONTEXT, env=env), API_KEY) as shared:
+    spec = replace(spec, tool_calls=True, args=(*spec.args, *TOOL_PARSER), api_key=API_KEY)
+    with running(replace(spec, max_model_len=CONTEXT)) as shared:
         yield shared
 
 
@@ -401,7 +401,7 @@ def sglang_site(
     spec = server_spec(sglang_python, model, folder, Devices("cpu"), engine="sglang")
     env = {**spec.env, sglang_cpu.CALLS_VARIABLE: str(folder / "kernel_calls")}
     spec = replace(spec, max_model_len=CONTEXT, env=env, api_key=API_KEY, admin_key=ADMIN_KEY)
-    with running(replace(spec, args=(*spec.args, *TOOL_PARSER)), API_KEY) as shared:
+    with running(replace(spec, args=(*spec.args, *TOOL_PARSER))) as shared:
         yield shared
 
 

@@ -43,7 +43,7 @@ def stock(
     )
     with Server(spec) as server:
         server.wait_healthy(280.0)
-        yield EngineUnderTest.of(server, folder)
+        yield EngineUnderTest(server, folder)
 
 
 @pytest.mark.parametrize(
