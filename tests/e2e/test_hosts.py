@@ -140,7 +140,7 @@ def test_both_engines_compute_what_two_hosts_train_and_what_one_host_goes_on_wit
     with ExitStack() as stack:
         servers = []
         for engine, python in (("vllm", vllm_python), ("sglang", sglang_python)):
-            start = launcher(engine, python, other, Devices("cpu"), hosts.address, "")
+            start = launcher(engine, python, other, Devices("cpu"), hosts.address)
             server = start(tmp_path / engine)
             assert isinstance(server, Server)
             servers.append(server)
