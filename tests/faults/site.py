@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+import psutil
 import torch
 from safetensors import safe_open
 
@@ -261,9 +262,8 @@ def processes_below(pid: int) -> list[tuple[int, str]]:
 def _titles(pids: list[int]) -> list[tuple[int, str]]:
     out = []
     for pid in pids:
-        with suppress(OSError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-            if text := words.decode(errors="replace").strip():
+        with suppress(psutil.Error):
+            if text := " ".join(psutil.Process(pid).cmdline()).strip():
                 out.append((pid, text))
     return out
 
