@@ -42,7 +42,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import RECIPE, ROOT, Table, options_of, python_of, words, write_json
+from scripts.common import RECIPE, ROOT, Table, keys, options_of, python_of, write_json
 from tests.faults.netns import Host, Hosts, NotAllowed
 from tests.rigs.interpreter import wrapper
 from titan_grpo.commands.processes import run_logged, stop_on_sigterm, torchrun
@@ -235,7 +235,7 @@ def run(
         # The weights change as little as they can: lengths stay as they are.
         "optimizer.lr": 1e-9,
     }
-    core, given = str(min(os.sched_getaffinity(0))), [*words(settings), *arguments]
+    core, given = str(min(os.sched_getaffinity(0))), [*keys(settings), *arguments]
     command = ["taskset", "-c", core, *torchrun(1, str(ROOT / RECIPE), given)]
     log = folder / f"{out.name}.log"
     metrics = out / "metrics.jsonl"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from scripts.common import RECIPE, keys
 from tests.conformance.crowd import CONTEXT
 from tests.conformance.engine import EngineUnderTest, remake
 from tests.rigs.trainer_handle import wait_until
@@ -43,7 +44,6 @@ from titan_grpo.subprocesses import end
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify.server import Devices, server_spec
 
-RECIPE = "train_configs/quickstart_cpu.toml"
 API_KEY, API_KEY_VARIABLE = "the-engines-own-key", "TITAN_GRPO_TEST_API_KEY"
 ADMIN_KEY, ADMIN_KEY_VARIABLE = "the-admins-own-key", "TITAN_GRPO_TEST_ADMIN_KEY"
 KEYS = {API_KEY_VARIABLE: API_KEY, ADMIN_KEY_VARIABLE: ADMIN_KEY}
@@ -70,11 +70,6 @@ def run_cli(
         timeout=timeout_s,
         check=False,
     )
-
-
-def keys(settings: Mapping[str, object]) -> list[str]:
-    """A job's keys as arguments."""
-    return [f"--{key}={value}" for key, value in settings.items()]
 
 
 class Training:

@@ -112,7 +112,6 @@ def test_a_lane_that_stood_still_before_its_resume_has_its_commit(stock: EngineU
 
     with streaming.trainer(stock, watch) as run:
         weights, _ = run.make(1)
-        run.start(weights.manifest)
         run.publish(1, weights)
         run.until(Standing.HOLDS, 1)
         assert run.servers.take_error() is None
