@@ -44,6 +44,7 @@ from tests.faults.netns import Host, Hosts, NotAllowed
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from tests.rigs.server_handle import ServerProcess, served_digest
 from tests.rigs.sockets import certificate
+from titan_grpo.commands.processes import stop_on_sigterm
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.server import ServerControl, make_control
@@ -419,6 +420,7 @@ def run_ranks(argv: list[str], folder: str, url: str, host: tuple[str, ...]) -> 
 def main(argv: list[str]) -> int:
     """Start the server's host and the ranks, wait, report."""
     options = parse(argv)
+    stop_on_sigterm()  # its namespace and its switch would outlive it
     with contextlib.ExitStack() as stack:
         folder, url = stack.enter_context(tempfile.TemporaryDirectory()), ""
         host: tuple[str, ...] = ()
