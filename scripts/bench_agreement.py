@@ -58,7 +58,7 @@ def measure(engine: str, kind: Kind, tp: int, folder: Path) -> Row:
         args = ("--tensor-parallel-size", str(tp), "--distributed-executor-backend", "mp")
         parallel = {"args": args if tp > 1 else ()}
     with serving(engine, model, folder / "server.log", **parallel) as server:
-        e = EngineUnderTest.of(server, folder, remake=partial(remake, kind=kind))
+        e = EngineUnderTest(server, folder, remake=partial(remake, kind=kind))
         with sender(e) as trainer:
             before = difference(e, trainer.make(1)[1])
             after = tuple(difference(e, trainer.sync(version, version)) for version in (1, 2))

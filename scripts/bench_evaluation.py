@@ -34,7 +34,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import RECIPE, ROOT, options_of, words, write_json
+from scripts.common import RECIPE, ROOT, keys, options_of, write_json
 from tests.e2e.conftest import Replay
 from tests.rigs.server_handle import ServerProcess
 from titan_grpo.commands.processes import stop_on_sigterm, torchrun
@@ -122,7 +122,7 @@ def train(options: argparse.Namespace, out: Path) -> None:
             "rollout.servers": rollouts.url,
             "training.steps": options.steps,
         }
-        arguments = words(settings) + replay.arguments
+        arguments = keys(settings) + replay.arguments
         command = ["taskset", "-c", str(first)]
         command += torchrun(1, str(job(options, out, own.url)), arguments)
         log = stack.enter_context((out / "log").open("w+"))

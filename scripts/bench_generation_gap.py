@@ -93,7 +93,7 @@ def measure(engine: str, requests: int, kv: str, stretch_s: float, folder: Path)
     model = remake(100, folder / "start")
     settings = {"max_model_len": 1024, "max_num_seqs": max(8, requests)}
     with serving(engine, model, folder / "server.log", **settings) as server:
-        e = EngineUnderTest.of(server, folder)
+        e = EngineUnderTest(server, folder)
         never = threading.Event()
         with sender(e) as trainer:
             trainer.sync(1, 1)

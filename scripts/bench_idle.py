@@ -31,7 +31,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import ENGINES, RECIPE, ROOT, Table, options_of, serving, words, write_json
+from scripts.common import ENGINES, RECIPE, ROOT, Table, keys, options_of, serving, write_json
 from tests.rigs.census import wakes
 from tests.rigs.sockets import free_port
 from titan_grpo.commands.processes import GRACE_S, torchrun
@@ -83,7 +83,7 @@ def arguments(options: argparse.Namespace, url: str, out: Path, controller: str)
         "job.dump_folder": out / "run",
         "model.hf_assets_path": out / "model",
     }
-    return words(values)
+    return keys(values)
 
 
 @contextmanager

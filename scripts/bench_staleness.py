@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for scripts
 
-from scripts.common import ENGINES, RECIPE, Table, options_of, serving, words, write_json
+from scripts.common import ENGINES, RECIPE, Table, keys, options_of, serving, write_json
 from titan_grpo.commands.processes import run_logged, torchrun
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
@@ -78,7 +78,7 @@ def train(
         "debug.seed": seed,
     }
     mode = "async-weight-update" if setting.bound else "no-async-weight-update"
-    arguments = [*words(values), f"--grpo.{mode}", *FAR]
+    arguments = [*keys(values), f"--grpo.{mode}", *FAR]
     arguments += () if setting.corrected else UNCORRECTED
     run_logged(torchrun(2, RECIPE, arguments), out / "train.log", env, None)
     rows = list(read_metrics(out / "metrics.jsonl"))

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,11 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
 from scripts.common import options_of, spread, write_json
-from tests.faults.netns import Namespace, NotAllowed
+from tests.faults.netns import Host, Hosts, NotAllowed
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from tests.rigs.server_handle import ServerProcess, served_digest
 from tests.rigs.sockets import certificate
+from titan_grpo.commands.processes import stop_on_sigterm
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.server import ServerControl, make_control
@@ -109,13 +110,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Role:
-    """The arguments of a rank's process. ``url``: of the server in the namespace that process
-    ``maker`` made; empty: the server is on this host."""
+    """The arguments of a rank's process. ``url``: of the server on ``host`` (by its fields); empty:
+    the server is on this one."""
 
     rank: int
     folder: str
     url: str = ""
-    maker: int = 0
+    host: tuple[str, ...] = ()
 
 
 class Weights(torch.nn.Module):
@@ -146,10 +147,10 @@ class RawSocket:
     """One TCP stream between two ranks: rank 0 sends, rank 1 receives and answers with one byte.
     With a ``space`` rank 1's end is in there. Both use a buffer of one bucket again and again."""
 
-    def __init__(self, rank: int, nbytes: int, bucket_bytes: int, space: Namespace | None) -> None:
+    def __init__(self, rank: int, nbytes: int, bucket_bytes: int, space: Host | None) -> None:
         self._rank, self._nbytes = rank, nbytes
         self._bucket = memoryview(bytearray(min(nbytes, bucket_bytes)))
-        address = space.outer if space else "127.0.0.1"
+        address = space.switch if space else "127.0.0.1"
         listener = socket.create_server((address, 0)) if rank == 0 else None
         port: list[Any] = [listener.getsockname()[1] if listener else None]
         dist.broadcast_object_list(port, src=0)
@@ -274,9 +275,7 @@ def one_version(
     return figures, box[0]
 
 
-def rounds(
-    options: argparse.Namespace, role: Role, space: Namespace | None
-) -> list[dict[str, float]]:
+def rounds(options: argparse.Namespace, role: Role, space: Host | None) -> list[dict[str, float]]:
     """All measured rounds; empty on rank 1."""
     rank, folder = role.rank, role.folder
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -284,7 +283,7 @@ def rounds(
     fully_shard(model, mesh=mesh)
     config = WeightSync(
         wire_dtype=options.wire_dtype,
-        bind_host=space.outer if space else "",
+        bind_host=space.switch if space else "",
     )
     if options.tls:
         # rank 1 serves nothing
@@ -332,7 +331,7 @@ def rank_main(options: argparse.Namespace, role: Role) -> None:
     torch.set_num_threads(1)
     meeting = f"file://{role.folder}/rendezvous"
     dist.init_process_group("gloo", init_method=meeting, rank=role.rank, world_size=RANKS)
-    measured = rounds(options, role, Namespace(of=role.maker) if role.url else None)
+    measured = rounds(options, role, Host(*role.host) if role.url else None)
     dist.destroy_process_group()
     if role.rank == 0:
         Path(role.folder, "rounds.json").write_text(json.dumps(measured))
@@ -397,9 +396,9 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def run_ranks(argv: list[str], folder: str, url: str) -> int:
+def run_ranks(argv: list[str], folder: str, url: str, host: tuple[str, ...]) -> int:
     """Start the ranks and wait; 0 if all went well."""
-    roles = [Role(rank, folder, url, os.getpid()) for rank in range(RANKS)]
+    roles = [Role(rank, folder, url, host) for rank in range(RANKS)]
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     ranks = [
         subprocess.Popen(
@@ -421,17 +420,19 @@ def run_ranks(argv: list[str], folder: str, url: str) -> int:
 def main(argv: list[str]) -> int:
     """Start the server's host and the ranks, wait, report."""
     options = parse(argv)
+    stop_on_sigterm()  # its namespace and its switch would outlive it
     with contextlib.ExitStack() as stack:
         folder, url = stack.enter_context(tempfile.TemporaryDirectory()), ""
+        host: tuple[str, ...] = ()
         if options.hosts == "two":
             try:
-                space = stack.enter_context(Namespace())
+                (space,) = stack.enter_context(Hosts(1)).hosts
             except NotAllowed as error:
                 print(f"bench_sync: {error}", file=sys.stderr)
                 return 2
-            server = ServerProcess(host=space.inner, inside=space.host)
-            url = stack.enter_context(server).url
-        if run_ranks(argv, folder, url):
+            server = ServerProcess(host=space.address, inside=space.inside)
+            url, host = stack.enter_context(server).url, astuple(space)
+        if run_ranks(argv, folder, url, host):
             return 1
         record = result(options, json.loads(Path(folder, "rounds.json").read_text()))
     write_json(options.json, record)

@@ -42,8 +42,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import RECIPE, ROOT, Table, options_of, python_of, words, write_json
-from tests.faults.netns import Namespace, NotAllowed
+from scripts.common import RECIPE, ROOT, Table, keys, options_of, python_of, write_json
+from tests.faults.netns import Host, Hosts, NotAllowed
 from tests.rigs.interpreter import wrapper
 from titan_grpo.commands.processes import run_logged, stop_on_sigterm, torchrun
 from titan_grpo.engines.launch import Server, ServerSpec
@@ -125,42 +125,41 @@ def parse() -> argparse.Namespace:
 
 
 @dataclass(frozen=True)
-class Host:
+class Served:
     """A server and the link to it."""
 
     server: Server
-    space: Namespace
+    host: Host
 
     def limit(self, bytes_per_s: float) -> None:
         """``bytes_per_s`` of weights; all requests."""
-        self.space.limit_all_but(self.server.spec.port, bytes_per_s)
+        self.host.limit_all_but(self.server.spec.port, bytes_per_s)
 
 
 @contextmanager
-def host(number: int, model: Path, folder: Path) -> Iterator[Host]:
+def serving_on(host: Host, number: int, model: Path, folder: Path) -> Iterator[Served]:
     """A vLLM that shares no network and no processes with us, on the second core."""
-    with Namespace(number) as space, ExitStack() as stack:
-        # With its own /proc it cannot open the trainer's memory: versions go over the link.
-        second = "taskset", "-c", str(last_core()), python_of("vllm")
-        spec = ServerSpec(
-            wrapper(folder / f"python{number}", *space.host, *second),
-            str(model),
-            str(folder / f"server{number}.log"),
-            port=8100 + number,
-            host=space.inner,
-            max_num_seqs=128,
-            env={"NO_PROXY": "*"},
-        )
-        server = stack.enter_context(Server(spec))
+    # With its own /proc it cannot open the trainer's memory: versions go over the link.
+    second = "taskset", "-c", str(last_core()), python_of("vllm")
+    spec = ServerSpec(
+        wrapper(folder / f"python{number}", *host.inside, *second),
+        str(model),
+        str(folder / f"server{number}.log"),
+        port=8100 + number,
+        host=host.address,
+        max_num_seqs=128,
+        env={"NO_PROXY": "*"},
+    )
+    with Server(spec) as server:
         server.wait_healthy(STARTUP_S)
-        yield Host(server, space)
+        yield Served(server, host)
 
 
 def last_core() -> int:
     return max(os.sched_getaffinity(0))
 
 
-def cpu_so_far(hosts: Sequence[Host]) -> Counter[str]:
+def cpu_so_far(hosts: Sequence[Served]) -> Counter[str]:
     """Processor seconds of all processes that this one has started, by role."""
     found = Counter[str]()
     servers = {
@@ -183,7 +182,7 @@ def cpu_so_far(hosts: Sequence[Host]) -> Counter[str]:
 
 
 @contextmanager
-def cpu_of_steps(metrics: Path, hosts: Sequence[Host]) -> Iterator[dict[str, float]]:
+def cpu_of_steps(metrics: Path, hosts: Sequence[Served]) -> Iterator[dict[str, float]]:
     """Processor seconds of a step that counts, by role, once the run is over."""
     over, seen, found = Event(), list[tuple[int, Counter[str]]](), dict[str, float]()
 
@@ -208,7 +207,7 @@ def cpu_of_steps(metrics: Path, hosts: Sequence[Host]) -> Iterator[dict[str, flo
 def run(
     options: argparse.Namespace,
     folder: Path,
-    hosts: Sequence[Host],
+    hosts: Sequence[Served],
     name: str,
     arguments: Sequence[str],
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
@@ -217,7 +216,7 @@ def run(
     model, flavor = FLAVORS["qwen3"]
     settings: dict[str, object] = {
         "rollout.servers": ",".join(h.server.url for h in hosts),
-        "weight_sync.bind-host": hosts[0].space.outer,
+        "weight_sync.bind-host": hosts[0].host.switch,
         "weight_sync.transport": "tcp",
         "job.dump_folder": out,
         "training.steps": options.steps,
@@ -236,7 +235,7 @@ def run(
         # The weights change as little as they can: lengths stay as they are.
         "optimizer.lr": 1e-9,
     }
-    core, given = str(min(os.sched_getaffinity(0))), [*words(settings), *arguments]
+    core, given = str(min(os.sched_getaffinity(0))), [*keys(settings), *arguments]
     command = ["taskset", "-c", core, *torchrun(1, str(ROOT / RECIPE), given)]
     log = folder / f"{out.name}.log"
     metrics = out / "metrics.jsonl"
@@ -298,7 +297,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model = write_tiny_model("qwen3", folder / "model", 1, std=0.05, dtype="bfloat16")
     image_bytes = (model / "model.safetensors").stat().st_size
     with ExitStack() as stack:
-        one = stack.enter_context(host(0, model, folder))
+        first, second = stack.enter_context(Hosts(2)).hosts
+        one = stack.enter_context(serving_on(first, 0, model, folder))
         print(f"one server is up at {one.server.url}; an image has {image_bytes:,} bytes")
         on_policy = (*MODES["sync"], "--rollout.max_staleness", "0")
         alone = seen("on-policy", 0, False, run(options, folder, [one], "on-policy", on_policy))
@@ -314,7 +314,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             table.add(row(s, free, max(train_s, rollout_s, s.sync_s)))
         found, ideal = [alone, free], {}
 
-        def compare(share: int, hosts: Sequence[Host]) -> None:
+        def compare(share: int, hosts: Sequence[Served]) -> None:
             base = None
             for name, arguments in MODES.items():
                 label = f"{name} {share} {len(hosts)}"
@@ -334,7 +334,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             one.limit(rate(share))
             compare(share, [one])
         if SLOW_SHARE in options.shares:
-            other = stack.enter_context(host(1, model, folder))
+            other = stack.enter_context(serving_on(second, 1, model, folder))
             one.limit(rate(SLOW_SHARE))
             other.limit(rate(SLOW_SHARE) / SLOWER)
             compare(SLOW_SHARE, [one, other])

@@ -63,7 +63,7 @@ def serving(
         yield server
 
 
-def words(settings: Mapping[str, object]) -> list[str]:
+def keys(settings: Mapping[str, object]) -> list[str]:
     """A job's keys as arguments."""
     return [f"--{key}={value}" for key, value in settings.items()]
 

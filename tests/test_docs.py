@@ -125,19 +125,6 @@ def test_the_kubernetes_manifest_starts_a_job_that_is_one(root: Path, tmp_path: 
     assert json.loads(backend) == {"backend": "titan_grpo"}
 
 
-def test_the_slurm_script_is_one_and_names_what_there_is(root: Path, tmp_path: Path) -> None:
-    script = root / "examples" / "cluster" / "slurm.sh"
-    subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
-    text = re.sub(r"\\\n\s*", "", script.read_text())
-    (line,) = re.findall(r"titan_grpo\.train (.*)", text)
-    (tmp_path / "train.toml").write_text(JOB)
-    line = line.replace('"$MODEL"', "m").replace("$PORT", "8000").replace('"$PER_HOST"', "2")
-    words = line.split()
-    job = jobconfig.parse([w.replace("train.toml", str(tmp_path / "train.toml")) for w in words])
-    assert (job.rollout.servers_slurm, job.rollout.servers_per_host) == ("SERVER_HOSTS", 2)
-    assert text.count("#SBATCH hetjob") == 1
-
-
 def test_the_script_of_one_box_is_one_and_starts_a_job(root: Path, tmp_path: Path) -> None:
     script = root / "examples" / "outside" / "one_box.sh"
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
@@ -205,8 +192,10 @@ def test_the_slurm_script_starts_a_torchrun_and_two_servers_on_each_host(
         (tmp_path / name).chmod(0o755)
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     env = {"PATH": path, "HOME": str(tmp_path), "OUT": str(tmp_path / "out"), "PER_HOST": "2"}
+    script = root / "examples" / "cluster" / "slurm.sh"
+    assert script.read_text().count("#SBATCH hetjob") == 1
     subprocess.run(
-        ["bash", str(root / "examples" / "cluster" / "slurm.sh")],
+        ["bash", str(script)],
         env=env | {"SLURM_JOB_ID": "7"} | environment,
         cwd=tmp_path,
         check=True,
@@ -224,6 +213,10 @@ def test_the_slurm_script_starts_a_torchrun_and_two_servers_on_each_host(
     assert '--weight-transfer-config {"backend":"titan_grpo"}' in servers[0]
     assert "--nnodes 2 --nproc_per_node 8" in trainer
     assert f"hosts={hosts}" in trainer
+    (tmp_path / "train.toml").write_text(JOB)
+    (words,) = re.findall(r"titan_grpo\.train (.*) hosts=", trainer)
+    job = jobconfig.parse(words.replace("train.toml", str(tmp_path / "train.toml")).split())
+    assert (job.rollout.servers_slurm, job.rollout.servers_per_host) == ("SERVER_HOSTS", 2)
     rollout = Rollout(servers_slurm="SERVER_HOSTS", servers_per_host=2)
     assert known_servers(rollout, {"SERVER_HOSTS": hosts}).urls == [
         f"http://{host}:{port}" for host in ("s1", "s2") for port in (8000, 8001)

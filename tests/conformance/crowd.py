@@ -66,26 +66,18 @@ def without_end(folder: Path) -> Path:
     return folder
 
 
-class Tokens:
-    """A sink that counts the tokens of an answer in pieces."""
+class Tokens(Answer):
+    """An answer whose tokens can be waited for."""
 
     def __init__(self, call: StreamedCall, changed: threading.Condition) -> None:
-        self.answer, self._changed = Answer(call), changed
+        super().__init__(call)
+        self._changed = changed
 
     def take(self, chunk: bytes) -> None:
         """The next bytes."""
         with self._changed:
-            self.answer.take(chunk)
+            super().take(chunk)
             self._changed.notify_all()
-
-    def end(self) -> None:
-        """There are no more."""
-        self.answer.end()
-
-    @property
-    def whole(self) -> bool:
-        """Whether all came."""
-        return self.answer.whole
 
 
 class Crowd:
@@ -121,12 +113,12 @@ class Crowd:
                 await driver.close()
 
         asyncio.run(run())
-        return sink.answer.sampled(sink.answer.count, sink.answer.finish_reason)
+        return sink.sampled(sink.count, sink.finish_reason)
 
     def counts(self) -> list[int]:
         """How many tokens of each answer in pieces have come."""
         with self._changed:
-            return [sink.answer.count for sink in self._sinks]
+            return [sink.count for sink in self._sinks]
 
     def wait_begun(self) -> None:
         """Until each has tokens."""

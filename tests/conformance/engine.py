@@ -50,49 +50,49 @@ class EngineUnderTest:
     """One running server, as its tests started it. Checks leave it generating, and with other
     weights and another label.
 
-    ``model`` is the directory of the weights that it serves, a model of transformers with at least
-    100 tokens and random weights; ``remake(seed, folder)`` writes the same model with other weights
-    to a directory and returns that. ``says_versions``: its answers tell which weights made which
-    token. ``guards_control``: no client pauses it without a key. ``keeps_prefixes``: a commit on an
-    idle server leaves the prefixes of the older weights in its cache. ``follows_seeds``: the same
-    request gets the same tokens again. ``restart``: ends the server and starts it again at its URL
-    with the weights of ``model``; None: not to be tried. ``make``: how its control plane is
+    It serves a model of transformers with at least 100 tokens and random weights;
+    ``remake(seed, folder)`` writes the same model with other weights to a directory and returns
+    that. ``folder``: for what checks write. ``restart``: ends the server and starts it again at its
+    URL with the weights of ``model``; None: not to be tried. ``make``: how its control plane is
     reached.
     """
 
-    engine: str
-    access: ServerAccess
-    model: Path
-    remake: Callable[[int, Path], Path]
+    server: Server
     folder: Path
-    says_versions: bool
-    guards_control: bool
-    run_key: Key | None = None
+    remake: Callable[[int, Path], Path] = remake
     restart: Callable[[], None] | None = None
-    keeps_prefixes: bool = True
-    follows_seeds: bool = True
     make: Callable[[str, ServerAccess], ServerControl] = make_control
 
-    @classmethod
-    def of(
-        cls, server: Server, folder: Path, access: ServerAccess | None = None, **changes: Any
-    ) -> "EngineUnderTest":
-        """A server that our launcher started, of a tiny model. ``access``: where its keys are not
-        those of its ServerSpec."""
-        spec = server.spec
-        keys = ServerAccess(server.url, 60.0, None, spec.api_key, spec.admin_key)
-        fields = {
-            "engine": spec.engine,
-            "access": access or keys,
-            "model": Path(spec.model),
-            "remake": remake,
-            "folder": folder,
-            "says_versions": spec.engine == "sglang",
-            "guards_control": bool(spec.admin_key),
-            "run_key": spec.run_key,
-            "follows_seeds": spec.engine == "vllm",
-        }
-        return cls(**{**fields, **changes})
+    @property
+    def engine(self) -> str:
+        """Its name."""
+        return self.server.spec.engine
+
+    @property
+    def access(self) -> ServerAccess:
+        """With its keys."""
+        spec = self.server.spec
+        return ServerAccess(self.server.url, 60.0, None, spec.api_key, spec.admin_key)
+
+    @property
+    def model(self) -> Path:
+        """Directory of the weights that it was started with."""
+        return Path(self.server.spec.model)
+
+    @property
+    def run_key(self) -> Key | None:
+        """Without which it takes no weights."""
+        return self.server.spec.run_key
+
+    @property
+    def says_versions(self) -> bool:
+        """Whether its answers tell which weights made which token."""
+        return self.engine == sglang.NAME
+
+    @property
+    def follows_seeds(self) -> bool:
+        """Whether the same request gets the same tokens again."""
+        return self.engine == vllm.NAME
 
     @property
     def speak(self) -> Dialect:
@@ -299,8 +299,8 @@ def each_call_needs_its_key(e: EngineUnderTest) -> None:
         _assert_denied(lambda: stranger.run(generate))
     with SyncDriver(access.url, access.admin_key or "another") as other:
         _assert_denied(lambda: other.run(generate))
-    if e.guards_control:
-        for keys in (("", ""), *([(access.api_key, "")] if access.admin_key else [])):
+    if access.admin_key:
+        for keys in (("", ""), (access.api_key, "")):
             control = make_control(
                 e.engine, ServerAccess(access.url, access.deadline_s, None, *keys)
             )

@@ -22,30 +22,21 @@ from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.rollout.codec import TextCodec
 
 
-class Steps:
-    """A sink that notes how many tokens there were after each chunk."""
+class Steps(Answer):
+    """An answer that notes how many tokens there were after each chunk."""
 
     def __init__(self, call: StreamedCall) -> None:
-        self.answer = Answer(call)
+        super().__init__(call)
         self.counts: list[int] = []
 
     def take(self, chunk: bytes) -> None:
         """The next bytes."""
-        self.answer.take(chunk)
-        self.counts.append(self.answer.count)
+        super().take(chunk)
+        self.counts.append(self.count)
 
-    def end(self) -> None:
-        """There are no more."""
-        self.answer.end()
-
-    @property
-    def whole(self) -> bool:
-        """Whether all came."""
-        return self.answer.whole
-
-    def sampled(self) -> Sampled:
+    def all(self) -> Sampled:
         """The whole answer."""
-        return self.answer.sampled(self.answer.count, self.answer.finish_reason)
+        return self.sampled(self.count, self.finish_reason)
 
 
 def stream(e: EngineUnderTest, *calls: StreamedCall) -> list[Steps]:
@@ -84,7 +75,7 @@ def answers_in_pieces_are_the_ones_that_come_whole(e: EngineUnderTest) -> None:
     reference, label = Reference(e.model), e.run(e.speak.label())
     crowd = stream(e, *_crowd(e, "pieces"))
     for seed, one in enumerate(crowd):
-        sampled = one.sampled()
+        sampled = one.all()
         assert_sound(e, sampled, [label])
         computed = reference.logprobs([*prompt(seed), *sampled.token_ids])[len(prompt(seed)) - 1 :]
         assert furthest(sampled.logprobs, computed) <= MAX_DIFFERENCE, (seed, sampled, computed)
@@ -104,10 +95,10 @@ def answers_in_pieces_are_the_ones_that_come_whole(e: EngineUnderTest) -> None:
             )
         )
         if e.follows_seeds:
-            assert one.sampled().token_ids == whole.token_ids, (one.sampled(), whole)
-            assert one.sampled().finish_reason == whole.finish_reason, (one.sampled(), whole)
-            assert furthest(one.sampled().logprobs, whole.logprobs) <= MAX_DIFFERENCE, (
-                one.sampled(),
+            assert one.all().token_ids == whole.token_ids, (one.all(), whole)
+            assert one.all().finish_reason == whole.finish_reason, (one.all(), whole)
+            assert furthest(one.all().logprobs, whole.logprobs) <= MAX_DIFFERENCE, (
+                one.all(),
                 whole,
             )
 
@@ -146,7 +137,7 @@ def a_stop_text_or_token_ends_an_answer_and_is_part_of_it(e: EngineUnderTest) ->
     ):
         whole = e.run(e.speak.generate(prompt(5), sampling, REQUEST_S))
         (pieces,) = stream(e, e.speak.stream(prompt(5), sampling, REQUEST_S))
-        for answer in (whole, pieces.sampled()):
+        for answer in (whole, pieces.all()):
             assert answer.token_ids == plain[:count], (answer, plain, sampling)
             assert len(answer.logprobs) == count, answer
             assert answer.finish_reason == "stop", answer

@@ -94,7 +94,9 @@ class LaneTrainer:
         self._trainer.worker.post("spoil", self.url, offset)
 
     def publish(self, version: int, weights: Weights) -> str:
-        """The label that the server is to show."""
+        """The label that the server is to show. The first version starts the lane."""
+        if self._trainer is None:
+            self.start(weights.manifest)
         assert self._trainer is not None
         self._trainer.publish_image(version, weights.image, WAIT_S)
         return str(Label(self.run_id, version, weights.fingerprint))
@@ -136,8 +138,6 @@ def streamed_weights_are_computed_also_the_second_time(e: EngineUnderTest) -> No
             assert difference(e, path) > 4 * MAX_DIFFERENCE, (
                 "other weights must show for this to prove anything"
             )
-            if version == 1:
-                run.start(weights.manifest)
             label = run.publish(version, weights)
             run.until(Standing.HOLDS, version)
             with e.control() as control:
@@ -164,7 +164,6 @@ def a_transfer_that_breaks_off_is_known_until_a_whole_one_is_in(e: EngineUnderTe
 
     with trainer(e, watch) as run:
         (first, _), (second, _), (third, path) = (run.make(seed) for seed in (11, 12, 13))
-        run.start(first.manifest)
         run.publish(1, first)
         run.until(Standing.HOLDS, 1)
         run.publish(2, second)
@@ -199,7 +198,6 @@ def the_next_trainer_repairs_what_another_one_left_half_loaded(e: EngineUnderTes
 
     with trainer(e, watch) as dead:
         weights, _ = dead.make(21)
-        dead.start(weights.manifest)
         dead.publish(1, weights)
         dead.until(Standing.QUARANTINED)
     with e.control() as control:
@@ -207,7 +205,6 @@ def the_next_trainer_repairs_what_another_one_left_half_loaded(e: EngineUnderTes
         assert control.paused()
     with trainer(e) as run:
         weights, path = run.make(22)
-        run.start(weights.manifest)
         run.publish(5, weights)
         run.until(Standing.HOLDS, 5)
         with e.control() as control:
@@ -219,12 +216,10 @@ def names_that_the_model_has_not_are_refused_before_anything_moves(e: EngineUnde
     """Whether the engine would have noticed or not."""
     with trainer(e) as run:
         good, path = run.make(31)
-        run.start(good.manifest)
         label = run.publish(1, good)
         run.until(Standing.HOLDS, 1)
     with trainer(e) as wrong:
         weights, _ = wrong.make(32, lambda name: name.replace("q_proj", "q_projx"))
-        wrong.start(weights.manifest)
         wrong.publish(1, weights)
         assert wrong.servers.wait(lambda: wrong.servers.last_error(wrong.url) is not None, WAIT_S)
         error = wrong.servers.take_error()
@@ -251,7 +246,6 @@ def no_request_runs_between_two_buckets_and_none_is_lost(e: EngineUnderTest) -> 
 
         with trainer(e, watch) as run:
             (first, _), (second, _) = run.make(41), run.make(42)
-            run.start(first.manifest)
             before = run.publish(1, first)
             run.until(Standing.HOLDS, 1)
             with e.crowd(before) as crowd:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from scripts.common import RECIPE, keys
 from tests.conformance.crowd import CONTEXT
 from tests.conformance.engine import EngineUnderTest, remake
 from tests.rigs.trainer_handle import wait_until
@@ -43,7 +44,6 @@ from titan_grpo.subprocesses import end
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify.server import Devices, server_spec
 
-RECIPE = "train_configs/quickstart_cpu.toml"
 API_KEY, API_KEY_VARIABLE = "the-engines-own-key", "TITAN_GRPO_TEST_API_KEY"
 ADMIN_KEY, ADMIN_KEY_VARIABLE = "the-admins-own-key", "TITAN_GRPO_TEST_ADMIN_KEY"
 KEYS = {API_KEY_VARIABLE: API_KEY, ADMIN_KEY_VARIABLE: ADMIN_KEY}
@@ -70,11 +70,6 @@ def run_cli(
         timeout=timeout_s,
         check=False,
     )
-
-
-def keys(settings: Mapping[str, object]) -> list[str]:
-    """A job's keys as arguments."""
-    return [f"--{key}={value}" for key, value in settings.items()]
 
 
 class Training:
@@ -193,7 +188,8 @@ class Site:
     @property
     def access(self) -> ServerAccess:
         """With every key that there is."""
-        return ServerAccess(self.url, 60.0, None, API_KEY, self.server.spec.admin_key)
+        spec = self.server.spec
+        return ServerAccess(self.url, 60.0, None, spec.api_key, spec.admin_key)
 
     @property
     def speak(self) -> Dialect:
@@ -358,10 +354,10 @@ def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @contextmanager
-def running(spec: ServerSpec, api_key: str) -> Iterator[Site]:
+def running(spec: ServerSpec) -> Iterator[Site]:
     """A healthy server, which a test may have restarted when it ends."""
     server = Server(spec)
-    with SyncDriver(server.url, api_key, spec.admin_key) as driver:
+    with SyncDriver(server.url, spec.api_key, spec.admin_key) as driver:
         shared = Site(server, driver)
         try:
             server.wait_healthy(280)
@@ -385,9 +381,8 @@ def site(
     folder = tmp_path_factory.mktemp("site")
     model = write_tiny_model("qwen3", folder / "model", seed=2)
     spec = server_spec(vllm_python, model, folder, Devices("cpu"))
-    env = {**spec.env, "VLLM_API_KEY": API_KEY}
-    spec = replace(spec, tool_calls=True, args=(*spec.args, *TOOL_PARSER))
-    with running(replace(spec, max_model_len=CONTEXT, env=env), API_KEY) as shared:
+    spec = replace(spec, tool_calls=True, args=(*spec.args, *TOOL_PARSER), api_key=API_KEY)
+    with running(replace(spec, max_model_len=CONTEXT)) as shared:
         yield shared
 
 
@@ -401,7 +396,7 @@ def sglang_site(
     spec = server_spec(sglang_python, model, folder, Devices("cpu"), engine="sglang")
     env = {**spec.env, sglang_cpu.CALLS_VARIABLE: str(folder / "kernel_calls")}
     spec = replace(spec, max_model_len=CONTEXT, env=env, api_key=API_KEY, admin_key=ADMIN_KEY)
-    with running(replace(spec, args=(*spec.args, *TOOL_PARSER)), API_KEY) as shared:
+    with running(replace(spec, args=(*spec.args, *TOOL_PARSER))) as shared:
         yield shared
 
 

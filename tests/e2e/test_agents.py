@@ -123,7 +123,7 @@ def test_a_conversation_is_of_the_engines_own_tokens_and_log_probabilities(
         api_key_env=KEY_VARIABLE,
     )
     with (
-        sender(EngineUnderTest.of(site.server, tmp_path, site.access)) as trainer,
+        sender(EngineUnderTest(site.server, tmp_path)) as trainer,
         closing(RolloutClient(spec)) as client,
     ):
         trainer.sync(VERSION, VERSION)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.conftest import Replay, Runs, keys
+from scripts.common import keys
+from tests.e2e.conftest import Replay, Runs
 from tests.rigs.server_handle import ServerProcess
 from titan_grpo.commands.processes import run_logged, torchrun
 from titan_grpo.runkey import Key, with_run_key

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import RECIPE, Site
+from scripts.common import RECIPE
+from tests.e2e.conftest import Site
 from tests.rigs.present import present
 from titan_grpo import cli
 from titan_grpo.engines import sglang, vllm

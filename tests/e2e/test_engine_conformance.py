@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def vllm(site: Site, tmp_path_factory: pytest.TempPathFactory) -> EngineUnderTest:
     """The server that all end-to-end tests share."""
-    e = EngineUnderTest.of(site.server, tmp_path_factory.mktemp("vllm"), site.access)
+    e = EngineUnderTest(site.server, tmp_path_factory.mktemp("vllm"))
     commits.bring_back(e)
     return e
 
@@ -39,7 +39,7 @@ def vllm(site: Site, tmp_path_factory: pytest.TempPathFactory) -> EngineUnderTes
 def sglang(sglang_site: Site, tmp_path_factory: pytest.TempPathFactory) -> EngineUnderTest:
     """The same, of SGLang."""
     folder = tmp_path_factory.mktemp("sglang")
-    e = EngineUnderTest.of(sglang_site.server, folder, restart=sglang_site.restart)
+    e = EngineUnderTest(sglang_site.server, folder, restart=sglang_site.restart)
     commits.bring_back(e)
     return e
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import API_KEY_VARIABLE, Runs, Site, Training, keys, run_cli
+from scripts.common import keys
+from tests.e2e.conftest import API_KEY_VARIABLE, Runs, Site, Training, run_cli
 from titan_grpo.commands.processes import torchrun
 from titan_grpo.observe.recorder import read_metrics
 

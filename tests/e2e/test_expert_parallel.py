@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Runs, keys
+from scripts.common import keys
+from tests.e2e.conftest import Runs
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics

@@ -140,7 +140,7 @@ def test_both_engines_compute_what_two_hosts_train_and_what_one_host_goes_on_wit
     with ExitStack() as stack:
         servers = []
         for engine, python in (("vllm", vllm_python), ("sglang", sglang_python)):
-            start = launcher(engine, python, other, Devices("cpu"), hosts.address, "")
+            start = launcher(engine, python, other, Devices("cpu"), hosts.address)
             server = start(tmp_path / engine)
             assert isinstance(server, Server)
             servers.append(server)
@@ -148,7 +148,7 @@ def test_both_engines_compute_what_two_hosts_train_and_what_one_host_goes_on_wit
         for server in servers:
             server.wait_healthy(280)
         urls = [server.url for server in servers]
-        engines = [EngineUnderTest.of(server, tmp_path) for server in servers]
+        engines = [EngineUnderTest(server, tmp_path) for server in servers]
         apart = [difference(e, runs.model) for e in engines]
         assert min(apart) > 4 * MAX_DIFFERENCE, "the servers must start with other weights"
         train(runs, hosts, "static", whole, urls, arguments)

@@ -43,7 +43,7 @@ def endless(seed: int, folder: Path) -> Path:
 
 @pytest.fixture
 def trainer(site: Site, tmp_path: Path) -> Iterator[Sender]:
-    with sender(EngineUnderTest.of(site.server, tmp_path, site.access, remake=endless)) as one:
+    with sender(EngineUnderTest(site.server, tmp_path, remake=endless)) as one:
         one.sync(BEFORE, BEFORE)
         yield one
 

@@ -161,7 +161,7 @@ def lora_site(
     """A server of the trainer's own base model, with vLLM's LoRA."""
     log = str(tmp_path_factory.mktemp("lora_site") / "server.log")
     spec = ServerSpec(vllm_python, str(runs.model), log, lora_rank=RANK, api_key=API_KEY)
-    with running(spec, API_KEY) as shared:
+    with running(spec) as shared:
         yield shared
 
 

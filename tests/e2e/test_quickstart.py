@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # That command starts an engine and a run of its own. What it adds to the quickstart is the task,
 # which tests/rollout/test_function_runs.py runs in a rollout process.
-from tests.e2e.conftest import RECIPE, Runs, run_cli
+from scripts.common import RECIPE
+from tests.e2e.conftest import Runs, run_cli
 from tests.example_files import command_of
 from tests.rigs.present import present
 from tests.rigs.trainer_handle import wait_until

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Replay, Runs, Site, keys
+from scripts.common import keys
+from tests.e2e.conftest import Replay, Runs, Site
 from tests.rigs.present import present
 from tests.rigs.server_handle import ServerProcess, served
 from titan_grpo.observe import names

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Replay, Runs, keys
+from scripts.common import keys
+from tests.e2e.conftest import Replay, Runs
 from tests.rigs.server_handle import ServerProcess
 from tests.rigs.sockets import free_port
 from titan_grpo.observe.run_lock import held

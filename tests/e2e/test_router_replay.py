@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.conftest import Replay, Runs, keys
+from scripts.common import keys
+from tests.e2e.conftest import Replay, Runs
 from tests.rigs.server_handle import ServerProcess
 from tests.rigs.tiny_model import loaded
 from titan_grpo.algorithm.distribution import token_logprobs

@@ -74,7 +74,7 @@ STALL_S = 3.0
 def test_a_sender_struck_in_mid_transfer_costs_no_request_and_no_version(
     number: int, lasts_s: float, sglang_site: Site, tmp_path: Path
 ) -> None:
-    e = EngineUnderTest.of(sglang_site.server, tmp_path)
+    e = EngineUnderTest(sglang_site.server, tmp_path)
     with sender(e) as before:
         path, label = before.sync(1, 1), before.label(1)
         command = [sys.executable, str(SENDER), new_run_id(time.time()), "2", "half"]
@@ -141,7 +141,7 @@ def test_a_load_that_raises_half_way_is_reported_and_the_next_version_is_whole(
         ServerSpec(sglang_python, str(model), str(tmp_path / "server.log"), "sglang", env=env)
     ) as server:
         server.wait_healthy(200.0)
-        e = EngineUnderTest.of(server, tmp_path)
+        e = EngineUnderTest(server, tmp_path)
         with sender(e) as trainer:
             weights, _ = trainer.make(1)
             with trainer.link(weights) as link:

@@ -43,7 +43,7 @@ def stock(
     )
     with Server(spec) as server:
         server.wait_healthy(280.0)
-        yield EngineUnderTest.of(server, folder)
+        yield EngineUnderTest(server, folder)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,6 @@ def test_a_lane_that_stood_still_before_its_resume_has_its_commit(stock: EngineU
 
     with streaming.trainer(stock, watch) as run:
         weights, _ = run.make(1)
-        run.start(weights.manifest)
         run.publish(1, weights)
         run.until(Standing.HOLDS, 1)
         assert run.servers.take_error() is None

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.conftest import RECIPE, Runs
+from scripts.common import RECIPE
+from tests.e2e.conftest import Runs
 from tests.rigs.sockets import free_port
 from tests.rigs.titan_ranks import assert_alike, trained
 from titan_grpo.titan.tiny import Kind, write_tiny_model

@@ -26,7 +26,7 @@ from tests.conformance.engine import (
 )
 from tests.conformance.reference import Reference
 from tests.e2e.conftest import Site
-from titan_grpo.engines.http import Call, HttpRefused, ServerAccess, SyncDriver, ignore
+from titan_grpo.engines.http import Call, HttpRefused, SyncDriver, ignore
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.titan.tiny import KINDS, Kind
@@ -42,16 +42,11 @@ def served(
 ) -> Iterator[EngineUnderTest]:
     """A server that starts with weights and an API key of its own; ``settings`` go to
     ServerSpec."""
-    model = remake(100, folder / "start", kind)
-    env = {"VLLM_API_KEY": API_KEY, **settings.pop("env", {})}
-    log = folder / "server.log"
-    spec = ServerSpec(
-        python, str(model), str(log), cpu_threads=2, env=env, run_key=run_key, **settings
-    )
-    with Server(spec) as server:
+    model, log = remake(100, folder / "start", kind), folder / "server.log"
+    settings |= {"cpu_threads": 2, "run_key": run_key, "api_key": API_KEY}
+    with Server(ServerSpec(python, str(model), str(log), **settings)) as server:
         server.wait_healthy(300.0)
-        access = ServerAccess(server.url, 60.0, None, API_KEY)
-        yield EngineUnderTest.of(server, folder, access, remake=partial(remake, kind=kind))
+        yield EngineUnderTest(server, folder, remake=partial(remake, kind=kind))
 
 
 ELSEWHERE = {"qwen3", "qwen3_moe"}
@@ -62,7 +57,7 @@ ELSEWHERE = {"qwen3", "qwen3_moe"}
 def experts(keyed_server: Server, tmp_path_factory: pytest.TempPathFactory) -> EngineUnderTest:
     """A mixture of experts behind a run key."""
     folder = tmp_path_factory.mktemp("experts")
-    return EngineUnderTest.of(keyed_server, folder, remake=partial(remake, kind="qwen3_moe"))
+    return EngineUnderTest(keyed_server, folder, remake=partial(remake, kind="qwen3_moe"))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +107,7 @@ def test_two_tensor_parallel_workers_load_their_halves_refuse_together_and_show_
 
 
 def test_a_server_that_is_not_paused_takes_no_weights(site: Site, tmp_path: Path) -> None:
-    vllm = EngineUnderTest.of(site.server, tmp_path, site.access)
+    vllm = EngineUnderTest(site.server, tmp_path)
     with sender(vllm) as trainer:
         old = trainer.sync(1, 1)
         weights, _ = trainer.make(2)
@@ -181,7 +176,7 @@ ENVIRONMENT_S = 120.0
 def test_atroposs_own_server_class_samples_and_scores_by_the_weights_that_are_served(
     site: Site, atropos_python: str, root: Path, tmp_path: Path
 ) -> None:
-    vllm, ids = EngineUnderTest.of(site.server, tmp_path, site.access), prompt(3)
+    vllm, ids = EngineUnderTest(site.server, tmp_path), prompt(3)
     with commits.sender(vllm) as trainer:
         reference = Reference(trainer.sync(1, 1))
     asked = [site.url, vllm.model, site.access.api_key, COUNT, TOKENS, *ids]
@@ -212,7 +207,7 @@ def test_atroposs_own_server_class_samples_and_scores_by_the_weights_that_are_se
 
 
 def test_both_routes_ask_for_the_servers_key(site: Site, tmp_path: Path) -> None:
-    vllm = EngineUnderTest.of(site.server, tmp_path, site.access)
+    vllm = EngineUnderTest(site.server, tmp_path)
     body = {"prompt": {"prompt_token_ids": prompt(3)}, "max_tokens": 1}
     health = Call("GET", "/health_generate", REQUEST_S, ignore)
     generate = Call("POST", "/generate", REQUEST_S, ignore, json=body)

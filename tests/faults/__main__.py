@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.faults import report
 from tests.faults.bench import Bench, site_bench
 from tests.faults.cases import Case, listing, select
-from tests.faults.netns import Namespace
+from tests.faults.netns import Host
 from tests.faults.runner import Launches, Reference, Runner, groups, run_network
 from tests.faults.site import Launch, Site, engineless_launcher, launcher
 from tests.rigs.trainer_process import Settings
@@ -162,9 +162,9 @@ class Matrix:
                 Runner(bench, launches, check, self._done).run(wanted)
         if slow:
 
-            def make(stack: ExitStack, space: Namespace) -> Bench:
-                victim = self._launch("server_model", space.inner, space.inside)
-                return self._bench(stack, out / "network", victim, space.outer)
+            def make(stack: ExitStack, host: Host) -> Bench:
+                victim = self._launch("server_model", host.address, host.network)
+                return self._bench(stack, out / "network", victim, host.switch)
 
             extra["network"] = run_network(slow, make, self._done)
 
@@ -187,7 +187,7 @@ class Matrix:
         site = Site(self._launch("server_model"), out, self._base, victim)
         return site_bench(stack, site, Bench(site, settings, out, self._env, say))
 
-    def _launch(self, model: str, host: str = "127.0.0.1", inside: str = "") -> Launch:
+    def _launch(self, model: str, host: str = "127.0.0.1", inside: Sequence[str] = ()) -> Launch:
         o, folder = self._o, self._o.out / model
         if o.servers == "engineless":
             return engineless_launcher(folder, host, inside)

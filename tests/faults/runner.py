@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tests.faults import lanes, trainers
 from tests.faults.bench import Bench
 from tests.faults.cases import Case, Kind, Who
-from tests.faults.netns import Namespace, NotAllowed
+from tests.faults.netns import Host, Hosts, NotAllowed
 from tests.faults.report import Result
 from tests.faults.site import Instance, Launch, Runs
 from tests.rigs.trainer import weights
@@ -206,36 +206,36 @@ class Runner:
 
 
 def run_network(
-    cases: Sequence[Case], make: Callable[[ExitStack, Namespace], Bench], done: Done
+    cases: Sequence[Case], make: Callable[[ExitStack, Host], Bench], done: Done
 ) -> dict[str, Any]:
     """Run the cases on the bench that is made around a namespace; figures for the JSON. Where
     namespaces are not allowed each case is skipped, with the reason."""
     figures: dict[str, Any] = {}
     with ExitStack() as stack:
         try:
-            space = stack.enter_context(Namespace())
+            (host,) = stack.enter_context(Hosts(1)).hosts
         except NotAllowed as error:
             for case in cases:
                 done(Result(case, skipped=f"a network of its own is not allowed here: {error}"))
             return figures
-        bench = make(stack, space)
-        bench.say(f"network: {len(cases)} cases; one server in namespace {space.name}")
+        bench = make(stack, host)
+        bench.say(f"network: {len(cases)} cases; one server in namespace {host.name}")
         for case in cases:
             result, began = Result(case), time.monotonic()
             try:
-                figures[case.name] = _slowed(bench, space, result)
+                figures[case.name] = _slowed(bench, host, result)
             except NotAllowed as error:
                 result.skipped = str(error)
             except (RunFailed, PeerError) as error:
                 result.violations.append(str(error).replace("\n", " "))
             finally:
-                space.free()
+                host.free()
             result.seconds = time.monotonic() - began
             done(result)
     return figures
 
 
-def _slowed(bench: Bench, space: Namespace, result: Result) -> dict[str, float]:
+def _slowed(bench: Bench, host: Host, result: Result) -> dict[str, float]:
     trainer, mark = bench.trainer, bench.mark()
     bench.window()
     before = bench.window(WATCH_S)
@@ -244,14 +244,14 @@ def _slowed(bench: Bench, space: Namespace, result: Result) -> dict[str, float]:
         started = trainer.find(lambda e: e["event"] == "started")
         assert started is not None
         rate = float(started["image_bytes"]) / free_s / SLOWER
-        space.limit(rate)
+        host.limit(rate)
         note = f"limited to {rate / 2**20:.2f} MiB/s"
     else:
-        space.delay(DELAY_MS)
+        host.delay(DELAY_MS)
         note = f"{DELAY_MS:g} ms each way"
     during = bench.window(WATCH_S)
     slow_s = _sending(trainer, bench.site.victim.url, during)
-    space.free()
+    host.free()
     lifted = time.monotonic()
     result.notes.append(
         f"{note}: a transfer took {slow_s:.3f} s, {slow_s / free_s:.1f} times as long"

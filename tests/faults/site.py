@@ -8,12 +8,13 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+import psutil
 import torch
 from safetensors import safe_open
 
@@ -78,14 +79,19 @@ Launch = Callable[[Path], Process]
 
 
 def launcher(
-    engine: str, python: str, model: Path, devices: Devices, host: str, inside: str
+    engine: str,
+    python: str,
+    model: Path,
+    devices: Devices,
+    host: str,
+    inside: Sequence[str] = (),
 ) -> Launch:
     """Real servers. ``python``: of the engine's environment; ``model``: a folder; ``inside``: a
     command that runs its arguments elsewhere (in a network namespace), or nothing."""
 
     def launch(folder: Path) -> Process:
         folder.mkdir(parents=True, exist_ok=True)
-        inner = wrapper(folder / "python", *inside.split(), "nice", "-n", NICE, python)
+        inner = wrapper(folder / "python", *inside, "nice", "-n", NICE, python)
         spec = server_spec(inner, model, folder, devices, engine=engine)
         # a free port of another host cannot be asked for from here
         return Server(replace(spec, host=host, port=random.randrange(*PORTS) if inside else 0))
@@ -93,7 +99,7 @@ def launcher(
     return launch
 
 
-def engineless_launcher(model: Path, host: str = "127.0.0.1", inside: str = "") -> Launch:
+def engineless_launcher(model: Path, host: str = "127.0.0.1", inside: Sequence[str] = ()) -> Launch:
     """Servers without an engine: they take the tensors of ``model`` (a folder with
     model.safetensors) and nothing else. ``inside``: as ``launcher``'s."""
 
@@ -104,7 +110,7 @@ def engineless_launcher(model: Path, host: str = "127.0.0.1", inside: str = "") 
             shapes = json.dumps({name: file.get_slice(name).get_shape() for name in names})
         record = str(recorded(folder).resolve())
         arguments = ("--shapes", shapes, "--record", record)
-        return ServerProcess(host, args=arguments, inside=inside.split())
+        return ServerProcess(host, args=arguments, inside=inside)
 
     return launch
 
@@ -256,9 +262,8 @@ def processes_below(pid: int) -> list[tuple[int, str]]:
 def _titles(pids: list[int]) -> list[tuple[int, str]]:
     out = []
     for pid in pids:
-        with suppress(OSError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-            if text := words.decode(errors="replace").strip():
+        with suppress(psutil.Error):
+            if text := " ".join(psutil.Process(pid).cmdline()).strip():
                 out.append((pid, text))
     return out
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 
 PROC = Path("/proc")
-KIB = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,39 +19,19 @@ class Holdings:
 
     rss: int
     pss: int
-    anonymous: int
-    """Bytes that are its alone and no file's."""
-    shared: int
-    """Bytes of shared memory (memfds) that it maps and has touched."""
     fds: int
     memfds: int
     threads: int
 
 
-def _lines(path: Path) -> dict[str, str]:
-    return dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
-
-
-def _bytes(lines: dict[str, str], key: str) -> int:
-    return int(lines[key].split()[0]) * KIB
-
-
 def holdings(pid: int) -> Holdings | None:
     """What process ``pid`` holds now; None if it is gone."""
     try:
-        status = _lines(PROC / str(pid) / "status")
-        rollup = _lines(PROC / str(pid) / "smaps_rollup")
-        links = list(_links(pid))
-        return Holdings(
-            rss=_bytes(status, "VmRSS"),
-            pss=_bytes(rollup, "Pss"),
-            anonymous=_bytes(status, "RssAnon"),
-            shared=_bytes(status, "RssShmem"),
-            fds=len(links),
-            memfds=sum(link.startswith("/memfd:") for link in links),
-            threads=int(status["Threads"]),
-        )
-    except (OSError, KeyError):
+        process = psutil.Process(pid)
+        memory, links = process.memory_full_info(), list(_links(pid))
+        memfds = sum(link.startswith("/memfd:") for link in links)
+        return Holdings(memory.rss, memory.pss, len(links), memfds, process.num_threads())
+    except (OSError, psutil.Error):
         return None  # it ended while it was read
 
 
@@ -68,36 +47,28 @@ def wakes(pid: int, threads: Container[int] | None = None) -> int:
     for task in os.scandir(PROC / str(pid) / "task"):
         if threads is None or int(task.name) in threads:
             with suppress(OSError):  # it ended while it was read
-                count += int(_lines(Path(task.path, "status"))["voluntary_ctxt_switches"])
+                status = Path(task.path, "status").read_text()
+                count += int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
     return count
-
-
-def parents() -> dict[int, int]:
-    """Process id -> parent's process id, of all processes that are no zombies."""
-    out = {}
-    for entry in os.scandir(PROC):
-        if entry.name.isdigit():
-            with suppress(OSError):
-                # the command, in parentheses, may contain blanks and parentheses
-                fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
-                if fields[0] != "Z":
-                    out[int(entry.name)] = int(fields[1])
-    return out
 
 
 def children(pid: int) -> list[int]:
     """Process ids of the living children of ``pid``."""
-    return sorted(child for child, parent in parents().items() if parent == pid)
+    return _below(pid, recursive=False)
 
 
 def descendants(pid: int) -> list[int]:
     """Process ids of the living children of ``pid``, their children, and so on."""
-    known, found, ahead = parents(), [], [pid]
-    while ahead:
-        one = ahead.pop()
-        below = [child for child, parent in known.items() if parent == one]
-        found += below
-        ahead += below
+    return _below(pid, recursive=True)
+
+
+def _below(pid: int, recursive: bool) -> list[int]:
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive):
+            with suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
     return sorted(found)
 
 

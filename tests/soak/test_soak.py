@@ -44,7 +44,7 @@ def test_the_last_version_is_always_calm(versions: int, window: int, calm: tuple
 
 
 def holding(**values: int) -> Holdings:
-    one = Holdings(rss=100, pss=50, anonymous=50, shared=10, fds=10, memfds=2, threads=4)
+    one = Holdings(rss=100, pss=50, fds=10, memfds=2, threads=4)
     return replace(one, **values)
 
 
