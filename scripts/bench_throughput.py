@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """What is asynchrony worth where a version takes a tenth, or most, of a step to reach the servers?
 
-    python scripts/bench_throughput.py [--shares 10 40 70] [--steps 20] [--json PATH]
-    (needs root)
+    python scripts/bench_throughput.py [--shares 10 40 70] [--steps 20] [--picture PATH.png]
+    [--json PATH]        (needs root)
 
 Real: torchtitan's trainer under torchrun on one core, vLLM on the other, weight sync over TCP. Each
 server has a network, a pid namespace and a limited link of its own, so that it reads no memory of
@@ -114,6 +114,7 @@ def parse() -> argparse.Namespace:
     parser, per_cent = options_of(__doc__), "per cent of a sync step"
     parser.add_argument("--shares", nargs="+", type=int, default=[10, 40, 70], help=per_cent)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--picture", type=Path, metavar="PATH.png", help="bars of steps per second")
     options = parser.parse_args()
     if options.steps <= WARM_STEPS:
         parser.error(f"--steps must be over {WARM_STEPS}, which are not counted")
@@ -292,6 +293,38 @@ def row(s: Seen, base: Seen, ideal_s: float) -> dict[str, object]:
     }
 
 
+def draw(path: Path, found: Sequence[Seen], ideal: dict[int, float]) -> None:
+    """Steps per second by way and share."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    groups = [(share, False) for share in ideal] + [(SLOW_SHARE, True)] * any(
+        s.slow_server for s in found
+    )
+    for number, name in enumerate(MODES):
+        values = [
+            next(
+                (s.steps_per_s for s in found if (s.share, s.slow_server, s.name) == (*g, name)), 0
+            )
+            for g in groups
+        ]
+        bars = axes.bar([i + 0.27 * (number - 1) for i in range(len(groups))], values, 0.26)
+        bars.set_label(name)
+    for i, (share, _) in enumerate(groups):
+        axes.hlines(1 / ideal[share], i - 0.42, i + 0.42, colors="black", linestyles="dashed")
+    axes.set_xticks(
+        range(len(groups)), [f"{share} %" + ", and a slow server" * slow for share, slow in groups]
+    )
+    axes.set_xlabel(
+        "sync's share of a synchronous step (dashed: 1 / longest of train, rollout, sync)"
+    )
+    axes.set_ylabel("steps per second")
+    axes.legend()
+    FigureCanvasAgg(figure).print_png(path)
+
+
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All runs, one after the other."""
     model = write_tiny_model("qwen3", folder / "model", 1, std=0.05, dtype="bfloat16")
@@ -338,6 +371,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             one.limit(rate(SLOW_SHARE))
             other.limit(rate(SLOW_SHARE) / SLOWER)
             compare(SLOW_SHARE, [one, other])
+    if options.picture:
+        draw(options.picture, found, ideal)
     return {
         "image_bytes": image_bytes,
         "train_s": train_s,
