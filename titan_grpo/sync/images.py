@@ -383,11 +383,7 @@ class ImageSlots:
                 self._idle[lane]()
 
     def _reserve(self) -> None:
-        newest = self._table.newest
-        wanted = newest is not None and any(
-            held is None or held < newest for held in self._waiting.values()
-        )
-        for action in self._step(image_slots.Reserve(wanted)):
+        for action in self._step(image_slots.Reserve(tuple(self._waiting.values()))):
             if isinstance(action, image_slots.Promise):
                 self.reserved.put(action.slot)
 
