@@ -21,8 +21,6 @@ WAIT_S = 90.0
 class Lane(threading.Thread):
     """Connects once to nothing; ends when it is stopped and let go."""
 
-    engine = "vllm"
-
     def __init__(self, url: str, epoch: int, held: threading.Event) -> None:
         super().__init__(name=f"lane {url}", daemon=True)
         self.epoch, self._held, self._stopping = epoch + 1, held, threading.Event()
@@ -81,8 +79,8 @@ class Site:
     def commit(self, url: str, version: int) -> None:
         held = self.set.entry(url).held
         for standing in (Standing.RECEIVING, Standing.COMMITTING):
-            self.set.note(url, Entry(standing, held, version))
-        self.set.note(url, Entry(Standing.HOLDS, version), Label("run", version, "f"))
+            self.set.note(url, Entry(standing, held, version), "vllm")
+        self.set.note(url, Entry(Standing.HOLDS, version), "vllm", Label("run", version, "f"))
 
 
 Make = Callable[..., Site]
@@ -163,7 +161,7 @@ def test_a_server_that_left_takes_nothing_and_may_come_again_in_a_later_epoch(si
     s = site("a", "b")
     s.commit("a", 1)
     assert s.set.remove("a", WAIT_S)
-    s.set.note("a", Entry(Standing.HOLDS, 2))
+    s.set.note("a", Entry(Standing.HOLDS, 2), "vllm")
     assert s.seen[-1:] == [("a", None, False, "left")], (
         "what its lane reports on its way out is late"
     )

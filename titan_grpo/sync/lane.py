@@ -118,11 +118,6 @@ class ServerLane:
         """Number of connections so far."""
         return self._state.epoch
 
-    @property
-    def engine(self) -> str:
-        """Name of the server's engine, empty while unknown."""
-        return self._control.engine
-
     def start(self) -> None:
         """Start; does not wait for the server."""
         # Not at the last lane's end: a stop of that may come later, and this one could not pin.
@@ -186,7 +181,7 @@ class ServerLane:
                 return event
         except Exception as error:  # top of a thread: report that the server gets no more versions
             logger.exception("lane %s ended", self.url)
-            self._servers.note(self.url, Entry())
+            self._servers.note(self.url, Entry(), self._control.engine)
             cause = f"the lane ended with {error!r}; this server gets no more versions"
             self._servers.latch(SyncError(cause, url=self.url))
         try:
@@ -203,7 +198,8 @@ class ServerLane:
             case table.Note(entry):
                 holds = entry.standing is Standing.HOLDS
                 self._refusal = "" if holds else self._refusal
-                self._servers.note(self.url, entry, self._held if holds else None)
+                label = self._held if holds else None
+                self._servers.note(self.url, entry, self._control.engine, label)
 
     def _perform(self, work: table.Action) -> table.Event | float:
         """Return the event; of idle work, when it resumes if no wake comes (monotonic clock)."""

@@ -68,7 +68,7 @@ class RemoteLane:
 
     def __init__(self, owner: "SyncProcess", url: str, epoch: int) -> None:
         """``epoch``: the last one of the previous lane to the server."""
-        self.url, self.epoch, self.engine = url, epoch, ""
+        self.url, self.epoch = url, epoch
         self._owner, self.ended = owner, threading.Event()
         self.stopping = False
 
@@ -277,10 +277,8 @@ class SyncProcess(Child):
         if lane := self.lanes.get(url):
             lane.epoch = epoch
 
-    def note(self, url: str, entry: Entry, label: Label | None, engine: str) -> None:
-        if lane := self.lanes.get(url):
-            lane.engine = engine
-        self.servers.note(url, entry, label)
+    def note(self, url: str, entry: Entry, engine: str, label: Label | None) -> None:
+        self.servers.note(url, entry, engine, label)
         if self._o.keeps and entry.standing is Standing.HOLDS and url not in self.slots.kept:
             self.post("slots.go_on", url)
 
@@ -433,8 +431,8 @@ class Main(Performer):
         if event.point is Point.GREET:
             self._pipe.post("connecting", event.url, self._servers[event.url].epoch)
 
-    def note(self, url: str, entry: Entry, label: Label | None = None) -> None:
-        said = (url, entry, label, self._servers[url].engine)
+    def note(self, url: str, entry: Entry, engine: str, label: Label | None = None) -> None:
+        said = url, entry, engine, label
         if entry.standing is Standing.COMMITTING:
             # Wait until rank 0 has noted it: during the commit the server's version is uncertain,
             # and it must get no new request.

@@ -66,8 +66,9 @@ class NoObserver:
 class Reports(Protocol):
     """Receiver of the lanes' reports: a ServerSet, or a forwarder to one in another process."""
 
-    def note(self, url: str, entry: Entry, label: Label | None = None) -> None:
-        """Note a server's entry; ``label``: of the version that it was just found to hold."""
+    def note(self, url: str, entry: Entry, engine: str, label: Label | None = None) -> None:
+        """Note a server's entry. ``engine``: its name, empty while unknown; ``label``: of the
+        version that the server was just found to hold."""
 
     def refused(self, url: str, reason: str, final: bool) -> None:
         """A server refused this run; ``final``: it always will, unless restarted otherwise."""
@@ -91,10 +92,6 @@ class Lane(Protocol):
     @property
     def epoch(self) -> int:
         """Number of connections so far."""
-
-    @property
-    def engine(self) -> str:
-        """Name of the server's engine, empty while unknown."""
 
     def start(self) -> None:
         """Start; does not wait for the server."""
@@ -309,7 +306,7 @@ class ServerSet:
 
     # Ledger.
 
-    def note(self, url: str, entry: Entry, label: Label | None = None) -> None:
+    def note(self, url: str, entry: Entry, engine: str, label: Label | None = None) -> None:
         """See Reports. Call the observer if the state changed."""
         with self._changed:
             server = self._servers[url]
@@ -324,7 +321,6 @@ class ServerSet:
                 if held > server.highest:
                     server.highest, self._since = held, None
             if (before.accepting, before.held) != (entry.accepting, held) and not self._ended:
-                engine = server.lane.engine if server.lane is not None else ""
                 # Under the lock: after a concurrent removal this call would bring the server back.
                 self._observer.set_server(
                     ServerState(url, held, entry.accepting, server.label, engine, entry.committing)
