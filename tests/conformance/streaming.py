@@ -21,8 +21,7 @@ from titan_grpo.engines.generation import Sampled, Sampling
 from titan_grpo.engines.server import AUTO
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.lane import LaneEvent, Observer, Point, no_observer
-from titan_grpo.protocol.ledger import Standing
-from titan_grpo.protocol.messages import UNUSABLE, Label, new_run_id
+from titan_grpo.protocol.messages import UNUSABLE, Label, Standing, new_run_id
 from titan_grpo.runkey import Key
 from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.sync.link import LinkOptions

@@ -19,8 +19,7 @@ from tests.rigs.trainer_handle import TrainerProcess
 from tests.rigs.trainer_process import Settings
 from titan_grpo.engines.generation import INTERVAL, Sampling
 from titan_grpo.protocol.lane import Point
-from titan_grpo.protocol.ledger import Standing
-from titan_grpo.protocol.messages import UNUSABLE, ServerState
+from titan_grpo.protocol.messages import UNUSABLE, ServerState, Standing
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.messages import RolloutSpec
 

@@ -16,7 +16,7 @@ from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.engines.sglang_stock import Announced, Group, StockRoutes
 from titan_grpo.errors import ServerRefused
 from titan_grpo.protocol.lane import LaneEvent, Point
-from titan_grpo.protocol.ledger import Standing
+from titan_grpo.protocol.messages import Standing
 from titan_grpo.runkey import Key
 from titan_grpo.sync.lane import STOOD_STILL_S
 from titan_grpo.sync.transports.broadcast import host_store

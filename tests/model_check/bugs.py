@@ -9,8 +9,9 @@ from tests.model_check.rollouts import explore_rollouts
 from tests.model_check.search import Bounds, Explorer
 from tests.model_check.small import Bug
 from tests.model_check.tables import Step, Tables
-from titan_grpo.protocol import admission, image_slots, ledger, server
+from titan_grpo.protocol import admission, image_slots, server
 from titan_grpo.protocol import lane as lanes
+from titan_grpo.protocol.messages import Entry, Standing
 from titan_grpo.protocol.recovery import Relabel, settle
 
 Laned = tuple[lanes.Lane, tuple[lanes.Action, ...]]
@@ -56,32 +57,27 @@ def _rollouts(name: str, breaks: str, versions: int, faults: int = 1) -> Callabl
     return seed
 
 
-def _noting(phase: lanes.Phase, event: type, note: Callable[[lanes.Lane], ledger.Event]) -> Tables:
-    """A lane that tells the ledger something else at one event of one phase."""
+def _holding(phase: lanes.Phase, event: type) -> Tables:
+    """A lane that takes its version for held at one event of one phase."""
 
     def step(s: lanes.Lane, e: Any) -> Laned:
         after, actions = lanes.step(s, e)
-        if s.phase is not phase or not isinstance(e, event):
-            return after, actions
-        kept = tuple(a for a in actions if not isinstance(a, lanes.Note))
-        return after, (lanes.Note(note(s)), *kept)
+        if s.phase is phase and isinstance(e, event):
+            after = replace(after, entry=Entry(Standing.HOLDS, s.version))
+        return after, actions
 
     return Tables(lane=step)
-
-
-def _holds(s: lanes.Lane) -> ledger.Event:
-    return ledger.Holds(s.version if s.version is not None else 0)
 
 
 _weights(
     "HOLDS is said before the read-back",
     "rule 1",
-    _noting(lanes.Phase.PAUSING, lanes.Paused, _holds),
+    _holding(lanes.Phase.PAUSING, lanes.Paused),
 )
 _weights(
     "a lost answer to the load counts as HOLDS",
     "rule 2",
-    _noting(lanes.Phase.LOADING, lanes.Failed, _holds),
+    _holding(lanes.Phase.LOADING, lanes.Failed),
 )
 # a server that is restarted between load and label, on which a zombie's late call opens an update
 _weights(
@@ -101,8 +97,7 @@ _weights(
 @_seeded("lane", "a server that was away is still believed", "rule 3")
 def _no_forgetting(s: lanes.Lane, e: Any) -> Laned:
     after, actions = lanes.step(s, e)
-    forgets = lanes.Note(ledger.Forgotten())
-    return after, tuple(a for a in actions if a != forgets)
+    return replace(after, entry=s.entry) if after.entry == Entry() else after, actions
 
 
 @_seeded("lane", "a transfer is retried in its old epoch", "rule 4")

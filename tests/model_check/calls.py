@@ -1,5 +1,5 @@
 """What a server does with a request: the production fence and staging tables around an engine of
-two halves. And what a lane makes of the answer: the production lane, ledger and settle tables, and
+two halves. And what a lane makes of the answer: the production lane and settle tables, and
 the request that follows."""
 
 from typing import Any
@@ -176,15 +176,10 @@ def stray_executed(s: Server, t: Tables) -> Server:
 
 
 def advance(s: Server, event: lanes.Event, t: Tables, name: str) -> Move:
-    """The lane takes one event: ledger notes, the release of its image, the next request."""
+    """The lane takes one event: the release of its image, the next request."""
     lane, actions = t.lane(s.lane, event)
-    entry, effect = s.entry, ""
-    for action in actions[:-1]:
-        if isinstance(action, lanes.Release):
-            effect = "unpin"
-        else:
-            entry = t.ledger(entry, action.event)
-    s = s._replace(lane=lane, entry=entry, request=None, answer=None, joined=None, plan=())
+    effect = "unpin" if lanes.Release() in actions else ""
+    s = s._replace(lane=lane, request=None, answer=None, joined=None, plan=())
     return Move(name, _ask(s, actions[-1]), effect)
 
 

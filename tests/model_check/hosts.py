@@ -95,9 +95,8 @@ def moves(w: World, versions: int, rules: Rules) -> Iterator[Move]:
 
 def _training(w: World, versions: int) -> Iterator[Move]:
     if w.promise is None:
-        newest = w.table.newest
-        wanted = newest is not None and newest > w.staged and w.reading is None
-        table, actions = b.step(w.table, b.Reserve(wanted))
+        waiting = (w.staged,) if w.reading is None else ()
+        table, actions = b.step(w.table, b.Reserve(waiting))
         for promised in actions:
             assert isinstance(promised, b.Promise)
             yield "a slot is reserved", w._replace(table=table, promise=promised.slot)

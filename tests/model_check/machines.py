@@ -123,7 +123,7 @@ class Machines:
             state, found = self.servers[number], (-1, -1)
             self.doing = f"lane {index} pins"
             side, version = trn.pin(
-                self.trainers[trainer], str(index), state.entry.held, self.tables
+                self.trainers[trainer], str(index), state.lane.entry.held, self.tables
             )
             if version is not None:
                 after = steps.pin(state, version, self.tables)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from tests.model_check.tables import Violation
 from titan_grpo.protocol import lane as lanes
-from titan_grpo.protocol import ledger, server
-from titan_grpo.protocol.messages import Label
+from titan_grpo.protocol import server
+from titan_grpo.protocol.messages import Entry, Label, Standing
 
 NOW, BEFORE, LONG_AGO = "1", "0", "-"
 """Run ids; as in production, a later one is greater."""
@@ -47,7 +47,6 @@ class Server(NamedTuple):
     """State of one server, its receiver and its lane."""
 
     lane: lanes.Lane = lanes.Lane()
-    entry: ledger.Entry = ledger.Entry()
     request: Request | None = None
     answer: tuple[Any, ...] | None = None
     joined: tuple[str, bool] | None = None
@@ -94,26 +93,26 @@ def settled(s: Server, newest: int) -> bool:
     and generating."""
     wanted = (NOW, newest)
     whole = s.up and s.weights == (wanted, wanted) and not s.paused and s.label == label_of(*wanted)
-    return whole and s.entry == ledger.Entry(ledger.Standing.HOLDS, held=newest)
+    return whole and s.lane.entry == Entry(Standing.HOLDS, held=newest)
 
 
 def check(s: Server) -> None:
     """Raise Violation where the state breaks an invariant."""
     if s.up and broken(s) and not s.paused and s.loading is None and not s.meddled:
         raise Violation(f"torn weights are served: {s.weights}")
-    if s.entry.accepting and s.up:
-        held = (NOW, s.entry.held)
+    entry = s.lane.entry
+    if entry.accepting and s.up:
+        held = (NOW, entry.held)
         if broken(s) and s.loading is None:
-            raise Violation(f"rollouts are sent to torn weights: {s.entry!r}, {s.weights}")
+            raise Violation(f"rollouts are sent to torn weights: {entry!r}, {s.weights}")
         if s.weights[0] is not None and s.weights[0] != held and s.loading is None:
-            raise Violation(f"{s.entry!r}, but the server holds {s.weights[0]}")
+            raise Violation(f"{entry!r}, but the server holds {s.weights[0]}")
         # a lane that is connecting has not asked the receiver for the second time yet, and the
         # ledger is what it was before
-        lies = s.weights[0] is None and s.label == label_of(NOW, s.entry.held or 0)
+        lies = s.weights[0] is None and s.label == label_of(NOW, entry.held or 0)
         if lies and s.loading is None and s.lane.phase is not lanes.Phase.CONNECTING:
             raise Violation(
-                f"{s.entry!r}, and the label says so, but the server runs on what it was started"
-                " with"
+                f"{entry!r}, and the label says so, but the server runs on what it was started with"
             )
 
 

@@ -26,8 +26,8 @@ from tests.model_check.server import (
 )
 from tests.model_check.tables import Tables
 from titan_grpo.protocol import lane as lanes
-from titan_grpo.protocol import ledger, server
-from titan_grpo.protocol.messages import Label
+from titan_grpo.protocol import server
+from titan_grpo.protocol.messages import Label, Standing
 
 
 def moves(s: Server, t: Tables) -> list[Move]:
@@ -78,10 +78,10 @@ def orphans(s: Server, t: Tables) -> list[Server]:
 
 def _strayed(s: Server) -> bool:
     """Whether an idle lane that looks at its server finds it other than the ledger has it."""
-    if s.entry.standing is ledger.Standing.QUARANTINED:
+    if s.lane.entry.standing is Standing.QUARANTINED:
         return not s.up or not s.paused
-    return s.entry.held is not None and (
-        not s.up or s.paused or s.label != label_of(NOW, s.entry.held)
+    return s.lane.entry.held is not None and (
+        not s.up or s.paused or s.label != label_of(NOW, s.lane.entry.held)
     )
 
 
@@ -175,7 +175,6 @@ def _server_dies(s: Server) -> Server:
         answer = None
     return Server(
         lane=s.lane,
-        entry=s.entry,
         answer=answer,
         joined=s.joined,
         plan=s.plan,
@@ -206,7 +205,6 @@ def _trainer_dies(s: Server, t: Tables) -> Server:
     h = s.engine
     return s._replace(
         lane=lanes.Lane(streamed=s.lane.streamed),
-        entry=ledger.Entry(),
         request=None,
         answer=None,
         joined=None,

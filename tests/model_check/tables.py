@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titan_grpo.protocol import admission, image_slots, lane, ledger, server
+from titan_grpo.protocol import admission, image_slots, lane, server
 from titan_grpo.protocol.recovery import settle
 
 BACKWARDS = {"1": "-", "0": "0", "-": "1"}
@@ -22,7 +22,6 @@ class Tables:
 
     boundary: Step = image_slots.step
     lane: Step = lane.step
-    ledger: Step = ledger.step
     fence: Step = server.fence
     staging: Step = server.staging
     admission: Step = admission.step

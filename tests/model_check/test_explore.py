@@ -24,7 +24,7 @@ from tests.model_check.small import Bug, Result
 from tests.model_check.tables import Tables
 from titan_grpo.cli import guarded
 from titan_grpo.protocol import lane as lanes
-from titan_grpo.protocol import ledger
+from titan_grpo.protocol.messages import Entry
 
 
 def test_one_streaming_server_with_a_fault_at_every_step_breaks_no_rule() -> None:
@@ -130,7 +130,7 @@ class LongRun(RuleBasedStateMachine):
     def lane_pins(self, index: int) -> None:
         state = self.servers[index]
         if steps.wants_newer(state):
-            self.side, version = trn.pin(self.side, str(index), state.entry.held, self.tables)
+            self.side, version = trn.pin(self.side, str(index), state.lane.entry.held, self.tables)
             if version is not None:
                 self.servers[index] = steps.pin(state, version, self.tables)
 
@@ -159,9 +159,9 @@ class LongRun(RuleBasedStateMachine):
     @invariant()
     def what_the_ledger_says_never_goes_back_within_an_epoch_of_knowledge(self) -> None:
         for index, state in enumerate(self.servers):
-            if state.entry == ledger.Entry():
+            if state.lane.entry == Entry():
                 self.newest[index] = None
-            held = state.entry.held
+            held = state.lane.entry.held
             if held is not None:
                 newest = self.newest[index]
                 assert newest is None or held >= newest

@@ -71,7 +71,7 @@ def moves(t: Trainer, versions: int, tables: Tables) -> list[Move]:
             out.append(_copy_ends(t, rank, told))
     out += _sealer(t, versions, tables)
     if not t.table.sealed and t.promise is None:
-        table, actions = tables.boundary(t.table, b.Reserve(newest_wanted=False))
+        table, actions = tables.boundary(t.table, b.Reserve(()))
         for promised in actions:
             out.append(
                 Move(
@@ -98,7 +98,7 @@ def tidy(t: Trainer, tables: Tables) -> Trainer:
         version, slot = t.job
         table, _ = tables.boundary(t.table, b.Write(slot, version, frozenset(range(len(t.told)))))
         t = t._replace(table=table, job=None)
-    table, actions = tables.boundary(t.table, b.Reserve(newest_wanted=True))
+    table, actions = tables.boundary(t.table, b.Reserve((None,)))
     for promised in actions:
         t = t._replace(table=table, promise=promised.slot)
     return t

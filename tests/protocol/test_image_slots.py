@@ -16,7 +16,7 @@ def do(b: B.SlotTable, *events: B.Event) -> B.SlotTable:
 
 
 def promised(b: B.SlotTable) -> tuple[B.SlotTable, int]:
-    b, (action,) = B.step(b, B.Reserve(newest_wanted=False))
+    b, (action,) = B.step(b, B.Reserve(()))
     assert isinstance(action, B.Promise)
     return b, action.slot
 
@@ -89,9 +89,13 @@ class AnyOrder(RuleBasedStateMachine):
         self.held: dict[str, int | None] = dict.fromkeys("abc")
         self.reading: dict[str, tuple[int, int]] = {}
 
-    @rule(wanted=st.booleans())
-    def reserve(self, wanted: bool) -> None:
-        self.b, actions = B.step(self.b, B.Reserve(wanted))
+    @rule(idle=st.sets(st.sampled_from("abc")))
+    def reserve(self, idle: set[str]) -> None:
+        waiting = tuple(self.held[lane] for lane in idle - self.reading.keys())
+        newest = self.b.newest
+        self.b, actions = B.step(self.b, B.Reserve(waiting))
+        if newest is not None and any(held is None or held < newest for held in waiting):
+            assert self.b.newest == newest, "it is kept for who waits"
         for action in actions:
             assert isinstance(action, B.Promise)
             self.slot = action.slot

@@ -2,7 +2,7 @@ import pytest
 
 from titan_grpo.errors import ProtocolError
 from titan_grpo.protocol import lane as L
-from titan_grpo.protocol import ledger
+from titan_grpo.protocol.messages import Entry, Standing
 
 JOINED = L.Connected(held=None, intact=True)
 GOOD = (
@@ -31,8 +31,8 @@ def work(actions: list[L.Action]) -> list[L.Action]:
     return [a for a in actions if not isinstance(a, (L.Note, L.Release))]
 
 
-def notes(actions: list[L.Action]) -> list[ledger.Event]:
-    return [a.event for a in actions if isinstance(a, L.Note)]
+def notes(actions: list[L.Action]) -> list[str]:
+    return [repr(a.entry) for a in actions if isinstance(a, L.Note)]
 
 
 def test_a_good_sync_sends_pauses_loads_labels_resumes_and_reads_back() -> None:
@@ -46,10 +46,10 @@ def test_a_good_sync_sends_pauses_loads_labels_resumes_and_reads_back() -> None:
         L.AwaitNewer(),
     ]
     assert notes(actions) == [
-        ledger.Forgotten(),
-        ledger.Receiving(3),
-        ledger.Committing(),
-        ledger.Holds(3),
+        "unknown(?)",
+        "receiving(? <- v3)",
+        "committing(? <- v3)",
+        "holds(v3)",
     ]
     assert repr(state) == "<ready epoch 1>"
 
@@ -59,22 +59,21 @@ def test_a_failure_anywhere_rests_and_connects_again_in_a_new_epoch(so_far: int)
     state, actions = drive(*GOOD[:so_far], L.Failed(), L.Rested())
     assert work(actions)[-2:] == [L.Rest(), L.Connect(2, 1)]
     assert repr(state) == "<connecting epoch 2>"
-    sending = so_far == 3
-    assert notes(actions)[-1] == (ledger.TransferFailed() if sending else ledger.Forgotten())
+    assert notes(actions)[-1] == "unknown(?)"
 
 
 def test_holds_is_said_after_the_read_back_only() -> None:
     _, actions = drive(*GOOD)
-    assert ledger.Holds(3) not in notes(actions)
+    assert "holds(v3)" not in notes(actions)
     state, actions = drive(*GOOD, L.ReadBack(None))
-    assert notes(actions)[-1] == ledger.Forgotten()
+    assert notes(actions)[-1] == "unknown(?)"
     assert repr(state) == "<backoff epoch 1>"
 
 
 def test_a_refused_load_shows_the_old_label_and_resumes_before_the_lane_rests() -> None:
     state, actions = drive(*LOADING, L.Loaded(3, False, True), L.Labelled(), L.Resumed())
     assert work(actions)[-3:] == [L.SetLabel(L.Outcome.OLD, 3), L.Resume(), L.Rest()]
-    assert (repr(state), notes(actions)[-1]) == ("<backoff epoch 1>", ledger.Forgotten())
+    assert (repr(state), notes(actions)[-1]) == ("<backoff epoch 1>", "unknown(?)")
 
 
 @pytest.mark.parametrize("labelled", [L.Labelled(), L.Failed()])
@@ -82,15 +81,36 @@ def test_a_half_loaded_server_is_never_resumed(labelled: L.Labelled | L.Failed) 
     _, actions = drive(*LOADING, L.Loaded(3, False, False), labelled)
     assert work(actions)[-2:] == [L.SetLabel(L.Outcome.BROKEN, 3), L.Rest()]
     assert L.Resume() not in actions
-    assert notes(actions)[-1] == ledger.Quarantined()
+    assert notes(actions)[-1] == "quarantined(?)"
 
 
 def test_a_joining_server_is_quarantined_unless_intact_and_else_held_for_what_it_holds() -> None:
-    assert notes(drive(L.Started(), L.Connected(5, False))[1]) == [ledger.Quarantined()]
-    assert notes(drive(L.Started(), L.Connected(5, True))[1]) == [
-        ledger.Forgotten(),
-        ledger.Holds(5),
-    ]
+    assert notes(drive(L.Started(), L.Connected(5, False))[1]) == ["quarantined(?)"]
+    assert notes(drive(L.Started(), L.Connected(5, True))[1]) == ["holds(v5)"]
+
+
+def test_a_server_takes_rollouts_while_it_receives_and_none_while_it_commits() -> None:
+    state, _ = drive(L.Started(), L.Connected(3, True), L.Newer(4))
+    assert (repr(state.entry), state.entry.accepting) == ("receiving(v3 <- v4)", True)
+    assert repr(L.step(state, L.Failed())[0].entry) == "holds(v3)"
+    state, _ = L.step(state, L.Staged(4))
+    assert (repr(state.entry), state.entry.accepting) == ("committing(v3 <- v4)", False)
+    assert repr(L.step(state, L.Failed())[0].entry) == "unknown(?)", "its commit is in doubt"
+
+
+def test_a_half_loaded_server_takes_nothing_until_a_full_sync() -> None:
+    broken = (L.Started(), L.Connected(3, False))
+    state, _ = drive(*broken, L.Newer(4))
+    assert (state.entry.standing, state.entry.accepting) == (Standing.QUARANTINED, False)
+    assert repr(L.step(state, L.Failed())[0].entry) == "quarantined(?)"
+    state, _ = drive(*broken, L.Newer(3), *GOOD[3:], L.ReadBack(3))
+    assert repr(state.entry) == "holds(v3)"
+
+
+def test_a_servers_version_never_goes_back() -> None:
+    state, _ = drive(*GOOD, L.ReadBack(3))
+    with pytest.raises(ProtocolError, match="never goes back"):
+        L.step(state, L.Newer(3))
 
 
 @pytest.mark.parametrize(("streamed", "released_by"), [(False, L.Staged), (True, L.Loaded)])
@@ -121,15 +141,16 @@ def test_a_lane_that_stops_while_it_sends_gives_the_transfer_up_and_has_nothing_
     None
 ):
     for phase in L.Phase:
-        state = L.Lane(phase=phase, version=1)
+        entry = Entry(Standing.RECEIVING, 0, 1) if phase is L.Phase.SENDING else Entry()
+        state = L.Lane(phase=phase, version=1, entry=entry)
         if state.stoppable:
-            said = [ledger.TransferFailed()] if phase is L.Phase.SENDING else []
+            said = ["holds(v0)"] if phase is L.Phase.SENDING else []
             assert notes(list(L.step(state, L.Stopped())[1])) == said
 
 
 def test_a_first_epoch_that_an_earlier_run_refuses_is_opened_again_with_a_higher_term() -> None:
     state, done = drive(L.Started(), L.Outranked(4, earlier=True))
-    assert done[-2:] == [L.Note(ledger.Forgotten()), L.Connect(2, 5)]
+    assert done[-1] == L.Connect(2, 5)
     state, actions = L.step(state, L.Outranked(7, earlier=True))
     assert actions[-1] == L.Connect(3, 8)
     assert (L.step(state, JOINED)[0].term, L.step(state, JOINED)[0].admitted) == (8, True)
@@ -139,7 +160,7 @@ def test_a_first_epoch_that_an_earlier_run_refuses_is_opened_again_with_a_higher
 def test_a_replaced_trainer_rests_and_keeps_its_term(earlier: bool) -> None:
     first = (L.Started(),) if not earlier else (L.Started(), JOINED, L.Failed(), L.Rested())
     state, actions = drive(*first, L.Outranked(4, earlier=earlier))
-    assert actions[-2:] == [L.Note(ledger.Forgotten()), L.Rest()]
+    assert actions[-2:] == [L.Note(Entry()), L.Rest()]
     assert L.step(state, L.Rested())[1] == (L.Connect(state.epoch + 1, 1),)
 
 

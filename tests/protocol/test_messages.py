@@ -190,3 +190,10 @@ def test_a_label_with_more_digits_than_any_version_is_none() -> None:
     assert Label.parse(f"a:{'9' * 18}:b") == Label("a", int("9" * 18), "b")
     assert Label.parse(f"a:{'9' * 19}:b") is None
     assert Label.parse(f"a:{'9' * 5000}:b") is None
+
+
+def test_labels_round_trip_and_foreign_ones_are_not_ours() -> None:
+    label = Label("018bcfe56800-00ff", 12, "abcd")
+    assert Label.parse(str(label)) == label
+    for foreign in (None, "", "default", "a:b:c", "unusable", "7"):
+        assert Label.parse(foreign) is None

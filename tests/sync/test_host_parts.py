@@ -8,7 +8,7 @@ import torch
 
 from tests.rigs.present import present
 from tests.sync.conftest import MakeRig, Rig
-from titan_grpo.protocol.ledger import Standing
+from titan_grpo.protocol.messages import Standing
 from titan_grpo.runkey import Key
 from titan_grpo.titan.hf_files import whole_image
 

@@ -20,7 +20,7 @@ from titan_grpo.errors import ServerRefused
 from titan_grpo.observe import names
 from titan_grpo.protocol import lane as table
 from titan_grpo.protocol.lane import LaneEvent, Point
-from titan_grpo.protocol.ledger import Standing
+from titan_grpo.protocol.messages import Standing
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.receive.commit import WorkerDevice
 from titan_grpo.runkey import Key

@@ -11,8 +11,7 @@ from tests.rigs.receiver_server import ReceiverServer
 from tests.sync.conftest import MakeRig, Rig
 from titan_grpo.engines.server import RolloutNeeds
 from titan_grpo.errors import ServerRefused, SyncError
-from titan_grpo.protocol.ledger import Standing
-from titan_grpo.protocol.messages import new_run_id
+from titan_grpo.protocol.messages import Standing, new_run_id
 from titan_grpo.runkey import Key
 
 pytestmark = pytest.mark.e2e

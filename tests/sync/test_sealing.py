@@ -12,7 +12,7 @@ from tests.rigs.present import present
 from tests.sync.conftest import SHAPES, MakeRig
 from titan_grpo.errors import SyncError
 from titan_grpo.layout import image
-from titan_grpo.sync.publisher import Announcer, Copy
+from titan_grpo.sync.publisher import Announcer, Copy, copied_key
 
 pytestmark = pytest.mark.e2e
 
@@ -66,6 +66,14 @@ def test_a_part_that_never_arrives_discards_the_version_latches_an_error_and_fre
     assert "version 1: could not be published" in str(r.server_set.take_error())
     assert r.server_set.take_error() is None
     assert r.servers["a"].versions == [2]
+    # Notices of versions that are over are deleted; one that comes late, too.
+    announcer(1, slot, Copy(0.0))
+    for version in (3, 4):
+        slot = present(r.slots.reserved.wait(WAIT_S))
+        announcer(version, slot, Copy(0.0))
+        r.publish_into(version, slot)
+        r.everyone(version)
+    assert not any(r.pool.store.check([copied_key(version, 1)]) for version in (1, 2))
     announcer.close(WAIT_S)
 
 

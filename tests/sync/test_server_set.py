@@ -11,9 +11,8 @@ import pytest
 
 from titan_grpo.errors import ServerRefused, SyncError, TitanGrpoError
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol import ledger, members
-from titan_grpo.protocol.ledger import Standing
-from titan_grpo.protocol.messages import Label, ServerState
+from titan_grpo.protocol import members
+from titan_grpo.protocol.messages import Entry, Label, ServerState, Standing
 from titan_grpo.sync.server_set import ServerSet
 
 WAIT_S = 90.0
@@ -21,8 +20,6 @@ WAIT_S = 90.0
 
 class Lane(threading.Thread):
     """Connects once to nothing; ends when it is stopped and let go."""
-
-    engine = "vllm"
 
     def __init__(self, url: str, epoch: int, held: threading.Event) -> None:
         super().__init__(name=f"lane {url}", daemon=True)
@@ -42,7 +39,9 @@ class Lane(threading.Thread):
 class Site:
     """A set, what its observer saw, and the lanes that it opened."""
 
-    def __init__(self, folder: Path, urls: tuple[str, ...], leave_s: float) -> None:
+    def __init__(
+        self, folder: Path, urls: tuple[str, ...], leave_s: float, max_lag: int = 0
+    ) -> None:
         self.seen: list[tuple[str, int | None, bool, str]] = []
         self.committing: list[int | None] = []
         self.opened: list[Lane] = []
@@ -57,6 +56,7 @@ class Site:
             self.recorder,
             observer=self,
             leave_s=leave_s,
+            max_lag=max_lag,
         )
         self.set.start()
 
@@ -77,9 +77,10 @@ class Site:
         self.seen.append(("", None, False, str(error)))
 
     def commit(self, url: str, version: int) -> None:
-        self.set.apply(url, ledger.Receiving(version))
-        self.set.apply(url, ledger.Committing())
-        self.set.apply(url, ledger.Holds(version), Label("run", version, "f"))
+        held = self.set.entry(url).held
+        for standing in (Standing.RECEIVING, Standing.COMMITTING):
+            self.set.note(url, Entry(standing, held, version), "vllm")
+        self.set.note(url, Entry(Standing.HOLDS, version), "vllm", Label("run", version, "f"))
 
 
 Make = Callable[..., Site]
@@ -89,8 +90,8 @@ Make = Callable[..., Site]
 def site(tmp_path: Path) -> Iterator[Make]:
     made: list[Site] = []
 
-    def make(*urls: str, leave_s: float = WAIT_S) -> Site:
-        made.append(Site(tmp_path, urls, leave_s))
+    def make(*urls: str, leave_s: float = WAIT_S, max_lag: int = 0) -> Site:
+        made.append(Site(tmp_path, urls, leave_s, max_lag))
         return made[-1]
 
     yield make
@@ -160,7 +161,7 @@ def test_a_server_that_left_takes_nothing_and_may_come_again_in_a_later_epoch(si
     s = site("a", "b")
     s.commit("a", 1)
     assert s.set.remove("a", WAIT_S)
-    s.set.apply("a", ledger.Holds(2))
+    s.set.note("a", Entry(Standing.HOLDS, 2), "vllm")
     assert s.seen[-1:] == [("a", None, False, "left")], (
         "what its lane reports on its way out is late"
     )
@@ -222,19 +223,25 @@ def test_a_wait_for_a_removal_ends_with_the_run(site: Make) -> None:
     assert refused == ["the run is ending"]
 
 
-def test_a_run_whose_servers_commit_nothing_for_max_lag_versions_stops(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path)
-    servers = ServerSet(
-        members.start(frozenset("a")),
-        lambda *_: Lane("a", 0, threading.Event()),
-        recorder,
-        max_lag=2,
-    )
-    for version in (1, 2):
-        servers.reached(version)
-    with pytest.raises(SyncError, match=r"committed anything for 2 versions .*a unknown"):
-        servers.reached(3)
-    recorder.close()
+@pytest.mark.parametrize(
+    ("resumed_at", "commits", "stops_at"),
+    [
+        (1, {}, 3),
+        (7, {}, 9),  # a resumed run counts from its own first boundary
+        (1, {2: "a", 4: "b", 6: "b"}, 8),  # any server's commit counts, however old its version
+    ],
+)
+def test_a_run_whose_servers_commit_nothing_for_max_lag_versions_stops(
+    site: Make, resumed_at: int, commits: dict[int, str], stops_at: int
+) -> None:
+    s, held = site("a", "b", max_lag=2), {"a": 0, "b": 0}
+    for version in range(resumed_at, stops_at):
+        if url := commits.get(version):
+            held[url] += 1
+            s.commit(url, held[url])
+        s.set.reached(version)
+    with pytest.raises(SyncError, match=r"committed anything for 2 versions .*a \w+; b"):
+        s.set.reached(stops_at)
 
 
 def test_a_look_at_the_servers_does_not_wait_for_a_lane_that_opens(site: Make) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.rigs.present import present
 from tests.sync.conftest import MakeRig
-from titan_grpo.protocol.ledger import Standing
+from titan_grpo.protocol.messages import Standing
 from titan_grpo.sync import server_set
 
 pytestmark = pytest.mark.e2e

@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     """Make the command's parser."""
     out = argparse.ArgumentParser(
         prog="titan-grpo plan",
-        description="Run the sync's own tables (lanes, image slots, ledger, admission, backoff)"
+        description="Run the sync's own tables (lanes, image slots, admission, backoff)"
         " against a simulated clock and network, and print memory, time per version, lag,"
         " staleness, which link is the limit, and up to three settings to change.",
         epilog="Later beats earlier, a file of options beats a job's, an option beats both. Exit"

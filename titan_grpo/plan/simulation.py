@@ -1,7 +1,7 @@
 """A run in simulated time: the tables of protocol/, driven as sync/ and rollout/ drive them, over a
 simulated clock and network.
 
-The tables are those of production (lane, image_slots, ledger, admission, recovery, relay); only
+The tables are those of production (lane, image_slots, admission, recovery, relay); only
 the work they wait for is simulated. Of a transfer, only the bytes take time. A server that dies
 loses its weights and its lane's epoch; the lane notices at once, as it does in production when the
 connection ends. Other servers continue its groups from the streamed tokens, as in
@@ -18,7 +18,7 @@ from titan_grpo.errors import ProtocolError
 from titan_grpo.plan.network import TRAINER, Network
 from titan_grpo.plan.patches import Patches
 from titan_grpo.plan.setup import Setup
-from titan_grpo.protocol import admission, image_slots, lane, ledger, recovery, relay
+from titan_grpo.protocol import admission, image_slots, lane, recovery, relay
 from titan_grpo.protocol.admission import Admission
 from titan_grpo.protocol.image_slots import SlotTable
 
@@ -76,7 +76,6 @@ class _Server:
     slow: bool
     lane: lane.Lane
     health: recovery.Health
-    entry: ledger.Entry = field(default_factory=ledger.Entry)
     alive: bool = True
     engine: int | None = None
     patch: int = 0
@@ -222,8 +221,7 @@ class Simulation:
                     case lane.Release():
                         self._step_slots(image_slots.Unpin(str(server.number)))
                         self._reserve()
-                    case lane.Note(note):
-                        server.entry = ledger.step(server.entry, note)
+                    case lane.Note():
                         self._fill(server, idle=True)
             self._perform(server, actions[-1])
 
@@ -238,12 +236,12 @@ class Simulation:
                 else:
                     self._work(server, self._call_s(), lane.Failed())
             case lane.AwaitNewer():
-                self._waiting[server.number] = server.entry.held
+                self._waiting[server.number] = server.lane.entry.held
                 self._pin(server)
             case lane.Send():
                 n = server.number
                 server.sent_at = self._now
-                version, held = server.lane.version or 0, server.entry.held
+                version, held = server.lane.version or 0, server.lane.entry.held
                 server.patch = self._patches.bytes_to(version, held)
                 parent = TRAINER if server.patch else self._parent(server)
                 self._network.begin(n, server.patch or s.image_bytes, parent, self._now)
@@ -340,11 +338,7 @@ class Simulation:
     def _reserve(self) -> None:
         if self._reserved is not None:
             return  # the table has one reservation at a time
-        newest = self._slots.newest
-        wanted = newest is not None and any(
-            held is None or held < newest for held in self._waiting.values()
-        )
-        for action in self._step_slots(image_slots.Reserve(wanted)):
+        for action in self._step_slots(image_slots.Reserve(tuple(self._waiting.values()))):
             if isinstance(action, image_slots.Promise):
                 self._reserved = action.slot
 
@@ -431,8 +425,8 @@ class Simulation:
         had room before."""
         n, room = server.number, self._s.groups_at_once
         idle = idle or bool(self._spare)
-        while len(server.groups) < room and server.entry.accepting:
-            version = server.entry.held
+        while len(server.groups) < room and server.lane.entry.accepting:
+            version = server.lane.entry.held
             assert version is not None
             if self._again and self._admission.may_start(self._again[0], version):
                 group = heapq.heappop(self._again)
@@ -455,7 +449,7 @@ class Simulation:
             seconds = self._left_s.pop(group) if group in self._left_s else self._group_s()
             server.groups[group] = server.generated_s(self._now) + seconds
             self._after(seconds, "group", group, n)
-        if server.entry.accepting and len(server.groups) < room:
+        if server.lane.entry.accepting and len(server.groups) < room:
             self._spare.add(n)
         else:
             self._spare.discard(n)
@@ -533,7 +527,7 @@ class Simulation:
     def _step_ends(self) -> None:
         result = self.result
         result.steps += 1
-        held = [server.entry.held for server in self._servers]
+        held = [server.lane.entry.held for server in self._servers]
         result.lags += (max(0, self._version - own) for own in held if own is not None)
         result.without += held.count(None)
         step, self._version = self._version, self._version + 1

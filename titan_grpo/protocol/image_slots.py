@@ -114,12 +114,12 @@ class SlotTable:
 class Reserve:
     """Look for a slot for the next version.
 
-    ``newest_wanted``: an idle lane has not read the newest complete image yet; keep it. Otherwise,
-    while a slow lane pins the other slot, each new image would be overwritten before a healthy lane
-    could pin it.
+    ``waiting``: the versions that idle lanes hold, which want a newer one. While one of them has
+    not read the newest complete image, that is kept: otherwise, while a slow lane pins the other
+    slot, each new image would be overwritten before a healthy lane could pin it.
     """
 
-    newest_wanted: bool
+    waiting: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,16 +206,17 @@ def _put(b: SlotTable, index: int, slot: Slot) -> SlotTable:
     return SlotTable(b.slots[:index] + (slot,) + b.slots[index + 1 :], b.sealed)
 
 
-def _reserve(b: SlotTable, newest_wanted: bool) -> _Result:
+def _reserve(b: SlotTable, waiting: tuple[int | None, ...]) -> _Result:
     if b.sealed or any(s.phase is Phase.RESERVED for s in b.slots):
         return b, ()
     newest = b.newest
+    wanted = newest is not None and any(held is None or held < newest for held in waiting)
     candidates: list[tuple[int, int]] = []
     for index, slot in enumerate(b.slots):
         if slot.phase is Phase.FREE:
             candidates.append((-1, index))
         elif slot.phase is Phase.COMPLETE and not slot.pins and slot.version is not None:
-            if slot.version == newest and newest_wanted:
+            if slot.version == newest and wanted:
                 continue
             candidates.append((slot.version, index))
     if not candidates:
@@ -246,8 +247,8 @@ def step(b: SlotTable, event: Event) -> _Result:
     Raises ProtocolError, and changes nothing, for an event that the slot's phase does not list.
     """
     match event:
-        case Reserve(newest_wanted):
-            return _reserve(b, newest_wanted)
+        case Reserve(waiting):
+            return _reserve(b, waiting)
         case Revoke(index):
             slot = _reserved(b, index, "to be revoked")
             before = Slot() if slot.version is None else replace(slot, phase=Phase.COMPLETE)

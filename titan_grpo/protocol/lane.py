@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Any
 
 from titan_grpo.errors import ProtocolError
-from titan_grpo.protocol import ledger
+from titan_grpo.protocol.messages import Entry, Standing
 
 
 class Phase(Enum):
@@ -99,13 +99,16 @@ class Outcome(Enum):
     BROKEN = "broken"
 
 
+_UNKNOWN, _QUARANTINED = Entry(), Entry(Standing.QUARANTINED)
+
+
 @dataclass(frozen=True, slots=True)
 class Lane:
     """State of one lane. ``epoch`` counts connections. ``streamed``: the image stays pinned until
     the load ends.
 
     ``term`` orders the runs on this server (protocol.server). ``admitted``: the server has admitted
-    this run once, so its term does not rise any more.
+    this run once, so its term does not rise any more. ``entry``: the server's ledger entry.
     """
 
     phase: Phase = Phase.IDLE
@@ -115,6 +118,7 @@ class Lane:
     streamed: bool = False
     term: int = 1
     admitted: bool = False
+    entry: Entry = _UNKNOWN
 
     def __repr__(self) -> str:
         version = "" if self.version is None else f" v{self.version}"
@@ -246,9 +250,9 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Apply ``event`` to the server's ledger entry."""
+    """Report the server's ledger entry."""
 
-    event: ledger.Event
+    entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,91 +326,101 @@ class Leave:
 
 Work = Connect | AwaitNewer | Send | Pause | Load | SetLabel | Resume | ReadLabel | Rest | Leave
 Action = Note | Release | Work
-_Result = tuple[Lane, tuple[Action, ...]]
+_Next = tuple[Lane, Work]
 
 
-def _connect(s: Lane, _: Any) -> _Result:
+def _connect(s: Lane, _: Any) -> _Next:
     epoch = s.epoch + 1
-    return replace(s, phase=Phase.CONNECTING, epoch=epoch), (Connect(epoch, s.term),)
+    return replace(s, phase=Phase.CONNECTING, epoch=epoch), Connect(epoch, s.term)
 
 
-def _connected(s: Lane, e: Connected) -> _Result:
-    notes: tuple[Action, ...] = (Note(ledger.Forgotten()),)
-    if not e.intact:
-        notes = (Note(ledger.Quarantined()),)
-    elif e.held is not None:
-        notes += (Note(ledger.Holds(e.held)),)
-    return replace(s, phase=Phase.READY, admitted=True), (*notes, AwaitNewer())
+def _connected(s: Lane, e: Connected) -> _Next:
+    entry = _UNKNOWN if e.intact else _QUARANTINED
+    if e.intact and e.held is not None:
+        entry = Entry(Standing.HOLDS, e.held)
+    return replace(s, phase=Phase.READY, admitted=True, entry=entry), AwaitNewer()
 
 
-def _outranked(s: Lane, e: Outranked) -> _Result:
+def _outranked(s: Lane, e: Outranked) -> _Next:
     if s.admitted or not e.earlier:
         # A newer run has the server: do not take it back with a higher term.
-        return _rest(s, ledger.Forgotten())
-    after, actions = _connect(replace(s, term=e.term + 1), None)
-    return after, (Note(ledger.Forgotten()), *actions)
+        return _rest(s, _UNKNOWN)
+    return _connect(replace(s, term=e.term + 1, entry=_UNKNOWN), None)
 
 
-def _newer(s: Lane, e: Newer) -> _Result:
-    return replace(s, phase=Phase.SENDING, version=e.version), (
-        Note(ledger.Receiving(e.version)),
-        Send(e.version),
-    )
+def _newer(s: Lane, e: Newer) -> _Next:
+    held, standing = s.entry.held, s.entry.standing
+    if held is not None and e.version <= held:
+        raise ProtocolError(
+            f"a server's version never goes back: {s.entry!r} was to receive v{e.version}"
+        )
+    standing = standing if standing is Standing.QUARANTINED else Standing.RECEIVING
+    entry = Entry(standing, held, e.version)
+    return replace(s, phase=Phase.SENDING, version=e.version, entry=entry), Send(e.version)
 
 
-def _staged(s: Lane, e: Staged) -> _Result:
+def _staged(s: Lane, e: Staged) -> _Next:
     _same(s, e.version)
-    return replace(s, phase=Phase.PAUSING), (Note(ledger.Committing()), Pause())
+    entry = replace(s.entry, standing=Standing.COMMITTING)
+    return replace(s, phase=Phase.PAUSING, entry=entry), Pause()
 
 
-def _paused(s: Lane, _: Any) -> _Result:
-    return replace(s, phase=Phase.LOADING), (Load(_version(s)),)
+def _paused(s: Lane, _: Any) -> _Next:
+    return replace(s, phase=Phase.LOADING), Load(_version(s))
 
 
-def _loaded(s: Lane, e: Loaded) -> _Result:
+def _loaded(s: Lane, e: Loaded) -> _Next:
     _same(s, e.version)
     outcome = Outcome.NEW if e.ok else Outcome.OLD if e.intact else Outcome.BROKEN
-    return replace(s, phase=Phase.LABELLING, outcome=outcome), (SetLabel(outcome, e.version),)
+    return replace(s, phase=Phase.LABELLING, outcome=outcome), SetLabel(outcome, e.version)
 
 
-def _labelled(s: Lane, _: Any) -> _Result:
+def _labelled(s: Lane, _: Any) -> _Next:
     if s.outcome is Outcome.BROKEN:
-        return _rest(s, ledger.Quarantined())  # no resume: a half-loaded version must not serve
-    return replace(s, phase=Phase.RESUMING), (Resume(),)
+        return _rest(s, _QUARANTINED)  # no resume: a half-loaded version must not serve
+    return replace(s, phase=Phase.RESUMING), Resume()
 
 
-def _resumed(s: Lane, _: Any) -> _Result:
+def _resumed(s: Lane, _: Any) -> _Next:
     if s.outcome is Outcome.OLD:
-        return _rest(s, ledger.Forgotten())
-    return replace(s, phase=Phase.READING), (ReadLabel(),)
+        return _rest(s, _UNKNOWN)
+    return replace(s, phase=Phase.READING), ReadLabel()
 
 
-def _read_back(s: Lane, e: ReadBack) -> _Result:
+def _read_back(s: Lane, e: ReadBack) -> _Next:
     if e.version != s.version:
-        return _rest(s, ledger.Forgotten())
-    holds = Note(ledger.Holds(_version(s)))
-    return replace(s, phase=Phase.READY, version=None, outcome=None), (holds, AwaitNewer())
+        return _rest(s, _UNKNOWN)
+    entry = Entry(Standing.HOLDS, _version(s))
+    return replace(s, phase=Phase.READY, version=None, outcome=None, entry=entry), AwaitNewer()
 
 
-def _failed(s: Lane, _: Any) -> _Result:
-    return _rest(s, ledger.Forgotten())
+def _failed(s: Lane, _: Any) -> _Next:
+    return _rest(s, _UNKNOWN)
 
 
-def _transfer_failed(s: Lane, _: Any) -> _Result:
-    return _rest(s, ledger.TransferFailed())
+def _transfer_failed(s: Lane, _: Any) -> _Next:
+    return _rest(s, _before_transfer(s.entry))
 
 
-def _label_failed(s: Lane, _: Any) -> _Result:
-    return _rest(s, ledger.Quarantined() if s.outcome is Outcome.BROKEN else ledger.Forgotten())
+def _label_failed(s: Lane, _: Any) -> _Next:
+    return _rest(s, _QUARANTINED if s.outcome is Outcome.BROKEN else _UNKNOWN)
 
 
-def _stopped(s: Lane, _: Any) -> _Result:
-    notes = (Note(ledger.TransferFailed()),) if s.phase is Phase.SENDING else ()
-    return replace(s, phase=Phase.STOPPED, version=None), (*notes, Leave())
+def _stopped(s: Lane, _: Any) -> _Next:
+    entry = _before_transfer(s.entry) if s.phase is Phase.SENDING else s.entry
+    return replace(s, phase=Phase.STOPPED, version=None, entry=entry), Leave()
 
 
-def _rest(s: Lane, note: ledger.Event) -> _Result:
-    return replace(s, phase=Phase.BACKOFF, version=None, outcome=None), (Note(note), Rest())
+def _rest(s: Lane, entry: Entry) -> _Next:
+    return replace(s, phase=Phase.BACKOFF, version=None, outcome=None, entry=entry), Rest()
+
+
+def _before_transfer(entry: Entry) -> Entry:
+    """Return the entry after a transfer that did not reach its commit: the server still serves what
+    it held."""
+    if entry.standing is Standing.QUARANTINED:
+        return _QUARANTINED
+    return _UNKNOWN if entry.held is None else Entry(Standing.HOLDS, entry.held)
 
 
 def _same(s: Lane, version: int) -> None:
@@ -420,7 +434,7 @@ def _version(s: Lane) -> int:
     return s.version
 
 
-_Transition = Callable[[Lane, Any], _Result]
+_Transition = Callable[[Lane, Any], _Next]
 
 TRANSITIONS: dict[Phase, dict[type, _Transition]] = {
     Phase.IDLE: {Started: _connect, Stopped: _stopped},
@@ -442,17 +456,22 @@ TRANSITIONS: dict[Phase, dict[type, _Transition]] = {
 }
 
 
-def step(state: Lane, event: Event) -> _Result:
-    """Return the next state and the actions; ``Release`` is first once the image is not read any
-    more.
+def step(state: Lane, event: Event) -> tuple[Lane, tuple[Action, ...]]:
+    """Return the next state and the actions: ``Release`` once the image is not read any more,
+    ``Note`` if the entry changed, or was found out anew, then the work.
 
-    Raises ProtocolError, and changes nothing, for an event that the state does not list.
+    Raises ProtocolError, and changes nothing, for an event that the state does not list, and for a
+    version that would go back.
     """
     transition = TRANSITIONS[state.phase].get(type(event))
     if transition is None:
         raise ProtocolError(f"event {event!r} is not listed for lane {state!r}")
-    after, actions = transition(state, event)
-    return after, (Release(), *actions) if state.pinned and not after.pinned else actions
+    after, work = transition(state, event)
+    release = (Release(),) if state.pinned and not after.pinned else ()
+    # Unchanged too: the lane of a restarted process does not know what was noted before it.
+    anew = after.phase in (Phase.READY, Phase.BACKOFF)
+    note = (Note(after.entry),) if anew or after.entry != state.entry else ()
+    return after, (*release, *note, work)
 
 
 # For observers: the pause guard and fault injection.

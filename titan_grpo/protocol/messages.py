@@ -1,4 +1,5 @@
-"""Messages between a trainer's lane and a server's receiver, and the label that a server shows.
+"""Messages between a trainer's lane and a server's receiver, the label that a server shows, and the
+ledger's entry of a server.
 
 They travel as frames (``Kind``, order number, body) over one connection per epoch, which the
 receiver opens to the address in the Hello::
@@ -49,7 +50,7 @@ can only make a transfer fail.
 import re
 import secrets
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -322,6 +323,52 @@ class Joined(Message, frozen=True):
         if not self.held_run:
             return None
         return Label(self.held_run, self.held_version, self.held_fingerprint)
+
+
+class Standing(Enum):
+    """State of one server in the ledger."""
+
+    UNKNOWN = "unknown"
+    HOLDS = "holds"
+    RECEIVING = "receiving"
+    COMMITTING = "committing"
+    QUARANTINED = "quarantined"
+    """Half loaded: no requests until a full sync has replaced every tensor."""
+    GONE = "gone"
+    """Removed from the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One server's ledger entry: what its lane knows of it (protocol.lane).
+
+    ``held``: the version that it serves, as read back from it; ``incoming``: the version being
+    transferred or committed.
+    """
+
+    standing: Standing = Standing.UNKNOWN
+    held: int | None = None
+    incoming: int | None = None
+
+    def __repr__(self) -> str:
+        held = "?" if self.held is None else f"v{self.held}"
+        incoming = "" if self.incoming is None else f" <- v{self.incoming}"
+        return f"{self.standing.value}({held}{incoming})"
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the server may get new rollouts: it serves one known version and no commit runs.
+
+        A receiving server still serves what it holds. During a commit the version of a new request
+        would be ambiguous, so the server gets none.
+        """
+        return self.held is not None and self.standing in (Standing.HOLDS, Standing.RECEIVING)
+
+    @property
+    def committing(self) -> int | None:
+        """The version whose commit runs, else None. The server begins to serve it at an unknown
+        moment between the pause and the read-back."""
+        return self.incoming if self.standing is Standing.COMMITTING else None
 
 
 class ServerState(

@@ -242,10 +242,8 @@ class ImageSlots:
         self._table = SlotTable.left(num_slots, taken, whole)
         self._lock = threading.Lock()
         self._published = {} if complete is None else {complete.version: complete}
-        self._idle: dict[str, Callable[[], object]] = {}
-        """Idle lane -> its wake callback."""
-        self._waiting: dict[str, int | None] = {}
-        """Lane that wants a newer version -> the version that it holds."""
+        self._idle: dict[str, tuple[Callable[[], object], int | None]] = {}
+        """Idle lane -> its wake callback, and the version that it holds."""
         self._stopping: set[str] = set()
         self._kept: set[str] = set()
         """Lanes kept on their version for now."""
@@ -311,7 +309,7 @@ class ImageSlots:
         with self._lock:
             found = None if lane in self._stopping else self._pin(lane, held)
             if found is None:
-                self._idle[lane] = wake
+                self._idle[lane] = wake, held
             else:
                 self._leave(lane)
             return found
@@ -323,13 +321,11 @@ class ImageSlots:
 
     def _leave(self, lane: str) -> None:
         self._idle.pop(lane, None)
-        self._waiting.pop(lane, None)
         self._reserve()
 
     def _pin(self, lane: str, held: int | None) -> Published | None:
         if lane in self._kept:
             return None
-        self._waiting[lane] = held
         if self._table.revocable(held):
             self._revoke()
         for action in self._step(image_slots.Pin(lane, held)):
@@ -342,8 +338,6 @@ class ImageSlots:
         the lane has pinned is still committed."""
         with self._lock:
             self._kept.add(lane)
-            # A kept lane must not hold the newest version's slot.
-            self._waiting.pop(lane, None)
             self._reserve()
 
     def go_on(self, lane: str) -> None:
@@ -380,14 +374,13 @@ class ImageSlots:
     def _wake(self, *lanes: str) -> None:
         for lane in lanes:
             if lane in self._idle:
-                self._idle[lane]()
+                self._idle[lane][0]()
 
     def _reserve(self) -> None:
-        newest = self._table.newest
-        wanted = newest is not None and any(
-            held is None or held < newest for held in self._waiting.values()
-        )
-        for action in self._step(image_slots.Reserve(wanted)):
+        # A kept or stopping lane must not hold the newest version's slot.
+        wants_none = self._kept | self._stopping
+        waiting = tuple(held for url, (_, held) in self._idle.items() if url not in wants_none)
+        for action in self._step(image_slots.Reserve(waiting)):
             if isinstance(action, image_slots.Promise):
                 self.reserved.put(action.slot)
 

@@ -31,9 +31,8 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import lane as table
-from titan_grpo.protocol import ledger
 from titan_grpo.protocol.lane import LaneEvent, Observer, Point
-from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Label, Staged
+from titan_grpo.protocol.messages import UNUSABLE, Applied, Entry, Joined, Label, Staged, Standing
 from titan_grpo.protocol.recovery import Health
 from titan_grpo.sync.images import ImageSlots, Parts, Published
 from titan_grpo.sync.link import LaneLink, LinkOptions, answer_s
@@ -84,13 +83,6 @@ class LaneContext:
     left; None: requests stay in flight over a commit."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Idle:
-    """Result of idle work: it resumes on a wake, or at ``until_s`` (monotonic clock)."""
-
-    until_s: float
-
-
 class ServerLane:
     """Keeps one server on the newest version."""
 
@@ -105,7 +97,6 @@ class ServerLane:
         self._turn = threading.Lock()
         self._stopping, self._ended = threading.Event(), threading.Event()
         self._idle: table.Action | None = None  # work to resume; None: not started
-        self._entry = ledger.Entry()  # the server's ledger line, from this lane's own events
         self._seen_s = 0.0  # when the server last matched its line (monotonic clock)
         self._link: LaneLink | StockLink | None = None
         self._published: Published | None = None
@@ -126,11 +117,6 @@ class ServerLane:
     def epoch(self) -> int:
         """Number of connections so far."""
         return self._state.epoch
-
-    @property
-    def engine(self) -> str:
-        """Name of the server's engine, empty while unknown."""
-        return self._control.engine
 
     def start(self) -> None:
         """Start; does not wait for the server."""
@@ -180,7 +166,7 @@ class ServerLane:
             return None
         try:
             event = table.Started() if self._idle is None else self._perform(self._idle)
-            while not isinstance(event, _Idle):
+            while not isinstance(event, float):
                 with self._turn:
                     if self._stopping.is_set() and self._state.stoppable:
                         event = table.Stopped()
@@ -192,10 +178,10 @@ class ServerLane:
                     break
                 event = self._perform(work)
             else:
-                return event.until_s
+                return event
         except Exception as error:  # top of a thread: report that the server gets no more versions
             logger.exception("lane %s ended", self.url)
-            self._servers.apply(self.url, ledger.Forgotten())
+            self._servers.note(self.url, Entry(), self._control.engine)
             cause = f"the lane ended with {error!r}; this server gets no more versions"
             self._servers.latch(SyncError(cause, url=self.url))
         try:
@@ -209,13 +195,14 @@ class ServerLane:
         match action:
             case table.Release():
                 self._unpin()
-            case table.Note(event):
-                self._entry, label = ledger.step(self._entry, event), None
-                if isinstance(event, ledger.Holds):
-                    self._refusal, label = "", self._held
-                self._servers.apply(self.url, event, label)
+            case table.Note(entry):
+                holds = entry.standing is Standing.HOLDS
+                self._refusal = "" if holds else self._refusal
+                label = self._held if holds else None
+                self._servers.note(self.url, entry, self._control.engine, label)
 
-    def _perform(self, work: table.Action) -> table.Event | _Idle:
+    def _perform(self, work: table.Action) -> table.Event | float:
+        """Return the event; of idle work, when it resumes if no wake comes (monotonic clock)."""
         try:
             match work:
                 case table.Connect(epoch, term):
@@ -325,16 +312,16 @@ class ServerLane:
         self._held = held
         return table.Connected(held.version, joined.intact)
 
-    def _await_newer(self) -> table.Event | _Idle:
+    def _await_newer(self) -> table.Event | float:
         if self._stopping.is_set():
             return table.Failed()
-        entry = self._entry
+        entry = self._state.entry
         self._published = self._c.slots.pin_newer(self.url, entry.held, self._wake)
         if self._published is not None:
             self._label, self._published_s = self._published.label, self._published.published_s
             return table.Newer(self._published.version)
         link, every_s = self._open_link(), self._c.look_s
-        if isinstance(link, StockLink) or entry.standing is ledger.Standing.QUARANTINED:
+        if isinstance(link, StockLink) or entry.standing is Standing.QUARANTINED:
             every_s = min(SOON_S, every_s)
         try:
             if isinstance(link, LaneLink):
@@ -345,16 +332,16 @@ class ServerLane:
         except FAILURES:
             self._c.slots.leave(self.url)
             raise
-        return _Idle(self._seen_s + every_s)
+        return self._seen_s + every_s
 
     def _look(self) -> None:
         """Check an idle server against its line. Raises ServerRefused if they differ: the next
         connection settles the server."""
-        if self._entry.standing is ledger.Standing.QUARANTINED and not self._control.paused():
+        if self._state.entry.standing is Standing.QUARANTINED and not self._control.paused():
             raise ServerRefused("it is half loaded, and another client resumed it")
         if isinstance(self._link, LaneLink):
             self._ping()  # a vanished host closes no connection
-        if self._entry.held is None:
+        if self._state.entry.held is None:
             return
         self._shown()
         if self._control.paused():
@@ -365,13 +352,11 @@ class ServerLane:
 
     def _shown(self) -> str:
         """Return the server's label. Raises ServerRefused if it is not that of its line."""
-        shown, held = self._control.label(), self._entry.held
-        label = Label.parse(shown)
-        ours = label is not None and (label.run_id, label.version) == (self._c.run_id, held)
-        if held is not None and not ours:
+        shown = self._control.label()
+        if self._state.entry.held is not None and shown != str(self._held):
             raise ServerRefused(
-                f"it serves {label or 'weights of its own'} instead of v{held}: was it restarted,"
-                " or do two servers answer at this URL?"
+                f"it serves {Label.parse(shown) or 'weights of its own'} instead of"
+                f" v{self._held.version}: was it restarted, or do two servers answer at this URL?"
             )
         return shown
 
@@ -513,12 +498,12 @@ class ServerLane:
         self._number += 1
         self._open_link().ping(self._number, answer_s(self._config.commit_deadline_s))
 
-    def _rest(self) -> table.Event | _Idle:
+    def _rest(self) -> table.Event | float:
         if not self._resting:
             self._close_link()
             self._health, self._resting = self._health.silent(time.monotonic()), True
         if not (self._stopping.is_set() or self._health.askable(time.monotonic())):
-            return _Idle(self._health.until)
+            return self._health.until
         self._resting = False
         return table.Rested()
 

@@ -49,6 +49,7 @@ from titan_grpo.sync.lane import LOOK_S, LaneContext, ServerLane
 from titan_grpo.sync.link import LinkOptions
 from titan_grpo.sync.patches import Deliveries, Patches, say_wanted
 from titan_grpo.sync.pause_guard import PauseGuard, deadlines_of, transfer_in_load_s
+from titan_grpo.sync.publisher import copied_key
 from titan_grpo.sync.relay import Relay
 from titan_grpo.sync.server_set import JOIN_S, OpenLane, Reports, ServerObserver, ServerSet
 from titan_grpo.sync.transports.broadcast import LOOPBACK, store_errors
@@ -214,11 +215,9 @@ class SyncLanes:
         # No address: each lane fills in its own.
         place = RangeSource("", 0, "", pin=self._source.pin)
         self._patches = Patches(pool, self._source, place, self.hashing.range_key)
-        self._read: list[tuple[int, dist.TCPStore, str]] = []
-        """(version, store, key) of the other ranks' notices that were read."""
+        self._notices: list[tuple[int, dist.TCPStore, str]] = []
+        """(version, store, key) of the other ranks' notices that were awaited."""
         self._complete = -1
-        self._given_up: set[str] = set()
-        """Keys of hosts' parts that are awaited, or were given up and may still be set."""
         log, forwarded = recorder.run_dir / "pause_guard.log", options.make_control is not None
         deadlines = options.guard_deadlines or deadlines_of(
             config, pool.manifest.total_bytes, forwarded
@@ -321,12 +320,12 @@ class SyncLanes:
 
     def _seal(self, job: _Job) -> None:
         timeout_s = self._config.transfer_s(self.manifest.parts[self.pool.part].nbytes)
-        self._forget_read()
+        self._forget_notices()
         self._patches.writing(job.slot)
         wanted = self._patches_wanted()
         for rank in self._writers:
-            key = wait_copied(self.pool, job.version, rank, timeout_s)
-            self._read.append((job.version, self.pool.store, key))
+            self._notices.append((job.version, self.pool.store, copied_key(job.version, rank)))
+            wait_copied(self.pool, job.version, rank, timeout_s)
             self.slots.copied(job.version, rank)
         with self._recorder.span(names.DIGEST_S, "sealer", version=job.version):
             image = self.pool.images[job.slot].buffer
@@ -345,14 +344,16 @@ class SyncLanes:
         self._complete = job.version
         self._reports.sealed(job.version, published)
 
-    def _forget_read(self) -> None:
-        """Delete notices of versions before the last complete one."""
+    def _forget_notices(self) -> None:
+        """Delete notices of versions before the last complete one. One that has not come is tried
+        again: set after its deadline, it would stay in the store."""
         # Not earlier: a process that replaces this one reads them again.
-        old = [each for each in self._read if each[0] < self._complete]
-        self._read = [each for each in self._read if each[0] >= self._complete]
-        for _, store, key in old:
+        left = []
+        for version, store, key in self._notices:
             with store_errors("deleting what other ranks have said"):
-                store.delete_key(key)
+                if version >= self._complete or not store.delete_key(key):
+                    left.append((version, store, key))
+        self._notices = left
 
     def _patches_wanted(self) -> bool:
         wanted = self._link.transport in RANGES and self._deliveries.patches_wanted()
@@ -368,13 +369,8 @@ class SyncLanes:
         store, config = self.pool.hashed, self._config
         if store is None:
             return []
-        # Keys that were set after their deadline: delete them, or the store grows.
-        for key in list(self._given_up):
-            if store.check([key]):
-                store.delete_key(key)
-                self._given_up.discard(key)
         keys = [hashed_key(version, part) for part in range(1, len(self._o.leaders) + 1)]
-        self._given_up.update(keys)
+        self._notices += [(version, store, key) for key in keys]
         deadline = time.monotonic() + config.lane_deadline_s
         out = []
         for part, (rank, key) in enumerate(zip(self._o.leaders, keys, strict=True), 1):
@@ -386,8 +382,6 @@ class SyncLanes:
             ):
                 store.wait([key], timedelta(seconds=left_s))
                 hashed = Hashed.from_json(store.get(key))
-            self._read.append((version, store, key))
-            self._given_up.discard(key)
             hashed.require_proof(self.hashing.key)
             if why := hashed.problem(version, part):
                 raise SyncError(f"part {part} of rank {rank}'s host failed: {why}")

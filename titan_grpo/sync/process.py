@@ -29,9 +29,8 @@ from titan_grpo.errors import ConfigError, SyncError
 from titan_grpo.layout.image import fingerprint
 from titan_grpo.observe import names, terminal
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol import ledger
 from titan_grpo.protocol.lane import LaneEvent, Point, no_observer
-from titan_grpo.protocol.messages import NIXL, Label
+from titan_grpo.protocol.messages import NIXL, Entry, Label, Standing
 from titan_grpo.runkey import Key
 from titan_grpo.sync.child import END_S, Child, Launched, Performer, perform
 from titan_grpo.sync.images import ImagePool, ImageSlots, PoolAddress, Published, Reserved
@@ -69,7 +68,7 @@ class RemoteLane:
 
     def __init__(self, owner: "SyncProcess", url: str, epoch: int) -> None:
         """``epoch``: the last one of the previous lane to the server."""
-        self.url, self.epoch, self.engine = url, epoch, ""
+        self.url, self.epoch = url, epoch
         self._owner, self.ended = owner, threading.Event()
         self.stopping = False
 
@@ -278,11 +277,9 @@ class SyncProcess(Child):
         if lane := self.lanes.get(url):
             lane.epoch = epoch
 
-    def apply(self, url: str, event: ledger.Event, label: Label | None, engine: str) -> None:
-        if lane := self.lanes.get(url):
-            lane.engine = engine
-        self.servers.apply(url, event, label)
-        if self._o.keeps and isinstance(event, ledger.Holds) and url not in self.slots.kept:
+    def note(self, url: str, entry: Entry, engine: str, label: Label | None) -> None:
+        self.servers.note(url, entry, engine, label)
+        if self._o.keeps and entry.standing is Standing.HOLDS and url not in self.slots.kept:
             self.post("slots.go_on", url)
 
     def latch(self, cause: str, url: str, version: int | None, block: int | None) -> None:
@@ -306,9 +303,9 @@ class SyncProcess(Child):
     def request(self, number: int, what: str, url: str, *arguments: Any) -> None:
         """Answer a lane's ``ask``."""
         pipe = self._pipe
-        if what == "apply":
+        if what == "note":
             # On this thread, in order with the lane's other reports.
-            pipe.answer(number, lambda: self.apply(url, *arguments))
+            pipe.answer(number, lambda: self.note(url, *arguments))
             return
         # On a thread: it may wait for a commit's deadline, or for a call that is posted after it.
         work: Callable[..., Any] = self._drain if what == "drain" else self._call
@@ -434,17 +431,17 @@ class Main(Performer):
         if event.point is Point.GREET:
             self._pipe.post("connecting", event.url, self._servers[event.url].epoch)
 
-    def apply(self, url: str, event: ledger.Event, label: Label | None = None) -> None:
-        said = (url, event, label, self._servers[url].engine)
-        if isinstance(event, ledger.Committing):
+    def note(self, url: str, entry: Entry, engine: str, label: Label | None = None) -> None:
+        said = url, entry, engine, label
+        if entry.standing is Standing.COMMITTING:
             # Wait until rank 0 has noted it: during the commit the server's version is uncertain,
             # and it must get no new request.
-            self._pipe.ask("apply", *said)
+            self._pipe.ask("note", *said)
             return
-        if self._keeps and isinstance(event, ledger.Holds):
+        if self._keeps and entry.standing is Standing.HOLDS:
             # Before the report: rank 0 answers it with the go_on that ends this.
             self.slots.keep(url)
-        self._pipe.post("apply", *said)
+        self._pipe.post("note", *said)
 
     def refused(self, url: str, reason: str, final: bool) -> None:
         self._pipe.post("servers.refused", url, reason, final)

@@ -4,7 +4,7 @@
 
     commands, servers file --add, remove, listed--> members --Join--> a lane starts
                                                            `--Leave--> a lane ends
-    lanes --apply, latch--> ledger lines --set_server, remove_server--> observer (the rollouts)
+    lanes --note, latch--> ledger lines --set_server, remove_server--> observer (the rollouts)
     main thread --reached, take_error, wait_held-->
 """
 
@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from titan_grpo.errors import ServerRefused, SyncError, TitanGrpoError
 from titan_grpo.observe import terminal
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol import ledger, members
-from titan_grpo.protocol.ledger import Entry, Lag, Standing
-from titan_grpo.protocol.messages import Label, ServerState
+from titan_grpo.protocol import members
+from titan_grpo.protocol.messages import Entry, Label, ServerState, Standing
 
 if TYPE_CHECKING:
     from titan_grpo.sync.images import Published
@@ -67,8 +66,9 @@ class NoObserver:
 class Reports(Protocol):
     """Receiver of the lanes' reports: a ServerSet, or a forwarder to one in another process."""
 
-    def apply(self, url: str, event: ledger.Event, label: Label | None = None) -> None:
-        """Apply a lane's event to its server's line."""
+    def note(self, url: str, entry: Entry, engine: str, label: Label | None = None) -> None:
+        """Note a server's entry. ``engine``: its name, empty while unknown; ``label``: of the
+        version that the server was just found to hold."""
 
     def refused(self, url: str, reason: str, final: bool) -> None:
         """A server refused this run; ``final``: it always will, unless restarted otherwise."""
@@ -92,10 +92,6 @@ class Lane(Protocol):
     @property
     def epoch(self) -> int:
         """Number of connections so far."""
-
-    @property
-    def engine(self) -> str:
-        """Name of the server's engine, empty while unknown."""
 
     def start(self) -> None:
         """Start; does not wait for the server."""
@@ -123,7 +119,7 @@ class _Server:
     label: str = ""
     lane: Lane | None = None
     epoch: int = 0
-    highest: int | None = None
+    highest: int = -1
     """Highest version read back in this run."""
     error: SyncError | None = None
     refusal: str = ""
@@ -157,8 +153,10 @@ class ServerSet:
         """Serialises changes of the members; taken before ``_changed``. The main thread takes it
         only at the start and at the end of the run."""
         self._changed = threading.Condition()
-        self._lag, self._max_lag = Lag(), max_lag
+        self._max_lag = max_lag
         self._version = 0
+        self._since: int | None = None
+        """The trainer's version at the first boundary after the last commit; None: none since."""
         self._error: SyncError | None = None
         self._further = 0
         self._lost: SyncError | None = None
@@ -273,8 +271,7 @@ class ServerSet:
 
     def _joins(self, url: str) -> None:
         server = self._servers.setdefault(url, _Server())
-        if server.entry.standing is Standing.GONE:
-            server.entry = ledger.step(server.entry, ledger.Came())
+        server.entry = Entry()
         server.label = server.refusal = server.taken_by = ""
         server.final = False
         self._observer.set_server(ServerState(url, None, False, "", ""))
@@ -282,7 +279,7 @@ class ServerSet:
     def _leaves(self, url: str) -> None:
         # GONE first: the lane's last reports must not bring the server back.
         server = self._servers[url]
-        server.entry = ledger.step(server.entry, ledger.Left())
+        server.entry = Entry(Standing.GONE)
         self._observer.remove_server(url)
 
     def _open(self, url: str) -> None:
@@ -309,23 +306,22 @@ class ServerSet:
 
     # Ledger.
 
-    def apply(self, url: str, event: ledger.Event, label: Label | None = None) -> None:
-        """Apply a lane's event to its server's line; call the observer if the state changed."""
+    def note(self, url: str, entry: Entry, engine: str, label: Label | None = None) -> None:
+        """See Reports. Call the observer if the state changed."""
         with self._changed:
             server = self._servers[url]
-            before = server.entry.accepting, server.entry.held
-            server.entry = ledger.step(server.entry, event)
+            if server.entry.standing is Standing.GONE:
+                return  # its lane still reports while it ends
+            before, server.entry = server.entry, entry
             if label is not None:
                 server.label = str(label)
-            held = server.entry.held
+            held = entry.held
             if held is not None:
-                server.highest = max(held, server.highest or held)
                 server.refusal, server.final = "", False
-            changed = before != (server.entry.accepting, held)
-            if changed and server.entry.standing is not Standing.GONE and not self._ended:
-                engine = server.lane.engine if server.lane is not None else ""
+                if held > server.highest:
+                    server.highest, self._since = held, None
+            if (before.accepting, before.held) != (entry.accepting, held) and not self._ended:
                 # Under the lock: after a concurrent removal this call would bring the server back.
-                entry = server.entry
                 self._observer.set_server(
                     ServerState(url, held, entry.accepting, server.label, engine, entry.committing)
                 )
@@ -352,13 +348,17 @@ class ServerSet:
 
     def reached(self, version: int) -> None:
         """Note that the trainer is at ``version``. Raises SyncError if no server has committed a
-        version for weight_sync.max_lag versions, or other runs have all servers."""
+        version, however old, for weight_sync.max_lag versions, or other runs have all servers.
+
+        Live rollouts stop such a run anyway: without commits no group is fresh enough, and the wait
+        for groups reaches its deadline. Recorded rollouts do not.
+        """
         with self._changed:
             if self._lost is not None:
                 raise self._lost
             self._version = version
-            held = {u: s.highest for u, s in self._servers.items() if s.highest is not None}
-            self._lag, behind = self._lag.at(version, held)
+            self._since = version if self._since is None else self._since
+            behind = version - self._since
         if 0 < self._max_lag <= behind:
             raise SyncError(
                 f"no server has committed anything for {behind} versions"
