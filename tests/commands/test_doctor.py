@@ -1,11 +1,11 @@
-import json
-import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.rigs.board import Board, Reply
 from tests.rigs.sockets import free_port
@@ -236,15 +236,8 @@ def test_a_deadline_that_is_none_is_refused(
 
 def test_model_elements_are_read_from_the_headers_of_all_files(tmp_path: Path) -> None:
     for number, shape in enumerate([(4, 8), (3,)]):
-        header = json.dumps(
-            {
-                "__metadata__": {"a": "b"},
-                f"w{number}": {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]},
-            }
-        )
-        (tmp_path / f"model-{number}.safetensors").write_bytes(
-            struct.pack("<Q", len(header)) + header.encode()
-        )
+        tensor = torch.zeros(shape, dtype=torch.bfloat16)
+        save_file({f"w{number}": tensor}, tmp_path / f"model-{number}.safetensors", {"a": "b"})
     assert doctor_host.model_elements(tmp_path) == 35
     assert doctor_host.model_elements(tmp_path / "nothing") is None
 

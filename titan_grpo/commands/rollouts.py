@@ -11,6 +11,8 @@ import signal
 import threading
 from collections.abc import Mapping
 
+# The worker runs in a child process: packages that it lacks here are named before a run connects.
+import titan_grpo.rollout.worker  # noqa: F401
 from titan_grpo.config.rollout import is_loopback
 from titan_grpo.errors import ConfigError
 from titan_grpo.rollout.service import Service
