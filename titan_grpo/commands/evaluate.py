@@ -140,5 +140,6 @@ def _launched(config: Any, model: str, key: str, folder: str) -> "Iterator[Serve
     )
     with Server(spec) as server:
         print(f"starting {spec.engine} for {model}", file=sys.stderr, flush=True)
-        server.wait_healthy(config.weight_sync.startup_deadline_s)
+        nbytes = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+        server.wait_healthy(config.weight_sync.startup_s(nbytes))
         yield ServerState(server.url, 0, True, label, spec.engine)

@@ -258,7 +258,7 @@ class Setup:
     @property
     def transfer_deadline_s(self) -> float:
         """Deadline of a transfer, as in sync.link."""
-        return self.sync.lane_deadline_s + self.image_bytes / self.sync.min_rate
+        return self.sync.transfer_s(self.image_bytes)
 
     @property
     def step_cpu_s(self) -> float:
