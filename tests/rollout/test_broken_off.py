@@ -31,7 +31,7 @@ def sampler(model_dir: str) -> Sampler:
     return sampler_of("digits", model_dir, 2, TOKENS)
 
 
-def test_a_broken_connection_leaves_its_streamand_those_of_the_requests_beside_it(
+def test_a_broken_connection_leaves_its_stream_and_those_of_the_requests_beside_it(
     completion_server: MakeServer, sampler: Sampler
 ) -> None:
     first, other = completion_server(), completion_server()
