@@ -298,6 +298,26 @@ def test_threads_end_with_their_calls_and_routes_outlive_a_close_of_their_server
                 assert not thread.is_alive()
 
 
+def test_a_call_for_which_no_thread_starts_fails_at_once_and_the_next_one_is_made(
+    spec: RolloutSpec, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, answers = engine(STOCK), SimpleQueue[Answer]()
+    calls = EngineCalls(spec, answers.put)
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as lacking:
+        lacking.setattr(threading.Thread, "start", no_thread)
+        calls.take(EngineCall(7, server.url, "label", (), CALL_S))
+    answer = answers.get(timeout=WAIT_S)
+    assert answer.number == 7
+    with pytest.raises(ServerUnreachable, match="no thread could be started"):
+        value_of(answer)
+    calls.take(EngineCall(8, server.url, "label", (), CALL_S))
+    assert value_of(answers.get(timeout=WAIT_S)) == "default"
+
+
 def test_no_call_is_made_after_the_end(
     client: RolloutClient, engine: Callable[..., Engine]
 ) -> None:

@@ -110,12 +110,19 @@ class EngineCalls:
             self._waiting[key] = deque([(call, came)])
             if call.url not in self._servers:
                 self._servers[call.url] = _Server(self._spec, call.url)
-        threading.Thread(
-            target=self._serve,
-            args=(self._servers[call.url], key),
-            name=f"{'stock ' if of_routes else ''}calls {call.url}",
-            daemon=True,
-        ).start()
+        name = f"{'stock ' if of_routes else ''}calls {call.url}"
+        serve, served = self._serve, (self._servers[call.url], key)
+        try:
+            threading.Thread(target=serve, args=served, name=name, daemon=True).start()
+        except RuntimeError as error:
+            # This host has no thread left now. The key must not stay: no later call of this server
+            # would be made, although threads become free.
+            with self._lock:
+                unmade = self._waiting.pop(key)
+            text = f"{call.url}: no thread could be started for the call: {error}"
+            for waiting, _ in unmade:
+                kind = kind_of(ServerUnreachable(text))
+                self._answer(Answer(waiting.number, None, "", text, kind))
 
     def close(self) -> None:
         """Take no more calls. Does not wait for those taken; the end of the process closes their
