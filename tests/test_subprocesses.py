@@ -28,6 +28,7 @@ from titan_grpo.subprocesses import (
 )
 
 LONG = [sys.executable, "-c", "input()"]
+SAYS_ITS_ID = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 END_S = 60.0
 SHARED = Path("/dev/shm")
 
@@ -68,6 +69,19 @@ def test_a_process_that_goes_on_is_a_timeout_and_one_that_ended_its_status() -> 
         process.kill()
         assert wait_process(process, END_S) == -9
         assert wait_process(process, 0.0) == -9
+
+
+def test_a_users_command_ends_with_the_ctrl_c_that_ends_the_wait_for_it() -> None:
+    # Its session is its own: a terminal's Ctrl-C reaches this process only.
+    code = (
+        "import os, sys, titan_grpo.subprocesses as s;"
+        f" s.run_command([sys.executable, '-c', {SAYS_ITS_ID!r}], os.environ, {END_S})"
+    )
+    with subprocess.Popen(python(code), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as ours:
+        assert ours.stdout is not None
+        command = psutil.Process(int(ours.stdout.readline()))
+        ours.send_signal(signal.SIGINT)
+        assert psutil.wait_procs([command], timeout=END_S / 2)[1] == []
 
 
 def test_two_threads_may_wait_for_it_and_none_uses_the_processor_meanwhile() -> None:

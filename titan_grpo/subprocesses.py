@@ -113,6 +113,9 @@ def run_command(
     except subprocess.TimeoutExpired:
         end(process, KILL_S)
         return f"it was ended after {timeout_s:g} s"
+    except BaseException:  # Ctrl-C of ours does not reach its session: it would live on
+        end(process, KILL_S)
+        raise
     return f"it ended with exit code {status}" if status else ""
 
 

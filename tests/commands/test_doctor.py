@@ -226,6 +226,16 @@ def test_an_interpreter_that_is_none_says_so_and_reads_nothing_of_ours() -> None
     assert str(doctor_host.engine_answer("nowhere")).startswith("it cannot be started")
 
 
+@pytest.mark.parametrize("after", ["echo wrapper: done >&2", "echo 5", "echo '[]'"])
+def test_what_a_script_around_the_interpreter_says_hides_no_answer(
+    tmp_path: Path, after: str
+) -> None:
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\n{sys.executable} "$@"\n{after}\n')
+    script.chmod(0o755)
+    assert isinstance(doctor_host.engine_answer(str(script)), dict)
+
+
 @pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
 def test_a_deadline_that_is_none_is_refused(
     seconds: str, capsys: pytest.CaptureFixture[str]

@@ -117,6 +117,17 @@ def test_servers_of_an_older_run_in_the_same_folder_are_not_shown(tmp_path: Path
     assert state.commits == {url_of(0): 3}
 
 
+def test_a_server_without_a_version_of_this_run_does_not_show_that_of_the_run_before() -> None:
+    state = State()
+    for run in ("first", "second"):
+        for entry in (["process"], ["server", "a"], ["server", "b"], ["commit", "a", 0]):
+            state.add_entry(entry)
+        if run == "first":
+            state.add_entry(["commit", "b", 10])
+        state.add_entry(["first step"])
+    assert state.held == {"a": 0, "b": None}
+
+
 def test_a_step_that_comes_again_replaces_those_from_it_on(tmp_path: Path) -> None:
     follower = follower_of(tmp_path, Made(steps=5, finished=False))
     make_run(tmp_path, Made(steps=1, first_step=3, finished=False))

@@ -4,16 +4,18 @@ Judgements are pure: facts in, findings out; every finding that is not ok has a 
 facts changes nothing.
 """
 
-import json
 import math
 import os
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import sglang, vllm
@@ -415,12 +417,12 @@ def engine_answer(python: str) -> dict[str, str] | str:
         text = output.read().decode(errors="replace").strip()
     if failed:
         return f"{failed}: {text[-300:]}" if text else failed
-    try:
-        # Its last line: a start-up file of that environment may print others.
-        found: dict[str, str] = json.loads(text.rpartition("\n")[2])
-    except ValueError:
-        return f"it is no Python interpreter, or answers with {text[-300:]!r}"
-    return found
+    # Other lines are from start-up files of that environment, or from a script around it.
+    for line in reversed(text.splitlines()):
+        with suppress(msgspec.DecodeError):
+            if "nccl" in (found := msgspec.json.decode(line, type=dict[str, str])):
+                return found
+    return f"it is no Python interpreter, or answers with {text[-300:]!r}"
 
 
 def engine(python_path: str, answer: Mapping[str, str] | str, name: str = "vllm") -> list[Finding]:

@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         "check once, for a scheduler",
         "exit code 0: nothing to tell; 3: a threshold holds; 4: no step for too long; 1: no step"
         " yet, or the run ended without a summary or before its last step; 2: a mistake in the"
-        " arguments",
+        " arguments, or a file that cannot be read",
     )
     check.add_argument("--check", action="store_true", help="look once instead of following")
     threshold = 'a threshold as in [alerts], such as "ratio/max > 10 for 3" (may be repeated)'

@@ -140,7 +140,8 @@ class State:
                 self.errors.append(message)
             case ["first step"]:  # what was before is an older run in the same folder
                 self.errors.clear()
-                self.held = {url: held for url, held in self.held.items() if url in self.own}
+                held = {url: held for url, held in self.held.items() if url in self.own}
+                self.held = {url: held[url] if self.own[url] else None for url in held}
                 self.commits = dict(self.own)
 
 
