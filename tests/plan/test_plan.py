@@ -193,6 +193,29 @@ def test_dead_servers_come_back_with_the_newest_version_and_their_groups_move() 
     assert result.steps > 20
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_dead_server_makes_no_group(shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill, dead = Simulation._fill, list[int]()
+
+    def filled(self: Simulation, server: Any, idle: bool = False) -> None:
+        fill(self, server, idle)
+        dead.extend(server.groups if not server.alive else ())
+
+    monkeypatch.setattr(Simulation, "_fill", filled)
+    slow = Setup(
+        parameters=500_000_000,
+        servers=8,
+        trainer_link_gbit=8.0,
+        server_link_gbit=8.0,
+        step_s=10.0,
+        hours=0.3,
+        dying=1.0,
+        sync=WeightSync(relay=shares),
+    )
+    assert Simulation(slow).run().deaths > 0
+    assert dead == []
+
+
 def test_a_group_goes_on_elsewhere_with_what_its_dead_server_had_streamed() -> None:
     """Groups that begin late in a step cannot be made twice within it."""
     tight = replace(

@@ -150,9 +150,10 @@ def test_a_lane_that_stops_while_it_sends_gives_the_transfer_up_and_has_nothing_
 
 def test_a_first_epoch_that_an_earlier_run_refuses_is_opened_again_with_a_higher_term() -> None:
     state, done = drive(L.Started(), L.Outranked(4, earlier=True))
-    assert done[-1] == L.Connect(2, 5)
+    # Noted: a lane of a restarted process does not know that its server was said to have a version.
+    assert done[-2:] == [L.Note(Entry()), L.Connect(2, 5)]
     state, actions = L.step(state, L.Outranked(7, earlier=True))
-    assert actions[-1] == L.Connect(3, 8)
+    assert actions == (L.Note(Entry()), L.Connect(3, 8))
     assert (L.step(state, JOINED)[0].term, L.step(state, JOINED)[0].admitted) == (8, True)
 
 

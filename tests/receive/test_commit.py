@@ -287,6 +287,21 @@ def test_what_replaces_no_receiver_moves_no_mapping_into_the_pause_of_the_next_c
     assert pins.noted == [PIN, "load"]
 
 
+def test_memory_for_whose_mapping_no_thread_starts_is_mapped_by_the_first_commit(
+    pins: Pins, noted: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = noted.connect(WEIGHTS)
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as lacking:
+        lacking.setattr(threading.Thread, "start", no_thread)
+        noted.side.hello({"attach": link.attach().to_dict()})
+    assert noted.deliver(link, 1, 1, WEIGHTS).ok
+    assert pins.noted == [PIN, "load"]
+
+
 def test_a_commit_waits_for_memory_that_is_still_being_pinned(pins: Pins, noted: Site) -> None:
     pins.goes_on.clear()
     link = attach(noted)

@@ -2,12 +2,14 @@
 engine as it was."""
 
 import ipaddress
+import math
 import os
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +20,7 @@ from tests.rigs.present import present
 from titan_grpo.engines.server import RolloutNeeds
 from titan_grpo.errors import PeerError, ServerUnfit, TransferFailed
 from titan_grpo.protocol.messages import Staged
+from titan_grpo.receive.process import LAST_LINE
 
 pytestmark = pytest.mark.e2e
 
@@ -263,7 +266,35 @@ def test_each_time_a_receiver_stands_still_its_trainers_lease_counts_from_then(s
         began = time.monotonic()
         assert receiver.last_sign_s() >= began
         os.kill(receiver.pid, signal.SIGCONT)
-        assert receiver.last_sign_s() <= time.monotonic()
+        # An answer to any request shows that it goes on, and so that this time is over.
+        assert receiver.ask({"op": "place"})["ok"]
+    os.kill(receiver.pid, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(receiver.pid)], timeout=60.0)
+    began = time.monotonic()
+    assert receiver.last_sign_s() >= began
+
+
+@over_tcp
+def test_a_bye_holds_although_the_receiver_answers_once_more_before_it_ends(site: Site) -> None:
+    site.connect(Weights(1.0))
+    receiver, said = present(site.receiver._serving), [{"id": LAST_LINE, "last_sign_s": -math.inf}]
+    receiver.kill()
+
+    class Ending:
+        """A channel whose other end answers between its last line and its end."""
+
+        def send(self, message: dict[str, Any], timeout_s: float) -> None:
+            if len(said) == 1:
+                said.append({"id": message["id"], "last_sign_s": -math.inf})
+
+        def receive(self, timeout_s: float) -> dict[str, Any] | None:
+            return said.pop(0) if said else None
+
+        def close(self) -> None:
+            pass
+
+    receiver._channel = Ending()  # type: ignore[assignment]
+    assert [receiver.last_sign_s(), receiver.last_sign_s()] == [-math.inf, -math.inf]
 
 
 @over_tcp

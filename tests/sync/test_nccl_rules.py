@@ -126,3 +126,23 @@ def test_an_abort_ends_a_transfer_though_nccls_own_call_blocks_and_then_raises(
     trainer.close()
     assert time.monotonic() - began < WAIT_S / 2
     go_on.set()
+
+
+def test_an_abort_without_a_free_thread_raises_nothing_and_the_next_one_ends_the_group(
+    group: Any, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aborted = threading.Event()
+    trainer, receiver = pair(threads)
+    group.on_abort = staticmethod(aborted.set)
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as lacking:
+        lacking.setattr(threading.Thread, "start", no_thread)
+        receiver.abort()
+    assert not aborted.is_set()
+    receiver.abort()
+    assert aborted.wait(WAIT_S)
+    for end in (trainer, receiver):
+        end.close()

@@ -66,15 +66,28 @@ def test_a_part_that_never_arrives_discards_the_version_latches_an_error_and_fre
     assert "version 1: could not be published" in str(r.server_set.take_error())
     assert r.server_set.take_error() is None
     assert r.servers["a"].versions == [2]
-    # Notices of versions that are over are deleted; one that comes late, too.
-    announcer(1, slot, Copy(0.0))
-    for version in (3, 4):
+    announcer.close(WAIT_S)
+
+
+def test_no_notice_of_a_version_that_is_over_stays_in_the_store_nor_one_that_came_too_late(
+    rig: MakeRig,
+) -> None:
+    r = rig("a", remote_writers=(1, 2), lane_deadline_s=8.0)
+    late, punctual = (Announcer(n, r.pool.store.port, WAIT_S, WAIT_S) for n in (1, 2))
+    slot = r.publish(1)
+    punctual(1, slot, Copy(0.0))
+    r.until(lambda: r.server_set.take_error() is not None)
+    late(1, slot, Copy(0.0))
+    for version in (2, 3, 4):
         slot = present(r.slots.reserved.wait(WAIT_S))
-        announcer(version, slot, Copy(0.0))
+        for announcer in (late, punctual):
+            announcer(version, slot, Copy(0.0))
         r.publish_into(version, slot)
         r.everyone(version)
-    assert not any(r.pool.store.check([copied_key(version, 1)]) for version in (1, 2))
-    announcer.close(WAIT_S)
+    kept = [(v, n) for v in (1, 2) for n in (1, 2) if r.pool.store.check([copied_key(v, n)])]
+    assert kept == []
+    for announcer in (late, punctual):
+        announcer.close(WAIT_S)
 
 
 def test_a_version_that_gets_no_threads_to_be_hashed_is_given_up_and_the_next_one_is_not(

@@ -117,6 +117,25 @@ def test_a_version_is_evaluated_where_it_is_due_and_its_server_is_kept_meanwhile
     assert len(server.bodies) == 3 * 3 * 2
 
 
+def test_an_evaluation_for_which_no_thread_starts_keeps_no_server_and_begins_later(
+    begin: Begin, completion_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = completion_server()
+    one, lanes, rollouts, recorder = begin(every=4)
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as lacking:
+        lacking.setattr(threading.Thread, "start", no_thread)
+        one.set_server(held(server, 0))
+    assert lanes.calls == [("keep", server.url), ("go on", server.url)]
+    assert rollouts.told == [server.url]
+    one.set_server(held(server, 1))
+    lanes.wait_free()
+    assert versions(recorder) == [1]
+
+
 @pytest.mark.parametrize(
     ("reward", "dataset", "said"),
     [

@@ -425,7 +425,8 @@ class Simulation:
         had room before."""
         n, room = server.number, self._s.groups_at_once
         idle = idle or bool(self._spare)
-        while len(server.groups) < room and server.lane.entry.accepting:
+        # A dead server accepts for its lane until the lane notices.
+        while server.alive and len(server.groups) < room and server.lane.entry.accepting:
             version = server.lane.entry.held
             assert version is not None
             if self._again and self._admission.may_start(self._again[0], version):
@@ -449,7 +450,7 @@ class Simulation:
             seconds = self._left_s.pop(group) if group in self._left_s else self._group_s()
             server.groups[group] = server.generated_s(self._now) + seconds
             self._after(seconds, "group", group, n)
-        if server.lane.entry.accepting and len(server.groups) < room:
+        if server.alive and server.lane.entry.accepting and len(server.groups) < room:
             self._spare.add(n)
         else:
             self._spare.discard(n)

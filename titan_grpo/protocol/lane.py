@@ -469,7 +469,7 @@ def step(state: Lane, event: Event) -> tuple[Lane, tuple[Action, ...]]:
     after, work = transition(state, event)
     release = (Release(),) if state.pinned and not after.pinned else ()
     # Unchanged too: the lane of a restarted process does not know what was noted before it.
-    anew = after.phase in (Phase.READY, Phase.BACKOFF)
+    anew = after.phase in (Phase.READY, Phase.BACKOFF) or isinstance(event, Outranked)
     note = (Note(after.entry),) if anew or after.entry != state.entry else ()
     return after, (*release, *note, work)
 

@@ -62,6 +62,9 @@ from titan_grpo.runkey import KEY_FILE_VARIABLE, KEY_VARIABLE, Key
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11; servers run on 3.10 too
 
+FORMAT = 2
+"""Number of the messages' form. Raise it with every change that the other end must know."""
+
 UNUSABLE = "unusable"
 """Label of a half-loaded server: it gets no requests until a full sync has succeeded."""
 
@@ -231,6 +234,8 @@ class Hello(Message, frozen=True):
     block_bytes: Positive
     bucket_bytes: Positive
     timeout_s: Annotated[float, Meta(gt=0)]
+    format: int
+    """FORMAT of the trainer's titan_grpo."""
     apply: Apply = "staged"
     term: Number = 1
     url: str = ""
@@ -261,6 +266,11 @@ class Hello(Message, frozen=True):
     """Whether the engine must return the experts of each token with its completions."""
 
     def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ValueError(
+                f"format must be {FORMAT}, got {self.format}: trainer and server need titan_grpo of"
+                " the same version"
+            )
         if self.bucket_bytes % self.block_bytes:
             raise ValueError(
                 f"bucket_bytes must be a multiple of block_bytes, got {self.bucket_bytes} and"
@@ -276,6 +286,7 @@ def reply_address(data: Any) -> Hello | None:
     known = {key: data.get(key) for key in ("run_id", "epoch", "host", "port", "ticket")}
     rest: dict[str, Any] = {"transport": PROBE, "manifest_digest": ""}
     rest |= {"digest_algorithm": "xxh3", "block_bytes": 1, "bucket_bytes": 1, "timeout_s": REPLY_S}
+    rest |= {"format": FORMAT}
     try:
         return Hello.from_dict(known | rest)
     except PeerError:

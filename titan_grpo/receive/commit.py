@@ -308,7 +308,10 @@ class EngineSide:
             return
         self._unmap()
         if grant:
-            self._mapping = grant, beside(lambda: Mapped(grant, self._device), "map")
+            try:
+                self._mapping = grant, beside(lambda: Mapped(grant, self._device), "map")
+            except RuntimeError as error:  # no thread is left: raising would end the engine
+                log.warning("the staged weights are mapped by the first commit: %s", error)
 
     def commit(self, data: dict[str, Any]) -> Applied | None:
         """Load a version (``data``: the body of POST /update_weights), report the result to the

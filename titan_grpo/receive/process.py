@@ -80,6 +80,9 @@ class ReceiverProcess:
         self._channel = Channel(ours)
         self._sent = 0
         self._last_line_s: float | None = None
+        """The trainer's last sign, from the last line of the process."""
+        self._silent_s: float | None = None
+        """When the process was first found to be silent; None: it has answered since."""
         self._channel.send(first, ANSWER_S)
 
     def ask(self, message: dict[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
@@ -105,20 +108,23 @@ class ReceiverProcess:
             self._channel.send({"id": self._sent, "op": "last_sign"}, ANSWER_S)
         with suppress(PeerError):  # it is frozen
             if (answer := self._answer(SIGN_S)) is not None:
-                self._last_line_s = None  # of an earlier time at which it was frozen
                 return float(answer["last_sign_s"])
-        if self._last_line_s is None:
+        if self._last_line_s is not None:
+            return self._last_line_s
+        if self._silent_s is None:
             # Killed or frozen: the trainer's last sign is unknown. Count its lease from now.
-            self._last_line_s = time.monotonic()
-        return self._last_line_s
+            self._silent_s = time.monotonic()
+        return self._silent_s
 
     def _answer(self, timeout_s: float) -> dict[str, Any] | None:
         """Return the answer to the last request; None if the process has ended."""
         while (answer := self._channel.receive(timeout_s)) is not None:
+            if answer["id"] == LAST_LINE:
+                self._last_line_s = float(answer["last_sign_s"])
+                continue
+            self._silent_s = None
             if answer["id"] == self._sent:
-                return answer
-            # a late answer to a request that timed out, or the last line
-            self._last_line_s = answer.get("last_sign_s", self._last_line_s)
+                return answer  # others: late, of requests that timed out
         return None
 
     @property

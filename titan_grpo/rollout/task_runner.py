@@ -6,11 +6,12 @@ import asyncio
 import inspect
 import re
 import traceback
+from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import dropwhile, groupby
 from pathlib import Path
@@ -165,7 +166,7 @@ class TaskRunner:
     ) -> None:
         """``accept``: filter of finished groups; None keeps all."""
         self._task, self._codec, self._keys, self._accept = task, codec, keys, accept
-        self._ahead: dict[int, Prompt | TaskFailed] = {}
+        self._ahead: dict[int, tuple[Prompt, array[int]] | TaskFailed] = {}
         self._places = asyncio.Semaphore(keys.task_concurrency)
         # Not asyncio.to_thread: its executor has few threads on a small machine.
         self._threads = ThreadPoolExecutor(keys.task_concurrency, thread_name_prefix="task")
@@ -195,7 +196,10 @@ class TaskRunner:
         kept = self._ahead.pop(index, None)
         if isinstance(kept, TaskFailed):
             raise kept
-        return kept or self._made(index)
+        if kept is None:
+            return self._made(index)
+        prompt, token_ids = kept
+        return replace(prompt, token_ids=tuple(token_ids))
 
     def ahead(self, index: int) -> tuple[Prompt, float] | None:
         """Make a prompt and keep it until ``prompt`` takes it. Return it with the task's estimate
@@ -204,10 +208,11 @@ class TaskRunner:
         try:
             made = self._made(index)
             expected = self._expected_tokens(made)
+            kept = _packed(made, index)
         except TaskFailed as failed:
             self._ahead[index] = failed
             return None
-        self._ahead[index] = made
+        self._ahead[index] = kept
         return made, expected
 
     def _made(self, index: int) -> Prompt:
@@ -314,6 +319,15 @@ class _Clock:
 
 _CLOCK: ContextVar[_Clock | None] = ContextVar("clock")
 """Clock of the task's call in whose context ``call`` runs: a task may have threads of its own."""
+
+
+def _packed(prompt: Prompt, index: int) -> tuple[Prompt, "array[int]"]:
+    """Return a prompt without its tokens, and these as int64: as a tuple, those of hundreds of long
+    prompts that wait would take 36 bytes each, in all gigabytes."""
+    try:
+        return replace(prompt, token_ids=()), array("q", prompt.token_ids)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TaskFailed(f"token_ids of prompt {index}", error) from error
 
 
 def _reward(answer: Any) -> float | None:

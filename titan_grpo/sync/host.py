@@ -34,7 +34,7 @@ from titan_grpo.sync.images import (
     wait_copied,
 )
 from titan_grpo.sync.patches import Patches, is_wanted
-from titan_grpo.sync.publisher import Announcer, Copy
+from titan_grpo.sync.publisher import Announcer, Copy, copied_key
 from titan_grpo.sync.transports.broadcast import store_errors
 from titan_grpo.sync.transports.channel import TICKET_BYTES
 from titan_grpo.sync.transports.range_server import RangeServer
@@ -172,6 +172,8 @@ class HostMain(Performer):
         self._tickets: dict[int, str] = {}
         self._newest: dict[int, int] = {}
         """Slot -> the version that it has, or is about to get."""
+        self._notices: list[str] = []
+        """Keys of the ranks' notices of all versions since the last one that was announced."""
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._hash, name="host part", daemon=True)
         self._thread.start()
@@ -212,9 +214,9 @@ class HostMain(Performer):
                 self._serve(job)
                 continue
             version, part = job.version, self._pool.part
-            read: list[str] = []
+            self._notices += [copied_key(version, rank) for rank in self._ranks]
             try:
-                message = self._sealed(job, read)
+                message = self._sealed(job)
             # RuntimeError: from a store that closes.
             except (TitanGrpoError, RuntimeError) as error:
                 self._failed(version, error)
@@ -223,9 +225,10 @@ class HostMain(Performer):
                 with store_errors(f"announcing version {version}"):
                     text = message.proven(self._hashing.key).to_json()
                     self._store.set(hashed_key(version, part), text)
-                    # Not earlier: a process that replaces this one reads the keys again.
-                    for key in read:
-                        self._pool.store.delete_key(key)
+                    # Not earlier: a process that replaces this one reads the keys again. Not those
+                    # of a version that failed, which may come until a later one's have.
+                    while self._notices and not message.error:
+                        self._pool.store.delete_key(self._notices.pop())
             # The thread must go on: without it rank 0 waits in vain for every later version.
             except (PeerError, RuntimeError) as error:
                 self._failed(version, error)
@@ -234,7 +237,7 @@ class HostMain(Performer):
     def _failed(self, version: int, error: Exception) -> None:
         self._pipe.post("failed", f"part {self._pool.part} of version {version}: {error}")
 
-    def _sealed(self, job: Job, read: list[str]) -> Hashed:
+    def _sealed(self, job: Job) -> Hashed:
         version, slot = job.version, job.slot
         pool, manifest = self._pool, self._pool.manifest
         # First: the slot is being written, so its last version must not be read or patched from.
@@ -242,7 +245,8 @@ class HostMain(Performer):
             self._server.revoke(ticket)
         self._patches.writing(slot)
         timeout_s = self._config.transfer_s(manifest.parts[pool.part].nbytes)
-        read.extend(wait_copied(pool, version, rank, timeout_s) for rank in self._ranks)
+        for rank in self._ranks:
+            wait_copied(pool, version, rank, timeout_s)
         image = pool.images[slot]
         digests = self._hashing.blocks(image.buffer, manifest, pool.part)
         if self._newest[slot] != version:

@@ -141,13 +141,11 @@ def check_address(config: WeightSync) -> None:
         open_listener(config.bind_host).close()
 
 
-def wait_copied(pool: ImagePool, version: int, rank: int, timeout_s: float) -> str:
-    """Wait until ``rank`` of this host has announced its copy; return its key in the pool's store,
-    for the caller to delete. Raises TransferFailed past ``timeout_s`` seconds."""
-    key = copied_key(version, rank)
+def wait_copied(pool: ImagePool, version: int, rank: int, timeout_s: float) -> None:
+    """Wait until ``rank`` of this host has announced its copy. Raises TransferFailed past
+    ``timeout_s`` seconds."""
     with store_errors(f"waiting for the part of rank {rank} of version {version}"):
-        pool.store.wait([key], timedelta(seconds=timeout_s))
-    return key
+        pool.store.wait([copied_key(version, rank)], timedelta(seconds=timeout_s))
 
 
 def hashed_key(version: int, part: int) -> str:

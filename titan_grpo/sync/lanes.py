@@ -216,7 +216,7 @@ class SyncLanes:
         place = RangeSource("", 0, "", pin=self._source.pin)
         self._patches = Patches(pool, self._source, place, self.hashing.range_key)
         self._notices: list[tuple[int, dist.TCPStore, str]] = []
-        """(version, store, key) of the other ranks' notices that were awaited."""
+        """(version, store, key) of all notices of versions since the last complete one."""
         self._complete = -1
         log, forwarded = recorder.run_dir / "pause_guard.log", options.make_control is not None
         deadlines = options.guard_deadlines or deadlines_of(
@@ -323,8 +323,13 @@ class SyncLanes:
         self._forget_notices()
         self._patches.writing(job.slot)
         wanted = self._patches_wanted()
+        # Before any wait, which may fail: all of them come, if late.
         for rank in self._writers:
             self._notices.append((job.version, self.pool.store, copied_key(job.version, rank)))
+        if self.pool.hashed is not None:
+            for part in range(1, len(self._o.leaders) + 1):
+                self._notices.append((job.version, self.pool.hashed, hashed_key(job.version, part)))
+        for rank in self._writers:
             wait_copied(self.pool, job.version, rank, timeout_s)
             self.slots.copied(job.version, rank)
         with self._recorder.span(names.DIGEST_S, "sealer", version=job.version):
@@ -345,15 +350,14 @@ class SyncLanes:
         self._reports.sealed(job.version, published)
 
     def _forget_notices(self) -> None:
-        """Delete notices of versions before the last complete one. One that has not come is tried
-        again: set after its deadline, it would stay in the store."""
+        """Delete the notices of versions before the last complete one. All that will ever come are
+        there: a rank, and a host, gives its own in the order of the versions."""
         # Not earlier: a process that replaces this one reads them again.
-        left = []
-        for version, store, key in self._notices:
+        over = [notice for notice in self._notices if notice[0] < self._complete]
+        self._notices = [notice for notice in self._notices if notice[0] >= self._complete]
+        for _, store, key in over:
             with store_errors("deleting what other ranks have said"):
-                if version >= self._complete or not store.delete_key(key):
-                    left.append((version, store, key))
-        self._notices = left
+                store.delete_key(key)
 
     def _patches_wanted(self) -> bool:
         wanted = self._link.transport in RANGES and self._deliveries.patches_wanted()
@@ -369,11 +373,10 @@ class SyncLanes:
         store, config = self.pool.hashed, self._config
         if store is None:
             return []
-        keys = [hashed_key(version, part) for part in range(1, len(self._o.leaders) + 1)]
-        self._notices += [(version, store, key) for key in keys]
         deadline = time.monotonic() + config.lane_deadline_s
         out = []
-        for part, (rank, key) in enumerate(zip(self._o.leaders, keys, strict=True), 1):
+        for part, rank in enumerate(self._o.leaders, 1):
+            key = hashed_key(version, part)
             left_s = max(0.0, deadline - time.monotonic())
             left_s += config.moving_s(self.manifest.parts[part].nbytes)
             with store_errors(

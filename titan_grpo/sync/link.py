@@ -25,6 +25,7 @@ from titan_grpo.layout.image import KEYED, Hashing, ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import lane
 from titan_grpo.protocol.messages import (
+    FORMAT,
     RANGES,
     Applied,
     Attach,
@@ -180,6 +181,7 @@ class LaneLink:
             block_bytes=self._manifest.block_bytes,
             bucket_bytes=config.bucket_bytes,
             timeout_s=self._transfer_s,
+            format=FORMAT,
             apply=config.apply,
             term=self._term,
             url=o.url,

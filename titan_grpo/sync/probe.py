@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from titan_grpo.layout.image import KEYED
-from titan_grpo.protocol.messages import Hello, Joined, Kind
+from titan_grpo.protocol.messages import FORMAT, Hello, Joined, Kind
 from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.sync.transports.range_server import RangeServer
 
@@ -37,6 +37,7 @@ def ask_receiver(
             block_bytes=1,
             bucket_bytes=1,
             timeout_s=timeout_s,
+            format=FORMAT,
             **asked,
         )
         greet(message.proven(key).to_dict())

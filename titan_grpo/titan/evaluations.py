@@ -214,18 +214,34 @@ class Evaluations:
             if not here or not due or table.running is not None:
                 continue
             assert table.due is not None
-            table.running = _Running(state.url, state.version, table.due)
+            table.running = run = _Running(state.url, state.version, table.due)
             table.due = evaluation.next_due(table.job.table.every, state.version)
             self._kept_since.setdefault(state.url, self._recorder.now())
             self._keep(state.url)
             thread = threading.Thread(
                 target=self._run,
-                args=(table, table.running, state),
+                args=(table, run, state),
                 name=table.job.table.name,
                 daemon=True,
             )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                # This host has no thread left now: the server must not stay on its version.
+                name = table.job.table.name
+                logger.warning("evaluation %s waits for a later version: %s", name, error)
+                table.running, table.due = None, run.due
+                self._let_go(state.url)
+                continue
             self._threads = [t for t in self._threads if t.is_alive()] + [thread]
-            thread.start()
+
+    def _let_go(self, url: str) -> float | None:
+        """Let a server's lane go on, unless another evaluation runs there; return since when the
+        lane was kept."""
+        if any(t.running is not None and t.running.url == url for t in self._tables):
+            return None
+        self._go_on(url)
+        return self._kept_since.pop(url)
 
     def _break(self, run: _Running, why: str) -> None:
         run.broken = run.broken or why
@@ -258,13 +274,10 @@ class Evaluations:
                 self._values |= evaluation.metrics(outcome)
             else:
                 self._try_again(table, run, outcome)
-            if all(t.running is None or t.running.url != run.url for t in self._tables):
-                since, now = self._kept_since.pop(run.url), self._recorder.now()
-                if run.url not in self.own:  # an evaluation-only server delays no rollout
-                    self._recorder.record_span(
-                        names.HELD_S, since, now, run.url, version=run.version
-                    )
-                self._go_on(run.url)
+            if (since := self._let_go(run.url)) is not None and run.url not in self.own:
+                # An evaluation-only server delays no rollout.
+                now = self._recorder.now()
+                self._recorder.record_span(names.HELD_S, since, now, run.url, version=run.version)
             self._changed.notify_all()
         self._prepare_next(table)
 

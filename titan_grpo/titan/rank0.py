@@ -96,11 +96,17 @@ class Controller:
     _evaluations: Evaluations
 
     def __init__(
-        self, job_config: Any, model_dir: str, cpu: bool, cost: TokenCost, routes: int
+        self,
+        job_config: Any,
+        model_dir: str,
+        nbytes: int,
+        cpu: bool,
+        cost: TokenCost,
+        routes: int,
     ) -> None:
-        """``routes``: as in BatchOptions."""
+        """``nbytes``: of the whole model as servers hold it. ``routes``: as in BatchOptions."""
         self._job = job_config
-        self._model_dir = model_dir
+        self._model_dir, self._model_nbytes = model_dir, nbytes
         self._run_dir = Path(job_config.job.dump_folder)
         self._options = batch_options(job_config, cost, routes)
         self._ends = ExitStack()
@@ -147,7 +153,8 @@ class Controller:
         ends.callback(self._servers.stop)
         process = SyncProcess.launch(sync)  # it loads its modules while servers and rollouts start
         # One deadline for all waits below: the other ranks wait no longer (rules.rank0_waits_s).
-        startup_s = sync.startup_s(pool.manifest.total_bytes)
+        # Servers load the whole model, also where versions are adapters.
+        startup_s = sync.startup_s(self._model_nbytes)
         deadline = time.monotonic() + startup_s
         self._servers.start()
         # Before the wait for servers: a mistake in a task is reported at once.

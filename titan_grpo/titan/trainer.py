@@ -82,14 +82,15 @@ class GRPOTrainer(Engine):
         self._unhealthy_in_a_row = 0
         self.loader: BatchLoader = self.dataloader
         elements = sum(p.numel() for p in self.whole.parameters())
-        self.loader.connect(job_config, elements * WIRE_BYTES[job_config.weight_sync.wire_dtype])
+        nbytes = elements * WIRE_BYTES[job_config.weight_sync.wire_dtype]
+        self.loader.connect(job_config, nbytes)
         cost = token_cost(self.model_args, self.whole)
         model_dir = str(job_config.model.hf_assets_path)
         self.controller: Controller | None = None
         if dist.get_rank() == 0:
             width = route_width(self.model_parts[0]) if self._grpo.router_replay else 0
             on_cpu = self.device.type == "cpu"
-            self.controller = Controller(job_config, model_dir, on_cpu, cost, width)
+            self.controller = Controller(job_config, model_dir, nbytes, on_cpu, cost, width)
         staged = self.pipeline is not None
         self.weights = Stages(self.model_parts, self.whole) if staged else self.whole
         self.sync = TrainerSync(

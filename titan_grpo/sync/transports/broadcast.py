@@ -13,6 +13,7 @@ even when aborted. So it is non-blocking (``ncclConfig_t.blocking = 0``), and to
 deadline (limit_nccl_opening).
 """
 
+import logging
 import math
 import os
 import socket
@@ -51,6 +52,8 @@ ABORT_S = 5.0
 """Seconds that ``close`` waits for NCCL's abort."""
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 _environment = threading.Lock()
 """Guards the process's environment: concurrent lanes would restore each other's value."""
@@ -400,15 +403,19 @@ class NcclTransport(Transport):
     def abort(self) -> None:
         """See Transport. Aborts on another thread: NCCL's call may block."""
         with self._lock:
-            group, self._group = self._group, None
-            if group is None:
+            if self._group is None:
                 return
             self._aborted = True
-            ending = threading.Thread(target=_abort, args=(group,), name="nccl abort", daemon=True)
-            ending.start()
-            self._ending = (
-                ending  # after its start, which may fail: only a started thread is joined
-            )
+            group = (self._group,)
+            ending = threading.Thread(target=_abort, args=group, name="nccl abort", daemon=True)
+            try:
+                ending.start()
+            except RuntimeError as error:
+                # This host has no thread left now. Raising would end the source of all lanes; the
+                # group stays for the next abort or close, an operation until its own deadline.
+                logger.warning("a broken NCCL transport is not aborted yet: %s", error)
+                return
+            self._group, self._ending = None, ending
 
     def close(self) -> None:
         """See Transport. Aborts: a regular shutdown waits for the peer."""
