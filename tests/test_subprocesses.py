@@ -28,7 +28,7 @@ from titan_grpo.subprocesses import (
 )
 
 LONG = [sys.executable, "-c", "input()"]
-SAYS_ITS_ID = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+SAYS_ITS_ID = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
 END_S = 60.0
 SHARED = Path("/dev/shm")
 
@@ -74,7 +74,9 @@ def test_a_process_that_goes_on_is_a_timeout_and_one_that_ended_its_status() -> 
 def test_a_users_command_ends_with_the_ctrl_c_that_ends_the_wait_for_it() -> None:
     # Its session is its own: a terminal's Ctrl-C reaches this process only.
     code = (
-        "import os, sys, titan_grpo.subprocesses as s;"
+        "import os, signal, sys, titan_grpo.subprocesses as s;"
+        # In the background of a shell it would be ignored.
+        " signal.signal(signal.SIGINT, signal.default_int_handler);"
         f" s.run_command([sys.executable, '-c', {SAYS_ITS_ID!r}], os.environ, {END_S})"
     )
     with subprocess.Popen(python(code), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as ours:

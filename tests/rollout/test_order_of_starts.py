@@ -3,19 +3,23 @@ without what processes and other load take."""
 
 import asyncio
 import threading
+import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from scripts.bench_tails import PER_STEP, Setting, least_s, simulated, spec_of
 from scripts.timed_rollouts import Pace, Played, TimedServer, Work, in_simulated_time, play
 from tests.rollout.sampling import Letters
+from titan_grpo.config.task import TaskKeys
 from titan_grpo.rollout.dispatch import ADMIT_S
 from titan_grpo.rollout.messages import RolloutSpec, RolloutStopped
-from titan_grpo.rollout.task_runner import Codec
+from titan_grpo.rollout.task_runner import Codec, TaskFailed, TaskRunner
 from titan_grpo.samples import Prompt
 from titan_grpo.titan.tiny import write_tiny_model
 
@@ -109,3 +113,29 @@ def test_groups_that_overtake_each_other_leave_slow_prompts_out(model: Path) -> 
     run = played(setting, model)
     slow = sum(times for index, times in run.trained.items() if setting.is_slow(index))
     assert slow < setting.share * setting.steps * PER_STEP
+
+
+def test_prompts_that_wait_take_few_bytes_a_token_and_come_back_as_they_were() -> None:
+    length, count = 8192, 64
+
+    class Long:
+        def prompt(self, index: int, codec: Codec) -> Prompt:
+            return Prompt(index, tuple(range(1000, 1000 + length)), {"answer": index})
+
+    task = cast(Any, Long())
+    waiting = TaskRunner(task, Letters(), TaskKeys())
+    tracemalloc.start()
+    for index in range(count):
+        assert waiting.ahead(index) is not None
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert taken < 12 * length * count
+    assert waiting.prompt(5) == task.prompt(5, Letters())
+
+
+def test_a_prompt_whose_tokens_are_no_numbers_is_its_tasks_mistake() -> None:
+    task = SimpleNamespace(prompt=lambda index, codec: Prompt(index, cast(Any, ("a",))))
+    waiting = TaskRunner(cast(Any, task), Letters(), TaskKeys())
+    assert waiting.ahead(3) is None
+    with pytest.raises(TaskFailed, match="token_ids of prompt 3"):
+        waiting.prompt(3)

@@ -4,14 +4,13 @@ import asyncio
 import random
 import re
 import threading
-import tracemalloc
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -135,32 +134,6 @@ def test_no_more_calls_of_a_task_are_in_flight_than_its_limit() -> None:
         return most, sum(rewards)
 
     assert asyncio.run(run()) == (3, 20.0)
-
-
-def test_prompts_that_wait_take_few_bytes_a_token_and_come_back_as_they_were() -> None:
-    length, count = 8192, 64
-
-    class Long:
-        def prompt(self, index: int, codec: Codec) -> Prompt:
-            return Prompt(index, tuple(range(1000, 1000 + length)), {"answer": index})
-
-    task = cast(Any, Long())
-    waiting = TaskRunner(task, Letters(), TaskKeys())
-    tracemalloc.start()
-    for index in range(count):
-        assert waiting.ahead(index) is not None
-    taken = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    assert taken < 12 * length * count
-    assert waiting.prompt(5) == task.prompt(5, Letters())
-
-
-def test_a_prompt_whose_tokens_are_no_numbers_is_its_tasks_mistake() -> None:
-    task = SimpleNamespace(prompt=lambda index, codec: Prompt(index, cast(Any, ("a",))))
-    waiting = TaskRunner(cast(Any, task), Letters(), TaskKeys())
-    assert waiting.ahead(3) is None
-    with pytest.raises(TaskFailed, match="token_ids of prompt 3"):
-        waiting.prompt(3)
 
 
 class Plain(Letters):

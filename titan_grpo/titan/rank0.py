@@ -104,7 +104,8 @@ class Controller:
         cost: TokenCost,
         routes: int,
     ) -> None:
-        """``nbytes``: of the whole model as servers hold it. ``routes``: as in BatchOptions."""
+        """``nbytes``: of the whole model, which servers load at their start, also where versions
+        are adapters. ``routes``: as in BatchOptions."""
         self._job = job_config
         self._model_dir, self._model_nbytes = model_dir, nbytes
         self._run_dir = Path(job_config.job.dump_folder)
@@ -153,7 +154,6 @@ class Controller:
         ends.callback(self._servers.stop)
         process = SyncProcess.launch(sync)  # it loads its modules while servers and rollouts start
         # One deadline for all waits below: the other ranks wait no longer (rules.rank0_waits_s).
-        # Servers load the whole model, also where versions are adapters.
         startup_s = sync.startup_s(self._model_nbytes)
         deadline = time.monotonic() + startup_s
         self._servers.start()
