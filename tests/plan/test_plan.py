@@ -202,17 +202,9 @@ def test_a_dead_server_makes_no_group(shares: bool, monkeypatch: pytest.MonkeyPa
         dead.extend(server.groups if not server.alive else ())
 
     monkeypatch.setattr(Simulation, "_fill", filled)
-    slow = Setup(
-        parameters=500_000_000,
-        servers=8,
-        trainer_link_gbit=8.0,
-        server_link_gbit=8.0,
-        step_s=10.0,
-        hours=0.3,
-        dying=1.0,
-        sync=WeightSync(relay=shares),
-    )
-    assert Simulation(slow).run().deaths > 0
+    sync = WeightSync(relay=shares)
+    dying = replace(SMALL, servers=8, hours=0.3, dying=1.0, sync=sync)
+    assert Simulation(dying).run().deaths > 0
     assert dead == []
 
 

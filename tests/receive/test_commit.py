@@ -12,6 +12,7 @@ import torch
 
 from tests.receive.site import DictEngine, Site, Weights
 from tests.receive.workers import Team, everywhere
+from tests.rigs.threads import no_free_thread
 from titan_grpo.errors import PeerError
 from titan_grpo.protocol.messages import Applied
 from titan_grpo.receive.checkpoint import INDEX, CheckpointNames
@@ -288,15 +289,11 @@ def test_what_replaces_no_receiver_moves_no_mapping_into_the_pause_of_the_next_c
 
 
 def test_memory_for_whose_mapping_no_thread_starts_is_mapped_by_the_first_commit(
-    pins: Pins, noted: Site, monkeypatch: pytest.MonkeyPatch
+    pins: Pins, noted: Site
 ) -> None:
     link = noted.connect(WEIGHTS)
 
-    def no_thread(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as lacking:
-        lacking.setattr(threading.Thread, "start", no_thread)
+    with no_free_thread():
         noted.side.hello({"attach": link.attach().to_dict()})
     assert noted.deliver(link, 1, 1, WEIGHTS).ok
     assert pins.noted == [PIN, "load"]

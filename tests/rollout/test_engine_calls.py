@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from tests.rigs.sockets import free_port
+from tests.rigs.threads import no_free_thread
 from tests.rollout.conftest import MakeServer
 from titan_grpo.engines.http import HttpRefused, ServerAccess
 from titan_grpo.engines.server import ASK_S, ServerControl, make_control
@@ -299,16 +300,12 @@ def test_threads_end_with_their_calls_and_routes_outlive_a_close_of_their_server
 
 
 def test_a_call_for_which_no_thread_starts_fails_at_once_and_the_next_one_is_made(
-    spec: RolloutSpec, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    spec: RolloutSpec, engine: Callable[..., Engine]
 ) -> None:
     server, answers = engine(STOCK), SimpleQueue[Answer]()
     calls = EngineCalls(spec, answers.put)
 
-    def no_thread(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as lacking:
-        lacking.setattr(threading.Thread, "start", no_thread)
+    with no_free_thread():
         calls.take(EngineCall(7, server.url, "label", (), CALL_S))
     answer = answers.get(timeout=WAIT_S)
     assert answer.number == 7

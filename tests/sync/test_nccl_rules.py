@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.rigs.threads import no_free_thread
 from tests.sync.fake_nccl import ENDLESS_S, ProcessGroupNCCL, fake_nccl
 from titan_grpo.errors import TransferFailed
 from titan_grpo.sync.transports import broadcast
@@ -129,17 +130,13 @@ def test_an_abort_ends_a_transfer_though_nccls_own_call_blocks_and_then_raises(
 
 
 def test_an_abort_without_a_free_thread_raises_nothing_and_the_next_one_ends_the_group(
-    group: Any, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    group: Any, threads: ThreadPoolExecutor
 ) -> None:
     aborted = threading.Event()
     trainer, receiver = pair(threads)
     group.on_abort = staticmethod(aborted.set)
 
-    def no_thread(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as lacking:
-        lacking.setattr(threading.Thread, "start", no_thread)
+    with no_free_thread():
         receiver.abort()
     assert not aborted.is_set()
     receiver.abort()

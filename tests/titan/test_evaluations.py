@@ -12,6 +12,7 @@ import msgspec
 import psutil
 import pytest
 
+from tests.rigs.threads import no_free_thread
 from tests.rollout.conftest import CompletionServer, MakeServer
 from tests.sync.conftest import MakeRig
 from titan_grpo.config.task import Evaluation
@@ -118,16 +119,12 @@ def test_a_version_is_evaluated_where_it_is_due_and_its_server_is_kept_meanwhile
 
 
 def test_an_evaluation_for_which_no_thread_starts_keeps_no_server_and_begins_later(
-    begin: Begin, completion_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, completion_server: MakeServer
 ) -> None:
     server = completion_server()
     one, lanes, rollouts, recorder = begin(every=4)
 
-    def no_thread(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as lacking:
-        lacking.setattr(threading.Thread, "start", no_thread)
+    with no_free_thread():
         one.set_server(held(server, 0))
     assert lanes.calls == [("keep", server.url), ("go on", server.url)]
     assert rollouts.told == [server.url]

@@ -110,10 +110,14 @@ class EngineCalls:
             self._waiting[key] = deque([(call, came)])
             if call.url not in self._servers:
                 self._servers[call.url] = _Server(self._spec, call.url)
-        name = f"{'stock ' if of_routes else ''}calls {call.url}"
-        serve, served = self._serve, (self._servers[call.url], key)
+        thread = threading.Thread(
+            target=self._serve,
+            args=(self._servers[call.url], key),
+            name=f"{'stock ' if of_routes else ''}calls {call.url}",
+            daemon=True,
+        )
         try:
-            threading.Thread(target=serve, args=served, name=name, daemon=True).start()
+            thread.start()
         except RuntimeError as error:
             # This host has no thread left now. The key must not stay: no later call of this server
             # would be made, although threads become free.

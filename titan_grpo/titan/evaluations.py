@@ -231,17 +231,18 @@ class Evaluations:
                 name = table.job.table.name
                 logger.warning("evaluation %s waits for a later version: %s", name, error)
                 table.running, table.due = None, run.due
-                self._let_go(state.url)
+                self._let_go(run)
                 continue
             self._threads = [t for t in self._threads if t.is_alive()] + [thread]
 
-    def _let_go(self, url: str) -> float | None:
-        """Let a server's lane go on, unless another evaluation runs there; return since when the
-        lane was kept."""
-        if any(t.running is not None and t.running.url == url for t in self._tables):
-            return None
-        self._go_on(url)
-        return self._kept_since.pop(url)
+    def _let_go(self, run: _Running) -> None:
+        """Let the lane of an evaluation's server go on, unless another one runs there."""
+        if any(t.running is not None and t.running.url == run.url for t in self._tables):
+            return
+        since, now = self._kept_since.pop(run.url), self._recorder.now()
+        if run.url not in self.own:  # an evaluation-only server delays no rollout
+            self._recorder.record_span(names.HELD_S, since, now, run.url, version=run.version)
+        self._go_on(run.url)
 
     def _break(self, run: _Running, why: str) -> None:
         run.broken = run.broken or why
@@ -274,10 +275,7 @@ class Evaluations:
                 self._values |= evaluation.metrics(outcome)
             else:
                 self._try_again(table, run, outcome)
-            if (since := self._let_go(run.url)) is not None and run.url not in self.own:
-                # An evaluation-only server delays no rollout.
-                now = self._recorder.now()
-                self._recorder.record_span(names.HELD_S, since, now, run.url, version=run.version)
+            self._let_go(run)
             self._changed.notify_all()
         self._prepare_next(table)
 

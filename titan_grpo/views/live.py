@@ -140,8 +140,9 @@ class State:
                 self.errors.append(message)
             case ["first step"]:  # what was before is an older run in the same folder
                 self.errors.clear()
-                held = {url: held for url, held in self.held.items() if url in self.own}
-                self.held = {url: held[url] if self.own[url] else None for url in held}
+                self.held = {
+                    u: v if self.own[u] else None for u, v in self.held.items() if u in self.own
+                }
                 self.commits = dict(self.own)
 
 
