@@ -228,6 +228,28 @@ def test_a_server_that_ends_at_once_is_reported_with_the_end_of_its_log(tmp_path
         server.wait_healthy(90)
 
 
+def test_a_server_whose_engine_fails_is_reported_with_the_engines_error_and_not_only_the_last(
+    tmp_path: Path,
+) -> None:
+    dying = r"""
+        import sys
+        print("WARNING [core.py:1] Failed to import from a.b: ModuleNotFoundError('a')")
+        print("(EngineCore pid=7) ERROR 11-26 11:49:21 [core.py:1510] Traceback (most recent)")
+        print("(EngineCore pid=7) ERROR 11-26 11:49:21 [core.py:1510]     raise OSError(text)")
+        print("(EngineCore pid=7) ERROR 11-26 11:49:21 [core.py:1510] a.b.StartError: no kernels")
+        print("  File \"core_client.py\", line 682, in __init__\n" * 100)
+        print("RuntimeError: the engine failed, see above", flush=True)
+        sys.exit(1)
+    """
+    with Server(spec(tmp_path, dying)) as server, pytest.raises(ServerUnreachable) as failed:
+        server.wait_healthy(90)
+    first, *rest = str(failed.value).splitlines()
+    assert (
+        "exit code 1 before it was healthy, its first error: a.b.StartError: no kernels;" in first
+    )
+    assert rest[-1] == "RuntimeError: the engine failed, see above"
+
+
 def test_a_vllm_that_reads_calls_of_tools_gets_the_options_beside_its_parsers_name() -> None:
     name = ("--tool-call-parser", "hermes")
     asked = command(ServerSpec("py", "m", "log", port=1, tool_calls=True, args=name))

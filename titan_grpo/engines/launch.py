@@ -4,6 +4,7 @@ in vllm.py and sglang.py."""
 import contextlib
 import logging
 import os
+import re
 import socket
 import subprocess
 import threading
@@ -21,8 +22,11 @@ from titan_grpo.observe.terminal import waiting
 from titan_grpo.runkey import Key, with_run_key
 from titan_grpo.subprocesses import Guarded, without_torchrun
 
-LOG_TAIL_BYTES = 2000
+LOG_TAIL = 2000
+"""Characters."""
 POLL_S = 0.25
+_ERROR = re.compile(r"^(?:.*?[\])] )?((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.MULTILINE)
+"""An exception's last line, alone or after what an engine's logger puts before it."""
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +77,17 @@ class ServerSpec:
         """Whether other processes need its CPU cores too: then few threads and processes, and no
         spinning."""
         return self.cpu and self.cpu_threads > 0
+
+
+def first_error(log: str) -> str:
+    """Return the first exception in a server's log, or "". The end of the log is often that of an
+    outer process, which says only that the engine has ended. Pure.
+
+    >>> first_error("(Engine pid=1) ERROR [core.py:9] OSError: no GPU\\nRuntimeError: see above")
+    'OSError: no GPU'
+    """
+    found = _ERROR.search(log)
+    return found.group(1) if found else ""
 
 
 def command(spec: ServerSpec, keys_path: str = "") -> list[str]:
@@ -142,7 +157,7 @@ class Server:
         """Wait until /health answers 200, as in both engines once they can generate; it needs no
         key. Return the seconds since the start.
 
-        Raises ServerUnreachable, with the end of the log, if the process ends or at the deadline.
+        Raises ServerUnreachable, with what the log says, if the process ends or at the deadline.
         """
         health = dialect(self.spec.engine).health(2.0)
         with SyncDriver(self.url) as driver:
@@ -160,9 +175,12 @@ class Server:
                     threading.Event().wait(POLL_S)
                     continue
                 log = Path(self.spec.log_path)
-                tail = log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+                said = log.read_text(errors="replace")
+                if error := first_error(said):
+                    what += f", its first error: {error}"
                 raise ServerUnreachable(
-                    f"{self.url}: the launched server {what}; see {log}, which ends with:\n{tail}"
+                    f"{self.url}: the launched server {what}; see {log}, which ends with:\n"
+                    f"{said[-LOG_TAIL:]}"
                 )
 
     def signal(self, number: int) -> None:
