@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import ENGINES, Table, options_of, serving, write_json
+from scripts.common import DEVICES, ENGINES, Table, on_device, options_of, serving, write_json
 from tests.conformance.commits import difference, sender
 from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest, remake
 from titan_grpo.errors import PeerError
@@ -50,14 +50,11 @@ class Row:
         )
 
 
-def measure(engine: str, kind: Kind, tp: int, folder: Path) -> Row:
+def measure(engine: str, kind: Kind, tp: int, device: str, folder: Path) -> Row:
     """Start, sync twice, compare."""
     model = remake(100, folder / "start", kind)
-    parallel: dict[str, Any] = {"tensor_parallel": tp}
-    if engine == "vllm":
-        args = ("--tensor-parallel-size", str(tp), "--distributed-executor-backend", "mp")
-        parallel = {"args": args if tp > 1 else ()}
-    with serving(engine, model, folder / "server.log", **parallel) as server:
+    settings = {"tensor_parallel": tp} | on_device(engine, device)
+    with serving(engine, model, folder / "server.log", **settings) as server:
         e = EngineUnderTest(server, folder, remake=partial(remake, kind=kind))
         with sender(e) as trainer:
             before = difference(e, trainer.make(1)[1])
@@ -71,6 +68,7 @@ def main() -> int:
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--kind", nargs="+", choices=get_args(Kind), default=get_args(Kind))
     parser.add_argument("--tp", nargs="+", type=int, default=(1, 2))
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="cuda: on the first GPU")
     options = parser.parse_args()
     rows: list[Row] = []
     table = Table(text=14)
@@ -78,7 +76,7 @@ def main() -> int:
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             try:
-                row = measure(engine, kind, tp, Path(folder))
+                row = measure(engine, kind, tp, options.device, Path(folder))
             except (PeerError, AssertionError) as error:
                 row = Row(engine, kind, tp, 0.0, (), (str(error).splitlines() or ["failed"])[0])
         rows.append(row)

@@ -29,7 +29,17 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import ENGINES, deliver, options_of, python_of, serving, spread, write_json
+from scripts.common import (
+    DEVICES,
+    ENGINES,
+    deliver,
+    on_device,
+    options_of,
+    python_of,
+    serving,
+    spread,
+    write_json,
+)
 from tests.conformance.engine import MAX_DIFFERENCE
 from tests.rigs.scores import apart, right, said
 from tests.rigs.trainer import Trainer, manifest_of
@@ -90,6 +100,7 @@ def parse() -> argparse.Namespace:
     alone = "vLLM: its own reload, without a server"
     parser.add_argument("--alone", action="store_true", help=alone)
     parser.add_argument("--kv", choices=("keep", "recompute"), default="keep")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="cuda: on the first GPU")
     options = parser.parse_args()
     if options.alone and options.engine != "vllm":
         parser.error("--alone: nothing loads SGLang's model without its server")
@@ -124,7 +135,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     config = WeightSync(kv_after_update=options.kv)
     manifest = manifest_of(start, config.block_bytes)
     watch, rounds = Stopwatch(), []
-    settings = {"max_num_seqs": 8, "cpu_threads": 1}
+    settings = on_device(options.engine, options.device) | {"max_num_seqs": 8, "cpu_threads": 1}
     with serving(options.engine, model, folder / "server.log", STARTUP_S, **settings) as server:
         access = ServerAccess(server.url, VERSION_S)
         sync = SyncOptions(urls=[server.url], engine=options.engine)

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.verify.server import GPU_ARGUMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "train_configs/quickstart_cpu.toml"
 ENGINES = ("vllm", "sglang")
+DEVICES = ("cpu", "cuda")
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -51,6 +53,11 @@ def write_json(path: Path | None, figures: Any) -> None:
 def python_of(engine: str) -> str:
     """Interpreter of an engine's environment."""
     return str(ROOT / f".venv-{engine}" / "bin" / "python")
+
+
+def on_device(engine: str, device: str) -> dict[str, Any]:
+    """Of a ServerSpec on ``device``, cpu or cuda (the first GPU, which it shares)."""
+    return {"cpu": False, "args": tuple(GPU_ARGUMENTS[engine])} if device == "cuda" else {}
 
 
 @contextmanager

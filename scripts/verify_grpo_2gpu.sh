@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Proves on this machine that a server serves exactly the trainer's weights: two trainer ranks, one real server, three runs.
 # With two or more GPUs it uses CUDA, and NCCL for the weights, otherwise the CPU. Exit code 1 names what is violated.
+# With --device cuda --nproc 1 trainer and server share one GPU, and the weights go as on a CPU.
 #
 # With --faults instead: every fault of the matrix, or those named, in real trainers, lanes, receivers and servers.
 #
@@ -10,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Before there is an environment that could say more: help makes none.
-case " $* " in *" --help "* | *" -h "*) [ -x .venv/bin/python ] || { sed -n '2,9s/^# \{0,1\}//p' scripts/verify_grpo_2gpu.sh; exit 0; } ;; esac
+case " $* " in *" --help "* | *" -h "*) [ -x .venv/bin/python ] || { sed -n '2,10s/^# \{0,1\}//p' scripts/verify_grpo_2gpu.sh; exit 0; } ;; esac
 # See scripts/test.sh.
 unset PYTHONDONTWRITEBYTECODE
 torchtitan=0.2 previous="" arguments=()

@@ -24,7 +24,7 @@ from titan_grpo.cli import guarded
 from titan_grpo.commands.processes import stop_on_sigterm
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan.tiny import write_tiny_model
-from titan_grpo.verify.server import Devices
+from titan_grpo.verify.server import Devices, choose_devices
 
 MODEL, OTHER_MODEL = "qwen3", "llama3"
 
@@ -196,15 +196,7 @@ class Matrix:
 
 def devices_of(wanted: str) -> Devices:
     """What the cases run on. ConfigError where CUDA cannot be used."""
-    if wanted in ("auto", "cpu"):
-        return Devices("cpu")
-    gpus = torch.cuda.device_count()
-    if gpus < 2:
-        raise ConfigError(
-            "--faults with --device cuda needs a GPU for the trainer and one for the servers, this"
-            f" host has {gpus}"
-        )
-    return Devices("cuda", 1)
+    return choose_devices("cpu" if wanted == "auto" else wanted, torch.cuda.device_count(), ranks=1)
 
 
 if __name__ == "__main__":

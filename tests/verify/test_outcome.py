@@ -59,18 +59,25 @@ def test_throughput_is_what_the_summary_says() -> None:
         ("auto", 2, 2, Devices("cuda", 1)),
         ("cuda", 8, 2, Devices("cuda", 2)),
         ("cuda", 2, 1, Devices("cuda", 1)),
+        ("cuda", 1, 1, Devices("cuda", 0)),
     ],
 )
-def test_devices_are_chosen_so_that_the_server_never_sits_on_rank_0s_gpu(
+def test_the_server_sits_on_rank_0s_gpu_only_where_there_is_no_other(
     wanted: str, gpus: int, ranks: int, chosen: Devices
 ) -> None:
     assert choose_devices(wanted, gpus, ranks) == chosen
 
 
-@pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (2, 4)])
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (0, 1), (1, 2), (2, 4)])
 def test_cuda_without_enough_gpus_is_refused_with_the_remedy(gpus: int, ranks: int) -> None:
     with pytest.raises(ConfigError, match="--device cpu"):
         choose_devices("cuda", gpus, ranks)
+
+
+def test_a_lane_is_nccl_only_to_a_gpu_of_its_own() -> None:
+    transports = {n: choose_devices("cuda", n, 1).transport for n in (1, 2)}
+    assert transports == {1: "auto", 2: "nccl"}
+    assert choose_devices("cpu", 8, 2).transport == "auto"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from titan_grpo.commands.processes import (
 )
 from titan_grpo.errors import ConfigError
 
+DEVICE_HELP = "auto: CUDA with two or more GPUs; cuda with --nproc 1: also on one, which both share"
+
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     """Parse and check the arguments. Raises ConfigError."""
@@ -30,7 +32,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     devices = ["auto", "cpu", "cuda"]
-    add("--device", default="auto", choices=devices, help="auto: CUDA with two or more GPUs")
+    add("--device", default="auto", choices=devices, help=DEVICE_HELP)
     add("--out", default="", help="new directory for evidence (default outputs/verify-<time>)")
     add("--json", default="", metavar="PATH", help="also write the result as JSON")
     # No mixture of experts: bf16 rounding affects its routing, so log-probabilities cannot tell its

@@ -25,16 +25,16 @@ GPU_ARGUMENTS: dict[str, list[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Devices of trainer and server. With CUDA the server gets ``server_gpu``, never rank 0's: NCCL
-    refuses two ranks on one GPU."""
+    """Devices of trainer and server. With CUDA the server gets ``server_gpu``, which is rank 0's
+    only where there is no other."""
 
     kind: str
     server_gpu: int = 0
 
     @property
     def transport(self) -> str:
-        """The lane's transport."""
-        return "nccl" if self.kind == "cuda" else "auto"
+        """The lane's transport. NCCL refuses two ranks on one GPU, and rank 0 has GPU 0."""
+        return "nccl" if self.server_gpu > 0 else "auto"
 
     def trainer_environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return ``env`` with the settings for torchrun."""
@@ -46,15 +46,14 @@ def choose_devices(wanted: str, gpus: int, ranks: int) -> Devices:
     """Return the devices for ``wanted`` (auto, cpu or cuda) on a host with ``gpus`` GPUs. Pure.
     Raises ConfigError if CUDA cannot be used.
 
-    >>> choose_devices("auto", 1, 2), choose_devices("auto", 2, 2)
-    (Devices(kind='cpu', server_gpu=0), Devices(kind='cuda', server_gpu=1))
+    >>> choose_devices("cuda", 1, 1), choose_devices("cuda", 2, 2)
+    (Devices(kind='cuda', server_gpu=0), Devices(kind='cuda', server_gpu=1))
     """
     if wanted == "cpu" or (wanted == "auto" and gpus < 2):
         return Devices("cpu")
-    if gpus < max(2, ranks):
+    if gpus < ranks:
         raise ConfigError(
-            f"--device cuda needs a GPU per rank ({ranks}) and one for the server other than rank"
-            f" 0's, this host has {gpus}: use --device cpu"
+            f"--device cuda needs a GPU per rank ({ranks}), this host has {gpus}: use --device cpu"
         )
     return Devices("cuda", min(ranks, gpus - 1))
 
