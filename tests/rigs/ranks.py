@@ -15,7 +15,8 @@ DEADLINE_S = 240.0
 
 def run_ranks(script: Path, count: int, *arguments: str, python: str = sys.executable) -> list[str]:
     """What each of ``count`` ranks prints, by rank; started with its rank and the arguments."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
             [python, "-m", "tests.rigs.ranks", str(script), str(count), folder, *arguments],
