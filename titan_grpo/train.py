@@ -4,8 +4,13 @@ X.toml``."""
 import os
 import signal
 import sys
+import threading
 import traceback
+from collections.abc import Mapping
 from typing import Any
+
+SAY_S = 30.0
+"""Seconds that the other ranks of a host leave to its first one to say why none can start."""
 
 
 def _stop_on_signals() -> None:
@@ -57,6 +62,19 @@ def _run(argv: list[str]) -> None:
     run(job_config)
 
 
+def refuse(text: str, environ: Mapping[str, str], wait_s: float = SAY_S) -> None:
+    """Say once on each host why its ranks end, which all of them know: its first rank does."""
+    from titan_grpo.observe.terminal import print_error
+
+    if environ.get("LOCAL_RANK", "0") == "0":
+        print_error(text)
+        return
+    # torchrun ends all ranks when one has ended: the first one would be ended before its line if
+    # another came here, and left, before it. It ends this one too, unless only this one knows.
+    threading.Event().wait(wait_s)
+    print_error(f"rank {environ.get('RANK', '')}: {text}")
+
+
 def main(argv: list[str]) -> int:
     """Run one rank. Return 0 after training, 2 for a refused configuration, 1 for another error of
     ours. Errors are printed in one line."""
@@ -74,9 +92,7 @@ def main(argv: list[str]) -> int:
     try:
         _run(argv)
     except (ConfigError, DataError, UpstreamError) as error:
-        # Every rank gets the same error: print it once.
-        if rank == "0":
-            print_error(str(error))
+        refuse(str(error), os.environ)
         return 2
     except (StorageError, TaskError) as error:
         print_error(f"rank {rank}: {error}")

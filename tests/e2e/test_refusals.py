@@ -39,9 +39,15 @@ def test_a_trainer_that_torchrun_did_not_start_says_so_in_one_line(runs: Runs) -
     assert all(word in line for word in ("by torchrun", "LOCAL_WORLD_SIZE", "MASTER_PORT"))
 
 
-def test_under_torchrun_one_rank_says_it(runs: Runs, tmp_path: Path) -> None:
+def test_under_torchrun_one_rank_says_it_also_where_it_comes_last(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = "import os, threading\nif os.environ.get('RANK') == '0': threading.Event().wait(4)\n"
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late" / "sitecustomize.py").write_text(late)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "late"), prepend=os.pathsep)
     arguments = ["--parallelism.context_parallel_degree=2"]
-    with runs.start(tmp_path, ["http://127.0.0.1:9"], *arguments, nproc=2) as training:
+    with runs.start(tmp_path / "run", ["http://127.0.0.1:9"], *arguments, nproc=2) as training:
         assert training.finish() != 0
     complaints = [line for line in training.lines if line.startswith("titan-grpo: ")]
     assert len(complaints) == 1, training.log
