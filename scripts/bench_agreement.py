@@ -50,7 +50,7 @@ class Row:
         )
 
 
-def measure(engine: str, kind: Kind, tp: int, device: str, folder: Path) -> Row:
+def measure(engine: str, kind: Kind, tp: int, folder: Path, device: str = "cpu") -> Row:
     """Start, sync twice, compare."""
     model = remake(100, folder / "start", kind)
     settings = {"tensor_parallel": tp} | on_device(engine, device)
@@ -76,7 +76,7 @@ def main() -> int:
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             try:
-                row = measure(engine, kind, tp, options.device, Path(folder))
+                row = measure(engine, kind, tp, Path(folder), options.device)
             except (PeerError, AssertionError) as error:
                 row = Row(engine, kind, tp, 0.0, (), (str(error).splitlines() or ["failed"])[0])
         rows.append(row)
