@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 SAY_S = 30.0
-"""Seconds that the other ranks of a host leave to its first one to say why none can start."""
+"""Seconds that the other ranks of a host wait for its first rank to print why they all end."""
 
 
 def _stop_on_signals() -> None:
@@ -63,14 +63,15 @@ def _run(argv: list[str]) -> None:
 
 
 def refuse(text: str, environ: Mapping[str, str], wait_s: float = SAY_S) -> None:
-    """Say once on each host why its ranks end, which all of them know: its first rank does."""
+    """Print why the ranks end, once per host: its first rank prints it. Another rank prints it only
+    if nothing has ended it after ``wait_s``: then the first rank does not know."""
     from titan_grpo.observe.terminal import print_error
 
     if environ.get("LOCAL_RANK", "0") == "0":
         print_error(text)
         return
-    # torchrun ends all ranks when one has ended: the first one would be ended before its line if
-    # another came here, and left, before it. It ends this one too, unless only this one knows.
+    # torchrun ends all ranks as soon as one has ended. If this rank ended at once, the first one
+    # could be ended before it has printed anything.
     threading.Event().wait(wait_s)
     print_error(f"rank {environ.get('RANK', '')}: {text}")
 

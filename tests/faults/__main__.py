@@ -24,7 +24,7 @@ from titan_grpo.cli import guarded
 from titan_grpo.commands.processes import stop_on_sigterm
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan.tiny import write_tiny_model
-from titan_grpo.verify.server import Devices, choose_devices
+from titan_grpo.verify.server import choose_devices
 
 MODEL, OTHER_MODEL = "qwen3", "llama3"
 
@@ -138,7 +138,8 @@ class Matrix:
     def __init__(self, options: argparse.Namespace, env: Mapping[str, str], done: Any) -> None:
         self._o, self._done = options, done
         options.out.mkdir(parents=True, exist_ok=True)
-        self._devices = devices_of(options.device)
+        wanted = "cpu" if options.device == "auto" else options.device
+        self._devices = choose_devices(wanted, torch.cuda.device_count(), ranks=1)
         self._env = self._devices.trainer_environment(env)
         # Other weights than the trainer's on purpose: what a server serves later can only have come
         # from the trainer.
@@ -192,11 +193,6 @@ class Matrix:
         if o.servers == "engineless":
             return engineless_launcher(folder, host, inside)
         return launcher(o.engine, o.python, folder, self._devices, host, inside)
-
-
-def devices_of(wanted: str) -> Devices:
-    """What the cases run on. ConfigError where CUDA cannot be used."""
-    return choose_devices("cpu" if wanted == "auto" else wanted, torch.cuda.device_count(), ranks=1)
 
 
 if __name__ == "__main__":
