@@ -72,9 +72,10 @@ def page() -> str:
 
 METRICS = """# Metrics
 
-Every name in `metrics.jsonl`, in TensorBoard, in the trace and in `summary.json`, with its unit.
-Names with `_s` are seconds; what the main thread lost (`time/`) and work done elsewhere (`sync/`)
-never share a name. A run has those that its configuration computes.
+Every name in the lines of `metrics.jsonl`, which also have `step` and `time_s`, and so in
+TensorBoard and W&B, with its unit. Names with `_s` are seconds; what the main thread lost (`time/`)
+and work done elsewhere (`sync/`) never share a name. A run has those that its configuration
+computes. The keys of `summary.json` are in `titan_grpo/observe/schema.py`.
 
 ## Where to look at them
 
@@ -101,19 +102,34 @@ This page is what `titan-grpo config --metrics` prints.
 """
 
 
+DROPS = """
+## Reasons of drops
+
+Each is a counter `dropped/REASON` of groups. `dropped/completion_REASON` counts the completions
+that a batch left out, for a reason below or one of its own.
+
+| reason | meaning |
+|---|---|
+"""
+
+
 def metrics_page() -> str:
     """Return the page of all metrics."""
-    made = "completions of up to that many tokens, made or trained on"
     meanings = names.MEANING | {
-        f"{names.DROPPED}/REASON": "groups or completions dropped for that reason",
-        f"{names.LENGTHS}/KIND/LONGEST": made,
         **{
             f"{names.GAP}/{by}/MOST": f"the gap's mean over {of}; MOST is a number, or more"
             for by, of in names.GAP_OF.items()
         },
+        **{f"{names.SERVER}/HOST:PORT/{what}": text for what, text in names.OF_SERVER.items()},
+        **{f"{names.EVALUATION}/NAME/{what}": text for what, text in names.OF_EVALUATION.items()},
+        f"{names.EVALUATION}/NAME/pass_at_K": "pass@K, with _low and _high like the reward",
+        f"{names.DROPPED}/REASON": "groups dropped for that reason; the reasons are below",
     }
-    rows = (f"| `{name}` | {meaning} |" for name, meaning in meanings.items())
-    return METRICS + "\n".join(rows) + "\n"
+    return METRICS + _rows(meanings) + DROPS + _rows(names.REASONS)
+
+
+def _rows(meanings: Mapping[str, str]) -> str:
+    return "".join(f"| `{name}` | {meaning} |\n" for name, meaning in meanings.items())
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:

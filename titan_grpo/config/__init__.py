@@ -119,8 +119,8 @@ class WeightSync:
     """PEM file with the certificate's private key, without a password."""
 
     bind_host: str = ""
-    """Address that the lanes' sockets bind to. Empty: loopback if every server is local, else this
-    host's address."""
+    """Address that the lanes' sockets bind to. Empty: for each server its own: loopback for a local
+    one, else this host's address on the route to it."""
 
     connect_deadline_s: float = 60.0
     """Deadline for a server's receiver to join its lane, in seconds. The receiver allocates memory

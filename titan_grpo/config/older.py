@@ -260,6 +260,13 @@ Not a key, and different all the same:
 * Every token carries the version that sampled it, or a bound on it if the engine does not report
   it (vLLM 0.32). No token older than `rollout.max_staleness` is trained on. There only the
   environment's `max_batches_offpolicy` bounded it.
+* A group with a completion without log-probabilities is dropped and counted, not trained on with a
+  weight of zero.
+* The gradient of the sequence ratio is GSPO's.
+* Normalisation and advantages are computed once, from the whole step, over all ranks and
+  micro-batches: how rows are distributed changes no weight, and what is left out stays out.
+* Text (`ptx_mixin_batchsize`), its order and a moving reference model are in the checkpoint. One
+  without the reference can be resumed with `checkpoint.exclude_from_loading = ["reference"]`.
 """
 
 

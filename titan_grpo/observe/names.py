@@ -160,7 +160,10 @@ MEANING: dict[str, str] = {
     IMPORTANCE_MAX: "largest weight of the off-policy correction",
     IMPORTANCE_CUT: "share of tokens whose weight bounds changed, or that m2_threshold left out",
     VETOED: "share of tokens in sequences that one token took out",
-    KEPT: "share of completion tokens that the policy finds likely enough to be trained on",
+    KEPT: (
+        "share of completion tokens that grpo.onpolicy_logp_threshold and"
+        " grpo.token_staleness_limit leave in the loss"
+    ),
     COMPLETION_TOKENS: "mean length of a completion, tokens",
     TRAINED_TOKENS: "completion tokens that the step trained on, each once",
     TRAINED_SEQUENCES: "completions that it trained on",
@@ -186,8 +189,8 @@ MEANING: dict[str, str] = {
     LOGPROB_GAP_MAX: "largest absolute difference of a step, nats",
     LOGPROB_DIFFERENCE: "mean of trainer minus engine log-probability, nats",
     ON_POLICY_GAP: (
-        "that mean over tokens that the trainer's own version made, on KV of its own: arithmetic,"
-        " not learning; nats"
+        "mean absolute difference of both log-probabilities over tokens whose weights and KV are of"
+        " the trainer's own version, nats: only arithmetic can cause it"
     ),
     ON_POLICY_GAP_MAX: "largest of those, nats",
     ROUTES_DIFFER: (
@@ -218,12 +221,18 @@ MEANING: dict[str, str] = {
     DIGEST_S: "hash of all blocks of a version, seconds",
     CONNECT_S: "opening a lane to a server, seconds",
     SEND_S: "bytes of a version on their way to one server, seconds",
-    VERIFY_S: "the server's check of the digests that was left after the last byte, seconds",
+    VERIFY_S: (
+        "a server's check of the digests, summed over its fetching threads, mostly while bytes"
+        " arrive; broadcast: what was left after the last byte; seconds"
+    ),
     DRAIN_S: (
         "a server finished its requests before a commit (rollout.in_flight_weight_updates = false),"
         " seconds"
     ),
-    COMMIT_S: "from pause to resume on one server, as the lane sees it, seconds",
+    COMMIT_S: (
+        "a whole commit on one server, from the call that pauses it to the read-back of its label,"
+        " as the lane sees it, seconds"
+    ),
     PAUSE_S: "generation stood still on one server, seconds",
     LOAD_S: "the engine's own loader at work within that pause, seconds",
     SYNC_S: "publish to verified commit on one server, seconds",
@@ -232,10 +241,15 @@ MEANING: dict[str, str] = {
     SYNC_BYTES: "bytes sent to all servers",
     RELAYED_BYTES: "of sync/bytes, what servers read from each other (weight_sync.relay)",
     SPARED_BYTES: "bytes that servers did not read, since patches made them (weight_sync.delta)",
-    SYNC_FAILURES: "transfers or commits that failed",
+    SYNC_FAILURES: (
+        "errors of lanes: failed connections (each attempt counts), looks, transfers and commits"
+    ),
     SKIPPED_VERSIONS: "versions that were not published because no slot was free",
-    DIGEST_MISMATCHES: "received blocks whose digest was wrong",
-    QUARANTINES: "times a server was taken out of the rollouts",
+    DIGEST_MISMATCHES: (
+        "transfers that ended at a block with a wrong digest (a block that was right when read"
+        " again is not counted), and loads of a wrong fingerprint"
+    ),
+    QUARANTINES: "times a load failed halfway: its server stays paused until a whole version is in",
     UNHEALTHY_STEPS: "optimizer steps that were skipped because of their numbers",
     SERVERS_JOINED: "servers added while training ran",
     SERVERS_LEFT: "servers removed while training ran",
@@ -246,6 +260,37 @@ MEANING: dict[str, str] = {
     SKIPPED_PROMPTS: "prompts given up after repeated drops or outages",
 }
 """Unit and meaning of each name: the legend of metrics.jsonl and of the trace."""
+
+
+REASONS: dict[str, str] = {
+    "stale": "finished, and too old when a step took them (rollout.max_staleness): made again",
+    "stale_in_flight": "too old before they were finished: made again",
+    "no_spread": "all rewards equal (grpo.dynamic_sampling)",
+    "too_short": "a completion shorter than rollout.min_completion_tokens",
+    "not_accepted": "the user's filter (rollout.filter) left them out",
+    "task_error": "the task, reward, agent or filter raised an exception",
+    "refused": "a server refused the request itself (400, 413 or 422), such as too long a prompt",
+    "version_unknown": "tokens under the label of another run",
+    "kv_kept": "KV of older weights survived a commit that was to drop it",
+    "no_routes": "an answer without the experts of each token (grpo.router_replay)",
+    "over_budget": "more tokens than rollout.max_completion_tokens",
+    "unfinished": "an end that is neither a stop nor the length limit",
+    "empty_prompt": "no prompt token, or none that all completions share",
+    "empty_completion": "a completion without tokens",
+    "nothing_sampled": "a completion without a sampled token",
+    "length_mismatch": "tokens, log-probabilities and versions of different lengths",
+    "bad_logprob": "a log-probability that is nan, infinite or above 0",
+    "bad_reward": "a reward that is nan, or beyond 3e38",
+    "malformed": "a group of Atropos that breaks its form",
+    "bad_score": "a score of Atropos that is no finite number",
+    "no_logprobs": "a group of Atropos without inference_logprobs",
+    "images": "a group of Atropos with images",
+    "unknown_version": "a group of Atropos that names a version that does not exist yet",
+    "completion_too_long": "completions, not groups: longer than training.seq_len with the prompt",
+    "completion_truncated": "completions at the length limit (grpo.mask_truncated)",
+    "completion_group_of_defective": "completions of a group with one that cannot be trained on",
+}
+"""Reason of a drop -> meaning (see :func:`dropped`)."""
 
 
 def dropped(reason: str) -> str:
@@ -322,14 +367,14 @@ def of_server(url: str, what: str) -> str:
 def meaning(name: str) -> str:
     """Return unit and meaning of any name in metrics.jsonl, or "" if the name is unknown.
 
-    >>> meaning("server/a:8000/lag"), meaning("dropped/stale")
-    ('version that the step began from minus the held one, versions', 'groups dropped: stale')
+    >>> meaning("server/a:8000/version"), meaning("dropped/bad_reward")
+    ('version that the server held', 'dropped: a reward that is nan, or beyond 3e38')
     """
     prefix, _, rest = name.partition("/")
     if prefix == GAP and "/" in rest:
         return f"{MEANING[LOGPROB_GAP]}, of {GAP_OF.get(rest.partition('/')[0], 'a part')}"
     if prefix == DROPPED:
-        return f"groups dropped: {rest}"
+        return f"dropped: {REASONS.get(rest, rest.replace('_', ' '))}"
     if prefix == EVALUATION:
         what = rest.partition("/")[2]
         return OF_EVALUATION.get(what, what.replace("pass_at_", "pass@").replace("_", ", "))

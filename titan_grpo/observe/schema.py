@@ -101,7 +101,7 @@ class Summary(Record):
     spared_bytes: Count
     """Bytes that servers did not read, thanks to patches."""
     sync_failures: Count
-    """Failed transfers and commits."""
+    """Errors of lanes: failed connections, looks, transfers and commits."""
     quarantines: Count
     skipped_optimizer_steps: Count
     requests: Count
