@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from titan_grpo.config.rollout import LAUNCH, is_loopback, server_url
+from titan_grpo.config.rollout import LAUNCH, is_loopback
 from titan_grpo.errors import ConfigError
 from titan_grpo.plan.setup import Setup
 from titan_grpo.titan.jobfile import read_config, read_toml
@@ -73,7 +73,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     options |= {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     given: dict[str, Any] = {}
     for path, table in tables.items():
-        given |= of_job(path, table, options.get("servers")) if is_job(table) else {}
+        given |= of_job(path, table, env, options.get("servers")) if is_job(table) else {}
     given |= options
     of_file = given.pop("model", None)
     model = of_file if args.model is None else args.model
@@ -124,13 +124,17 @@ def of_options(path: Path, table: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
-def of_job(path: Path, table: Mapping[str, Any], servers: int | None = None) -> dict[str, Any]:
-    """Return a plan's options from a job's TOML file with content ``table``. ``servers``: number of
-    servers given beside the file, which need not name any then (servers_slurm may be an argument of
-    the run). If it exceeds the file's number, all servers are taken to be on other hosts."""
+def of_job(
+    path: Path, table: Mapping[str, Any], env: Mapping[str, str], servers: int | None = None
+) -> dict[str, Any]:
+    """Return a plan's options from a job's TOML file with content ``table``. ``env`` may have a
+    SLURM host list. ``servers``: number of servers given beside the file, which need not name any
+    then (servers_slurm may be an argument of the run). If it exceeds the file's number, all servers
+    are taken to be on other hosts."""
     # Imported here: torchtitan takes seconds.
     from titan_grpo.titan.flavors import parameters_of
     from titan_grpo.titan.jobconfig import parse
+    from titan_grpo.titan.servers import known_servers
 
     argv, keys = ["--job.config_file", str(path)], table.get("rollout")
     ways = ("servers", "servers_file", "servers_slurm")
@@ -157,18 +161,20 @@ def of_job(path: Path, table: Mapping[str, Any], servers: int | None = None) -> 
         "in_flight": max(1, rollout.max_concurrent_requests // rollout.group_size),
         "parameters": parameters_of(config.model.name, config.model.flavor),
     }
+    launched = rollout.launch_count * len(rollout.launch_engines)
     if rollout.servers == [LAUNCH]:
-        count = rollout.launch_count * len(rollout.launch_engines)
-        out |= {"servers": count, "servers_per_host": count, "same_host": True}
-        out |= {"server_gpus": max(1, len(rollout.launch_gpus) // count)}
-    elif named and rollout.servers:
-        hosts = Counter(urlsplit(server_url(url)).hostname or "" for url in rollout.servers)
-        out |= {"servers": len(rollout.servers), "servers_per_host": max(hosts.values())}
-        out["same_host"] = all(map(is_loopback, hosts))
-    elif rollout.servers_slurm:
-        out["servers_per_host"] = rollout.servers_per_host
-    if servers is not None and servers > out.get("servers", 0):
-        out["same_host"] = False
+        out["server_gpus"] = max(1, len(rollout.launch_gpus) // launched)
+    try:
+        local = tuple(f"http://127.0.0.1:{port}" for port in range(1, launched + 1))
+        urls = known_servers(rollout, env, local).urls
+    except ConfigError as error:
+        if servers is None:
+            raise ConfigError(f"{error} (--servers N plans for N servers without it)") from error
+        urls = []  # neither the file nor SLURM's variable need be here before the run
+    hosts = Counter(urlsplit(url).hostname or "" for url in urls)
+    out["servers"] = servers or len(urls)
+    out["servers_per_host"] = max(hosts.values(), default=rollout.servers_per_host)
+    out["same_host"] = out["servers"] <= len(urls) and all(map(is_loopback, hosts))
     return out
 
 
