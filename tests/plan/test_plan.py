@@ -412,6 +412,25 @@ def test_servers_of_a_file_and_of_slurms_host_list_are_counted_too(
     assert (setup.servers, setup.servers_per_host, setup.same_host) == (24, 3, False)
 
 
+def test_a_job_with_adapters_has_their_size_and_little_state(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job.toml"
+    text = (root / "train_configs" / "qwen3_0.6b_gsm8k.toml").read_text()
+    setups = []
+    for sync in ("merged", "adapter"):
+        job.write_text(f'{text}\n[lora]\nrank = 8\nsync = "{sync}"\n')
+        setups.append(of_file(job))
+    merged, adapter = setups
+    assert merged.image_bytes == 2 * merged.parameters
+    # as scripts/bench_lora.py measured it (docs/measurements.md)
+    assert adapter.image_bytes == 10_092_544
+    state = 4 * merged.parameters + 16 * adapter.image_bytes // 2
+    assert merged.state_bytes == adapter.state_bytes == state / merged.trainer_gpus
+    assert command(["plan", str(job), "--model", "8e9"]) == 2
+    assert "--model must be left out" in capsys.readouterr().err
+
+
 def test_the_command_reads_a_file_of_options_and_writes_every_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

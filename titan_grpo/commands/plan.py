@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from titan_grpo.config import sends_adapters
 from titan_grpo.config.rollout import LAUNCH, is_loopback
 from titan_grpo.errors import ConfigError
 from titan_grpo.plan.setup import Setup
 from titan_grpo.titan.jobfile import read_config, read_toml
 
-OPTIONS = {f.name: f for f in fields(Setup) if f.name not in ("sync", "parameters")}
+OPTIONS = {f.name: f for f in fields(Setup) if "help" in f.metadata}
 
 MACHINES = (
     "trainer_hosts",
@@ -78,6 +79,11 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     of_file = given.pop("model", None)
     model = of_file if args.model is None else args.model
     if model is not None:
+        if given.get("adapters"):
+            raise ConfigError(
+                "--model must be left out with a job that has [lora], whose adapters are of its own"
+                f" model, got {model!r}"
+            )
         given["parameters"] = parameters(str(model))
     setup = Setup(**given)
     # Imported here, so that --help does not load numpy.
@@ -132,6 +138,7 @@ def of_job(
     then (servers_slurm may be an argument of the run). If it exceeds the file's number, all servers
     are taken to be on other hosts."""
     # Imported here: torchtitan takes seconds.
+    from titan_grpo.titan.export import adapter_elements
     from titan_grpo.titan.flavors import parameters_of
     from titan_grpo.titan.jobconfig import parse
     from titan_grpo.titan.servers import known_servers
@@ -160,6 +167,8 @@ def of_job(
         "whole_answers": not rollout.stream_completions,
         "in_flight": max(1, rollout.max_concurrent_requests // rollout.group_size),
         "parameters": parameters_of(config.model.name, config.model.flavor),
+        "adapters": adapter_elements(config),
+        "adapters_only": sends_adapters(config.lora),
     }
     launched = rollout.launch_count * len(rollout.launch_engines)
     if rollout.servers == [LAUNCH]:

@@ -6,6 +6,7 @@ Names and layout come from the model's own state dict adapter, as in a weight sy
 """
 
 import copy
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -91,6 +92,12 @@ def skeleton(config: Any) -> tuple[torch.nn.Module, ToHF]:
     if config.lora.rank:
         lora.put_on(model, adapter.to_hf, config.lora)
     return model, adapter.to_hf
+
+
+def adapter_elements(config: Any) -> int:
+    """Return the elements of all LoRA adapters of a parsed configuration; 0 without [lora]."""
+    shapes = lora.adapter_shapes(skeleton(config)[0]) if config.lora.rank else {}
+    return sum(map(math.prod, shapes.values()))
 
 
 def stored_shapes(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
