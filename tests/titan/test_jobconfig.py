@@ -204,6 +204,14 @@ def test_no_bound_on_the_gradient_norm_is_infinity(parse: Parse) -> None:
         ("--parallelism.tensor_parallel_degree=0", "tensor_parallel_degree must be 1 or more"),
         ("--parallelism.data_parallel_shard_degree=0", "data_parallel_shard_degree must be -1"),
         ("--checkpoint.interval=0", "checkpoint.interval must be 1 or more, got 0"),
+        (
+            "--checkpoint.enable --checkpoint.keep_latest_k=1",
+            "checkpoint.keep_latest_k must be 0 .* or 2 or more .*, got 1",
+        ),
+        (
+            "--checkpoint.enable --checkpoint.exclude_from_loading=optimizer,reference",
+            "exclude_from_loading must be some of .* \\(dataloader, lr_scheduler, model,",
+        ),
         ("--metrics.log_freq=0", "metrics.log_freq must be 1 or more, got 0"),
         ("--training.gc_freq=0", "training.gc_freq must be 1 or more, got 0"),
         ("--training.max_norm=-1", "training.max_norm must be greater than 0"),
@@ -424,6 +432,22 @@ def test_the_start_says_what_an_algorithm_set_and_what_cannot_act(tmp_path: Path
         "grpo.clip_ratio_upper_bound",
         "grpo.policy_ratio_type",
     }
+
+
+def test_a_batch_size_of_torchtitans_is_named_as_without_effect_and_refused_nowhere(
+    parse: Parse,
+) -> None:
+    arguments = ["--job.config_file", parse().job.config_file, "--training.global_batch_size=7"]
+    config, (line,) = jobconfig.read(arguments)
+    assert line.startswith("training.global_batch_size = 7 has no effect: ")
+    # torchtitan stops at 7 on two ranks
+    assert config.training.global_batch_size == -1
+
+
+def test_a_moving_reference_may_be_left_out_when_a_run_is_loaded(parse: Parse) -> None:
+    moving = "--grpo.kl_beta=0.1 --grpo.ref_model_ema=0.9"
+    keys = f"--checkpoint.enable --checkpoint.exclude_from_loading=reference {moving}"
+    assert parse("", *keys.split()).checkpoint.exclude_from_loading == ["reference"]
 
 
 def test_a_file_of_ones_own_is_an_algorithm_and_its_types_are_checked(

@@ -87,7 +87,10 @@ def read(argv: Sequence[str], world_size: int | None = None) -> tuple[Any, list[
     )
     refuse(broken)
     resolve_aliases(config.grpo)
-    return config, notes + inert(config, given)
+    notes += inert(config, given)
+    # It means nothing here, and torchtitan refuses one that its data-parallel ranks do not divide.
+    config.training.global_batch_size = -1
+    return config, notes
 
 
 def _evaluation(number: int, table: Mapping[str, Any], rollout: Any) -> Evaluation:
