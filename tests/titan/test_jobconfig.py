@@ -388,6 +388,56 @@ def test_a_run_key_that_is_missing_or_named_twice_is_refused_on_every_rank(
         jobconfig.check_files(config, {"TITAN_GRPO_RUN_KEY": "00" * 32})
 
 
+def save(dump_folder: Path, step: int, name: str = "attention.wq", **trained: int) -> None:
+    state = {
+        f"layers.0.{name}.weight": torch.zeros(1),
+        **({"train_state": trained} if trained else {}),
+    }
+    dcp.save(state, checkpoint_id=dump_folder / f"checkpoint/step-{step}", no_dist=True)
+
+
+@pytest.mark.parametrize("in_hf", [True, False])
+def test_a_run_that_left_the_weights_alone_is_told_how_to_go_on(
+    parse: Parse, tmp_path: Path, in_hf: bool
+) -> None:
+    model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
+    keys = ["--checkpoint.enable", f"--job.dump_folder={tmp_path}"]
+    keys.append(f"--model.hf_assets_path={model}")
+    alone = tmp_path / "checkpoint/step-4"
+    if in_hf:
+        alone.mkdir(parents=True)
+        (alone / "model.safetensors.index.json").write_text("{}")
+    else:
+        save(tmp_path, 4)
+    with pytest.raises(ConfigError, match=r"step-4 has trained weights without .*") as caught:
+        jobconfig.check_files(parse("", *keys))
+    assert ("initial_load_in_hf" in str(caught.value)) == in_hf
+    assert "remove" not in str(caught.value)
+    assert "move it" not in str(caught.value)
+    save(tmp_path, 2, version=2)
+    with pytest.raises(ConfigError, match=r"to go on from step 2, move it out of that folder;"):
+        jobconfig.check_files(parse("", *keys))
+    jobconfig.check_files(parse("", *keys, "--checkpoint.load_step=2"))
+    with pytest.raises(ConfigError, match=r"checkpoint\.load_step must be .* has \[2\], got 4"):
+        jobconfig.check_files(parse("", *keys, "--checkpoint.load_step=4"))
+    if not in_hf:
+        excluded = "optimizer,lr_scheduler,dataloader,train_state"
+        jobconfig.check_files(parse("", *keys, f"--checkpoint.exclude_from_loading={excluded}"))
+
+
+def test_a_first_checkpoint_that_is_not_there_is_refused_before_the_model_is_made(
+    parse: Parse, tmp_path: Path
+) -> None:
+    model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
+    keys = ["--checkpoint.enable", f"--model.hf_assets_path={model}"]
+    keys.append(f"--checkpoint.initial_load_path={tmp_path}/checkpoint/step-3")
+    config = parse("", *keys, f"--job.dump_folder={tmp_path}/run")
+    with pytest.raises(ConfigError, match=r"checkpoint\.initial_load_path must be .*step-3'$"):
+        jobconfig.check_files(config)
+    save(tmp_path, 3)
+    jobconfig.check_files(config)
+
+
 def test_a_checkpoint_folder_without_a_complete_checkpoint_is_refused(
     parse: Parse, tmp_path: Path
 ) -> None:
@@ -404,8 +454,7 @@ def test_a_checkpoint_folder_without_a_complete_checkpoint_is_refused(
         jobconfig.check_files(config)
     names = ("attention.wq", "attention.qkv_linear.wq")
     for step, name in zip((2, 4), names, strict=True):
-        state = {f"layers.0.{name}.weight": torch.zeros(1)}
-        dcp.save(state, checkpoint_id=tmp_path / f"checkpoint/step-{step}", no_dist=True)
+        save(tmp_path, step, name, version=step)
         if step == 2:
             jobconfig.check_files(config)
     with pytest.raises(ConfigError, match=r"step-4 was saved with torchtitan 0\.3, and 0\.2\.2"):
