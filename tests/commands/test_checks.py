@@ -125,7 +125,9 @@ def test_memory_counts_every_slot_and_says_whether_fewer_would_fit(
 ) -> None:
     found = doctor_host.memory(available << 30, 4 << 30, slots)
     assert remedy in found.remedy
-    assert bool(remedy) == (found.status == "problem")
+    # Not a problem: several trainer hosts share the images.
+    assert bool(remedy) == (found.status == "warning")
+    assert bool(remedy) == ("or several trainer hosts" in found.remedy)
 
 
 GIB = 1 << 30

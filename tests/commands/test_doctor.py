@@ -1,3 +1,4 @@
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -302,3 +303,17 @@ def test_a_server_is_asked_whether_it_reads_calls_of_tools_where_agents_need_it(
     with http_server(named) as (url, _):
         found = server_facts(url, Access(60, needs=Needs(tool_calls=True)))
     assert "tool_calls" not in found.errors
+
+
+def test_a_job_that_sends_adapters_is_judged_by_their_size(
+    tmp_path: Path, job: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_tiny_model("qwen3", tmp_path / "model", seed=0)
+    job += [f"--rollout.servers=http://127.0.0.1:{free_port()}", "--lora.rank=2"]
+    job += [f"--model.hf_assets_path={model}", "--weight_sync.slots=512"]
+    needs = []
+    for sync in ("merged", "adapter"):
+        cli.main([*job, f"--lora.sync={sync}"])
+        (found,) = re.findall(r"512 version images need (\d+) MiB", capsys.readouterr().out)
+        needs.append(int(found))
+    assert 0 < needs[1] < needs[0] / 4

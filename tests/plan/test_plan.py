@@ -41,7 +41,7 @@ SMALL = Setup(
 
 
 def of_file(job: Path, servers: int | None = None) -> Setup:
-    return Setup(**of_job(job, read_toml(job, "FILE"), servers))
+    return Setup(**of_job(job, read_toml(job, "FILE"), {}, servers))
 
 
 def test_servers_behind_one_link_get_a_version_in_their_number_times_its_bytes() -> None:
@@ -393,6 +393,42 @@ def test_servers_that_a_job_names_are_on_the_hosts_of_their_addresses(
     job.write_text(text.replace('"http://inference-0:8000"', named))
     setup = of_file(job)
     assert (setup.servers, setup.servers_per_host, setup.same_host) == (3, 2, False)
+
+
+def test_servers_of_a_file_and_of_slurms_host_list_are_counted_too(
+    root: Path, tmp_path: Path
+) -> None:
+    job, listed = tmp_path / "job.toml", tmp_path / "servers"
+    text = (root / "train_configs" / "qwen3_0.6b_gsm8k.toml").read_text()
+    more = f'servers_file = "{listed}"\nservers_slurm = "HOSTS"\nservers_per_host = 3\n'
+    job.write_text(text.replace("servers = [", f"{more}servers = ["))
+    listed.write_text("".join(f"http://of-file-{n}:8000\n" for n in range(64)))
+    table = read_toml(job, "FILE")
+    setup = Setup(**of_job(job, table, {"HOSTS": "gpu[1-4]"}))
+    assert (setup.servers, setup.servers_per_host, setup.same_host) == (1 + 64 + 4 * 3, 3, False)
+    with pytest.raises(ConfigError, match=r"HOSTS is not set: .* \(--servers N plans for N"):
+        of_job(job, table, {})
+    setup = Setup(**of_job(job, table, {}, 24))
+    assert (setup.servers, setup.servers_per_host, setup.same_host) == (24, 3, False)
+
+
+def test_a_job_with_adapters_has_their_size_and_little_state(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job.toml"
+    text = (root / "train_configs" / "qwen3_0.6b_gsm8k.toml").read_text()
+    setups = []
+    for sync in ("merged", "adapter"):
+        job.write_text(f'{text}\n[lora]\nrank = 8\nsync = "{sync}"\n')
+        setups.append(of_file(job))
+    merged, adapter = setups
+    assert merged.image_bytes == 2 * merged.parameters
+    # as scripts/bench_lora.py measured it (docs/measurements.md)
+    assert adapter.image_bytes == 10_092_544
+    state = 4 * merged.parameters + 16 * adapter.image_bytes // 2
+    assert merged.state_bytes == adapter.state_bytes == state / merged.trainer_gpus
+    assert command(["plan", str(job), "--model", "8e9"]) == 2
+    assert "--model must be left out" in capsys.readouterr().err
 
 
 def test_the_command_reads_a_file_of_options_and_writes_every_figure(

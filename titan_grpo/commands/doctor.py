@@ -44,6 +44,8 @@ class Wanted:
     model: str = ""
     model_fields: Mapping[str, Any] = field(default_factory=dict)
     """receive.checkpoint.essential of the model's config.json."""
+    adapters: int = 0
+    """Elements of a version of adapters alone; 0: a version is a whole model."""
     needs: Needs | None = None
     """Needs of the job; None without a valid job."""
     evaluations: Sequence[Evaluation] = ()
@@ -82,6 +84,7 @@ def wanted(
     if not rest:
         return out, None
     from titan_grpo.titan import jobconfig
+    from titan_grpo.titan.export import adapter_elements
     from titan_grpo.titan.jobfile import read_config
     from titan_grpo.titan.servers import known_servers
 
@@ -101,9 +104,11 @@ def wanted(
         out.pythons = {engine: pythons[engine] for engine in rollout.launch_engines} | out.pythons
     out.rollout = replace(rollout, **{name: value for name, value in keys.items() if value})
     out.model, out.sync = config.model.hf_assets_path, config.weight_sync
-    adapters = config.lora.rank if sends_adapters(config.lora) else 0
+    rank = 0
+    if sends_adapters(config.lora):
+        rank, out.adapters = config.lora.rank, adapter_elements(config)
     out.evaluations = config.evaluation
-    options = servers.Options(adapters, config.grpo.router_replay)
+    options = servers.Options(rank, config.grpo.router_replay)
     reads = engines_read_calls(rollout)
     out.needs = Needs(options, servers.tokens_here(out.model), reads)
     return out, host.ok("configuration", "valid")
@@ -115,13 +120,16 @@ def machine(want: Wanted, env: Mapping[str, str]) -> Iterator[Finding]:
     for name, allowed in host.RANGES.items():
         yield host.package(name, host.installed(name), allowed)
     yield host.torchrun(env)
-    elements = host.model_elements(Path(want.model)) if want.model else None
-    size = None if elements is None else elements * WIRE_BYTES[want.sync.wire_dtype]
-    yield host.memory(available_memory(), size, want.sync.slots)
+    elements, width = None, WIRE_BYTES[want.sync.wire_dtype]
+    if want.model:
+        elements = host.model_elements(Path(want.model))
+    model_bytes = None if elements is None else elements * width
+    version_bytes = want.adapters * width or model_bytes
+    yield host.memory(available_memory(), version_bytes, want.sync.slots)
     gpus = host.found_gpus()
-    yield from host.gpus(gpus, want.rollout.launch_gpus, size)
+    yield from host.gpus(gpus, want.rollout.launch_gpus, model_bytes)
     yield host.shared_memory(host.shm_size(), len(gpus))
-    if (deadlines := host.first_version(size, want.sync)) is not None:
+    if (deadlines := host.first_version(version_bytes, want.sync)) is not None:
         yield deadlines
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     requests = want.rollout.max_concurrent_requests

@@ -149,18 +149,20 @@ def shared_memory(size: int | None, accelerators: int) -> Finding:
     return ok("/dev/shm", f"{mib(size)} (version images do not use it)")
 
 
-def memory(available: int, model_bytes: int | None, slots: int) -> Finding:
-    """Check host memory for the version images: ``slots`` times the model in its wire type."""
+def memory(available: int, version_bytes: int | None, slots: int) -> Finding:
+    """Check host memory for the version images: ``slots`` times a version. Too little is a warning:
+    the doctor does not know how many trainer hosts share the images."""
     free = f"{mib(available)} available"
-    if model_bytes is None:
+    if version_bytes is None:
         why = "a job whose model.hf_assets_path holds safetensors would be compared with it"
         return ok("memory", f"{free} ({why})")
-    text = f"{free}, {slots} version images need {mib(slots * model_bytes)}"
-    if slots * model_bytes <= available:
+    text = f"{free}, {slots} version images need {mib(slots * version_bytes)}"
+    if slots * version_bytes <= available:
         return ok("memory", text)
-    if 2 * model_bytes <= available:
-        return problem("memory", text, "use fewer weight_sync.slots (2 are the least)")
-    return problem("memory", text, "use a host or container with more memory")
+    fewer = "fewer weight_sync.slots (2 are the least)"
+    here = fewer if 2 * version_bytes <= available else "a host or container with more memory"
+    remedy = f"use {here}, or several trainer hosts: each holds its part of the images"
+    return warning("memory", text, remedy)
 
 
 def first_version(nbytes: int | None, sync: WeightSync) -> Finding | None:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from titan_grpo.config.rollout import LAUNCH, is_loopback, server_url
+from titan_grpo.config import sends_adapters
+from titan_grpo.config.rollout import LAUNCH, is_loopback
 from titan_grpo.errors import ConfigError
 from titan_grpo.plan.setup import Setup
 from titan_grpo.titan.jobfile import read_config, read_toml
 
-OPTIONS = {f.name: f for f in fields(Setup) if f.name not in ("sync", "parameters")}
+OPTIONS = {f.name: f for f in fields(Setup) if "help" in f.metadata}
 
 MACHINES = (
     "trainer_hosts",
@@ -73,11 +74,16 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     options |= {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     given: dict[str, Any] = {}
     for path, table in tables.items():
-        given |= of_job(path, table, options.get("servers")) if is_job(table) else {}
+        given |= of_job(path, table, env, options.get("servers")) if is_job(table) else {}
     given |= options
     of_file = given.pop("model", None)
     model = of_file if args.model is None else args.model
     if model is not None:
+        if given.get("adapters"):
+            raise ConfigError(
+                "--model must be left out with a job that has [lora], whose adapters are of its own"
+                f" model, got {model!r}"
+            )
         given["parameters"] = parameters(str(model))
     setup = Setup(**given)
     # Imported here, so that --help does not load numpy.
@@ -124,13 +130,18 @@ def of_options(path: Path, table: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
-def of_job(path: Path, table: Mapping[str, Any], servers: int | None = None) -> dict[str, Any]:
-    """Return a plan's options from a job's TOML file with content ``table``. ``servers``: number of
-    servers given beside the file, which need not name any then (servers_slurm may be an argument of
-    the run). If it exceeds the file's number, all servers are taken to be on other hosts."""
+def of_job(
+    path: Path, table: Mapping[str, Any], env: Mapping[str, str], servers: int | None = None
+) -> dict[str, Any]:
+    """Return a plan's options from a job's TOML file with content ``table``. ``env`` may have a
+    SLURM host list. ``servers``: number of servers given beside the file, which need not name any
+    then (servers_slurm may be an argument of the run). If it exceeds the file's number, all servers
+    are taken to be on other hosts."""
     # Imported here: torchtitan takes seconds.
+    from titan_grpo.titan.export import adapter_elements
     from titan_grpo.titan.flavors import parameters_of
     from titan_grpo.titan.jobconfig import parse
+    from titan_grpo.titan.servers import known_servers
 
     argv, keys = ["--job.config_file", str(path)], table.get("rollout")
     ways = ("servers", "servers_file", "servers_slurm")
@@ -156,19 +167,23 @@ def of_job(path: Path, table: Mapping[str, Any], servers: int | None = None) -> 
         "whole_answers": not rollout.stream_completions,
         "in_flight": max(1, rollout.max_concurrent_requests // rollout.group_size),
         "parameters": parameters_of(config.model.name, config.model.flavor),
+        "adapters": adapter_elements(config),
+        "adapters_only": sends_adapters(config.lora),
     }
+    launched = rollout.launch_count * len(rollout.launch_engines)
     if rollout.servers == [LAUNCH]:
-        count = rollout.launch_count * len(rollout.launch_engines)
-        out |= {"servers": count, "servers_per_host": count, "same_host": True}
-        out |= {"server_gpus": max(1, len(rollout.launch_gpus) // count)}
-    elif named and rollout.servers:
-        hosts = Counter(urlsplit(server_url(url)).hostname or "" for url in rollout.servers)
-        out |= {"servers": len(rollout.servers), "servers_per_host": max(hosts.values())}
-        out["same_host"] = all(map(is_loopback, hosts))
-    elif rollout.servers_slurm:
-        out["servers_per_host"] = rollout.servers_per_host
-    if servers is not None and servers > out.get("servers", 0):
-        out["same_host"] = False
+        out["server_gpus"] = max(1, len(rollout.launch_gpus) // launched)
+    try:
+        local = tuple(f"http://127.0.0.1:{port}" for port in range(1, launched + 1))
+        urls = known_servers(rollout, env, local).urls
+    except ConfigError as error:
+        if servers is None:
+            raise ConfigError(f"{error} (--servers N plans for N servers without it)") from error
+        urls = []  # neither the file nor SLURM's variable need be here before the run
+    hosts = Counter(urlsplit(url).hostname or "" for url in urls)
+    out["servers"] = servers or len(urls)
+    out["servers_per_host"] = max(hosts.values(), default=rollout.servers_per_host)
+    out["same_host"] = out["servers"] <= len(urls) and all(map(is_loopback, hosts))
     return out
 
 

@@ -27,16 +27,18 @@ def inert(config: Any, given: Collection[str]) -> list[str]:
         "grpo": (*_policy(g, r), *_others(g, r)),
         "rollout": _rollout(r),
         "weight_sync": _weight_sync(r, config.weight_sync),
+        "training": ((True, "global_batch_size", BATCH),),
     }
     found: dict[str, str] = {}
     for section, rows in tables.items():
-        values = getattr(config, section)
         for name, why in ((name, why) for so, names, why in rows if so for name in names.split()):
             if (key := f"{section}.{name}") in given:
-                value = getattr(values, name)
+                value = getattr(getattr(config, section), name)
                 found.setdefault(key, f"{key} = {value!r} has no effect: {why}")
     return list(found.values())
 
+
+BATCH = "a step's batch is rollout.prompts_per_step times group_size"
 
 RATIO = "clip_ratio_lower_bound clip_ratio_upper_bound clip_ratio_dual"
 CORRECTION = "rollout_is_level rollout_is_mode rollout_is_threshold_lower rollout_is_veto_threshold"

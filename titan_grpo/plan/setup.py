@@ -19,6 +19,9 @@ GBIT = 1e9 / 8
 STATE_BYTES = 16
 """Bytes per parameter on the trainer's GPUs: float32 weights, gradients and AdamW's two moments."""
 
+FROZEN_BYTES = 4
+"""The same of a parameter that [lora] does not train: its float32 weight."""
+
 MEMORY_S = 0.65 / (1 << 30)
 """Seconds per byte to make a staging image: allocation and first touch, measured on 2 cores."""
 
@@ -38,10 +41,16 @@ def _option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Setup:
-    """One plan's input. Every field but ``sync`` and ``parameters`` (``model`` there) is an option
-    of the command and a key of its files."""
+    """One plan's input. Every field with a help text is an option of the command and a key of its
+    files; ``parameters`` is ``model`` there."""
 
     parameters: int = 8_190_735_360
+    adapters: int = 0
+    """Elements of the LoRA adapters; 0: every parameter is trained."""
+
+    adapters_only: bool = False
+    """A version is the adapters alone (lora.sync = "adapter")."""
+
     trainer_hosts: int = _option(
         1, "trainer hosts; each is taken to serve an equal part of the image"
     )
@@ -105,7 +114,15 @@ class Setup:
             raise ConfigError(broken)
 
     def _violations(self) -> Iterator[str]:
-        may_be_zero = {"groups", "group_s", "in_flight", "max_staleness", "slow", "slow_factor"}
+        may_be_zero = {
+            "adapters",
+            "groups",
+            "group_s",
+            "in_flight",
+            "max_staleness",
+            "slow",
+            "slow_factor",
+        }
         may_be_zero |= {"dying", "call_s", "call_cpu_s", "seed"}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -140,7 +157,8 @@ class Setup:
     @property
     def image_bytes(self) -> int:
         """Bytes of a version."""
-        return self.parameters * WIRE_BYTES[self.sync.wire_dtype]
+        elements = self.adapters if self.adapters_only else self.parameters
+        return elements * WIRE_BYTES[self.sync.wire_dtype]
 
     @property
     def trainer_bytes(self) -> float:
@@ -158,7 +176,10 @@ class Setup:
     @property
     def state_bytes(self) -> float:
         """Memory of one trainer GPU for weights, gradients and optimizer."""
-        return self.parameters * STATE_BYTES / (self.trainer_hosts * self.trainer_gpus)
+        nbytes = self.parameters * STATE_BYTES
+        if self.adapters:
+            nbytes = self.parameters * FROZEN_BYTES + self.adapters * STATE_BYTES
+        return nbytes / (self.trainer_hosts * self.trainer_gpus)
 
     @property
     def relays(self) -> bool:

@@ -6,8 +6,9 @@ Names and layout come from the model's own state dict adapter, as in a weight sy
 """
 
 import copy
+import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,18 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
     return {int(step): steps[step] for step in sorted(filter(str.isdigit, steps), key=int)}
 
 
+def names_in(checkpoint: Path) -> Set[str]:
+    """Return the names of all that a DCP checkpoint holds."""
+    return dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata.keys()
+
+
 def version_of(checkpoint: Path) -> int | None:
     """Return the version that a checkpoint names: less than its step if a training step before it
     changed no weight. None if it names none: it has the weights alone, or is not of GRPOTrainer."""
-    reader = dcp.FileSystemReader(checkpoint)
-    if VERSION not in reader.read_metadata().state_dict_metadata:
+    if VERSION not in names_in(checkpoint):
         return None
     state = {VERSION: 0}
-    dcp.load(state, storage_reader=reader, no_dist=True)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
     return state[VERSION]
 
 
@@ -91,6 +96,12 @@ def skeleton(config: Any) -> tuple[torch.nn.Module, ToHF]:
     if config.lora.rank:
         lora.put_on(model, adapter.to_hf, config.lora)
     return model, adapter.to_hf
+
+
+def adapter_elements(config: Any) -> int:
+    """Return the elements of all LoRA adapters of a parsed configuration; 0 without [lora]."""
+    shapes = lora.adapter_shapes(skeleton(config)[0]) if config.lora.rank else {}
+    return sum(map(math.prod, shapes.values()))
 
 
 def stored_shapes(checkpoint: Path) -> dict[str, TensorStorageMetadata]:

@@ -14,7 +14,7 @@ from titan_grpo.config.inert import inert
 from titan_grpo.config.rollout import server_url
 from titan_grpo.config.task import TEXT, Evaluation, TaskKeys, inherited
 from titan_grpo.errors import ConfigError
-from titan_grpo.receive.checkpoint import essential
+from titan_grpo.receive.checkpoint import INDEX, essential
 from titan_grpo.rollout.codec import ChatTemplate
 from titan_grpo.rollout.tasks.dataset import files_of
 from titan_grpo.runkey import find_run_key
@@ -87,7 +87,10 @@ def read(argv: Sequence[str], world_size: int | None = None) -> tuple[Any, list[
     )
     refuse(broken)
     resolve_aliases(config.grpo)
-    return config, notes + inert(config, given)
+    notes += inert(config, given)
+    # It means nothing here, and torchtitan refuses one that its data-parallel ranks do not divide.
+    config.training.global_batch_size = -1
+    return config, notes
 
 
 def _evaluation(number: int, table: Mapping[str, Any], rollout: Any) -> Evaluation:
@@ -226,22 +229,58 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
             f"alerts.command must be a program that is here, got {words[0]!r}: an alert would"
             " find nothing to run"
         )
-    checkpoints = Path(config.job.dump_folder) / config.checkpoint.folder
-    complete = any(checkpoints.glob("step-*/.metadata"))
-    if config.checkpoint.enable and checkpoints.is_dir() and not complete:
+    if config.checkpoint.enable:
+        _check_checkpoints(config.checkpoint, Path(config.job.dump_folder))
+
+
+def _check_checkpoints(keys: Any, dump_folder: Path) -> None:
+    """Check what torchtitan would load at the start: the step and the folder are of its choice."""
+    # not at the top: it imports torch.distributed.checkpoint
+    from titan_grpo.titan.export import PREFIX, VERSION, checkpoints_in, names_in
+
+    folder, start = dump_folder / keys.folder, keys.initial_load_path
+    if not folder.is_dir():
+        if start and not keys.initial_load_in_hf and not (Path(start) / ".metadata").is_file():
+            raise ConfigError(
+                "checkpoint.initial_load_path must be a folder with a checkpoint of torchtitan (or"
+                f" of Hugging Face files with initial_load_in_hf), got {start!r}"
+            )
+        return
+    complete = checkpoints_in(folder)
+    hf_steps = [path.parent.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*/{INDEX}")]
+    steps = [*complete, *map(int, filter(str.isdigit, hf_steps))]
+    step = max(steps, default=-1) if keys.load_step == -1 else keys.load_step
+    if step == -1:
         # torchtitan would load nothing, not even the HF weights.
         raise ConfigError(
-            "the checkpoint folder must hold a complete checkpoint or not exist,"
-            f" {str(checkpoints)!r} has none (a run was killed while it saved the first one?), and"
-            " training would start from random weights: remove the folder"
+            f"the checkpoint folder must hold a complete checkpoint or not exist, {str(folder)!r}"
+            " has none (a run was killed while it saved the first one?), and training would start"
+            " from random weights: remove the folder"
         )
-    if config.checkpoint.enable and complete:
-        # not at the top: it imports torch.distributed.checkpoint
-        from titan_grpo.titan.export import checkpoints_in, stored_shapes
 
-        newest = list(checkpoints_in(checkpoints).values())[-1]
-        if reason := compat.other_saver(stored_shapes(newest).keys(), compat.require_torchtitan()):
-            raise ConfigError(f"{newest} {reason}")
+    def whole(step: int) -> bool:
+        # torchtitan loads the weights alone of step 0, and no part that the job excludes.
+        alone = step == 0 or "train_state" in keys.exclude_from_loading
+        return step in complete and (alone or VERSION in names_in(complete[step]))
+
+    if not whole(step):
+        others = [each for each in complete if whole(each)]
+        if keys.load_step != -1:
+            raise ConfigError(
+                "checkpoint.load_step must be the step of a complete checkpoint of a GRPO run,"
+                f" {str(folder)!r} has {others or 'none'}, got {step}"
+            )
+        older = f"to go on from step {others[-1]}, move it out of that folder; " if others else ""
+        hf = "" if step in complete else " and initial_load_in_hf"
+        raise ConfigError(
+            f"{folder / f'{PREFIX}{step}'} has trained weights without the state of a GRPO run"
+            " (checkpoint.last_save_in_hf or last_save_model_only), so none can go on from it:"
+            f" {older}to start from these weights, set another job.dump_folder, and"
+            f" checkpoint.initial_load_path{hf}"
+        )
+    newest = complete[step]
+    if reason := compat.other_saver(names_in(newest), compat.require_torchtitan()):
+        raise ConfigError(f"{newest} {reason}")
 
 
 def _check_prompts(keys: TaskKeys, model_dir: str) -> None:

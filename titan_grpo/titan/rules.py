@@ -397,6 +397,20 @@ def _checkpoint(config: Any, on_cpu: bool) -> Rules:
         "false (make the seed checkpoint with torchtitan.train)",
     )
     yield (
+        c.enable and c.keep_latest_k == 1,
+        "checkpoint.keep_latest_k",
+        "0 (all) or 2 or more (torchtitan keeps one beside that which is being saved)",
+    )
+    grpo = config.grpo
+    states = {"model", "optimizer", "lr_scheduler", "dataloader", "train_state"}
+    states |= {"text"} if grpo.ptx_mixin_batchsize else set()
+    states |= {"reference"} if grpo.kl_beta > 0 and 0 < grpo.ref_model_ema < 1 else set()
+    yield (
+        c.enable and not states.issuperset(c.exclude_from_loading),
+        "checkpoint.exclude_from_loading",
+        f"some of what this job saves ({', '.join(sorted(states))})",
+    )
+    yield (
         on_cpu and c.async_mode == "async_with_pinned_mem",
         "checkpoint.async_mode",
         '"async" or "disabled" on CPU (nothing can be pinned)',
