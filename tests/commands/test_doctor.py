@@ -161,6 +161,16 @@ def test_an_sglang_without_our_plugin_is_told_so_and_its_health_is_not_asked(
     assert not [request for request in seen if request.startswith("POST")]
 
 
+@pytest.mark.parametrize(("apply", "status"), [("staged", "problem"), ("streamed", "warning")])
+def test_an_sglang_without_our_plugin_is_a_problem_only_for_a_job_that_cannot_use_it(
+    apply: str, status: str, job: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with http_server(SGLANG) as (url, _):
+        cli.main([*job, f"--rollout.servers={url}", f"--weight_sync.apply={apply}"])
+    [said] = [line for line in capsys.readouterr().out.splitlines() if "server plugin" in line]
+    assert said.split()[0] == status
+
+
 def test_the_keys_that_sglang_tells_everybody_are_not_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

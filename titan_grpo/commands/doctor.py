@@ -110,7 +110,8 @@ def wanted(
     out.evaluations = config.evaluation
     options = servers.Options(rank, config.grpo.router_replay)
     reads = engines_read_calls(rollout)
-    out.needs = Needs(options, servers.tokens_here(out.model), reads)
+    streamed = config.weight_sync.apply == "streamed"
+    out.needs = Needs(options, servers.tokens_here(out.model), reads, streamed)
     return out, host.ok("configuration", "valid")
 
 

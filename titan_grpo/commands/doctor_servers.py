@@ -94,6 +94,8 @@ class Needs:
     """Ids of TEXT by the trainer's tokenizer; None: unknown."""
     tool_calls: bool = False
     """Whether servers must parse tool calls in what they sample."""
+    streamed: bool = False
+    """weight_sync.apply = "streamed", which an SGLang without our plugin takes too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,7 @@ def server(facts: ServerFacts, needs: Needs | None = None) -> list[Finding]:
                 f"start it with --middleware {vllm.MIDDLEWARE}",
             )
         )
-    out.append(_plugin(facts))
+    out.append(_plugin(facts, needs is not None and needs.streamed))
     if needs and facts.options:
         out += _options(where, facts.engine, needs.options, facts.options)
     if needs and needs.tool_calls:
@@ -197,7 +199,7 @@ def server(facts: ServerFacts, needs: Needs | None = None) -> list[Finding]:
     return out
 
 
-def _plugin(facts: ServerFacts) -> Finding:
+def _plugin(facts: ServerFacts, streamed: bool) -> Finding:
     subject, url, joined = "server plugin", facts.url, facts.joined
     if facts.backend != vllm.BACKEND:
         error = facts.errors.get("backend", "unknown")
@@ -206,9 +208,13 @@ def _plugin(facts: ServerFacts) -> Finding:
             f" {ENGINES[facts.engine].start_with}"
         )
         if facts.engine == "sglang":
-            remedy += '; without it weight_sync.apply must be "streamed"'
-            remedy += "; a 401 asks for rollout.admin_key_env"
-            return problem(subject, f"{url}: our plugin does not answer ({error})", remedy)
+            text = f"{url}: our plugin does not answer ({error})"
+            admin = "; a 401 asks for rollout.admin_key_env"
+            if streamed:
+                text += ", so it stands still for each transfer, and checks no digest"
+                return warning(subject, text, remedy + admin)
+            without = '; without it weight_sync.apply must be "streamed"'
+            return problem(subject, text, remedy + without + admin)
         text = f"{url}: weight-transfer backend is {facts.backend or error}"
         return problem(subject, text, remedy)
     if joined is None:
