@@ -73,7 +73,7 @@ def test_the_costliest_part_is_within_a_third_of_the_best_possible(
 
 
 @given(st.lists(st.floats(0.01, 1000), min_size=1, max_size=40), num_parts)
-@example([132, 815, 684, 685, 684], 2)  # 1501 by differences, 1500 dealt
+@example([132, 815, 684, 685, 684], 2)  # 1501 longest first, 1500 dealt
 def test_balanced_shares_are_not_worse_than_dealt_ones(costs: list[float], parts: int) -> None:
     assert max(loads_of(partition(costs, parts), costs)) <= max(
         loads_of(deal(len(costs), parts), costs)

@@ -111,6 +111,8 @@ def test_the_weights_of_the_docstring_example(
         ("bad_logprob", completion((7, 8), logprobs=(-math.inf, -1.0))),
         ("bad_logprob", completion((7, 8), logprobs=(-1.0, 1.0))),
         ("bad_logprob", completion((7, 8), logprobs=(-1e39, -1.0))),
+        ("bad_token", completion((7, 100))),
+        ("bad_token", completion((2**31, 7))),
         ("bad_reward", completion((7, 8), reward=math.nan)),
         ("bad_reward", completion((7, 8), reward=-1.7e308)),
     ],
@@ -119,12 +121,21 @@ def test_a_defective_completion_takes_its_group_out_and_no_other(
     reason: str, bad: Completion
 ) -> None:
     good = (completion(reward=1.0), completion(reward=0.25))
-    batch = plan([group(*good), group(*good, bad, index=1)], 1, OPTIONS)
+    options = replace(OPTIONS, vocabulary=100)
+    batch = plan([group(*good), group(*good, bad, index=1)], 1, options)
     assert batch.dropped == {reason: 1, "group_of_defective": 2}
     assert batch.sequences == 2
     without = only_micro_batch([group(*good)])
     for name, tensor in batch.micro_batches()[0][0].items():
         assert torch.equal(tensor, without[name]), name
+
+
+def test_a_prompt_with_a_token_that_the_model_lacks_takes_its_group_out() -> None:
+    groups = [group(completion()), group(completion(), prompt=(5, 100), index=1)]
+    batch = plan(groups, 1, replace(OPTIONS, vocabulary=100))
+    assert (batch.sequences, batch.dropped) == (1, {"bad_token": 1})
+    with pytest.raises(DataError, match="'bad_token': 1"):
+        plan(groups[1:], 1, replace(OPTIONS, vocabulary=100))
 
 
 def test_a_truncated_completion_can_be_left_out_but_its_reward_counts() -> None:

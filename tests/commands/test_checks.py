@@ -35,7 +35,7 @@ def facts(**changes: Any) -> ServerFacts:
         ("torchtitan", None, "problem"),
         ("torch", "2.13.0+cpu", "ok"),
         ("torch", "2.9.1", "problem"),
-        ("math-verify", None, "warning"),
+        ("jinja2", None, "warning"),
     ],
 )
 def test_a_package_outside_its_range_is_named_with_the_command_that_mends_it(

@@ -5,7 +5,10 @@ engine.py has them over pauses, labels and aborts."""
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+
+from tokenizers import Tokenizer
 
 from tests.conformance.crowd import CROWD, REQUEST_S, prompt
 from tests.conformance.engine import (
@@ -143,9 +146,32 @@ def a_stop_text_or_token_ends_an_answer_and_is_part_of_it(e: EngineUnderTest) ->
             assert answer.finish_reason == "stop", answer
 
 
+def a_stop_text_may_be_a_special_token(e: EngineUnderTest) -> None:
+    """As the end of a turn is in a base model's template, which has no end token for it."""
+    file = Tokenizer.from_file(str(e.model / "tokenizer.json"))
+    special = {
+        number: token.content
+        for number, token in file.get_added_tokens_decoder().items()
+        if token.special
+    }
+    sampling = Sampling(LENGTH, 1.0, stop=tuple(special.values()), ignore_eos=True)
+    with ThreadPoolExecutor(CROWD) as pool:
+        calls = [
+            e.speak.generate(prompt(seed), replace(sampling, seed=seed), REQUEST_S)
+            for seed in range(CROWD)
+        ]
+        answers = list(pool.map(e.run, calls))
+    assert any(answer.finish_reason == "stop" for answer in answers), answers
+    for answer in answers:
+        *before, last = (token in special for token in answer.token_ids)
+        assert not any(before), answer
+        assert last == (answer.finish_reason == "stop"), answer
+
+
 CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
     answers_in_pieces_are_the_ones_that_come_whole,
     a_stop_text_or_token_ends_an_answer_and_is_part_of_it,
+    a_stop_text_may_be_a_special_token,
     a_request_that_can_not_be_is_refused_in_pieces_too,
 )
 """They need the first weights."""

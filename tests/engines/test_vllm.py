@@ -38,6 +38,12 @@ def test_a_generation_request_leaves_no_sampling_default_to_the_model_directory(
     assert (body["seed"], body["cache_salt"], body["temperature"]) == (9, salt("run/@3"), 0.7)
 
 
+def test_a_stop_text_is_looked_for_among_special_tokens_too_as_sglang_does() -> None:
+    assert (
+        vllm.generate([1], Sampling(4, stop=("<end>",)), 1.0).json["skip_special_tokens"] is False
+    )
+
+
 def test_a_salt_has_only_characters_that_vllm_takes() -> None:
     made = salt("run/@3\\" * 100)
     assert len(made) == 32

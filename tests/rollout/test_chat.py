@@ -1,10 +1,12 @@
 """Prompts in a model's chat template are, token for token, those of transformers."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from titan_grpo.config.task import TaskKeys
 from titan_grpo.errors import ConfigError, DataError
@@ -100,6 +102,19 @@ def test_the_models_own_template_gives_the_tokens_that_transformers_gives(model:
     codec = TextCodec(str(model))
     assert codec.chat(TALK[:2]) == reference(model, None, TALK[:2], None, {})
     assert codec.chat("hi") == (1, *codec.encode("user: hi\nassistant:"))
+
+
+def test_a_prompt_is_neither_cut_nor_padded_by_what_the_tokenizers_file_was_saved_with(
+    model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=100)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    codec = TextCodec(str(tmp_path))
+    assert codec.chat(TALK[:2]) == reference(tmp_path, None, TALK[:2], None, {})
+    assert codec.decode(codec.encode("a longer text")) == "a longer text"
 
 
 def test_templates_that_engines_ship_give_the_tokens_that_transformers_gives(

@@ -19,6 +19,7 @@ from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskFailed, TaskOptions, TaskRunner
+from titan_grpo.rollout.tasks.built_in import correct
 from titan_grpo.rollout.tasks.dataset import Condition, open_rows, open_table
 from titan_grpo.rollout.tasks.functions import FunctionTask, Reward, load_task, read_rewards
 from titan_grpo.samples import Completion, Prompt
@@ -469,3 +470,59 @@ def test_gsm8k_refuses_a_missing_or_broken_file(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "bad.jsonl", [{"question": "x"}])
     with pytest.raises(ConfigError, match="asks for 'answer', a column"):
         load_task("gsm8k", TaskOptions(path=path))
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ("so 17, \\boxed{18}.", "18"),
+        ("\\boxed{17}, no: \\boxed{18}, as 9 + 9 = 18", "18"),
+        ("\\boxed{1,234,000}", "1234000"),
+        ("\\boxed{1{,}234}", "1,234"),
+        ("\\boxed{\\$18.00}", "18"),
+        ("\\boxed{18.}", "18"),
+        ("\\boxed{-3.5}", "-3.50"),
+        ("\\boxed{25\\%}", "25"),
+        ("\\boxed{\\text{18 dollars}}", "18"),
+        ("\\boxed{18 \\text{ miles per hour}}", "18"),
+        ("\\boxed{18 cm^2}", "18"),
+        ("\\boxed{18/day}", "18"),
+        ("\\boxed{x = 3 + 15 = 18}", "18"),
+        ("\\boxed{\\frac{1}{2}}", "0.5"),
+        ("\\boxed{-\\dfrac{36}{2}}", "-18"),
+        ("\\boxed{3/4}", "0.75"),
+        ("First 20 - 2. The answer is $18.", "18"),
+        ("She pays **$1,018.50**.", "1018.5"),
+    ],
+)
+def test_gsm8k_takes_a_number_for_the_number_that_it_is(said: str, wanted: str) -> None:
+    assert correct([said], [f"why #### {wanted}"]) == [1]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "\\boxed{9^{9^{9}}}",
+        "\\boxed{2^{10^{10}}}",
+        "\\boxed{(1+2)^{999999999}}",
+        "\\boxed{1000000000!}",
+        "\\boxed{1e999999999}",
+        "\\boxed{18/0}",
+        "\\boxed{" + "9" * 10000 + "}",
+        "9" * 10000,
+        "\\boxed{3 + 15}",
+        "\\boxed{18^1}",
+        "\\boxed{18 or 19}",
+        "\\boxed{1\\frac{8}{1}}",
+        "18, or \\boxed{}",
+        "eighteen",
+        "",
+    ],
+)
+def test_gsm8k_evaluates_nothing(said: str) -> None:
+    assert correct([said], ["#### 18"]) == [0]
+
+
+def test_gsm8k_refuses_a_reference_that_is_no_number() -> None:
+    with pytest.raises(DataError, match=r"must end with a number, got 'x\^2': .*rollout\.reward"):
+        correct(["x^2"], ["so #### x^2"])

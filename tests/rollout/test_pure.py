@@ -295,6 +295,30 @@ def test_a_resumed_recording_keeps_what_was_before_and_drops_a_torn_line(tmp_pat
         ReplayClient(str(path)).next_batch(1, 5, 1)
 
 
+def test_a_record_is_read_whatever_characters_are_in_it_and_wherever_it_is_torn(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "r.jsonl"
+    group = Group(Prompt(0, (1,), {"text": "a\u2028b\u2029c\x85d\x0be\u00e9"}), (GOOD,))
+    recorder = GroupRecorder(str(path), 0)
+    recorder.write(0, [group])
+    recorder.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[: whole.index("\u00e9".encode()) + 1])
+    assert ReplayClient(str(path)).next_batch(0, 1, 1) == [group]
+    GroupRecorder(str(path), 1).close()
+    assert path.read_bytes() == whole
+
+
+def test_a_bad_line_inside_a_record_is_refused_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"version": 0}\n{"version": \n{"version": 2}\n')
+    for read in (lambda: ReplayClient(str(path)), lambda: GroupRecorder(str(path), 1)):
+        with pytest.raises(DataError, match=r"r\.jsonl:2 is not a recorded batch"):
+            read()
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_recorded_step_that_dynamic_sampling_left_short_is_replayed_as_it_was(
     tmp_path: Path,
 ) -> None:

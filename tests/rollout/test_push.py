@@ -88,6 +88,12 @@ COMPLETION = (*FIRST, "completions", 0)
         ((*FIRST, "id"), "", r"id: Expected `str` of length >= 1"),
         ((*FIRST, "prompt_tokens"), [], r"prompt_tokens: Expected `array` of length >= 1"),
         ((*FIRST, "prompt_tokens"), [5, -6], r"prompt_tokens\[1\]: Expected `int` >= 0, got '-6'"),
+        (
+            (*FIRST, "prompt_tokens"),
+            [5, 1 << 31],
+            r"prompt_tokens\[1\]: Expected `int` <= 2147483647",
+        ),
+        ((*COMPLETION, "tokens"), [1 << 31, 7], r"tokens\[0\]: Expected `int` <= 2147483647"),
         ((*FIRST, "prompt_tokens"), [5, 6.5], r"prompt_tokens\[1\]: Expected `int`"),
         ((*FIRST, "completions"), [], r"completions: Expected `array` of length >= 1"),
         ((*COMPLETION, "reward"), "1", r"completions\[0\].reward: Expected `float`, got `str`"),

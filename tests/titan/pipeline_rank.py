@@ -75,7 +75,8 @@ def train_to(trainer: GRPOTrainer, steps: int) -> list[dict[str, Any]]:
     config = trainer.job_config
     routed = config.grpo.router_replay
     width = route_width(trainer.whole) if routed else 0
-    options = batch_options(config, token_cost(trainer.model_args, trainer.whole), width)
+    args = trainer.model_args
+    options = batch_options(config, token_cost(args, trainer.whole), args.vocab_size, width)
     batches = trainer.batch_generator(trainer.dataloader)
     said = []
 

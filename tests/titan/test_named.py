@@ -89,7 +89,7 @@ def leave_out(grpo: GRPO, ranks: list[list[dict[str, Any]]], steps: tuple[int, .
 def trained(grpo: GRPO) -> tuple[float, np.ndarray]:
     """Losses of all optimizer steps at POLICY, and their gradient, on two ranks."""
     config = job(training={"local_batch_size": 4, "seq_len": 16}, grpo=grpo, rollout=ROLLOUT)
-    batch = plan(GROUPS, 2, batch_options(config, TokenCost()))
+    batch = plan(GROUPS, 2, batch_options(config, TokenCost(), WORDS))
     weights = torch.tensor(POLICY, requires_grad=True)
     old, reference = torch.tensor(OLD), torch.tensor(REFERENCE)
     total = torch.zeros((), dtype=torch.float64)

@@ -13,7 +13,7 @@ import statistics
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,127 +54,30 @@ def partition(
     """Return the items of each part, with a small greatest sum of costs. Deterministic; with fewer
     items than parts, some parts are empty.
 
-    Largest differencing method (Karmarkar and Karp, "The differencing method of set partitioning",
-    1982): each item begins as a solution of its own; the two solutions whose parts differ most are
-    joined, the largest part of one with the smallest of the other, until one is left. With
-    ``equal_counts`` a first solution instead has ``num_parts`` items, next in order of cost, one
-    for each part: counts differ by at most one. ``_mended`` then exchanges items between uneven
-    parts. All this is a heuristic, so ``deal``'s parts are returned if they are better.
+    Longest processing time first (Graham, "Bounds on multiprocessing timing anomalies", 1969): each
+    item, costliest first, goes to the part with the smallest sum so far. With ``equal_counts``
+    every ``num_parts`` items go to one part each: counts differ by at most one. ``_mended`` then
+    exchanges items between uneven parts. All this is a heuristic, so ``deal``'s parts are returned
+    if they are better.
 
-    Example: costs (8, 7, 6, 5, 4), 2 parts -> sums 16 and 14 (the method's; the best possible is 15
-    and 15), then 15 and 15.
+    Example: costs (8, 7, 6, 5, 4), 2 parts -> sums 17 and 13, then by an exchange 15 and 15.
     """
-    method = _Differencing(costs, num_parts)
     order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
-    if equal_counts:
-        for start in range(0, len(order), num_parts):
-            method.add(order[start : start + num_parts])
-    else:
-        method.add_singly(order)
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = [(0.0, part) for part in range(num_parts)]
+    at_once = num_parts if equal_counts else 1
+    for start in range(0, len(order), at_once):
+        items = order[start : start + at_once]
+        lightest = [heapq.heappop(loads) for _ in items]
+        for item, (load, part) in zip(items, lightest, strict=True):
+            parts[part].append(item)
+            heapq.heappush(loads, (load + costs[item], part))
 
     def costliest(parts: list[list[int]]) -> float:
         return max(sum(map(costs.__getitem__, part)) for part in parts)
 
-    mended = _mended(method.parts(), costs, equal_counts)
+    mended = _mended(parts, costs, equal_counts)
     return min(mended, deal(len(costs), num_parts), key=costliest)
-
-
-_Solution = list[tuple[float, int]]
-"""(minus its cost, node) of every part, costliest first. A node is an item, a pair of nodes, or
-_NOTHING."""
-_NOTHING = -1
-
-
-class _Differencing:
-    """Heap of solutions by their difference: costliest part minus cheapest, greatest first. Parts
-    are trees: joining them copies no items."""
-
-    def __init__(self, costs: Sequence[float], num_parts: int) -> None:
-        self._costs = costs
-        self._num_parts = num_parts
-        self._base = len(costs) - 1
-        self._pairs: list[tuple[int, int]] = []
-        self._heap: list[tuple[float, int, _Solution]] = []
-        self._ticket = count()
-
-    def add(self, items: Sequence[int]) -> None:
-        """Add a solution with one item in each part until ``items`` end. They are sorted, costliest
-        first."""
-        filled = [(-self._costs[item], item) for item in items]
-        self._push(filled + [(0.0, _NOTHING)] * (self._num_parts - len(items)))
-
-    def add_singly(self, order: Sequence[int]) -> None:
-        """Add one solution per item of ``order`` (costliest first), joined as the method says.
-
-        This is a shortcut, about ten times as fast: most steps need neither the heap nor a pass
-        over all parts. The difference of a solution with empty parts is its costliest part, which
-        no later item exceeds: it stays first and takes the next items into its empty parts. A full
-        solution takes one item at its cheapest part.
-        """
-        at = 0
-        while at < len(order):
-            if self._heap and -self._heap[0][0] > self._costs[order[at]]:
-                at = self._feed(heapq.heappop(self._heap)[2], order, at)
-                continue
-            stop, bound = at + 1, -self._heap[0][0] if self._heap else -1.0
-            while (
-                stop < min(at + self._num_parts, len(order)) and self._costs[order[stop]] >= bound
-            ):
-                stop += 1
-            self.add(order[at:stop])
-            at = stop
-
-    def parts(self) -> list[list[int]]:
-        """Join the remaining solutions; return the items of each part."""
-        heap = self._heap
-        while len(heap) > 1:
-            self._push(self._joined(heapq.heappop(heap)[2], heapq.heappop(heap)[2]))
-        return (
-            [self._items(node) for _, node in heap[0][2]]
-            if heap
-            else [[] for _ in range(self._num_parts)]
-        )
-
-    def _push(self, solution: _Solution) -> None:
-        heapq.heappush(self._heap, (solution[0][0] - solution[-1][0], next(self._ticket), solution))
-
-    def _feed(self, top: _Solution, order: Sequence[int], at: int) -> int:
-        """Join the first solution with the next greatest difference, as long as that is a single
-        item; return the place in ``order`` to go on from."""
-        rival = -self._heap[0][0] if self._heap else 0.0
-        while at < len(order) and top[-1][0] - top[0][0] > self._costs[order[at]] >= rival:
-            load, node = top.pop()
-            insort(top, (load - self._costs[order[at]], self._pair(node, order[at])))
-            at += 1
-        if at < len(order) and top[-1][0] - top[0][0] > self._costs[order[at]]:
-            top = self._joined(top, heapq.heappop(self._heap)[2])
-        self._push(top)
-        return at
-
-    def _joined(self, one: _Solution, other: _Solution) -> _Solution:
-        """Join the costliest part of one with the cheapest of the other, and so on."""
-        parts, pair = [], self._pair
-        for (a, x), (b, y) in zip(one, reversed(other), strict=True):
-            parts.append((a + b, pair(x, y)))
-        parts.sort()
-        return parts
-
-    def _pair(self, x: int, y: int) -> int:
-        if x == _NOTHING or y == _NOTHING:
-            return max(x, y)
-        self._pairs.append((x, y))
-        return self._base + len(self._pairs)
-
-    def _items(self, node: int) -> list[int]:
-        items, stack = [], [node] if node != _NOTHING else []
-        num_items, pairs = len(self._costs), self._pairs
-        while stack:
-            node = stack.pop()
-            while node >= num_items:
-                node, other = pairs[node - num_items]
-                stack.append(other)
-            items.append(node)
-        return items
 
 
 EVEN_ENOUGH = 1e-3
@@ -186,9 +89,9 @@ def _mended(parts: list[list[int]], costs: Sequence[float], equal_counts: bool) 
     cheaper.
 
     An exchange is one item for one (or for none, unless counts must stay equal): the pair that
-    comes closest to halving the difference. It helps after differencing with equal counts if a few
-    items are very long: no partner is short enough for them. At most four exchanges per part; the
-    items of a part are returned sorted.
+    comes closest to halving the difference. It helps most with equal counts if a few items are very
+    long: no partner is short enough for them. At most four exchanges per part; the items of a part
+    are returned sorted.
     """
     cost = costs.__getitem__
     loads = [sum(map(cost, part)) for part in parts]
@@ -291,9 +194,9 @@ def cut_packed(lengths: Sequence[int], token_budget: int, at_least: int = 1) -> 
     """Cut sequences into micro-batches, each a packed row of at most ``token_budget`` tokens,
     fullest first.
 
-    First fit, longest first, finds how many are needed. Differencing makes as many, or ``at_least``
-    if that is more; its micro-batches are more alike, and are taken if there are more of them or
-    all keep the budget. Requires max(lengths) <= token_budget.
+    First fit, longest first, finds how many are needed. ``partition`` makes as many, or
+    ``at_least`` if that is more; its micro-batches are more alike, and are taken if there are more
+    of them or all keep the budget. Requires max(lengths) <= token_budget.
 
     Example: lengths (5, 3, 2, 6), budget 8 -> [[2, 3], [0, 1]], 8 tokens each.
     """

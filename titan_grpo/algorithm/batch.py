@@ -36,6 +36,9 @@ class BatchOptions(Layout):
     cost: TokenCost = field(default_factory=TokenCost)
     """Work of a sequence; ranks get equal shares of it."""
 
+    vocabulary: int = 1 << 31
+    """Number of the model's token ids; another id is a defect. Default: what an int32 can hold."""
+
     stages: int = 1
     """Pipeline-parallel ranks. With several, the micro-batches of an optimizer step have one shape,
     and their number is a multiple of this, so that every stage has work."""
@@ -77,8 +80,8 @@ class Batch:
     """Rows times padded length, over all micro-batches and ranks."""
     dropped: dict[str, int]
     """Completions left out, by reason: too_long, truncated, empty_completion, empty_prompt,
-    nothing_sampled, length_mismatch, bad_logprob, bad_reward, no_routes; group_of_defective for the
-    others of a group with one of the last seven."""
+    nothing_sampled, length_mismatch, bad_logprob, bad_reward, bad_token, no_routes;
+    group_of_defective for the others of a group with one of the last eight."""
 
     @property
     def fill(self) -> float:
@@ -187,9 +190,14 @@ def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], di
 
 
 def _defect(prompt: Prompt, completion: Completion, options: BatchOptions) -> str:
+    if fault := defect(prompt, completion):
+        return fault
+    # Groups from outside may have any id. On a GPU, one past the vocabulary ends the process.
+    if max(max(prompt.token_ids), max(completion.token_ids)) >= options.vocabulary:
+        return "bad_token"
     tokens = len(prompt.token_ids) + len(completion.token_ids)
     routed = not options.routes or whole_routes(completion.routes, tokens, options.routes)
-    return defect(prompt, completion) or ("" if routed else "no_routes")
+    return "" if routed else "no_routes"
 
 
 def _weighted(rows: Sequence[Row], options: BatchOptions) -> list[Row]:

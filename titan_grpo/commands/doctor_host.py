@@ -82,7 +82,6 @@ RANGES = {
     "tokenizers": Range("0.20", "", "prompts are encoded with it"),
     "datasets": Range("3", "", "rollout.dataset is read with it", required=False),
     "jinja2": Range("3.1", "", "chat templates are rendered with it", required=False),
-    "math-verify": Range("0.7", "1", "rewards of the gsm8k task", required=False),
     "matplotlib": Range("3.8", "", "reward.png", required=False),
     "tensorboard": Range("2.16", "", "TensorBoard files", required=False),
 }

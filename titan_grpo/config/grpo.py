@@ -230,9 +230,8 @@ class GRPO:
     training.seq_len."""
 
     balance_batch: bool = True
-    """Give the data-parallel ranks equal work: Karmarkar-Karp partition of whole groups by their
-    estimated operations (from the model's dimensions). false: deal groups to ranks in the order in
-    which they came."""
+    """Give the data-parallel ranks equal work: partition whole groups by their estimated operations
+    (from the model's dimensions). false: deal groups to ranks in the order in which they came."""
 
     balance_equal_counts: bool = False
     """Keep the numbers of groups of the balanced shares within one of each other."""

@@ -101,7 +101,8 @@ def salt(label: str) -> str:
     return hashlib.blake2b(label.encode(), digest_size=16).hexdigest()
 
 
-_TokenIds = tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+"""A token's id as a batch holds it: int32, 0 or more."""
 
 
 def read_ids(answer: Any, key: str, path: str) -> tuple[int, ...]:
@@ -111,7 +112,7 @@ def read_ids(answer: Any, key: str, path: str) -> tuple[int, ...]:
     (5, 6)
     """
     try:
-        return msgspec.convert(want(answer, key, list, path), _TokenIds)
+        return msgspec.convert(want(answer, key, list, path), tuple[TokenId, ...])
     except msgspec.ValidationError as error:
         raise ServerRefused(f"{path} must answer with token ids in {key!r}: {error}") from None
 

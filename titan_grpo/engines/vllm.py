@@ -116,6 +116,8 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
         "repetition_penalty": 1.0,
         "ignore_eos": sampling.ignore_eos,
         "logprobs": 0,
+        # vLLM looks for stop texts in this text, SGLang in one with special tokens.
+        "skip_special_tokens": False,
         "return_token_ids": True,
         "return_weight_versions": True,
     }

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from titan_grpo.engines.generation import TokenId
 from titan_grpo.engines.http import AsyncDriver, Call, HttpRefused, ignore, want
 from titan_grpo.errors import ConfigError, DataError, PeerError, ServerRefused
 from titan_grpo.rollout import messages
@@ -87,7 +88,7 @@ class Override(msgspec.Struct):
 class Item(msgspec.Struct):
     """The fields of a group that we use. Scores and log-probabilities are not checked yet."""
 
-    tokens: list[list[int]]
+    tokens: list[list[TokenId]]
     masks: list[list[int]]
     scores: list[float]
     inference_logprobs: list[list[float]] | None = None

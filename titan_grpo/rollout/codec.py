@@ -37,6 +37,9 @@ class TextCodec:
                 f" {model_dir!r}"
             )
         self._tokenizer = Tokenizer.from_file(str(path))
+        # The file keeps the settings of a fine-tuning, which would cut or pad prompts silently.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self._model_dir, self._keys = model_dir, keys or TaskKeys()
         self._template: ChatTemplate | None = None
 

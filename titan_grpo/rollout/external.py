@@ -31,6 +31,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from titan_grpo.engines.generation import TokenId
 from titan_grpo.errors import DataError
 from titan_grpo.protocol.admission import too_stale
 from titan_grpo.protocol.messages import Label, ServerState
@@ -49,7 +50,7 @@ Send = Callable[[messages.FromWorker], None]
 Fail = Callable[[BaseException], None]
 
 Count = Annotated[int, Meta(ge=0)]
-Tokens = Annotated[tuple[Count, ...], Meta(min_length=1)]
+Tokens = Annotated[tuple[TokenId, ...], Meta(min_length=1)]
 
 
 class PushedCompletion(Struct, frozen=True, forbid_unknown_fields=True):

@@ -3,7 +3,7 @@ compare."""
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class GroupRecorder:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
                 self._cut(base_version)
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file = self._path.open("ab")
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -52,9 +52,10 @@ class GroupRecorder:
         atomically: a kill or a full disk leaves the old one whole."""
         draft = self._path.with_name(self._path.name + ".partial")
         try:
-            with draft.open("w", encoding="utf-8") as file:
-                kept = (line for version, line in _lines(self._path) if version < base_version)
-                file.writelines(f"{line}\n" for line in kept)
+            with draft.open("wb") as file:
+                file.writelines(
+                    line + b"\n" for version, line in _lines(self._path) if version < base_version
+                )
             os.replace(draft, self._path)
         finally:
             draft.unlink(missing_ok=True)
@@ -69,13 +70,13 @@ class GroupRecorder:
         try:
             # msgspec would write NaN as null. Completions were checked when they were made.
             json.dumps([group.prompt.payload for group in batch.groups], allow_nan=False)
-            line = msgspec.json.encode(batch).decode()
+            line = msgspec.json.encode(batch)
         except (TypeError, ValueError, OverflowError) as error:
             raise DataError(
                 f"rollout.record_path needs prompts with a JSON payload and finite numbers: {error}"
             ) from error
         try:
-            self._file.write(line + "\n")
+            self._file.write(line + b"\n")
             self._file.flush()
         except OSError as error:
             raise self._unwritable(error) from error
@@ -93,7 +94,7 @@ class ReplayClient:
         """``state``: result of ``state`` when a checkpoint was written; without it, replay starts
         at the batch of the first requested version."""
         self._path = path
-        self._batches = _lines(Path(path))
+        self._batches = list(_lines(Path(path)))
         self._next: int | None = (state or {}).get("next_batch")
         self._consumed = 0
 
@@ -177,18 +178,19 @@ class ReplayClient:
         """Nothing to close."""
 
 
-def _lines(path: Path) -> list[tuple[int, str]]:
-    """Return (version, line) of every whole line. A torn last line (of a killed run) is left out;
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (version, line) of every whole line. A torn last line (of a killed run) is left out;
     any other bad line raises DataError."""
+    # Bytes: a text may have further characters that str.splitlines takes for ends of lines.
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    version = msgspec.json.decode(line, type=_Version).version
+                except msgspec.MsgspecError as error:
+                    if not file.read(1):
+                        return
+                    raise DataError(f"{path}:{number} is not a recorded batch: {error}") from error
+                yield version, line.rstrip(b"\n")
     except OSError as error:
         raise DataError(f"the recorded rollouts {path} cannot be read: {error}") from error
-    out = []
-    for number, line in enumerate(lines, 1):
-        try:
-            out.append((msgspec.json.decode(line, type=_Version).version, line))
-        except msgspec.MsgspecError as error:
-            if number < len(lines):
-                raise DataError(f"{path}:{number} is not a recorded batch: {error}") from error
-    return out

@@ -69,7 +69,9 @@ END_S = 15.0
 """Seconds for the whole shutdown: torchrun kills its ranks 30 s after a signal."""
 
 
-def batch_options(job_config: Any, cost: TokenCost, routes: int = 0) -> BatchOptions:
+def batch_options(
+    job_config: Any, cost: TokenCost, vocabulary: int, routes: int = 0
+) -> BatchOptions:
     """Return how rows are cut, padded and weighted. Raises ConfigError."""
     training, grpo = job_config.training, job_config.grpo
     return BatchOptions(
@@ -80,6 +82,7 @@ def batch_options(job_config: Any, cost: TokenCost, routes: int = 0) -> BatchOpt
         grpo=grpo,
         longest=job_config.rollout.max_completion_tokens,
         cost=cost,
+        vocabulary=vocabulary,
         stages=job_config.parallelism.pipeline_parallel_degree,
     )
 
@@ -101,15 +104,14 @@ class Controller:
         model_dir: str,
         nbytes: int,
         cpu: bool,
-        cost: TokenCost,
-        routes: int,
+        options: BatchOptions,
     ) -> None:
         """``nbytes``: of the whole model, which servers load at their start, also where versions
-        are adapters. ``routes``: as in BatchOptions."""
+        are adapters."""
         self._job = job_config
         self._model_dir, self._model_nbytes = model_dir, nbytes
         self._run_dir = Path(job_config.job.dump_folder)
-        self._options = batch_options(job_config, cost, routes)
+        self._options = options
         self._ends = ExitStack()
         run_key = find_run_key(os.environ, job_config.weight_sync.run_key_file)
         rollout = job_config.rollout

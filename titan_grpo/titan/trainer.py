@@ -43,7 +43,7 @@ from titan_grpo.titan.modules import (
 )
 from titan_grpo.titan.optimizer_step import Outcome, Stepper, reduce_metrics
 from titan_grpo.titan.pipeline import Pipeline
-from titan_grpo.titan.rank0 import Controller
+from titan_grpo.titan.rank0 import Controller, batch_options
 from titan_grpo.titan.startup import write_failure
 from titan_grpo.titan.step_records import log_table, make_dispensable
 from titan_grpo.titan.weight_sync import Here, Stages, TrainerSync
@@ -90,7 +90,8 @@ class GRPOTrainer(Engine):
         if dist.get_rank() == 0:
             width = route_width(self.model_parts[0]) if self._grpo.router_replay else 0
             on_cpu = self.device.type == "cpu"
-            self.controller = Controller(job_config, model_dir, nbytes, on_cpu, cost, width)
+            options = batch_options(job_config, cost, self.model_args.vocab_size, width)
+            self.controller = Controller(job_config, model_dir, nbytes, on_cpu, options)
         staged = self.pipeline is not None
         self.weights = Stages(self.model_parts, self.whole) if staged else self.whole
         self.sync = TrainerSync(
