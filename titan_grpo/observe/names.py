@@ -281,6 +281,7 @@ REASONS: dict[str, str] = {
     "length_mismatch": "tokens, log-probabilities and versions of different lengths",
     "bad_logprob": "a log-probability that is nan, infinite or above 0",
     "bad_reward": "a reward that is nan, or beyond 3e38",
+    "bad_token": "a token id that the model lacks, in a group from outside",
     "malformed": "a group of Atropos that breaks its form",
     "bad_score": "a score of Atropos that is no finite number",
     "no_logprobs": "a group of Atropos without inference_logprobs",
