@@ -171,7 +171,7 @@ def test_no_bound_on_the_gradient_norm_is_infinity(parse: Parse) -> None:
             "seq_len must be a multiple of parallelism.tensor_parallel_degree",
         ),
         (
-            "--optimizer.early_step_in_backward --grpo.async_weight_update",
+            "--optimizer.early_step_in_backward --grpo.no-async-weight-update",
             "early_step_in_backward must be false",
         ),
         (

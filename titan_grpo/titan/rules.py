@@ -349,10 +349,10 @@ def _ranks(config: Any, ranks: int | None) -> list[str]:
 
 def _training(config: Any) -> Rules:
     yield (
-        config.optimizer.early_step_in_backward and config.grpo.async_weight_update,
+        config.optimizer.early_step_in_backward,
         "optimizer.early_step_in_backward",
-        "false with grpo.async_weight_update (weights would change while their copy is being made,"
-        " before the fence)",
+        "false (each micro-batch would be an optimizer step of its own: before the fence, without"
+        " training.max_norm, and with an unhealthy loss too)",
     )
     yield config.optimizer.lr <= 0, "optimizer.lr", "greater than 0"
     length, completion = config.training.seq_len, config.rollout.max_completion_tokens
