@@ -13,12 +13,12 @@ from titan_grpo.observe import alerts
 from titan_grpo.receive.checkpoint import difference
 
 
-def violations(config: Any, on_cpu: bool, ranks: int | None) -> list[str]:
+def violations(config: Any, on_cpu: bool | None, ranks: int | None) -> list[str]:
     """Return all broken rules of torchtitan's sections, each as "key must be rule (why), got
     value".
 
-    ``on_cpu``: training runs on the CPU with gloo. ``ranks``: number of trainer ranks; None if
-    unknown (a recipe that is only checked).
+    ``on_cpu``: training runs on the CPU with gloo. ``ranks``: number of trainer ranks. Both are
+    None if unknown (a job that is only read).
     """
     # First: other rules divide by some of these.
     if outside := broken("", config, _numbers(config)):
@@ -27,10 +27,11 @@ def violations(config: Any, on_cpu: bool, ranks: int | None) -> list[str]:
         *_parallelism(config),
         *_pipeline(config),
         *_training(config),
-        *_checkpoint(config, on_cpu),
+        *_checkpoint(config, on_cpu is True),
         *_lora(config),
         *_unsupported(config),
-        *(_on_cpu(config) if on_cpu else _on_gpus(config)),
+        *(_on_cpu(config) if on_cpu else ()),
+        *(_on_gpus(config) if on_cpu is False else ()),
     )
     return [*broken("", config, rules), *_ranks(config, ranks), *alerts.rules(config.alerts)]
 
