@@ -16,6 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -356,15 +357,28 @@ class GRPOTrainer(Engine):
         return self.loader.fetch(lambda: controller.prepare(self.version, self.loader.num_shares))
 
     def close(self, error: BaseException | None = None) -> None:
-        """Stop everything that was started. ``error`` is what ended the run, for the summary.
-        Bounded; idempotent."""
+        """Stop everything that was started, and wait for a checkpoint that is being written.
+        ``error`` is what ended the run, for the summary. Idempotent."""
         with ExitStack() as parts:
-            # Run in reverse: the controller, the sync (rank 0's images outlive its lanes),
-            # torchtitan. An error of one does not stop the next.
+            # Run in reverse: the controller, the sync (rank 0's images outlive its lanes), the
+            # checkpoint, torchtitan. An error of one does not stop the next.
             parts.callback(super().close)
+            parts.callback(self._finish_saving)
             parts.callback(self.sync.close)
             if self.controller is not None:
                 parts.callback(self.controller.close, error)
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint that a thread is still writing, if any: the next start may need
+        it."""
+        # A disabled checkpointer has no ``save_future``.
+        saving = getattr(self.checkpointer, "save_future", None)
+        if saving is None or saving.done():
+            return
+        if self.controller is not None:
+            terminal.print_status("ending: the last checkpoint is being written")
+        # no deadline: the disk ends it, or the timeout of the checkpointer's own group.
+        wait([saving])
 
 
 def run(job_config: Any, build: Callable[[Any], GRPOTrainer] = GRPOTrainer) -> None:
@@ -377,10 +391,12 @@ def run(job_config: Any, build: Callable[[Any], GRPOTrainer] = GRPOTrainer) -> N
             limit_nccl_opening(job_config.weight_sync.connect_deadline_s)
         try:
             with ExitStack() as ends:
-                ends.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
                 trainer = build(job_config)
                 ends.push(lambda _kind, error, _trace: trainer.close(error))
                 trainer.train()
+            # After success only, as torchtitan does: after an error of one rank the others are
+            # still in its groups.
+            dist.destroy_process_group()
         except BaseException as error:
             if reason := write_failure(error, folder):
                 raise StorageError(reason) from error
