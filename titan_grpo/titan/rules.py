@@ -96,15 +96,15 @@ def not_finite(config: Any) -> list[str]:
 
 
 def sync_waits_s(config: Any, nbytes: int) -> float:
-    """Return the sum of the deadlines of one transfer of ``nbytes`` and its commit, in seconds."""
+    """Return the sum of the deadlines of one transfer of ``nbytes`` and its commit, in seconds: a
+    server may keep a slot as long."""
     w = config.weight_sync
     drain = 0.0 if config.rollout.in_flight_weight_updates else w.drain_deadline_s
     return float(w.transfer_s(nbytes) + w.commit_deadline_s + drain)
 
 
 def end_waits_s(sync: Any, nbytes: int) -> float:
-    """Return how long the end waits for a slot, and again for the flush of a version of ``nbytes``,
-    in seconds."""
+    """Return how long the end waits for the flush of a version of ``nbytes``, in seconds."""
     return float(sync.shutdown_deadline_s + sync.moving_s(nbytes))
 
 
@@ -117,18 +117,17 @@ def rank0_waits_s(config: Any, nbytes: int = 0) -> tuple[float, float]:
     Around the first step rank 0 loads the task and starts servers, or waits for the first commit
     (``startup_s`` each), and then waits for rollouts. In a later step it waits for
     rollouts (``batch_timeout_s``), in sync mode also for one whole sync. At the end it waits for a
-    slot and flushes the newest version (``end_waits_s`` each), waits for the evaluations that run
-    before and after that, and writes the version, at min_rate too.
+    slot (``sync_waits_s``) and flushes the newest version (``end_waits_s``), waits for the
+    evaluations that run before and after that, and writes the version, at min_rate too.
 
     Example: batch_timeout_s 1800, startup_deadline_s 600, async: (2400, 1800). Sync mode adds
     connect_deadline_s + lane_deadline_s + commit_deadline_s = 240: (2640, 2040).
     """
     w = config.weight_sync
-    sync = 0.0
-    if not config.grpo.async_weight_update:
-        sync = w.connect_deadline_s + sync_waits_s(config, nbytes)
+    slot = sync_waits_s(config, nbytes)
+    sync = 0.0 if config.grpo.async_weight_update else w.connect_deadline_s + slot
     evaluation = max((table.whole_s for table in config.evaluation), default=0.0)
-    ends = 2 * (end_waits_s(w, nbytes) + evaluation) + w.moving_s(nbytes)
+    ends = slot + end_waits_s(w, nbytes) + 2 * evaluation + w.moving_s(nbytes)
     later = max(config.rollout.batch_timeout_s + sync, ends)
     return later + w.startup_s(nbytes), later
 

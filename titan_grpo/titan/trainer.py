@@ -170,10 +170,14 @@ class GRPOTrainer(Engine):
                 done = f"step {self.step} of {self.job_config.training.steps} is done"
                 terminal.print_status(f"{done}: nothing to train; raise training.steps to go on")
             return
-        if self._published < self.version:
-            self._publish_now(self.version)
+        published = self._published == self.version or self._publish_now(self.version)
         self.sync.fence()
         if self.controller is not None:
+            if not published:
+                self.controller.warn(
+                    f"no slot became free for version {self.version}, the last: every image is"
+                    " still being sent, and the servers keep an older one; raise weight_sync.slots"
+                )
             self.metrics_processor.logger.log(self.controller.finish(self.version), self.step)
         # The other hosts' images must live until rank 0 has flushed the last version from them.
         dist.barrier(group=self.loader.group)
@@ -191,23 +195,24 @@ class GRPOTrainer(Engine):
             self.sync.start(worker.publish)
         else:
             self.sync.start()
-        self._publish_now(self.version)
+        if not self._publish_now(self.version):
+            raise SyncError(
+                f"no slot became free for version {self.version}, the first: the sync process did"
+                " not begin in time; on a machine that is as slow raise weight_sync.lane_deadline_s"
+            )
         if controller is not None:
             controller.wait_first_commit(self.version)
 
-    def _publish_now(self, version: int) -> None:
-        """Publish ``version`` at the start or the end, waiting for a slot on rank 0. Collective.
-        Raises SyncError on every rank if no slot becomes free."""
+    def _publish_now(self, version: int) -> bool:
+        """Publish ``version`` at the start or the end, waiting for a slot on rank 0. Return whether
+        one became free. Collective."""
         chosen: list[Any] = [None]
         if self.controller is not None:
             chosen = [self.controller.wait_slot()]
         dist.broadcast_object_list(chosen, src=0, group=self.loader.group)
-        if chosen[0] is None:
-            raise SyncError(
-                f"no slot became free for version {version}: every image is still being sent; raise"
-                " weight_sync.slots"
-            )
-        self._publish(version, chosen[0])
+        if chosen[0] is not None:
+            self._publish(version, chosen[0])
+        return chosen[0] is not None
 
     def _publish(self, version: int, slot: int) -> None:
         start = time.perf_counter()
@@ -235,15 +240,23 @@ class GRPOTrainer(Engine):
         # After reduce_metrics, which waits for the device: only then is the fence's time known.
         self._blocked_s += self.sync.take_fenced_s()
         self._log(metrics["loss"], outcome, learning_rate)
+        if outcome.taken and share.slot is not None and not self._grpo.async_weight_update:
+            self._wait_committed()
         if self.controller is not None:
-            if outcome.taken and share.slot is not None and not self._grpo.async_weight_update:
-                waiting = time.perf_counter()
-                self.controller.wait_committed(self.version)
-                self._blocked_s += time.perf_counter() - waiting
             clock = (begin, fetched, trained)
             self._record(self.controller, metrics, outcome, clock, learning_rate)
         self._judge(outcome)
         self._obey_alerts()
+
+    def _wait_committed(self) -> None:
+        """Wait until the servers hold the version (synchronous mode). Collective."""
+        begin = time.perf_counter()
+        if self.controller is not None:
+            self.controller.wait_committed(self.version)
+        # In the loader's group, whose deadline has the version's bytes. A checkpoint's collectives
+        # have torchtitan's, which may be shorter than rank 0's wait.
+        dist.barrier(group=self.loader.group)
+        self._blocked_s += time.perf_counter() - begin
 
     def _make_version(self, outcome: Outcome, slot: int | None) -> None:
         """Count the new version and publish it if it has a slot. Make none if no weight
