@@ -39,7 +39,6 @@ def test_metrics_of_micro_batches_add_up_and_maxima_are_maxima() -> None:
         "logprob": -1.5,
         "logprob_gap": 1.0,
         "logprob_gap_max": 7.5,
-        "entropy_estimate": 1.5,
     }
     assert unpack(list(metrics), *pack(metrics)) == metrics
 

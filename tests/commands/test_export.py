@@ -1,5 +1,8 @@
 import json
+import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from tests.rigs.jobs import job as plain_job
 from tests.rigs.trainer import Trainer, manifest_of
 from tests.rigs.trainer_handle import wait_until
 from titan_grpo.config import WeightSync
-from titan_grpo.errors import ConfigError
+from titan_grpo.errors import ConfigError, StorageError
 from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.titan.export import checkpoint_of, checkpoints_in
 from titan_grpo.titan.flavors import FLAVORS
@@ -181,13 +184,33 @@ def test_a_base_directory_without_a_config_is_refused(tmp_path: Path) -> None:
         copy_assets(tmp_path, tmp_path, "bfloat16")
 
 
+@contextmanager
+def files_of(nbytes: int) -> Iterator[None]:
+    """This process may write files of so many bytes at most: one larger fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_shard_that_the_disk_refuses_is_one_line_and_leaves_no_shard(tmp_path: Path) -> None:
+    tensors = {"small": torch.zeros(64), "large": torch.zeros(16, 1024)}
+    line = r"shard-1\.partial could not be written \(.*File too large"
+    with files_of(4096), pytest.raises(StorageError, match=line):
+        write_weights(tensors.items(), tmp_path, shard_bytes=1024)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.e2e
-def test_a_run_whose_last_version_is_not_complete_saves_the_one_before_and_says_so(
+def test_the_last_version_is_saved_or_the_one_before_or_the_run_says_why_none_is(
     tmp_path: Path,
 ) -> None:
     model = write_tiny_model("qwen3", tmp_path / "model", seed=0)
     config = WeightSync(bind_host="127.0.0.1")
-    manifest = manifest_of({"w": torch.zeros(8, 8)}, config.block_bytes)
+    ones = torch.ones(512, 512)
+    manifest = manifest_of({"w": ones}, config.block_bytes)
     run = tmp_path / "run"
     with Trainer(
         manifest, config, run, SyncOptions(urls=["http://127.0.0.1:9"], engine="vllm")
@@ -199,9 +222,16 @@ def test_a_run_whose_last_version_is_not_complete_saves_the_one_before_and_says_
             return save_version(trainer.worker, version, settings, str(model), run)
 
         assert save(1).startswith("no version's image is complete; titan-grpo export")
-        assert trainer.publish(1, {"w": torch.ones(8, 8)}, WAIT_S)
+        assert trainer.publish(1, {"w": ones}, WAIT_S)
         assert wait_until(lambda: trainer.worker.slots.newest() is not None, WAIT_S)
+        with files_of(ones.numel()):
+            refused = save(1)
+        assert refused.startswith(f"{run}/hf/shard-0.partial could not be written (")
+        assert refused.endswith("; titan-grpo export makes it from the last checkpoint")
+        (run / "hf/config.json").mkdir()
+        assert f"Is a directory: '{run}/hf/config.json'; titan-grpo export" in save(1)
+        shutil.rmtree(run / "hf")
         assert save(1) == ""
         shutil.rmtree(run / "hf")
         assert save(2).startswith(f"its image is not complete, so {run}/hf has version 1; titan")
-    assert torch.equal(load_file(run / "hf" / "model.safetensors")["w"].float(), torch.ones(8, 8))
+    assert torch.equal(load_file(run / "hf" / "model.safetensors")["w"].float(), ones)

@@ -99,6 +99,27 @@ def sync_process(training: Training, after: int = 0) -> psutil.Process:
 
 
 @pytest.mark.long
+def test_a_run_whose_last_version_gets_no_slot_ends_in_order_and_says_so(
+    runs: Runs, tmp_path: Path
+) -> None:
+    replay = Replay(tmp_path / "replay.jsonl", prompts=2, group=4, tokens=8).write(STEPS)
+    arguments = [*replay.arguments, f"--training.steps={STEPS}"]
+    # The first slot needs the sync process to be loaded: the wait for a slot must be longer.
+    deadlines = {"lane": 25, "commit": 10, "shutdown": 5}
+    arguments += [f"--weight_sync.{name}_deadline_s={s}" for name, s in deadlines.items()]
+    with ServerProcess() as server, runs.start(tmp_path, [server.url], *arguments) as training:
+        training.wait_step(5)
+        sync_process(training).send_signal(signal.SIGSTOP)
+        assert training.finish() == 0, training.log
+    summary = runs.summary(tmp_path)
+    assert (summary["steps"], summary["ended_by"]) == (STEPS, "")
+    text = "\n".join(summary["errors"])
+    assert f"no slot became free for version {STEPS}, the last" in text
+    assert f"version {STEPS} is not saved: its image is not complete" in text
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+
+
+@pytest.mark.long
 def test_a_run_whose_sync_process_is_killed_takes_all_steps_and_ends_on_the_newest_version(
     runs: Runs, tmp_path: Path
 ) -> None:

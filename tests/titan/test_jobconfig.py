@@ -163,15 +163,11 @@ def test_no_bound_on_the_gradient_norm_is_infinity(parse: Parse) -> None:
         ("--grpo.sglang-urls http://a:1", "command line: .*; it is rollout.servers here"),
         ("--rollout.engine trt", "command line: invalid choice 'trt'"),
         (
-            "--grpo.router_replay --rollout.servers=launch --rollout.launch_python=python",
-            "rollout.launch_engines must be .* with grpo.router_replay on CPU",
-        ),
-        (
             "--parallelism.tensor_parallel_degree=3",
             "seq_len must be a multiple of parallelism.tensor_parallel_degree",
         ),
         (
-            "--optimizer.early_step_in_backward --grpo.async_weight_update",
+            "--optimizer.early_step_in_backward --grpo.no-async-weight-update",
             "early_step_in_backward must be false",
         ),
         (
@@ -248,6 +244,26 @@ def test_a_broken_rule_is_refused_in_one_line(parse: Parse, arguments: str, mess
     with pytest.raises(ConfigError, match=message) as caught:
         parse("", *arguments.split())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--parallelism.tensor_parallel_degree=2",
+        "--checkpoint.async_mode=async_with_pinned_mem",
+        "--profiling.enable_profiling",
+        "--training.enable_cpu_offload",
+        "--weight_sync.transport=nccl",
+        "--rollout.servers=launch --rollout.launch_python=python --grpo.router_replay"
+        " --model.flavor=grpo_tiny_moe",
+    ],
+)
+def test_what_a_cpu_cannot_run_is_refused_by_ranks_and_by_no_command_that_only_reads_a_job(
+    parse: Parse, arguments: str
+) -> None:
+    parse("", *arguments.split())
+    with pytest.raises(ConfigError, match="on CPU"):
+        parse("", *arguments.split(), world_size=2)
 
 
 def test_lists_on_the_command_line_have_commas(parse: Parse) -> None:

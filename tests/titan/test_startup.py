@@ -57,6 +57,18 @@ def test_an_error_of_another_file_or_of_one_that_is_missing_is_not_the_disks(
     assert write_failure(OSError(number, os.strerror(number), place), Path(folder)) == ""
 
 
+@pytest.mark.parametrize(
+    ("number", "place"),
+    [(errno.ENOSPC, "cache/torchinductor/x.py"), (errno.EIO, "data/train.jsonl")],
+)
+def test_another_disk_that_refuses_is_named_and_not_the_runs_folder(
+    number: int, place: str
+) -> None:
+    said = write_failure(OSError(number, os.strerror(number), place), Path("outputs/run"))
+    assert said.startswith(f"{place!r} could not be read or written ({os.strerror(number)})")
+    assert "outputs/run" not in said
+
+
 def test_a_file_of_the_run_is_known_by_every_path_to_it(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "link").symlink_to("out")

@@ -272,8 +272,7 @@ def summarize(metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Return one step's numbers from fully reduced metrics.
 
     ``X_tokens_sum`` becomes ``X``, a mean over completion tokens (0 without tokens); ``X_sum``
-    becomes ``X``; ``X_max`` stays. ``entropy_estimate`` is minus the mean log-probability: unbiased
-    for on-policy tokens.
+    becomes ``X``; ``X_max`` stays.
 
     Example: tokens_sum 4, logprob_gap_tokens_sum 0.2, logprob_gap_max 0.1 -> tokens 4.0,
     logprob_gap 0.05, logprob_gap_max 0.1.
@@ -286,8 +285,6 @@ def summarize(metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:
             out[name.removesuffix("_tokens_sum")] = value / tokens
         else:
             out[name.removesuffix("_sum")] = value
-    if "logprob" in out:
-        out["entropy_estimate"] = -out["logprob"]
     return out
 
 

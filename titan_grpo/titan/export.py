@@ -227,7 +227,8 @@ def export_version(config: Any, checkpoint: Path, out: Path, dtype: str) -> Writ
     only [model], [lora] and the settings that shape the model are used.
 
     Raises: ConfigError: ``out`` is in use, the checkpoint is of another model, or the base model's
-        files are missing. DataError: weights that are not finite.
+        files are missing. DataError: weights that are not finite. StorageError: the disk refuses
+        a shard.
     """
     with _whole_or_not_at_all(out) as draft:
         model, to_hf, layout = _read_model(config, checkpoint)

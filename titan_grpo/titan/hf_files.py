@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from titan_grpo.config import WeightSync
-from titan_grpo.errors import ConfigError, TransferFailed
+from titan_grpo.errors import ConfigError, StorageError, TransferFailed
 from titan_grpo.layout.image import Hashing, SharedImage
 from titan_grpo.layout.peft import adapter_config, has_adapters
 from titan_grpo.receive.commit import tensor_views
@@ -56,6 +57,8 @@ def write_weights(
 
     Takes the tensors one by one and writes a shard as soon as it is full: with a generator, memory
     for one shard is enough. Tensors may share storage: the format stores each name alone.
+
+    Raises StorageError if the disk refuses a shard; then none is left.
     """
     where: dict[str, int] = {}
     total = pending_bytes = shards = 0
@@ -63,7 +66,16 @@ def write_weights(
 
     def flush() -> None:
         nonlocal pending, pending_bytes, shards
-        save_file(pending, out / f"shard-{shards}.partial", metadata={"format": "pt"})
+        file = out / f"shard-{shards}.partial"
+        try:
+            save_file(pending, file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            # The report of a run needs room on the same disk.
+            for number in range(shards):
+                (out / f"shard-{number}.partial").unlink()
+            raise StorageError(
+                f"{file} could not be written ({error}), so no weights are saved; make room there"
+            ) from error
         pending, pending_bytes, shards = {}, 0, shards + 1
 
     for name, tensor in tensors:
@@ -155,8 +167,8 @@ def save_version(
     names, layout and type), or PEFT files of adapters in "adapter". If ``version`` is not complete,
     write the newest that is.
 
-    Return why ``version`` was not written and what to do, else "". Missing parts of other hosts, or
-    memory for them, must not fail a finished run.
+    Return why ``version`` was not written and what to do, else "". Missing parts of other hosts,
+    memory for them, or room on the disk must not fail a finished run.
     """
     sync, lora = job_config.weight_sync, job_config.lora
     remedy = "titan-grpo export makes it from the last checkpoint"
@@ -176,7 +188,7 @@ def save_version(
                 out.mkdir(parents=True, exist_ok=True)
                 write_weights(tensors, out)
                 copy_assets(Path(model_dir), out, sync.wire_dtype)
-    except (ConfigError, TransferFailed) as error:
+    except (ConfigError, TransferFailed, StorageError, OSError) as error:
         return f"{error}; {remedy}"
     if published.version != version:
         return f"its image is not complete, so {out} has version {published.version}; {remedy}"

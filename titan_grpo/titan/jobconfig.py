@@ -54,14 +54,17 @@ def read(argv: Sequence[str], world_size: int | None = None) -> tuple[Any, list[
     ``comm`` timeouts (longer than rules.rank0_waits_s).
 
     Args: argv: arguments without the program's name, such as ``["--job.config_file", "x.toml",
-        "--training.steps", "3"]``. world_size: number of trainer ranks, if known; checks the
-        parallelism degrees against it.
+        "--training.steps", "3"]``. world_size: number of trainer ranks that run on machines like
+        this one; checks the parallelism degrees against it, and the job against this machine's
+        device. None: the trainer's machines are unknown.
 
     Raises:
         ConfigError: a broken rule, in one line. (``--help`` raises SystemExit(0) after printing.)
         UpstreamError: an unsupported torchtitan.
     """
-    on_cpu = compat.prepare()
+    here_on_cpu = compat.prepare()
+    # A command that only reads the job may run on a machine without the trainer's GPUs.
+    on_cpu = None if world_size is None else here_on_cpu
     args, table = list(argv), load_toml(argv)
     given = given_keys(args, table)
     if not {"job.custom_config_module", "experimental.custom_args_module"} & given:

@@ -252,13 +252,11 @@ class Controller:
         return server
 
     def wait_slot(self) -> int | None:
-        """Wait for a slot for a version that must not be skipped (the first, the last); None at the
-        shutdown deadline."""
-        return self.worker.slots.wait_reserved(self._end_waits_s)
-
-    @property
-    def _end_waits_s(self) -> float:
-        return end_waits_s(self._job.weight_sync, self.worker.manifest.total_bytes)
+        """Wait for a slot for a version that must not be skipped (the first, the last), as long as
+        a server may keep one; None if none became free."""
+        return self.worker.slots.wait_reserved(
+            sync_waits_s(self._job, self.worker.manifest.total_bytes)
+        )
 
     def wait_first_commit(self, version: int) -> None:
         """Wait until one server holds the version that training starts from. Raises
@@ -451,7 +449,8 @@ class Controller:
     def finish(self, version: int) -> dict[str, float]:
         """Flush the newest version to the servers, evaluate it and save it in HF layout. Return the
         evaluations' values since the last step."""
-        worker, deadline_s = self.worker, self._end_waits_s
+        worker = self.worker
+        deadline_s = end_waits_s(self._job.weight_sync, worker.manifest.total_bytes)
         # No batch follows: the flush need not wait for running requests.
         self._rollouts.skip_drains()
         # Before the flush: an evaluating server takes no other version until it is done.

@@ -13,12 +13,12 @@ from titan_grpo.observe import alerts
 from titan_grpo.receive.checkpoint import difference
 
 
-def violations(config: Any, on_cpu: bool, ranks: int | None) -> list[str]:
+def violations(config: Any, on_cpu: bool | None, ranks: int | None) -> list[str]:
     """Return all broken rules of torchtitan's sections, each as "key must be rule (why), got
     value".
 
-    ``on_cpu``: training runs on the CPU with gloo. ``ranks``: number of trainer ranks; None if
-    unknown (a recipe that is only checked).
+    ``on_cpu``: training runs on the CPU with gloo. ``ranks``: number of trainer ranks. Both are
+    None if unknown (a job that is only read).
     """
     # First: other rules divide by some of these.
     if outside := broken("", config, _numbers(config)):
@@ -27,10 +27,11 @@ def violations(config: Any, on_cpu: bool, ranks: int | None) -> list[str]:
         *_parallelism(config),
         *_pipeline(config),
         *_training(config),
-        *_checkpoint(config, on_cpu),
+        *_checkpoint(config, on_cpu is True),
         *_lora(config),
         *_unsupported(config),
-        *(_on_cpu(config) if on_cpu else _on_gpus(config)),
+        *(_on_cpu(config) if on_cpu else ()),
+        *(_on_gpus(config) if on_cpu is False else ()),
     )
     return [*broken("", config, rules), *_ranks(config, ranks), *alerts.rules(config.alerts)]
 
@@ -95,15 +96,15 @@ def not_finite(config: Any) -> list[str]:
 
 
 def sync_waits_s(config: Any, nbytes: int) -> float:
-    """Return the sum of the deadlines of one transfer of ``nbytes`` and its commit, in seconds."""
+    """Return the sum of the deadlines of one transfer of ``nbytes`` and its commit, in seconds: a
+    server may keep a slot as long."""
     w = config.weight_sync
     drain = 0.0 if config.rollout.in_flight_weight_updates else w.drain_deadline_s
     return float(w.transfer_s(nbytes) + w.commit_deadline_s + drain)
 
 
 def end_waits_s(sync: Any, nbytes: int) -> float:
-    """Return how long the end waits for a slot, and again for the flush of a version of ``nbytes``,
-    in seconds."""
+    """Return how long the end waits for the flush of a version of ``nbytes``, in seconds."""
     return float(sync.shutdown_deadline_s + sync.moving_s(nbytes))
 
 
@@ -116,18 +117,17 @@ def rank0_waits_s(config: Any, nbytes: int = 0) -> tuple[float, float]:
     Around the first step rank 0 loads the task and starts servers, or waits for the first commit
     (``startup_s`` each), and then waits for rollouts. In a later step it waits for
     rollouts (``batch_timeout_s``), in sync mode also for one whole sync. At the end it waits for a
-    slot and flushes the newest version (``end_waits_s`` each), waits for the evaluations that run
-    before and after that, and writes the version, at min_rate too.
+    slot (``sync_waits_s``) and flushes the newest version (``end_waits_s``), waits for the
+    evaluations that run before and after that, and writes the version, at min_rate too.
 
     Example: batch_timeout_s 1800, startup_deadline_s 600, async: (2400, 1800). Sync mode adds
     connect_deadline_s + lane_deadline_s + commit_deadline_s = 240: (2640, 2040).
     """
     w = config.weight_sync
-    sync = 0.0
-    if not config.grpo.async_weight_update:
-        sync = w.connect_deadline_s + sync_waits_s(config, nbytes)
+    slot = sync_waits_s(config, nbytes)
+    sync = 0.0 if config.grpo.async_weight_update else w.connect_deadline_s + slot
     evaluation = max((table.whole_s for table in config.evaluation), default=0.0)
-    ends = 2 * (end_waits_s(w, nbytes) + evaluation) + w.moving_s(nbytes)
+    ends = slot + end_waits_s(w, nbytes) + 2 * evaluation + w.moving_s(nbytes)
     later = max(config.rollout.batch_timeout_s + sync, ends)
     return later + w.startup_s(nbytes), later
 
@@ -349,10 +349,10 @@ def _ranks(config: Any, ranks: int | None) -> list[str]:
 
 def _training(config: Any) -> Rules:
     yield (
-        config.optimizer.early_step_in_backward and config.grpo.async_weight_update,
+        config.optimizer.early_step_in_backward,
         "optimizer.early_step_in_backward",
-        "false with grpo.async_weight_update (weights would change while their copy is being made,"
-        " before the fence)",
+        "false (each micro-batch would be an optimizer step of its own: before the fence, without"
+        " training.max_norm, and with an unhealthy loss too)",
     )
     yield config.optimizer.lr <= 0, "optimizer.lr", "greater than 0"
     length, completion = config.training.seq_len, config.rollout.max_completion_tokens

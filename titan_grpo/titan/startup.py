@@ -168,19 +168,20 @@ def write_failure(error: BaseException, folder: Path) -> str:
     empty."""
     chain: list[Any] = [error]
     for each in chain:
-        reason = ""
+        reason, what = "", f"a file of the run could not be written, probably under {str(folder)!r}"
         if isinstance(each, OSError):
             if each.errno in _CANNOT_WRITE or _refused(each, folder):
                 reason = each.strerror or str(each)
+            if isinstance(each.filename, str | bytes):
+                what = f"{os.fsdecode(each.filename)!r} could not be read or written"
         elif isinstance(each, RuntimeError) and "inline_container" in str(each):
             # torch's zip writer reports a short write only so; torch.distributed.checkpoint pickles
             # errors, which loses the OSError before it.
             reason = f"torch: {each}"
         if reason:
             return (
-                f"a file of the run could not be written under {str(folder)!r} ({reason}), so the"
-                " run stopped; make room and start it again: it resumes from its last complete"
-                " checkpoint"
+                f"{what} ({reason}), so the run stopped; make room there, or restore access, and"
+                " start it again: it resumes from its last complete checkpoint"
             )
         # torch.distributed.checkpoint maps ranks to (error, stack).
         failures = [failure[0] for failure in getattr(each, "failures", {}).values()]

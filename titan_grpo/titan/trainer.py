@@ -16,6 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -170,10 +171,14 @@ class GRPOTrainer(Engine):
                 done = f"step {self.step} of {self.job_config.training.steps} is done"
                 terminal.print_status(f"{done}: nothing to train; raise training.steps to go on")
             return
-        if self._published < self.version:
-            self._publish_now(self.version)
+        published = self._published == self.version or self._publish_now(self.version)
         self.sync.fence()
         if self.controller is not None:
+            if not published:
+                self.controller.warn(
+                    f"no slot became free for version {self.version}, the last: every image is"
+                    " still being sent, and the servers keep an older one; raise weight_sync.slots"
+                )
             self.metrics_processor.logger.log(self.controller.finish(self.version), self.step)
         # The other hosts' images must live until rank 0 has flushed the last version from them.
         dist.barrier(group=self.loader.group)
@@ -191,23 +196,24 @@ class GRPOTrainer(Engine):
             self.sync.start(worker.publish)
         else:
             self.sync.start()
-        self._publish_now(self.version)
+        if not self._publish_now(self.version):
+            raise SyncError(
+                f"no slot became free for version {self.version}, the first: the sync process did"
+                " not begin in time; on a machine that is as slow raise weight_sync.lane_deadline_s"
+            )
         if controller is not None:
             controller.wait_first_commit(self.version)
 
-    def _publish_now(self, version: int) -> None:
-        """Publish ``version`` at the start or the end, waiting for a slot on rank 0. Collective.
-        Raises SyncError on every rank if no slot becomes free."""
+    def _publish_now(self, version: int) -> bool:
+        """Publish ``version`` at the start or the end, waiting for a slot on rank 0. Return whether
+        one became free. Collective."""
         chosen: list[Any] = [None]
         if self.controller is not None:
             chosen = [self.controller.wait_slot()]
         dist.broadcast_object_list(chosen, src=0, group=self.loader.group)
-        if chosen[0] is None:
-            raise SyncError(
-                f"no slot became free for version {version}: every image is still being sent; raise"
-                " weight_sync.slots"
-            )
-        self._publish(version, chosen[0])
+        if chosen[0] is not None:
+            self._publish(version, chosen[0])
+        return chosen[0] is not None
 
     def _publish(self, version: int, slot: int) -> None:
         start = time.perf_counter()
@@ -235,15 +241,23 @@ class GRPOTrainer(Engine):
         # After reduce_metrics, which waits for the device: only then is the fence's time known.
         self._blocked_s += self.sync.take_fenced_s()
         self._log(metrics["loss"], outcome, learning_rate)
+        if outcome.taken and share.slot is not None and not self._grpo.async_weight_update:
+            self._wait_committed()
         if self.controller is not None:
-            if outcome.taken and share.slot is not None and not self._grpo.async_weight_update:
-                waiting = time.perf_counter()
-                self.controller.wait_committed(self.version)
-                self._blocked_s += time.perf_counter() - waiting
             clock = (begin, fetched, trained)
             self._record(self.controller, metrics, outcome, clock, learning_rate)
         self._judge(outcome)
         self._obey_alerts()
+
+    def _wait_committed(self) -> None:
+        """Wait until the servers hold the version (synchronous mode). Collective."""
+        begin = time.perf_counter()
+        if self.controller is not None:
+            self.controller.wait_committed(self.version)
+        # In the loader's group, whose deadline has the version's bytes. A checkpoint's collectives
+        # have torchtitan's, which may be shorter than rank 0's wait.
+        dist.barrier(group=self.loader.group)
+        self._blocked_s += time.perf_counter() - begin
 
     def _make_version(self, outcome: Outcome, slot: int | None) -> None:
         """Count the new version and publish it if it has a slot. Make none if no weight
@@ -357,15 +371,28 @@ class GRPOTrainer(Engine):
         return self.loader.fetch(lambda: controller.prepare(self.version, self.loader.num_shares))
 
     def close(self, error: BaseException | None = None) -> None:
-        """Stop everything that was started. ``error`` is what ended the run, for the summary.
-        Bounded; idempotent."""
+        """Stop everything that was started, and wait for a checkpoint that is being written.
+        ``error`` is what ended the run, for the summary. Idempotent."""
         with ExitStack() as parts:
-            # Run in reverse: the controller, the sync (rank 0's images outlive its lanes),
-            # torchtitan. An error of one does not stop the next.
+            # Run in reverse: the controller, the sync (rank 0's images outlive its lanes), the
+            # checkpoint, torchtitan. An error of one does not stop the next.
             parts.callback(super().close)
+            parts.callback(self._finish_saving)
             parts.callback(self.sync.close)
             if self.controller is not None:
                 parts.callback(self.controller.close, error)
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint that a thread is still writing, if any: the next start may need
+        it."""
+        # A disabled checkpointer has no ``save_future``.
+        saving = getattr(self.checkpointer, "save_future", None)
+        if saving is None or saving.done():
+            return
+        if self.controller is not None:
+            terminal.print_status("ending: the last checkpoint is being written")
+        # no deadline: the disk ends it, or the timeout of the checkpointer's own group.
+        wait([saving])
 
 
 def run(job_config: Any, build: Callable[[Any], GRPOTrainer] = GRPOTrainer) -> None:
@@ -378,10 +405,12 @@ def run(job_config: Any, build: Callable[[Any], GRPOTrainer] = GRPOTrainer) -> N
             limit_nccl_opening(job_config.weight_sync.connect_deadline_s)
         try:
             with ExitStack() as ends:
-                ends.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
                 trainer = build(job_config)
                 ends.push(lambda _kind, error, _trace: trainer.close(error))
                 trainer.train()
+            # After success only, as torchtitan does: after an error of one rank the others are
+            # still in its groups.
+            dist.destroy_process_group()
         except BaseException as error:
             if reason := write_failure(error, folder):
                 raise StorageError(reason) from error
