@@ -225,6 +225,14 @@ def test_log_probabilities_and_a_limit_are_those_of_the_tokens(
     assert (choice.message.content, choice.finish_reason) == ("on", "length")
     assert [(t.token, t.logprob) for t in choice.logprobs.content] == [("o", -1.0), ("n", -1.0)]
     assert seen[0].usage.prompt_tokens == len(group.prompt.token_ids)
+    # The agent's own limit, not the run's.
+    assert group.completions[0].finish_reason == "stop"
+
+
+def test_an_answer_at_the_runs_own_limit_is_cut_by_its_length(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    group = group_of(talker(1), [says(codec, "one")], max_completion_tokens=2)
     assert group.completions[0].finish_reason == "length"
 
 
@@ -371,6 +379,19 @@ def test_a_call_without_room_is_refused_and_an_agent_that_lets_that_out_gets_0(
     assert completion.reward == 0.0
     assert completion.num_sampled == 12
     assert len(completion.token_ids) <= 60
+    assert completion.finish_reason == "length"
+
+
+def test_an_episode_that_goes_on_after_a_call_without_room_is_whole(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        with pytest.raises(openai.BadRequestError):
+            talker(9)(base_url, api_key, row)
+        return talker(1)(base_url, api_key, row)
+
+    group = group_of(agent, [says(codec, "one")], max_completion_tokens=60)
+    assert [completion.finish_reason for completion in group.completions] == ["stop", "stop"]
 
 
 def test_an_answer_is_cut_at_the_agents_own_stop_but_its_tokens_are_not(

@@ -209,7 +209,7 @@ class AgentSampler(Sampler):
                 # Cut the tokens after the last delivered answer: the agent has not seen them.
                 completion = replace(
                     first_tokens(job.parts[trajectory.part], trajectory.delivered),
-                    finish_reason=trajectory.finish_reason,
+                    finish_reason="length" if episode.full else trajectory.finish_reason,
                     server=job.server.url,
                     reward=reward,
                     episode=episode.number if len(delivered) > 1 else -1,

@@ -68,6 +68,8 @@ class Trajectory:
     calls parsed, since clients format that JSON differently). ``rendered``: the text of that call's
     prompt. ``part``: index among the group's parts; -1 before it has one. ``delivered``: number of
     that part's tokens that the agent has received. ``tail``: text of the last answer.
+    ``finish_reason``: "length" if the run's limit cut the last answer, else "stop": an agent's own
+    ``max_tokens`` is part of its way of asking.
     """
 
     prompt: tuple[int, ...]
@@ -106,6 +108,8 @@ class Episode:
     over: "asyncio.Future[float]"
     trajectories: list[Trajectory] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    full: bool = False
+    """Whether its last call had no room, so that the run's limit ended it."""
     _changed: "asyncio.Future[None] | None" = None
 
     def ask(self, codec: TextCodec, request: ChatRequest, budget: int) -> Call:
@@ -121,6 +125,7 @@ class Episode:
         if going is not None:
             trajectory, context = going
             if trajectory.delivered + len(context) >= budget:
+                self.full = True
                 raise Refused(
                     400,
                     f"the episode must fit rollout.max_completion_tokens = {budget} after its"
@@ -136,6 +141,7 @@ class Episode:
             self.trajectories.append(trajectory)
         answer = asyncio.get_running_loop().create_future()
         call = Call(request, trajectory, context, rendered, answer)
+        self.full = False
         self.calls.append(call)
         self.notice()
         return call
@@ -167,7 +173,10 @@ class Episode:
         trajectory = call.trajectory
         trajectory.messages = tuple(map(for_template, (*call.request.messages, answer.message)))
         trajectory.rendered, trajectory.delivered, trajectory.tail = call.rendered, delivered, tail
-        trajectory.finish_reason = "length" if answer.finish_reason == "length" else "stop"
+        cut = (
+            answer.finish_reason == "length" and answer.completion_tokens != call.request.max_tokens
+        )
+        trajectory.finish_reason = "length" if cut else "stop"
         trajectory.busy = False
         self.calls.remove(call)
         if not call.answer.done():

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from titan_grpo.algorithm.advantages import by_episode
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.errors import DataError, PeerError
 from titan_grpo.protocol.admission import GiveUp, Unversioned, Used, too_stale
@@ -314,7 +315,7 @@ class Dispatcher:
         self._counts.add(f"dropped.{verdict.reason}")
         self._throw_away(run.parts)
         self._starts.note(GiveUp(run.ticket.index))
-        rewards = tuple(c.reward for c in verdict.group.completions)
+        rewards = tuple(each.reward for each in by_episode(verdict.group.completions)[0])
         self._send(messages.LeftOut(run.ticket.index, rewards, self._counts.changed()))
 
     def _task_error(self, run: Running, failed: TaskFailed) -> None:
