@@ -21,7 +21,7 @@ from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.agents import Agents
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
-from titan_grpo.rollout.sampler import GroupDropped
+from titan_grpo.rollout.sampler import GroupDropped, PromptTooLong
 from titan_grpo.rollout.task_runner import TaskFailed
 from titan_grpo.rollout.tasks.agent import AgentRows
 from titan_grpo.titan.tiny import EOS, UNK
@@ -392,6 +392,37 @@ def test_an_episode_that_goes_on_after_a_call_without_room_is_whole(
 
     group = group_of(agent, [says(codec, "one")], max_completion_tokens=60)
     assert [completion.finish_reason for completion in group.completions] == ["stop", "stop"]
+
+
+def test_a_new_sequence_without_room_in_a_row_is_refused_and_the_episode_goes_on(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    refusals = []
+
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        client = client_of(base_url, api_key)
+        said: Any = {"role": "user", "content": "hello " * 9}
+        for messages in ([HELLO], [said], [HELLO, HELLO]):
+            try:
+                client.chat.completions.create(model="any", messages=messages)
+            except openai.BadRequestError as error:
+                refusals.append(error)
+        return 1.0
+
+    asked: list[list[int]] = []
+    group = group_of(agent, [says(codec, "one" * 9, log=asked)], row_tokens=50)
+    assert [error.code for error in refusals] == ["context_length_exceeded"]
+    assert "training.seq_len = 50" in str(refusals[0])
+    rows = [len(group.prompt.token_ids) + len(c.token_ids) for c in group.completions]
+    assert (len(asked), max(rows)) == (2, 50)
+    assert [completion.reward for completion in group.completions] == [1.0, 1.0]
+
+
+def test_a_first_call_without_room_in_a_row_is_the_prompts_fault(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    with pytest.raises(PromptTooLong, match=r"shorter than training\.seq_len = 9"):
+        group_of(talker(1), [says(codec, "one")], row_tokens=9)
 
 
 def test_an_answer_is_cut_at_the_agents_own_stop_but_its_tokens_are_not(

@@ -183,6 +183,26 @@ def test_a_prompt_that_always_fails_is_skipped_and_the_run_goes_on(
     assert client.state()["cursor"] == {"low": 3, "above": []}  # Two used, one skipped.
 
 
+def test_a_prompt_that_fills_its_row_is_skipped_at_once_and_no_server_is_asked(
+    start: StartClient, completion_server: MakeServer, spec: RolloutSpec
+) -> None:
+    server = completion_server()
+    task, codec = load_task("calculator", TaskOptions(spec.seed)), TextCodec(spec.model_dir)
+    lengths = [len(task.prompt(index, codec).token_ids) for index in range(12)]
+    fitting = [index for index, length in enumerate(lengths) if length < max(lengths)]
+    server.behaviour = lambda body: server.answer(
+        [80] * body["max_tokens"], [-3.0] * body["max_tokens"], "length"
+    )
+    client = start(task="calculator", max_staleness=0, row_tokens=max(lengths))
+    client.set_server(ServerState(server.url, 0, True, "0"))
+    batch = client.next_batch(0, PER_STEP, 60)
+    assert [group.prompt.index for group in batch] == fitting[:PER_STEP]
+    skipped = fitting[PER_STEP - 1] + 1 - PER_STEP
+    counters = client.counters()
+    assert (counters["skipped"], counters["dropped.prompt_too_long"]) == (skipped, skipped)
+    assert len(server.bodies) == PER_STEP * GROUP
+
+
 def test_a_server_that_refuses_every_prompt_stops_the_run_with_its_reason(
     start: StartClient, completion_server: MakeServer
 ) -> None:

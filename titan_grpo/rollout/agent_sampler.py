@@ -21,6 +21,7 @@ from titan_grpo.rollout.sampler import (
     GroupDropped,
     Interrupted,
     Job,
+    PromptTooLong,
     Sampler,
     answered,
     completion_fault,
@@ -113,16 +114,16 @@ class AgentSampler(Sampler):
         if trajectory.part < 0:
             trajectory.part = len(parts)
             parts.append(NO_TOKENS)
-        at = trajectory.part
+        at, room = trajectory.part, self._spec.room(trajectory.prompt)
         # Append the call's context once. The part is longer than delivered if an earlier server
         # failed after it had sampled this answer whole.
         if parts[at].waits and len(parts[at].token_ids) == trajectory.delivered:
-            parts[at] = answered(parts[at], call.context, self._budget)
+            parts[at] = answered(parts[at], call.context, room)
         # Start of the answer within the part.
         before = trajectory.delivered + len(call.context)
-        most = call.request.max_tokens or self._budget
+        most = call.request.max_tokens or room
         while not parts[at].waits:
-            left = min(self._budget, before + most) - len(parts[at].token_ids)
+            left = min(room, before + most) - len(parts[at].token_ids)
             if left <= 0:
                 parts[at] = replace(parts[at], finish_reason=TURN_OVER)
                 call.reason = "length"
@@ -200,6 +201,9 @@ class AgentSampler(Sampler):
         made: list[tuple[Trajectory, Completion]] = []
         for episode in episodes:
             delivered = [each for each in episode.trajectories if each.delivered]
+            if not delivered and episode.full:
+                what = f"the first call of an agent (row {episode.row!r:.200})"
+                raise PromptTooLong(what, self._spec)
             if not delivered:
                 text = f"an agent must make a call, one of row {episode.row!r:.200} made none"
                 raise TaskFailed("agent", DataError(text))
@@ -215,7 +219,8 @@ class AgentSampler(Sampler):
                     episode=episode.number if len(delivered) > 1 else -1,
                 )
                 prompt = Prompt(job.prompt.index, trajectory.prompt)
-                if fault := completion_fault(prompt, completion, self._budget):
+                room = self._spec.room(trajectory.prompt)
+                if fault := completion_fault(prompt, completion, room):
                     raise GroupDropped(fault)
                 made.append((trajectory, completion))
         shared = shared_prefix([trajectory.prompt for trajectory, _ in made])

@@ -112,7 +112,7 @@ class Episode:
     """Whether its last call had no room, so that the run's limit ended it."""
     _changed: "asyncio.Future[None] | None" = None
 
-    def ask(self, codec: TextCodec, request: ChatRequest, budget: int) -> Call:
+    def ask(self, codec: TextCodec, request: ChatRequest, spec: RolloutSpec) -> Call:
         """Queue a call. Raises Refused if its messages cannot be rendered, or its trajectory has no
         room."""
         try:
@@ -121,27 +121,26 @@ class Episode:
         except DataError as error:
             raise Refused(400, str(error), "messages") from error
         going = self._continued(codec, request, rendered, messages)
-        context: tuple[int, ...] = ()
-        if going is not None:
-            trajectory, context = going
-            if trajectory.delivered + len(context) >= budget:
-                self.full = True
-                raise Refused(
-                    400,
-                    f"the episode must fit rollout.max_completion_tokens = {budget} after its"
-                    f" prompt: it has {trajectory.delivered} tokens, this call adds {len(context)}",
-                    "messages",
-                    TOO_LONG,
-                )
-            trajectory.busy = True
-        else:
-            trajectory = Trajectory(codec.encode(rendered), tools=request.tools)
+        trajectory, context = going or (Trajectory(codec.encode(rendered), tools=request.tools), ())
+        had = trajectory.delivered + len(context)
+        self.full = had >= spec.room(trajectory.prompt)
+        if self.full:
+            raise Refused(
+                400,
+                f"an answer must fit rollout.max_completion_tokens = {spec.max_completion_tokens}"
+                f" after its sequence's prompt, and training.seq_len = {spec.row_tokens} with it:"
+                f" the prompt has {len(trajectory.prompt)} tokens, this call and what was before"
+                f" {had}; shorten the messages",
+                "messages",
+                TOO_LONG,
+            )
+        trajectory.busy = True
+        if going is None:
             if not self.trajectories:
                 trajectory.part = self.number
             self.trajectories.append(trajectory)
         answer = asyncio.get_running_loop().create_future()
         call = Call(request, trajectory, context, rendered, answer)
-        self.full = False
         self.calls.append(call)
         self.notice()
         return call
@@ -368,7 +367,7 @@ class Agents:
 
     async def _chat(self, episode: Episode, body: bytes) -> Reply:
         asked = parse(body, self._spec.temperature)
-        call = episode.ask(self.codec, asked, self._spec.max_completion_tokens)
+        call = episode.ask(self.codec, asked, self._spec)
         # no deadline: the sampler answers or Episode.end refuses; _answer cancels it at its own
         answer = await call.answer
         if asked.stream:

@@ -12,7 +12,13 @@ from titan_grpo.protocol.admission import GiveUp, Unversioned, Used, too_stale
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.rollout.sampler import GroupDropped, Interrupted, NotAccepted, Sampler
+from titan_grpo.rollout.sampler import (
+    GroupDropped,
+    Interrupted,
+    NotAccepted,
+    PromptTooLong,
+    Sampler,
+)
 from titan_grpo.rollout.schedule import Durations, Room, Server, Starts
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.samples import NO_TOKENS, Completion
@@ -236,7 +242,7 @@ class Dispatcher:
                 self._report(f"group of prompt {ticket.index} from {url} is too stale: made again")
                 self._settle(ticket.moved(tuple(run.parts)))
             case GroupDropped():
-                self._drop(run, error.reason)
+                self._drop(run, error.reason, str(error), isinstance(error, PromptTooLong))
             case TaskFailed():
                 self._task_error(run, error)
             case HttpRefused() if error.status in BAD_REQUEST:
@@ -291,16 +297,18 @@ class Dispatcher:
                 del self._drains[number]
                 self._send(messages.Answer(number))
 
-    def _drop(self, run: Running, reason: str, detail: str = "") -> None:
+    def _drop(self, run: Running, reason: str, detail: str, last: bool = False) -> None:
+        """Requeue a group without its tokens, or skip its prompt after the ``last`` attempt."""
         self._counts.add(f"dropped.{reason}")
-        text = (
-            f"group of prompt {run.ticket.index} from {run.server.url} dropped: {detail or reason}"
-        )
+        text = f"group of prompt {run.ticket.index} from {run.server.url} dropped: {detail}"
         self._report(text)
         self._throw_away(run.parts)
         ticket = run.ticket.dropped()
-        self._settle(ticket)
-        self._skips_in_a_row += ticket.drops >= MAX_DROPS
+        if not last and ticket.drops < MAX_DROPS:
+            self._starts.again(ticket)
+            return
+        self._skip(ticket)
+        self._skips_in_a_row += 1
         if self._skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
             self._fail(
                 DataError(
@@ -330,10 +338,13 @@ class Dispatcher:
         self._fail(failed)
 
     def _settle(self, ticket: Ticket, avoid: str = "") -> None:
-        """Requeue the group in its place, or skip the prompt if its budget is spent."""
-        if ticket.drops < MAX_DROPS and ticket.outages < MAX_OUTAGES:
+        """Requeue the group in its place, or skip the prompt if its outages are spent."""
+        if ticket.outages < MAX_OUTAGES:
             self._starts.again(ticket, avoid)
-            return
+        else:
+            self._skip(ticket)
+
+    def _skip(self, ticket: Ticket) -> None:
         self._starts.note(GiveUp(ticket.index))
         self._sampler.forget(ticket.index)
         self._throw_away(ticket.parts)
