@@ -2,7 +2,6 @@
 trained on, and what an agent sees when something fails."""
 
 import asyncio
-import http.client
 import json
 import threading
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any, NoReturn
 import pytest
 from openai.types.chat import ChatCompletion
 
-from tests.rollout.agents import ADD, HELLO, client_of, says, talker
+from tests.rollout.agents import ADD, HELLO, client_of, says, send, talker
 from tests.rollout.conftest import GroupOf, answer, piece
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.agents import Agents
@@ -463,17 +462,6 @@ def test_prompts_with_nothing_in_common_drop_the_group(
         group_of(agent, [says(codec, "one")], chat_template=str(template))
 
 
-def call(
-    address: str, method: str, path: str, key: str = "", body: dict[str, Any] | None = None
-) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection(address, timeout=60)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    data = None if body is None else json.dumps(body).encode()
-    connection.request(method, path, data if method == "GET" else data or b"", headers)
-    reply = connection.getresponse()
-    return reply.status, json.loads(reply.read())
-
-
 def test_agents_elsewhere_take_episodes_and_post_their_rewards(
     group_of: GroupOf, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,17 +472,17 @@ def test_agents_elsewhere_take_episodes_and_post_their_rewards(
         address = agents.url.removeprefix("http://")
 
         def outside() -> None:
-            seen.append(call(address, "POST", "/episodes")[0])
+            seen.append(send(address, "POST", "/episodes")[0])
             status: int = 429
             given: dict[str, Any] = {}
             while status == 429:  # the group has not begun
-                status, given = call(address, "POST", "/episodes", "shared")
+                status, given = send(address, "POST", "/episodes", "shared")
             key, path = given["id"], f"/episodes/{given['id']}/reward"
             seen.append(given["row"])
             talker(2)(f"{agents.url}/v1", key, {})
-            seen.append(call(address, "POST", path, key, {"reward": "much"})[0])
-            seen.append(call(address, "POST", path, "wrong", {"reward": 1})[0])
-            seen.append(call(address, "POST", path, key, {"reward": 0.25})[0])
+            seen.append(send(address, "POST", path, key, {"reward": "much"})[0])
+            seen.append(send(address, "POST", path, "wrong", {"reward": 1})[0])
+            seen.append(send(address, "POST", path, key, {"reward": 0.25})[0])
 
         threads.append(threading.Thread(target=outside))
         threads[0].start()
@@ -512,7 +500,7 @@ def test_an_agent_elsewhere_that_posts_nothing_costs_its_group(
         address = agents.url.removeprefix("http://")
 
         def outside() -> None:
-            while call(address, "POST", "/episodes")[0] == 429:
+            while send(address, "POST", "/episodes")[0] == 429:
                 pass
 
         threading.Thread(target=outside).start()

@@ -88,26 +88,45 @@ class AgentSampler(Sampler):
         return group
 
     async def _serve(self, job: Job, episode: Episode) -> None:
-        """Answer the episode's calls, concurrently if the agent makes several, until it is over."""
+        """Begin or resume an episode, and serve it until it is over."""
+        # The place is the service's, not the agent's: an agent whose group waits for a server must
+        # not keep those that servers could serve from running, or both would wait for each other.
+        if not episode.over.done():
+            async with self._agents.places:
+                self._agents.begin(episode)
+                await self._answers(job, episode)
+        # no deadline: it is done; raises the agent's error
+        episode.over.result()
+
+    async def _answers(self, job: Job, episode: Episode) -> None:
+        """Answer the episode's calls, concurrently if the agent makes several, until it is over or
+        had its time."""
         serving: dict[Call, asyncio.Task[None]] = {}
+        time_s, until_s = asyncio.get_running_loop().time, None
         try:
             while not episode.over.done():
                 for call in episode.calls:
                     if call not in serving:
                         serving[call] = asyncio.ensure_future(self._answer(job, episode, call))
+                if episode.begun and until_s is None:
+                    until_s = time_s() + episode.left_s
+                # None: it waits for an agent outside to take it, without a deadline
+                left_s = None if until_s is None else until_s - time_s()
                 changed = episode.changed()
-                # no deadline: rollout.task_timeout_s ends a running episode; one that waits for an
-                # agent outside to take it has none
-                await asyncio.wait(
-                    {changed, *serving.values()}, return_when=asyncio.FIRST_COMPLETED
+                done, _ = await asyncio.wait(
+                    {changed, *serving.values()},
+                    timeout=left_s,
+                    return_when=asyncio.FIRST_COMPLETED,
                 )
+                if not done:
+                    self._agents.late(episode)
                 for call in [call for call, task in serving.items() if task.done()]:
                     # no deadline: it has ended
                     serving.pop(call).result()
         finally:
+            if until_s is not None:
+                episode.left_s = until_s - time_s()
             await _cancel(list(serving.values()))
-        # no deadline: it is done; raises the agent's error
-        episode.over.result()
 
     async def _answer(self, job: Job, episode: Episode, call: Call) -> None:
         trajectory, parts = call.trajectory, job.parts

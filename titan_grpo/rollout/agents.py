@@ -24,7 +24,8 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import TimeoutError as LateError
+from concurrent.futures import CancelledError
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
@@ -53,9 +54,6 @@ from titan_grpo.rollout.tasks.agent import AgentRows
 from titan_grpo.samples import Completion
 
 NO_EPISODE = "the API key must be that of a running episode"
-GRACE_S = 10.0
-"""Seconds that an HTTP request may wait beyond its episode's deadline."""
-
 MARK = "TheAnswerStandsHere"
 """Placeholder answer, to find the text that a template writes after an answer."""
 
@@ -106,6 +104,10 @@ class Episode:
     """Index in its group."""
     row: dict[str, Any]
     over: "asyncio.Future[float]"
+    left_s: float
+    """Rest of ``task_timeout_s``: of the time in which the agent runs and a server serves it."""
+    begun: bool = False
+    """Whether its agent runs, here or elsewhere."""
     trajectories: list[Trajectory] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     full: bool = False
@@ -238,6 +240,9 @@ class Agents:
         self._loop = asyncio.get_running_loop()
         self._began = int(time.time())
         self._key = os.environ.get(spec.agent_key_env, "")
+        ours = task.function is not None
+        self.places: AbstractAsyncContextManager[None] = runner.places if ours else nullcontext()
+        """``task_concurrency`` places for the episodes of our own agents."""
         self._server = HttpServer(spec.agent_address, "", self._answer, "rollout.agent_address")
         host, _, port = self._server.address.rpartition(":")
         here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
@@ -257,10 +262,10 @@ class Agents:
         episodes = self._groups.setdefault(index, [])
         for number in range(self._spec.group_size):
             if number == len(episodes):
-                episodes.append(self._begin(index, number))
+                episodes.append(self._made(index, number))
             elif episodes[number].lost(parts):
                 self._end(episodes[number])
-                episodes[number] = self._begin(index, number)
+                episodes[number] = self._made(index, number)
             for trajectory in episodes[number].trajectories:
                 if trajectory.part >= len(parts):
                     trajectory.part = -1
@@ -271,9 +276,27 @@ class Agents:
         for episode in self._groups.pop(index, []):
             self._end(episode)
 
-    def _begin(self, index: int, number: int) -> Episode:
-        key = f"ep-{secrets.token_hex(16)}"
-        episode = Episode(key, number, self._task.row(index), self._loop.create_future())
+    def begin(self, episode: Episode) -> None:
+        """Run the episode's agent if it is ours and does not run yet."""
+        if self._task.function is None or episode.begun:
+            return
+        episode.begun = True
+        task = self._loop.create_task(self._function(self._task.function, episode))
+        self._running[episode.key] = task
+        task.add_done_callback(lambda _: self._running.pop(episode.key, None))
+
+    def late(self, episode: Episode) -> None:
+        """End an episode that had its time."""
+        text = (
+            f"no reward came within {self._spec.section}.task_timeout_s ="
+            f" {self._spec.task_timeout_s:g} in which a server served the episode"
+        )
+        self._over(episode, TaskFailed("agent", TimeoutError(text)))
+
+    def _made(self, index: int, number: int) -> Episode:
+        key, over = f"ep-{secrets.token_hex(16)}", self._loop.create_future()
+        left_s = self._spec.task_timeout_s
+        episode = Episode(key, number, self._task.row(index), over, left_s)
         if self._task.function is None:
             try:
                 # Before it is offered: an episode whose answer cannot be written would be lost.
@@ -282,15 +305,8 @@ class Agents:
                 text = f"a row for an agent outside must be JSON ({error}): {episode.row!r:.200}"
                 raise TaskFailed("agent", DataError(text)) from error
             self._offers.append(episode)
-        else:
-            self._run(episode, self._function(self._task.function, episode))
         self._by_key[key] = episode
         return episode
-
-    def _run(self, episode: Episode, work: Any) -> None:
-        task = self._loop.create_task(work)
-        self._running[episode.key] = task
-        task.add_done_callback(lambda _: self._running.pop(episode.key, None))
 
     def _end(self, episode: Episode) -> None:
         self._by_key.pop(episode.key, None)
@@ -315,12 +331,6 @@ class Agents:
             text = "it must return its reward, a number, or post it to /episodes/{id}/reward"
             self._over(episode, TaskFailed("agent", DataError(text)))
 
-    async def _late(self, episode: Episode) -> None:
-        """Fail an episode whose agent outside posts no reward in time."""
-        await asyncio.sleep(self._spec.task_timeout_s)
-        text = f"no reward came within rollout.task_timeout_s = {self._spec.task_timeout_s:g}"
-        self._over(episode, TaskFailed("agent", TimeoutError(text)))
-
     def _over(self, episode: Episode, outcome: float | TaskFailed) -> None:
         if episode.over.done():
             return
@@ -335,13 +345,14 @@ class Agents:
     # What follows answers HTTP requests; _answer runs in the server's threads.
 
     def _answer(self, request: Request) -> Reply:
-        future = asyncio.run_coroutine_threadsafe(self._decide(request), self._loop)
         try:
-            return future.result(self._spec.task_timeout_s + GRACE_S)
+            future = asyncio.run_coroutine_threadsafe(self._decide(request), self._loop)
+            # no deadline: a call is answered or refused at its episode's end at the latest, and the
+            # end of the loop cancels it
+            return future.result()
         except Refused as refused:
             return Reply(refused.status, refused.body)
-        except (LateError, RuntimeError):  # the loop is busy, or closed
-            future.cancel()
+        except (CancelledError, RuntimeError):  # the loop ends, or has ended
             text = "the rollout process does not answer; the run may be ending"
             return Reply(503, Refused(503, text).body, RETRY_AFTER_S)
 
@@ -368,7 +379,7 @@ class Agents:
     async def _chat(self, episode: Episode, body: bytes) -> Reply:
         asked = parse(body, self._spec.temperature)
         call = episode.ask(self.codec, asked, self._spec)
-        # no deadline: the sampler answers or Episode.end refuses; _answer cancels it at its own
+        # no deadline: the sampler answers, or Episode.end refuses
         answer = await call.answer
         if asked.stream:
             return Reply(200, answer_events(asked, answer))
@@ -381,7 +392,8 @@ class Agents:
         if not self._offers:
             return Reply(429, Refused(429, "no episode waits").body, RETRY_AFTER_S)
         episode = self._offers.popleft()
-        self._run(episode, self._late(episode))
+        episode.begun = True
+        episode.notice()
         given = {"id": episode.key, "row": episode.row}
         return Reply(200, given | {"timeout_s": self._spec.task_timeout_s})
 
