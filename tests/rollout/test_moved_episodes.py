@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.agents import says, send, talker
+from tests.rollout.agents import client_of, says, send, talker
 from tests.rollout.conftest import GroupOf, MakeServer, SamplerOfAgents
 from tests.rollout.sampling import holding
 from titan_grpo.engines.http import AsyncDriver
+from titan_grpo.errors import PeerError
 from titan_grpo.rollout.agents import Agents
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import Ticket
-from titan_grpo.samples import NO_TOKENS, Group
+from titan_grpo.samples import NO_TOKENS, Completion, Group
 
 pytest.importorskip("openai")
 
@@ -64,6 +65,45 @@ def test_an_outage_of_all_servers_is_no_time_of_an_agent_elsewhere(
     )
     threads[0].join(60)
     assert group.completions[0].reward == 0.25
+
+
+def test_an_episode_that_begins_again_samples_its_first_answer_anew(
+    sampler_of_agents: SamplerOfAgents, codec: TextCodec, completion_server: MakeServer
+) -> None:
+    heard: list[list[str]] = []
+
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        client, mine = client_of(base_url, api_key), list[str]()
+        heard.append(mine)
+        for _ in range(3):  # each a token sequence of its own
+            said: Any = {"role": "user", "content": f"hello {len(mine)}"}
+            reply = client.chat.completions.create(model="any", messages=[said])
+            mine.append(str(reply.choices[0].message.content))
+        return 1.0
+
+    first, second = completion_server(), completion_server()
+    asked: list[list[int]] = []
+    says_two = says(codec, "one", "two", log=asked)
+    first.behaviour = lambda body: says_two(body) if len(asked) < 2 else dies(body)
+    second.behaviour = says(codec, "three")
+
+    async def run() -> list[Completion]:
+        drivers = [AsyncDriver(first.url), AsyncDriver(second.url)]
+        async with sampler_of_agents(agent) as (sampler, _):
+            parts = [NO_TOKENS]
+            with pytest.raises(PeerError):
+                await sampler.group(Ticket(0), parts, holding(first.url, 3), drivers[0])
+            # The second answer became too old, the first one did not.
+            parts[1] = NO_TOKENS
+            moved = Ticket(0, attempt=1)
+            await sampler.group(moved, parts, holding(second.url, 4), drivers[1])
+        for driver in drivers:
+            await driver.close()
+        return parts
+
+    parts = asyncio.run(run())
+    assert heard == [["one", "two"], ["three"] * 3]
+    assert {part.version_first for part in parts if part.token_ids} == {4}
 
 
 def test_agents_whose_group_waits_for_a_server_keep_no_place_from_those_of_another_group(

@@ -51,7 +51,7 @@ from titan_grpo.rollout.openai_api import (
 )
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows
-from titan_grpo.samples import Completion
+from titan_grpo.samples import NO_TOKENS, Completion
 
 NO_EPISODE = "the API key must be that of a running episode"
 MARK = "TheAnswerStandsHere"
@@ -255,16 +255,20 @@ class Agents:
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         await asyncio.to_thread(self._server.close)
 
-    def take(self, index: int, parts: Sequence[Completion]) -> list[Episode]:
+    def take(self, index: int, parts: list[Completion]) -> list[Episode]:
         """Return the group's ``group_size`` episodes: the running ones, with new ones in place of
-        those whose delivered tokens are missing from ``parts``. Raises TaskFailed if agents are
-        outside and the row is no JSON."""
+        those whose delivered tokens are missing from ``parts``. What ``parts`` has of such an
+        episode is emptied: the new one would take it for its own answer. Raises TaskFailed if
+        agents are outside and the row is no JSON."""
         episodes = self._groups.setdefault(index, [])
         for number in range(self._spec.group_size):
             if number == len(episodes):
                 episodes.append(self._made(index, number))
             elif episodes[number].lost(parts):
                 self._end(episodes[number])
+                for old in episodes[number].trajectories:
+                    if 0 <= old.part < len(parts):
+                        parts[old.part] = NO_TOKENS
                 episodes[number] = self._made(index, number)
             for trajectory in episodes[number].trajectories:
                 if trajectory.part >= len(parts):

@@ -201,8 +201,10 @@ class Dispatcher:
         try:
             group = await self._sampler.group(run.ticket, run.parts, run.server, self._drivers[url])
         finally:
-            # Each of the task's answers since the start led to one more request.
-            self._counts.add("requests", sum(part.answers for part in run.parts) - answers)
+            # Each of the task's answers since the start led to one more request. There are fewer if
+            # an agent's episode began again.
+            more = sum(part.answers for part in run.parts) - answers
+            self._counts.add("requests", max(0, more))
         self._task_gave_a_group()
         tokens = sum(c.num_sampled for c in group.completions)
         self._counts.add("tokens", tokens)
