@@ -258,12 +258,11 @@ def group_of(sampler_of_agents: SamplerOfAgents, completion_server: MakeServer) 
         look: Callable[[Agents], None] | None = None,
         tool_parser: ToolParser | None = hermes,
         keeps: bool = True,
-        between_s: float = 0.0,
         **changes: Any,
     ) -> Group:
         """One attempt for each behaviour of an engine, each on another server; the last is the
         group's. ``look``: called with the endpoint before the first. ``keeps``: whether an attempt
-        has the tokens of the one before. ``between_s``: seconds between two attempts."""
+        has the tokens of the one before."""
 
         async def run() -> Group:
             group: Group | None = None
@@ -285,7 +284,6 @@ def group_of(sampler_of_agents: SamplerOfAgents, completion_server: MakeServer) 
                         )
                     except PeerError:
                         assert attempt < len(behaviours) - 1
-                        await asyncio.sleep(between_s)
                     finally:
                         await driver.close()
             assert group is not None, "no behaviour was given"

@@ -2,15 +2,17 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.rollout.agents import client_of, says, send, talker
-from tests.rollout.conftest import GroupOf, MakeServer, SamplerOfAgents
+from tests.rollout.conftest import CompletionServer, MakeServer, SamplerOfAgents
 from tests.rollout.sampling import holding
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import PeerError
+from titan_grpo.rollout.agent_sampler import AgentSampler
 from titan_grpo.rollout.agents import Agents
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import Ticket
@@ -18,31 +20,66 @@ from titan_grpo.samples import NO_TOKENS, Completion, Group
 
 pytest.importorskip("openai")
 
-SHORT_S = 4.0
-"""Of the clock of an episode that takes a fraction of a second."""
+Outage = Callable[..., Group]
 
 
-def dies(body: dict[str, Any]) -> tuple[int, Any]:
-    return 500, {}
+async def attempt(
+    sampler: AgentSampler, server: CompletionServer, parts: list[Completion], index: int = 0
+) -> Group:
+    """The group of a prompt on a server."""
+    driver = AsyncDriver(server.url)
+    try:
+        return await sampler.group(Ticket(index), parts, holding(server.url, 3), driver)
+    finally:
+        await driver.close()
 
 
-def test_an_outage_of_all_servers_is_no_time_of_an_agent(
-    group_of: GroupOf, codec: TextCodec
-) -> None:
+@pytest.fixture
+def outage(
+    sampler_of_agents: SamplerOfAgents,
+    completion_server: MakeServer,
+    codec: TextCodec,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Outage:
+    """A factory: an agent -> its group, whose first server dies, and whose second one is there only
+    long after ``task_timeout_s``."""
+    first, second = completion_server(), completion_server()
+    first.behaviour, second.behaviour = lambda _: (500, {}), says(codec, "one")
+
+    def make(
+        agent: Callable[..., Any] | None, look: Callable[[Agents], None] = lambda _: None
+    ) -> Group:
+        async def run() -> Group:
+            loop, later_s = asyncio.get_running_loop(), 0.0
+            real = loop.time
+            monkeypatch.setattr(loop, "time", lambda: real() + later_s)
+            parts = [NO_TOKENS]
+            async with sampler_of_agents(agent, task_timeout_s=60.0) as (sampler, agents):
+                look(agents)
+                with pytest.raises(PeerError):
+                    await attempt(sampler, first, parts)
+                later_s += 1000.0
+                for _ in range(5):  # callbacks that are due, and those that follow them
+                    await asyncio.sleep(0)
+                return await attempt(sampler, second, parts)
+
+        return asyncio.run(run())
+
+    return make
+
+
+def test_an_outage_of_all_servers_is_no_time_of_an_agent(outage: Outage) -> None:
     keys, agent = [], talker(2)
 
     def counted(base_url: str, api_key: str, row: dict[str, Any]) -> float:
         keys.append(api_key)
         return agent(base_url, api_key, row)
 
-    behaviours = [dies, says(codec, "one")]
-    group = group_of(counted, behaviours, timeout_s=SHORT_S, between_s=SHORT_S + 0.5)
+    group = outage(counted)
     assert (len(keys), group.completions[0].num_sampled) == (1, 8)
 
 
-def test_an_outage_of_all_servers_is_no_time_of_an_agent_elsewhere(
-    group_of: GroupOf, codec: TextCodec
-) -> None:
+def test_an_outage_of_all_servers_is_no_time_of_an_agent_elsewhere(outage: Outage) -> None:
     threads = []
 
     def look(agents: Agents) -> None:
@@ -54,17 +91,36 @@ def test_an_outage_of_all_servers_is_no_time_of_an_agent_elsewhere(
                 status, given = send(address, "POST", "/episodes")
             talker(1)(f"{agents.url}/v1", given["id"], {})
             path = f"/episodes/{given['id']}/reward"
-            assert send(address, "POST", path, given["id"], {"reward": 0.25})[0] == 200
+            send(address, "POST", path, given["id"], {"reward": 0.25})
 
         threads.append(threading.Thread(target=outside))
         threads[0].start()
 
-    behaviours = [dies, says(codec, "one")]
-    group = group_of(
-        None, behaviours, timeout_s=SHORT_S, between_s=SHORT_S + 0.5, look=look, agent="outside"
-    )
+    group = outage(None, look)
     threads[0].join(60)
     assert group.completions[0].reward == 0.25
+
+
+def test_agents_whose_group_waits_for_a_server_keep_no_place_from_those_of_another_group(
+    sampler_of_agents: SamplerOfAgents, codec: TextCodec, completion_server: MakeServer
+) -> None:
+    first, second = completion_server(), completion_server()
+    first.behaviour, second.behaviour = first.hang, says(codec, "one")
+
+    async def run() -> list[Group]:
+        async with sampler_of_agents(talker(1), task_concurrency=1) as (sampler, _):
+            parts = [NO_TOKENS]
+            moved = asyncio.ensure_future(attempt(sampler, first, parts))
+            await asyncio.to_thread(first.wait_for_requests, 1)
+            moved.cancel()
+            await asyncio.wait([moved], timeout=60)
+            # Its agent waits in its call, in a thread of its own.
+            return [
+                await asyncio.wait_for(attempt(sampler, second, had, index), 30)
+                for had, index in (([NO_TOKENS], 1), (parts, 0))
+            ]
+
+    assert [group.completions[0].num_sampled for group in asyncio.run(run())] == [4, 4]
 
 
 def test_an_episode_that_begins_again_samples_its_first_answer_anew(
@@ -84,52 +140,17 @@ def test_an_episode_that_begins_again_samples_its_first_answer_anew(
     first, second = completion_server(), completion_server()
     asked: list[list[int]] = []
     says_two = says(codec, "one", "two", log=asked)
-    first.behaviour = lambda body: says_two(body) if len(asked) < 2 else dies(body)
+    first.behaviour = lambda body: says_two(body) if len(asked) < 2 else (500, {})
     second.behaviour = says(codec, "three")
 
-    async def run() -> list[Completion]:
-        drivers = [AsyncDriver(first.url), AsyncDriver(second.url)]
+    async def run() -> None:
         async with sampler_of_agents(agent) as (sampler, _):
             parts = [NO_TOKENS]
             with pytest.raises(PeerError):
-                await sampler.group(Ticket(0), parts, holding(first.url, 3), drivers[0])
+                await attempt(sampler, first, parts)
             # The second answer became too old, the first one did not.
             parts[1] = NO_TOKENS
-            moved = Ticket(0, attempt=1)
-            await sampler.group(moved, parts, holding(second.url, 4), drivers[1])
-        for driver in drivers:
-            await driver.close()
-        return parts
+            await attempt(sampler, second, parts)
 
-    parts = asyncio.run(run())
+    asyncio.run(run())
     assert heard == [["one", "two"], ["three"] * 3]
-    assert {part.version_first for part in parts if part.token_ids} == {4}
-
-
-def test_agents_whose_group_waits_for_a_server_keep_no_place_from_those_of_another_group(
-    sampler_of_agents: SamplerOfAgents, codec: TextCodec, completion_server: MakeServer
-) -> None:
-    first, second = completion_server(), completion_server()
-    first.behaviour, second.behaviour = first.hang, says(codec, "one")
-
-    async def run() -> list[Group]:
-        drivers = [AsyncDriver(first.url), AsyncDriver(second.url)]
-        async with sampler_of_agents(talker(1), task_concurrency=1) as (sampler, _):
-            parts = [NO_TOKENS]
-            moved = asyncio.ensure_future(
-                sampler.group(Ticket(0), parts, holding(first.url, 3), drivers[0])
-            )
-            await asyncio.to_thread(first.wait_for_requests, 1)
-            moved.cancel()
-            await asyncio.wait([moved], timeout=60)
-            groups = []
-            # The first group's agent waits in its call, in a thread of its own.
-            for ticket, had in ((Ticket(1), [NO_TOKENS]), (Ticket(0, attempt=1), parts)):
-                made = sampler.group(ticket, had, holding(second.url, 3), drivers[1])
-                groups.append(await asyncio.wait_for(made, 30))
-        for driver in drivers:
-            await driver.close()
-        return groups
-
-    groups = asyncio.run(run())
-    assert [group.completions[0].num_sampled for group in groups] == [4, 4]

@@ -52,22 +52,6 @@ def test_a_request_has_the_stops_of_the_run_and_of_its_task(
     assert (body["stop"], body["stop_token_ids"]) == (["END", "\n"], [9, 7])
 
 
-def test_a_completion_has_the_room_that_its_prompt_leaves_in_a_row(
-    completion_server: MakeServer, model_dir: str
-) -> None:
-    task: Any = load_task("digits", TaskOptions())
-    codec, completions = TextCodec(model_dir), completion_server()
-    completions.behaviour = lambda b: completions.answer(
-        [80] * b["max_tokens"], [-3.0] * b["max_tokens"], "length"
-    )
-    row = len(task.prompt(0, codec).token_ids) + 3
-    spec = RolloutSpec(model_dir=model_dir, group_size=1, max_completion_tokens=4, row_tokens=row)
-    made = Sampler(spec, TaskRunner(task, codec, spec))
-    group = sample(made, [NO_TOKENS], holding(completions.url, 3))
-    assert [body["max_tokens"] for body in completions.bodies] == [3]
-    assert [len(c.token_ids) for c in group.completions] == [3]
-
-
 def test_stops_of_a_task_may_be_none() -> None:
     task = SimpleNamespace(reward=None, stop=None, stop_token_ids=None)
     assert TaskRunner(task, Letters(), TaskKeys()).stops == ((), ())
