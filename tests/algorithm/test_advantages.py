@@ -145,6 +145,12 @@ def test_the_overlong_penalty_counts_what_the_length_limit_counts() -> None:
     assert (first, second) == (-0.5, 0.5)
 
 
+def test_a_prompt_of_its_own_before_the_first_sampled_token_is_no_length() -> None:
+    flags = (False, False, True, False, True)
+    own_prompt = Completion(tuple(range(5)), (-1.0,) * 5, "stop", 0, 0, "s", sampled=flags)
+    assert Scored.of(own_prompt).length == 3
+
+
 def test_the_overlong_penalty_begins_in_the_cache_and_is_whole_at_the_limit() -> None:
     for options in (GRPO(overlong_cache_tokens=20), GRPO(overlong_cache_share=0.195)):
         found = [overlong_penalty(n, options, 100) for n in (1, 80, 90, 100, 130)]

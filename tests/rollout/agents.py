@@ -1,5 +1,7 @@
 """Agents of the openai client, and what an engine says to them."""
 
+import http.client
+import json
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -41,6 +43,18 @@ def client_of(base_url: str, api_key: str) -> "openai.OpenAI":
     import openai
 
     return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60.0)
+
+
+def send(
+    address: str, method: str, path: str, key: str = "", body: dict[str, Any] | None = None
+) -> tuple[int, Any]:
+    """Status and answer of a request to the agents' endpoint."""
+    connection = http.client.HTTPConnection(address, timeout=60)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    data = None if body is None else json.dumps(body).encode()
+    connection.request(method, path, data if method == "GET" else data or b"", headers)
+    reply = connection.getresponse()
+    return reply.status, json.loads(reply.read())
 
 
 def talker(turns: int = 3, **options: Any) -> Callable[[str, str, Any], float]:

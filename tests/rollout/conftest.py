@@ -10,7 +10,7 @@ import http.server
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from titan_grpo.titan.tiny import write_tiny_model
 Behaviour = Callable[[dict[str, Any]], tuple[int, Any]]
 MakeServer = Callable[[], "CompletionServer"]
 GroupOf = Callable[..., Group]
+SamplerOfAgents = Callable[..., AbstractAsyncContextManager[tuple[AgentSampler, Agents]]]
 StartClient = Callable[..., RolloutClient]
 
 
@@ -221,18 +222,19 @@ def codec(model: str) -> TextCodec:
 
 
 @pytest.fixture
-def group_of(model: str, completion_server: MakeServer) -> GroupOf:
-    """A factory: an agent, engines -> the group that they make."""
+def sampler_of_agents(model: str) -> SamplerOfAgents:
+    """A factory: an agent, changes of the spec -> the sampler of its groups, and the endpoint."""
 
     @asynccontextmanager
     async def made(
         agent: Callable[..., Any] | None,
-        timeout_s: float,
-        changes: dict[str, Any],
-        tool_parser: ToolParser | None,
+        tool_parser: ToolParser | None = hermes,
+        /,
+        **changes: Any,
     ) -> AsyncIterator[tuple[AgentSampler, Agents]]:
-        sizes = {"group_size": 1, "max_completion_tokens": 400, "task_timeout_s": timeout_s}
-        spec = RolloutSpec(model_dir=model, **(sizes | changes))
+        sizes = {"group_size": 1, "max_completion_tokens": 400, "task_timeout_s": 60.0}
+        name = "outside" if agent is None else "an:agent"
+        spec = RolloutSpec(model_dir=model, **({"agent": name} | sizes | changes))
         task, codec = AgentRows(agent, None), TextCodec(spec.model_dir, spec)
         runner = TaskRunner(task, codec, spec)
         agents = Agents(spec, task, runner, codec)
@@ -240,6 +242,13 @@ def group_of(model: str, completion_server: MakeServer) -> GroupOf:
             yield AgentSampler(spec, runner, agents, tool_parser), agents
         finally:
             await agents.close()
+
+    return made
+
+
+@pytest.fixture
+def group_of(sampler_of_agents: SamplerOfAgents, completion_server: MakeServer) -> GroupOf:
+    """A factory: an agent, engines -> the group that they make."""
 
     def make(
         agent: Callable[..., Any] | None,
@@ -259,7 +268,8 @@ def group_of(model: str, completion_server: MakeServer) -> GroupOf:
             group: Group | None = None
             none = [NO_TOKENS] * changes.get("group_size", 1)
             parts = list(none)
-            async with made(agent, timeout_s, changes, tool_parser) as (sampler, agents):
+            made = sampler_of_agents(agent, tool_parser, task_timeout_s=timeout_s, **changes)
+            async with made as (sampler, agents):
                 if look is not None:
                     look(agents)
                 for attempt, behaviour in enumerate(behaviours):

@@ -2,7 +2,6 @@
 trained on, and what an agent sees when something fails."""
 
 import asyncio
-import http.client
 import json
 import threading
 from collections.abc import Callable
@@ -15,13 +14,13 @@ from typing import Any, NoReturn
 import pytest
 from openai.types.chat import ChatCompletion
 
-from tests.rollout.agents import ADD, HELLO, client_of, says, talker
+from tests.rollout.agents import ADD, HELLO, client_of, says, send, talker
 from tests.rollout.conftest import GroupOf, answer, piece
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.agents import Agents
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
-from titan_grpo.rollout.sampler import GroupDropped
+from titan_grpo.rollout.sampler import GroupDropped, PromptTooLong
 from titan_grpo.rollout.task_runner import TaskFailed
 from titan_grpo.rollout.tasks.agent import AgentRows
 from titan_grpo.titan.tiny import EOS, UNK
@@ -225,6 +224,14 @@ def test_log_probabilities_and_a_limit_are_those_of_the_tokens(
     assert (choice.message.content, choice.finish_reason) == ("on", "length")
     assert [(t.token, t.logprob) for t in choice.logprobs.content] == [("o", -1.0), ("n", -1.0)]
     assert seen[0].usage.prompt_tokens == len(group.prompt.token_ids)
+    # The agent's own limit, not the run's.
+    assert group.completions[0].finish_reason == "stop"
+
+
+def test_an_answer_at_the_runs_own_limit_is_cut_by_its_length(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    group = group_of(talker(1), [says(codec, "one")], max_completion_tokens=2)
     assert group.completions[0].finish_reason == "length"
 
 
@@ -371,6 +378,50 @@ def test_a_call_without_room_is_refused_and_an_agent_that_lets_that_out_gets_0(
     assert completion.reward == 0.0
     assert completion.num_sampled == 12
     assert len(completion.token_ids) <= 60
+    assert completion.finish_reason == "length"
+
+
+def test_an_episode_that_goes_on_after_a_call_without_room_is_whole(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        with pytest.raises(openai.BadRequestError):
+            talker(9)(base_url, api_key, row)
+        return talker(1)(base_url, api_key, row)
+
+    group = group_of(agent, [says(codec, "one")], max_completion_tokens=60)
+    assert [completion.finish_reason for completion in group.completions] == ["stop", "stop"]
+
+
+def test_a_new_sequence_without_room_in_a_row_is_refused_and_the_episode_goes_on(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    refusals = []
+
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        client = client_of(base_url, api_key)
+        said: Any = {"role": "user", "content": "hello " * 9}
+        for messages in ([HELLO], [said], [HELLO, HELLO]):
+            try:
+                client.chat.completions.create(model="any", messages=messages)
+            except openai.BadRequestError as error:
+                refusals.append(error)
+        return 1.0
+
+    asked: list[list[int]] = []
+    group = group_of(agent, [says(codec, "one" * 9, log=asked)], row_tokens=50)
+    assert [error.code for error in refusals] == ["context_length_exceeded"]
+    assert "training.seq_len = 50" in str(refusals[0])
+    rows = [len(group.prompt.token_ids) + len(c.token_ids) for c in group.completions]
+    assert (len(asked), max(rows)) == (2, 50)
+    assert [completion.reward for completion in group.completions] == [1.0, 1.0]
+
+
+def test_a_first_call_without_room_in_a_row_is_the_prompts_fault(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    with pytest.raises(PromptTooLong, match=r"shorter than training\.seq_len = 9"):
+        group_of(talker(1), [says(codec, "one")], row_tokens=9)
 
 
 def test_an_answer_is_cut_at_the_agents_own_stop_but_its_tokens_are_not(
@@ -411,17 +462,6 @@ def test_prompts_with_nothing_in_common_drop_the_group(
         group_of(agent, [says(codec, "one")], chat_template=str(template))
 
 
-def call(
-    address: str, method: str, path: str, key: str = "", body: dict[str, Any] | None = None
-) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection(address, timeout=60)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    data = None if body is None else json.dumps(body).encode()
-    connection.request(method, path, data if method == "GET" else data or b"", headers)
-    reply = connection.getresponse()
-    return reply.status, json.loads(reply.read())
-
-
 def test_agents_elsewhere_take_episodes_and_post_their_rewards(
     group_of: GroupOf, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,17 +472,17 @@ def test_agents_elsewhere_take_episodes_and_post_their_rewards(
         address = agents.url.removeprefix("http://")
 
         def outside() -> None:
-            seen.append(call(address, "POST", "/episodes")[0])
+            seen.append(send(address, "POST", "/episodes")[0])
             status: int = 429
             given: dict[str, Any] = {}
             while status == 429:  # the group has not begun
-                status, given = call(address, "POST", "/episodes", "shared")
+                status, given = send(address, "POST", "/episodes", "shared")
             key, path = given["id"], f"/episodes/{given['id']}/reward"
             seen.append(given["row"])
             talker(2)(f"{agents.url}/v1", key, {})
-            seen.append(call(address, "POST", path, key, {"reward": "much"})[0])
-            seen.append(call(address, "POST", path, "wrong", {"reward": 1})[0])
-            seen.append(call(address, "POST", path, key, {"reward": 0.25})[0])
+            seen.append(send(address, "POST", path, key, {"reward": "much"})[0])
+            seen.append(send(address, "POST", path, "wrong", {"reward": 1})[0])
+            seen.append(send(address, "POST", path, key, {"reward": 0.25})[0])
 
         threads.append(threading.Thread(target=outside))
         threads[0].start()
@@ -460,7 +500,7 @@ def test_an_agent_elsewhere_that_posts_nothing_costs_its_group(
         address = agents.url.removeprefix("http://")
 
         def outside() -> None:
-            while call(address, "POST", "/episodes")[0] == 429:
+            while send(address, "POST", "/episodes")[0] == 429:
                 pass
 
         threading.Thread(target=outside).start()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.rigs.trainer_handle import wait_until
-from tests.rollout.conftest import CompletionServer, MakeServer, StartClient
+from tests.rollout.conftest import CompletionServer, MakeServer, StartClient, answer
 from titan_grpo.engines.generation import salt
 from titan_grpo.errors import DataError
 from titan_grpo.protocol.messages import ServerState
@@ -181,6 +181,41 @@ def test_a_prompt_that_always_fails_is_skipped_and_the_run_goes_on(
     counters = client.counters()
     assert (counters["skipped"], counters["dropped.refused"]) == (1, 3)
     assert client.state()["cursor"] == {"low": 3, "above": []}  # Two used, one skipped.
+
+
+def to_the_limit(body: dict[str, Any]) -> tuple[int, Any]:
+    count = body["max_tokens"]
+    return answer([80] * count, [-3.0] * count)
+
+
+def test_a_completion_has_the_room_that_its_prompt_leaves_in_a_row(
+    start: StartClient, completion_server: MakeServer, spec: RolloutSpec
+) -> None:
+    server, task = completion_server(), load_task("digits", TaskOptions(spec.seed))
+    server.behaviour = to_the_limit
+    prompt = task.prompt(0, TextCodec(spec.model_dir)).token_ids
+    client = start(server, row_tokens=len(prompt) + 3, max_completion_tokens=4)
+    batch = client.next_batch(0, PER_STEP, 60)
+    assert {body["max_tokens"] for body in server.bodies} == {3}
+    assert {len(c.token_ids) for group in batch for c in group.completions} == {3}
+
+
+def test_a_prompt_that_fills_its_row_is_skipped_at_once_and_no_server_is_asked(
+    start: StartClient, completion_server: MakeServer, spec: RolloutSpec
+) -> None:
+    server = completion_server()
+    task, codec = load_task("calculator", TaskOptions(spec.seed)), TextCodec(spec.model_dir)
+    lengths = [len(task.prompt(index, codec).token_ids) for index in range(12)]
+    fitting = [index for index, length in enumerate(lengths) if length < max(lengths)]
+    server.behaviour = to_the_limit
+    client = start(task="calculator", max_staleness=0, row_tokens=max(lengths))
+    client.set_server(ServerState(server.url, 0, True, "0"))
+    batch = client.next_batch(0, PER_STEP, 60)
+    assert [group.prompt.index for group in batch] == fitting[:PER_STEP]
+    skipped = fitting[PER_STEP - 1] + 1 - PER_STEP
+    counters = client.counters()
+    assert (counters["skipped"], counters["dropped.prompt_too_long"]) == (skipped, skipped)
+    assert len(server.bodies) == PER_STEP * GROUP
 
 
 def test_a_server_that_refuses_every_prompt_stops_the_run_with_its_reason(

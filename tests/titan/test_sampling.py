@@ -145,6 +145,14 @@ def test_the_mean_reward_is_that_of_all_that_was_made_for_a_step_filtered_groups
     assert reward_values(taken, [0.0] * 4)[names.REWARD] == 0.5
 
 
+def test_an_episode_of_several_completions_counts_once_in_the_mean_reward() -> None:
+    whole = group(0, 1.0, 0.0, 0.0, lengths=(2, 2, 2))
+    solved, *parts = whole.completions
+    failed = [replace(part, episode=1) for part in parts]
+    values = reward_values([replace(whole, completions=(solved, *failed))])
+    assert (values[names.REWARD], values[names.REWARD_STD]) == (0.5, 0.5)
+
+
 SHORT = JobConfig(GRPO(), Rollout(batch_timeout_s=60.0), WeightSync())
 
 

@@ -33,13 +33,15 @@ class Scored(NamedTuple):
     tokens: int
     """Sampled tokens: those that are trained on."""
     length: int
-    """All tokens after the prompt, in a task of several turns also the task's own.
-    ``rollout.max_completion_tokens`` bounds it."""
+    """All tokens from the first sampled one on, in a task of several turns also the task's own.
+    ``rollout.max_completion_tokens`` bounds it. Context before that is an agent's own prompt."""
 
     @classmethod
     def of(cls, completion: Completion) -> "Scored":
         """Return that of one completion."""
-        return cls(completion.reward, completion.num_sampled, len(completion.token_ids))
+        flags = completion.sampled
+        prompt = flags.index(True) if True in flags else 0
+        return cls(completion.reward, completion.num_sampled, len(completion.token_ids) - prompt)
 
 
 def by_episode(completions: Sequence[Completion]) -> tuple[list[Scored], list[int]]:

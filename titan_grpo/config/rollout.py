@@ -60,7 +60,8 @@ class WorkerKeys(TaskKeys):
 
     max_completion_tokens: int = 256
     """Longest completion. For a task of several turns: longest episode after its prompt, the task's
-    tokens included."""
+    tokens included. Less after a long prompt: both together have at most training.seq_len tokens.
+    """
 
     temperature: float = 1.0
     """Sampling temperature; the trainer divides its logits by it too."""

@@ -118,10 +118,12 @@ class TaskKeys:
     """Data file of the task (gsm8k: a JSONL file with "question" and "answer")."""
 
     task_concurrency: int = 64
-    """Largest number of calls of the task's functions in flight; further calls wait."""
+    """Largest number of calls of the task's functions in flight; further calls wait. Of agents: of
+    episodes that servers serve at once."""
 
     task_timeout_s: float = 600.0
-    """Deadline of one such call, in seconds. It ends calls that await, not calls that block."""
+    """Deadline of one such call, in seconds. It ends calls that await, not calls that block. An
+    agent's clock stands still while no server serves its group."""
 
     task_error_budget: int = 0
     """How many of any 100 groups in a row may be lost to the task's own exceptions and timeouts

@@ -125,8 +125,8 @@ with many servers."""
 
 MEANING: dict[str, str] = {
     REWARD: (
-        "mean reward of the completions that a step took, with those that dynamic sampling left out"
-        " and those that the user's filter dropped since the step before"
+        "mean reward of the completions (of agents: episodes) that a step took, with those that"
+        " dynamic sampling left out and those that the user's filter dropped since the step before"
     ),
     REWARD_STD: "standard deviation of those rewards",
     REWARD_KEPT: "mean reward of the completions that filter and dynamic sampling kept",

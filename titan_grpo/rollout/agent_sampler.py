@@ -21,6 +21,7 @@ from titan_grpo.rollout.sampler import (
     GroupDropped,
     Interrupted,
     Job,
+    PromptTooLong,
     Sampler,
     answered,
     completion_fault,
@@ -87,42 +88,61 @@ class AgentSampler(Sampler):
         return group
 
     async def _serve(self, job: Job, episode: Episode) -> None:
-        """Answer the episode's calls, concurrently if the agent makes several, until it is over."""
+        """Begin or resume an episode, and serve it until it is over."""
+        # The place is the service's, not the agent's: an agent whose group waits for a server must
+        # not keep those that servers could serve from running, or both would wait for each other.
+        if not episode.over.done():
+            async with self._agents.places:
+                self._agents.begin(episode)
+                await self._answers(job, episode)
+        # no deadline: it is done; raises the agent's error
+        episode.over.result()
+
+    async def _answers(self, job: Job, episode: Episode) -> None:
+        """Answer the episode's calls, concurrently if the agent makes several, until it is over or
+        had its time."""
         serving: dict[Call, asyncio.Task[None]] = {}
+        time_s, until_s = asyncio.get_running_loop().time, None
         try:
             while not episode.over.done():
                 for call in episode.calls:
                     if call not in serving:
                         serving[call] = asyncio.ensure_future(self._answer(job, episode, call))
+                if episode.begun and until_s is None:
+                    until_s = time_s() + episode.left_s
+                # None: it waits for an agent outside to take it, without a deadline
+                left_s = None if until_s is None else until_s - time_s()
                 changed = episode.changed()
-                # no deadline: rollout.task_timeout_s ends a running episode; one that waits for an
-                # agent outside to take it has none
-                await asyncio.wait(
-                    {changed, *serving.values()}, return_when=asyncio.FIRST_COMPLETED
+                done, _ = await asyncio.wait(
+                    {changed, *serving.values()},
+                    timeout=left_s,
+                    return_when=asyncio.FIRST_COMPLETED,
                 )
+                if not done:
+                    self._agents.late(episode)
                 for call in [call for call, task in serving.items() if task.done()]:
                     # no deadline: it has ended
                     serving.pop(call).result()
         finally:
+            if until_s is not None:
+                episode.left_s = until_s - time_s()
             await _cancel(list(serving.values()))
-        # no deadline: it is done; raises the agent's error
-        episode.over.result()
 
     async def _answer(self, job: Job, episode: Episode, call: Call) -> None:
         trajectory, parts = call.trajectory, job.parts
         if trajectory.part < 0:
             trajectory.part = len(parts)
             parts.append(NO_TOKENS)
-        at = trajectory.part
+        at, room = trajectory.part, self._spec.room(trajectory.prompt)
         # Append the call's context once. The part is longer than delivered if an earlier server
         # failed after it had sampled this answer whole.
         if parts[at].waits and len(parts[at].token_ids) == trajectory.delivered:
-            parts[at] = answered(parts[at], call.context, self._budget)
+            parts[at] = answered(parts[at], call.context, room)
         # Start of the answer within the part.
         before = trajectory.delivered + len(call.context)
-        most = call.request.max_tokens or self._budget
+        most = call.request.max_tokens or room
         while not parts[at].waits:
-            left = min(self._budget, before + most) - len(parts[at].token_ids)
+            left = min(room, before + most) - len(parts[at].token_ids)
             if left <= 0:
                 parts[at] = replace(parts[at], finish_reason=TURN_OVER)
                 call.reason = "length"
@@ -200,6 +220,9 @@ class AgentSampler(Sampler):
         made: list[tuple[Trajectory, Completion]] = []
         for episode in episodes:
             delivered = [each for each in episode.trajectories if each.delivered]
+            if not delivered and episode.full:
+                what = f"the first call of an agent (row {episode.row!r:.200})"
+                raise PromptTooLong(what, self._spec)
             if not delivered:
                 text = f"an agent must make a call, one of row {episode.row!r:.200} made none"
                 raise TaskFailed("agent", DataError(text))
@@ -209,13 +232,14 @@ class AgentSampler(Sampler):
                 # Cut the tokens after the last delivered answer: the agent has not seen them.
                 completion = replace(
                     first_tokens(job.parts[trajectory.part], trajectory.delivered),
-                    finish_reason=trajectory.finish_reason,
+                    finish_reason="length" if episode.full else trajectory.finish_reason,
                     server=job.server.url,
                     reward=reward,
                     episode=episode.number if len(delivered) > 1 else -1,
                 )
                 prompt = Prompt(job.prompt.index, trajectory.prompt)
-                if fault := completion_fault(prompt, completion, self._budget):
+                room = self._spec.room(trajectory.prompt)
+                if fault := completion_fault(prompt, completion, room):
                     raise GroupDropped(fault)
                 made.append((trajectory, completion))
         shared = shared_prefix([trajectory.prompt for trajectory, _ in made])

@@ -24,7 +24,8 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import TimeoutError as LateError
+from concurrent.futures import CancelledError
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
@@ -50,12 +51,9 @@ from titan_grpo.rollout.openai_api import (
 )
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows
-from titan_grpo.samples import Completion
+from titan_grpo.samples import NO_TOKENS, Completion
 
 NO_EPISODE = "the API key must be that of a running episode"
-GRACE_S = 10.0
-"""Seconds that an HTTP request may wait beyond its episode's deadline."""
-
 MARK = "TheAnswerStandsHere"
 """Placeholder answer, to find the text that a template writes after an answer."""
 
@@ -68,6 +66,8 @@ class Trajectory:
     calls parsed, since clients format that JSON differently). ``rendered``: the text of that call's
     prompt. ``part``: index among the group's parts; -1 before it has one. ``delivered``: number of
     that part's tokens that the agent has received. ``tail``: text of the last answer.
+    ``finish_reason``: "length" if the run's limit cut the last answer, else "stop": an agent's own
+    ``max_tokens`` is part of its way of asking.
     """
 
     prompt: tuple[int, ...]
@@ -104,11 +104,17 @@ class Episode:
     """Index in its group."""
     row: dict[str, Any]
     over: "asyncio.Future[float]"
+    left_s: float
+    """Rest of ``task_timeout_s``: of the time in which the agent runs and a server serves it."""
+    begun: bool = False
+    """Whether its agent runs, here or elsewhere."""
     trajectories: list[Trajectory] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    full: bool = False
+    """Whether its last call had no room, so that the run's limit ended it."""
     _changed: "asyncio.Future[None] | None" = None
 
-    def ask(self, codec: TextCodec, request: ChatRequest, budget: int) -> Call:
+    def ask(self, codec: TextCodec, request: ChatRequest, spec: RolloutSpec) -> Call:
         """Queue a call. Raises Refused if its messages cannot be rendered, or its trajectory has no
         room."""
         try:
@@ -117,20 +123,21 @@ class Episode:
         except DataError as error:
             raise Refused(400, str(error), "messages") from error
         going = self._continued(codec, request, rendered, messages)
-        context: tuple[int, ...] = ()
-        if going is not None:
-            trajectory, context = going
-            if trajectory.delivered + len(context) >= budget:
-                raise Refused(
-                    400,
-                    f"the episode must fit rollout.max_completion_tokens = {budget} after its"
-                    f" prompt: it has {trajectory.delivered} tokens, this call adds {len(context)}",
-                    "messages",
-                    TOO_LONG,
-                )
-            trajectory.busy = True
-        else:
-            trajectory = Trajectory(codec.encode(rendered), tools=request.tools)
+        trajectory, context = going or (Trajectory(codec.encode(rendered), tools=request.tools), ())
+        had = trajectory.delivered + len(context)
+        self.full = had >= spec.room(trajectory.prompt)
+        if self.full:
+            raise Refused(
+                400,
+                f"an answer must fit rollout.max_completion_tokens = {spec.max_completion_tokens}"
+                f" after its sequence's prompt, and training.seq_len = {spec.row_tokens} with it:"
+                f" the prompt has {len(trajectory.prompt)} tokens, this call and what was before"
+                f" {had}; shorten the messages",
+                "messages",
+                TOO_LONG,
+            )
+        trajectory.busy = True
+        if going is None:
             if not self.trajectories:
                 trajectory.part = self.number
             self.trajectories.append(trajectory)
@@ -167,7 +174,10 @@ class Episode:
         trajectory = call.trajectory
         trajectory.messages = tuple(map(for_template, (*call.request.messages, answer.message)))
         trajectory.rendered, trajectory.delivered, trajectory.tail = call.rendered, delivered, tail
-        trajectory.finish_reason = "length" if answer.finish_reason == "length" else "stop"
+        cut = (
+            answer.finish_reason == "length" and answer.completion_tokens != call.request.max_tokens
+        )
+        trajectory.finish_reason = "length" if cut else "stop"
         trajectory.busy = False
         self.calls.remove(call)
         if not call.answer.done():
@@ -230,6 +240,9 @@ class Agents:
         self._loop = asyncio.get_running_loop()
         self._began = int(time.time())
         self._key = os.environ.get(spec.agent_key_env, "")
+        ours = task.function is not None
+        self.places: AbstractAsyncContextManager[None] = runner.places if ours else nullcontext()
+        """``task_concurrency`` places for the episodes of our own agents."""
         self._server = HttpServer(spec.agent_address, "", self._answer, "rollout.agent_address")
         host, _, port = self._server.address.rpartition(":")
         here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
@@ -242,17 +255,21 @@ class Agents:
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         await asyncio.to_thread(self._server.close)
 
-    def take(self, index: int, parts: Sequence[Completion]) -> list[Episode]:
+    def take(self, index: int, parts: list[Completion]) -> list[Episode]:
         """Return the group's ``group_size`` episodes: the running ones, with new ones in place of
-        those whose delivered tokens are missing from ``parts``. Raises TaskFailed if agents are
-        outside and the row is no JSON."""
+        those whose delivered tokens are missing from ``parts``. What ``parts`` has of such an
+        episode is emptied: the new one would take it for its own answer. Raises TaskFailed if
+        agents are outside and the row is no JSON."""
         episodes = self._groups.setdefault(index, [])
         for number in range(self._spec.group_size):
             if number == len(episodes):
-                episodes.append(self._begin(index, number))
+                episodes.append(self._made(index, number))
             elif episodes[number].lost(parts):
                 self._end(episodes[number])
-                episodes[number] = self._begin(index, number)
+                for old in episodes[number].trajectories:
+                    if 0 <= old.part < len(parts):
+                        parts[old.part] = NO_TOKENS
+                episodes[number] = self._made(index, number)
             for trajectory in episodes[number].trajectories:
                 if trajectory.part >= len(parts):
                     trajectory.part = -1
@@ -263,9 +280,27 @@ class Agents:
         for episode in self._groups.pop(index, []):
             self._end(episode)
 
-    def _begin(self, index: int, number: int) -> Episode:
-        key = f"ep-{secrets.token_hex(16)}"
-        episode = Episode(key, number, self._task.row(index), self._loop.create_future())
+    def begin(self, episode: Episode) -> None:
+        """Run the episode's agent if it is ours and does not run yet."""
+        if self._task.function is None or episode.begun:
+            return
+        episode.begun = True
+        task = self._loop.create_task(self._function(self._task.function, episode))
+        self._running[episode.key] = task
+        task.add_done_callback(lambda _: self._running.pop(episode.key, None))
+
+    def late(self, episode: Episode) -> None:
+        """End an episode that had its time."""
+        text = (
+            f"no reward came within {self._spec.section}.task_timeout_s ="
+            f" {self._spec.task_timeout_s:g} in which a server served the episode"
+        )
+        self._over(episode, TaskFailed("agent", TimeoutError(text)))
+
+    def _made(self, index: int, number: int) -> Episode:
+        key, over = f"ep-{secrets.token_hex(16)}", self._loop.create_future()
+        left_s = self._spec.task_timeout_s
+        episode = Episode(key, number, self._task.row(index), over, left_s)
         if self._task.function is None:
             try:
                 # Before it is offered: an episode whose answer cannot be written would be lost.
@@ -274,15 +309,8 @@ class Agents:
                 text = f"a row for an agent outside must be JSON ({error}): {episode.row!r:.200}"
                 raise TaskFailed("agent", DataError(text)) from error
             self._offers.append(episode)
-        else:
-            self._run(episode, self._function(self._task.function, episode))
         self._by_key[key] = episode
         return episode
-
-    def _run(self, episode: Episode, work: Any) -> None:
-        task = self._loop.create_task(work)
-        self._running[episode.key] = task
-        task.add_done_callback(lambda _: self._running.pop(episode.key, None))
 
     def _end(self, episode: Episode) -> None:
         self._by_key.pop(episode.key, None)
@@ -307,12 +335,6 @@ class Agents:
             text = "it must return its reward, a number, or post it to /episodes/{id}/reward"
             self._over(episode, TaskFailed("agent", DataError(text)))
 
-    async def _late(self, episode: Episode) -> None:
-        """Fail an episode whose agent outside posts no reward in time."""
-        await asyncio.sleep(self._spec.task_timeout_s)
-        text = f"no reward came within rollout.task_timeout_s = {self._spec.task_timeout_s:g}"
-        self._over(episode, TaskFailed("agent", TimeoutError(text)))
-
     def _over(self, episode: Episode, outcome: float | TaskFailed) -> None:
         if episode.over.done():
             return
@@ -327,13 +349,14 @@ class Agents:
     # What follows answers HTTP requests; _answer runs in the server's threads.
 
     def _answer(self, request: Request) -> Reply:
-        future = asyncio.run_coroutine_threadsafe(self._decide(request), self._loop)
         try:
-            return future.result(self._spec.task_timeout_s + GRACE_S)
+            future = asyncio.run_coroutine_threadsafe(self._decide(request), self._loop)
+            # no deadline: a call is answered or refused at its episode's end at the latest, and the
+            # end of the loop cancels it
+            return future.result()
         except Refused as refused:
             return Reply(refused.status, refused.body)
-        except (LateError, RuntimeError):  # the loop is busy, or closed
-            future.cancel()
+        except (CancelledError, RuntimeError):  # the loop ends, or has ended
             text = "the rollout process does not answer; the run may be ending"
             return Reply(503, Refused(503, text).body, RETRY_AFTER_S)
 
@@ -359,8 +382,8 @@ class Agents:
 
     async def _chat(self, episode: Episode, body: bytes) -> Reply:
         asked = parse(body, self._spec.temperature)
-        call = episode.ask(self.codec, asked, self._spec.max_completion_tokens)
-        # no deadline: the sampler answers or Episode.end refuses; _answer cancels it at its own
+        call = episode.ask(self.codec, asked, self._spec)
+        # no deadline: the sampler answers, or Episode.end refuses
         answer = await call.answer
         if asked.stream:
             return Reply(200, answer_events(asked, answer))
@@ -373,7 +396,8 @@ class Agents:
         if not self._offers:
             return Reply(429, Refused(429, "no episode waits").body, RETRY_AFTER_S)
         episode = self._offers.popleft()
-        self._run(episode, self._late(episode))
+        episode.begun = True
+        episode.notice()
         given = {"id": episode.key, "row": episode.row}
         return Reply(200, given | {"timeout_s": self._spec.task_timeout_s})
 

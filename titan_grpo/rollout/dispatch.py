@@ -5,13 +5,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from titan_grpo.algorithm.advantages import by_episode
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.errors import DataError, PeerError
 from titan_grpo.protocol.admission import GiveUp, Unversioned, Used, too_stale
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.rollout.sampler import GroupDropped, Interrupted, NotAccepted, Sampler
+from titan_grpo.rollout.sampler import (
+    GroupDropped,
+    Interrupted,
+    NotAccepted,
+    PromptTooLong,
+    Sampler,
+)
 from titan_grpo.rollout.schedule import Durations, Room, Server, Starts
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.samples import NO_TOKENS, Completion
@@ -194,8 +201,10 @@ class Dispatcher:
         try:
             group = await self._sampler.group(run.ticket, run.parts, run.server, self._drivers[url])
         finally:
-            # Each of the task's answers since the start led to one more request.
-            self._counts.add("requests", sum(part.answers for part in run.parts) - answers)
+            # Each of the task's answers since the start led to one more request. There are fewer if
+            # an agent's episode began again.
+            more = sum(part.answers for part in run.parts) - answers
+            self._counts.add("requests", max(0, more))
         self._task_gave_a_group()
         tokens = sum(c.num_sampled for c in group.completions)
         self._counts.add("tokens", tokens)
@@ -235,7 +244,7 @@ class Dispatcher:
                 self._report(f"group of prompt {ticket.index} from {url} is too stale: made again")
                 self._settle(ticket.moved(tuple(run.parts)))
             case GroupDropped():
-                self._drop(run, error.reason)
+                self._drop(run, error.reason, str(error), isinstance(error, PromptTooLong))
             case TaskFailed():
                 self._task_error(run, error)
             case HttpRefused() if error.status in BAD_REQUEST:
@@ -290,16 +299,18 @@ class Dispatcher:
                 del self._drains[number]
                 self._send(messages.Answer(number))
 
-    def _drop(self, run: Running, reason: str, detail: str = "") -> None:
+    def _drop(self, run: Running, reason: str, detail: str, last: bool = False) -> None:
+        """Requeue a group without its tokens, or skip its prompt after the ``last`` attempt."""
         self._counts.add(f"dropped.{reason}")
-        text = (
-            f"group of prompt {run.ticket.index} from {run.server.url} dropped: {detail or reason}"
-        )
+        text = f"group of prompt {run.ticket.index} from {run.server.url} dropped: {detail}"
         self._report(text)
         self._throw_away(run.parts)
         ticket = run.ticket.dropped()
-        self._settle(ticket)
-        self._skips_in_a_row += ticket.drops >= MAX_DROPS
+        if not last and ticket.drops < MAX_DROPS:
+            self._starts.again(ticket)
+            return
+        self._skip(ticket)
+        self._skips_in_a_row += 1
         if self._skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
             self._fail(
                 DataError(
@@ -314,7 +325,7 @@ class Dispatcher:
         self._counts.add(f"dropped.{verdict.reason}")
         self._throw_away(run.parts)
         self._starts.note(GiveUp(run.ticket.index))
-        rewards = tuple(c.reward for c in verdict.group.completions)
+        rewards = tuple(each.reward for each in by_episode(verdict.group.completions)[0])
         self._send(messages.LeftOut(run.ticket.index, rewards, self._counts.changed()))
 
     def _task_error(self, run: Running, failed: TaskFailed) -> None:
@@ -329,10 +340,13 @@ class Dispatcher:
         self._fail(failed)
 
     def _settle(self, ticket: Ticket, avoid: str = "") -> None:
-        """Requeue the group in its place, or skip the prompt if its budget is spent."""
-        if ticket.drops < MAX_DROPS and ticket.outages < MAX_OUTAGES:
+        """Requeue the group in its place, or skip the prompt if its outages are spent."""
+        if ticket.outages < MAX_OUTAGES:
             self._starts.again(ticket, avoid)
-            return
+        else:
+            self._skip(ticket)
+
+    def _skip(self, ticket: Ticket) -> None:
         self._starts.note(GiveUp(ticket.index))
         self._sampler.forget(ticket.index)
         self._throw_away(ticket.parts)

@@ -7,6 +7,7 @@ each message is one JSON text, which can only decode to one of these types."""
 
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -95,6 +96,9 @@ class RolloutSpec(WorkerKeys):
     (``weight_sync.kv_after_update``)."""
     router_replay: bool = False
     """Whether completions come with the experts of each token (``grpo.router_replay``)."""
+    row_tokens: int = sys.maxsize
+    """Most tokens of a prompt and its completion (``training.seq_len``); an evaluation has no such
+    limit."""
     commit_deadline_s: float = 60.0
     """Deadline of each engine call (EngineCall), in seconds."""
     load_deadline_s: float = 60.0
@@ -106,6 +110,10 @@ class RolloutSpec(WorkerKeys):
     """Prompt index -> number of completions, of the finished groups not used yet."""
     registration: dict[str, Any] = field(default_factory=dict)
     """The trainer's registration with an Atropos API, without batch_size."""
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """Return the most tokens of a completion of ``prompt``: less than 1 if no row has both."""
+        return min(self.max_completion_tokens, self.row_tokens - len(prompt))
 
     def unused_prompts(self) -> Iterator[int]:
         """Return an endless iterator of the prompts without a group, in order. Raises DataError for

@@ -33,9 +33,20 @@ ABORTED = "abort"
 class GroupDropped(TitanGrpoError):
     """A group is unfit for training. ``reason``: name of its counter."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
+    def __init__(self, reason: str, text: str = "") -> None:
+        super().__init__(text or reason)
         self.reason = reason
+
+
+class PromptTooLong(GroupDropped):
+    """No completion fits into a row after the prompt, so no further attempt can succeed."""
+
+    def __init__(self, what: str, spec: RolloutSpec) -> None:
+        super().__init__(
+            "prompt_too_long",
+            f"{what} must be shorter than training.seq_len = {spec.row_tokens}: a row has no room"
+            " for a completion of it; raise training.seq_len, or leave long prompts out",
+        )
 
 
 class NotAccepted(TitanGrpoError):
@@ -81,7 +92,7 @@ class Sampler:
     fails alone."""
 
     def __init__(self, spec: RolloutSpec, runner: TaskRunner) -> None:
-        self._spec, self._runner, self._budget = spec, runner, spec.max_completion_tokens
+        self._spec, self._runner = spec, runner
         texts, tokens = runner.stops
         self._stops = (*spec.stop, *texts), (*spec.stop_token_ids, *tokens)
         self._turn_ends = frozenset(("stop",) if runner.multi_turn else ())
@@ -99,10 +110,13 @@ class Sampler:
         reward them and return the group.
 
         Raises PeerError if the server fails (the other requests are cancelled), Interrupted if it
-        aborts completions or its version becomes unknown, GroupDropped if the result is unfit,
+        aborts completions or its version becomes unknown, GroupDropped if the result is unfit
+        (PromptTooLong: any result would be),
         NotAccepted if it is left out by choice, TaskFailed if the task fails.
         """
         prompt = self._runner.prompt(ticket.index)
+        if self._spec.room(prompt.token_ids) < 1:
+            raise PromptTooLong(f"a prompt of {len(prompt.token_ids)} tokens", self._spec)
         job = Job(prompt, ticket, parts, server, driver)
         await at_once([self._finish(job, sample) for sample in range(len(parts))])
         if cut := sum(not part.finished for part in parts):
@@ -124,23 +138,25 @@ class Sampler:
 
     def _check(self, prompt: Prompt, completions: Sequence[Completion]) -> None:
         for completion in completions:
-            if fault := completion_fault(prompt, completion, self._budget):
+            if fault := completion_fault(prompt, completion, self._spec.room(prompt.token_ids)):
                 raise GroupDropped(fault)
 
     async def _finish(self, job: Job, sample: int) -> None:
         """Sample turn after turn, until the completion ends or the engine aborts it."""
+        prompt_ids = job.prompt.token_ids
+        budget = self._spec.room(prompt_ids)
         while not (part := job.parts[sample]).finished:
             if not part.waits:
-                room = self._budget - len(part.token_ids)
-                await self._sample(job, sample, Ask(job.prompt.token_ids, room, self._turn_ends))
+                room = budget - len(part.token_ids)
+                await self._sample(job, sample, Ask(prompt_ids, room, self._turn_ends))
             part = job.parts[sample]
             if not part.waits:
                 return
             silent = not part.token_ids or part.sampled[-1:] == (False,)
-            room = self._budget - len(part.token_ids)
+            room = budget - len(part.token_ids)
             full = part.answers + 1 >= self._spec.max_turns or room < 2
             answer = None if silent or full else await self._runner.turn(job.prompt, part)
-            job.parts[sample] = answered(part, answer, self._budget)
+            job.parts[sample] = answered(part, answer, budget)
 
     async def _sample(self, job: Job, sample: int, ask: Ask) -> str:
         """Send one request, from the completion's last token to the end of its turn. Return the
@@ -196,7 +212,8 @@ class Sampler:
         return sampled.finish_reason
 
     def _added(self, ask: Ask, part: Completion, answer: Completion) -> Completion:
-        after = went_on(part, answer, self._budget)
+        budget = self._spec.room(ask.prompt_ids)
+        after = went_on(part, answer, budget)
         tokens = len(ask.prompt_ids) + len(after.token_ids)
         routed = not self._spec.router_replay or whole_routes(after.routes, tokens)
         if answer.token_ids and not routed:
@@ -205,7 +222,7 @@ class Sampler:
             after = replace(after, finish_reason=TURN_OVER)
         if after.token_ids and not after.finished:
             # The completion resumes from these tokens, so check them now.
-            fault = completion_fault(Prompt(0, ask.prompt_ids), after, self._budget)
+            fault = completion_fault(Prompt(0, ask.prompt_ids), after, budget)
             if fault not in ("", "unfinished"):
                 raise GroupDropped(fault)
         return after

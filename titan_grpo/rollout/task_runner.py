@@ -37,6 +37,12 @@ BETWEEN = tuple(
 """Path prefixes of the stack frames between the loop and a user's code."""
 
 
+AGENT_THREADS = 10_000
+"""Bound on the threads of agents, each made when it is needed. It must be far above
+``task_concurrency``: an agent whose group waits for a server keeps its thread. With as few threads
+as places, those agents could hold all threads while the groups that hold the servers need them."""
+
+
 class Codec(Protocol):
     """The model's tokenizer, as tasks see it."""
 
@@ -152,8 +158,9 @@ class TaskFailed(TitanGrpoError):
 
 class TaskRunner:
     """Runner of a task's methods. ``task_concurrency`` bounds the calls in flight,
-    ``task_timeout_s`` each of them. Plain functions run in threads, coroutines in the loop;
-    ``prompt`` and ``ahead`` run in the caller's thread, without a deadline.
+    ``task_timeout_s`` each of them; for ``agent`` its caller sees to both. Plain functions run in
+    threads, coroutines in the loop; ``prompt`` and ``ahead`` run in the caller's thread, without a
+    deadline.
 
     Methods raise TaskFailed for any error of the task. Neither a deadline nor a cancellation can
     end a plain function: its thread runs on, and its result is dropped. A later call may have to
@@ -167,9 +174,10 @@ class TaskRunner:
         """``accept``: filter of finished groups; None keeps all."""
         self._task, self._codec, self._keys, self._accept = task, codec, keys, accept
         self._ahead: dict[int, tuple[Prompt, array[int]] | TaskFailed] = {}
-        self._places = asyncio.Semaphore(keys.task_concurrency)
+        self.places = asyncio.Semaphore(keys.task_concurrency)
         # Not asyncio.to_thread: its executor has few threads on a small machine.
-        self._threads = ThreadPoolExecutor(keys.task_concurrency, thread_name_prefix="task")
+        most = AGENT_THREADS if keys.agent else keys.task_concurrency
+        self._threads = ThreadPoolExecutor(most, thread_name_prefix="task")
 
     @property
     def multi_turn(self) -> bool:
@@ -256,8 +264,9 @@ class TaskRunner:
         return await self._call("reward", float, self._task.reward, prompt, text, token_ids)
 
     async def agent(self, function: Callable[..., Any], *arguments: Any) -> float | None:
-        """Run an agent; return its reward, or None if it returns none."""
-        return await self._call("agent", _reward, function, *arguments)
+        """Run an agent, without a place and a deadline; return its reward, or None if it returns
+        none."""
+        return await self._run("agent", _reward, None, function, *arguments)
 
     async def accepts(self, group: Group) -> bool:
         """Return whether the user's filter keeps a finished, rewarded group."""
@@ -274,38 +283,48 @@ class TaskRunner:
     async def _call(
         self, what: str, read: Callable[[Any], T], function: Callable[..., Any], *arguments: Any
     ) -> T:
-        keys, timeout_s = self._keys, self._keys.task_timeout_s
-        async with self._places:
-            clock = _Clock(timeout_s)
-            set_before = _CLOCK.set(clock)
-            try:
-                async with clock.deadline:
-                    return read(await call(self._threads, function, *arguments))
-            # CancelledError too: a user's code may raise one of its own.
-            except (Exception, asyncio.CancelledError) as error:  # the boundary to a user's code
-                running = asyncio.current_task()
-                if running is None or running.cancelling():
-                    # Our cancellation, even if the task raised another error on it.
-                    raise asyncio.CancelledError from error
-                if clock.deadline.expired():
-                    when = f"in the task's {what}"
-                    if clock.queued:
-                        when = (
-                            f"before the task's {what} began: earlier calls, cancelled or too late,"
-                            " still hold the threads. Let the task's functions end within it, or"
-                            f" raise {keys.section}.task_concurrency"
-                        )
-                    error.add_note(f"{keys.section}.task_timeout_s = {timeout_s:g} ran out {when}")
-                raise TaskFailed(what, error) from error
-            finally:
-                _CLOCK.reset(set_before)
+        async with self.places:
+            return await self._run(what, read, self._keys.task_timeout_s, function, *arguments)
+
+    async def _run(
+        self,
+        what: str,
+        read: Callable[[Any], T],
+        timeout_s: float | None,
+        function: Callable[..., Any],
+        *arguments: Any,
+    ) -> T:
+        section, clock = self._keys.section, _Clock(timeout_s)
+        set_before = _CLOCK.set(clock)
+        try:
+            async with clock.deadline:
+                return read(await call(self._threads, function, *arguments))
+        # CancelledError too: a user's code may raise one of its own.
+        except (Exception, asyncio.CancelledError) as error:  # the boundary to a user's code
+            running = asyncio.current_task()
+            if running is None or running.cancelling():
+                # Our cancellation, even if the task raised another error on it.
+                raise asyncio.CancelledError from error
+            if clock.deadline.expired():
+                when = f"in the task's {what}"
+                if clock.queued:
+                    when = (
+                        f"before the task's {what} began: earlier calls, cancelled or too late,"
+                        " still hold the threads. Let the task's functions end within it, or"
+                        f" raise {section}.task_concurrency"
+                    )
+                error.add_note(f"{section}.task_timeout_s = {timeout_s:g} ran out {when}")
+            raise TaskFailed(what, error) from error
+        finally:
+            _CLOCK.reset(set_before)
 
 
 class _Clock:
     """Deadline of one call of a task. It starts again when a plain function of the call begins in
-    its thread: threads may be held by functions of calls that were cancelled or too late."""
+    its thread: threads may be held by functions of calls that were cancelled or too late. None: no
+    deadline."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float | None) -> None:
         self._seconds, self.deadline = seconds, asyncio.timeout(seconds)
         self.queued = 0
         """Functions of the call that wait for a thread."""
@@ -313,8 +332,9 @@ class _Clock:
     def begin(self) -> None:
         """Start the deadline again, in the loop."""
         self.queued -= 1
-        with suppress(RuntimeError):  # the call is over
-            self.deadline.reschedule(asyncio.get_running_loop().time() + self._seconds)
+        if self._seconds is not None:
+            with suppress(RuntimeError):  # the call is over
+                self.deadline.reschedule(asyncio.get_running_loop().time() + self._seconds)
 
 
 _CLOCK: ContextVar[_Clock | None] = ContextVar("clock")

@@ -122,6 +122,7 @@ def start_rollouts(
         registration=registration(job_config, version),
         kv_recomputed=sync.kv_after_update == "recompute",
         router_replay=job_config.grpo.router_replay,
+        row_tokens=job_config.training.seq_len,
         commit_deadline_s=sync.commit_deadline_s,
         load_deadline_s=load_deadline_s(sync, nbytes),
     )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from titan_grpo.algorithm.advantages import by_episode
 from titan_grpo.algorithm.balance import variation
 from titan_grpo.algorithm.batch import Batch
 from titan_grpo.algorithm.rows import IGNORE_INDEX
@@ -115,9 +116,10 @@ def server_values(version: int, held: Mapping[str, int | None]) -> dict[str, flo
 
 
 def reward_values(groups: Sequence[Group], left_out: Sequence[float] = ()) -> dict[str, float]:
-    """Return mean and deviation of the rewards of all completions. ``left_out``: further
-    rewards."""
-    rewards = [c.reward for g in groups for c in g.completions if sound_reward(c.reward)]
+    """Return mean and deviation of the rewards of all completions, of an agent's episode once.
+    ``left_out``: further rewards."""
+    scored = [each for group in groups for each in by_episode(group.completions)[0]]
+    rewards = [each.reward for each in scored if sound_reward(each.reward)]
     rewards += left_out
     return {names.REWARD: statistics.fmean(rewards), names.REWARD_STD: statistics.pstdev(rewards)}
 

@@ -1,0 +1,156 @@
+"""Agents' episodes whose group is on no server for a time, or goes on at another one."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.rollout.agents import client_of, says, send, talker
+from tests.rollout.conftest import CompletionServer, MakeServer, SamplerOfAgents
+from tests.rollout.sampling import holding
+from titan_grpo.engines.http import AsyncDriver
+from titan_grpo.errors import PeerError
+from titan_grpo.rollout.agent_sampler import AgentSampler
+from titan_grpo.rollout.agents import Agents
+from titan_grpo.rollout.codec import TextCodec
+from titan_grpo.rollout.messages import Ticket
+from titan_grpo.samples import NO_TOKENS, Completion, Group
+
+pytest.importorskip("openai")
+
+Outage = Callable[..., Group]
+
+
+async def attempt(
+    sampler: AgentSampler, server: CompletionServer, parts: list[Completion], index: int = 0
+) -> Group:
+    """The group of a prompt on a server."""
+    driver = AsyncDriver(server.url)
+    try:
+        return await sampler.group(Ticket(index), parts, holding(server.url, 3), driver)
+    finally:
+        await driver.close()
+
+
+@pytest.fixture
+def outage(
+    sampler_of_agents: SamplerOfAgents,
+    completion_server: MakeServer,
+    codec: TextCodec,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Outage:
+    """A factory: an agent -> its group, whose first server dies, and whose second one is there only
+    long after ``task_timeout_s``."""
+    first, second = completion_server(), completion_server()
+    first.behaviour, second.behaviour = lambda _: (500, {}), says(codec, "one")
+
+    def make(
+        agent: Callable[..., Any] | None, look: Callable[[Agents], None] = lambda _: None
+    ) -> Group:
+        async def run() -> Group:
+            loop, later_s = asyncio.get_running_loop(), 0.0
+            real = loop.time
+            monkeypatch.setattr(loop, "time", lambda: real() + later_s)
+            parts = [NO_TOKENS]
+            async with sampler_of_agents(agent, task_timeout_s=60.0) as (sampler, agents):
+                look(agents)
+                with pytest.raises(PeerError):
+                    await attempt(sampler, first, parts)
+                later_s += 1000.0
+                for _ in range(5):  # callbacks that are due, and those that follow them
+                    await asyncio.sleep(0)
+                return await attempt(sampler, second, parts)
+
+        return asyncio.run(run())
+
+    return make
+
+
+def test_an_outage_of_all_servers_is_no_time_of_an_agent(outage: Outage) -> None:
+    keys, agent = [], talker(2)
+
+    def counted(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        keys.append(api_key)
+        return agent(base_url, api_key, row)
+
+    group = outage(counted)
+    assert (len(keys), group.completions[0].num_sampled) == (1, 8)
+
+
+def test_an_outage_of_all_servers_is_no_time_of_an_agent_elsewhere(outage: Outage) -> None:
+    threads = []
+
+    def look(agents: Agents) -> None:
+        def outside() -> None:
+            status: int = 429
+            given: dict[str, Any] = {}
+            address = agents.url.removeprefix("http://")
+            while status == 429:  # the group has not begun
+                status, given = send(address, "POST", "/episodes")
+            talker(1)(f"{agents.url}/v1", given["id"], {})
+            path = f"/episodes/{given['id']}/reward"
+            send(address, "POST", path, given["id"], {"reward": 0.25})
+
+        threads.append(threading.Thread(target=outside))
+        threads[0].start()
+
+    group = outage(None, look)
+    threads[0].join(60)
+    assert group.completions[0].reward == 0.25
+
+
+def test_agents_whose_group_waits_for_a_server_keep_no_place_from_those_of_another_group(
+    sampler_of_agents: SamplerOfAgents, codec: TextCodec, completion_server: MakeServer
+) -> None:
+    first, second = completion_server(), completion_server()
+    first.behaviour, second.behaviour = first.hang, says(codec, "one")
+
+    async def run() -> list[Group]:
+        async with sampler_of_agents(talker(1), task_concurrency=1) as (sampler, _):
+            parts = [NO_TOKENS]
+            moved = asyncio.ensure_future(attempt(sampler, first, parts))
+            await asyncio.to_thread(first.wait_for_requests, 1)
+            moved.cancel()
+            await asyncio.wait([moved], timeout=60)
+            # Its agent waits in its call, in a thread of its own.
+            return [
+                await asyncio.wait_for(attempt(sampler, second, had, index), 30)
+                for had, index in (([NO_TOKENS], 1), (parts, 0))
+            ]
+
+    assert [group.completions[0].num_sampled for group in asyncio.run(run())] == [4, 4]
+
+
+def test_an_episode_that_begins_again_samples_its_first_answer_anew(
+    sampler_of_agents: SamplerOfAgents, codec: TextCodec, completion_server: MakeServer
+) -> None:
+    heard: list[list[str]] = []
+
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        client, mine = client_of(base_url, api_key), list[str]()
+        heard.append(mine)
+        for _ in range(3):  # each a token sequence of its own
+            said: Any = {"role": "user", "content": f"hello {len(mine)}"}
+            reply = client.chat.completions.create(model="any", messages=[said])
+            mine.append(str(reply.choices[0].message.content))
+        return 1.0
+
+    first, second = completion_server(), completion_server()
+    asked: list[list[int]] = []
+    says_two = says(codec, "one", "two", log=asked)
+    first.behaviour = lambda body: says_two(body) if len(asked) < 2 else (500, {})
+    second.behaviour = says(codec, "three")
+
+    async def run() -> None:
+        async with sampler_of_agents(agent) as (sampler, _):
+            parts = [NO_TOKENS]
+            with pytest.raises(PeerError):
+                await attempt(sampler, first, parts)
+            # The second answer became too old, the first one did not.
+            parts[1] = NO_TOKENS
+            await attempt(sampler, second, parts)
+
+    asyncio.run(run())
+    assert heard == [["one", "two"], ["three"] * 3]
