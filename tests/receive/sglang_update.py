@@ -13,7 +13,7 @@ import torch
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.scheduler_components import weight_updater
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.utils.common import normalize_serialized_named_tensor_payloads
 
 from titan_grpo.receive import sglang_plugin
 
@@ -21,10 +21,12 @@ seen: list[Any] = []
 
 
 class Side:
-    """The engine's side of a commit."""
+    """The engine's side of a commit, which refuses those without a number."""
 
     def commit(self, data: dict[str, Any]) -> None:
         seen.append(data)
+        if "number" in data:
+            engine.load(iter(()))
 
 
 class Updater:
@@ -37,25 +39,24 @@ class Updater:
         seen.append(f"end, post load {run_post_load}")
 
 
-class Worker:
-    """A scheduler's, at rank 1 of 2."""
+class Model:
+    """Of the scheduler."""
 
-    model_runner = SimpleNamespace(weight_updater=Updater(), model=torch.nn.Linear(1, 1))
-
-    def deserialize_own_rank(self, tensors: list[bytes]) -> Any:
-        return MultiprocessingSerializer.deserialize(tensors[1])
+    def load_weights(self, tensors: Any) -> None:
+        seen.append(f"load {len(list(tensors))}")
 
 
 class Manager:
     """SGLang's tokenizer manager, whose messages to the scheduler are calls."""
-
-    server_args = SimpleNamespace(tp_size=2)
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
 
     async def update_weights_from_tensor(self, update: Any) -> tuple[bool, str]:
         seen.append("message")
+        update.serialized_named_tensors = normalize_serialized_named_tensor_payloads(
+            update.serialized_named_tensors
+        )
         answer = self._scheduler.update_weights_from_tensor(update)
         return answer.success, answer.message
 
@@ -75,8 +76,11 @@ HookRegistry.apply_hooks()
 torch.distributed.init_process_group("gloo", "tcp://127.0.0.1:0", rank=0, world_size=1)
 kind: Any = weight_updater.SchedulerWeightUpdaterManager
 scheduler = kind.__new__(kind)  # its constructor wants a whole engine
-scheduler.tp_worker, scheduler.metrics_collector, scheduler.tp_cpu_group = Worker(), None, None
-scheduler._session = None
+runner = SimpleNamespace(weight_updater=Updater(), model=Model())
+scheduler.tp_worker = SimpleNamespace(model_runner=runner)
+scheduler._session = scheduler.metrics_collector = scheduler.tp_cpu_group = None
+engine = sglang_plugin.SglangModel.__new__(sglang_plugin.SglangModel)  # it wants the model's files
+engine._runner = runner
 sglang_plugin.plugin.side = Side()  # type: ignore[assignment]
 sglang_plugin.plugin.scheduler = SimpleNamespace(waiting_queue=[])
 sglang_plugin._add_routes()
@@ -86,11 +90,23 @@ os.environ[sglang_plugin.SOCKET_VARIABLE] = f"test {os.getpid()}"
 Request = tuple[str, dict[str, object]]
 LABEL: Request = ("finish", {"label": "r:1:f"})
 LOAD: Request = ("load", {"number": 1})
+NONSENSE: Request = ("load", {"nonsense": "\u00fc" * 40_000})
 HELLO: Request = ("hello", {})  # nothing listens to it: 503
 answers = asyncio.run(statuses(LABEL, LOAD, LABEL, LABEL))
 greeted = asyncio.run(statuses(LOAD, HELLO, LABEL))
-foreign = scheduler.update_weights_from_tensor(
-    SimpleNamespace(load_format=None, serialized_named_tensors=[], weight_version=None)
-)
-found = {"answers": answers, "greeted": greeted, "seen": seen, "foreign": foreign.message}
+loaded, seen = seen, []
+refused = asyncio.run(statuses(NONSENSE))
+
+
+def update(load_format: str | None, *tensors: bytes) -> str:
+    """What an update by SGLang's own route is answered with."""
+    request = SimpleNamespace(load_format=load_format, serialized_named_tensors=list(tensors))
+    return str(scheduler.update_weights_from_tensor(request).message)
+
+
+foreign = update(None)
+for tensors in ([], [b"\x80\x02]."], [b"\x80\x02].", b"{}"], [b"7"]):
+    update(sglang_plugin.LOADER, *tensors)
+found = {"answers": answers, "greeted": greeted, "seen": loaded, "foreign": foreign}
+found |= {"refused": [refused, seen]}
 print(json.dumps(found))

@@ -267,8 +267,10 @@ def test_a_load_is_one_message_to_sglangs_schedulers_and_alone_allows_a_label(
     sglang_python: str, root: Path
 ) -> None:
     found = script(sglang_python, "sglang_update", root)
-    whole = ["message", "begin", {"number": 1}, "end, post load False", "r:1:f"]
+    whole = ["message", {"number": 1}, "begin", "load 0", "end, post load False", "r:1:f"]
     assert found["seen"] == [*whole, *whole]
     assert found["answers"] == [400, 200, 200, 400]
     assert found["greeted"] == [200, 503, 200], "no lane has joined"
     assert "begin_weight_update()" in found["foreign"], "an update of SGLang's own needs its own"
+    nonsense = {"nonsense": "\u00fc" * 40_000}
+    assert found["refused"] == [[200], ["message", nonsense, {}, {}, {}, {}]], "nothing is repacked"

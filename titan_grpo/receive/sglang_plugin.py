@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from titan_grpo.engines.sglang import LOADER, commit_payload
+from titan_grpo.engines.sglang import LOADER
 from titan_grpo.errors import PeerError, UpstreamError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import has_adapters
@@ -111,25 +111,19 @@ def _updated(original: Callable[[Any, Any], Any], manager: Any, request: Any) ->
         return original(manager, request)
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
 
-    worker = manager.tp_worker
-    updater = worker.model_runner.weight_updater
     with manager._observe_weight_load("tensor"):
-        tensors = worker.deserialize_own_rank(request.serialized_named_tensors)
-        updater.begin_weight_update()
-        commit(worker.model_runner.model, tensors)
-        # The model's own load_weights has done its post-load work.
-        updater.end_weight_update(run_post_load=False)
+        commit(request.serialized_named_tensors)
         # Rank 0 answers for all: wait until all have finished.
         torch.distributed.barrier(group=manager.tp_cpu_group)
     return UpdateWeightsFromTensorReqOutput(success=True, message="")
 
 
-def commit(_model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Run a commit in this scheduler. The signature is that of SGLang's custom weight loaders; the
-    first name is a Commit in JSON. Never raises: an exception ends the server."""
+def commit(payloads: list[bytes]) -> None:
+    """Run a commit in this scheduler: the first payload, in JSON. (SGLang's own route sends
+    anything.) Never raises: an exception ends the server."""
     try:
-        data = json.loads(named_tensors[0][0])
-    except (IndexError, TypeError, ValueError):
+        data = json.loads(payloads[0])
+    except (IndexError, ValueError):
         data = {}
     if plugin.side is None:
         log.error("a commit was refused: the plugin did not start with this scheduler")
@@ -199,8 +193,8 @@ def _add_routes() -> None:
         # Do not flush the prefix cache: SGLang cannot while requests are paused, and reports a
         # failure although the weights are loaded. The cache keys separate the versions instead.
         update = io_struct.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[commit_payload(await request.json())]
-            * int(manager.server_args.tp_size),
+            # An object: SGLang takes a bare number for base64.
+            serialized_named_tensors=[json.dumps(dict(await request.json())).encode()],
             load_format=LOADER,
             flush_cache=False,
         )
@@ -277,8 +271,8 @@ def experts_problem(args: Any) -> str:
     return ""
 
 
-NEVER_REPACKED = tuple(f"sglang.srt.layers.quantization.{name}" for name in ("unquant", "kv_cache"))
-"""Modules of SGLang whose methods keep weights as they are loaded."""
+LOADED_OVER = tuple(f"sglang.srt.layers.quantization.{name}" for name in ("unquant", "kv_cache"))
+"""Modules of SGLang whose methods can load over weights that they have repacked."""
 
 
 def model_problem(model: torch.nn.Module) -> str:
@@ -295,7 +289,7 @@ def model_problem(model: torch.nn.Module) -> str:
         return str(derived)
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        if method is None or type(method).__module__ in NEVER_REPACKED:
+        if method is None or type(method).__module__ in LOADED_OVER:
             continue
         # A method with a scheme delegates both calls to it.
         classes = type(getattr(module, "scheme", None) or method).__mro__
@@ -336,5 +330,11 @@ class SglangModel(LoadedModel):
         return self.names.problem(manifest)
 
     def load(self, tensors: Tensors) -> None:
+        """See Engine. SGLang restores repacked weights as an update begins, and repacks them as it
+        ends: some layers not twice without a load in between, so only an accepted commit may."""
+        updater = self._runner.weight_updater
         with torch.no_grad():
+            updater.begin_weight_update()
             self._runner.model.load_weights(tensors)
+            # The model's own load_weights has done its post-load work.
+            updater.end_weight_update(run_post_load=False)
