@@ -6,12 +6,12 @@ import asyncio
 import json
 import os
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import torch
 from sglang.srt.entrypoints import http_server
-from sglang.srt.managers.scheduler_components import weight_updater
+from sglang.srt.managers.scheduler_components import invariant_checker, weight_updater
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils.common import normalize_serialized_named_tensor_payloads
 
@@ -82,7 +82,11 @@ scheduler._session = scheduler.metrics_collector = scheduler.tp_cpu_group = None
 engine = sglang_plugin.SglangModel.__new__(sglang_plugin.SglangModel)  # it wants the model's files
 engine._runner = runner
 sglang_plugin.plugin.side = Side()  # type: ignore[assignment]
-sglang_plugin.plugin.scheduler = SimpleNamespace(waiting_queue=[])
+paused = SimpleNamespace(waiting_queue=[], is_initializing=False, forward_ct=1)
+paused.cur_batch_for_debug = "of the requests that a pause froze"
+watchdog = invariant_checker.create_scheduler_watchdog(cast(Any, paused), 3600.0, soft=True)
+watched = [watchdog.is_active()]
+sglang_plugin.plugin.scheduler = paused
 sglang_plugin._add_routes()
 manager = Manager(scheduler)
 http_server.get_global_state = lambda: SimpleNamespace(tokenizer_manager=manager)
@@ -95,6 +99,7 @@ HELLO: Request = ("hello", {})  # nothing listens to it: 503
 answers = asyncio.run(statuses(LABEL, LOAD, LABEL, LABEL))
 greeted = asyncio.run(statuses(LOAD, HELLO, LABEL))
 loaded, seen = seen, []
+watched.append(watchdog.is_active())
 refused = asyncio.run(statuses(NONSENSE))
 
 
@@ -108,5 +113,5 @@ foreign = update(None)
 for tensors in ([], [b"\x80\x02]."], [b"\x80\x02].", b"{}"], [b"7"]):
     update(sglang_plugin.LOADER, *tensors)
 found = {"answers": answers, "greeted": greeted, "seen": loaded, "foreign": foreign}
-found |= {"refused": [refused, seen]}
+found |= {"refused": [refused, seen], "watched": watched}
 print(json.dumps(found))

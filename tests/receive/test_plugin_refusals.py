@@ -274,3 +274,10 @@ def test_a_load_is_one_message_to_sglangs_schedulers_and_alone_allows_a_label(
     assert "begin_weight_update()" in found["foreign"], "an update of SGLang's own needs its own"
     nonsense = {"nonsense": "\u00fc" * 40_000}
     assert found["refused"] == [[200], ["message", nonsense, {}, {}, {}, {}]], "nothing is repacked"
+
+
+def test_sglangs_watchdog_ends_no_server_that_is_paused_over_a_long_load(
+    sglang_python: str, root: Path
+) -> None:
+    """It does after 300 s in which a batch is current and none runs."""
+    assert script(sglang_python, "sglang_update", root)["watched"] == [True, False]

@@ -128,6 +128,10 @@ def commit(payloads: list[bytes]) -> None:
     if plugin.side is None:
         log.error("a commit was refused: the plugin did not start with this scheduler")
         return
+    # A pause keeps the current batch. While there is one and none runs, for --watchdog-timeout
+    # (300 s), SGLang's watchdog ends the server: during a long load, or while it waits for a whole
+    # version. The next batch sets it again; nothing else reads it.
+    plugin.scheduler.cur_batch_for_debug = None
     with plugin.turn:
         plugin.side.commit(data if isinstance(data, dict) else {})
     before, plugin.commits = unsalted(plugin.commits), plugin.commits + 1
