@@ -281,3 +281,10 @@ def test_sglangs_watchdog_ends_no_server_that_is_paused_over_a_long_load(
 ) -> None:
     """It does after 300 s in which a batch is current and none runs."""
     assert script(sglang_python, "sglang_update", root)["watched"] == [True, False]
+
+
+def test_an_sglang_with_replicas_starts_and_tells_a_trainer_why_it_is_refused(
+    sglang_python: str, root: Path
+) -> None:
+    """Also one that a launcher of several servers has started."""
+    assert "start one server per replica" in script(sglang_python, "sglang_replicas", root)

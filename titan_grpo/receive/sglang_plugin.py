@@ -85,7 +85,9 @@ def register() -> None:
     """Install the routes or hooks of this process. Every SGLang process calls this entry point
     once."""
     log_to_stderr()
-    if multiprocessing.parent_process() is None:
+    # A launcher of several servers starts each by multiprocessing: the HTTP process is then the one
+    # that inherits no name.
+    if multiprocessing.parent_process() is None or SOCKET_VARIABLE not in os.environ:
         os.environ[SOCKET_VARIABLE] = secrets.token_hex(16)
         _add_routes()
     elif "sglang.srt.managers.scheduler" in sys.modules:  # in the detokenizer it is not
@@ -227,7 +229,13 @@ def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) 
     model, args = scheduler.tp_worker.model_runner.model, scheduler.server_args
     problem = compatibility(args) or model_problem(model) or experts_problem(args)
     plugin.side = start_side(SglangModel(scheduler), scheduler.tp_group, problem)
-    Server(_address(scheduler.tp_group.rank_in_group), plugin.hello).start()
+    rank = scheduler.tp_group.rank_in_group
+    try:
+        Server(_address(rank), plugin.hello).start()
+    except OSError as error:
+        # Raising would end the server. Each data-parallel replica or pipeline stage has a rank 0:
+        # the first one answers hellos, with the refusal.
+        log.error("no trainer reaches this scheduler of rank %d (%s): %s", rank, error, problem)
 
 
 def compatibility(args: Any) -> str:
