@@ -91,12 +91,14 @@ def register() -> None:
         os.environ[SOCKET_VARIABLE] = secrets.token_hex(16)
         _add_routes()
     elif "sglang.srt.managers.scheduler" in sys.modules:  # in the detokenizer it is not
-        scheduler = "sglang.srt.managers.scheduler.Scheduler"
-        HookRegistry.register(f"{scheduler}.__init__", _scheduler_made, HookType.AFTER)
-        HookRegistry.register(f"{scheduler}.handle_generate_request", _asked, HookType.BEFORE)
+        HookRegistry.register(f"{SCHEDULER}.__init__", _scheduler_made, HookType.AFTER)
+        HookRegistry.register(f"{SCHEDULER}.handle_generate_request", _asked, HookType.BEFORE)
+        HookRegistry.register(RELABEL, _relabelled, HookType.AROUND)
         HookRegistry.register(UPDATE, _updated, HookType.AROUND)
 
 
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+RELABEL = f"{SCHEDULER}.record_weight_version_change"
 UPDATE = (
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     ".update_weights_from_tensor"
@@ -153,6 +155,28 @@ def _asked(_scheduler: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
     """Set a request's cache key before it is queued, in the scheduler process."""
     if request.extra_key is None:
         request.extra_key = unsalted(plugin.commits)
+
+
+def _relabelled(original: Callable[..., None], scheduler: Any, new_version: str | None) -> None:
+    """Note tokens whose result waits as the old version's, in the scheduler process.
+
+    SGLang notes how many tokens each request has when the label changes. Its overlap scheduler
+    reads the result of the last batch before a pause after the resume: that token would have the
+    new version, which did not sample it. A request that is put back into the queue before its
+    result is read samples that token again: the old version is then a lower bound.
+    """
+    from sglang.srt.runtime_context import get_serving
+    from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+    old = get_serving().weight_version
+    original(scheduler, new_version=new_version)
+    if get_serving().weight_version == old:
+        return
+    for batch, _ in scheduler.result_queue:
+        for request in batch.reqs:
+            if request.inflight_middle_chunks <= 0:  # otherwise its prompt goes on: no token
+                event = WeightVersionEvent(old, len(request.output_ids) + 1)
+                request.weight_version_events.append(event)
 
 
 def _address(rank: int) -> str:
