@@ -15,6 +15,7 @@ from sglang.srt.managers.scheduler_components import invariant_checker, weight_u
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils.common import normalize_serialized_named_tensor_payloads
 
+from titan_grpo.engines.sglang import LOADER
 from titan_grpo.receive import sglang_plugin
 
 seen: list[Any] = []
@@ -111,7 +112,7 @@ def update(load_format: str | None, *tensors: bytes) -> str:
 
 foreign = update(None)
 for tensors in ([], [b"\x80\x02]."], [b"\x80\x02].", b"{}"], [b"7"]):
-    update(sglang_plugin.LOADER, *tensors)
+    update(LOADER, *tensors)
 found = {"answers": answers, "greeted": greeted, "seen": loaded, "foreign": foreign}
 found |= {"refused": [refused, seen], "watched": watched}
 print(json.dumps(found))
