@@ -2,15 +2,11 @@
 refused and not shown."""
 
 import base64
-import io
-import json
 import math
-import pickle
 from array import array
 from typing import Any
 
 import pytest
-import torch
 
 from titan_grpo.engines import sglang, sglang_stock
 from titan_grpo.engines.generation import Sampled, Sampling, salt
@@ -138,21 +134,6 @@ def test_what_asks_the_server_goes_without_the_admin_key() -> None:
         sglang_stock.world_size(1.0),
     ]
     assert not any(call.admin for call in asking)
-
-
-class ServersUnpickler(pickle.Unpickler):
-    """Lets in what SGLang's does of what is needed here."""
-
-    def find_class(self, module: str, name: str) -> type[torch.Tensor]:
-        assert (module, name) == ("torch", "ByteTensor")
-        return torch.ByteTensor
-
-
-@pytest.mark.parametrize("info", [{"number": 3, "error": "ü" * 40_000}, {}])
-def test_a_commit_travels_as_the_name_of_an_empty_tensor(info: dict[str, int | str]) -> None:
-    ((name, tensor),) = ServersUnpickler(io.BytesIO(sglang.commit_payload(info))).load()
-    assert json.loads(name) == info
-    assert tensor.to("cpu").numel() == 0
 
 
 def test_the_answer_with_the_keys_in_it_is_never_shown() -> None:

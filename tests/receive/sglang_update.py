@@ -6,25 +6,28 @@ import asyncio
 import json
 import os
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import torch
 from sglang.srt.entrypoints import http_server
-from sglang.srt.managers.scheduler_components import weight_updater
+from sglang.srt.managers.scheduler_components import invariant_checker, weight_updater
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.utils.common import normalize_serialized_named_tensor_payloads
 
+from titan_grpo.engines.sglang import LOADER
 from titan_grpo.receive import sglang_plugin
 
 seen: list[Any] = []
 
 
 class Side:
-    """The engine's side of a commit."""
+    """The engine's side of a commit, which refuses those without a number."""
 
     def commit(self, data: dict[str, Any]) -> None:
         seen.append(data)
+        if "number" in data:
+            engine.load(iter(()))
 
 
 class Updater:
@@ -37,25 +40,24 @@ class Updater:
         seen.append(f"end, post load {run_post_load}")
 
 
-class Worker:
-    """A scheduler's, at rank 1 of 2."""
+class Model:
+    """Of the scheduler."""
 
-    model_runner = SimpleNamespace(weight_updater=Updater(), model=torch.nn.Linear(1, 1))
-
-    def deserialize_own_rank(self, tensors: list[bytes]) -> Any:
-        return MultiprocessingSerializer.deserialize(tensors[1])
+    def load_weights(self, tensors: Any) -> None:
+        seen.append(f"load {len(list(tensors))}")
 
 
 class Manager:
     """SGLang's tokenizer manager, whose messages to the scheduler are calls."""
-
-    server_args = SimpleNamespace(tp_size=2)
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
 
     async def update_weights_from_tensor(self, update: Any) -> tuple[bool, str]:
         seen.append("message")
+        update.serialized_named_tensors = normalize_serialized_named_tensor_payloads(
+            update.serialized_named_tensors
+        )
         answer = self._scheduler.update_weights_from_tensor(update)
         return answer.success, answer.message
 
@@ -75,10 +77,17 @@ HookRegistry.apply_hooks()
 torch.distributed.init_process_group("gloo", "tcp://127.0.0.1:0", rank=0, world_size=1)
 kind: Any = weight_updater.SchedulerWeightUpdaterManager
 scheduler = kind.__new__(kind)  # its constructor wants a whole engine
-scheduler.tp_worker, scheduler.metrics_collector, scheduler.tp_cpu_group = Worker(), None, None
-scheduler._session = None
+runner = SimpleNamespace(weight_updater=Updater(), model=Model())
+scheduler.tp_worker = SimpleNamespace(model_runner=runner)
+scheduler._session = scheduler.metrics_collector = scheduler.tp_cpu_group = None
+engine = sglang_plugin.SglangModel.__new__(sglang_plugin.SglangModel)  # it wants the model's files
+engine._runner = runner
 sglang_plugin.plugin.side = Side()  # type: ignore[assignment]
-sglang_plugin.plugin.scheduler = SimpleNamespace(waiting_queue=[])
+paused = SimpleNamespace(waiting_queue=[], is_initializing=False, forward_ct=1)
+paused.cur_batch_for_debug = "of the requests that a pause froze"
+watchdog = invariant_checker.create_scheduler_watchdog(cast(Any, paused), 3600.0, soft=True)
+watched = [watchdog.is_active()]
+sglang_plugin.plugin.scheduler = paused
 sglang_plugin._add_routes()
 manager = Manager(scheduler)
 http_server.get_global_state = lambda: SimpleNamespace(tokenizer_manager=manager)
@@ -86,11 +95,24 @@ os.environ[sglang_plugin.SOCKET_VARIABLE] = f"test {os.getpid()}"
 Request = tuple[str, dict[str, object]]
 LABEL: Request = ("finish", {"label": "r:1:f"})
 LOAD: Request = ("load", {"number": 1})
+NONSENSE: Request = ("load", {"nonsense": "\u00fc" * 40_000})
 HELLO: Request = ("hello", {})  # nothing listens to it: 503
 answers = asyncio.run(statuses(LABEL, LOAD, LABEL, LABEL))
 greeted = asyncio.run(statuses(LOAD, HELLO, LABEL))
-foreign = scheduler.update_weights_from_tensor(
-    SimpleNamespace(load_format=None, serialized_named_tensors=[], weight_version=None)
-)
-found = {"answers": answers, "greeted": greeted, "seen": seen, "foreign": foreign.message}
+loaded, seen = seen, []
+watched.append(watchdog.is_active())
+refused = asyncio.run(statuses(NONSENSE))
+
+
+def update(load_format: str | None, *tensors: bytes) -> str:
+    """What an update by SGLang's own route is answered with."""
+    request = SimpleNamespace(load_format=load_format, serialized_named_tensors=list(tensors))
+    return str(scheduler.update_weights_from_tensor(request).message)
+
+
+foreign = update(None)
+for tensors in ([], [b"\x80\x02]."], [b"\x80\x02].", b"{}"], [b"7"]):
+    update(LOADER, *tensors)
+found = {"answers": answers, "greeted": greeted, "seen": loaded, "foreign": foreign}
+found |= {"refused": [refused, seen], "watched": watched}
 print(json.dumps(found))

@@ -238,12 +238,12 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
     assert "CompressedTensorsW8A8Fp8MoE" in found["scheme packs"]
 
 
-def script(python: str, name: str, root: Path) -> Any:
+def script(python: str, name: str, root: Path, *arguments: str) -> Any:
     """What a script of this folder prints in SGLang's environment."""
     paths = f"{sglang_cpu.directory()}:{root}"
     env = {"PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [python, "-m", f"tests.receive.{name}"],
+        [python, "-m", f"tests.receive.{name}", *arguments],
         env={**os.environ, **env},
         capture_output=True,
         text=True,
@@ -267,8 +267,37 @@ def test_a_load_is_one_message_to_sglangs_schedulers_and_alone_allows_a_label(
     sglang_python: str, root: Path
 ) -> None:
     found = script(sglang_python, "sglang_update", root)
-    whole = ["message", "begin", {"number": 1}, "end, post load False", "r:1:f"]
+    whole = ["message", {"number": 1}, "begin", "load 0", "end, post load False", "r:1:f"]
     assert found["seen"] == [*whole, *whole]
     assert found["answers"] == [400, 200, 200, 400]
     assert found["greeted"] == [200, 503, 200], "no lane has joined"
     assert "begin_weight_update()" in found["foreign"], "an update of SGLang's own needs its own"
+    nonsense = {"nonsense": "\u00fc" * 40_000}
+    assert found["refused"] == [[200], ["message", nonsense, {}, {}, {}, {}]], "nothing is repacked"
+
+
+def test_sglangs_watchdog_ends_no_server_that_is_paused_over_a_long_load(
+    sglang_python: str, root: Path
+) -> None:
+    """It does after 300 s in which a batch is current and none runs."""
+    assert script(sglang_python, "sglang_update", root)["watched"] == [True, False]
+
+
+def test_an_sglang_with_replicas_starts_and_tells_a_trainer_why_it_is_refused(
+    sglang_python: str, root: Path
+) -> None:
+    """Also one that a launcher of several servers has started."""
+    assert "start one server per replica" in script(sglang_python, "sglang_replicas", root)
+
+
+def test_a_token_whose_result_waits_over_a_commit_has_the_version_that_sampled_it(
+    sglang_python: str, tmp_path: Path, root: Path
+) -> None:
+    """SGLang's overlap scheduler reads the last batch's result after the pause."""
+    model = str(write_tiny_model("qwen3", tmp_path / "model", seed=1))
+    assert script(sglang_python, "sglang_overlap", root, model) == {
+        "decoding": [["v1", 0, 6], ["v2", 6, 9]],
+        "prefilled": [["v1", 0, 1], ["v2", 1, 4]],
+        "chunked": [["v2", 0, 3]],
+        "waiting": [["v1", 0, 4], ["v2", 4, 7]],
+    }

@@ -18,7 +18,7 @@ from titan_grpo.engines.sglang import SglangControl
 from titan_grpo.engines.sglang_stock import StockRoutes
 from titan_grpo.errors import ConfigError, ProtocolError, ServerRefused, TransferFailed
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.messages import Kind
+from titan_grpo.protocol.messages import Kind, Staged
 from titan_grpo.sync.link import LaneLink, LinkOptions
 from titan_grpo.sync.probe import ask_receiver
 from titan_grpo.sync.stock import StockLink
@@ -270,6 +270,32 @@ def test_a_server_that_refuses_a_group_is_the_reason_that_it_was_not_opened() ->
     link.join(SglangControl(access), SOON_S)
     with pytest.raises(ServerRefused, match="no such backend"):
         link.offer(1, 1, [], "")
+    link.close()
+    board.close()
+
+
+@pytest.mark.parametrize("pair", ["gloo"], indirect=True)
+def test_a_stock_server_whose_update_began_is_intact_only_after_a_whole_version(
+    pair: tuple[Transport, Transport],
+) -> None:
+    """As the update ends, SGLang repacks weights: some layers bear that only after a load."""
+    board = Board()
+    lost = "Failed to receive weights: a peer is gone"  # SGLang's words
+    board.routes = {"POST /update_weight_version": 200, "POST /begin_weight_update": 200}
+    board.routes["POST /update_weights_from_distributed"] = lambda _: (400, {"message": lost})
+    access, manifest = (
+        ServerAccess(board.url, SOON_S),
+        Manifest.build([("a", "bfloat16", (9,))], 64),
+    )
+    link = StockLink(
+        "run", 1, manifest, LinkOptions(WeightSync(), "gloo", LOOPBACK), StockRoutes(access)
+    )
+    link._transport, image = pair[0], torch.zeros(manifest.total_bytes, dtype=torch.uint8)
+    staged = Staged(1, 1, True, "f")
+    applied = link.push(SglangControl(access), staged, image, lambda _: None, SOON_S)
+    assert lost in applied.error
+    assert not applied.ok
+    assert not applied.intact
     link.close()
     board.close()
 

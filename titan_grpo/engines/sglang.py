@@ -39,7 +39,8 @@ NAME = "sglang"
 GENERATE, PARSE = "/generate", "/parse_function_call"
 BAD_REQUEST = 400
 LOADER = "titan_grpo.receive.sglang_plugin.commit"
-"""Name of our weight loader, for ``--custom-weight-loader``."""
+"""Value of ``--custom-weight-loader`` that lets our plugin load weights, and the load format of its
+updates."""
 
 QUERY_S = 10.0
 """Longest deadline of a query that the engine answers without work, in seconds."""
@@ -96,19 +97,6 @@ def paused(timeout_s: float = 5.0) -> Call[bool]:
 def hello(greeting: Mapping[str, Any], timeout_s: float) -> Call[None]:
     """Send a lane's hello to our plugin."""
     return _post("/titan_grpo/hello", timeout_s, dict(greeting))
-
-
-def commit_payload(info: Mapping[str, Any]) -> bytes:
-    """Return a commit in SGLang's form of a worker's tensors: a pickle of ``[(info as JSON, empty
-    uint8 tensor)]``.
-
-    A name may be any text, so it carries the commit. SGLang's unpickler accepts few classes, and
-    calls ``.to(device)`` of the object beside the name: hence the tensor. Written by opcodes
-    (protocol 2), since pickle's own form of a tensor has a call that SGLang does not accept: a
-    list, the text, ``torch.ByteTensor`` called with an empty tuple, both as a pair, appended.
-    """
-    text = json.dumps(dict(info)).encode()
-    return b"\x80\x02]X" + len(text).to_bytes(4, "little") + text + b"ctorch\nByteTensor\n)R\x86a."
 
 
 def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> Call[Sampled]:

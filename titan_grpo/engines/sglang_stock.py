@@ -9,9 +9,6 @@ from typing import Any
 from titan_grpo.engines.http import Call, ServerAccess, ignore, requests, want
 from titan_grpo.errors import ServerRefused
 
-NOT_RECEIVED = "Failed to receive weights"
-"""Prefix of a refusal before any weight was touched."""
-
 
 @dataclass(frozen=True, slots=True)
 class Group:

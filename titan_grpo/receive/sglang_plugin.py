@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from titan_grpo.engines.sglang import LOADER, commit_payload
+from titan_grpo.engines.sglang import LOADER
 from titan_grpo.errors import PeerError, UpstreamError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import has_adapters
@@ -85,16 +85,20 @@ def register() -> None:
     """Install the routes or hooks of this process. Every SGLang process calls this entry point
     once."""
     log_to_stderr()
-    if multiprocessing.parent_process() is None:
+    # A launcher of several servers starts each by multiprocessing: the HTTP process is then the one
+    # that inherits no name.
+    if multiprocessing.parent_process() is None or SOCKET_VARIABLE not in os.environ:
         os.environ[SOCKET_VARIABLE] = secrets.token_hex(16)
         _add_routes()
     elif "sglang.srt.managers.scheduler" in sys.modules:  # in the detokenizer it is not
-        scheduler = "sglang.srt.managers.scheduler.Scheduler"
-        HookRegistry.register(f"{scheduler}.__init__", _scheduler_made, HookType.AFTER)
-        HookRegistry.register(f"{scheduler}.handle_generate_request", _asked, HookType.BEFORE)
+        HookRegistry.register(f"{SCHEDULER}.__init__", _scheduler_made, HookType.AFTER)
+        HookRegistry.register(f"{SCHEDULER}.handle_generate_request", _asked, HookType.BEFORE)
+        HookRegistry.register(RELABEL, _relabelled, HookType.AROUND)
         HookRegistry.register(UPDATE, _updated, HookType.AROUND)
 
 
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+RELABEL = f"{SCHEDULER}.record_weight_version_change"
 UPDATE = (
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     ".update_weights_from_tensor"
@@ -111,29 +115,27 @@ def _updated(original: Callable[[Any, Any], Any], manager: Any, request: Any) ->
         return original(manager, request)
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
 
-    worker = manager.tp_worker
-    updater = worker.model_runner.weight_updater
     with manager._observe_weight_load("tensor"):
-        tensors = worker.deserialize_own_rank(request.serialized_named_tensors)
-        updater.begin_weight_update()
-        commit(worker.model_runner.model, tensors)
-        # The model's own load_weights has done its post-load work.
-        updater.end_weight_update(run_post_load=False)
+        commit(request.serialized_named_tensors)
         # Rank 0 answers for all: wait until all have finished.
         torch.distributed.barrier(group=manager.tp_cpu_group)
     return UpdateWeightsFromTensorReqOutput(success=True, message="")
 
 
-def commit(_model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Run a commit in this scheduler. The signature is that of SGLang's custom weight loaders; the
-    first name is a Commit in JSON. Never raises: an exception ends the server."""
+def commit(payloads: list[bytes]) -> None:
+    """Run a commit in this scheduler: the first payload, in JSON. (SGLang's own route sends
+    anything.) Never raises: an exception ends the server."""
     try:
-        data = json.loads(named_tensors[0][0])
-    except (IndexError, TypeError, ValueError):
+        data = json.loads(payloads[0])
+    except (IndexError, ValueError):
         data = {}
     if plugin.side is None:
         log.error("a commit was refused: the plugin did not start with this scheduler")
         return
+    # A pause keeps the current batch. While there is one and none runs, for --watchdog-timeout
+    # (300 s), SGLang's watchdog ends the server: during a long load, or while it waits for a whole
+    # version. The next batch sets it again; nothing else reads it.
+    plugin.scheduler.cur_batch_for_debug = None
     with plugin.turn:
         plugin.side.commit(data if isinstance(data, dict) else {})
     before, plugin.commits = unsalted(plugin.commits), plugin.commits + 1
@@ -153,6 +155,28 @@ def _asked(_scheduler: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
     """Set a request's cache key before it is queued, in the scheduler process."""
     if request.extra_key is None:
         request.extra_key = unsalted(plugin.commits)
+
+
+def _relabelled(original: Callable[..., None], scheduler: Any, new_version: str | None) -> None:
+    """Note tokens whose result waits as the old version's, in the scheduler process.
+
+    SGLang notes how many tokens each request has when the label changes. Its overlap scheduler
+    reads the result of the last batch before a pause after the resume: that token would have the
+    new version, which did not sample it. A request that is put back into the queue before its
+    result is read samples that token again: the old version is then a lower bound.
+    """
+    from sglang.srt.runtime_context import get_serving
+    from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+    old = get_serving().weight_version
+    original(scheduler, new_version=new_version)
+    if get_serving().weight_version == old:
+        return
+    for batch, _ in scheduler.result_queue:
+        for request in batch.reqs:
+            if request.inflight_middle_chunks <= 0:  # otherwise its prompt goes on: no token
+                event = WeightVersionEvent(old, len(request.output_ids) + 1)
+                request.weight_version_events.append(event)
 
 
 def _address(rank: int) -> str:
@@ -199,8 +223,8 @@ def _add_routes() -> None:
         # Do not flush the prefix cache: SGLang cannot while requests are paused, and reports a
         # failure although the weights are loaded. The cache keys separate the versions instead.
         update = io_struct.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[commit_payload(await request.json())]
-            * int(manager.server_args.tp_size),
+            # An object: SGLang takes a bare number for base64.
+            serialized_named_tensors=[json.dumps(dict(await request.json())).encode()],
             load_format=LOADER,
             flush_cache=False,
         )
@@ -229,7 +253,13 @@ def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) 
     model, args = scheduler.tp_worker.model_runner.model, scheduler.server_args
     problem = compatibility(args) or model_problem(model) or experts_problem(args)
     plugin.side = start_side(SglangModel(scheduler), scheduler.tp_group, problem)
-    Server(_address(scheduler.tp_group.rank_in_group), plugin.hello).start()
+    rank = scheduler.tp_group.rank_in_group
+    try:
+        Server(_address(rank), plugin.hello).start()
+    except OSError as error:
+        # Raising would end the server. Each data-parallel replica or pipeline stage has a rank 0:
+        # the first one answers hellos, with the refusal.
+        log.error("no trainer reaches this scheduler of rank %d (%s): %s", rank, error, problem)
 
 
 def compatibility(args: Any) -> str:
@@ -277,8 +307,8 @@ def experts_problem(args: Any) -> str:
     return ""
 
 
-NEVER_REPACKED = tuple(f"sglang.srt.layers.quantization.{name}" for name in ("unquant", "kv_cache"))
-"""Modules of SGLang whose methods keep weights as they are loaded."""
+LOADED_OVER = tuple(f"sglang.srt.layers.quantization.{name}" for name in ("unquant", "kv_cache"))
+"""Modules of SGLang whose methods can load over weights that they have repacked."""
 
 
 def model_problem(model: torch.nn.Module) -> str:
@@ -295,7 +325,7 @@ def model_problem(model: torch.nn.Module) -> str:
         return str(derived)
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        if method is None or type(method).__module__ in NEVER_REPACKED:
+        if method is None or type(method).__module__ in LOADED_OVER:
             continue
         # A method with a scheme delegates both calls to it.
         classes = type(getattr(module, "scheme", None) or method).__mro__
@@ -336,5 +366,11 @@ class SglangModel(LoadedModel):
         return self.names.problem(manifest)
 
     def load(self, tensors: Tensors) -> None:
+        """See Engine. SGLang restores repacked weights as an update begins, and repacks them as it
+        ends: some layers not twice without a load in between, so only an accepted commit may."""
+        updater = self._runner.weight_updater
         with torch.no_grad():
+            updater.begin_weight_update()
             self._runner.model.load_weights(tensors)
+            # The model's own load_weights has done its post-load work.
+            updater.end_weight_update(run_post_load=False)

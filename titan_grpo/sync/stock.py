@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from titan_grpo.engines.server import ServerControl
-from titan_grpo.engines.sglang_stock import NOT_RECEIVED, Announced, Group, StockRoutes
+from titan_grpo.engines.sglang_stock import Announced, Group, StockRoutes
 from titan_grpo.errors import PeerError, ServerRefused, TransferFailed
 from titan_grpo.layout.manifest import Manifest, TensorSpec, buckets, names_problem
 from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Staged
@@ -122,21 +122,21 @@ class StockLink:
     ) -> Applied:
         """Send ``image`` (uint8[total_bytes]) into the paused engine, bucket by bucket. Return how
         that ended, also on a PeerError."""
-        start, done, began = time.monotonic(), 0, False
+        start, done = time.monotonic(), 0
         deadline = start + self._transfer_s
         try:
             # Before the first weight: if this trainer dies, the label must not hide a half load.
             control.relabel(UNUSABLE)
+            # From here on also without a tensor: as the update ends, SGLang repacks weights, and
+            # some layers bear that only after a load.
+            self._intact = False
             self._routes.begin(self._options.config.lane_deadline_s)
-            began = True
             for bucket in buckets(self._manifest, self._options.config.bucket_bytes):
                 self._send(bucket, image, deadline)
                 done += len(bucket)
                 moved(bucket[-1].offset + bucket[-1].nbytes)
         except PeerError as error:
             self._drop()
-            untouched = not began or (done == 0 and NOT_RECEIVED in str(error))
-            self._intact = self._intact and untouched
             why = f"{error}; {done} of {len(self._manifest.tensors)} tensors were loaded"
             took = time.monotonic() - start
             return Applied(staged.number, staged.version, False, "", done, took, why, self._intact)
