@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from titan_grpo.engines.http import resolve_bind_host
 from titan_grpo.engines.server import ServerControl
 from titan_grpo.errors import (
     PeerError,
@@ -72,8 +73,6 @@ class LaneContext:
     wake: Callable[["ServerLane"], object]
     """Callback that has a lane work now, or once more after its present work. Never waits."""
     recorder: Recorder
-    bind_host: Callable[[str], str]
-    """Server URL -> local address that its lane's sockets bind to."""
     observer: Observer
     look_s: float
     renew: Callable[[str], object]
@@ -296,7 +295,8 @@ class ServerLane:
         c = self._c
         stock = self._control.stock() if self._streamed else None
         # Resolve for each connection: the name of a server that starts late may not resolve yet.
-        options = replace(c.link, bind_host=c.bind_host(self.url), url=self.url)
+        bind_host = resolve_bind_host(c.link.bind_host, self.url)
+        options = replace(c.link, bind_host=bind_host, url=self.url)
         if stock is not None:
             return StockLink(c.run_id, epoch, c.manifest, options, stock)
         return LaneLink(c.run_id, epoch, c.manifest, options, term, self._wake)
