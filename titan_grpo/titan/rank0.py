@@ -260,7 +260,7 @@ class Controller:
 
     def wait_first_commit(self, version: int) -> None:
         """Wait until one server holds the version that training starts from. Raises
-        ServerUnreachable naming every server, or ServerUnfit."""
+        ServerUnreachable naming every server, ServerUnfit, or as ServerSet.reached."""
         servers = self.worker.servers
         deadline_s = self._job.weight_sync.startup_s(self.worker.manifest.total_bytes)
         with waiting(f"the first commit, of version {version} on any server", deadline_s):
@@ -268,6 +268,7 @@ class Controller:
         if not held:
             if unfit := servers.unfit():
                 raise ServerUnfit(f"no server can serve this run: {unfit}")
+            servers.reached(version)
             reason = servers.take_error()
             raise ServerUnreachable(
                 f"no server committed version {version} within {deadline_s:.0f} s"
