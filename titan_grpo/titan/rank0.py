@@ -136,12 +136,7 @@ class Controller:
         self._collapse = Collapse(job_config.grpo.reward_collapse_steps)
 
     def start(
-        self,
-        version: int,
-        state: str,
-        pool: ImagePool,
-        device: torch.device,
-        plan: WritePlan,
+        self, version: int, state: str, pool: ImagePool, device: torch.device, plan: WritePlan
     ) -> SyncProcess:
         """Start servers, rollouts and weight sync for training that continues from ``version``.
         ``state``: the rollout state of a checkpoint, or empty."""
@@ -210,6 +205,8 @@ class Controller:
         ends.callback(self._evaluations.close)
         self.worker.servers.reached(version)
         self.worker.start()
+        # It opens the images within connect_deadline_s, however late the servers came.
+        self.worker.wait_begun(max(deadline - time.monotonic(), sync.connect_deadline_s))
         asked = self.worker.servers, self._run_dir, rollouts.in_flight, rollout.servers_file
         ends.callback(Membership(*asked).close)
         if address := self._job.dashboards.metrics_address:
