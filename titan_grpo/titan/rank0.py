@@ -21,7 +21,7 @@ import torch
 from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.loss import Collapse
-from titan_grpo.config import engines_read_calls
+from titan_grpo.config import check_rate, engines_read_calls
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.launch import ServerGroup
 from titan_grpo.engines.server import RolloutNeeds, ServerControl
@@ -121,6 +121,7 @@ class Controller:
         self.run_key = specs[0].run_key if specs else run_key
         check_certificate(job_config.weight_sync, self.run_key)
         check_address(job_config.weight_sync)
+        check_rate(job_config.weight_sync, nbytes)
         self._servers = ServerGroup(specs)
         self._step_values: dict[str, float] = {}
         self._codec: TextCodec | None = None
