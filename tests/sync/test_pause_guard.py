@@ -37,6 +37,7 @@ from titan_grpo.protocol.messages import UNUSABLE, Joined, Label
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.protocol.recovery import Relabel
 from titan_grpo.runkey import Key
+from titan_grpo.sync import pause_guard
 from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.sync.link import ANSWER_S, LinkOptions
 from titan_grpo.sync.pause_guard import RENEW_S, PauseGuard, deadlines_of
@@ -275,6 +276,25 @@ def test_what_ends_a_trainer_does_not_end_its_pause_guard_and_its_secrets_stay_h
     guard.close()
     process.wait(WAIT_S)
     assert (tmp_path / "log").read_text() == ""
+
+
+def test_a_pause_guard_that_still_loads_is_not_replaced_and_one_that_hangs_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard = PauseGuard(LINK, tmp_path / "log", Deadlines(60.0, 60.0, tries=1))
+    first = psutil.Process(guard.pid)
+    first.suspend()
+    urls = [f"http://127.0.0.1:9/{number}" for number in range(1000)]
+    for url in urls:
+        guard.know(url, API_KEY)
+        guard.observe(passing(url, Point.GREET))
+    assert (guard.restarts, guard.pid) == (0, first.pid)
+    monkeypatch.setattr(pause_guard, "STUCK_S", 0.5)
+    threading.Event().wait(0.6)
+    guard.observe(passing(urls[0], Point.PAUSE))
+    assert (guard.restarts, first.status()) == (1, psutil.STATUS_ZOMBIE)
+    psutil.Process(guard.pid).kill()
+    guard.close()
 
 
 def test_a_server_that_is_gone_is_given_up_with_one_line(tmp_path: Path) -> None:
