@@ -454,10 +454,14 @@ class Controller:
         # Before the flush: an evaluating server takes no other version until it is done.
         self._evaluations.stop_schedule()
         self._evaluations.wait_idle()
+        began = time.monotonic()
         holding = worker.flush(version, deadline_s)
+        waited_s = time.monotonic() - began
         for url in sorted(set(worker.servers.urls) - set(holding)):
+            error = worker.servers.last_error(url)
             self.recorder.error(
-                f"{url} did not hold version {version} at the end, after {deadline_s:g} s"
+                f"{url} did not hold version {version} at the end, after {waited_s:.1f} s; last"
+                f" error: {error.cause if error is not None else 'none'}"
             )
         self._evaluations.last(version)
         values = self._evaluations.take_values()
