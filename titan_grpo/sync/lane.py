@@ -100,7 +100,7 @@ class ServerLane:
         self._link: LaneLink | StockLink | None = None
         self._published: Published | None = None
         self._staged: Staged | None = None
-        self._number = 0
+        self._number = self._sent = 0
         config = self._config = context.link.config
         self._streamed = config.apply == "streamed"
         self._state = table.Lane(epoch=epoch, streamed=self._streamed)
@@ -384,6 +384,7 @@ class ServerLane:
         return table.Staged(version)
 
     def _moved(self, offset: int) -> None:
+        self._sent = offset
         self._pass(Point.EXTENT)
         if offset == self._c.manifest.total_bytes:
             self._pass(Point.SENT)
@@ -408,6 +409,7 @@ class ServerLane:
         applied, expected = self._applied(), self._label.fingerprint
         if applied.ok and applied.fingerprint != expected:
             self._c.recorder.count(names.DIGEST_MISMATCHES)
+            self._c.recorder.count(names.QUARANTINES)
             self._latch(
                 f"the engine must load fingerprint {expected}, it loaded {applied.fingerprint}; it"
                 " stays paused"
@@ -432,13 +434,13 @@ class ServerLane:
         if isinstance(link, LaneLink) and not self._streamed:
             self._control.load(link.commit(staged).to_dict())
             return link.wait_applied(staged.number, answer_s(self._config.commit_deadline_s))
-        image = self._c.images[self._pinned().slot]
+        image, self._sent = self._c.images[self._pinned().slot], 0
         with recorder.span(names.SEND_S, self.url, version=staged.version):
             applied = link.push(
                 self._control, staged, image, self._moved, self._config.commit_deadline_s
             )
         recorder.observe(names.VERIFY_S, applied.verify_s)
-        recorder.count(names.SYNC_BYTES, image.numel())
+        recorder.count(names.SYNC_BYTES, self._sent)
         if applied.bad_block >= 0:
             recorder.count(names.DIGEST_MISMATCHES)
         return applied
