@@ -5,11 +5,22 @@ from typing import Any
 
 import pytest
 
-from titan_grpo.config import GRPO, Evaluation, JobConfig, Rollout, WeightSync, violations
+from titan_grpo.config import (
+    GRPO,
+    LONGEST_S,
+    Alerts,
+    Evaluation,
+    JobConfig,
+    Rollout,
+    WeightSync,
+    check_rate,
+    violations,
+)
 from titan_grpo.config.grpo import resolve_aliases
 from titan_grpo.config.inert import inert
 from titan_grpo.config.rollout import is_loopback
 from titan_grpo.config.task import inherited
+from titan_grpo.errors import ConfigError
 
 ROLLOUT = Rollout(
     servers=["http://a:1"], prompts_per_step=4, max_completion_tokens=64, max_staleness=2
@@ -361,3 +372,28 @@ def test_an_evaluation_takes_from_rollout_what_it_leaves_out_but_no_part_of_anot
     agent = Rollout(agent="a:b", dataset="train.jsonl")
     of_agent = Evaluation(**inherited({"name": "x", "task": "digits"}, agent))
     assert (of_agent.agent, of_agent.dataset) == ("", "")
+
+
+def test_no_deadline_is_longer_than_the_system_waits() -> None:
+    """Over 2^31 ms, select.poll raises an OverflowError."""
+    assert 4 * LONGEST_S * 1000 < 2**31
+    longer = LONGEST_S + 1
+    job = JobConfig(GRPO(), ROLLOUT, WeightSync(shutdown_deadline_s=longer))
+    job.alerts = Alerts(command_timeout_s=longer)
+    table = Evaluation(timeout_s=longer)
+    job.evaluation = [table]  # type: ignore[list-item]  # as titan/jobconfig.py makes them
+    lines = [line.split(" (")[0] for line in violations(job) if "longest wait" in line]
+    assert lines == [
+        f"{key} must be at most 500000"
+        for key in (
+            "weight_sync.shutdown_deadline_s",
+            "alerts.command_timeout_s",
+            f"{table.section}.timeout_s",
+        )
+    ]
+
+
+def test_the_bytes_of_a_version_at_min_rate_are_no_longer_either() -> None:
+    check_rate(WeightSync(min_rate=2), int(LONGEST_S) * 2)
+    with pytest.raises(ConfigError, match=r"min_rate must be at least 2001 .*, got 2000;"):
+        check_rate(WeightSync(min_rate=2000), int(LONGEST_S) * 2000 + 1)

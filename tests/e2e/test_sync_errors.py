@@ -49,6 +49,10 @@ def test_a_server_without_the_last_version_at_the_end_is_an_error_of_the_summary
         != []
     )
     assert summary["versions_committed"][server.url]["last"] == 2
+    (error,) = [e for e in summary["errors"] if e.startswith(f"{absent} did not")]
+    # A server of unknown state is not waited for, and the deadline is 60 s.
+    assert float(error.split(" at the end, after ")[1].split(" s;")[0]) < 60, error
+    assert "last error: connect failed: " in error
 
 
 @pytest.mark.long

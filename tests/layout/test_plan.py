@@ -1,6 +1,7 @@
 """Boxes to copies, and who writes what."""
 
 import itertools
+from mmap import PAGESIZE
 
 import pytest
 import torch
@@ -137,12 +138,19 @@ def op(offset: int, rows: int, stride: int, cols: int, dtype: str = "bfloat16") 
 
 
 def test_rows_that_cross_a_page_take_both_pages() -> None:
-    assert written_pages([op(4090, 2, 64, 4)]) == ((0, 8192),)
+    assert written_pages([op(PAGESIZE - 6, 2, 64, 4)]) == ((0, 2 * PAGESIZE),)
 
 
 def test_extents_that_share_or_touch_a_page_are_one_and_others_are_not() -> None:
-    ops = [op(20480, 1, 8, 4), op(0, 1, 8, 4), op(100, 1, 8192, 4096), op(8192, 1, 8, 4)]
-    assert written_pages(ops) == ((0, 12288), (20480, 24576))
+    page = PAGESIZE
+    ops = [op(5 * page, 1, 8, 4), op(0, 1, 8, 4), op(100, 1, 8, page), op(2 * page, 1, 8, 4)]
+    assert written_pages(ops) == ((0, 3 * page), (5 * page, 6 * page))
+
+
+def test_pages_are_those_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pages of 64 KiB, two extents in one of them could not both be pinned."""
+    monkeypatch.setattr("mmap.PAGESIZE", 1 << 16)
+    assert written_pages([op(0, 1, 8, 4), op(20480, 1, 8, 4)]) == ((0, 1 << 16),)
 
 
 def test_a_part_without_rows_takes_none() -> None:
@@ -160,7 +168,7 @@ def test_every_byte_that_is_written_is_in_one_extent_and_no_page_is_in_two(
 ) -> None:
     ops = [op(offset, rows, cols * 2 + gap, cols) for offset, rows, gap, cols in sizes]
     extents = written_pages(ops)
-    assert all(start % 4096 == stop % 4096 == 0 and start < stop for start, stop in extents)
+    assert all(start % PAGESIZE == stop % PAGESIZE == 0 and start < stop for start, stop in extents)
     assert all(a[1] < b[0] for a, b in itertools.pairwise(extents))
     for one in ops:
         first, width = one.dest_offset, one.num_cols * torch.bfloat16.itemsize

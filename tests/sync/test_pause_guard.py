@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,16 +30,18 @@ from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from tests.rigs.server_handle import ServerProcess, served
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
-from titan_grpo.engines.http import Call, ignore
+from titan_grpo.engines.http import Call, ignore, resolve_bind_host
 from titan_grpo.errors import PeerError
 from titan_grpo.protocol.lane import LaneEvent, Point
 from titan_grpo.protocol.messages import UNUSABLE, Joined, Label
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.protocol.recovery import Relabel
 from titan_grpo.runkey import Key
+from titan_grpo.sync import pause_guard
+from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.sync.link import ANSWER_S, LinkOptions
 from titan_grpo.sync.pause_guard import RENEW_S, PauseGuard, deadlines_of
-from titan_grpo.sync.pause_guard_main import steps, superseded
+from titan_grpo.sync.pause_guard_main import Access, fence, steps, superseded
 from titan_grpo.verify.recording import content_digest, tensor_digest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -276,6 +278,25 @@ def test_what_ends_a_trainer_does_not_end_its_pause_guard_and_its_secrets_stay_h
     assert (tmp_path / "log").read_text() == ""
 
 
+def test_a_pause_guard_that_still_loads_is_not_replaced_and_one_that_hangs_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard = PauseGuard(LINK, tmp_path / "log", Deadlines(60.0, 60.0, tries=1))
+    first = psutil.Process(guard.pid)
+    first.suspend()
+    urls = [f"http://127.0.0.1:9/{number}" for number in range(1000)]
+    for url in urls:
+        guard.know(url, API_KEY)
+        guard.observe(passing(url, Point.GREET))
+    assert (guard.restarts, guard.pid) == (0, first.pid)
+    monkeypatch.setattr(pause_guard, "STUCK_S", 0.5)
+    threading.Event().wait(0.6)
+    guard.observe(passing(urls[0], Point.PAUSE))
+    assert (guard.restarts, first.status()) == (1, psutil.STATUS_ZOMBIE)
+    psutil.Process(guard.pid).kill()
+    guard.close()
+
+
 def test_a_server_that_is_gone_is_given_up_with_one_line(tmp_path: Path) -> None:
     guard = PauseGuard(LINK, tmp_path / "log", Deadlines(60.0, 60.0, tries=2, first_s=0.05))
     guard.observe(passing("http://127.0.0.1:9", Point.PAUSE))
@@ -380,3 +401,27 @@ def test_a_label_of_the_run_on_a_server_without_a_version_is_another_servers() -
     assert steps(control, fresh, "another run") == ()
     held = change(fresh, held_run=run, held_version=9, held_fingerprint="g")
     assert steps(control, held, run) == (Relabel(str(held.held)),)
+
+
+class HostSeen(DirectControl):
+    """Notes the addresses that receivers are told to connect to."""
+
+    def __init__(self, server: ReceiverServer) -> None:
+        super().__init__(server)
+        self.hosts: list[str] = []
+
+    def greet(self, hello: Mapping[str, Any]) -> None:
+        self.hosts.append(hello["host"])
+        super().greet(hello)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "http://192.0.2.7:8000"])
+def test_a_server_is_fenced_over_its_own_network_whichever_server_the_run_began_with(
+    url: str,
+) -> None:
+    link = SyncOptions(urls=["http://127.0.0.1:8000"]).link(WeightSync())
+    access = Access(link.bind_host, call_s=5.0, join_s=WAIT_S, run_key="")
+    with ReceiverServer(url) as server:
+        control = HostSeen(server)
+        assert fence(control, access, "0001-ab", 2).ok
+    assert control.hosts == [resolve_bind_host("", url)]

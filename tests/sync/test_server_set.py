@@ -141,6 +141,23 @@ def test_a_wait_for_everyone_waits_for_the_known_and_not_for_the_unknown(site: M
     assert time.monotonic() - start < WAIT_S / 2, "dead is not waited for"
 
 
+def test_a_wait_ends_when_other_runs_have_all_servers(site: Make) -> None:
+    s = site("a", "b")
+    s.commit("a", 1)
+    s.commit("b", 1)
+    got: list[list[str]] = []
+    waiting = threading.Thread(target=lambda: got.append(s.set.wait_held(2, WAIT_S, everyone=True)))
+    waiting.start()
+    s.set.taken("a", "other")
+    assert s.set.wait_held(2, 0.05, everyone=False) == []
+    assert not got, "b may still serve this run"
+    s.set.taken("b", "other")
+    waiting.join(WAIT_S / 3)
+    assert got == [[]]
+    with pytest.raises(SyncError, match="run other took over every server of this run"):
+        s.set.reached(1)
+
+
 def test_the_first_error_is_kept_with_its_place_and_given_once_and_the_others_are_counted(
     site: Make,
 ) -> None:

@@ -21,6 +21,7 @@ from tests.rigs.server_handle import ServerProcess, served
 from tests.rigs.sockets import descriptors_left
 from tests.rigs.trainer import Trainer
 from titan_grpo.config import WeightSync
+from titan_grpo.errors import SyncError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.runkey import KEY_VARIABLE, Key
 from titan_grpo.sync import child
@@ -149,6 +150,16 @@ def idle(tmp_path: Path) -> Iterator[Trainer]:
     options = SyncOptions(urls=["http://nowhere"], engine="vllm")
     with Trainer(manifest, WeightSync(bind_host="127.0.0.1"), tmp_path, options) as made:
         yield made
+
+
+def test_at_the_start_one_that_does_not_begin_is_named(idle: Trainer) -> None:
+    os.kill(idle.worker.pid, signal.SIGSTOP)
+    idle.start()
+    with pytest.raises(SyncError, match=r"must begin before weight_sync\.startup_deadline_s"):
+        idle.worker.wait_begun(0.2)
+    os.kill(idle.worker.pid, signal.SIGCONT)
+    idle.worker.wait_begun(WAIT_S)
+    assert idle.worker.slots.take_reserved() is not None
 
 
 @contextmanager

@@ -7,6 +7,7 @@ merge then finds ``JobConfig`` here and adds ``[grpo]``, ``[rollout]``, ``[weigh
 No ``from __future__ import annotations`` in this file: the merge reads field types as objects.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,10 +17,12 @@ from titan_grpo.config.grpo import violations as grpo_violations
 from titan_grpo.config.rollout import LAUNCH, Rollout, engines_read_calls, listens
 from titan_grpo.config.rollout import violations as rollout_violations
 from titan_grpo.config.task import Evaluation, Rules, broken, evaluation_rules, task_rules
+from titan_grpo.errors import ConfigError
 
 __all__ = (
     "GRPO",
     "LAUNCH",
+    "LONGEST_S",
     "Alerts",
     "Dashboards",
     "Evaluation",
@@ -27,6 +30,7 @@ __all__ = (
     "Lora",
     "Rollout",
     "WeightSync",
+    "check_rate",
     "engines_read_calls",
     "violations",
 )
@@ -184,6 +188,21 @@ class WeightSync:
         return self.startup_deadline_s + self.moving_s(nbytes)
 
 
+LONGEST_S = 500_000.0
+"""Longest deadline, in seconds. A wait may add up four of them, and the system's longest wait is
+2^31 ms."""
+
+
+def check_rate(config: WeightSync, nbytes: int) -> None:
+    """Raise ConfigError if ``nbytes`` at min_rate, which deadlines add, are over LONGEST_S."""
+    if config.moving_s(nbytes) > LONGEST_S:
+        raise ConfigError(
+            f"weight_sync.min_rate must be at least {math.ceil(nbytes / LONGEST_S)} for the"
+            f" {nbytes} bytes of this model, got {config.min_rate}; its deadlines would be over"
+            f" {LONGEST_S:.0f} s, and the system's waits end at 24 days; raise it"
+        )
+
+
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a block of a dense model, as Hugging Face names them."""
 
@@ -301,6 +320,17 @@ def _dashboards(d: Dashboards) -> Rules:
     yield bool(d.metrics_address) and not listens(d.metrics_address), "metrics_address", "host:port"
 
 
+def _deadlines(config: Any) -> Iterator[str]:
+    """Yield the deadlines of all sections that are over LONGEST_S."""
+    rule = f"at most {LONGEST_S:.0f} (the system's longest wait is 24 days)"
+    sections = [(name, getattr(config, name)) for name in ("rollout", "weight_sync", "alerts")]
+    for section, values in (*sections, *((table.section, table) for table in config.evaluation)):
+        seconds = [(name, value) for name, value in vars(values).items() if name.endswith("_s")]
+        # Infinity has a rule of its own.
+        rules = ((LONGEST_S < value < math.inf, name, rule) for name, value in seconds)
+        yield from broken(section, values, rules)
+
+
 def sends_adapters(lora: Lora) -> bool:
     """Return whether a version is the adapters alone."""
     return lora.rank > 0 and lora.sync == "adapter"
@@ -322,6 +352,7 @@ def violations(config: Any) -> list[str]:
         *broken("lora", config.lora, _lora(config.lora)),
         *broken("dashboards", config.dashboards, _dashboards(config.dashboards)),
         *_evaluations(config),
+        *_deadlines(config),
     ]
 
 

@@ -8,7 +8,7 @@ import os
 import socket
 import ssl
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 from urllib.parse import urlencode, urlsplit, urlunsplit
@@ -16,6 +16,7 @@ from urllib.parse import urlencode, urlsplit, urlunsplit
 import httpx
 import msgspec
 
+from titan_grpo.config.rollout import is_loopback
 from titan_grpo.engines.connections import BROKEN, KEEPALIVE_S, Connections, Exchange
 from titan_grpo.errors import ConfigError, ServerRefused, ServerUnfit, ServerUnreachable
 
@@ -35,6 +36,9 @@ LIMITS = httpx.Limits(max_connections=4, max_keepalive_connections=4, keepalive_
 
 CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 """Environment variables with the certificate authorities for https, in place of the public ones."""
+
+ANYWHERE = "192.0.2.1"
+"""An address that no host has (RFC 5737): the route to it is the default route."""
 
 
 class HttpRefused(ServerRefused):
@@ -123,6 +127,24 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def resolve_bind_host(configured: str, url: str) -> str:
+    """Return the local address for the sockets of a server's lane: the configured one, else
+    loopback for a local server, else the source address of the route to the server.
+
+    The kernel's routing answers without sending a packet (a connected UDP socket). If the server's
+    name does not resolve (yet), return the address of the default route.
+    """
+    if configured:
+        return configured
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if not is_loopback(host):
+        for way in (host, ANYWHERE):
+            with suppress(OSError):
+                return address_towards(way, parts.port or 80)
+    return "127.0.0.1"
 
 
 @functools.cache

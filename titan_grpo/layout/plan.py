@@ -1,5 +1,6 @@
 """Copies from parameter shards into a version image: arithmetic on boxes, once at the start."""
 
+import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -9,9 +10,6 @@ import torch
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.infer import Layout, Shape, matrix_shape, progression
 from titan_grpo.layout.manifest import ITEM_BYTES, Extent, Manifest, joined, whole_pages
-
-PAGE = 4096
-"""Bytes of a page of memory."""
 
 MOST_EXTENTS = 1 << 20
 """Most extents of one host: each has an entry in the manifest, and a system call when sent."""
@@ -50,7 +48,7 @@ def written_pages(ops: Iterable[CopyOp]) -> tuple[Extent, ...]:
         stop = op.dest_offset + (op.num_rows - 1) * op.dest_row_stride + _width(op)
         if op.num_rows and op.num_cols:
             ends.append((op.dest_offset, stop))
-    return whole_pages(ends, PAGE)
+    return whole_pages(ends, mmap.PAGESIZE)
 
 
 def written_extents(ops: Iterable[CopyOp]) -> tuple[Extent, ...]:

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from titan_grpo.engines.http import resolve_bind_host
 from titan_grpo.engines.server import ServerControl
 from titan_grpo.errors import (
     PeerError,
@@ -72,8 +73,6 @@ class LaneContext:
     wake: Callable[["ServerLane"], object]
     """Callback that has a lane work now, or once more after its present work. Never waits."""
     recorder: Recorder
-    bind_host: Callable[[str], str]
-    """Server URL -> local address that its lane's sockets bind to."""
     observer: Observer
     look_s: float
     renew: Callable[[str], object]
@@ -101,7 +100,7 @@ class ServerLane:
         self._link: LaneLink | StockLink | None = None
         self._published: Published | None = None
         self._staged: Staged | None = None
-        self._number = 0
+        self._number = self._sent = 0
         config = self._config = context.link.config
         self._streamed = config.apply == "streamed"
         self._state = table.Lane(epoch=epoch, streamed=self._streamed)
@@ -296,7 +295,8 @@ class ServerLane:
         c = self._c
         stock = self._control.stock() if self._streamed else None
         # Resolve for each connection: the name of a server that starts late may not resolve yet.
-        options = replace(c.link, bind_host=c.bind_host(self.url), url=self.url)
+        bind_host = resolve_bind_host(c.link.bind_host, self.url)
+        options = replace(c.link, bind_host=bind_host, url=self.url)
         if stock is not None:
             return StockLink(c.run_id, epoch, c.manifest, options, stock)
         return LaneLink(c.run_id, epoch, c.manifest, options, term, self._wake)
@@ -384,6 +384,7 @@ class ServerLane:
         return table.Staged(version)
 
     def _moved(self, offset: int) -> None:
+        self._sent = offset
         self._pass(Point.EXTENT)
         if offset == self._c.manifest.total_bytes:
             self._pass(Point.SENT)
@@ -408,6 +409,7 @@ class ServerLane:
         applied, expected = self._applied(), self._label.fingerprint
         if applied.ok and applied.fingerprint != expected:
             self._c.recorder.count(names.DIGEST_MISMATCHES)
+            self._c.recorder.count(names.QUARANTINES)
             self._latch(
                 f"the engine must load fingerprint {expected}, it loaded {applied.fingerprint}; it"
                 " stays paused"
@@ -432,13 +434,13 @@ class ServerLane:
         if isinstance(link, LaneLink) and not self._streamed:
             self._control.load(link.commit(staged).to_dict())
             return link.wait_applied(staged.number, answer_s(self._config.commit_deadline_s))
-        image = self._c.images[self._pinned().slot]
+        image, self._sent = self._c.images[self._pinned().slot], 0
         with recorder.span(names.SEND_S, self.url, version=staged.version):
             applied = link.push(
                 self._control, staged, image, self._moved, self._config.commit_deadline_s
             )
         recorder.observe(names.VERIFY_S, applied.verify_s)
-        recorder.count(names.SYNC_BYTES, image.numel())
+        recorder.count(names.SYNC_BYTES, self._sent)
         if applied.bad_block >= 0:
             recorder.count(names.DIGEST_MISMATCHES)
         return applied

@@ -13,19 +13,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
 from titan_grpo.config import WeightSync
-from titan_grpo.config.rollout import is_loopback
-from titan_grpo.engines.http import ServerAccess, address_towards
+from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.server import AUTO, RolloutNeeds, ServerControl, make_control
 from titan_grpo.errors import SyncError, TitanGrpoError
 from titan_grpo.layout.image import fingerprint
@@ -52,37 +49,15 @@ from titan_grpo.sync.pause_guard import PauseGuard, deadlines_of, transfer_in_lo
 from titan_grpo.sync.publisher import copied_key
 from titan_grpo.sync.relay import Relay
 from titan_grpo.sync.server_set import JOIN_S, OpenLane, Reports, ServerObserver, ServerSet
-from titan_grpo.sync.transports.broadcast import LOOPBACK, store_errors
+from titan_grpo.sync.transports.broadcast import store_errors
 from titan_grpo.sync.transports.nixl import NixlSource
 from titan_grpo.sync.transports.range_server import RangeServer
 from titan_grpo.sync.turns import Turns
 
 logger = logging.getLogger(__name__)
 
-ANYWHERE = "192.0.2.1"
-"""An address that no host has (RFC 5737): the route to it is the default route."""
-
 REST_S = 1.0
 """Back-off after a thread could not be started, in seconds."""
-
-
-def resolve_bind_host(configured: str, url: str) -> str:
-    """Return the local address for the sockets of a server's lane: the configured one, else
-    loopback for a local server, else the source address of the route to the server.
-
-    The kernel's routing answers without sending a packet (a connected UDP socket). If the server's
-    name does not resolve (yet), return the address of the default route.
-    """
-    if configured:
-        return configured
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    if is_loopback(host):
-        return LOOPBACK
-    for way in (host, ANYWHERE):
-        with suppress(OSError):
-            return address_towards(way, parts.port or 80)
-    return LOOPBACK
 
 
 def load_deadline_s(config: WeightSync, nbytes: int) -> float:
@@ -149,13 +124,10 @@ class SyncOptions:
             # version at both ends. Streamed needs a communicator: a server without our plugin joins
             # one, and a window takes a bucket only when the lane sends it.
             transport = TCP if config.apply == "staged" else "gloo"
-        urls = (*self.urls, *self.listed)
-        remote = [url for url in urls if not is_loopback(urlsplit(url).hostname or "")]
         return LinkOptions(
             config,
             transport,
-            # For the pause guard; a lane resolves its own at each connection.
-            resolve_bind_host(config.bind_host, (remote or [f"http://{LOOPBACK}"])[0]),
+            config.bind_host,
             device=str(self.device) if transport == "nccl" else "cpu",
             run_key=self.run_key,
             model=self.model,
@@ -239,7 +211,6 @@ class SyncLanes:
             look_s=options.look_s,
             renew=self.guard.renew if self.guard is not None else lambda _: None,
             drain=options.drain,
-            bind_host=lambda url: resolve_bind_host(config.bind_host, url),
         )
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._sealer = threading.Thread(target=self._seal_loop, name="sealer", daemon=True)

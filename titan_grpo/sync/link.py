@@ -89,6 +89,7 @@ class LinkOptions:
     transport: str
     """Never "auto"."""
     bind_host: str
+    """See weight_sync.bind_host; in one server's options never empty."""
     device: str = "cpu"
     run_key: Key | None = None
     url: str = ""

@@ -41,8 +41,9 @@ CLOSE_S = 5.0
 RESTART_S = 10.0
 """Least seconds between two restarts of the process."""
 
-STUCK_BYTES = 1 << 16
-"""With more bytes queued behind a full socket buffer the process is stuck, and is replaced."""
+STUCK_S = 30.0
+"""If its full socket takes nothing for so many seconds, the process is stuck, and is replaced. Not
+at once: the lines of some hundred servers fill the socket while it loads."""
 
 
 def transfer_in_load_s(config: WeightSync, nbytes: int) -> float:
@@ -75,8 +76,7 @@ def deadlines_of(config: WeightSync, nbytes: int, forwarded: bool) -> Deadlines:
 class PauseGuard:
     """Starts the process and forwards lane events to it. One per run.
 
-    ``restarts``: number of replacements of the process; ``late``: writes that its full socket did
-    not take.
+    ``restarts``: number of replacements of the process.
     """
 
     def __init__(
@@ -103,10 +103,12 @@ class PauseGuard:
         self._sock: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._killed: list[subprocess.Popen[bytes]] = []
-        self._out = b""
+        self._out = bytearray()
+        self._taken_s = 0.0
+        """When the socket last took bytes (monotonic clock)."""
         self._restarted_s = -RESTART_S
         self._closed = False
-        self.restarts = self.late = 0
+        self.restarts = 0
         with self._lock:
             self._start()
 
@@ -173,27 +175,27 @@ class PauseGuard:
         if self._closed:
             return
         self._out += _encoded(message)
-        if not self._flush() or len(self._out) > STUCK_BYTES:
+        if not self._flush():
             self._restart()
 
     def _flush(self) -> bool:
-        """Send what the socket takes; return whether the process is there."""
+        """Send what the socket takes; return whether the process is there and reads."""
         if self._sock is None:
             return False
         try:
-            self._out = self._out[self._sock.send(self._out) :]
+            del self._out[: self._sock.send(self._out)]
         except BlockingIOError:
-            self.late += 1
-            if self.late == 1:
-                logger.warning("process %s, the pause guard, reads lane events late", self.pid)
+            return time.monotonic() < self._taken_s + STUCK_S
         except OSError:
             return False
+        self._taken_s = time.monotonic()
         return True
 
     def _restart(self) -> None:
         if self._restarted_s + RESTART_S > time.monotonic():
             # Without a socket drop the lines: _start() writes the open ones anew.
-            self._out = self._out if self._sock is not None else b""
+            if self._sock is None:
+                self._out.clear()
             return
         if self._process is not None:
             self._process.kill()
@@ -222,7 +224,8 @@ class PauseGuard:
         self._sock.setblocking(False)
         # A new process needs all of it: configuration, keys, and the events that are open.
         lines = [self._first, *self._servers.values(), *(_line(e) for e, _ in self._open.values())]
-        self._out = b"".join(map(_encoded, lines))
+        self._out = bytearray(b"".join(map(_encoded, lines)))
+        self._taken_s = time.monotonic()
         self._flush()
 
     def _drop(self) -> None:

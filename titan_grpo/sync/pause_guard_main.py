@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_grpo.engines.http import ServerAccess
+from titan_grpo.engines.http import ServerAccess, resolve_bind_host
 from titan_grpo.engines.server import AUTO, ServerControl, make_control
 from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.protocol import pause_guard
@@ -42,8 +42,8 @@ class SupersededError(PeerError):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to reach servers. ``bind_host``: address of this host that they answer to; ``call_s``:
-    deadline of each call, in seconds.
+    """How to reach servers. ``bind_host``: see weight_sync; ``call_s``: deadline of each call, in
+    seconds.
 
     ``join_s``: timeout for the receiver's answer (includes process start). Do not retry earlier: a
     second hello kills the first receiver. ``run_key``: hexadecimal digits, empty without one.
@@ -75,7 +75,7 @@ def fence(control: ServerControl, access: Access, run_id: str, epoch: int) -> Jo
     """
     return ask_receiver(
         control.greet,
-        access.bind_host,
+        resolve_bind_host(access.bind_host, control.url),
         access.join_s,
         Key.parse(access.run_key, "the pause guard's run key") if access.run_key else None,
         run_id=run_id,

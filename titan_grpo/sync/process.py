@@ -188,6 +188,18 @@ class SyncProcess(Child):
             self._begin()
         self.servers.start()
 
+    def wait_begun(self, timeout_s: float) -> None:
+        """Wait until the process has begun: it reserves a slot then. Call it before the first
+        version. Raises SyncError past ``timeout_s`` seconds."""
+        slot = self.slots.wait_reserved(timeout_s)
+        if slot is None:
+            raise SyncError(
+                "the sync process must begin before weight_sync.startup_deadline_s, it did not in"
+                f" {timeout_s:.0f} s: no version can be sent; see its messages above, and on a slow"
+                " machine raise the deadline"
+            )
+        self.slots.put_back(slot)
+
     def publish(self, version: int, slot: int, copy: Copy) -> None:
         """Publish ``version``, whose ``copy`` rank 0 has started into ``slot``. Main thread; never
         waits."""

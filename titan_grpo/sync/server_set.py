@@ -471,7 +471,7 @@ class ServerSet:
 
     def wait_held(self, version: int, timeout_s: float, everyone: bool) -> list[str]:
         """Wait until a server holds ``version`` or newer; return the servers that do by then. End
-        the wait at once if no server can ever serve this run.
+        the wait at once if no server can ever serve this run, or other runs have all servers.
 
         ``everyone``: wait for the others too, except those of unknown state (dead, restarting,
         quarantined): they get the newest version when they answer again.
@@ -486,7 +486,9 @@ class ServerSet:
                     holding.append(url)
                 else:
                     behind = behind or server.entry.standing in _KNOWN
-            return bool(holding and not (everyone and behind)) or bool(self.unfit())
+            if self._lost is not None or self.unfit():
+                return True
+            return bool(holding) and not (everyone and behind)
 
         self.wait(done, timeout_s)
         return holding

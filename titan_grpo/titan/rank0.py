@@ -21,7 +21,7 @@ import torch
 from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.loss import Collapse
-from titan_grpo.config import engines_read_calls
+from titan_grpo.config import check_rate, engines_read_calls
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.launch import ServerGroup
 from titan_grpo.engines.server import RolloutNeeds, ServerControl
@@ -123,6 +123,7 @@ class Controller:
         self.run_key = specs[0].run_key if specs else run_key
         check_certificate(job_config.weight_sync, self.run_key)
         check_address(job_config.weight_sync)
+        check_rate(job_config.weight_sync, nbytes)
         self._servers = ServerGroup(specs)
         self._step_values: dict[str, float] = {}
         self._codec: TextCodec | None = None
@@ -138,12 +139,7 @@ class Controller:
         self._collapse = Collapse(job_config.grpo.reward_collapse_steps)
 
     def start(
-        self,
-        version: int,
-        state: str,
-        pool: ImagePool,
-        device: torch.device,
-        plan: WritePlan,
+        self, version: int, state: str, pool: ImagePool, device: torch.device, plan: WritePlan
     ) -> SyncProcess:
         """Start servers, rollouts and weight sync for training that continues from ``version``.
         ``state``: the rollout state of a checkpoint, or empty."""
@@ -212,6 +208,8 @@ class Controller:
         ends.callback(self._evaluations.close)
         self.worker.servers.reached(version)
         self.worker.start()
+        # It opens the images within connect_deadline_s, however late the servers came.
+        self.worker.wait_begun(max(deadline - time.monotonic(), sync.connect_deadline_s))
         asked = self.worker.servers, self._run_dir, rollouts.in_flight, rollout.servers_file
         ends.callback(Membership(*asked).close)
         if address := self._job.dashboards.metrics_address:
@@ -260,7 +258,7 @@ class Controller:
 
     def wait_first_commit(self, version: int) -> None:
         """Wait until one server holds the version that training starts from. Raises
-        ServerUnreachable naming every server, or ServerUnfit."""
+        ServerUnreachable naming every server, ServerUnfit, or as ServerSet.reached."""
         servers = self.worker.servers
         deadline_s = self._job.weight_sync.startup_s(self.worker.manifest.total_bytes)
         with waiting(f"the first commit, of version {version} on any server", deadline_s):
@@ -268,6 +266,7 @@ class Controller:
         if not held:
             if unfit := servers.unfit():
                 raise ServerUnfit(f"no server can serve this run: {unfit}")
+            servers.reached(version)
             reason = servers.take_error()
             raise ServerUnreachable(
                 f"no server committed version {version} within {deadline_s:.0f} s"
@@ -456,10 +455,14 @@ class Controller:
         # Before the flush: an evaluating server takes no other version until it is done.
         self._evaluations.stop_schedule()
         self._evaluations.wait_idle()
+        began = time.monotonic()
         holding = worker.flush(version, deadline_s)
+        waited_s = time.monotonic() - began
         for url in sorted(set(worker.servers.urls) - set(holding)):
+            error = worker.servers.last_error(url)
             self.recorder.error(
-                f"{url} did not hold version {version} at the end, after {deadline_s:g} s"
+                f"{url} did not hold version {version} at the end, after {waited_s:.1f} s; last"
+                f" error: {error.cause if error is not None else 'none'}"
             )
         self._evaluations.last(version)
         values = self._evaluations.take_values()

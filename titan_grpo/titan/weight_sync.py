@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from titan_grpo.config import WeightSync
 from titan_grpo.config.rollout import is_loopback
-from titan_grpo.engines.http import address_towards
+from titan_grpo.engines.http import ANYWHERE, address_towards
 from titan_grpo.errors import ConfigError, SyncError
 from titan_grpo.layout.image import KEYED, Hashing, ImageAddress, SharedImage, open_memfd
 from titan_grpo.layout.infer import Layout, ToHF, infer_layout, strip_prefixes
@@ -34,7 +34,6 @@ from titan_grpo.observe.terminal import waiting
 from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.sync.host import HostSync
 from titan_grpo.sync.images import ImagePool
-from titan_grpo.sync.lanes import ANYWHERE
 from titan_grpo.sync.publisher import Announce, Announcer, Publisher, Snapshotter, local_shards
 from titan_grpo.sync.transports.broadcast import LOOPBACK
 from titan_grpo.titan import compat
