@@ -16,11 +16,11 @@ from titan_grpo.commands.doctor_servers import (
     Access,
     Needs,
     Options,
-    address_towards_server,
     server,
     server_facts,
     tokens_here,
 )
+from titan_grpo.engines.http import resolve_bind_host
 from titan_grpo.titan.tiny import write_tiny_model
 
 
@@ -264,7 +264,7 @@ def test_model_elements_are_read_from_the_headers_of_all_files(tmp_path: Path) -
 
 
 def test_the_way_to_a_local_server_is_the_loopback_address() -> None:
-    assert address_towards_server("http://127.0.0.1:8000") == "127.0.0.1"
+    assert resolve_bind_host("", "http://127.0.0.1:8000") == "127.0.0.1"
     assert doctor_host.bind("127.0.0.1").status == "ok"
     assert doctor_host.bind("203.0.113.1").status == "problem"
 

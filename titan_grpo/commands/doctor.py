@@ -22,6 +22,7 @@ from titan_grpo.config import (
     engines_read_calls,
     sends_adapters,
 )
+from titan_grpo.engines.http import resolve_bind_host
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.memory import available_memory
 from titan_grpo.receive.checkpoint import essential
@@ -137,7 +138,7 @@ def machine(want: Wanted, env: Mapping[str, str]) -> Iterator[Finding]:
     yield host.descriptors(open_files, len(want.servers), requests)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     yield host.locked_memory(locked, host.infiniband())
-    towards = {servers.address_towards_server(url) for url in want.servers} or {"127.0.0.1"}
+    towards = {resolve_bind_host("", url) for url in want.servers} or {"127.0.0.1"}
     for address in [want.sync.bind_host] if want.sync.bind_host else sorted(towards):
         yield host.bind(address)
     for engine, python in want.pythons.items():

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from titan_grpo.commands.doctor_host import ENGINES, Finding, ok, problem, warning
 from titan_grpo.config.task import ENGINE
@@ -20,8 +19,8 @@ from titan_grpo.engines.http import (
     KeyRefused,
     ServerAccess,
     SyncDriver,
-    address_towards,
     ignore,
+    resolve_bind_host,
     want,
 )
 from titan_grpo.engines.server import detect, make_control
@@ -318,15 +317,6 @@ def tokens_here(model_dir: str) -> list[int] | None:
     return found
 
 
-def address_towards_server(url: str) -> str:
-    """Return this host's address on the route to a server; loopback if its name is unknown."""
-    parts = urlsplit(url)
-    try:
-        return address_towards(parts.hostname or "127.0.0.1", parts.port or 80)
-    except OSError:
-        return "127.0.0.1"
-
-
 def clock_ahead_s(driver: SyncDriver, timeout_s: float) -> float:
     """Return by how many seconds a server's clock is ahead of this host's, from the Date of any
     answer; 0 if unknown."""
@@ -460,7 +450,7 @@ class _Questions:
 
         def call_back() -> Joined:
             a = self._access
-            host = a.bind_host or address_towards_server(self._facts.url)
+            host = resolve_bind_host(a.bind_host, self._facts.url)
             return ask_receiver(
                 lambda hello: self._driver.run(greeting(hello, self._s)),
                 *(host, self._s, a.run_key),

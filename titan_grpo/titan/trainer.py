@@ -198,8 +198,8 @@ class GRPOTrainer(Engine):
             self.sync.start()
         if not self._publish_now(self.version):
             raise SyncError(
-                f"no slot became free for version {self.version}, the first: the sync process did"
-                " not begin in time; on a machine that is as slow raise weight_sync.lane_deadline_s"
+                f"no slot became free for version {self.version}, the first: the sync process ended"
+                " as it began; see its messages above"
             )
         if controller is not None:
             controller.wait_first_commit(self.version)
