@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from titan_grpo.engines.vllm import LOGPROBS_MODE
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import has_adapters
@@ -72,7 +73,14 @@ def problem_of(vllm_config: Any) -> str:
             "pipeline-parallel workers and an engine over several hosts, or under Ray or another"
             " launcher, are not synced: use tensor parallelism on one host"
         )
-    quantization = vllm_config.model_config.quantization
+    model = vllm_config.model_config
+    if model.logprobs_mode != LOGPROBS_MODE:
+        return (
+            "log-probabilities must be those after the temperature, and with logprobs mode"
+            f" {model.logprobs_mode} every weight of the loss would be wrong: start it with"
+            f" --logprobs-mode {LOGPROBS_MODE}"
+        )
+    quantization = model.quantization
     if quantization not in (None, *ONLINE):
         return (
             f"quantisation {quantization} cannot be made anew from whole"
