@@ -12,6 +12,7 @@ import pytest
 
 from titan_grpo.patches import sglang_cpu
 from titan_grpo.receive.checkpoint import difference, essential
+from titan_grpo.receive.vllm_http import SALTED
 from titan_grpo.titan.tiny import KINDS, write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -26,6 +27,9 @@ VLLM = (
     + """
 import json, sys
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import essential
 from titan_grpo.receive import vllm_http
@@ -55,6 +59,14 @@ def problem(parallel=None, quantization=None, device="cuda", **options):
 def fields(model, **options):
     return essential(LoadedModel(configured(model, **options).model_config, "", False).config)
 
+def salted():
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    routes = build_app(args, ("generate",)).routes
+    bodies = [(route.path, route.body_field) for route in routes if hasattr(route, "body_field")]
+    kinds = {path: body.field_info.annotation for path, body in bodies if body}
+    fields = {path: getattr(kind, "model_fields", ()) for path, kind in kinds.items()}
+    return [path for path, names in fields.items() if "cache_salt" in names]
+
 tokens = {"num_speculative_tokens": 2}
 routed = configured()
 # set late, as above
@@ -65,6 +77,7 @@ def said(quantization):
     return LoadedModel(config, "", False).quantization
 
 print(json.dumps({
+    "salted": salted(),
     "quantised": [said(None), said("fp8_per_tensor")],
     "plain": problem(),
     "ngram": problem(speculative_config={"method": "ngram", **tokens}),
@@ -213,6 +226,9 @@ def test_vllm_refuses_what_a_reload_or_a_temperature_would_make_wrong_and_nothin
     found = answers(vllm_python, VLLM, tmp_path, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
     assert found.pop("routes") == [False, True]
     assert found.pop("quantised") == ["", "fp8_per_tensor"]
+    salted = set(found.pop("salted"))
+    assert "/v1/completions" in salted
+    assert salted <= SALTED, "these would be answered with prefixes of older weights"
     fine = [name for name, problem in found.items() if not problem]
     assert fine == ["plain", "ngram", "experts", "own processes", "online", "adapters"]
     assert "start it with --max-lora-rank 16" in found["adapters, low rank"]

@@ -47,8 +47,20 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 
 COMPLETIONS = "/v1/completions"
-SALTED = frozenset({COMPLETIONS, "/v1/chat/completions", "/v1/responses", "/inference/v1/generate"})
-"""Routes whose requests may have a ``cache_salt``."""
+SALTED = frozenset(
+    {
+        COMPLETIONS,
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/systemone",
+        "/inference/v1/generate",
+        "/generative_scoring",
+        "/invocations",
+    }
+)
+"""Routes that compute tokens, and whose requests may have a ``cache_salt``."""
 
 VARIABLE = "TITAN_GRPO_LORA_FOLDER"
 STAGED = "staged"
