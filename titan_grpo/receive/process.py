@@ -297,6 +297,11 @@ class ReceiverHandle:
             )
         self._served().ask({"op": "applied", "applied": report.to_dict()})
 
+    def reap(self) -> bool:
+        """Reap the receiver of the epoch in force, if it has ended; return whether. Any thread."""
+        serving = self._serving
+        return serving is not None and serving.ended
+
     def close(self) -> None:
         """End every process."""
         self._kill_serving()
