@@ -17,6 +17,7 @@ import titan_grpo
 from tests.rigs.trainer_handle import wait_until
 from titan_grpo.commands import config
 from titan_grpo.config import Rollout
+from titan_grpo.engines.vllm import LOGPROBS_MODE
 from titan_grpo.titan import compat, jobconfig
 from titan_grpo.titan.servers import known_servers
 
@@ -251,6 +252,20 @@ def test_the_evaluation_example_is_a_job_with_the_quickstarts_recipe(
     (tmp_path / "job.toml").write_text("".join((root / part).read_text() for part in parts))
     (table,) = jobconfig.parse([f"--job.config_file={tmp_path / 'job.toml'}"]).evaluation
     assert (table.name, table.every, table.pass_at) == ("digits", 4, [1, 4])
+
+
+def test_every_vllm_that_a_page_or_an_example_starts_has_the_trainers_log_probabilities(
+    root: Path,
+) -> None:
+    """A server without the option is refused."""
+    folders = [root / "docs", root / "examples", root / "scripts", root / "docker"]
+    paths = [root / "README.md", *(path for folder in folders for path in folder.rglob("*.*"))]
+    backend = re.compile(r"--weight-transfer-config\W+backend")
+    starts = [path.read_text() for path in paths if backend.search(path.read_text())]
+    assert len(starts) == 6
+    mode = re.compile(rf"--logprobs-mode\W+{LOGPROBS_MODE}\b")
+    for text in starts:
+        assert len(mode.findall(text)) == len(backend.findall(text)), text
 
 
 def test_every_example_begins_with_its_command(root: Path) -> None:

@@ -141,6 +141,24 @@ def exit_with_parent(parent: int) -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
+def when_ended(pid: int, call: Callable[[], object]) -> None:
+    """Start a thread that makes a call when a process, of any parent, has ended. Without a free
+    thread or descriptor the call is never made."""
+
+    def wait() -> None:
+        with suppress(ProcessLookupError):  # it has ended
+            pidfd = os.pidfd_open(pid)
+            try:
+                # no deadline: ends with that process
+                _readable(None, pidfd)
+            finally:
+                os.close(pidfd)
+        call()
+
+    with suppress(RuntimeError):
+        threading.Thread(target=wait, name=f"end of {pid}", daemon=True).start()
+
+
 def wait_process(process: "subprocess.Popen[Any]", timeout_s: float) -> int:
     """Wait without the polling of ``process.wait(timeout_s)``; return the exit status. Raises
     subprocess.TimeoutExpired. Several threads may wait for one process."""

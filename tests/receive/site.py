@@ -13,6 +13,7 @@ from titan_grpo.receive.commit import Engine, EngineSide, Workers
 from titan_grpo.receive.process import ReceiverHandle
 from titan_grpo.receive.window import Tensors
 from titan_grpo.runkey import Key
+from titan_grpo.subprocesses import wait_process
 from titan_grpo.sync.link import LaneLink, LinkOptions
 from titan_grpo.sync.probe import ask_receiver
 
@@ -105,6 +106,11 @@ class Site:
         pid = self.receiver.pid
         assert pid is not None
         return pid
+
+    def receiver_status(self) -> int:
+        """Exit status of the receiver, once it has ended."""
+        assert self.receiver._serving is not None
+        return wait_process(self.receiver._serving._process, 60.0)
 
     def link(
         self,

@@ -2,17 +2,21 @@
 engine, or leave the other workers in an exchange."""
 
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from tests.receive.site import DictEngine, Site, Weights
 from tests.receive.workers import Team, everywhere
 from tests.rigs.threads import no_free_thread
+from tests.rigs.trainer_handle import wait_until
 from titan_grpo.errors import PeerError
 from titan_grpo.protocol.messages import Applied
 from titan_grpo.receive.checkpoint import INDEX, CheckpointNames
@@ -333,6 +337,65 @@ def test_a_hello_lets_go_of_what_is_still_being_pinned_and_does_not_wait(
     pins.goes_on.set()
     pins.wait("unpin")
     assert noted.deliver(link, 1, 1, WEIGHTS).ok
+
+
+def staging_images() -> int:
+    """Images of receivers that this process, as the engine, has mapped."""
+    return Path("/proc/self/maps").read_text().count("titan_grpo staging")
+
+
+@pytest.mark.parametrize("end", ["bye", "close", "kill"])
+def test_an_engine_lets_go_of_the_memory_of_a_receiver_that_has_ended(
+    pins: Pins, noted: Site, end: str
+) -> None:
+    """Else a server that goes on without its trainer would keep a version's size of memory."""
+    before = staging_images()
+    link = attach(noted)
+    assert noted.deliver(link, 1, 1, WEIGHTS).ok
+    assert staging_images() > before
+    receiver = noted.receiver_pid
+    if end == "bye":
+        link.bye(WAIT_S)
+    elif end == "close":
+        link.close()
+    else:
+        os.kill(receiver, signal.SIGKILL)
+    pins.wait("unpin")
+    assert wait_until(lambda: staging_images() <= before, WAIT_S)
+    assert wait_until(lambda: not psutil.pid_exists(receiver), WAIT_S), "it is a zombie"
+    assert noted.deliver(noted.connect(WEIGHTS), 1, 2, WEIGHTS).ok
+
+
+def test_every_worker_lets_go_of_the_memory_of_a_receiver_that_has_ended(team: TeamSite) -> None:
+    w = Weights(1.0)
+    link = team.connect(w)
+    staged = link.send(1, 1, w.image, w.digests, w.fingerprint)
+    commit(team, link.commit(staged).to_dict())
+    assert team.mapped() == [True, True]
+    link.bye(WAIT_S)
+    assert wait_until(lambda: team.mapped() == [False, False], WAIT_S)
+
+
+def test_a_load_keeps_the_memory_of_a_receiver_that_ends_meanwhile(pins: Pins, noted: Site) -> None:
+    link = attach(noted)
+    loads, goes_on, load = threading.Event(), threading.Event(), noted.engine.load
+
+    def slow(tensors: Any) -> None:
+        loads.set()
+        assert goes_on.wait(WAIT_S)
+        load(tensors)
+
+    noted.engine.load = slow
+    staged = link.send(1, 1, WEIGHTS.image, WEIGHTS.digests, WEIGHTS.fingerprint)
+    call = threading.Thread(target=noted.side.commit, args=(link.commit(staged).to_dict(),))
+    call.start()
+    assert loads.wait(WAIT_S)
+    os.kill(noted.receiver_pid, signal.SIGKILL)
+    assert noted.receiver_status() == -signal.SIGKILL
+    goes_on.set()
+    call.join(WAIT_S)
+    pins.wait("unpin")
+    assert pins.noted == [PIN, "load", "unpin"]
 
 
 def test_an_epoch_that_is_not_in_force_has_nothing_mapped(pins: Pins, noted: Site) -> None:

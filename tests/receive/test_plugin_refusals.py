@@ -12,6 +12,7 @@ import pytest
 
 from titan_grpo.patches import sglang_cpu
 from titan_grpo.receive.checkpoint import difference, essential
+from titan_grpo.receive.vllm_http import SALTED
 from titan_grpo.titan.tiny import KINDS, write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -26,6 +27,9 @@ VLLM = (
     + """
 import json, sys
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import essential
 from titan_grpo.receive import vllm_http
@@ -33,6 +37,7 @@ from titan_grpo.receive.commit import LoadedModel
 from titan_grpo.receive.vllm_plugin import problem_of, sends_routes
 
 def configured(model=sys.argv[1], **options):
+    options = {"logprobs_mode": "processed_logprobs", **options}
     args = EngineArgs(model=model, max_model_len=64, enforce_eager=True, **options)
     return args.create_engine_config()
 
@@ -54,6 +59,14 @@ def problem(parallel=None, quantization=None, device="cuda", **options):
 def fields(model, **options):
     return essential(LoadedModel(configured(model, **options).model_config, "", False).config)
 
+def salted():
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    routes = build_app(args, ("generate",)).routes
+    bodies = [(route.path, route.body_field) for route in routes if hasattr(route, "body_field")]
+    kinds = {path: body.field_info.annotation for path, body in bodies if body}
+    fields = {path: getattr(kind, "model_fields", ()) for path, kind in kinds.items()}
+    return [path for path, names in fields.items() if "cache_salt" in names]
+
 tokens = {"num_speculative_tokens": 2}
 routed = configured()
 # set late, as above
@@ -64,6 +77,7 @@ def said(quantization):
     return LoadedModel(config, "", False).quantization
 
 print(json.dumps({
+    "salted": salted(),
     "quantised": [said(None), said("fp8_per_tensor")],
     "plain": problem(),
     "ngram": problem(speculative_config={"method": "ngram", **tokens}),
@@ -82,6 +96,8 @@ print(json.dumps({
     "online": problem(quantization="fp8_per_tensor"),
     "online, cpu": problem(quantization="fp8_per_tensor", device="cpu"),
     "awq": problem(quantization="awq"),
+    "raw": problem(logprobs_mode=EngineArgs.logprobs_mode),
+    "logits": problem(logprobs_mode="processed_logits"),
     "adapters": adapters(enable_lora=True, max_lora_rank=16),
     "adapters, low rank": adapters(enable_lora=True, max_lora_rank=8),
     "adapters, no lora": adapters(),
@@ -101,6 +117,7 @@ from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import essential
@@ -128,6 +145,10 @@ def cached():
     args.weight_cache_mode = "daemon"  # set late: a machine without a GPU refuses it
     return compatibility(args)
 
+def original():
+    with envs.SGLANG_RETURN_ORIGINAL_LOGPROB.override(True):
+        return problem()
+
 name = "base_model.model.m.q_proj.lora_A.weight"
 adapters = Manifest.build([(name, "bfloat16", (16, 4))], 4096)
 
@@ -149,6 +170,7 @@ print(json.dumps({
     "placed": problem(init_expert_location="placement.json"),
     "draft": problem(speculative_algorithm="EAGLE"),
     "cached": cached(),
+    "original": original(),
     "derived": derived(),
     "adapters": SglangModel.__new__(SglangModel).refuses(adapters),
     "experts": problem(tp_size=2, ep_size=2),
@@ -198,12 +220,15 @@ def answers(python: str, code: str, folder: Path, **env: str) -> dict[str, Any]:
     return found
 
 
-def test_vllm_refuses_load_balanced_experts_and_draft_weights_and_nothing_else(
+def test_vllm_refuses_what_a_reload_or_a_temperature_would_make_wrong_and_nothing_else(
     vllm_python: str, tmp_path: Path
 ) -> None:
     found = answers(vllm_python, VLLM, tmp_path, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
     assert found.pop("routes") == [False, True]
     assert found.pop("quantised") == ["", "fp8_per_tensor"]
+    salted = set(found.pop("salted"))
+    assert "/v1/completions" in salted
+    assert salted <= SALTED, "these would be answered with prefixes of older weights"
     fine = [name for name, problem in found.items() if not problem]
     assert fine == ["plain", "ngram", "experts", "own processes", "online", "adapters"]
     assert "start it with --max-lora-rank 16" in found["adapters, low rank"]
@@ -213,6 +238,8 @@ def test_vllm_refuses_load_balanced_experts_and_draft_weights_and_nothing_else(
     assert "start one server per replica" in found["replicas"]
     for name in ("pipeline", "hosts", "launcher", "ray"):
         assert "tensor parallelism on one host" in found[name]
+    for name in ("raw", "logits"):
+        assert "start it with --logprobs-mode processed_logprobs" in found[name]
     assert "--enable-eplb" in found["eplb"]
     assert "draft_model would keep its old draft weights" in found["draft"]
 
@@ -233,6 +260,7 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
     for name in ("eplb", "redundant", "placed"):
         assert "--enable-eplb" in found[name]
     assert "other engines serve the same memory" in found["cached"]
+    assert "without SGLANG_RETURN_ORIGINAL_LOGPROB" in found["original"]
     assert found["derived"] == "the layer keeps a copy"
     assert "layer (Fp8LinearMethod) is quantised by a method that cannot restore" in found["packs"]
     assert "CompressedTensorsW8A8Fp8MoE" in found["scheme packs"]

@@ -2,7 +2,6 @@
 none, and with forgeries."""
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -181,8 +180,7 @@ def test_an_order_that_somebody_else_put_into_the_connection_ends_the_epoch(
     link, _ = trainer
     before = guarded.engine.value()
     present(link._channel).send(Kind.ORDER, 1, Order(1, "receive", 99, "ff").to_json().encode())
-    _, status = os.waitpid(guarded.receiver_pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 3
+    assert guarded.receiver_status() == 3
     assert guarded.engine.value() == before
 
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from tests.rigs.trainer_handle import wait_until
-from titan_grpo.errors import TransferFailed
+from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.layout.image import Hashing, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import RangeSource
 from titan_grpo.receive.fetch import (
+    RELAY_HOST,
     BesideReader,
     Content,
     Fetch,
@@ -197,6 +198,12 @@ def test_a_server_that_begins_the_next_version_ends_its_readers_of_this_one(
     reader.close()
     with pytest.raises(TransferFailed):
         first.source()()
+
+
+def test_an_address_that_no_socket_can_listen_at_names_the_servers_own_variable() -> None:
+    """203.0.113.5 belongs to no host (RFC 5737), as the outer address of a container does not."""
+    with pytest.raises(ConfigError, match=f"^{RELAY_HOST} on the server must be 'none' or an"):
+        Sharing("203.0.113.5", None)
 
 
 def test_a_reader_without_the_run_key_gets_no_byte_of_another_server(servers: list[Server]) -> None:

@@ -87,6 +87,24 @@ def test_a_request_without_a_salt_gets_one_of_the_weights_that_are_served() -> N
 
 
 @pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/messages",
+        "/v1/chat/completions/batch",
+        "/v1/systemone",
+        "/generative_scoring",
+        "/invocations",
+    ],
+)
+def test_requests_of_other_apis_get_the_salt_too(path: str) -> None:
+    inner = Inner({})
+    app = WeightsMiddleware(inner)
+    salt = salt_of(inner, app)
+    ask(app, "POST", path, {"model": "base"})
+    assert inner.came[1:] == [(path, {"model": "base", "cache_salt": salt})]
+
+
+@pytest.mark.parametrize(
     ("said", "status", "passed"),
     [({"is_paused": True}, 200, True), ({"is_paused": False}, 200, False), ({}, 401, True)],
     ids=["paused", "not paused", "refused by vLLM, as the update will be"],

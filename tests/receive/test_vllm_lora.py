@@ -3,8 +3,11 @@ middleware has vLLM load and unload them."""
 
 import asyncio
 import json
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from subprocess import PIPE, Popen
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.receive.test_vllm_http import Inner, ask, asked
+from tests.rigs.present import present
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import has_adapters, tensor_name
 from titan_grpo.receive import vllm_http
@@ -94,6 +98,48 @@ def test_a_committed_adapter_is_written_as_peft_does(folder: Path) -> None:
     }
     settings = json.loads((folder / vllm_http.STAGED / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"], settings["target_modules"]) == (3, 3, ["q_proj"])
+
+
+SERVER = """
+import sys
+from pathlib import Path
+from titan_grpo.receive import vllm_http
+from tests.receive.test_vllm_lora import write
+vllm_http.MEMORY = Path(sys.argv[1])
+vllm_http.choose_folder()
+write()
+print(vllm_http.adapter_folder(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path, root: Path) -> Iterator[Callable[[], tuple[Path, Popen[str]]]]:
+    """Start a process that has written an adapter; return its folder and itself."""
+    started: list[Popen[str]] = []
+
+    def start() -> tuple[Path, Popen[str]]:
+        command = [sys.executable, "-c", SERVER, str(tmp_path)]
+        env = {k: v for k, v in os.environ.items() if k != vllm_http.VARIABLE}
+        started.append(Popen(command, stdin=PIPE, stdout=PIPE, text=True, cwd=root, env=env))
+        return Path(present(started[-1].stdout).readline().strip()), started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_the_files_of_a_killed_server_are_removed_when_the_next_one_starts_and_no_others(
+    server: Callable[[], tuple[Path, Popen[str]]],
+) -> None:
+    (dead, process), (living, _) = server(), server()
+    process.kill()
+    process.wait(60)
+    assert dead.is_dir()
+    server()
+    assert not dead.exists()
+    assert (living / vllm_http.STAGED / vllm_http.WEIGHTS).is_file()
 
 
 def test_a_request_gets_the_adapter_of_the_newest_label_and_older_ones_are_unloaded(

@@ -13,7 +13,7 @@ from tests.sync.conftest import MakeRig, Rig
 from titan_grpo.observe import names
 from titan_grpo.protocol import relay as table
 from titan_grpo.protocol.messages import Joined
-from titan_grpo.receive.process import RELAY_HOST
+from titan_grpo.receive.fetch import RELAY_HOST
 from titan_grpo.runkey import Key
 from titan_grpo.sync.relay import Relay
 

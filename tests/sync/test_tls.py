@@ -18,8 +18,7 @@ from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.observe import names
 from titan_grpo.protocol.messages import Hello, RangeSource
-from titan_grpo.receive.fetch import TcpReader
-from titan_grpo.receive.process import RELAY_HOST
+from titan_grpo.receive.fetch import RELAY_HOST, TcpReader
 from titan_grpo.receive.receiver import CERTIFICATE, CERTIFICATE_KEY
 from titan_grpo.runkey import Key
 from titan_grpo.sync.images import check_certificate

@@ -274,7 +274,14 @@ BACKEND = "titan_grpo"
 MIDDLEWARE = "titan_grpo.receive.vllm_http.WeightsMiddleware"
 """Our middleware around vLLM's HTTP application."""
 
-START_WITH = f"""--weight-transfer-config '{{"backend":"{BACKEND}"}}' --middleware {MIDDLEWARE}"""
+LOGPROBS_MODE = "processed_logprobs"
+"""Log-probabilities of the distribution that is sampled from, after the temperature. vLLM's default
+gives those before it."""
+
+START_WITH = (
+    f'--logprobs-mode {LOGPROBS_MODE} --weight-transfer-config \'{{"backend":"{BACKEND}"}}\''
+    f" --middleware {MIDDLEWARE}"
+)
 """Options, quoted for a shell, that a server needs for our plugin."""
 
 NO_PLUGIN = f"start it with {START_WITH}, with titan_grpo installed in its environment"
@@ -385,7 +392,7 @@ def command(spec: "ServerSpec") -> list[str]:
     out = [spec.python, "-m", "vllm.entrypoints.openai.api_server", "--model", spec.model]
     out += ["--host", spec.host, "--port", str(spec.port), "--dtype", spec.dtype]
     out += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
-    out += ["--logprobs-mode", "processed_logprobs"]
+    out += ["--logprobs-mode", LOGPROBS_MODE]
     if spec.cpu:
         # Chunked prefill crashes the engine on a request with a seed, which all of ours have: vLLM
         # (0.32) rewinds the request's generator, which a CPU generator cannot do. Many prompts at

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from titan_grpo.receive.checkpoint import CheckpointNames, difference, essential
 from titan_grpo.receive.process import ReceiverHandle
 from titan_grpo.receive.window import Tensors, WindowReader
 from titan_grpo.runkey import Key, find_run_key
+from titan_grpo.subprocesses import when_ended
 from titan_grpo.sync.transports.broadcast import beside
 
 log = logging.getLogger("titan_grpo.receive")
@@ -234,7 +236,11 @@ class EngineSide:
         self._mapping: tuple[dict[str, Any], Future[Mapped]] | None = None
         """A grant and its mapping. It is made and pinned while the engine generates, before the
         first commit: both take seconds for large models. It is kept between the commits of an
-        epoch, so that a pause has no page faults."""
+        epoch, so that a pause has no page faults, and until the receiver's end: the memory would
+        not be freed."""
+        self._turn = threading.RLock()
+        """Held during a commit, and while the mapping is replaced: its receiver may end in a
+        load."""
         self.receiver: ReceiverHandle | None = None
         if workers.rank == 0:
             self.receiver = ReceiverHandle(
@@ -309,7 +315,7 @@ class EngineSide:
         self._unmap()
         if grant:
             try:
-                self._mapping = grant, beside(lambda: Mapped(grant, self._device), "map")
+                self._keep(grant, beside(lambda: Mapped(grant, self._device), "map"))
             except RuntimeError as error:  # no thread is left: raising would end the engine
                 log.warning("the staged weights are mapped by the first commit: %s", error)
 
@@ -323,7 +329,8 @@ class EngineSide:
             return None
         start, attempt = time.monotonic(), Attempt()
         try:
-            self._run(commit, attempt)
+            with self._turn:
+                self._run(commit, attempt)
         except Exception as failure:  # noqa: BLE001 - raising would end the engine
             log.error("commit of version %d\n%s", commit.version, traceback.format_exc())
             attempt.error = f"the workers lost each other: {type(failure).__name__}: {failure}"
@@ -445,11 +452,25 @@ class EngineSide:
         self._unmap()  # before the next one is mapped
         mapped, mapping = Mapped(grant, self._device), Future[Mapped]()
         mapping.set_result(mapped)
-        self._mapping = grant, mapping
+        self._keep(grant, mapping)
         return mapped
 
+    def _keep(self, grant: dict[str, Any], mapping: Future[Mapped]) -> None:
+        with self._turn:
+            self._mapping = grant, mapping
+        when_ended(int(grant["image"]["pid"]), lambda: self._receiver_ended(grant))
+
+    def _receiver_ended(self, grant: dict[str, Any]) -> None:
+        """Let go of a grant's memory (on a thread of its own)."""
+        with self._turn:
+            if self._mapping is not None and self._mapping[0] is grant:
+                self._unmap()
+        if self.receiver is not None:
+            self.receiver.reap()
+
     def _unmap(self) -> None:
-        mapping, self._mapping = self._mapping, None
+        with self._turn:
+            mapping, self._mapping = self._mapping, None
         if mapping is not None:
             # Runs now, or on the mapping thread when it ends: unmapping alone does not unpin.
             mapping[1].add_done_callback(_release)

@@ -37,6 +37,12 @@ RANGE_BYTES = 4 << 20
 """Bytes of one request, rounded to whole blocks: small enough to stay in a core's cache between
 the copy and the check."""
 
+RELAY_HOST = "TITAN_GRPO_RELAY_HOST"
+"""Environment variable of a server: see receiver.Place.host."""
+
+NOWHERE = "none"
+"""Value of it."""
+
 ATTEMPTS = 2
 """Attempts per source at a range, before this thread gives it up."""
 
@@ -440,7 +446,9 @@ class Sharing:
         address cannot be bound."""
         # A reader may ask for a version before this receiver has the order to fetch it.
         self._server, self._key = RangeServer(expects=True, certificate=certificate), key
-        self.host, self.port = host, self._server.listen(host)
+        # Only that variable can name an address of another host.
+        rule = f"{RELAY_HOST} on the server must be {NOWHERE!r} or"
+        self.host, self.port = host, self._server.listen(host, rule=rule)
         self._lock = threading.Lock()
         self._tickets: Sequence[str] = ()
         self._there: list[bytearray] = []

@@ -26,6 +26,7 @@ from titan_grpo.protocol.server import (
     OpenEpoch,
     fence,
 )
+from titan_grpo.receive.fetch import RELAY_HOST
 from titan_grpo.receive.receiver import CERTIFICATE, CERTIFICATE_KEY, Place, Receiver
 from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.subprocesses import (
@@ -52,9 +53,6 @@ trainer's deadline."""
 
 REPLY_S = 10.0
 """How long an answer to the engine may block, in seconds."""
-
-RELAY_HOST = "TITAN_GRPO_RELAY_HOST"
-"""Environment variable: see receiver.Place.host."""
 
 ZONE = "TITAN_GRPO_ZONE"
 """Environment variable: see receiver.Place.zone."""
@@ -298,6 +296,11 @@ class ReceiverHandle:
                 Loaded(commit.run_id, commit.version, commit.fingerprint, report.ok, report.intact)
             )
         self._served().ask({"op": "applied", "applied": report.to_dict()})
+
+    def reap(self) -> bool:
+        """Reap the receiver of the epoch in force, if it has ended; return whether. Any thread."""
+        serving = self._serving
+        return serving is not None and serving.ended
 
     def close(self) -> None:
         """End every process."""

@@ -44,6 +44,7 @@ from titan_grpo.protocol.messages import (
 )
 from titan_grpo.protocol.patches import leading_from
 from titan_grpo.receive.fetch import (
+    NOWHERE,
     BesideReader,
     Content,
     Fetch,
@@ -78,8 +79,6 @@ class Place:
     zone: str = ""
     certificate: tuple[str, str] = "", ""
 
-
-NOWHERE = "none"
 
 CERTIFICATE = "TITAN_GRPO_TLS_CERTIFICATE"
 """Environment variable: path of the certificate (Place.certificate)."""

@@ -264,6 +264,8 @@ def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) 
 
 def compatibility(args: Any) -> str:
     """Return why commits cannot work in a server with these ServerArgs, or ""."""
+    from sglang.srt.utils import get_bool_env_var
+
     if args.dp_size > 1:
         return "data-parallel replicas behind one URL are not synced: start one server per replica"
     if args.pp_size > 1 or args.nnodes > 1:
@@ -284,6 +286,11 @@ def compatibility(args: Any) -> str:
         )
     if args.speculative_algorithm:
         return "a speculative draft model would keep its old weights: start the server without one"
+    if get_bool_env_var("SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        return (
+            "log-probabilities must be those after the temperature, and others would make every"
+            " weight of the loss wrong: start the server without SGLANG_RETURN_ORIGINAL_LOGPROB"
+        )
     if LOADER not in (args.custom_weight_loader or []):
         return f"start the server with --custom-weight-loader {LOADER}"
     return ""

@@ -23,6 +23,7 @@ until then: vLLM reads an adapter again that it evicted from its cache.
 
 import asyncio
 import atexit
+import fcntl
 import json
 import os
 import secrets
@@ -30,6 +31,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +49,26 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 
 COMPLETIONS = "/v1/completions"
-SALTED = frozenset({COMPLETIONS, "/v1/chat/completions", "/v1/responses", "/inference/v1/generate"})
-"""Routes whose requests may have a ``cache_salt``."""
+SALTED = frozenset(
+    {
+        COMPLETIONS,
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/systemone",
+        "/inference/v1/generate",
+        "/generative_scoring",
+        "/invocations",
+    }
+)
+"""Routes that compute tokens, and whose requests may have a ``cache_salt``."""
 
 VARIABLE = "TITAN_GRPO_LORA_FOLDER"
 STAGED = "staged"
 WEIGHTS = "adapter_model.safetensors"
 MEMORY = Path("/dev/shm")
+PREFIX = "titan_grpo-lora-"
 
 Shape = tuple[int, ...]
 
@@ -326,9 +341,36 @@ def _with_length(scope: dict[str, Any], body: bytes) -> dict[str, Any]:
 
 
 def choose_folder() -> None:
-    """Choose this server's folder. Call it before the server's processes start: they inherit it."""
+    """Choose this server's folder, and remove those of servers that were killed. Call it before the
+    server's processes start: they inherit it."""
+    if VARIABLE in os.environ:
+        return
     place = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
-    os.environ.setdefault(VARIABLE, str(place / f"titan_grpo-lora-{secrets.token_hex(8)}"))
+    for folder in place.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # it is gone, or another user's, or its server lives
+            _remove_unlocked(folder)
+    os.environ[VARIABLE] = str(place / f"{PREFIX}{secrets.token_hex(8)}")
+
+
+def _remove_unlocked(folder: Path) -> None:
+    """Remove a folder. Raises BlockingIOError if a process has locked it."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    finally:
+        os.close(fd)
+
+
+def _make_folder() -> None:
+    """Make the server's folder, unless it is there, and lock it until this process ends."""
+    if (folder := adapter_folder()).is_dir():
+        return
+    # It gets its name last: a server that starts now removes folders that are not locked.
+    draft = Path(tempfile.mkdtemp(dir=folder.parent))
+    # The descriptor stays open, and with it the lock. A lock holds in other pid namespaces too.
+    fcntl.flock(os.open(draft, os.O_RDONLY), fcntl.LOCK_SH)
+    draft.rename(folder)
 
 
 def adapter_folder() -> Path:
@@ -339,7 +381,7 @@ def adapter_folder() -> Path:
 
 def write_staged(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Write an adapter's tensors in PEFT's format; B is already scaled."""
-    adapter_folder().mkdir(mode=0o700, exist_ok=True)
+    _make_folder()
     draft = adapter_folder() / f"{STAGED}.partial"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()

