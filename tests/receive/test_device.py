@@ -54,6 +54,7 @@ def test_the_device_is_waited_for_before_a_load_and_after_it_also_if_it_breaks_o
     site.engine.breaks_at = "b"
     assert not site.deliver(link, 2, 2, weights).ok
     assert third_gpu == ["cuda:3", "load", "cuda:3"] * 2
+    site.close()
 
 
 def test_the_receiver_is_told_the_device_of_the_engine(
@@ -71,3 +72,4 @@ def test_the_receiver_is_told_the_device_of_the_engine(
     monkeypatch.setattr(handle, "_first", noted)
     site.connect(Weights(1.0))
     assert [message["device"] for message in sent] == ["cuda:3"]
+    site.close()
