@@ -146,8 +146,13 @@ def when_ended(pid: int, call: Callable[[], object]) -> None:
     thread or descriptor the call is never made."""
 
     def wait() -> None:
-        with suppress(ProcessLookupError):  # it has ended
+        try:
             pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            pass  # it has ended
+        except OSError:
+            return
+        else:
             try:
                 # no deadline: ends with that process
                 _readable(None, pidfd)

@@ -1,6 +1,7 @@
 """The rollout process as the trainer sees it: a real child, real HTTP, servers that misbehave in
 every listed way."""
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +13,13 @@ import pytest
 
 from tests.rigs.trainer_handle import wait_until
 from tests.rollout.conftest import CompletionServer, MakeServer, StartClient, answer
+from titan_grpo.config.task import TaskKeys
 from titan_grpo.engines.generation import salt
 from titan_grpo.errors import DataError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.codec import TextCodec
-from titan_grpo.rollout.dispatch import MAX_DROPS
+from titan_grpo.rollout.dispatch import MAX_DROPS, MAX_SKIPS_IN_A_ROW
 from titan_grpo.rollout.messages import RolloutSpec, RolloutStopped
 from titan_grpo.rollout.records import ReplayClient
 from titan_grpo.rollout.task_runner import TaskOptions
@@ -216,6 +218,39 @@ def test_a_prompt_that_fills_its_row_is_skipped_at_once_and_no_server_is_asked(
     counters = client.counters()
     assert (counters["skipped"], counters["dropped.prompt_too_long"]) == (skipped, skipped)
     assert len(server.bodies) == PER_STEP * GROUP
+
+
+def test_many_prompts_that_fill_their_rows_stop_no_run_in_which_others_fit(
+    start: StartClient, completion_server: MakeServer, spec: RolloutSpec, tmp_path: Path
+) -> None:
+    server, groups, rows = completion_server(), 3 * MAX_SKIPS_IN_A_ROW, tmp_path / "rows.jsonl"
+    questions = ("short", "long" * 50)
+    lines = [json.dumps({"question": each, "answer": "#### 1"}) for each in questions * groups]
+    rows.write_text("\n".join(lines))
+    keys: dict[str, Any] = {"task": "gsm8k", "task_path": str(rows), "chat_template": "none"}
+    task = load_task("gsm8k", TaskOptions(spec.seed, str(rows)))
+    codec = TextCodec(spec.model_dir, TaskKeys(chat_template="none"))
+    short = [len(task.prompt(index, codec).token_ids) < 200 for index in range(2 * groups)]
+    fitting = [index for index, fits in enumerate(short) if fits]
+    skipped = fitting[-1] + 1 - groups
+    assert skipped > MAX_SKIPS_IN_A_ROW
+    server.behaviour = server.hang  # no group is usable before all long prompts were skipped
+    keys |= {"prompts_per_step": groups, "max_concurrent_requests": groups * GROUP}
+    client = start(max_staleness=0, row_tokens=200, **keys)
+    client.set_server(ServerState(server.url, 0, True, "0"))
+    assert wait_until(lambda: client.counters().get("skipped") == skipped, 60.0)
+    server.released.set()
+    batch = client.next_batch(0, groups, 60)
+    assert [group.prompt.index for group in batch] == fitting
+
+
+def test_a_run_whose_prompts_all_fill_their_rows_stops_and_says_so(
+    start: StartClient, completion_server: MakeServer
+) -> None:
+    server, client = completion_server(), start(row_tokens=1)
+    client.set_server(ServerState(server.url, 0, True, "0"))
+    with pytest.raises(DataError, match=r"in a row gave no usable group.*training\.seq_len = 1"):
+        client.next_batch(0, PER_STEP, 60)
 
 
 def test_a_server_that_refuses_every_prompt_stops_the_run_with_its_reason(

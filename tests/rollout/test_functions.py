@@ -19,7 +19,7 @@ from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskFailed, TaskOptions, TaskRunner
-from titan_grpo.rollout.tasks.built_in import correct
+from titan_grpo.rollout.tasks.built_in import correct, final_number
 from titan_grpo.rollout.tasks.dataset import Condition, open_rows, open_table
 from titan_grpo.rollout.tasks.functions import FunctionTask, Reward, load_task, read_rewards
 from titan_grpo.samples import Completion, Prompt
@@ -521,6 +521,19 @@ def test_gsm8k_takes_a_number_for_the_number_that_it_is(said: str, wanted: str) 
 )
 def test_gsm8k_evaluates_nothing(said: str) -> None:
     assert correct([said], ["#### 18"]) == [0]
+
+
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [
+        ("\\boxed{9^{9^{9}}}", None),
+        ("\\boxed{17}, no: \\boxed{\\frac{\\text{36}}{2}}", 18),
+        ("\\boxed{17}, no: \\boxed{{{{18}}}}", None),
+        ("17, then \\boxed{18", None),
+    ],
+)
+def test_gsm8k_reads_the_last_box_or_nothing(said: str, number: int | None) -> None:
+    assert final_number(said) == number
 
 
 def test_gsm8k_refuses_a_reference_that_is_no_number() -> None:

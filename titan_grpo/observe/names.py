@@ -249,7 +249,9 @@ MEANING: dict[str, str] = {
         "transfers that ended at a block with a wrong digest (a block that was right when read"
         " again is not counted), and loads of a wrong fingerprint"
     ),
-    QUARANTINES: "times a load failed halfway: its server stays paused until a whole version is in",
+    QUARANTINES: (
+        "loads that may have left neither version whole: the server stays paused until one is in"
+    ),
     UNHEALTHY_STEPS: "optimizer steps that were skipped because of their numbers",
     SERVERS_JOINED: "servers added while training ran",
     SERVERS_LEFT: "servers removed while training ran",
@@ -267,7 +269,7 @@ REASONS: dict[str, str] = {
     "stale_in_flight": "too old before they were finished: made again",
     "no_spread": "all rewards equal (grpo.dynamic_sampling)",
     "too_short": "a completion shorter than rollout.min_completion_tokens",
-    "not_accepted": "the user's filter (rollout.filter) left them out",
+    "not_accepted": "the user's filter (rollout.accept) left them out",
     "task_error": "the task, reward, agent or filter raised an exception",
     "prompt_too_long": "a prompt that leaves no room in training.seq_len: skipped at once",
     "refused": "a server refused the request itself (400, 413 or 422)",
@@ -282,7 +284,6 @@ REASONS: dict[str, str] = {
     "length_mismatch": "tokens, log-probabilities and versions of different lengths",
     "bad_logprob": "a log-probability that is nan, infinite or above 0",
     "bad_reward": "a reward that is nan, or beyond 3e38",
-    "bad_token": "a token id that the model lacks, in a group from outside",
     "malformed": "a group of Atropos that breaks its form",
     "bad_score": "a score of Atropos that is no finite number",
     "no_logprobs": "a group of Atropos without inference_logprobs",
@@ -290,6 +291,7 @@ REASONS: dict[str, str] = {
     "unknown_version": "a group of Atropos that names a version that does not exist yet",
     "completion_too_long": "completions, not groups: longer than training.seq_len with the prompt",
     "completion_truncated": "completions at the length limit (grpo.mask_truncated)",
+    "completion_bad_token": "completions with a token id that the model lacks",
     "completion_group_of_defective": "completions of a group with one that cannot be trained on",
 }
 """Reason of a drop -> meaning (see :func:`dropped`)."""

@@ -130,6 +130,10 @@ class ReceiverProcess:
         """Whether the process has exited."""
         return self._process.poll() is not None
 
+    def reap(self) -> None:
+        """Reap the process if it has exited."""
+        self._process.poll()
+
     def kill(self) -> None:
         """Kill the process, and with it the epoch's memory and connections."""
         self._channel.close()
@@ -297,10 +301,10 @@ class ReceiverHandle:
             )
         self._served().ask({"op": "applied", "applied": report.to_dict()})
 
-    def reap(self) -> bool:
-        """Reap the receiver of the epoch in force, if it has ended; return whether. Any thread."""
-        serving = self._serving
-        return serving is not None and serving.ended
+    def reap(self) -> None:
+        """Reap the receiver of the epoch in force, if it has ended. Any thread."""
+        if (serving := self._serving) is not None:
+            serving.reap()
 
     def close(self) -> None:
         """End every process."""

@@ -172,7 +172,8 @@ def _relabelled(original: Callable[..., None], scheduler: Any, new_version: str 
     original(scheduler, new_version=new_version)
     if get_serving().weight_version == old:
         return
-    for batch, _ in scheduler.result_queue:
+    # SGLang 0.5.21 has no queue without its overlap scheduler.
+    for batch, _ in getattr(scheduler, "result_queue", ()):
         for request in batch.reqs:
             if request.inflight_middle_chunks <= 0:  # otherwise its prompt goes on: no token
                 event = WeightVersionEvent(old, len(request.output_ids) + 1)

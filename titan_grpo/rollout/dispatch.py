@@ -82,7 +82,7 @@ class Dispatcher:
         self._drains: dict[int, str] = {}
         self._oldest_usable = spec.base_version - spec.max_staleness
         self._counts = messages.Counters()
-        self._skips_in_a_row = 0
+        self._skips_in_a_row = self._too_long_in_a_row = 0
         self._task_errors: deque[bool] = deque(maxlen=WINDOW)
         """Whether each of the last groups ended with a task error. Server failures do not count."""
         self._closing = self._pumping = False
@@ -215,7 +215,7 @@ class Dispatcher:
         self._send(messages.GroupDone(run.ticket.done(), group, self._counts.changed()))
 
     def _task_gave_a_group(self) -> None:
-        self._skips_in_a_row = 0
+        self._skips_in_a_row = self._too_long_in_a_row = 0
         self._task_errors.append(False)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -310,13 +310,18 @@ class Dispatcher:
             self._starts.again(ticket)
             return
         self._skip(ticket)
-        self._skips_in_a_row += 1
-        if self._skips_in_a_row >= MAX_SKIPS_IN_A_ROW:
+        allowed = MAX_SKIPS_IN_A_ROW
+        if last:
+            # Skipped at once, before a group that was started with it can be usable.
+            allowed += len(self._running)
+            self._too_long_in_a_row += 1
+            skips = self._too_long_in_a_row
+        else:
+            self._skips_in_a_row += 1
+            skips = self._skips_in_a_row
+        if skips >= allowed:
             self._fail(
-                DataError(
-                    f"{MAX_SKIPS_IN_A_ROW} prompts in a row gave no usable group; the last one:"
-                    f" {text}"
-                )
+                DataError(f"{skips} prompts in a row gave no usable group; the last one: {text}")
             )
 
     def _leave_out(self, run: Running, verdict: NotAccepted) -> None:

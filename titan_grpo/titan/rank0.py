@@ -445,9 +445,10 @@ class Controller:
         if failure := run_command(command, env, settings.command_timeout_s):
             self.warn(f"alerts.command {settings.command!r}: {failure}")
 
-    def finish(self, version: int) -> dict[str, float]:
+    def finish(self, version: int, published: int) -> dict[str, float]:
         """Flush the newest version to the servers, evaluate it and save it in HF layout. Return the
-        evaluations' values since the last step."""
+        evaluations' values since the last step. ``published``: the newest version that was
+        published, which is older if no slot became free for the last one."""
         worker = self.worker
         deadline_s = end_waits_s(self._job.weight_sync, worker.manifest.total_bytes)
         # No batch follows: the flush need not wait for running requests.
@@ -456,15 +457,15 @@ class Controller:
         self._evaluations.stop_schedule()
         self._evaluations.wait_idle()
         began = time.monotonic()
-        holding = worker.flush(version, deadline_s)
+        holding = worker.flush(published, deadline_s)
         waited_s = time.monotonic() - began
         for url in sorted(set(worker.servers.urls) - set(holding)):
             error = worker.servers.last_error(url)
             self.recorder.error(
-                f"{url} did not hold version {version} at the end, after {waited_s:.1f} s; last"
+                f"{url} did not hold version {published} at the end, after {waited_s:.1f} s; last"
                 f" error: {error.cause if error is not None else 'none'}"
             )
-        self._evaluations.last(version)
+        self._evaluations.last(published)
         values = self._evaluations.take_values()
         self.recorder.after_last_step(values)
         if missing := save_version(worker, version, self._job, self._model_dir, self._run_dir):

@@ -179,7 +179,8 @@ class GRPOTrainer(Engine):
                     f"no slot became free for version {self.version}, the last: every image is"
                     " still being sent, and the servers keep an older one; raise weight_sync.slots"
                 )
-            self.metrics_processor.logger.log(self.controller.finish(self.version), self.step)
+            values = self.controller.finish(self.version, self._published)
+            self.metrics_processor.logger.log(values, self.step)
         # The other hosts' images must live until rank 0 has flushed the last version from them.
         dist.barrier(group=self.loader.group)
 

@@ -75,7 +75,10 @@ ANSWER_MARK = "####"
 LONGEST_ANSWER = 100
 """Characters of a number that is read; a longer one is no answer."""
 
-BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
+BOX = "\\boxed{"
+BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+"""A box. What is nested deeper than this is no number."""
+
 DRESS = (
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\\[ !,]|\\?[$%]|~"), ""),
@@ -111,8 +114,9 @@ def final_number(text: str) -> Fraction | None:
     >>> final_number(r"9 + 9, so \boxed{\frac{36}{2} \text{ dollars}}")
     Fraction(18, 1)
     """
-    if boxes := BOXED.findall(text):
-        return number_of(boxes[-1])
+    if (last := text.rfind(BOX)) >= 0:
+        box = BOXED.match(text, last)
+        return number_of(box[1]) if box else None
     found = [match[0] for match in WRITTEN.finditer(undressed(text))]
     return number_of(found[-1]) if found else None
 
