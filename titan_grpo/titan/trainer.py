@@ -376,9 +376,11 @@ class GRPOTrainer(Engine):
         ``error`` is what ended the run, for the summary. Idempotent."""
         with ExitStack() as parts:
             # Run in reverse: the controller, the sync (rank 0's images outlive its lanes), the
+            # loggers (a scheduler may kill the run while the checkpoint is written), the
             # checkpoint, torchtitan. An error of one does not stop the next.
             parts.callback(super().close)
             parts.callback(self._finish_saving)
+            parts.callback(self.metrics_processor.close)
             parts.callback(self.sync.close)
             if self.controller is not None:
                 parts.callback(self.controller.close, error)
