@@ -2,6 +2,7 @@
 starts itself are given a run key, those that are only named keep to the configured one."""
 
 import errno
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,7 @@ def specs(
     run_key: Key | None = None,
     lora: Lora | None = None,
     grpo: GRPO | None = None,
+    model_dir: str = "m",
     **rollout: Any,
 ) -> tuple[ServerSpec, ...]:
     config = job(
@@ -91,7 +93,7 @@ def specs(
         job={"dump_folder": "out"},
         training={"seq_len": 64},
     )
-    return launched(config, "m", True, run_key, ("a", ""))
+    return launched(config, model_dir, True, run_key, ("a", ""))
 
 
 def test_launched_servers_take_adapters_where_these_are_the_versions() -> None:
@@ -114,6 +116,27 @@ def test_launched_servers_compute_logits_as_the_trainer_does() -> None:
     for engine, option in options.items():
         asked = [option in command(replace(spec, engine=engine)) for spec in made]
         assert asked == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("limit", "context"), [(4096, 70), (70, 70), (67, 67), (64, 64), (32, 64), (None, 64)]
+)
+def test_a_launched_sglang_takes_every_prompt_of_a_row_that_its_model_has_room_for(
+    limit: int | None, context: int, tmp_path: Path
+) -> None:
+    settings = {} if limit is None else {"max_position_embeddings": limit}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (spec,) = specs(
+        model_dir=str(tmp_path),
+        launch_engines=["sglang"],
+        launch_sglang_python="s",
+        max_concurrent_requests=1,
+    )
+    asked = command(spec)
+    # SGLang takes inputs of up to 7 tokens less than its context and than its cache, and the
+    # longest prompt of a row has 63.
+    for option in ("--context-length", "--max-total-tokens"):
+        assert asked[asked.index(option) + 1] == str(context)
 
 
 def test_launched_servers_share_a_new_key() -> None:

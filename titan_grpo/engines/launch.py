@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 class ServerSpec:
     """One server to start.
 
-    ``python``: interpreter of the engine's environment. ``weight_transfer``: start with our plugin.
+    ``python``: interpreter of the engine's environment. ``max_model_len``: most tokens of a prompt
+    and its completion; ``position_limit``: of the model itself, 0 if unknown. ``weight_transfer``: start with our plugin.
     ``cpu_threads``: 0 lets the engine choose (a GPU machine, or a host of its own). ``run_key``:
     take weights only from trainers with this key. ``api_key``: required for every call;
     ``admin_key`` (SGLang): for calls that pause it or send weights. ``lora_rank`` (vLLM): take
@@ -51,6 +52,7 @@ class ServerSpec:
     port: int = 0
     host: str = "127.0.0.1"
     max_model_len: int = 256
+    position_limit: int = 0
     dtype: str = "bfloat16"
     max_num_seqs: int = 64
     tensor_parallel: int = 1

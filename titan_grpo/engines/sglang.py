@@ -407,11 +407,24 @@ CPU_ARGUMENTS += ["--disable-overlap-schedule", "--cuda-graph-backend-decode", "
 CPU_ARGUMENTS += ["--cuda-graph-backend-prefill", "disabled"]
 
 
+INPUT_MARGIN = 6
+"""SGLang takes inputs of 7 tokens less than its context at most (0.5.21 to 0.5.23): with this many
+tokens more than a row it takes all that are shorter than the row."""
+
+
+def context_length(spec: "ServerSpec") -> int:
+    """Return the context to start with: a row and INPUT_MARGIN, as far as the model allows it
+    (SGLang refuses to start with more). Without all of the margin the longest inputs are refused.
+    """
+    return max(spec.max_model_len, min(spec.max_model_len + INPUT_MARGIN, spec.position_limit))
+
+
 def command(spec: "ServerSpec", keys_path: str = "") -> list[str]:
     """Return the server's command line. ``keys_path``: file with the result of ``keys``, if any."""
+    context = context_length(spec)
     out = [spec.python, "-m", "sglang.launch_server", "--model-path", spec.model]
     out += ["--host", spec.host, "--port", str(spec.port)]
-    out += ["--dtype", spec.dtype, "--context-length", str(spec.max_model_len)]
+    out += ["--dtype", spec.dtype, "--context-length", str(context)]
     out += ["--max-running-requests", str(spec.max_num_seqs), "--log-level-http", "warning"]
     # An idle scheduler polls, at 90 % of a core; with this it waits for messages, at 2 %.
     out += ["--sleep-on-idle"]
@@ -422,7 +435,7 @@ def command(spec: "ServerSpec", keys_path: str = "") -> list[str]:
     if spec.cpu:
         # Without a bound SGLang takes a fraction of the host's memory for the cache, and fills it
         # slowly.
-        out += [*CPU_ARGUMENTS, "--max-total-tokens", str(spec.max_num_seqs * spec.max_model_len)]
+        out += [*CPU_ARGUMENTS, "--max-total-tokens", str(spec.max_num_seqs * context)]
     if spec.weight_transfer:
         out += ["--custom-weight-loader", LOADER]
     if spec.routes:

@@ -272,7 +272,7 @@ REASONS: dict[str, str] = {
     "not_accepted": "the user's filter (rollout.accept) left them out",
     "task_error": "the task, reward, agent or filter raised an exception",
     "prompt_too_long": "a prompt that leaves no room in training.seq_len: skipped at once",
-    "refused": "a server refused the request itself (400, 413 or 422)",
+    "refused": "a server refused the request itself (400, 413 or 422): too long for its context?",
     "version_unknown": "tokens under the label of another run",
     "kv_kept": "KV of older weights survived a commit that was to drop it",
     "no_routes": "an answer without the experts of each token (grpo.router_replay)",

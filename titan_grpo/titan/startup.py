@@ -21,6 +21,7 @@ from titan_grpo.rollout.records import ReplayClient
 from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.runkey import Key
 from titan_grpo.sync.lanes import load_deadline_s
+from titan_grpo.titan.jobfile import read_config
 
 Rollouts = RolloutClient | ReplayClient
 
@@ -55,6 +56,7 @@ def launched(
         "sglang": (rollout.launch_sglang_python, rollout.launch_sglang_args),
     }
     key = run_key or Key.generate()
+    limit = read_config(model_dir).get("max_position_embeddings")
     gpus = rollout.launch_gpus
     each = len(gpus) // (rollout.launch_count * len(rollout.launch_engines))
 
@@ -70,6 +72,7 @@ def launched(
             log_path=f"{job_config.job.dump_folder}/{engine}{index}.log",
             engine=engine,
             max_model_len=job_config.training.seq_len,
+            position_limit=limit if isinstance(limit, int) else 0,
             max_num_seqs=rollout.max_concurrent_requests,
             cpu=cpu,
             args=tuple(starts[engine][1]),
