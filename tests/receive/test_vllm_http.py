@@ -1,14 +1,16 @@
 """The middleware around vLLM's HTTP application: salts, two routes, no update without a pause."""
 
+import ast
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from titan_grpo.engines import vllm
-from titan_grpo.receive.vllm_http import WeightsMiddleware
+from titan_grpo.receive.vllm_http import SALTED, UNSALTED, WeightsMiddleware
 
 CHOICE = {
     "text": "ab",
@@ -102,6 +104,66 @@ def test_requests_of_other_apis_get_the_salt_too(path: str) -> None:
     salt = salt_of(inner, app)
     ask(app, "POST", path, {"model": "base"})
     assert inner.came[1:] == [(path, {"model": "base", "cache_salt": salt})]
+
+
+def test_an_api_whose_requests_take_no_salt_is_refused_with_the_one_to_use() -> None:
+    inner = Inner({})
+    status, answer = ask(WeightsMiddleware(inner), "POST", "/cohere/v2/chat", {"messages": []})
+    assert (status, inner.came) == (501, [])
+    assert "/v1/chat/completions" in answer["error"]
+
+
+OTHER_FOLDERS = {
+    "pooling": "models that generate nothing",
+    "rl": "pauses and weights",
+    "scale_out/derender": "tokens to text",
+    "scale_out/render": "text to tokens",
+    "serve/dev": "the server itself",
+    "serve/elastic_ep": "its size",
+    "serve/fault_tolerance": "its engines",
+    "serve/lora": "its adapters",
+    "serve/profile": "its profiler",
+    "serve/tokenize": "text to tokens and back",
+    "speech_to_text": "models with audio, which no run trains",
+}
+"""Folders of vLLM's entry points whose routes compute no tokens of a run's model."""
+
+OTHER_ROUTES = {
+    "/abort_requests",
+    "/cohere/v2/chat/render",
+    "/inference/v1/abort_requests",
+    "/ping",
+    "/v1/messages/count_tokens",
+    "/v1/responses/{response_id}/cancel",
+}
+"""Routes of the other folders that compute none."""
+
+
+def post_routes(folder: Path) -> Iterator[str]:
+    """Paths of the routes with a body that a folder's sources name."""
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in ("post", "put", "api_route", "add_api_route", "websocket")
+                and node.args
+                and isinstance(first := node.args[0], ast.Constant)
+                and isinstance(first.value, str)
+            ):
+                yield first.value
+
+
+def test_each_route_of_the_installed_vllm_that_computes_tokens_is_salted_or_refused(
+    vllm_python: str,
+) -> None:
+    environment = Path(vllm_python).parents[1]
+    (entrypoints,) = environment.glob("lib/python3*/site-packages/vllm/entrypoints")
+    every = set(post_routes(entrypoints))
+    others = {route for name in OTHER_FOLDERS for route in post_routes(entrypoints / name)}
+    ours = SALTED | UNSALTED
+    assert every >= ours | OTHER_ROUTES
+    assert every - others - OTHER_ROUTES - ours == set()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ HTTP process: of several (``--api-server-count``) only one would see an update.
 
 * A request without a ``cache_salt`` gets one that changes with every update of the weights. A pause
   that keeps running requests also keeps the prefix cache: without a salt a request would reuse
-  prefixes of older weights.
+  prefixes of older weights. A route whose requests cannot have one is answered with 501.
 * ``POST /generate``: a prompt as text or as token ids, answered with lists of
   ``{token id: log-probability}``, as by vLLM's former demo server; Atropos's server class uses it.
 * If versions are adapters (``lora.sync = "adapter"``), a request gets the adapter that is newest
@@ -63,6 +63,14 @@ SALTED = frozenset(
     }
 )
 """Routes that compute tokens, and whose requests may have a ``cache_salt``."""
+
+UNSALTED = frozenset({"/cohere/v2/chat"})
+"""Routes that compute tokens, and whose requests cannot have one."""
+
+NO_SALT = (
+    "its requests take no cache_salt, so an answer could go on from prefixes of older weights: use"
+    " /v1/chat/completions"
+)
 
 VARIABLE = "TITAN_GRPO_LORA_FOLDER"
 STAGED = "staged"
@@ -124,6 +132,8 @@ class WeightsMiddleware:
             await _answer(send, 405, {"error": "/generate takes a POST with a prompt"})
         elif path[0] == "POST" and path[1] in SALTED:
             await self._ask(scope, receive, send, await _body(receive))
+        elif path[0] == "POST" and path[1] in UNSALTED:
+            await _answer(send, 501, {"error": f"{path[1]} is not served here: {NO_SALT}"})
         elif path[0] == "POST" and path[1] in LABELS:
             self._updates += 1
             body = await _body(receive)
