@@ -17,6 +17,7 @@ import torch
 
 from tests.receive.site import BUCKET, DictEngine, Site, Version, Weights
 from tests.rigs.present import present
+from tests.rigs.trainer_handle import wait_until
 from titan_grpo.engines.server import RolloutNeeds
 from titan_grpo.errors import PeerError, ServerUnfit, TransferFailed
 from titan_grpo.protocol.messages import Staged
@@ -342,6 +343,15 @@ def test_a_trainer_that_closes_its_end_ends_the_receiver_process(site: Site) -> 
     link = site.connect(Weights(1.0))
     link.close()
     assert site.receiver_status() == 3
+
+
+@over_tcp
+def test_receivers_whose_memory_was_never_mapped_leave_no_zombies(site: Site) -> None:
+    before = {p.pid for p in psutil.Process().children()}
+    link = site.connect(Weights(1.0))
+    site.probe()
+    link.bye(60.0)
+    assert wait_until(lambda: {p.pid for p in psutil.Process().children()} <= before, 60.0)
 
 
 @over_tcp

@@ -465,8 +465,6 @@ class EngineSide:
         with self._turn:
             if self._mapping is not None and self._mapping[0] is grant:
                 self._unmap()
-        if self.receiver is not None:
-            self.receiver.reap()
 
     def _unmap(self) -> None:
         with self._turn:

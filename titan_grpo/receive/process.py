@@ -34,6 +34,7 @@ from titan_grpo.subprocesses import (
     helper_environment,
     start_module,
     wait_process,
+    when_ended,
 )
 from titan_grpo.unix_rpc import Channel
 
@@ -75,6 +76,8 @@ class ReceiverProcess:
             env=helper_environment(os.environ, "LD_PRELOAD"),
         )
         self.pid = self._process.pid
+        # Reap it when it ends: the next hello may come late, or never.
+        when_ended(self.pid, self._process.poll)
         self._channel = Channel(ours)
         self._sent = 0
         self._last_line_s: float | None = None
@@ -129,10 +132,6 @@ class ReceiverProcess:
     def ended(self) -> bool:
         """Whether the process has exited."""
         return self._process.poll() is not None
-
-    def reap(self) -> None:
-        """Reap the process if it has exited."""
-        self._process.poll()
 
     def kill(self) -> None:
         """Kill the process, and with it the epoch's memory and connections."""
@@ -300,11 +299,6 @@ class ReceiverHandle:
                 Loaded(commit.run_id, commit.version, commit.fingerprint, report.ok, report.intact)
             )
         self._served().ask({"op": "applied", "applied": report.to_dict()})
-
-    def reap(self) -> None:
-        """Reap the receiver of the epoch in force, if it has ended. Any thread."""
-        if (serving := self._serving) is not None:
-            serving.reap()
 
     def close(self) -> None:
         """End every process."""
