@@ -419,9 +419,13 @@ class HostSeen(DirectControl):
 def test_a_server_is_fenced_over_its_own_network_whichever_server_the_run_began_with(
     url: str,
 ) -> None:
-    link = SyncOptions(urls=["http://127.0.0.1:8000"]).link(WeightSync())
+    first = "http://127.0.0.1:8000"
+    host = resolve_bind_host("", url)
+    if url != first and host == resolve_bind_host("", first):
+        pytest.skip("this machine has no route to a network: each server is reached over loopback")
+    link = SyncOptions(urls=[first]).link(WeightSync())
     access = Access(link.bind_host, call_s=5.0, join_s=WAIT_S, run_key="")
     with ReceiverServer(url) as server:
         control = HostSeen(server)
         assert fence(control, access, "0001-ab", 2).ok
-    assert control.hosts == [resolve_bind_host("", url)]
+    assert control.hosts == [host]

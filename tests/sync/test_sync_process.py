@@ -152,11 +152,14 @@ def idle(tmp_path: Path) -> Iterator[Trainer]:
         yield made
 
 
-def test_at_the_start_one_that_does_not_begin_is_named(idle: Trainer) -> None:
+def test_at_the_start_one_that_does_not_begin_is_named(
+    idle: Trainer, capsys: pytest.CaptureFixture[str]
+) -> None:
     os.kill(idle.worker.pid, signal.SIGSTOP)
     idle.start()
     with pytest.raises(SyncError, match=r"must begin before weight_sync\.startup_deadline_s"):
         idle.worker.wait_begun(0.2)
+    assert "waiting for the sync process" in "".join(capsys.readouterr())
     os.kill(idle.worker.pid, signal.SIGCONT)
     idle.worker.wait_begun(WAIT_S)
     assert idle.worker.slots.take_reserved() is not None

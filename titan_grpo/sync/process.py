@@ -191,7 +191,8 @@ class SyncProcess(Child):
     def wait_begun(self, timeout_s: float) -> None:
         """Wait until the process has begun: it reserves a slot then. Call it before the first
         version. Raises SyncError past ``timeout_s`` seconds."""
-        slot = self.slots.wait_reserved(timeout_s)
+        with terminal.waiting("the sync process", timeout_s):
+            slot = self.slots.wait_reserved(timeout_s)
         if slot is None:
             raise SyncError(
                 "the sync process must begin before weight_sync.startup_deadline_s, it did not in"

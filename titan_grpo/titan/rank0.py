@@ -151,7 +151,8 @@ class Controller:
         ends.callback(self._close_records)
         ends.callback(self._servers.stop)
         process = SyncProcess.launch(sync)  # it loads its modules while servers and rollouts start
-        # One deadline for all waits below: the other ranks wait no longer (rules.rank0_waits_s).
+        # One deadline for all waits below, but for the last one, which may have connect_deadline_s
+        # more: the other ranks wait for a batch too (rules.rank0_waits_s).
         startup_s = sync.startup_s(self._model_nbytes)
         deadline = time.monotonic() + startup_s
         self._servers.start()
