@@ -7,7 +7,7 @@ import functools
 import os
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -120,31 +120,26 @@ def public_url(url: str) -> str:
     return urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", ""))
 
 
-def address_towards(host: str, port: int) -> str:
-    """Return this host's address on the route to another host. Raises OSError if there is none.
-    Sends no packet: connecting a UDP socket only picks a route."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
+def addresses_towards(*hosts: str) -> Iterator[str]:
+    """Yield this host's address on the route to each of ``hosts``, then on the default route,
+    without those that have no route or do not resolve (yet). Sends no packet: connecting a UDP
+    socket only picks a route."""
+    for host in (*hosts, ANYWHERE):
+        with suppress(OSError):
+            family, kind, _, _, address = socket.getaddrinfo(host, 80, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)
+                found = str(probe.getsockname()[0])
+            yield found
 
 
 def resolve_bind_host(configured: str, url: str) -> str:
     """Return the local address for the sockets of a server's lane: the configured one, else
-    loopback for a local server, else the source address of the route to the server.
-
-    The kernel's routing answers without sending a packet (a connected UDP socket). If the server's
-    name does not resolve (yet), return the address of the default route.
-    """
-    if configured:
-        return configured
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    if not is_loopback(host):
-        for way in (host, ANYWHERE):
-            with suppress(OSError):
-                return address_towards(way, parts.port or 80)
-    return "127.0.0.1"
+    loopback for a local server, else the source address of the route to the server (to anywhere, if
+    its name does not resolve yet)."""
+    host = urlsplit(url).hostname or ""
+    ways = iter(()) if is_loopback(host) else addresses_towards(host)
+    return configured or next(ways, "127.0.0.1")
 
 
 @functools.cache

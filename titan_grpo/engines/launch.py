@@ -36,12 +36,12 @@ class ServerSpec:
     """One server to start.
 
     ``python``: interpreter of the engine's environment. ``max_model_len``: most tokens of a prompt
-    and its completion; ``position_limit``: of the model itself, 0 if unknown. ``weight_transfer``: start with our plugin.
-    ``cpu_threads``: 0 lets the engine choose (a GPU machine, or a host of its own). ``run_key``:
-    take weights only from trainers with this key. ``api_key``: required for every call;
-    ``admin_key`` (SGLang): for calls that pause it or send weights. ``lora_rank`` (vLLM): take
-    adapters of that rank as versions; 0: whole weights. ``routes``: return the experts of each
-    token on request. ``tool_calls``: parse tool calls by the parser that ``args`` name.
+    and its completion; ``position_limit``: of the model itself, 0 if unknown. ``weight_transfer``:
+    start with our plugin. ``cpu_threads``: 0 lets the engine choose (a GPU machine, or a host of
+    its own). ``run_key``: take weights only from trainers with this key. ``api_key``: required for
+    every call; ``admin_key`` (SGLang): for calls that pause it or send weights. ``lora_rank``
+    (vLLM): take adapters of that rank as versions; 0: whole weights. ``routes``: return the experts
+    of each token on request. ``tool_calls``: parse tool calls by the parser that ``args`` name.
     ``fp32_head``: logits in float32.
     """
 

@@ -446,9 +446,7 @@ class Sharing:
         address cannot be bound."""
         # A reader may ask for a version before this receiver has the order to fetch it.
         self._server, self._key = RangeServer(expects=True, certificate=certificate), key
-        # Only that variable can name an address of another host.
-        rule = f"{RELAY_HOST} on the server must be {NOWHERE!r} or"
-        self.host, self.port = host, self._server.listen(host, rule=rule)
+        self.host, self.port = host, self._server.listen(host)
         self._lock = threading.Lock()
         self._tickets: Sequence[str] = ()
         self._there: list[bytearray] = []

@@ -5,7 +5,7 @@ import logging
 import os
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from titan_grpo.config import WeightSync
 from titan_grpo.config.rollout import is_loopback
-from titan_grpo.engines.http import ANYWHERE, address_towards
+from titan_grpo.engines.http import addresses_towards
 from titan_grpo.errors import ConfigError, SyncError
 from titan_grpo.layout.image import KEYED, Hashing, ImageAddress, SharedImage, open_memfd
 from titan_grpo.layout.infer import Layout, ToHF, infer_layout, strip_prefixes
@@ -120,13 +120,9 @@ def host_address(bind_host: str, urls: Iterable[str], master: str) -> str:
     """Return this host's address on the route to ``bind_host`` (an address of rank 0's host), else
     to the first server on another host, else to ``master`` (torchrun's MASTER_ADDR). On rank 0's
     host that is ``bind_host`` itself, if given. Sends nothing."""
-    ways = (bind_host, *(urlsplit(url).hostname or "" for url in urls), master, ANYWHERE)
-    for way in ways:
-        if way and not is_loopback(way):
-            with suppress(OSError):  # an unknown name, or no route to it
-                if not is_loopback(address := address_towards(way, 80)):
-                    return address
-    return LOOPBACK
+    named = (bind_host, *(urlsplit(url).hostname or "" for url in urls), master)
+    ways = addresses_towards(*(host for host in named if host and not is_loopback(host)))
+    return next((address for address in ways if not is_loopback(address)), LOOPBACK)
 
 
 @dataclass(frozen=True, slots=True)

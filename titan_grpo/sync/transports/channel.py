@@ -72,13 +72,9 @@ def proof(key: Key | None, who: str, ours: bytes, theirs: bytes, ticket: bytes) 
     return bytes.fromhex(key.proof(f"range {who} {ours.hex()} {theirs.hex()} {ticket.hex()}"))
 
 
-BIND_HOST = "weight_sync.bind_host must be"
-"""Beginning of the rule for the address of a trainer's sockets."""
-
-
-def open_listener(host: str, port: int = 0, rule: str = BIND_HOST) -> socket.socket:
+def open_listener(host: str, port: int = 0) -> socket.socket:
     """Return a non-blocking listener on this host's address ``host``. Raises ConfigError if it
-    cannot be bound (``rule``: see cannot_listen), or no descriptor is left."""
+    cannot be bound, or no descriptor is left."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, proto, _, address = found[0]
@@ -89,21 +85,22 @@ def open_listener(host: str, port: int = 0, rule: str = BIND_HOST) -> socket.soc
         listener.listen(1024)
         listener.setblocking(False)
     except OSError as error:
-        raise cannot_listen(host, error, rule) from error
+        raise cannot_listen(host, error) from error
     return listener
 
 
-def cannot_listen(host: str, error: OSError, rule: str = BIND_HOST) -> ConfigError:
-    """Return the error that says what to change if no socket can listen on ``host``. ``rule``
-    begins it, with the name of the setting that gave the address."""
+def cannot_listen(host: str, error: OSError) -> ConfigError:
+    """Return the error that says what to change if no socket can listen on ``host``: only one of
+    the two settings can name an address of another host."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return ConfigError(
             f"the port for servers on {host!r} needs a descriptor, there is none left ({error});"
             " servers could not read versions here; raise the limit on open files (ulimit -n)"
         )
     return ConfigError(
-        f"{rule} an address of this host, got {host!r} ({error}); servers"
-        " could not read versions here; set it to this host's address in their network"
+        "weight_sync.bind_host must be an address of this host (on a server TITAN_GRPO_RELAY_HOST,"
+        f" or 'none'), got {host!r} ({error}); servers could not read versions here; set it to this"
+        " host's address in their network"
     )
 
 

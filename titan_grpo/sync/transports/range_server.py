@@ -25,7 +25,6 @@ from titan_grpo.layout.manifest import Part
 from titan_grpo.protocol.messages import Kind
 from titan_grpo.runkey import Key
 from titan_grpo.sync.transports.channel import (
-    BIND_HOST,
     GREETING,
     HEADER,
     NONCE_BYTES,
@@ -109,7 +108,7 @@ class RangeServer:
         self._resting: dict[socket.socket, float] = {}
         self._full = False
 
-    def listen(self, host: str, port: int = 0, rule: str = BIND_HOST) -> int:
+    def listen(self, host: str, port: int = 0) -> int:
         """Return the port on this host's address ``host``; open ``port``, or a free one, if none is
         open. Raises as open_listener, TransferFailed after ``close``, and as Loop."""
         with self._lock:
@@ -119,7 +118,7 @@ class RangeServer:
                 # First: if it fails, no listener is left at which nothing accepts.
                 if self._loop is None:
                     self._loop = Loop("range source", self._ready, self._tidy, self._drop_all)
-                self._listeners[host] = open_listener(host, port, rule)
+                self._listeners[host] = open_listener(host, port)
                 self._loop.soon(self._accept_at, self._listeners[host])
             return int(self._listeners[host].getsockname()[1])
 
