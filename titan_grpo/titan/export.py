@@ -45,6 +45,14 @@ def names_in(checkpoint: Path) -> Set[str]:
     return dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata.keys()
 
 
+def lacking(checkpoint: Path, parts: Set[str]) -> list[str]:
+    """Return those of a job's ``parts`` that a DCP checkpoint does not hold. A ``train_state``
+    without a version is not GRPOTrainer's."""
+    names = names_in(checkpoint)
+    found = {name.partition(".")[0] for name in names}
+    return sorted(parts - (found if VERSION in names else found - {"train_state"}))
+
+
 def version_of(checkpoint: Path) -> int | None:
     """Return the version that a checkpoint names: less than its step if a training step before it
     changed no weight. None if it names none: it has the weights alone, or is not of GRPOTrainer."""

@@ -233,20 +233,30 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
             " find nothing to run"
         )
     if config.checkpoint.enable:
-        _check_checkpoints(config.checkpoint, Path(config.job.dump_folder))
+        _check_checkpoints(config)
 
 
-def _check_checkpoints(keys: Any, dump_folder: Path) -> None:
+def _check_checkpoints(config: Any) -> None:
     """Check what torchtitan would load at the start: the step and the folder are of its choice."""
     # not at the top: it imports torch.distributed.checkpoint
-    from titan_grpo.titan.export import PREFIX, VERSION, checkpoints_in, names_in
+    from titan_grpo.titan.export import PREFIX, checkpoints_in, lacking, names_in
 
-    folder, start = dump_folder / keys.folder, keys.initial_load_path
+    keys = config.checkpoint
+    folder, start = Path(config.job.dump_folder) / keys.folder, keys.initial_load_path
+    loaded = rules.saved_parts(config) - {"model", *keys.exclude_from_loading}
     if not folder.is_dir():
-        if start and not keys.initial_load_in_hf and not (Path(start) / ".metadata").is_file():
+        if not start or keys.initial_load_in_hf:
+            return
+        if not (Path(start) / ".metadata").is_file():
             raise ConfigError(
                 "checkpoint.initial_load_path must be a folder with a checkpoint of torchtitan (or"
                 f" of Hugging Face files with initial_load_in_hf), got {start!r}"
+            )
+        missing = lacking(Path(start), loaded)
+        if missing and not keys.initial_load_model_only:
+            raise ConfigError(
+                "checkpoint.initial_load_model_only must be true, got false:"
+                f" {start} was saved without {', '.join(missing)}"
             )
         return
     complete = checkpoints_in(folder)
@@ -261,13 +271,18 @@ def _check_checkpoints(keys: Any, dump_folder: Path) -> None:
             " from random weights: remove the folder"
         )
 
-    def whole(step: int) -> bool:
-        # torchtitan loads the weights alone of step 0, and no part that the job excludes.
-        alone = step == 0 or "train_state" in keys.exclude_from_loading
-        return step in complete and (alone or VERSION in names_in(complete[step]))
+    def lacks(step: int) -> list[str]:
+        # torchtitan loads the weights alone of step 0.
+        return lacking(complete[step], loaded) if step else []
 
-    if not whole(step):
-        others = [each for each in complete if whole(each)]
+    missing = lacks(step) if step in complete else ["train_state"]
+    if missing and "train_state" not in missing:
+        raise ConfigError(
+            f"checkpoint.exclude_from_loading must have {', '.join(missing)} too, got"
+            f" {keys.exclude_from_loading}: {complete[step]} was saved without"
+        )
+    if missing:
+        others = [each for each in complete if not lacks(each)]
         if keys.load_step != -1:
             raise ConfigError(
                 "checkpoint.load_step must be the step of a complete checkpoint of a GRPO run,"

@@ -378,6 +378,15 @@ def _training(config: Any) -> Rules:
         )
 
 
+def saved_parts(config: Any) -> set[str]:
+    """Return the names of all parts of a job's state that a checkpoint has."""
+    grpo = config.grpo
+    parts = {"model", "optimizer", "lr_scheduler", "dataloader", "train_state"}
+    parts |= {"text"} if grpo.ptx_mixin_batchsize else set()
+    parts |= {"reference"} if grpo.kl_beta > 0 and 0 < grpo.ref_model_ema < 1 else set()
+    return parts
+
+
 def _checkpoint(config: Any, on_cpu: bool) -> Rules:
     c = config.checkpoint
     yield (
@@ -401,10 +410,7 @@ def _checkpoint(config: Any, on_cpu: bool) -> Rules:
         "checkpoint.keep_latest_k",
         "0 (all) or 2 or more (torchtitan keeps one beside that which is being saved)",
     )
-    grpo = config.grpo
-    states = {"model", "optimizer", "lr_scheduler", "dataloader", "train_state"}
-    states |= {"text"} if grpo.ptx_mixin_batchsize else set()
-    states |= {"reference"} if grpo.kl_beta > 0 and 0 < grpo.ref_model_ema < 1 else set()
+    states = saved_parts(config)
     yield (
         c.enable and not states.issuperset(c.exclude_from_loading),
         "checkpoint.exclude_from_loading",
