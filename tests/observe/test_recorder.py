@@ -104,6 +104,23 @@ def test_each_step_is_one_line_of_valid_json_even_with_nan(tmp_path: Path) -> No
     assert recorder.series(names.REWARD) == [0.5, 0.75]
 
 
+def test_values_whose_sums_would_be_infinite_are_recorded_as_none(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    for step, value in ((1, 1e308), (2, -1.7e308), (3, 1e99)):
+        recorder.step(step, {names.REWARD: value, names.STEP_S: abs(value)})
+    recorder.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row[names.REWARD] for row in rows] == [None, None, 1e99]
+
+
+def test_a_line_with_a_number_that_no_recorder_writes_is_skipped_as_a_torn_one(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "reward/mean": 1e308}\n{"step": 2, "reward/mean": 0.5}\n')
+    assert read_metrics(path) == [{"step": 2, "reward/mean": 0.5}]
+
+
 def test_a_resumed_run_goes_on_after_the_line_that_a_kill_tore(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(

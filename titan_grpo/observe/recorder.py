@@ -7,7 +7,6 @@ readable.
 """
 
 import json
-import math
 import os
 import queue
 import threading
@@ -18,9 +17,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
 import msgspec
+from msgspec import Meta
 
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
@@ -54,11 +54,14 @@ def read_metrics(path: Path, only: Collection[str] | None = None) -> list[dict[s
     return rows
 
 
-_ROW = msgspec.json.Decoder(dict[str, float | None])
+LARGEST = 1e100
+"""Magnitude above which a metric counts as infinite: sums and curves of what is left are finite."""
+
+_ROW = msgspec.json.Decoder(dict[str, Annotated[float, Meta(ge=-LARGEST, le=LARGEST)] | None])
 
 
 def row_of(line: bytes) -> dict[str, Any] | None:
-    """Decode a line of metrics.jsonl; None if it is torn or none."""
+    """Decode a line of metrics.jsonl; None if it is torn or none that a recorder writes."""
     row: dict[str, Any] | None = decoded(line, _ROW)
     if row is None or row.get("step") is None:
         return None
@@ -79,7 +82,7 @@ def read_last(path: Path) -> dict[str, Any]:
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """Replace NaN and infinity, which JSON lacks, by None (null)."""
-    return {n: float(v) if math.isfinite(v) else None for n, v in metrics.items()}
+    return {n: float(v) if abs(v) <= LARGEST else None for n, v in metrics.items()}
 
 
 def _kept(row: Mapping[str, Any], only: Collection[str]) -> dict[str, Any]:
