@@ -37,6 +37,29 @@ def test_a_second_run_is_refused_with_the_first_ones_process_until_that_is_kille
         pass
 
 
+FORK = """
+import os, sys
+from pathlib import Path
+from titan_grpo.observe.run_lock import held
+with held(Path(sys.argv[1])):
+    if os.fork():
+        os._exit(0)
+    os.write(1, b"forked\\n")
+    sys.stdin.read()
+"""
+
+
+def test_a_fork_that_outlives_the_run_does_not_keep_its_lock(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORK, str(tmp_path)]
+    run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert run.stdin is not None
+    assert run.stdout is not None
+    with run.stdin, run.stdout:
+        assert run.stdout.readline() == "forked\n"
+        assert run.wait(60) == 0
+        assert lives(tmp_path) is False
+
+
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     with (

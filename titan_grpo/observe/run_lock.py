@@ -25,6 +25,20 @@ FLOCK = "hhqqi0q"
 """struct flock: type, whence, start, length (0: all), process (0 for these locks)."""
 
 
+_holding: set[int] = set()
+"""Descriptors of the locks that this process holds."""
+
+
+def _let_go() -> None:
+    """Close the locks' descriptors: the last one of a process and its forks releases a lock."""
+    while _holding:
+        os.close(_holding.pop())
+
+
+# A fork that outlives rank 0 (a task's, a data loader's worker) must not keep the lock.
+os.register_at_fork(after_in_child=_let_go)
+
+
 def _ask(descriptor: int, command: int) -> int:
     """Set (F_OFD_SETLK) or look for (F_OFD_GETLK) an exclusive lock; return the type that the
     kernel answers."""
@@ -42,6 +56,7 @@ def held(folder: Path) -> Iterator[None]:
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise _unusable(folder, error) from error
+    _holding.add(descriptor)
     try:
         _lock(folder, descriptor)
         try:
@@ -54,7 +69,10 @@ def held(folder: Path) -> Iterator[None]:
             raise _unusable(folder, error) from error
         yield
     finally:
-        os.close(descriptor)
+        # not in a fork, which has closed it
+        if descriptor in _holding:
+            _holding.remove(descriptor)
+            os.close(descriptor)
 
 
 def _lock(folder: Path, descriptor: int) -> None:
