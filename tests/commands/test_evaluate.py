@@ -23,13 +23,16 @@ rows = 1
 """
 
 
-@pytest.mark.parametrize("place", ["", "nowhere/figures.json"])
+REPLACED = ": the file would replace this device, pipe or folder"
+
+
+@pytest.mark.parametrize(("place", "why"), [("", REPLACED), ("nowhere/figures.json", "")])
 def test_figures_that_could_not_be_written_are_refused_before_an_evaluation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, why: str
 ) -> None:
     job, out = tmp_path / "job.toml", tmp_path / place
     job.write_text(JOB)
     words = ["--server", "http://127.0.0.1:9", "--out", str(out), "--job.config_file", str(job)]
     assert cli.main(["evaluate", *words]) == 2
-    rule = f"--out must be a file that can be written, got {str(out)!r}\n"
+    rule = f"--out must be a file that can be written, got {str(out)!r}{why}\n"
     assert capsys.readouterr().err == f"titan-grpo evaluate: {rule}"

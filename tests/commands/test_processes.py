@@ -90,10 +90,10 @@ def test_a_killed_command_leaves_nothing_of_what_it_ran(tmp_path: Path) -> None:
             ["--out", "new", "--json", "nowhere/result.json"],
             "--json must be a file that can be written, got 'nowhere/result.json'",
         ),
-        (["--out", "new", "--json", "."], "--json must be a file that can be written, got '.'"),
         (
             ["--out", "new", "--json", "/dev/full"],
-            "--json must be a file that can be written, got '/dev/full'",
+            "--json must be a file that can be written, got '/dev/full': the file would replace"
+            " this device, pipe or folder",
         ),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from titan_grpo.errors import DataError
 from titan_grpo.observe import names, report, schema
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.observe.report import describe, ends
+from titan_grpo.observe.report import describe, ends, write_whole
 
 SERVERS = ("http://127.0.0.1:8000", "http://127.0.0.1:8001")
 
@@ -181,6 +181,22 @@ def test_the_progress_line_shows_step_reward_staleness_blocked_time_and_versions
         line == "step 12/60  reward 0.431  stale 1  blocked 2.1 ms  step 612.0 ms  gap -  versions"
         " 127.0.0.1:8000=11 b:1=?"
     )
+
+
+def test_a_file_that_a_full_disk_does_not_take_is_named_and_nothing_of_it_is_left(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "page.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: .*/page'$"):
+        write_whole(tmp_path / "page", "text")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_to_a_file_that_is_written_whole_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "page")
+    write_whole(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "page").read_text() == "text"
 
 
 def test_a_quantile_between_two_ranks_is_interpolated_and_nan_is_left_out() -> None:

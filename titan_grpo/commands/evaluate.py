@@ -65,6 +65,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     tables = [table for table in config.evaluation if table.name in names]
     import msgspec
 
+    from titan_grpo.observe.report import write_whole
     from titan_grpo.rollout import evaluation
     from titan_grpo.rollout.evaluation import Job, evaluate, prepare
     from titan_grpo.rollout.messages import RolloutSpec
@@ -83,7 +84,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
             found.append(msgspec.to_builtins(result))
             # After each: a later one that fails would lose it.
             if out is not None:
-                out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+                write_whole(out, json.dumps(found, indent=2) + "\n")
     return 0
 
 

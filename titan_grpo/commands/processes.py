@@ -169,10 +169,13 @@ def tiny_run(
 
 
 def require_file(option: str, path: Path) -> None:
-    """Raise ConfigError if an option names no file that can be written, or a device, which a file
-    would replace. Checked before a long run, whose figures would be lost."""
-    if (path.exists() and not path.is_file()) or not os.access(path.absolute().parent, os.W_OK):
-        raise ConfigError(f"{option} must be a file that can be written, got {str(path)!r}")
+    """Raise ConfigError if an option names no file that can be written whole (write_whole).
+    Checked before a long run, whose figures would be lost."""
+    rule = f"{option} must be a file that can be written, got {str(path)!r}"
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{rule}: the file would replace this device, pipe or folder")
+    if not os.access(path.resolve().parent, os.W_OK):
+        raise ConfigError(rule)
 
 
 def require_python(engine: str, path: str) -> None:

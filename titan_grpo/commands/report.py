@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from titan_grpo.commands.processes import require_file
-from titan_grpo.errors import ConfigError
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,9 +34,6 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     require_file("--out", out)
     places = [args.tokenizer] if args.tokenizer else page.tokenizers_of(found, args.run)
     text = page.render(found, page.decoder(places))
-    try:
-        write_whole(out, text)
-    except OSError as error:
-        raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from error
+    write_whole(out, text)
     print(f"{out}: {len(text.encode()) / 1e6:.1f} MB; open it in a browser")
     return 0

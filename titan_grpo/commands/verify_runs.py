@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from titan_grpo.commands.processes import print_progress, run_logged, tiny_run
 from titan_grpo.engines.launch import Server
 from titan_grpo.errors import ServerUnreachable
+from titan_grpo.observe.report import write_whole
 from titan_grpo.runkey import Key, find_run_key, with_run_key
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify.outcome import (
@@ -99,7 +100,7 @@ def verify(
     # The table first: it must not be lost with a disk that is full by now.
     print(table(result), flush=True)
     for path in filter(None, (out / "verify.json", options.json)):
-        Path(path).write_text(json.dumps(result, indent=2))
+        write_whole(Path(path), json.dumps(result, indent=2))
     print(f"{result['seconds']:.0f} s; evidence and logs in {out}")
     return 0 if result["passed"] else 1
 

@@ -131,11 +131,16 @@ def _shares(counts: Mapping[str, int]) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: no reader, kill or full disk leaves half of it. Raises OSError."""
+    """Write a file atomically: no reader, kill or full disk leaves half of it. Raises OSError with
+    the file's name."""
+    path = path.resolve()  # a link stays one, /dev/stdout among them
     draft = path.with_name(path.name + ".partial")
     try:
         draft.write_text(text, encoding="utf-8")
         os.replace(draft, path)
+    except OSError as error:
+        # that of a full disk has no name
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         draft.unlink(missing_ok=True)
 
