@@ -111,6 +111,14 @@ def test_what_a_verification_cannot_write_is_refused_before_its_runs(
     assert capsys.readouterr().err == f"titan-grpo verify: {rule}\n"
 
 
+def test_runs_that_start_in_the_same_second_have_folders_of_their_own() -> None:
+    code = "from titan_grpo.commands.processes import own_folder; print(own_folder('verify'))"
+    both = [subprocess.Popen(python(code), stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    (one, _), (other, _) = (each.communicate(timeout=60) for each in both)
+    assert one.startswith("outputs/verify-20")
+    assert one.rpartition("-")[2] != other.rpartition("-")[2]
+
+
 def test_the_result_of_a_verification_may_lie_beside_its_evidence(tmp_path: Path) -> None:
     out = tmp_path / "new"
     words = ["--out", str(out), "--json", str(out / "result.json")]

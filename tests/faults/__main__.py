@@ -21,7 +21,7 @@ from tests.faults.runner import Launches, Reference, Runner, groups, run_network
 from tests.faults.site import Launch, Site, engineless_launcher, launcher
 from tests.rigs.trainer_process import Settings
 from titan_grpo.cli import guarded
-from titan_grpo.commands.processes import stop_on_sigterm
+from titan_grpo.commands.processes import own_folder, stop_on_sigterm
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify.server import choose_devices
@@ -67,7 +67,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
             f"--{options.engine}-python must be an interpreter, {options.python} does not exist:"
             " run scripts/setup.sh"
         )
-    options.out = Path(options.out or f"outputs/faults-{time.strftime('%Y%m%d-%H%M%S')}")
+    options.out = Path(options.out) if options.out else own_folder("faults")
     if options.out.exists() and any(options.out.iterdir()):
         raise ConfigError(
             f"--out must be a new directory, {options.out} has files in it: remove it or name"

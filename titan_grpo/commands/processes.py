@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,12 @@ def run_logged(
         raise ConfigError(cause.text)
     if status != 0:
         raise TrainingFailed(f"{cause.text} (exit code {status}; all output is in {log})")
+
+
+def own_folder(kind: str) -> Path:
+    """Return the default folder of a run's evidence, by time and process: a run that starts in the
+    same second has another one."""
+    return Path(f"outputs/{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
 
 
 def print_progress(text: str) -> None:

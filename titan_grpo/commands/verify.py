@@ -8,13 +8,13 @@ violation is named.
 """
 
 import argparse
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from titan_grpo.commands.processes import (
     add_tiny_run,
     in_foreground,
+    own_folder,
     require_file,
     require_python,
 )
@@ -33,7 +33,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     devices = ["auto", "cpu", "cuda"]
     add("--device", default="auto", choices=devices, help=DEVICE_HELP)
-    add("--out", default="", help="new directory for evidence (default outputs/verify-<time>)")
+    add("--out", default="", help="new directory for evidence (default outputs/verify-<time>-<process>)")
     add("--json", default="", metavar="PATH", help="also write the result as JSON")
     # No mixture of experts: bf16 rounding affects its routing, so log-probabilities cannot tell its
     # versions apart.
@@ -48,7 +48,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         )
     options.python = getattr(options, f"{options.engine}_python")
     require_python(options.engine, options.python)
-    out = Path(options.out or f"outputs/verify-{time.strftime('%Y%m%d-%H%M%S')}")
+    out = Path(options.out) if options.out else own_folder("verify")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out must be a new directory, {out} is a file: name another")
     if out.exists() and any(out.iterdir()):
