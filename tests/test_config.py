@@ -99,6 +99,7 @@ def found(section: GRPO | Rollout | WeightSync) -> list[str]:
         (LAUNCHED, {"engine": "sglang"}, '"auto" for launched servers of vllm'),
         (ROLLOUT, {"source": "atropos"}, "atropos_url must be a URL such as http://host:8000 with"),
         (PUSHED, {"push_address": "8900"}, "host:port"),
+        (PUSHED, {"push_address": "[::1:8900"}, "host:port"),
         (PUSHED, {"push_address": "0.0.0.0:8900"}, "push_key_env must be set while"),
         (AGENTS, {"agent": "module"}, '"package.module:function", or "outside"'),
         (AGENTS, {"agent_address": "8900"}, "host:port"),

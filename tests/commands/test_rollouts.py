@@ -24,8 +24,10 @@ from titan_grpo.rollout.service import Service
         (["--lease", "nan"], "--lease must be greater than 0, and finite, got nan"),
         (
             ["--bind", "127.0.0.1:70000"],
-            "--bind must be an address of this host, got '127.0.0.1:70000'",
+            r"--bind must be host:port \(\[host\]:port with IPv6\), got '127.0.0.1:70000'",
         ),
+        (["--bind", "[::1:3"], r"--bind must be host:port .*, got '\[::1:3'"),
+        (["--bind", "::1:3"], r"--bind must be host:port .*, got '::1:3'"),
     ],
 )
 def test_a_service_that_anybody_could_use_and_what_can_not_be_bound_are_refused(

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from titan_grpo.config.grpo import GRPO
 from titan_grpo.config.grpo import violations as grpo_violations
-from titan_grpo.config.rollout import LAUNCH, Rollout, engines_read_calls, listens
+from titan_grpo.config.rollout import ADDRESS, LAUNCH, Rollout, engines_read_calls, host_and_port
 from titan_grpo.config.rollout import violations as rollout_violations
 from titan_grpo.config.task import Evaluation, Rules, broken, evaluation_rules, task_rules
 from titan_grpo.errors import ConfigError
@@ -317,7 +317,8 @@ def _lora(lora: Lora) -> Rules:
 
 
 def _dashboards(d: Dashboards) -> Rules:
-    yield bool(d.metrics_address) and not listens(d.metrics_address), "metrics_address", "host:port"
+    address = d.metrics_address
+    yield bool(address) and host_and_port(address) is None, "metrics_address", ADDRESS
 
 
 def _deadlines(config: Any) -> Iterator[str]:

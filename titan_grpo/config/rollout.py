@@ -5,6 +5,7 @@ objects.
 """
 
 import ipaddress
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -338,18 +339,29 @@ def _sources(r: Rollout) -> Rules:
         yield r.source != "task", "in_flight_weight_updates", rule
 
 
-def listens(address: str) -> bool:
-    """Return whether a text has the form of an address to listen at, "host:port"."""
-    host, _, port = address.rpartition(":")
-    return bool(host) and port.isdigit() and int(port) < 65536
+ADDRESS = "host:port ([host]:port with IPv6)"
+"""Form of an address to listen at, for messages."""
+
+
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """Return the two parts of an address to listen at, the host without brackets; None for a text
+    without its form.
+
+    >>> host_and_port("[::1]:8910"), host_and_port("::1:8910"), host_and_port("[::1:8910")
+    (('::1', 8910), None, None)
+    """
+    found = re.fullmatch(r"(?:\[([^][]*:[^][]*)\]|([^][:]+)):([0-9]{1,5})", address)
+    if found is None or int(found[3]) > 65535:
+        return None
+    return found[1] or found[2], int(found[3])
 
 
 def _listens(r: Rollout, who: str) -> Rules:
     address: str = getattr(r, f"{who}_address")
-    host, usable = address.rpartition(":")[0], listens(address)
-    yield not usable, f"{who}_address", "host:port"
+    place = host_and_port(address)
+    yield place is None, f"{who}_address", ADDRESS
     yield (
-        usable and not getattr(r, f"{who}_key_env") and not is_loopback(host),
+        place is not None and not getattr(r, f"{who}_key_env") and not is_loopback(place[0]),
         f"{who}_key_env",
         f"set while rollout.{who}_address is not on loopback (any process that reaches {address}"
         " could teach the model)",

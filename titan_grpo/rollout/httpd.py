@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from titan_grpo.config.rollout import ADDRESS, host_and_port
 from titan_grpo.errors import ConfigError
 
 END_S = 5.0
@@ -73,12 +74,13 @@ class HttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """With a ``key``, every request needs ``Authorization: Bearer KEY``. Raises ConfigError,
         its text beginning with ``what``, if the address cannot be bound."""
         self.key, self.answer = key, answer
-        host, _, port = address.rpartition(":")
-        host = host.strip("[]")
+        if (place := host_and_port(address)) is None:
+            raise ConfigError(f"{what} must be {ADDRESS}, got {address!r}")
+        host = place[0]
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            super().__init__((host, int(port)), _Handler)
-        except (OSError, ValueError, OverflowError) as error:
+            super().__init__(place, _Handler)
+        except (OSError, TypeError) as error:  # TypeError: a host that has no encoding
             raise ConfigError(
                 f"{what} must be an address of this host, got {address!r}: {error}"
             ) from error
