@@ -110,13 +110,13 @@ def test_sglang_gets_the_stand_ins_on_a_cpu_only_and_before_any_other_path() -> 
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_start_commands_of_the_readme_are_those_that_we_use(engine: str, root: Path) -> None:
-    readme = (root / "README.md").read_text().replace("\\\n", " ")
+def test_the_start_commands_of_the_docs_are_those_that_we_use(engine: str, root: Path) -> None:
+    page = (root / "docs" / "first_job.md").read_text().replace("\\\n", " ")
     module = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}[
         engine
     ]
     (line,) = [
-        line for line in readme.splitlines() if f".venv-{engine}/bin/python -m {module}" in line
+        line for line in page.splitlines() if f".venv-{engine}/bin/python -m {module}" in line
     ]
     spec = ServerSpec("py", "MODEL", "log", engine=engine, port=1)
     ours, written = command(spec)[1:], shlex.split(line)

@@ -59,7 +59,7 @@ hf_assets_path = {model}
 async_weight_update = true
 
 [rollout]
-# vLLM and SGLang servers; README says how each is started.
+# vLLM and SGLang servers; docs/first_job.md says how each is started.
 servers = {servers}
 # Your functions: "module:function", found from the directory that the job is started in.
 reward = {reward}
