@@ -211,6 +211,19 @@ def test_an_evaluation_whose_server_is_lost_has_no_result_and_ends_at_once(
     assert versions(recorder) == [2]
 
 
+def test_the_last_versions_evaluation_that_no_server_can_make_is_said(
+    begin: Begin, completion_server: MakeServer
+) -> None:
+    one, _, _, recorder = begin(at_start=False)
+    one.set_server(held(completion_server(), 3))
+    one.last(4)
+    (error,) = recorder.history().errors
+    assert error == (
+        "evaluation digits of version 4, the last, has no result: no server that it may use holds"
+        " that version"
+    )
+
+
 def is_evaluation(child: psutil.Process) -> bool:
     # A child that has ended and was not yet waited for has no command line.
     with suppress(psutil.NoSuchProcess):

@@ -164,6 +164,12 @@ class Evaluations:
             for state in list(self._servers.values()):
                 self._begin(state)
         self.wait_idle()
+        for table in self._tables:
+            if table.due == version and table.running is None:
+                self._recorder.error(
+                    f"evaluation {table.job.table.name} of version {version}, the last, has no"
+                    " result: no server that it may use holds that version"
+                )
 
     def wait_idle(self) -> None:
         """Wait until no evaluation runs, or the longest deadline has passed."""
