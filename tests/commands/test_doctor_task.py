@@ -27,7 +27,7 @@ def diagnosis(
     subjects = ("reward", "dataset", "first prompt", "chat template", "task", "agent")
 
     def run(**changes: Any) -> list[str]:
-        job = changes.pop("job", "")
+        job, wanted = changes.pop("job", ""), changes.pop("subjects", subjects)
         keys = {"reward": "doctored_rewards:right", "dataset": "rows.jsonl"} | changes
         arguments = [f"--job.config_file={job}"] if job else []
         arguments += [f"--rollout.{name}={value}" for name, value in keys.items() if value]
@@ -36,7 +36,7 @@ def diagnosis(
         arguments += ["--model.name=qwen3", "--model.flavor=grpo_tiny", "--training.seq_len=512"]
         code = cli.main(["doctor", "--timeout", "1", *arguments])
         lines = capsys.readouterr().out.splitlines()
-        about = [line for line in lines if line[9:22].strip() in subjects]
+        about = [line for line in lines if line[9:22].strip() in wanted]
         assert about, lines
         assert code == 1
         return about
@@ -51,6 +51,15 @@ def test_a_sound_task_shows_its_rows_and_its_first_prompt(
     assert reward == "ok       reward        doctored_rewards:right"
     assert dataset == "ok       dataset       rows.jsonl: 5 rows with prompt, answer"
     assert prompt.startswith("ok       first prompt  22 tokens: 'user: ")
+
+
+def test_a_tokenizer_file_that_cannot_be_read_is_one_finding_with_its_path(
+    diagnosis: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model/tokenizer.json").write_text('{"version": ')
+    (found,) = diagnosis(subjects=["configuration"])
+    assert found.startswith("problem  configuration the model's directory (model.hf_assets_path)")
+    assert f"{str(tmp_path / 'model')!r} has one that is damaged: " in found
 
 
 @pytest.mark.parametrize(

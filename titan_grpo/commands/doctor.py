@@ -93,6 +93,7 @@ def wanted(
         config = jobconfig.parse(rest)
         out.model_fields = essential(read_config(config.model.hf_assets_path))
         rollout = config.rollout
+        tokens = servers.tokens_here(config.model.hf_assets_path)
         launched = rollout.servers == [LAUNCH]
         if not launched or rollout.servers_file or rollout.servers_slurm:
             known = known_servers(rollout, env).urls
@@ -112,7 +113,7 @@ def wanted(
     options = servers.Options(rank, config.grpo.router_replay)
     reads = engines_read_calls(rollout)
     streamed = config.weight_sync.apply == "streamed"
-    out.needs = Needs(options, servers.tokens_here(out.model), reads, streamed)
+    out.needs = Needs(options, tokens, reads, streamed)
     return out, host.ok("configuration", "valid")
 
 

@@ -307,14 +307,13 @@ def _tokenizer(url: str, here: Sequence[int], there: Sequence[int]) -> Finding:
 
 def tokens_here(model_dir: str) -> list[int] | None:
     """Return TEXT's ids by the directory's tokenizer.json, no special tokens added; None without
-    it."""
-    path = Path(model_dir) / "tokenizer.json"
-    if not path.is_file():
+    it. Raises ConfigError if it is damaged."""
+    if not (Path(model_dir) / "tokenizer.json").is_file():
         return None
-    from tokenizers import Tokenizer
+    # Imported here: it needs packages that the doctor must be able to report as missing.
+    from titan_grpo.rollout.codec import TextCodec
 
-    found: list[int] = Tokenizer.from_file(str(path)).encode(TEXT, add_special_tokens=False).ids
-    return found
+    return list(TextCodec(model_dir).encode(TEXT))
 
 
 def clock_ahead_s(driver: SyncDriver, timeout_s: float) -> float:

@@ -33,7 +33,11 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     devices = ["auto", "cpu", "cuda"]
     add("--device", default="auto", choices=devices, help=DEVICE_HELP)
-    add("--out", default="", help="new directory for evidence (default outputs/verify-<time>-<process>)")
+    add(
+        "--out",
+        default="",
+        help="new directory for evidence (default outputs/verify-<time>-<process>)",
+    )
     add("--json", default="", metavar="PATH", help="also write the result as JSON")
     # No mixture of experts: bf16 rounding affects its routing, so log-probabilities cannot tell its
     # versions apart.

@@ -36,7 +36,13 @@ class TextCodec:
                 "the model's directory (model.hf_assets_path) must have a tokenizer.json, got"
                 f" {model_dir!r}"
             )
-        self._tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises no narrower one
+            raise ConfigError(
+                "the model's directory (model.hf_assets_path) must have a tokenizer.json,"
+                f" {model_dir!r} has one that is damaged: {error}"
+            ) from error
         # The file keeps the settings of a fine-tuning, which would cut or pad prompts silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
