@@ -18,10 +18,18 @@ from titan_grpo.engines.launch import ServerSpec, command
 from titan_grpo.runkey import Key
 from titan_grpo.titan.startup import (
     launched,
+    owner_of,
     registration,
     sync_settings,
     write_failure,
 )
+
+
+def test_a_run_whose_owner_file_a_full_disk_left_empty_gets_an_identity(tmp_path: Path) -> None:
+    (tmp_path / "owner").touch()
+    found = owner_of(tmp_path)
+    assert len(found) == 16
+    assert owner_of(tmp_path) == found
 
 
 def test_an_error_of_the_disk_is_found_where_a_library_wrapped_it() -> None:

@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import os
-import secrets
 import shlex
 import signal
 import threading
@@ -47,7 +46,7 @@ from titan_grpo.titan.hf_files import save_version
 from titan_grpo.titan.jobfile import read_config
 from titan_grpo.titan.rules import end_waits_s, sync_waits_s
 from titan_grpo.titan.servers import Membership, known_servers
-from titan_grpo.titan.startup import Rollouts, launched, start_rollouts, sync_settings
+from titan_grpo.titan.startup import Rollouts, launched, owner_of, start_rollouts, sync_settings
 from titan_grpo.titan.step_records import (
     FirstBatch,
     Row,
@@ -195,7 +194,7 @@ class Controller:
                 needs=self._needs(),
                 remote_writers=plan.others,
                 leaders=plan.leaders[1:],
-                owner=_owner(self._run_dir),
+                owner=owner_of(self._run_dir),
                 take_over=rollout.take_over,
                 drain=None if rollout.in_flight_weight_updates else self._drain,
             ),
@@ -527,21 +526,12 @@ def ending(error: BaseException | None) -> str:
     """Return in one line what ended a run; empty for None. A signal arrives as SystemExit
     (train.py).
 
-    >>> ending(SystemExit(128 + 15)), ending(ValueError("no batch"))
-    ('SIGTERM', 'ValueError: no batch')
+    >>> ending(SystemExit(128 + 15)), ending(SystemExit(255)), ending(ValueError("no batch"))
+    ('SIGTERM', 'SystemExit: 255', 'ValueError: no batch')
     """
     if error is None:
         return ""
     code = error.code if isinstance(error, SystemExit) else None
-    if isinstance(code, int) and code > SIGNALLED:
+    if isinstance(code, int) and code - SIGNALLED in list(signal.Signals):
         return signal.Signals(code - SIGNALLED).name
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _owner(run_dir: Path) -> str:
-    """Return the identity that all runs in one dump folder share: each may take over the servers of
-    the run before it."""
-    path = run_dir / "owner"
-    if not path.exists():
-        path.write_text(secrets.token_hex(8) + "\n", encoding="utf-8")
-    return path.read_text(encoding="utf-8").strip()

@@ -4,6 +4,7 @@ on rank 0's host) and its rollouts (recorded, from a subprocess, or from a remot
 import errno
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 from titan_grpo.config import LAUNCH, Rollout, WeightSync, engines_read_calls, sends_adapters
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import ConfigError
+from titan_grpo.observe.report import write_whole
 from titan_grpo.observe.terminal import waiting
 from titan_grpo.rollout.client import LocalTransport, RolloutClient
 from titan_grpo.rollout.messages import RolloutSpec, WorkerTransport
@@ -165,6 +167,17 @@ def placed(spec: RolloutSpec) -> RolloutSpec:
 
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
+
+
+def owner_of(run_dir: Path) -> str:
+    """Return the identity that all runs in one dump folder share: each may take over the servers of
+    the run before it."""
+    path = run_dir / "owner"
+    found = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+    if not found:  # also what a full disk left empty
+        found = secrets.token_hex(8)
+        write_whole(path, found + "\n")
+    return found
 
 
 def write_failure(error: BaseException, folder: Path) -> str:
