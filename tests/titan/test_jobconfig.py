@@ -404,14 +404,11 @@ def test_a_run_key_that_is_missing_or_named_twice_is_refused_on_every_rank(
         jobconfig.check_files(config, {"TITAN_GRPO_RUN_KEY": "00" * 32})
 
 
-PARTS = {name: {"of": 0} for name in ("optimizer", "lr_scheduler", "dataloader")}
-"""What a whole checkpoint has beside the weights and ``train_state``."""
-
-
 def save(dump_folder: Path, step: int, name: str = "attention.wq", **trained: int) -> None:
+    parts = {key: {"of": 0} for key in ("optimizer", "lr_scheduler", "dataloader")}
     state = {
         f"layers.0.{name}.weight": torch.zeros(1),
-        **({"train_state": trained, **PARTS} if trained else {}),
+        **({"train_state": trained, **parts} if trained else {}),
     }
     dcp.save(state, checkpoint_id=dump_folder / f"checkpoint/step-{step}", no_dist=True)
 
@@ -445,30 +442,25 @@ def test_a_run_that_left_the_weights_alone_is_told_how_to_go_on(
         jobconfig.check_files(parse("", *keys, f"--checkpoint.exclude_from_loading={excluded}"))
 
 
+WHOLE = "no-initial_load_model_only --checkpoint.initial_load_path={0}/checkpoint/step-4"
+LACKING = r"exclude_from_loading must have dataloader, lr_scheduler, optimizer too, got \['train_st"
+
+
+@pytest.mark.parametrize(
+    ("keys", "rule"),
+    [
+        ("exclude_from_loading=train_state --job.dump_folder={0}", LACKING),
+        (WHOLE, r"initial_load_model_only must be true, .*/step-4 .* dataloader, .*, train_state$"),
+    ],
+)
 def test_a_part_that_a_checkpoint_lacks_is_named_with_the_key_that_leaves_it_out(
-    parse: Parse, tmp_path: Path
+    parse: Parse, tmp_path: Path, keys: str, rule: str
 ) -> None:
     model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
-    keys = ["--checkpoint.enable", f"--model.hf_assets_path={model}"]
-    keys.append("--checkpoint.exclude_from_loading=train_state")
     save(tmp_path, 4)
-    lacking = r"dataloader, lr_scheduler, optimizer"
-    rule = rf"exclude_from_loading must have {lacking} too, got \['train_state'\]: .*/step-4 was"
+    words = f"--job.dump_folder={{0}}/run --checkpoint.enable --checkpoint.{keys}".format(tmp_path)
     with pytest.raises(ConfigError, match=rule):
-        jobconfig.check_files(parse("", *keys, f"--job.dump_folder={tmp_path}"))
-
-
-def test_a_first_checkpoint_of_weights_alone_is_not_loaded_whole(
-    parse: Parse, tmp_path: Path
-) -> None:
-    model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
-    keys = ["--checkpoint.enable", f"--model.hf_assets_path={model}"]
-    keys += [f"--checkpoint.initial_load_path={tmp_path}/checkpoint/step-4"]
-    keys += [f"--job.dump_folder={tmp_path}/run", "--checkpoint.no-initial_load_model_only"]
-    save(tmp_path, 4)
-    rule = r"initial_load_model_only must be true, .* without dataloader, .*, train_state$"
-    with pytest.raises(ConfigError, match=rule):
-        jobconfig.check_files(parse("", *keys))
+        jobconfig.check_files(parse("", f"--model.hf_assets_path={model}", *words.split()))
 
 
 def test_a_first_checkpoint_that_is_not_there_is_refused_before_the_model_is_made(
