@@ -263,7 +263,7 @@ def test_every_vllm_that_a_page_or_an_example_starts_has_the_trainers_log_probab
     paths = [root / "README.md", *(path for path in found if path.suffix != ".pyc")]
     backend = re.compile(r"--weight-transfer-config\W+backend")
     starts = [path.read_text() for path in paths if backend.search(path.read_text())]
-    assert len(starts) == 5
+    assert len(starts) == 6
     right = re.compile(rf"--logprobs-mode\W+{LOGPROBS_MODE}\b[^`]*?{backend.pattern}")
     for text in starts:
         assert len(right.findall(text)) == len(backend.findall(text)), text
