@@ -114,5 +114,7 @@ foreign = update(None)
 for tensors in ([], [b"\x80\x02]."], [b"\x80\x02].", b"{}"], [b"7"]):
     update(LOADER, *tensors)
 found = {"answers": answers, "greeted": greeted, "seen": loaded, "foreign": foreign}
+# Not its text, more than a pipe holds: its end was lost where the reader was slow.
+seen = ["nonsense" if each == NONSENSE[1] else each for each in seen]
 found |= {"refused": [refused, seen], "watched": watched}
 print(json.dumps(found))

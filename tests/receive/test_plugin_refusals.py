@@ -300,8 +300,7 @@ def test_a_load_is_one_message_to_sglangs_schedulers_and_alone_allows_a_label(
     assert found["answers"] == [400, 200, 200, 400]
     assert found["greeted"] == [200, 503, 200], "no lane has joined"
     assert "begin_weight_update()" in found["foreign"], "an update of SGLang's own needs its own"
-    nonsense = {"nonsense": "\u00fc" * 40_000}
-    assert found["refused"] == [[200], ["message", nonsense, {}, {}, {}, {}]], "nothing is repacked"
+    assert found["refused"] == [[200], ["message", "nonsense", {}, {}, {}, {}]], "nothing is repacked"
 
 
 def test_sglangs_watchdog_ends_no_server_that_is_paused_over_a_long_load(
