@@ -57,6 +57,18 @@ def send(
     return reply.status, json.loads(reply.read())
 
 
+def asking(base_url: str, api_key: str, retries: int | None = None) -> http.client.HTTPConnection:
+    """A connection whose call was sent, with OpenAI's count of retries unless it is None."""
+    address, _, path = base_url.removeprefix("http://").partition("/")
+    connection = http.client.HTTPConnection(address, timeout=60)
+    headers = {"Authorization": f"Bearer {api_key}"}
+    if retries is not None:
+        headers["x-stainless-retry-count"] = str(retries)
+    body = json.dumps({"model": "any", "messages": [HELLO]})
+    connection.request("POST", f"/{path}/chat/completions", body, headers)
+    return connection
+
+
 def talker(turns: int = 3, **options: Any) -> Callable[[str, str, Any], float]:
     """An agent of so many turns; returns 1."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.agents import client_of, says, send, talker
+from tests.rollout.agents import asking, client_of, says, send, talker
 from tests.rollout.conftest import CompletionServer, MakeServer, SamplerOfAgents
 from tests.rollout.sampling import holding
 from titan_grpo.engines.http import AsyncDriver
@@ -154,3 +154,32 @@ def test_an_episode_that_begins_again_samples_its_first_answer_anew(
 
     asyncio.run(run())
     assert heard == [["one", "two"], ["three"] * 3]
+
+
+def test_a_call_whose_client_has_gone_is_not_sampled_at_the_next_server(
+    sampler_of_agents: SamplerOfAgents, codec: TextCodec, completion_server: MakeServer
+) -> None:
+    first, second = completion_server(), completion_server()
+    first.behaviour, second.behaviour = first.hang, says(codec, "one")
+    gone = threading.Event()
+
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        connection = asking(base_url, api_key)
+        first.wait_for_requests(1)
+        connection.close()
+        gone.set()
+        message: Any = {"role": "user", "content": "a"}
+        client_of(base_url, api_key).chat.completions.create(model="any", messages=[message])
+        return 1.0
+
+    async def run() -> Group:
+        async with sampler_of_agents(agent) as (sampler, _):
+            parts = [NO_TOKENS]
+            moved = asyncio.ensure_future(attempt(sampler, first, parts))
+            await asyncio.to_thread(gone.wait, 60)
+            moved.cancel()
+            await asyncio.wait([moved], timeout=60)
+            return await attempt(sampler, second, parts)
+
+    assert [completion.num_sampled for completion in asyncio.run(run()).completions] == [4]
+    assert len(second.bodies) == 1

@@ -105,7 +105,7 @@ class AgentSampler(Sampler):
         time_s, until_s = asyncio.get_running_loop().time, None
         try:
             while not episode.over.done():
-                for call in episode.calls:
+                for call in episode.waiting:
                     if call not in serving:
                         serving[call] = asyncio.ensure_future(self._answer(job, episode, call))
                 if episode.begun and until_s is None:
@@ -219,12 +219,15 @@ class AgentSampler(Sampler):
         each trajectory becomes a completion after it. Raises GroupDropped, TaskFailed."""
         made: list[tuple[Trajectory, Completion]] = []
         for episode in episodes:
-            delivered = [each for each in episode.trajectories if each.delivered]
+            delivered = [each for each in episode.calls if each.delivered]
             if not delivered and episode.full:
                 what = f"the first call of an agent (row {episode.row!r:.200})"
                 raise PromptTooLong(what, self._spec)
             if not delivered:
-                text = f"an agent must make a call, one of row {episode.row!r:.200} made none"
+                text = (
+                    "an agent must make a call and wait for its answer, one of row"
+                    f" {episode.row!r:.200} has none"
+                )
                 raise TaskFailed("agent", DataError(text))
             # no deadline: it is done (_serve has returned)
             reward = episode.over.result()

@@ -54,6 +54,9 @@ from titan_grpo.rollout.tasks.agent import AgentRows
 from titan_grpo.samples import NO_TOKENS, Completion
 
 NO_EPISODE = "the API key must be that of a running episode"
+RETRIES = "x-stainless-retry-count"
+"""Header in which OpenAI's clients count the repeats of a call."""
+
 MARK = "TheAnswerStandsHere"
 """Placeholder answer, to find the text that a template writes after an answer."""
 
@@ -78,21 +81,26 @@ class Trajectory:
     delivered: int = 0
     tail: str = ""
     finish_reason: str = ""
-    busy: bool = True
-    """Whether one of its calls waits for its answer."""
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A call that waits for its answer. ``context``: tokens that it adds to its trajectory's part.
-    ``reason``: finish reason of its answer, once known."""
+    """A call of an agent. ``context``: tokens that it adds to its trajectory's part. ``gone``: for
+    the call and each of its repeats, whether the client has closed the connection. ``reason``:
+    finish reason of its answer, once known."""
 
     request: ChatRequest
     trajectory: Trajectory
     context: tuple[int, ...]
     rendered: str
     answer: "asyncio.Future[ChatAnswer]"
+    gone: list[Callable[[], bool]]
     reason: str = "stop"
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether nobody waits for its answer any more, and nobody got it."""
+        return not self.answer.done() and all(gone() for gone in self.gone)
 
 
 @dataclass(eq=False, slots=True)
@@ -108,15 +116,28 @@ class Episode:
     """Rest of ``task_timeout_s``: of the time in which the agent runs and a server serves it."""
     begun: bool = False
     """Whether its agent runs, here or elsewhere."""
-    trajectories: list[Trajectory] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: dict[Trajectory, Call] = field(default_factory=dict)
+    """The last call of each trajectory."""
     full: bool = False
     """Whether its last call had no room, so that the run's limit ended it."""
     _changed: "asyncio.Future[None] | None" = None
 
-    def ask(self, codec: TextCodec, request: ChatRequest, spec: RolloutSpec) -> Call:
-        """Queue a call. Raises Refused if its messages cannot be rendered, or its trajectory has no
+    def ask(
+        self,
+        codec: TextCodec,
+        request: ChatRequest,
+        spec: RolloutSpec,
+        gone: Callable[[], bool],
+        repeat: bool,
+    ) -> Call:
+        """Queue a call, or return the one that it repeats. ``repeat``: whether the client says that
+        it does. Raises Refused if its messages cannot be rendered, or its trajectory has no
         room."""
+        if (earlier := self._repeated(request, repeat)) is not None:
+            self.full = False
+            earlier.gone.append(gone)
+            self.notice()
+            return earlier
         try:
             messages = [for_template(message) for message in request.messages]
             rendered = codec.render(messages, request.tools)
@@ -136,16 +157,20 @@ class Episode:
                 "messages",
                 TOO_LONG,
             )
-        trajectory.busy = True
-        if going is None:
-            if not self.trajectories:
-                trajectory.part = self.number
-            self.trajectories.append(trajectory)
+        if not self.calls:
+            trajectory.part = self.number
         answer = asyncio.get_running_loop().create_future()
-        call = Call(request, trajectory, context, rendered, answer)
-        self.calls.append(call)
+        call = Call(request, trajectory, context, rendered, answer, [gone])
+        self.calls[trajectory] = call
         self.notice()
         return call
+
+    def _repeated(self, request: ChatRequest, repeat: bool) -> Call | None:
+        """Return the call that an equal one repeats: one that was abandoned; else any, if the
+        client says that it repeats one."""
+        equal = [call for call in self.calls.values() if call.request == request]
+        equal.sort(key=lambda call: (not call.abandoned, call.answer.done()))
+        return equal[0] if equal and (repeat or equal[0].abandoned) else None
 
     def _continued(
         self,
@@ -155,9 +180,9 @@ class Episode:
         messages: Sequence[Message],
     ) -> tuple[Trajectory, tuple[int, ...]] | None:
         """Return the (longest) trajectory that a call continues, and the tokens that it adds."""
-        for trajectory in sorted(self.trajectories, key=lambda t: -len(t.messages)):
+        for trajectory in sorted(self.calls, key=lambda t: -len(t.messages)):
             count = len(trajectory.messages)
-            same = trajectory.tools == request.tools and not trajectory.busy
+            same = trajectory.tools == request.tools and self.calls[trajectory].answer.done()
             if same and trajectory.messages == tuple(messages[:count]) and trajectory.delivered:
 
                 def render(messages: Sequence[Message], tools: Any = request.tools) -> str:
@@ -169,8 +194,11 @@ class Episode:
         return None
 
     def answered(self, call: Call, delivered: int, tail: str, answer: ChatAnswer) -> None:
-        """Answer a call. ``delivered``: number of tokens of its trajectory's part; ``tail``: text
-        of the answer's tokens."""
+        """Answer a call, unless it was abandoned: its tokens are kept for a repeat, and without one
+        they are not trained on, since the agent has not acted on them. ``delivered``: number of
+        tokens of its trajectory's part; ``tail``: text of the answer's tokens."""
+        if call.abandoned:
+            return
         trajectory = call.trajectory
         trajectory.messages = tuple(map(for_template, (*call.request.messages, answer.message)))
         trajectory.rendered, trajectory.delivered, trajectory.tail = call.rendered, delivered, tail
@@ -178,8 +206,6 @@ class Episode:
             answer.finish_reason == "length" and answer.completion_tokens != call.request.max_tokens
         )
         trajectory.finish_reason = "length" if cut else "stop"
-        trajectory.busy = False
-        self.calls.remove(call)
         if not call.answer.done():
             call.answer.set_result(answer)
 
@@ -191,17 +217,21 @@ class Episode:
                 trajectory.part >= len(parts)
                 or len(parts[trajectory.part].token_ids) < trajectory.delivered
             )
-            for trajectory in self.trajectories
+            for trajectory in self.calls
         )
+
+    @property
+    def waiting(self) -> list[Call]:
+        """The calls whose answer somebody waits for."""
+        return [c for c in self.calls.values() if not (c.answer.done() or c.abandoned)]
 
     def end(self, text: str) -> None:
         """End the episode; refuse its waiting calls with ``text``."""
         if not self.over.done():
             self.over.cancel()
-        for call in self.calls:
+        for call in self.calls.values():
             if not call.answer.done():
                 call.answer.set_exception(Refused(401, text, code=NO_KEY))
-        self.calls.clear()
         self.notice()
 
     def changed(self) -> "asyncio.Future[None]":
@@ -266,11 +296,11 @@ class Agents:
                 episodes.append(self._made(index, number))
             elif episodes[number].lost(parts):
                 self._end(episodes[number])
-                for old in episodes[number].trajectories:
+                for old in episodes[number].calls:
                     if 0 <= old.part < len(parts):
                         parts[old.part] = NO_TOKENS
                 episodes[number] = self._made(index, number)
-            for trajectory in episodes[number].trajectories:
+            for trajectory in episodes[number].calls:
                 if trajectory.part >= len(parts):
                     trajectory.part = -1
         return list(episodes)
@@ -369,7 +399,7 @@ class Agents:
                 self._episode(request.key)
                 return Reply(200, model_body(self._began))
             case "POST", ["v1", "chat", "completions"]:
-                return await self._chat(self._episode(request.key), request.body)
+                return await self._chat(self._episode(request.key), request)
             case "POST", ["episodes"]:
                 return self._hand_out(request)
             case "POST", ["episodes", id_, "reward"]:
@@ -380,9 +410,10 @@ class Agents:
             f" /episodes/ID/reward, got {request.method} {request.path}",
         )
 
-    async def _chat(self, episode: Episode, body: bytes) -> Reply:
-        asked = parse(body, self._spec.temperature)
-        call = episode.ask(self.codec, asked, self._spec)
+    async def _chat(self, episode: Episode, request: Request) -> Reply:
+        asked = parse(request.body, self._spec.temperature)
+        repeat = request.headers.get(RETRIES, "0") != "0"
+        call = episode.ask(self.codec, asked, self._spec, request.gone, repeat)
         # no deadline: the sampler answers, or Episode.end refuses
         answer = await call.answer
         if asked.stream:

@@ -3,6 +3,7 @@ connection reads the requests, calls ``answer``, and writes the replies."""
 
 import hmac
 import json
+import select
 import socket
 import socketserver
 import sys
@@ -36,13 +37,16 @@ RETRY_AFTER_S = 1
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request. ``body``: unpacked if it came gzipped; empty for a GET. ``key``: bearer key of the
-    ``Authorization`` header; empty without one."""
+    ``Authorization`` header; empty without one. ``headers``: names in lower case. ``gone``: whether
+    the client has closed the connection; until the reply."""
 
     method: str
     path: str
     query: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
     key: str = field(default="", repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    gone: Callable[[], bool] = field(default=lambda: False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +157,16 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         scheme, _, key = self.headers.get("Authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
-        request = Request(method, parts.path, dict(parse_qsl(parts.query)), body, key)
+        query = dict(parse_qsl(parts.query))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        request = Request(method, parts.path, query, body, key, headers, self._gone)
         return self._write(self.server.answer(request), keep=True)
+
+    def _gone(self) -> bool:
+        # Not recv: the bytes of a next request may come before the end of the connection.
+        poll = select.poll()
+        poll.register(self.connection, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def _refusal(self) -> Reply | None:
         if self.server.closing.is_set():

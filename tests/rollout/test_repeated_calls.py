@@ -1,0 +1,148 @@
+"""Calls that a client gives up, and calls that it repeats: an answer is trained on if an agent got
+it, and once."""
+
+import http.client
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from tests.rollout.agents import HELLO, asking, client_of, says, talker
+from tests.rollout.conftest import GroupOf
+from titan_grpo.rollout.codec import TextCodec
+
+openai = pytest.importorskip("openai")
+
+WAIT_S = 60.0
+
+
+def answer_to(connection: http.client.HTTPConnection) -> Any:
+    """The answer to its call; the connection is closed then."""
+    try:
+        return json.loads(connection.getresponse().read())
+    finally:
+        connection.close()
+
+
+def test_a_call_that_openais_client_gives_up_and_repeats_has_one_answer(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    asked: list[list[int]] = []
+    repeated, speak = threading.Event(), says(codec, "one", log=asked)
+
+    def slow(body: dict[str, Any]) -> tuple[int, Any]:
+        assert repeated.wait(WAIT_S)
+        return speak(body)
+
+    def note(request: Any) -> None:
+        if request.headers["x-stainless-retry-count"] != "0":
+            repeated.set()
+
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        client = openai.OpenAI(
+            base_url=base_url,
+            api_key=api_key,
+            timeout=0.3,
+            max_retries=100,
+            http_client=openai.DefaultHttpxClient(event_hooks={"request": [note]}),
+        )
+        reply = client.chat.completions.create(model="any", messages=[HELLO])
+        assert reply.choices[0].message.content == "one"
+        return 1.0
+
+    group = group_of(agent, [slow])
+    assert [completion.num_sampled for completion in group.completions] == [4]
+    assert len(asked) == 1
+
+
+def test_an_answer_whose_client_has_gone_is_not_trained_on(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    arrived, gone, speak = threading.Event(), threading.Event(), says(codec, "one")
+
+    def engine(body: dict[str, Any]) -> tuple[int, Any]:
+        arrived.set()
+        assert gone.wait(WAIT_S)
+        return speak(body)
+
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        connection = asking(base_url, api_key)
+        assert arrived.wait(WAIT_S)
+        connection.close()
+        gone.set()
+        client = client_of(base_url, api_key)
+        for said in ("a", "b", "c"):
+            message: Any = {"role": "user", "content": said}
+            client.chat.completions.create(model="any", messages=[message])
+        return 1.0
+
+    group = group_of(agent, [engine])
+    prompts = [
+        codec.spell((*group.prompt.token_ids, *completion.token_ids))
+        for completion in group.completions
+    ]
+    assert prompts == [f"<bos>user: {said}\nassistant:one<eos>" for said in ("a", "b", "c")]
+
+
+def test_an_equal_call_takes_the_answer_of_a_client_that_has_gone(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    asked: list[list[int]] = []
+    arrived, gone, speak = threading.Event(), threading.Event(), says(codec, "one", log=asked)
+
+    def engine(body: dict[str, Any]) -> tuple[int, Any]:
+        arrived.set()
+        assert gone.wait(WAIT_S)
+        return speak(body)
+
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        connection = asking(base_url, api_key)
+        assert arrived.wait(WAIT_S)
+        connection.close()
+        gone.set()
+        return talker(2)(base_url, api_key, row)
+
+    group = group_of(agent, [engine])
+    assert [completion.num_sampled for completion in group.completions] == [8]
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(("retries", "sequences"), [(1, 1), (0, 2), (None, 2)])
+def test_an_equal_call_is_a_repeat_while_another_waits_only_if_the_client_says_so(
+    group_of: GroupOf, codec: TextCodec, retries: int | None, sequences: int
+) -> None:
+    asked: list[list[int]] = []
+    arrived, both, speak = threading.Event(), threading.Event(), says(codec, "one", log=asked)
+
+    def engine(body: dict[str, Any]) -> tuple[int, Any]:
+        arrived.set()
+        assert both.wait(WAIT_S)
+        return speak(body)
+
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        # Its end does not reach the run, as when a host on the way forgot the connection.
+        first = asking(base_url, api_key)
+        assert arrived.wait(WAIT_S)
+        second = asking(base_url, api_key, retries)
+        both.set()
+        ids = {answer_to(connection)["id"] for connection in (second, first)}
+        assert len(ids) == sequences
+        return 1.0
+
+    group = group_of(agent, [engine])
+    assert [completion.num_sampled for completion in group.completions] == [4] * sequences
+    assert len(asked) == sequences
+
+
+@pytest.mark.parametrize(("retries", "sequences"), [(1, 1), (0, 2), (None, 2)])
+def test_a_repeat_of_an_answered_call_gets_the_same_answer(
+    group_of: GroupOf, codec: TextCodec, retries: int | None, sequences: int
+) -> None:
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        first, second = (answer_to(asking(base_url, api_key, n)) for n in (None, retries))
+        assert (first == second) == (sequences == 1)
+        return 1.0
+
+    group = group_of(agent, [says(codec, "one")])
+    assert [completion.num_sampled for completion in group.completions] == [4] * sequences
