@@ -25,7 +25,7 @@ from titan_grpo.rollout.agents import Agents
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.rollout.task_runner import TaskRunner
+from titan_grpo.rollout.task_runner import Filter, TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows, ToolParser, hermes
 from titan_grpo.samples import NO_TOKENS, Group
 from titan_grpo.titan.tiny import write_tiny_model
@@ -223,20 +223,22 @@ def codec(model: str) -> TextCodec:
 
 @pytest.fixture
 def sampler_of_agents(model: str) -> SamplerOfAgents:
-    """A factory: an agent, changes of the spec -> the sampler of its groups, and the endpoint."""
+    """A factory: an agent, a filter of its groups, changes of the spec -> their sampler, and the
+    endpoint."""
 
     @asynccontextmanager
     async def made(
         agent: Callable[..., Any] | None,
         tool_parser: ToolParser | None = hermes,
         /,
+        keeps: Filter | None = None,
         **changes: Any,
     ) -> AsyncIterator[tuple[AgentSampler, Agents]]:
         sizes = {"group_size": 1, "max_completion_tokens": 400, "task_timeout_s": 60.0}
         name = "outside" if agent is None else "an:agent"
         spec = RolloutSpec(model_dir=model, **({"agent": name} | sizes | changes))
         task, codec = AgentRows(agent, None), TextCodec(spec.model_dir, spec)
-        runner = TaskRunner(task, codec, spec)
+        runner = TaskRunner(task, codec, spec, keeps)
         agents = Agents(spec, task, runner, codec)
         try:
             yield AgentSampler(spec, runner, agents, tool_parser), agents

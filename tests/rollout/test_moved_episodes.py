@@ -12,7 +12,7 @@ from tests.rollout.conftest import CompletionServer, MakeServer, SamplerOfAgents
 from tests.rollout.sampling import holding
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import PeerError
-from titan_grpo.rollout.agent_sampler import AgentSampler
+from titan_grpo.rollout.agent_sampler import AgentSampler, Places
 from titan_grpo.rollout.agents import Agents
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import Ticket
@@ -183,3 +183,80 @@ def test_a_call_whose_client_has_gone_is_not_sampled_at_the_next_server(
 
     assert [completion.num_sampled for completion in asyncio.run(run()).completions] == [4]
     assert len(second.bodies) == 1
+
+
+def test_the_episodes_of_an_older_group_get_a_place_before_those_that_wait_longer(
+    sampler_of_agents: SamplerOfAgents, codec: TextCodec, completion_server: MakeServer
+) -> None:
+    hanging, speaking = completion_server(), completion_server()
+    hanging.behaviour, speaking.behaviour = hanging.hang, says(codec, "one")
+    begun: list[int] = []
+
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        begun.append(row["index"])
+        return talker(1)(base_url, api_key, row)
+
+    async def run() -> None:
+        async with sampler_of_agents(agent, task_concurrency=1) as (sampler, _):
+            has = asyncio.ensure_future(attempt(sampler, hanging, [NO_TOKENS], 1))
+            await asyncio.to_thread(hanging.wait_for_requests, 1)
+            waiting = []
+            for index in (2, 0):
+                waiting.append(
+                    asyncio.ensure_future(attempt(sampler, speaking, [NO_TOKENS], index))
+                )
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # its episode's own task
+            has.cancel()
+            await asyncio.wait_for(asyncio.gather(*waiting), 60)
+
+    asyncio.run(run())
+    assert begun == [1, 0, 2]
+
+
+def test_a_place_that_comes_with_the_cancellation_of_its_wait_goes_to_the_next() -> None:
+    async def hold(places: Places) -> None:
+        async with places.place(1):
+            raise AssertionError("its wait was cancelled")
+
+    async def run() -> None:
+        places = Places(1)
+        async with places.place(0):
+            waiting = asyncio.ensure_future(hold(places))
+            await asyncio.sleep(0)
+        waiting.cancel()
+        async with asyncio.timeout(60), places.place(2):
+            pass
+        assert waiting.cancelled()
+
+    asyncio.run(run())
+
+
+def test_a_finished_group_does_not_wait_for_a_place_to_be_accepted(
+    sampler_of_agents: SamplerOfAgents, codec: TextCodec, completion_server: MakeServer
+) -> None:
+    hanging, speaking = completion_server(), completion_server()
+    hanging.behaviour = hanging.hang
+    speak, queued = says(codec, "one"), threading.Event()
+
+    def engine(body: dict[str, Any]) -> tuple[int, Any]:
+        assert queued.wait(60)
+        return speak(body)
+
+    speaking.behaviour = engine
+
+    async def run() -> Group:
+        made = sampler_of_agents(talker(1), task_concurrency=1, keeps=lambda group: True)
+        async with made as (sampler, _):
+            first = asyncio.ensure_future(attempt(sampler, speaking, [NO_TOKENS], 0))
+            await asyncio.to_thread(speaking.wait_for_requests, 1)
+            other = asyncio.ensure_future(attempt(sampler, hanging, [NO_TOKENS], 1))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            queued.set()
+            group = await asyncio.wait_for(first, 10)
+            other.cancel()
+            await asyncio.wait([other], timeout=60)
+            return group
+
+    assert asyncio.run(run()).completions[0].num_sampled == 4

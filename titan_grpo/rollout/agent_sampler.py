@@ -4,10 +4,15 @@ a completion."""
 import asyncio
 import json
 import secrets
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import count
 
+from titan_grpo.config.task import OUTSIDE
 from titan_grpo.engines.generation import ToolCalls
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.engines.server import dialect
@@ -43,6 +48,39 @@ TURN_ENDS = frozenset(("stop", "length"))
 """Finish reasons that end a turn: all, since only its agent ends an episode."""
 
 
+class Places:
+    """A number of places. A free one goes to the oldest group: with a first-in-first-out queue, an
+    episode that moves to another server would wait there for groups that have not begun, while its
+    tokens become too old."""
+
+    def __init__(self, free: int) -> None:
+        self._free, self._number = free, count()
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+
+    @asynccontextmanager
+    async def place(self, index: int) -> AsyncIterator[None]:
+        """Hold a place for an episode of the group of prompt ``index``."""
+        given = asyncio.get_running_loop().create_future()
+        heappush(self._waiting, (index, next(self._number), given))
+        self._give()
+        try:
+            # no deadline: the episodes that hold the places end, or their groups move
+            await given
+            yield
+        finally:
+            # Not cancelled: the place was given, even if the wait for it was cancelled just then.
+            if not given.cancelled():
+                self._free += 1
+                self._give()
+
+    def _give(self) -> None:
+        while self._free and self._waiting:
+            _, _, given = heappop(self._waiting)
+            if not given.done():  # else the wait was cancelled
+                self._free -= 1
+                given.set_result(None)
+
+
 class AgentSampler(Sampler):
     """Sampler of agents' groups. ``group`` answers the calls of a group's episodes on one server;
     if the server fails, the episodes resume on the group's next server."""
@@ -57,6 +95,8 @@ class AgentSampler(Sampler):
         """``tool_parser``: None for the one of the server that sampled the answer."""
         super().__init__(spec, runner)
         self._agents, self._tool_parser = agents, tool_parser
+        # Agents outside run without us: they need no place.
+        self._places = Places(sys.maxsize if spec.agent == OUTSIDE else spec.task_concurrency)
         self._parser_names: dict[tuple[str, str], str] = {}
         """By URL and engine. Fetched once: a server that restarts with another parser as its
         default still parses with the one that a request names."""
@@ -92,7 +132,7 @@ class AgentSampler(Sampler):
         # The place is the service's, not the agent's: an agent whose group waits for a server must
         # not keep those that servers could serve from running, or both would wait for each other.
         if not episode.over.done():
-            async with self._agents.places:
+            async with self._places.place(job.ticket.index):
                 self._agents.begin(episode)
                 await self._answers(job, episode)
         # no deadline: it is done; raises the agent's error

@@ -25,7 +25,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
@@ -270,9 +269,6 @@ class Agents:
         self._loop = asyncio.get_running_loop()
         self._began = int(time.time())
         self._key = os.environ.get(spec.agent_key_env, "")
-        ours = task.function is not None
-        self.places: AbstractAsyncContextManager[None] = runner.places if ours else nullcontext()
-        """``task_concurrency`` places for the episodes of our own agents."""
         self._server = HttpServer(spec.agent_address, "", self._answer, "rollout.agent_address")
         host, _, port = self._server.address.rpartition(":")
         here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)

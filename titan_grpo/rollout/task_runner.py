@@ -174,7 +174,7 @@ class TaskRunner:
         """``accept``: filter of finished groups; None keeps all."""
         self._task, self._codec, self._keys, self._accept = task, codec, keys, accept
         self._ahead: dict[int, tuple[Prompt, array[int]] | TaskFailed] = {}
-        self.places = asyncio.Semaphore(keys.task_concurrency)
+        self._places = asyncio.Semaphore(keys.task_concurrency)
         # Not asyncio.to_thread: its executor has few threads on a small machine.
         most = AGENT_THREADS if keys.agent else keys.task_concurrency
         self._threads = ThreadPoolExecutor(most, thread_name_prefix="task")
@@ -283,7 +283,7 @@ class TaskRunner:
     async def _call(
         self, what: str, read: Callable[[Any], T], function: Callable[..., Any], *arguments: Any
     ) -> T:
-        async with self.places:
+        async with self._places:
             return await self._run(what, read, self._keys.task_timeout_s, function, *arguments)
 
     async def _run(
