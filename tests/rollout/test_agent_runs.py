@@ -68,6 +68,51 @@ def test_a_run_stops_with_the_agents_own_traceback(
     assert "rollout/agents.py" not in str(stopped.value)
 
 
+THREE_SEQUENCES = """
+import openai
+from pathlib import Path
+
+def solve(base_url, api_key, row):
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    for said in "abc":
+        while said == "b" and not Path(__file__).with_name("committed").exists():
+            pass
+        message = {"role": "user", "content": said}
+        client.chat.completions.create(model="any", messages=[message])
+    return 1.0
+"""
+
+
+def test_an_episode_that_begins_again_is_as_new_as_its_server_and_all_its_tokens_are_thrown_away(
+    run_of_agents: StartClient, codec: TextCodec, completion_server: MakeServer, tmp_path: Path
+) -> None:
+    (tmp_path / "own_agent.py").write_text(THREE_SEQUENCES)
+    engine, speak = completion_server(), says(codec, "one")
+    engine.behaviour = lambda body: engine.hang(body) if len(engine.bodies) > 2 else speak(body)
+    one = {"prompts_per_step": 1, "group_size": 1, "max_concurrent_requests": 1}
+    client = run_of_agents(engine, **one)
+
+    def commit(version: int) -> None:
+        client.set_server(ServerState(engine.url, version, True, f"r:{version}:f"))
+        client.in_flight(60)  # the rollout process knows it
+
+    engine.wait_for_requests(1)
+    commit(1)
+    (tmp_path / "committed").touch()
+    engine.wait_for_requests(3)
+    commit(2)
+    # Only the first answer is too old for it.
+    client.set_trainer_version(1)
+    engine.wait_for_requests(4)
+    client.set_trainer_version(2)
+    for _ in range(5):  # a cancelled group is counted a few turns of the loop later
+        client.in_flight(60)
+    engine.released.set()
+    client.next_batch(2, 1, 60)
+    counters = client.counters()
+    assert (counters["dropped.stale_in_flight"], counters["thrown_tokens"]) == (1, 8)
+
+
 def test_the_agent_and_the_parser_of_the_docs_do_what_they_say(
     run_of_agents: StartClient,
     codec: TextCodec,

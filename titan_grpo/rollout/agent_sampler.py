@@ -105,6 +105,10 @@ class AgentSampler(Sampler):
         """End the episodes of a prompt that was given up."""
         self._agents.end(index)
 
+    def still_used(self, index: int, parts: Sequence[Completion]) -> Sequence[Completion]:
+        """See Sampler; here those of episodes that must begin again."""
+        return self._agents.still_used(index, parts)
+
     async def close(self) -> None:
         """End all episodes."""
         await self._agents.close()

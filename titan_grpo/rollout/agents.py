@@ -281,20 +281,25 @@ class Agents:
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         await asyncio.to_thread(self._server.close)
 
+    def still_used(self, index: int, parts: Sequence[Completion]) -> list[Completion]:
+        """Return the group's parts without those of episodes that must begin again, since tokens
+        that their agents received are missing."""
+        lost = [episode for episode in self._groups.get(index, ()) if episode.lost(parts)]
+        unused = {trajectory.part for episode in lost for trajectory in episode.calls}
+        return [NO_TOKENS if at in unused else part for at, part in enumerate(parts)]
+
     def take(self, index: int, parts: list[Completion]) -> list[Episode]:
         """Return the group's ``group_size`` episodes: the running ones, with new ones in place of
         those whose delivered tokens are missing from ``parts``. What ``parts`` has of such an
         episode is emptied: the new one would take it for its own answer. Raises TaskFailed if
         agents are outside and the row is no JSON."""
+        parts[:] = self.still_used(index, parts)
         episodes = self._groups.setdefault(index, [])
         for number in range(self._spec.group_size):
             if number == len(episodes):
                 episodes.append(self._made(index, number))
             elif episodes[number].lost(parts):
                 self._end(episodes[number])
-                for old in episodes[number].calls:
-                    if 0 <= old.part < len(parts):
-                        parts[old.part] = NO_TOKENS
                 episodes[number] = self._made(index, number)
             for trajectory in episodes[number].calls:
                 if trajectory.part >= len(parts):

@@ -179,7 +179,8 @@ class Dispatcher:
         had = ticket.parts or (NO_TOKENS,) * spec.group_size
         needed = max(self._oldest_usable, used_at - spec.max_staleness)
         mix, share = spec.in_flight_weight_updates, spec.max_stale_token_share
-        parts = list(worth_keeping(had, version, needed, mix, share))
+        kept = worth_keeping(had, version, needed, mix, share)
+        parts = list(self._sampler.still_used(ticket.index, kept))
         self._throw_away([was for was, part in zip(had, parts, strict=True) if part is not was])
         oldest = min([version, *(part.version_first for part in parts if part.token_ids)])
         run = Running(ticket, parts, server, oldest, loop.time())

@@ -100,6 +100,11 @@ class Sampler:
     def forget(self, index: int) -> None:
         """Free what is kept for a prompt that was given up: nothing here."""
 
+    def still_used(self, index: int, parts: Sequence[Completion]) -> Sequence[Completion]:
+        """Return ``parts``, with NO_TOKENS in place of those that a group would not use any more:
+        none here."""
+        return parts
+
     async def close(self) -> None:
         """Free what is kept between a group's attempts: nothing here."""
 
