@@ -4,12 +4,14 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.rigs.trainer_handle import wait_until
 from tests.rollout.agents import says
 from tests.rollout.conftest import MakeServer, StartClient
 from titan_grpo.errors import TaskError
@@ -111,6 +113,46 @@ def test_an_episode_that_begins_again_is_as_new_as_its_server_and_all_its_tokens
     client.next_batch(2, 1, 60)
     counters = client.counters()
     assert (counters["dropped.stale_in_flight"], counters["thrown_tokens"]) == (1, 8)
+
+
+GIVES_UP = """
+import openai
+from pathlib import Path
+from tests.rollout.agents import asking
+
+def solve(base_url, api_key, row):
+    connection = asking(base_url, api_key)
+    while not Path(__file__).with_name("asked").exists():
+        pass
+    connection.close()
+    Path(__file__).with_name("gone").touch()
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    for said in "abc":
+        message = {"role": "user", "content": said}
+        client.chat.completions.create(model="any", messages=[message])
+    return 1.0
+"""
+
+
+def test_tokens_of_an_answer_that_nobody_waited_for_count_as_thrown_away(
+    run_of_agents: StartClient, codec: TextCodec, completion_server: MakeServer, tmp_path: Path
+) -> None:
+    (tmp_path / "own_agent.py").write_text(GIVES_UP)
+    engine, speak, answered = completion_server(), says(codec, "one"), threading.Event()
+
+    def behaviour(body: dict[str, Any]) -> tuple[int, Any]:
+        if body is engine.bodies[0]:
+            (tmp_path / "asked").touch()
+            assert wait_until((tmp_path / "gone").exists, 60)
+            answered.set()
+        assert answered.wait(60)
+        return speak(body)
+
+    engine.behaviour = behaviour
+    client = run_of_agents(engine, prompts_per_step=1, group_size=1)
+    (group,) = client.next_batch(0, 1, 60)
+    assert [completion.num_sampled for completion in group.completions] == [4, 4, 4]
+    assert client.counters()["thrown_tokens"] == 4
 
 
 def test_the_agent_and_the_parser_of_the_docs_do_what_they_say(

@@ -208,6 +208,9 @@ class Dispatcher:
             self._counts.add("requests", max(0, more))
         self._task_gave_a_group()
         tokens = sum(c.num_sampled for c in group.completions)
+        # Answers to an agent that it did not wait for are in no completion.
+        unused = sum(part.num_sampled for part in run.parts) - tokens
+        self._counts.add("thrown_tokens", unused)
         self._counts.add("tokens", tokens)
         self._counts.add(f"tokens.{url}", tokens)
         self._counts.made(group.completions)
