@@ -183,7 +183,7 @@ MEANING: dict[str, str] = {
     ),
     THROWN_TOKENS: (
         "sampled tokens that were thrown away since the step before (stale, unfit, filtered, broken"
-        " off)"
+        " off, not waited for by an agent)"
     ),
     LOGPROB_GAP: "mean absolute difference of trainer and engine log-probability, nats",
     LOGPROB_GAP_MAX: "largest absolute difference of a step, nats",
