@@ -228,10 +228,12 @@ def test_log_probabilities_and_a_limit_are_those_of_the_tokens(
     assert group.completions[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("reason", ["length", "abort"])
 def test_an_answer_at_the_runs_own_limit_is_cut_by_its_length(
-    group_of: GroupOf, codec: TextCodec
+    group_of: GroupOf, codec: TextCodec, reason: str
 ) -> None:
-    group = group_of(talker(1), [says(codec, "one")], max_completion_tokens=2)
+    said = answer(list(codec.encode("on")), [-1.0] * 2, reason)
+    group = group_of(talker(1), [lambda _: said], max_completion_tokens=2)
     assert group.completions[0].finish_reason == "length"
 
 
@@ -305,6 +307,9 @@ def test_an_unknown_episode_is_refused_as_openai_does(group_of: GroupOf, codec: 
             refusals.append(error.value)
         assert [m.id for m in client_of(base_url, api_key).models.list()] == ["policy"]
         assert client_of(base_url, api_key).models.retrieve("any name").id == "policy"
+        # Older clients do not encode the slash.
+        address = base_url.removeprefix("http://").removesuffix("/v1")
+        assert send(address, "GET", "/v1/models/owner/name", api_key)[1]["id"] == "policy"
         return talker(1)(base_url, api_key, row)
 
     group_of(agent, [says(codec, "one")])
@@ -379,6 +384,19 @@ def test_a_call_without_room_is_refused_and_an_agent_that_lets_that_out_gets_0(
     assert completion.num_sampled == 12
     assert len(completion.token_ids) <= 60
     assert completion.finish_reason == "length"
+
+
+def test_an_agent_library_that_lets_a_call_without_room_out_as_its_own_error_gets_0(
+    group_of: GroupOf, codec: TextCodec, library_agent: Callable[[str, str], Any]
+) -> None:
+    async def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        asking, said = library_agent(base_url, api_key), None
+        for _ in range(9):
+            said = (await asking.run("hello", message_history=said)).all_messages()
+        return 1.0
+
+    group = group_of(agent, [says(codec, "one")], max_completion_tokens=60)
+    assert {completion.reward for completion in group.completions} == {0.0}
 
 
 def test_an_episode_that_goes_on_after_a_call_without_room_is_whole(

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.agents import ADD, HELLO, client_of, says
+from tests.rollout.agents import ADD, HELLO, client_of, says, talker
 from tests.rollout.conftest import Behaviour, GroupOf, answer
 from titan_grpo.rollout.codec import TextCodec
+from titan_grpo.rollout.task_runner import TaskFailed
 from titan_grpo.titan.tiny import EOS
 
 pytest.importorskip("openai")
@@ -115,3 +116,13 @@ def test_an_answer_that_no_engine_could_read_is_kept_and_read_by_the_next(
     assert again == [f"<bos>user: hello\nassistant:{CODER}<eos>\ntool: 2\nassistant:"]
     (completion,) = group.completions
     assert (completion.version_first, completion.version_last) == (3, 4)
+
+
+def test_arguments_of_a_parser_that_are_no_json_are_the_users_error(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    def parser(text: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+        return "", [("add", {"a": {1, 2}})]
+
+    with pytest.raises(TaskFailed, match="tool_parser failed: TypeError"):
+        group_of(talker(1, tools=[ADD]), [says(codec, "one")], tool_parser=parser)

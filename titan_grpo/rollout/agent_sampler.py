@@ -22,6 +22,7 @@ from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.openai_api import ChatAnswer, Message, tool_call
 from titan_grpo.rollout.sampler import (
+    ABORTED,
     Ask,
     GroupDropped,
     Interrupted,
@@ -195,6 +196,10 @@ class AgentSampler(Sampler):
             call.reason = await self._sample(job, at, ask)
             if not parts[at].waits:
                 raise Interrupted(f"{job.server.url} cut an answer to an agent short")
+        if call.reason in ("", ABORTED):
+            # Ended by the run's limit, or its connection broke just before the last line.
+            full = len(parts[at].token_ids) >= min(room, before + most)
+            call.reason = "length" if full else "stop"
         await self._deliver(job, episode, call, before)
 
     async def _deliver(self, job: Job, episode: Episode, call: Call, before: int) -> None:
@@ -212,7 +217,7 @@ class AgentSampler(Sampler):
             if calls:
                 reason = "tool_calls" if reason == "stop" else reason
                 message["tool_calls"] = [
-                    tool_call(f"call_{secrets.token_hex(8)}", name, json.dumps(arguments))
+                    tool_call(f"call_{secrets.token_hex(8)}", name, arguments)
                     for name, arguments in calls
                 ]
         shown: tuple[tuple[str, float], ...] = ()
@@ -234,12 +239,13 @@ class AgentSampler(Sampler):
 
     async def _read(
         self, job: Job, call: Call, ids: tuple[int, ...], text: str
-    ) -> tuple[str, ToolCalls]:
-        """Return the text of an answer without its tool calls, and the tool calls."""
+    ) -> tuple[str, list[tuple[str, str]]]:
+        """Return the text of an answer without its tool calls, and the tool calls: name and
+        arguments as JSON."""
         if self._tool_parser is not None:
             try:
                 content, calls = self._tool_parser(text)
-                return str(content), [(str(name), dict(arguments)) for name, arguments in calls]
+                return str(content), _as_json(calls)
             except Exception as error:  # the boundary to a user's code
                 raise TaskFailed("tool_parser", error) from error
         codec = self._agents.codec
@@ -256,7 +262,7 @@ class AgentSampler(Sampler):
         name, tools = self._parser_names[where], call.request.tools
         asked = engine.parse_tool_calls(name, ids, codec.spell(ids), tools, within_s)
         content, calls = await job.driver.run(asked)
-        return (content, calls) if calls else (text, [])
+        return (content, _as_json(calls)) if calls else (text, [])
 
     def _group(self, job: Job, episodes: Sequence[Episode]) -> Group:
         """Return the group of finished episodes. Its prompt is the common prefix of all prompts;
@@ -349,6 +355,10 @@ def first_tokens(part: Completion, count: int) -> Completion:
         sampled=part.sampled[:count],
         spans=spans_from(part.version_first, spans),
     )
+
+
+def _as_json(calls: ToolCalls) -> list[tuple[str, str]]:
+    return [(str(name), json.dumps(dict(arguments))) for name, arguments in calls]
 
 
 async def _cancel(tasks: Sequence["asyncio.Task[None]"]) -> None:

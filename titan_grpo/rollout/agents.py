@@ -94,7 +94,7 @@ class Call:
     rendered: str
     answer: "asyncio.Future[ChatAnswer]"
     gone: list[Callable[[], bool]]
-    reason: str = "stop"
+    reason: str = ""
 
     @property
     def abandoned(self) -> bool:
@@ -357,7 +357,8 @@ class Agents:
         try:
             returned = await self._runner.agent(function, *arguments)
         except TaskFailed as failed:
-            full = getattr(failed.error, "code", "") == TOO_LONG
+            # Libraries raise errors of their own for a call without room.
+            full = episode.full or getattr(failed.error, "code", "") == TOO_LONG
             self._over(episode, 0.0 if full else failed)
             return
         if returned is not None:
@@ -396,7 +397,7 @@ class Agents:
             case "GET", ["v1", "models"]:
                 self._episode(request.key)
                 return Reply(200, models_body(self._began))
-            case "GET", ["v1", "models", _]:
+            case "GET", ["v1", "models", *_]:  # the name of a model may have a slash
                 self._episode(request.key)
                 return Reply(200, model_body(self._began))
             case "POST", ["v1", "chat", "completions"]:
