@@ -300,7 +300,9 @@ def test_a_load_is_one_message_to_sglangs_schedulers_and_alone_allows_a_label(
     assert found["answers"] == [400, 200, 200, 400]
     assert found["greeted"] == [200, 503, 200], "no lane has joined"
     assert "begin_weight_update()" in found["foreign"], "an update of SGLang's own needs its own"
-    assert found["refused"] == [[200], ["message", "nonsense", {}, {}, {}, {}]], "nothing is repacked"
+    assert found["refused"] == [[200], ["message", "nonsense", {}, {}, {}, {}]], (
+        "nothing is repacked"
+    )
 
 
 def test_sglangs_watchdog_ends_no_server_that_is_paused_over_a_long_load(
