@@ -291,25 +291,26 @@ def test_sglangs_workers_let_go_of_a_receivers_memory_before_the_next_one_takes_
     assert set(map(tuple, found.values())) == {(2, True)}, "no receiver was replaced"
 
 
-def test_a_load_is_one_message_to_sglangs_schedulers_and_alone_allows_a_label(
-    sglang_python: str, root: Path
-) -> None:
-    found = script(sglang_python, "sglang_update", root)
+@pytest.fixture(scope="module")
+def updated(sglang_python: str, root: Path) -> Any:
+    """What tests/receive/sglang_update.py prints."""
+    return script(sglang_python, "sglang_update", root)
+
+
+def test_a_load_is_one_message_to_sglangs_schedulers_and_alone_allows_a_label(updated: Any) -> None:
     whole = ["message", {"number": 1}, "begin", "load 0", "end, post load False", "r:1:f"]
-    assert found["seen"] == [*whole, *whole]
-    assert found["answers"] == [400, 200, 200, 400]
-    assert found["greeted"] == [200, 503, 200], "no lane has joined"
-    assert "begin_weight_update()" in found["foreign"], "an update of SGLang's own needs its own"
-    assert found["refused"] == [[200], ["message", "nonsense", {}, {}, {}, {}]], (
+    assert updated["seen"] == [*whole, *whole]
+    assert updated["answers"] == [400, 200, 200, 400]
+    assert updated["greeted"] == [200, 503, 200], "no lane has joined"
+    assert "begin_weight_update()" in updated["foreign"], "an update of SGLang's own needs its own"
+    assert updated["refused"] == [[200], ["message", "nonsense", {}, {}, {}, {}]], (
         "nothing is repacked"
     )
 
 
-def test_sglangs_watchdog_ends_no_server_that_is_paused_over_a_long_load(
-    sglang_python: str, root: Path
-) -> None:
+def test_sglangs_watchdog_ends_no_server_that_is_paused_over_a_long_load(updated: Any) -> None:
     """It does after 300 s in which a batch is current and none runs."""
-    assert script(sglang_python, "sglang_update", root)["watched"] == [True, False]
+    assert updated["watched"] == [True, False]
 
 
 def test_an_sglang_with_replicas_starts_and_tells_a_trainer_why_it_is_refused(
