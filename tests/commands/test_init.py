@@ -112,6 +112,8 @@ def test_its_first_reward_looks_at_the_last_line(folder: Path) -> None:
             "must have a column that a prompt is made of .* has text: rename one",
         ),
         (["--out", "data.jsonl"], "init writes no file that exists, data.jsonl does"),
+        (["--out", "rewards.py"], r"rewards\.py is both --out and the reward function"),
+        (["--out", "model/../rewards.py"], "both --out and the reward function"),
         (["--flavor", "qwen3"], "--flavor must be NAME/FLAVOR of torchtitan, got 'qwen3'"),
     ],
 )
@@ -147,6 +149,21 @@ def test_what_an_older_job_has_outside_of_sections_is_kept(folder: Path) -> None
     assert table["title"] == "a job"
     assert table["evaluation"] == [{"name": "a", "rows": 3}, {"name": "b"}]
     assert table["training"]["seq_len"] == 4096
+
+
+def test_keys_of_an_older_job_that_need_quotes_keep_them(folder: Path) -> None:
+    odd = """"a b" = 1
+[model."flags.of mine"]
+"x.y" = 2
+["my.section"]
+"a \\"b\\"" = 3
+"""
+    (folder / "old.toml").write_text(odd)
+    assert init.run(["--from", "old.toml", "--out", "new.toml"], os.environ) == 0
+    table = tomllib.loads((folder / "new.toml").read_text())
+    assert table["a b"] == 1
+    assert table["model"] == {"flags.of mine": {"x.y": 2}}
+    assert table["my.section"] == {'a "b"': 3}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from math import gcd
@@ -165,7 +166,13 @@ def new(args: argparse.Namespace, out: Path) -> dict[Path, str]:
                 f" {args.data!r} has {', '.join(columns)}: name yours, --reward MODULE:FUNCTION"
             )
         # In the directory where the job is started: the rollout process imports modules from there.
-        files[Path("rewards.py")] = REWARD.format(column=column)
+        rewards = Path("rewards.py")
+        if out.resolve() == rewards.resolve():
+            raise ConfigError(
+                f"{out} is both --out and the reward function that init writes, so one would be"
+                " lost: name another file for the job (--out), or your function (--reward)"
+            )
+        files[rewards] = REWARD.format(column=column)
         args.reward = f"rewards:holds_{column}"
     name, flavor = _flavor(args.flavor, settings)
     positions = settings.get("max_position_embeddings", LONGEST)
@@ -246,14 +253,14 @@ def _sections(table: Mapping[str, Any]) -> Iterator[str]:
     # In TOML all that is of no section comes first; an array of tables may be one value.
     for name, value in table.items():
         if not isinstance(value, dict):
-            yield f"{name} = {toml(value)}"
+            yield f"{key(name)} = {toml(value)}"
     for section, keys in table.items():
         if section in ("grpo", "peft") or not isinstance(keys, dict):
             continue
-        yield f"\n[{section}]"
+        yield f"\n[{key(section)}]"
         for name, value in keys.items():
             if (section, name) != ("job", "custom_config_module"):
-                yield f"{name} = {toml(value)}"
+                yield f"{key(name)} = {toml(value)}"
         if section == "job":
             yield 'custom_config_module = "titan_grpo.config"'
     adapted = any(each.key.startswith("lora.") for each in found)
@@ -288,6 +295,15 @@ def _source(training: Mapping[str, Any], have: set[str]) -> Iterator[str]:
         yield 'servers = ["http://localhost:9000"]'
 
 
+def key(name: str) -> str:
+    """Format a key as TOML, with quotes where it needs them.
+
+    >>> key("a-b"), key("a.b")
+    ('a-b', '"a.b"')
+    """
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else toml(name)
+
+
 def toml(value: Any) -> str:
     """Format a value as TOML.
 
@@ -295,7 +311,7 @@ def toml(value: Any) -> str:
     '[true, "a", { b = 1.5 }]'
     """
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{name} = {toml(each)}" for name, each in value.items()) + " }"
+        return "{ " + ", ".join(f"{key(name)} = {toml(each)}" for name, each in value.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(map(toml, value)) + "]"
     if isinstance(value, bool | str):
