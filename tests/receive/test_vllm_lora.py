@@ -161,6 +161,31 @@ def test_a_request_gets_the_adapter_of_the_newest_label_and_older_ones_are_unloa
     assert [str(path) for path in folder.iterdir()] == [loads[1][1]["lora_path"]]
 
 
+class RefusingOnce(Inner):
+    """Refuses the first unload: it comes with the headers of any client, one without the key
+    too."""
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        unloads = [path for path, _ in self.came if "unload" in path]
+        self.status = 401 if "unload" in scope["path"] and not unloads else 200
+        await super().__call__(scope, receive, send)
+
+
+def test_an_adapter_whose_unload_is_refused_is_unloaded_with_the_next_request(
+    folder: Path,
+) -> None:
+    inner = RefusingOnce({})
+    app = WeightsMiddleware(inner)
+    for label in (FIRST, SECOND):
+        write()
+        assert finish(app, label)[0] == 200
+    assert len(list(folder.iterdir())) == 2, "vLLM still has it"
+    model_of(app, inner)
+    unloads = [body for path, body in inner.came if "unload" in path]
+    assert unloads == [{"lora_name": FIRST}] * 2
+    assert len(list(folder.iterdir())) == 1
+
+
 def test_a_server_whose_trainer_died_before_the_label_gets_adapter_and_label_together(
     folder: Path,
 ) -> None:
@@ -187,9 +212,11 @@ def test_an_adapter_stays_until_its_last_request_is_answered() -> None:
     assert (adapters.began(), adapters.began()) == (FIRST, FIRST)
     adapters.loaded(SECOND)
     adapters.ended(FIRST)
-    assert adapters.take_unused() == []
+    assert adapters.unused() == []
     adapters.ended(FIRST)
-    assert (adapters.take_unused(), adapters.take_unused()) == ([FIRST], [])
+    assert adapters.unused() == [FIRST]
+    adapters.unloaded(FIRST)
+    assert adapters.unused() == []
     assert adapters.began() == SECOND
 
 

@@ -188,11 +188,13 @@ class WeightsMiddleware:
 
     async def _unload_unused(self, scope: dict[str, Any]) -> None:
         async with self._loading:
-            for name in self._adapters.take_unused():
-                place = self._folders.pop(name)
+            for name in self._adapters.unused():
                 asked = {"lora_name": name}
-                await self._route(scope, "POST", "/v1/unload_lora_adapter", asked)
-                shutil.rmtree(place, ignore_errors=True)
+                status, _ = await self._route(scope, "POST", "/v1/unload_lora_adapter", asked)
+                # Else refused (the client sent a wrong API key, say): the next request tries again.
+                if status in (200, 404):
+                    self._adapters.unloaded(name)
+                    shutil.rmtree(self._folders.pop(name), ignore_errors=True)
 
     async def _paused(self, scope: dict[str, Any]) -> bool:
         """Return whether generation is paused: False only if vLLM says so. With any other answer
@@ -456,10 +458,11 @@ class Adapters:
         """Count the end of a request, or its cancellation."""
         self._requests[name] -= 1
 
-    def take_unused(self) -> list[str]:
-        """Remove and return the adapters that no request has or will get."""
-        unused = sorted(n for n in self._loaded if n != self.current and not self._requests[n])
-        self._loaded.difference_update(unused)
-        for name in unused:
-            del self._requests[name]
-        return unused
+    def unused(self) -> list[str]:
+        """Return the adapters that no request has or will get."""
+        return sorted(n for n in self._loaded if n != self.current and not self._requests[n])
+
+    def unloaded(self, name: str) -> None:
+        """Forget an unused adapter."""
+        self._loaded.discard(name)
+        del self._requests[name]
