@@ -179,10 +179,11 @@ FREE, USED = doctor_host.Gpu(80 * GIB, 80 * GIB), doctor_host.Gpu(10 * GIB, 80 *
         ([FREE, FREE], [0, 1], ["problem", "ok", "ok"], "torchrun's first rank"),
         ([USED, FREE], [1], ["warning", "ok"], "10.0 GiB of 80.0 GiB free"),
         ([FREE, USED], [1], ["ok", "problem"], "the model has 16.0 GiB"),
+        (["busy", FREE], [1], ["problem", "ok"], "GPU 0 cannot be used: busy"),
     ],
 )
 def test_gpus_of_ranks_and_of_launched_servers_are_told_apart(
-    found: list[Gpu], launched: list[int], statuses: list[str], words: str
+    found: list[Gpu | str], launched: list[int], statuses: list[str], words: str
 ) -> None:
     findings = doctor_host.gpus(found, launched, 16 * GIB)
     assert [finding.status for finding in findings] == statuses

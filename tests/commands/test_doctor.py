@@ -12,6 +12,7 @@ from tests.rigs.board import Board, Reply
 from tests.rigs.sockets import free_port
 from titan_grpo import cli
 from titan_grpo.commands import doctor_host
+from titan_grpo.commands.doctor import Wanted, machine
 from titan_grpo.commands.doctor_servers import (
     Access,
     Needs,
@@ -20,6 +21,7 @@ from titan_grpo.commands.doctor_servers import (
     server_facts,
     tokens_here,
 )
+from titan_grpo.config import Rollout
 from titan_grpo.engines.http import resolve_bind_host
 from titan_grpo.titan.tiny import write_tiny_model
 
@@ -261,6 +263,15 @@ def test_model_elements_are_read_from_the_headers_of_all_files(tmp_path: Path) -
         save_file({f"w{number}": tensor}, tmp_path / f"model-{number}.safetensors", {"a": "b"})
     assert doctor_host.model_elements(tmp_path) == 35
     assert doctor_host.model_elements(tmp_path / "nothing") is None
+
+
+def test_a_damaged_file_of_the_model_is_one_finding_among_the_others(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    want = Wanted([], {}, Rollout(), model=str(tmp_path))
+    found = {each.subject: each for each in machine(want, {})}
+    assert found["model"].status == "problem"
+    assert str(tmp_path / "model.safetensors") in found["model"].text
+    assert found["ports"].status == "ok"
 
 
 def test_the_way_to_a_local_server_is_the_loopback_address() -> None:

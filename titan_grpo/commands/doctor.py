@@ -23,7 +23,7 @@ from titan_grpo.config import (
     sends_adapters,
 )
 from titan_grpo.engines.http import resolve_bind_host
-from titan_grpo.errors import ConfigError
+from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.layout.memory import available_memory
 from titan_grpo.receive.checkpoint import essential
 from titan_grpo.rollout.messages import RolloutSpec
@@ -125,7 +125,10 @@ def machine(want: Wanted, env: Mapping[str, str]) -> Iterator[Finding]:
     yield host.torchrun(env)
     elements, width = None, WIRE_BYTES[want.sync.wire_dtype]
     if want.model:
-        elements = host.model_elements(Path(want.model))
+        try:
+            elements = host.model_elements(Path(want.model))
+        except DataError as error:
+            yield host.problem("model", str(error), "copy the model's directory again")
     model_bytes = None if elements is None else elements * width
     version_bytes = want.adapters * width or model_bytes
     yield host.memory(available_memory(), version_bytes, want.sync.slots)

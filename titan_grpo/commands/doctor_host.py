@@ -231,9 +231,12 @@ class Gpu:
     total: int
 
 
-def gpus(found: Sequence[Gpu], launched: Sequence[int], nbytes: int | None) -> list[Finding]:
+def gpus(
+    found: Sequence[Gpu | str], launched: Sequence[int], nbytes: int | None
+) -> list[Finding]:
     """Check this host's GPUs: those of launched servers and those of torchrun's ranks, which count
-    up from 0. ``nbytes``: size of a version. Memory in use belongs to other processes."""
+    up from 0. A text in ``found``: why that GPU cannot be used. ``nbytes``: size of a version.
+    Memory in use belongs to other processes."""
     if not found:
         text = "torch sees none: the trainer and launched servers run on the CPU"
         if launched:
@@ -257,6 +260,10 @@ def gpus(found: Sequence[Gpu], launched: Sequence[int], nbytes: int | None) -> l
             )
         )
     for number, gpu in enumerate(found):
+        if isinstance(gpu, str):
+            remedy = "nvidia-smi shows whose it is and its compute mode; end what runs there"
+            out.append(problem("gpus", f"GPU {number} cannot be used: {gpu}", remedy))
+            continue
         text = f"GPU {number}: {mib(gpu.free)} of {mib(gpu.total)} free"
         if nbytes is not None and gpu.free < nbytes and number in launched:
             remedy = "end what runs there, or give a server several GPUs (launch_count)"
@@ -308,13 +315,20 @@ def nccl_version() -> str:
     return installed("nvidia-nccl-cu12") or installed("nvidia-nccl-cu13") or ""
 
 
-def found_gpus() -> list[Gpu]:
-    """Return the GPUs that torch sees; none without torch, which has its own finding."""
+def found_gpus() -> list[Gpu | str]:
+    """Return the GPUs that torch sees, or why one cannot be used (it is full, or another process
+    has it alone); none without torch, which has its own finding."""
     if installed("torch") is None:
         return []
     import torch
 
-    return [Gpu(*torch.cuda.mem_get_info(i)) for i in range(torch.cuda.device_count())]
+    found: list[Gpu | str] = []
+    for number in range(torch.cuda.device_count()):
+        try:
+            found.append(Gpu(*torch.cuda.mem_get_info(number)))
+        except RuntimeError as error:  # CUDA's; its further lines advise programmers
+            found.append(str(error).partition("\n")[0])
+    return found
 
 
 def infiniband() -> bool:
@@ -333,7 +347,8 @@ def shm_size() -> int | None:
 
 
 def model_elements(directory: Path) -> int | None:
-    """Return the elements of all tensors of a HF directory; None without safetensors files."""
+    """Return the elements of all tensors of a HF directory; None without safetensors files.
+    Raises DataError if one is damaged."""
     shapes = checkpoint_shapes(directory)
     return sum(map(math.prod, shapes.values())) if shapes else None
 
