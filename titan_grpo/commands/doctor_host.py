@@ -231,9 +231,7 @@ class Gpu:
     total: int
 
 
-def gpus(
-    found: Sequence[Gpu | str], launched: Sequence[int], nbytes: int | None
-) -> list[Finding]:
+def gpus(found: Sequence[Gpu | str], launched: Sequence[int], nbytes: int | None) -> list[Finding]:
     """Check this host's GPUs: those of launched servers and those of torchrun's ranks, which count
     up from 0. A text in ``found``: why that GPU cannot be used. ``nbytes``: size of a version.
     Memory in use belongs to other processes."""

@@ -311,7 +311,9 @@ def toml(value: Any) -> str:
     '[true, "a", { b = 1.5 }]'
     """
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key(name)} = {toml(each)}" for name, each in value.items()) + " }"
+        return (
+            "{ " + ", ".join(f"{key(name)} = {toml(each)}" for name, each in value.items()) + " }"
+        )
     if isinstance(value, list):
         return "[" + ", ".join(map(toml, value)) + "]"
     if isinstance(value, bool | str):
