@@ -2,6 +2,7 @@
 against an HTTP server that stands for an engine's faults."""
 
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,6 +23,7 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.sync.server_set import NoObserver
+from titan_grpo.titan import evaluations
 from titan_grpo.titan.evaluations import TRIES, Evaluations
 
 WAIT_S = 120.0
@@ -279,6 +281,58 @@ def test_an_evaluation_that_dies_while_the_run_ends_leaves_its_server_to_the_las
     one.last(1)
     assert versions(recorder) == [1]
     assert len(recorder.history().errors) == 1
+
+
+def test_an_evaluation_that_fails_in_an_unknown_way_frees_its_server_and_is_said(
+    begin: Begin, completion_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise SystemError("no such call")
+
+    server = completion_server()
+    one, lanes, _, recorder = begin()
+    monkeypatch.setattr(os, "setpriority", refuse)
+    one.set_server(held(server, 0))
+    lanes.wait_free()
+    assert "no result: SystemError('no such call')" in recorder.history().errors[0]
+
+
+def test_a_process_that_survives_its_kill_does_not_cost_the_result(
+    begin: Begin, completion_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits for a disk: it keeps its connection, and no signal ends it."""
+    server = completion_server()
+    one, lanes, _, recorder = begin()
+    one.check(WAIT_S)
+    (process,) = filter(is_evaluation, psutil.Process().children(recursive=True))
+    with monkeypatch.context() as surviving:
+        surviving.setattr(evaluations, "END_S", 0.1)
+        surviving.setattr(subprocess.Popen, "kill", lambda _: None)
+        surviving.setattr(subprocess.Popen, "poll", lambda _: None)
+        surviving.setattr(os, "pidfd_open", lambda _: os.eventfd(0))
+        one.set_server(held(server, 0))
+        lanes.wait_free()
+    assert versions(recorder) == [0]
+    assert recorder.history().errors == []
+    psutil.wait_procs([process], WAIT_S)
+
+
+def test_the_last_versions_evaluation_that_another_one_leaves_no_time_is_said(
+    begin: Begin, completion_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = completion_server()
+    server.behaviour = server.hang
+    one, _, _, recorder = begin()
+    one.set_server(held(server, 0))
+    with server._arrived:
+        assert server._arrived.wait_for(lambda: len(server.bodies) >= 6, WAIT_S)
+    monkeypatch.setattr(Evaluation, "whole_s", 0.1)
+    one.last(1)
+    assert recorder.history().errors == [
+        "evaluation digits of version 1, the last, has no result: that of version 0 was not over"
+        " in time"
+    ]
+    server.released.set()
 
 
 def test_a_mistake_in_the_task_is_said_once_and_training_is_not_concerned(

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -165,11 +166,18 @@ class Evaluations:
                 self._begin(state)
         self.wait_idle()
         for table in self._tables:
-            if table.due == version and table.running is None:
-                self._recorder.error(
-                    f"evaluation {table.job.table.name} of version {version}, the last, has no"
-                    " result: no server that it may use holds that version"
-                )
+            if table.due != version:
+                continue
+            run = table.running
+            why = (
+                "no server that it may use holds that version"
+                if run is None
+                else f"that of version {run.version} was not over in time"
+            )
+            self._recorder.error(
+                f"evaluation {table.job.table.name} of version {version}, the last, has no result:"
+                f" {why}"
+            )
 
     def wait_idle(self) -> None:
         """Wait until no evaluation runs, or the longest deadline has passed."""
@@ -262,6 +270,9 @@ class Evaluations:
             outcome = self._outcome(table, run, state)
         except (OSError, EOFError) as error:
             outcome = Failure(f"its process failed: {error or type(error).__name__}", True)
+        except Exception as error:  # top of a thread: the server must not stay held
+            logger.exception("evaluation %s", table.job.table.name)
+            outcome = Failure(repr(error), True)
         if run.broken:
             outcome = Failure(run.broken, True)
         # Record before ``go_on``: a waiter for the server's next version then finds the result.
@@ -395,11 +406,13 @@ class _Process:
         self._process.kill()
 
     def end(self) -> None:
-        """Close the connection, which ends the process, and wait for its end. Bounded;
-        idempotent."""
+        """Close the connection, which ends the process, and wait for its end. Bounded: a process
+        may survive its kill for a while. Idempotent."""
         self._connection.close()
         try:
             wait_process(self._process, END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            wait_process(self._process, END_S)
+            # Killed, it may still wait for a disk, say: nothing here depends on its end.
+            with suppress(subprocess.TimeoutExpired):
+                wait_process(self._process, END_S)
