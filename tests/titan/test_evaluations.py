@@ -290,7 +290,7 @@ def test_an_evaluation_that_fails_in_an_unknown_way_frees_its_server_and_is_said
         raise SystemError("no such call")
 
     server = completion_server()
-    one, lanes, _, recorder = begin()
+    one, lanes, _, recorder = begin(at_end=False)
     monkeypatch.setattr(os, "setpriority", refuse)
     one.set_server(held(server, 0))
     lanes.wait_free()

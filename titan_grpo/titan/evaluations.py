@@ -367,7 +367,7 @@ class _Process:
             if nice:  # at once: its imports take most of its processor time
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, nice)
             self._connection.send(job)
-        except OSError:
+        except BaseException:
             self.end()
             raise
 
