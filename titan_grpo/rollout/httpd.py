@@ -163,11 +163,11 @@ class _Handler(BaseHTTPRequestHandler):
         return self._write(self.server.answer(request), keep=True)
 
     def _gone(self) -> bool:
-        if self.connection.fileno() < 0:  # this server ended it
+        if (descriptor := self.connection.fileno()) < 0:  # this server ended it
             return True
         # Not recv: the bytes of a next request may come before the end of the connection.
         poll = select.poll()
-        poll.register(self.connection, select.POLLRDHUP)
+        poll.register(descriptor, select.POLLRDHUP)
         return bool(poll.poll(0))
 
     def _refusal(self) -> Reply | None:
