@@ -226,7 +226,7 @@ class TaskRunner:
     def _made(self, index: int) -> Prompt:
         try:
             return self._task.prompt(index, self._codec)
-        except Exception as error:  # the boundary to a user's code: counted or raised
+        except (Exception, SystemExit) as error:  # the boundary to a user's code: counted or raised
             raise TaskFailed(f"prompt {index}", error) from error
 
     def _expected_tokens(self, prompt: Prompt) -> float:
@@ -234,7 +234,7 @@ class TaskRunner:
             return 0.0
         try:
             return max(0.0, float(self._task.expected_tokens(prompt)))
-        except Exception as error:  # the boundary to a user's code: counted or raised
+        except (Exception, SystemExit) as error:  # the boundary to a user's code: counted or raised
             raise TaskFailed(f"expected_tokens of prompt {prompt.index}", error) from error
 
     async def turn(self, prompt: Prompt, part: Completion) -> tuple[int, ...] | None:
@@ -299,8 +299,9 @@ class TaskRunner:
         try:
             async with clock.deadline:
                 return read(await call(self._threads, function, *arguments))
-        # CancelledError too: a user's code may raise one of its own.
-        except (Exception, asyncio.CancelledError) as error:  # the boundary to a user's code
+        # Not Exception: a user's code may raise a CancelledError of its own, or what a library in
+        # Rust raises for a panic.
+        except BaseException as error:  # the boundary to a user's code
             running = asyncio.current_task()
             if running is None or running.cancelling():
                 # Our cancellation, even if the task raised another error on it.
@@ -387,8 +388,9 @@ async def call(
     threads: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any, **named: Any
 ) -> Any:
     """Return the function's answer, awaited if it is awaitable."""
+    asked = partial(function, *arguments, **named)
     if inspect.iscoroutinefunction(function):
-        return await _apart(function(*arguments, **named))
+        return await _apart(asked)
     loop, clock = asyncio.get_running_loop(), _CLOCK.get(None)
     if clock is not None:
         clock.queued += 1
@@ -398,23 +400,36 @@ async def call(
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(clock.begin)
         try:
-            return function(*arguments, **named)
+            return asked()
         except (StopIteration, SystemExit, KeyboardInterrupt) as error:
             # An asyncio future cannot hold StopIteration: its waiter would wait forever. The other
             # two would end the process.
-            raise RuntimeError(f"{type(error).__name__} left the function") from error
+            raise _left(error) from error
 
     answer = await loop.run_in_executor(threads, plain)
     # A wrapper of a coroutine function looks like a plain function.
-    return await _apart(answer) if inspect.isawaitable(answer) else answer
+    return await _apart(lambda: answer) if inspect.isawaitable(answer) else answer
 
 
-async def _apart(answer: Awaitable[Any]) -> Any:
-    """Await a user's awaitable in a task of its own. In ours, a TaskGroup of theirs would leave our
-    task marked as cancelled after a member's error (Python 3.11), and ``_call`` would take their
-    error for our cancellation."""
+async def _apart(asked: Callable[[], Awaitable[Any]]) -> Any:
+    """Make a user's awaitable and await it in a task of its own. In ours, a TaskGroup of theirs
+    would leave our task marked as cancelled after a member's error (Python 3.11), and ``_call``
+    would take their error for our cancellation."""
+
+    async def contained() -> Any:
+        try:
+            # no deadline: the caller has one
+            return await asked()
+        except SystemExit as error:
+            # It would leave the task and end the loop. KeyboardInterrupt may be a real one here.
+            raise _left(error) from error
+
     # no deadline: the caller has one
-    return await asyncio.ensure_future(answer)
+    return await asyncio.ensure_future(contained())
+
+
+def _left(error: BaseException) -> RuntimeError:
+    return RuntimeError(f"{type(error).__name__} left the function")
 
 
 async def at_once(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
