@@ -2,7 +2,8 @@
 says and reads what a test tells it."""
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -12,7 +13,7 @@ from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.task_runner import TaskFailed
 from titan_grpo.titan.tiny import EOS
 
-pytest.importorskip("openai")
+openai = pytest.importorskip("openai")
 
 CODER = "So.<function=add><parameter=a>1</parameter></function>"
 """A call of a tool in a format that nothing here reads."""
@@ -125,4 +126,45 @@ def test_arguments_of_a_parser_that_are_no_json_are_the_users_error(
         return "", [("add", {"a": {1, 2}})]
 
     with pytest.raises(TaskFailed, match="tool_parser failed: TypeError"):
+        group_of(talker(1, tools=[ADD]), [says(codec, "one")], tool_parser=parser)
+
+
+@pytest.mark.parametrize(
+    "call",
+    ['{"name": "\\ud800", "arguments": {}}', '{"name": "add", "arguments": {"a": "\\ud800"}}'],
+    ids=["name", "arguments"],
+)
+def test_a_call_with_a_lone_surrogate_is_no_call(
+    group_of: GroupOf, codec: TextCodec, call: str
+) -> None:
+    seen: list[Any] = []
+    said = f"<tool_call>{call}</tool_call>"
+    group_of(caller(seen), [says(codec, said)])
+    assert seen == [("stop", said, [])]
+
+
+def test_arguments_of_an_agent_with_a_lone_surrogate_are_refused(
+    group_of: GroupOf, codec: TextCodec, tmp_path: Path
+) -> None:
+    template = tmp_path / "as_json.jinja"
+    template.write_text("{{ messages | tojson }}")
+    function = {"name": "add", "arguments": '{"a": "\\ud800"}'}
+    call = {"id": "x", "type": "function", "function": function}
+    messages: list[Any] = [HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, HELLO]
+
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        client = client_of(base_url, api_key)
+        with pytest.raises(openai.BadRequestError, match="lone surrogate"):
+            client.chat.completions.create(model="m", messages=messages, tools=[ADD])
+        return talker(1)(base_url, api_key, row)
+
+    group = group_of(agent, [says(codec, "one")], chat_template=str(template))
+    assert len(group.completions) == 1
+
+
+def test_a_tool_parser_that_exits_is_the_users_error(group_of: GroupOf, codec: TextCodec) -> None:
+    def parser(text: str) -> NoReturn:
+        raise SystemExit(3)
+
+    with pytest.raises(TaskFailed, match="tool_parser failed: SystemExit: 3"):
         group_of(talker(1, tools=[ADD]), [says(codec, "one")], tool_parser=parser)

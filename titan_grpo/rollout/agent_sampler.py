@@ -245,8 +245,9 @@ class AgentSampler(Sampler):
         if self._tool_parser is not None:
             try:
                 content, calls = self._tool_parser(text)
-                return str(content), _as_json(calls)
-            except Exception as error:  # the boundary to a user's code
+                made = _as_json(calls)
+                return (text, []) if made is None else (str(content), made)
+            except (Exception, SystemExit) as error:  # the boundary to a user's code
                 raise TaskFailed("tool_parser", error) from error
         codec = self._agents.codec
         if call.reason == "stop":
@@ -262,7 +263,8 @@ class AgentSampler(Sampler):
         name, tools = self._parser_names[where], call.request.tools
         asked = engine.parse_tool_calls(name, ids, codec.spell(ids), tools, within_s)
         content, calls = await job.driver.run(asked)
-        return (content, _as_json(calls)) if calls else (text, [])
+        made = _as_json(calls)
+        return (content, made) if made else (text, [])
 
     def _group(self, job: Job, episodes: Sequence[Episode]) -> Group:
         """Return the group of finished episodes. Its prompt is the common prefix of all prompts;
@@ -357,8 +359,15 @@ def first_tokens(part: Completion, count: int) -> Completion:
     )
 
 
-def _as_json(calls: ToolCalls) -> list[tuple[str, str]]:
-    return [(str(name), json.dumps(dict(arguments))) for name, arguments in calls]
+def _as_json(calls: ToolCalls) -> list[tuple[str, str]] | None:
+    """Return calls with their arguments as JSON; None if one has a lone surrogate (a policy may
+    write such an escape): the agent could not send it back."""
+    calls = [(str(name), dict(arguments)) for name, arguments in calls]
+    try:
+        json.dumps(calls, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return None
+    return [(name, json.dumps(arguments)) for name, arguments in calls]
 
 
 async def _cancel(tasks: Sequence["asyncio.Task[None]"]) -> None:

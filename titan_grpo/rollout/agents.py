@@ -140,10 +140,13 @@ class Episode:
         try:
             messages = [for_template(message) for message in request.messages]
             rendered = codec.render(messages, request.tools)
+            going = self._continued(codec, request, rendered, messages)
+            trajectory, context = going or (
+                Trajectory(codec.encode(rendered), tools=request.tools),
+                (),
+            )
         except DataError as error:
             raise Refused(400, str(error), "messages") from error
-        going = self._continued(codec, request, rendered, messages)
-        trajectory, context = going or (Trajectory(codec.encode(rendered), tools=request.tools), ())
         had = trajectory.delivered + len(context)
         self.full = had >= spec.room(trajectory.prompt)
         if self.full:

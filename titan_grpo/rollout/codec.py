@@ -50,8 +50,15 @@ class TextCodec:
         self._template: ChatTemplate | None = None
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a text, without added special tokens."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Return the token ids of a text, without added special tokens. Raises DataError for a
+        text that UTF-8 cannot write."""
+        try:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        except TypeError as error:
+            raise DataError(
+                "a text for the tokenizer must be a str without a lone surrogate, got"
+                f" {text!r:.100}"
+            ) from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
