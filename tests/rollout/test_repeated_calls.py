@@ -1,6 +1,7 @@
 """Calls that a client gives up, and calls that it repeats: an answer is trained on if an agent got
 it, and once."""
 
+import asyncio
 import http.client
 import json
 import threading
@@ -8,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.agents import HELLO, asking, client_of, says, talker
-from tests.rollout.conftest import GroupOf
+from tests.rollout.agents import HELLO, asking, client_of, says, send, talker
+from tests.rollout.conftest import GroupOf, SamplerOfAgents
 from titan_grpo.rollout.codec import TextCodec
+from titan_grpo.samples import NO_TOKENS
 
 openai = pytest.importorskip("openai")
 
@@ -146,3 +148,43 @@ def test_a_repeat_of_an_answered_call_gets_the_same_answer(
 
     group = group_of(agent, [says(codec, "one")])
     assert [completion.num_sampled for completion in group.completions] == [4] * sequences
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["group running", "group done"])
+def test_a_repeated_reward_is_answered_as_the_first_one(
+    sampler_of_agents: SamplerOfAgents, over: bool
+) -> None:
+    async def run() -> list[tuple[int, Any]]:
+        async with sampler_of_agents(None) as (_, agents):
+            agents.take(0, [NO_TOKENS])
+            address = agents.url.removeprefix("http://")
+            _, given = await asyncio.to_thread(send, address, "POST", "/episodes")
+            key, path = given["id"], f"/episodes/{given['id']}/reward"
+            answers = []
+            for reward in (0.25, 0.25, 0.5):
+                body = {"reward": reward}
+                answers.append(await asyncio.to_thread(send, address, "POST", path, key, body))
+                if over:
+                    agents.end(0)
+            return answers
+
+    first, repeated, other = asyncio.run(run())
+    assert first == repeated
+    assert (first[0], other[0]) == (200, 401)
+
+
+def test_an_episode_is_not_handed_to_a_client_that_has_gone(
+    sampler_of_agents: SamplerOfAgents,
+) -> None:
+    async def run() -> int:
+        async with sampler_of_agents(None) as (_, agents):
+            agents.take(0, [NO_TOKENS])
+            address = agents.url.removeprefix("http://")
+            first = http.client.HTTPConnection(address)
+            # Both while the loop is busy: it runs on only at the next await.
+            first.request("POST", "/episodes", b"")
+            first.close()
+            status, _ = await asyncio.to_thread(send, address, "POST", "/episodes")
+            return status
+
+    assert asyncio.run(run()) == 200

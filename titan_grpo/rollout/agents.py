@@ -56,6 +56,9 @@ NO_EPISODE = "the API key must be that of a running episode"
 RETRIES = "x-stainless-retry-count"
 """Header in which OpenAI's clients count the repeats of a call."""
 
+REPEATABLE = 10_000
+"""Number of episodes, the last ones, whose reward a client may post again."""
+
 MARK = "TheAnswerStandsHere"
 """Placeholder answer, to find the text that a template writes after an answer."""
 
@@ -269,6 +272,8 @@ class Agents:
         self._by_key: dict[str, Episode] = {}
         self._offers: deque[Episode] = deque()
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._rewarded: dict[str, float] = {}
+        """The last posted rewards by key."""
         self._loop = asyncio.get_running_loop()
         self._began = int(time.time())
         self._key = os.environ.get(spec.agent_key_env, "")
@@ -429,7 +434,8 @@ class Agents:
         self._want_key(request.key)
         if self._task.function is not None:
             raise Refused(409, 'episodes are handed out with rollout.agent = "outside"')
-        if not self._offers:
+        # Gone: it gave up while the loop was busy, and will ask again.
+        if not self._offers or request.gone():
             return Reply(429, Refused(429, "no episode waits").body, RETRY_AFTER_S)
         episode = self._offers.popleft()
         episode.begun = True
@@ -440,7 +446,6 @@ class Agents:
     def _reward(self, id_: str, request: Request) -> Reply:
         if not (request.key and hmac.compare_digest(id_.encode(), request.key.encode())):
             self._want_key(request.key)
-        episode = self._episode(id_)
         try:
             # JSON has no NaN and no infinity.
             reward = msgspec.json.decode(request.body, type=Rewarded).reward
@@ -448,7 +453,12 @@ class Agents:
             shown = f"got {request.body[:100]!r}"
             text = f'the body must be {{"reward": a finite number}}, {shown}: {error}'
             raise Refused(400, text, "reward") from error
-        self._over(episode, reward)
+        # Equal: a repeat, whose client lost the first answer.
+        if self._rewarded.get(id_) != reward:
+            self._over(self._episode(id_), reward)
+            self._rewarded[id_] = reward
+            if len(self._rewarded) > REPEATABLE:
+                del self._rewarded[next(iter(self._rewarded))]
         return Reply(200, {"id": id_, "reward": reward})
 
     def _episode(self, key: str) -> Episode:
