@@ -21,7 +21,7 @@ from titan_grpo.protocol.messages import Label
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-FREEZE_S, DEADLINE_S = 8.0, 4
+FREEZE_S, DEADLINE_S = 5.0, 4
 STEPS = 20
 """Steps that are made while a server is frozen, however long that takes."""
 

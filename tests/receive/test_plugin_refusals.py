@@ -266,38 +266,37 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
     assert "CompressedTensorsW8A8Fp8MoE" in found["scheme packs"]
 
 
-def script(python: str, name: str, root: Path, *arguments: str) -> Any:
-    """What a script of this folder prints in SGLang's environment."""
+@pytest.fixture(scope="module")
+def scripts(sglang_python: str, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the scripts of this folder printed in SGLang's environment."""
+    model = write_tiny_model("qwen3", tmp_path_factory.mktemp("scripts") / "model", seed=1)
     paths = f"{sglang_cpu.directory()}:{root}"
     env = {"PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    names = ("sglang_ranks", "sglang_update", "sglang_replicas", f"sglang_overlap={model}")
     done = subprocess.run(
-        [python, "-m", f"tests.receive.{name}", *arguments],
+        [sglang_python, "-m", "tests.receive.in_sglang", *names],
         env={**os.environ, **env},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
+    assert len(found) == len(names), done.stderr[-4000:]
+    return found
 
 
 def test_sglangs_workers_let_go_of_a_receivers_memory_before_the_next_one_takes_its_own(
-    sglang_python: str, root: Path
+    scripts: Any,
 ) -> None:
     """As large as the model, it would be there twice."""
-    found = script(sglang_python, "sglang_ranks", root)
+    found = dict(scripts["sglang_ranks"])
     assert found.pop("attached") == [2, False]
     assert found.pop("joined again") == [0, False]
     assert set(map(tuple, found.values())) == {(2, True)}, "no receiver was replaced"
 
 
-@pytest.fixture(scope="module")
-def updated(sglang_python: str, root: Path) -> Any:
-    """What tests/receive/sglang_update.py prints."""
-    return script(sglang_python, "sglang_update", root)
-
-
-def test_a_load_is_one_message_to_sglangs_schedulers_and_alone_allows_a_label(updated: Any) -> None:
+def test_a_load_is_one_message_to_sglangs_schedulers_and_alone_allows_a_label(scripts: Any) -> None:
+    updated = scripts["sglang_update"]
     whole = ["message", {"number": 1}, "begin", "load 0", "end, post load False", "r:1:f"]
     assert updated["seen"] == [*whole, *whole]
     assert updated["answers"] == [400, 200, 200, 400]
@@ -308,24 +307,21 @@ def test_a_load_is_one_message_to_sglangs_schedulers_and_alone_allows_a_label(up
     )
 
 
-def test_sglangs_watchdog_ends_no_server_that_is_paused_over_a_long_load(updated: Any) -> None:
+def test_sglangs_watchdog_ends_no_server_that_is_paused_over_a_long_load(scripts: Any) -> None:
     """It does after 300 s in which a batch is current and none runs."""
-    assert updated["watched"] == [True, False]
+    assert scripts["sglang_update"]["watched"] == [True, False]
 
 
-def test_an_sglang_with_replicas_starts_and_tells_a_trainer_why_it_is_refused(
-    sglang_python: str, root: Path
-) -> None:
+def test_an_sglang_with_replicas_starts_and_tells_a_trainer_why_it_is_refused(scripts: Any) -> None:
     """Also one that a launcher of several servers has started."""
-    assert "start one server per replica" in script(sglang_python, "sglang_replicas", root)
+    assert "start one server per replica" in scripts["sglang_replicas"]
 
 
 def test_a_token_whose_result_waits_over_a_commit_has_the_version_that_sampled_it(
-    sglang_python: str, tmp_path: Path, root: Path
+    scripts: Any,
 ) -> None:
     """SGLang's overlap scheduler reads the last batch's result after the pause."""
-    model = str(write_tiny_model("qwen3", tmp_path / "model", seed=1))
-    assert script(sglang_python, "sglang_overlap", root, model) == {
+    assert scripts["sglang_overlap"] == {
         "decoding": [["v1", 0, 6], ["v2", 6, 9]],
         "prefilled": [["v1", 0, 1], ["v2", 1, 4]],
         "chunked": [["v2", 0, 3]],
