@@ -11,8 +11,9 @@ from tests.faults import judge
 from tests.faults.bench import REACH_S, SETTLE_S, Bench
 from tests.faults.cases import CALLS, Case, Kind, Who
 from tests.faults.report import Result
-from tests.faults.site import Instance, send, thaw
+from tests.faults.site import Instance, thaw
 from tests.rigs.proxy import Act
+from tests.rigs.signals import send
 from tests.rigs.trainer_handle import TrainerProcess, wait_until
 from titan_grpo.protocol.lane import Point
 from titan_grpo.protocol.messages import Label

@@ -3,7 +3,6 @@ show; and the two seats for them, each behind a proxy: the one that is struck, a
 not notice."""
 
 import json
-import os
 import random
 import signal
 import threading
@@ -23,6 +22,7 @@ from tests.rigs.census import descendants
 from tests.rigs.interpreter import wrapper
 from tests.rigs.proxy import Proxy, address_of
 from tests.rigs.server_handle import ServerProcess
+from tests.rigs.signals import send
 from tests.rigs.trainer import digests
 from titan_grpo.engines.http import ServerAccess, SyncDriver
 from titan_grpo.engines.launch import Server
@@ -266,13 +266,6 @@ def _titles(pids: list[int]) -> list[tuple[int, str]]:
             if text := " ".join(psutil.Process(pid).cmdline()).strip():
                 out.append((pid, text))
     return out
-
-
-def send(pid: int | None, number: int) -> None:
-    """Signal a process that may be gone."""
-    if pid is not None:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
 
 
 def thaw(pid: int | None) -> None:

@@ -9,7 +9,8 @@ from tests.faults.bench import SETTLE_S, Bench
 from tests.faults.cases import Kind, Who
 from tests.faults.lanes import OVER_S
 from tests.faults.report import Result
-from tests.faults.site import send, thaw
+from tests.faults.site import thaw
+from tests.rigs.signals import send
 from tests.rigs.trainer_handle import wait_until
 
 RELEASE_S = 45.0

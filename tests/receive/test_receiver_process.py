@@ -17,6 +17,7 @@ import torch
 
 from tests.receive.site import BUCKET, DictEngine, Site, Version, Weights
 from tests.rigs.present import present
+from tests.rigs.signals import send
 from tests.rigs.trainer_handle import wait_until
 from titan_grpo.engines.server import RolloutNeeds
 from titan_grpo.errors import PeerError, ServerUnfit, TransferFailed
@@ -97,7 +98,7 @@ def test_a_stalled_sender_does_not_delay_its_successor(
 ) -> None:
     process = rogue(site, "stall")
     assert present(process.stdout).readline().strip() == "stall"
-    os.kill(process.pid, signal.SIGSTOP)
+    send(process.pid, signal.SIGSTOP)
     assert site.deliver(site.connect(Weights(2.0)), 1, 2, Weights(2.0)).ok
 
 
@@ -249,8 +250,7 @@ def test_a_receiver_that_stands_still_gives_no_sign_of_life_in_time(site: Site) 
     w = Weights(1.0)
     link = site.connect(w)
     assert site.deliver(link, 1, 1, w).ok
-    os.kill(site.receiver_pid, signal.SIGSTOP)
-    os.waitpid(site.receiver_pid, os.WUNTRACED)  # stopped, not only about to be
+    send(site.receiver_pid, signal.SIGSTOP)
     with pytest.raises(TransferFailed):
         link.ping(2, 0.5)
 
@@ -260,8 +260,7 @@ def test_each_time_a_receiver_stands_still_its_trainers_lease_counts_from_then(s
     site.connect(Weights(1.0))
     receiver = present(site.receiver._serving)
     for _ in range(2):
-        os.kill(receiver.pid, signal.SIGSTOP)
-        os.waitpid(receiver.pid, os.WUNTRACED)
+        send(receiver.pid, signal.SIGSTOP)
         began = time.monotonic()
         assert receiver.last_sign_s() >= began
         os.kill(receiver.pid, signal.SIGCONT)

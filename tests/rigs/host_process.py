@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tests.rigs.signals import send
 from titan_grpo.config import WeightSync
 from titan_grpo.layout.image import Hashing
 from titan_grpo.layout.infer import infer_layout
@@ -107,19 +108,20 @@ class HostProcess:
 
     def freeze(self) -> None:
         """Its sync process does nothing until ``thaw``; its sockets stay open."""
-        os.kill(self._sync, signal.SIGSTOP)
+        send(self._sync, signal.SIGSTOP)
 
     def thaw(self) -> None:
         """The opposite of ``freeze``."""
-        os.kill(self._sync, signal.SIGCONT)
+        send(self._sync, signal.SIGCONT)
 
     def kill_sync(self) -> None:
         """Kill its first sync process."""
-        os.kill(self._sync, signal.SIGKILL)
+        send(self._sync, signal.SIGKILL)
 
     def kill(self) -> None:
         """End it without a word. Idempotent."""
         self._process.kill()
+        self.thaw()  # stopped, it would not notice the end of its parent
         self._process.communicate(timeout=END_S)
 
 

@@ -6,7 +6,6 @@ drives it through ``DirectControl``, or over HTTP in a process of its own (serve
 drives a real server; bytes, digests, epochs and commits take the real path. It can freeze, lose its
 receiver, go away and come back."""
 
-import os
 import signal
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tests.rigs.signals import send
 from titan_grpo.errors import ServerRefused, ServerUnfit, ServerUnreachable
 from titan_grpo.protocol.messages import Label
 from titan_grpo.receive.commit import Engine, EngineSide, Workers
@@ -134,7 +134,7 @@ class ReceiverServer:
         pid = self.receiver_pid
         if pid is None:
             raise ServerRefused(f"{self.url} has no receiver process: no lane has greeted it yet")
-        os.kill(pid, number)
+        send(pid, number)
 
     def go_away(self) -> None:
         """The server's process ends, and its receiver with it: every call fails until

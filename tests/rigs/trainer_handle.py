@@ -2,16 +2,15 @@
 signals it."""
 
 import json
-import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.rigs.signals import send
 from tests.rigs.trainer_process import Settings
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.subprocesses import start_module, wait_process
@@ -202,10 +201,8 @@ class TrainerProcess:
     def signal(self, number: int) -> None:
         """Send it, and its sync process, a signal."""
         if self._process.poll() is None:
-            os.kill(self._process.pid, number)
-        if (pid := self.sync_pid) is not None:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+            send(self._process.pid, number)
+        send(self.sync_pid, number)
 
     def kill(self) -> None:
         """SIGKILL; returns when it is gone. Its sync process ends with it."""

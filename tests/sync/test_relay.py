@@ -2,13 +2,10 @@
 trainer's: the trainer sends each version about once, and what fails costs no server its version."""
 
 import math
-import os
-import signal
 from typing import Any
 
 import pytest
 
-from tests.rigs.present import present
 from tests.sync.conftest import MakeRig, Rig
 from titan_grpo.observe import names
 from titan_grpo.protocol import relay as table
@@ -85,9 +82,9 @@ def test_three_servers_of_another_host_take_each_version_from_the_trainer_once(
 def test_a_server_that_dies_costs_the_others_no_version(rig: MakeRig, elsewhere: None) -> None:
     run = rig("a", "b", "c", relay=True, far=True)
     run.deliver(1)
-    os.kill(present(run.servers["a"].receiver_pid), signal.SIGSTOP)
+    run.servers["a"].freeze_receiver()
     run.publish(2)
     run.until(lambda: all(run.server_set.entry(url).held == 2 for url in "bc"))
-    os.kill(present(run.servers["a"].receiver_pid), signal.SIGKILL)
+    run.servers["a"].kill_receiver()
     run.deliver(3)
     assert [run.loaded[url].value() for url in "abc"] == [3, 3, 3]

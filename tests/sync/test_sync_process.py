@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.rigs.server_handle import ServerProcess, served
+from tests.rigs.signals import send
 from tests.rigs.sockets import descriptors_left
 from tests.rigs.trainer import Trainer
 from titan_grpo.config import WeightSync
@@ -109,7 +110,7 @@ def test_killed_in_the_middle_of_a_run_it_is_started_again_and_every_server_ends
 def test_killed_right_after_a_publish_it_brings_that_version(tmp_path: Path) -> None:
     with training(tmp_path) as (trainer, servers):
         killed = trainer.worker.pid
-        os.kill(killed, signal.SIGSTOP)
+        send(killed, signal.SIGSTOP)
         assert trainer.publish(1, weights(1), WAIT_S)
         os.kill(killed, signal.SIGKILL)
         assert trainer.worker.flush(1, WAIT_S) == [servers[0].url]
@@ -118,7 +119,7 @@ def test_killed_right_after_a_publish_it_brings_that_version(tmp_path: Path) -> 
 
 def test_stopped_it_costs_versions_and_no_step(tmp_path: Path) -> None:
     with training(tmp_path) as (trainer, servers):
-        os.kill(trainer.worker.pid, signal.SIGSTOP)
+        send(trainer.worker.pid, signal.SIGSTOP)
         steps(trainer, 1, 40)
         os.kill(trainer.worker.pid, signal.SIGCONT)
         ends_on_the_newest(trainer, servers, 41)
@@ -155,7 +156,7 @@ def idle(tmp_path: Path) -> Iterator[Trainer]:
 def test_at_the_start_one_that_does_not_begin_is_named(
     idle: Trainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    os.kill(idle.worker.pid, signal.SIGSTOP)
+    send(idle.worker.pid, signal.SIGSTOP)
     idle.start()
     with pytest.raises(SyncError, match=r"must begin before weight_sync\.startup_deadline_s"):
         idle.worker.wait_begun(0.2)
