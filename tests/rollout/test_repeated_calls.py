@@ -5,6 +5,7 @@ import asyncio
 import http.client
 import json
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -58,15 +59,25 @@ def test_a_call_that_openais_client_gives_up_and_repeats_has_one_answer(
     assert len(asked) == 1
 
 
-def test_an_answer_whose_client_has_gone_is_not_trained_on(
-    group_of: GroupOf, codec: TextCodec
-) -> None:
-    arrived, gone, speak = threading.Event(), threading.Event(), says(codec, "one")
+Speak = Callable[[dict[str, Any]], tuple[int, Any]]
+
+
+def held(speak: Speak) -> tuple[Speak, threading.Event, threading.Event]:
+    """An engine that sets the first event at a request, and answers once the second is set."""
+    arrived, go = threading.Event(), threading.Event()
 
     def engine(body: dict[str, Any]) -> tuple[int, Any]:
         arrived.set()
-        assert gone.wait(WAIT_S)
+        assert go.wait(WAIT_S)
         return speak(body)
+
+    return engine, arrived, go
+
+
+def test_an_answer_whose_client_has_gone_is_not_trained_on(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    engine, arrived, gone = held(says(codec, "one"))
 
     def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
         connection = asking(base_url, api_key)
@@ -91,12 +102,7 @@ def test_an_equal_call_takes_the_answer_of_a_client_that_has_gone(
     group_of: GroupOf, codec: TextCodec
 ) -> None:
     asked: list[list[int]] = []
-    arrived, gone, speak = threading.Event(), threading.Event(), says(codec, "one", log=asked)
-
-    def engine(body: dict[str, Any]) -> tuple[int, Any]:
-        arrived.set()
-        assert gone.wait(WAIT_S)
-        return speak(body)
+    engine, arrived, gone = held(says(codec, "one", log=asked))
 
     def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
         connection = asking(base_url, api_key)
@@ -115,12 +121,7 @@ def test_an_equal_call_is_a_repeat_while_another_waits_only_if_the_client_says_s
     group_of: GroupOf, codec: TextCodec, retries: int | None, sequences: int
 ) -> None:
     asked: list[list[int]] = []
-    arrived, both, speak = threading.Event(), threading.Event(), says(codec, "one", log=asked)
-
-    def engine(body: dict[str, Any]) -> tuple[int, Any]:
-        arrived.set()
-        assert both.wait(WAIT_S)
-        return speak(body)
+    engine, arrived, both = held(says(codec, "one", log=asked))
 
     def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
         # Its end does not reach the run, as when a host on the way forgot the connection.

@@ -101,7 +101,7 @@ class Call:
 
     @property
     def abandoned(self) -> bool:
-        """Whether nobody waits for its answer any more, and nobody got it."""
+        """Whether its answer has no waiting client any more, and reached none."""
         return not self.answer.done() and all(gone() for gone in self.gone)
 
 
@@ -227,7 +227,7 @@ class Episode:
 
     @property
     def waiting(self) -> list[Call]:
-        """The calls whose answer somebody waits for."""
+        """The calls with a client that waits for the answer."""
         return [c for c in self.calls.values() if not (c.answer.done() or c.abandoned)]
 
     def end(self, text: str) -> None:

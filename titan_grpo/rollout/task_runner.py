@@ -419,7 +419,7 @@ async def _apart(asked: Callable[[], Awaitable[Any]]) -> Any:
     async def contained() -> Any:
         try:
             # Asked only here: of a task that is cancelled before it starts, a coroutine would be
-            # left that nobody awaits. No deadline: the caller has one.
+            # left that is never awaited. No deadline: the caller has one.
             return await asked()
         except SystemExit as error:
             # It would leave the task and end the loop. KeyboardInterrupt may be a real one here.
