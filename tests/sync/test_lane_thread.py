@@ -335,6 +335,7 @@ def test_a_server_restarted_before_its_label_is_not_given_it_although_it_would_t
         # as if a stray call had opened an update on it: this server takes any label
         r.servers["a"].go_away()
         r.loaded["a"].values.clear()
+        threading.Event().wait(2 * STOOD_STILL_S)  # less than an engine takes to start
         r.servers["a"].come_back()
 
     strike = Strike(Point.LABEL, restart)
@@ -394,8 +395,10 @@ def test_a_lane_that_was_fenced_before_its_load_learns_it_before_the_deadline_of
     assert greeted - strike.times(Point.LOAD)[0] < WAIT_S
 
 
-@pytest.mark.parametrize("moment", ["before its resume", "before the answer to its label"])
-def test_a_lane_that_stood_still_does_not_resume_a_server_that_another_has(
+@pytest.mark.parametrize(
+    "moment", ["before its label", "before its resume", "before the answer to its label"]
+)
+def test_a_lane_that_stood_still_neither_labels_nor_resumes_a_server_that_another_has(
     rig: MakeRig, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     def replaced() -> None:
@@ -403,23 +406,23 @@ def test_a_lane_that_stood_still_does_not_resume_a_server_that_another_has(
         fence(DirectControl(r.servers["a"]), access, r.pool.run_id, 3)
         threading.Event().wait(2 * STOOD_STILL_S)  # as long as the lane stands still
 
-    finish = DirectControl.finish
+    finish, labels = DirectControl.finish, list[str]()
 
-    def answered_late(control: DirectControl, label: str) -> None:
+    def answered(control: DirectControl, label: str) -> None:
+        labels.append(label)
         finish(control, label)
-        monkeypatch.undo()
-        replaced()
+        if moment == "before the answer to its label":
+            replaced()
 
-    if moment == "before its resume":
-        strike = Strike(Point.RESUME, replaced)
-    else:
-        strike = Strike(Point.RESUME, lambda: None)
-        monkeypatch.setattr(DirectControl, "finish", answered_late)
+    monkeypatch.setattr(DirectControl, "finish", answered)
+    struck = {"before its label": Point.LABEL, "before its resume": Point.RESUME}
+    strike = Strike(struck.get(moment, Point.RESUMED), replaced)
     r = rig("a", watch=strike)
     r.publish(1)
     assert strike.wait(Point.GREET, 2)
     assert strike.times(Point.RESUMED) == []
     r.everyone(1)
+    assert len(labels) == (moment != "before its label")
     assert r.servers["a"].versions == [1]
     assert not r.servers["a"].paused
 

@@ -117,8 +117,9 @@ def _updated(original: Callable[[Any, Any], Any], manager: Any, request: Any) ->
 
     with manager._observe_weight_load("tensor"):
         commit(request.serialized_named_tensors)
-        # Rank 0 answers for all: wait until all have finished.
-        torch.distributed.barrier(group=manager.tp_cpu_group)
+        if torch.distributed.get_world_size(manager.tp_cpu_group) > 1:
+            # Rank 0 answers for all: wait until all have finished.
+            torch.distributed.barrier(group=manager.tp_cpu_group)
     return UpdateWeightsFromTensorReqOutput(success=True, message="")
 
 

@@ -52,8 +52,9 @@ SOON_S = 10.0
 weights) and for a half-loaded one (another client must not resume it)."""
 
 STOOD_STILL_S = 0.5
-"""Longest time from the label's ping to a resume without another one, in seconds. It takes some
-milliseconds: after more, the process may have been frozen, and another run may have its server."""
+"""Longest time from a proof that the server is this lane's to its label or its resume, in seconds.
+After more, a ping proves it again: this process may have been frozen, and the server may have been
+restarted or taken by another run, which takes longer than this."""
 
 FAILURES = TitanGrpoError, OSError, RuntimeError
 """What ends an epoch, not the lane. The last two: the system has no descriptor or thread left."""
@@ -107,7 +108,7 @@ class ServerLane:
         self._health = Health(config.backoff_s, config.backoff_max_s)
         self._label = self._held = Label(context.run_id, -1, "")
         self._before, self._refusal, self._resting = "", "", False
-        self._published_s = self._paused_s = self._pinged_s = 0.0
+        self._published_s = self._paused_s = self._proved_s = 0.0
 
     def __repr__(self) -> str:
         return f"<ServerLane {self.url} {self._state!r}>"
@@ -406,7 +407,9 @@ class ServerLane:
 
     def _load(self, version: int) -> table.Event:
         self._pass(Point.LOAD)
+        began = time.monotonic()
         applied, expected = self._applied(), self._label.fingerprint
+        self._proved_s = began  # from before the answer: a freeze may fall on the wait for it
         if applied.ok and applied.fingerprint != expected:
             self._c.recorder.count(names.DIGEST_MISMATCHES)
             self._c.recorder.count(names.QUARANTINES)
@@ -447,9 +450,8 @@ class ServerLane:
 
     def _set_label(self, outcome: table.Outcome) -> table.Event:
         self._pass(Point.LABEL)
-        if outcome is table.Outcome.NEW and not self._streamed:
-            # Engines do not fence their label: after a freeze, another run may have the server.
-            self._ping()
+        if outcome is table.Outcome.NEW:
+            self._prove()
         labels = {
             table.Outcome.NEW: str(self._label),
             table.Outcome.OLD: self._before,
@@ -460,12 +462,7 @@ class ServerLane:
 
     def _resume(self) -> table.Event:
         self._pass(Point.RESUME)
-        stood_still = time.monotonic() - self._pinged_s > STOOD_STILL_S
-        # Not over a StockLink: its server fences no epoch, and the read-back has its only ping.
-        if stood_still and isinstance(self._link, LaneLink):
-            # Engines do not fence a resume: after a freeze here it would fall between the load and
-            # the label of the run that has the server now.
-            self._ping()
+        self._prove()
         self._control.resume()
         recorder = self._c.recorder
         recorder.record_span(
@@ -495,8 +492,19 @@ class ServerLane:
         recorder.observe(names.SYNC_S, now - self._published_s)
         return table.ReadBack(version)
 
+    def _prove(self) -> None:
+        """Prove that the server is this lane's, before a call that engines do not fence (label,
+        resume): after a freeze here it could fall between the load and the label of another run."""
+        link = self._open_link()
+        if isinstance(link, StockLink):
+            return  # its server fences no epoch, and the read-back has its only ping
+        if time.monotonic() - self._proved_s > STOOD_STILL_S:
+            self._ping()
+        else:
+            link.check()
+
     def _ping(self) -> None:
-        self._pinged_s = time.monotonic()  # before the answer: a freeze may fall on the wait for it
+        self._proved_s = time.monotonic()  # as in _load
         self._number += 1
         self._open_link().ping(self._number, answer_s(self._config.commit_deadline_s))
 
