@@ -14,11 +14,11 @@ unset PYTHONDONTWRITEBYTECODE
 
 case "${1:-}" in -h | --help) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
-# Three workers on two cores: most of the time is spent waiting for servers and processes to start.
+# More workers than cores: tests wait for servers and processes to start, and the fast ones for deadlines.
 marks=() states=yes workers=3 long=no
 case "${1:-}" in
   --long) shift; marks=(-m "") long=yes ;;
-  --fast) shift; marks=(-m "not e2e and not long and not slow"); states=no workers=2 ;;
+  --fast) shift; marks=(-m "not e2e and not long and not slow"); states=no workers=4 ;;
 esac
 [ $# -eq 0 ] || states=no
 

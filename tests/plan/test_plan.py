@@ -305,7 +305,7 @@ def test_a_seed_makes_the_same_run_again_and_another_seed_another() -> None:
 
 
 def test_proposed_settings_make_the_run_better() -> None:
-    setup = replace(SMALL, servers=20, hours=0.5)
+    setup = replace(SMALL, servers=20, hours=0.15)
     before = Simulation(setup).run()
     changes, after = report.advice(setup, before)
     assert 1 <= len(changes) <= 3
@@ -314,7 +314,7 @@ def test_proposed_settings_make_the_run_better() -> None:
 
 
 def test_a_version_of_many_steps_gets_advice_too() -> None:
-    far = replace(SMALL, servers=140, hours=0.5)  # 140 s a version, in steps of 10 s
+    far = replace(SMALL, servers=140, hours=0.2)  # 140 s a version, in steps of 10 s
     changes, _ = report.advice(far, Simulation(far).run())
     assert changes[0].setting == "weight_sync.relay"
 

@@ -53,8 +53,8 @@ weights) and for a half-loaded one (another client must not resume it)."""
 
 STOOD_STILL_S = 0.5
 """Longest time from a proof that the server is this lane's to its label or its resume, in seconds.
-After more, a ping proves it again: this process may have been frozen, and the server may have been
-restarted or taken by another run, which takes longer than this."""
+After more, a ping proves it again: after a freeze here the server may have been restarted or taken
+by another run, which takes longer than this."""
 
 FAILURES = TitanGrpoError, OSError, RuntimeError
 """What ends an epoch, not the lane. The last two: the system has no descriptor or thread left."""
@@ -149,8 +149,7 @@ class ServerLane:
 
     def abort(self) -> None:
         """Abort the lane's wait, in a commit too. Any thread."""
-        link = self._link
-        if link is not None:
+        if (link := self._link) is not None:
             with suppress(PeerError):
                 if self._streamed and self._state.phase in table.COMMITTING:
                     # Not link.abort(): the lane still reads the report and resumes the server.
@@ -407,9 +406,7 @@ class ServerLane:
 
     def _load(self, version: int) -> table.Event:
         self._pass(Point.LOAD)
-        began = time.monotonic()
         applied, expected = self._applied(), self._label.fingerprint
-        self._proved_s = began  # from before the answer: a freeze may fall on the wait for it
         if applied.ok and applied.fingerprint != expected:
             self._c.recorder.count(names.DIGEST_MISMATCHES)
             self._c.recorder.count(names.QUARANTINES)
@@ -434,6 +431,7 @@ class ServerLane:
     def _applied(self) -> Applied:
         link, staged, recorder = self._open_link(), self._staged, self._c.recorder
         assert staged is not None
+        self._proved_s = time.monotonic()  # by the answer; a freeze may fall on the wait for it
         if isinstance(link, LaneLink) and not self._streamed:
             self._control.load(link.commit(staged).to_dict())
             return link.wait_applied(staged.number, answer_s(self._config.commit_deadline_s))
@@ -450,8 +448,7 @@ class ServerLane:
 
     def _set_label(self, outcome: table.Outcome) -> table.Event:
         self._pass(Point.LABEL)
-        if outcome is table.Outcome.NEW:
-            self._prove()
+        self._prove()
         labels = {
             table.Outcome.NEW: str(self._label),
             table.Outcome.OLD: self._before,
@@ -496,15 +493,13 @@ class ServerLane:
         """Prove that the server is this lane's, before a call that engines do not fence (label,
         resume): after a freeze here it could fall between the load and the label of another run."""
         link = self._open_link()
-        if isinstance(link, StockLink):
-            return  # its server fences no epoch, and the read-back has its only ping
-        if time.monotonic() - self._proved_s > STOOD_STILL_S:
-            self._ping()
-        else:
+        if isinstance(link, LaneLink):  # a stock server fences no epoch
             link.check()
+            if time.monotonic() - self._proved_s > STOOD_STILL_S:
+                self._ping()
 
     def _ping(self) -> None:
-        self._proved_s = time.monotonic()  # as in _load
+        self._proved_s = time.monotonic()  # as in _applied
         self._number += 1
         self._open_link().ping(self._number, answer_s(self._config.commit_deadline_s))
 
