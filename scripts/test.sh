@@ -3,8 +3,8 @@
 # with real servers.
 #
 #   scripts/test.sh [--fast|--long] [arguments for pytest]      e.g. scripts/test.sh -m "not e2e" tests/observe
-#   --fast   formatting, lint, types, and the tests that need neither a server nor torchtitan: 105 s on two cores, and
-#            45 s more while mypy has no cache
+#   --fast   formatting, lint, types, and the tests that need neither a server nor torchtitan: 75 s on two cores, and
+#            20 s more while mypy has no cache
 #   --long   those tests too that take longest, and those of torchtitan 0.3, whose environment is made
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
