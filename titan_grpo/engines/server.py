@@ -41,8 +41,9 @@ class Dialect(Protocol):
     def score(
         self, token_ids: Sequence[int], timeout_s: float, cache_salt: str = ...
     ) -> Call[tuple[float, ...]]:
-        """Return log-probabilities of a given sequence at temperature 1: ``len(token_ids) - 1``
-        values, of all tokens but the first.
+        """Return log-probabilities of a given sequence under the server's weights, at temperature
+        1: ``len(token_ids) - 1`` values, since the first token has no context. Value i belongs to
+        ``token_ids[i + 1]`` given ``token_ids[: i + 1]``.
 
         With a unique ``cache_salt`` no part of the answer comes from the prefix cache.
         """

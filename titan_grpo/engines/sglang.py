@@ -100,8 +100,7 @@ def hello(greeting: Mapping[str, Any], timeout_s: float) -> Call[None]:
 
 
 def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> Call[Sampled]:
-    """Sample one continuation of a token-id prompt, with the log-probability and the version of
-    each sampled token.
+    """See Dialect. The answer has the version of each token.
 
     Everything that shapes the distribution is sent explicitly, against a server's
     ``--preferred-sampling-params``. The seed has an effect only if the server runs with
@@ -179,12 +178,8 @@ def parse_piece(event: Any) -> Piece:
 def score(
     token_ids: Sequence[int], timeout_s: float, cache_salt: str = ""
 ) -> Call[tuple[float, ...]]:
-    """Return log-probabilities of a given sequence under the server's weights, at temperature 1.
-
-    There are ``len(token_ids) - 1`` values: value i belongs to ``token_ids[i + 1]`` given
-    ``token_ids[: i + 1]``. SGLang computes the whole sequence without its prefix cache; the salt
-    separates the entries that it adds to the cache.
-    """
+    """See Dialect. SGLang computes the whole sequence without its prefix cache; the salt separates
+    the entries that it adds to the cache."""
     count = len(token_ids)
     body: dict[str, Any] = {
         "input_ids": list(token_ids),

@@ -100,7 +100,7 @@ def resume(timeout_s: float) -> Call[None]:
 
 
 def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> Call[Sampled]:
-    """Sample one continuation of a token-id prompt, with the log-probability of each sampled token.
+    """See Dialect.
 
     top_k, top_p, min_p and the repetition penalty are sent explicitly: vLLM's defaults come from
     the model's generation_config.json, and the sampling distribution would not be the trainer's.
@@ -156,11 +156,7 @@ def parse_piece(event: Any) -> Piece:
 def score(
     token_ids: Sequence[int], timeout_s: float, cache_salt: str = ""
 ) -> Call[tuple[float, ...]]:
-    """Return log-probabilities of a given sequence under the server's weights, at temperature 1.
-
-    There are ``len(token_ids) - 1`` values: value i belongs to ``token_ids[i + 1]`` given
-    ``token_ids[: i + 1]`` (the first token has no context, so no value).
-    """
+    """See Dialect. The answer has a value (null) for the first token, and one for the new token."""
     count = len(token_ids)
     body: dict[str, Any] = {
         "prompt": list(token_ids),

@@ -12,6 +12,7 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -130,10 +131,7 @@ LEFT = Call("GET", "/status", CALL_S, lambda a: int(want(a, "queue_size", int, "
 def register_call(registration: Mapping[str, Any]) -> Call[int]:
     """Return the call that registers the trainer with these fields. Its result, a number, is
     unused. Running it raises ServerRefused for another answer."""
-
-    def number(answer: Any) -> int:
-        return int(want(answer, "uuid", int, "/register"))
-
+    number = partial(want, key="uuid", kind=int, path="/register")
     return Call("POST", "/register", CALL_S, number, json=dict(registration))
 
 

@@ -120,9 +120,6 @@ class ReplayClient:
         """Return {}: no request is in flight."""
         return {}
 
-    def set_trainer_version(self, version: int) -> None:
-        """Ignored."""
-
     def next_batch(self, version: int, count: int, timeout_s: float) -> list[Group]:
         """Return the next recorded batch, beginning with the one of the first requested
         ``version``.
