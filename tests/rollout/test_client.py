@@ -2,6 +2,7 @@
 every listed way."""
 
 import json
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -45,42 +46,6 @@ def start(spec: RolloutSpec, start_client: StartClient) -> StartClient:
     return partial(start_client, spec)
 
 
-def test_a_batch_has_checked_groups_with_versions_and_rewards(
-    start: StartClient, completion_server: MakeServer
-) -> None:
-    server, client = completion_server(), start(max_staleness=0)
-    client.set_server(ServerState(server.url, 0, True, "run/0"))
-    batch = client.next_batch(0, PER_STEP, 60)
-    assert [g.prompt.index for g in batch] == [0, 1]
-    for group in batch:
-        assert len(group.completions) == GROUP
-        for completion in group.completions:
-            assert (completion.version_first, completion.version_last, completion.server) == (
-                0,
-                0,
-                server.url,
-            )
-            assert len(completion.token_ids) == len(completion.logprobs) == 4
-            assert 0 <= completion.reward <= 1
-    assert {b["cache_salt"] for b in server.bodies} == {salt("run/0")}
-    seeds = [b["seed"] for b in server.bodies]
-    assert len(set(seeds)) == len(seeds)
-
-
-def test_generation_runs_ahead_of_the_trainer_by_the_bound_and_no_further(
-    start: StartClient, completion_server: MakeServer
-) -> None:
-    server, client = completion_server(), start()
-    client.set_server(ServerState(server.url, 0, True, "0"))
-    client.next_batch(0, PER_STEP, 60)
-    client.next_batch(1, PER_STEP, 60)
-    with pytest.raises(RolloutStopped, match="0 of 2 groups for version 2"):
-        client.next_batch(2, PER_STEP, 0.5)
-    assert len(server.bodies) == 2 * PER_STEP * GROUP
-    client.set_server(ServerState(server.url, 1, True, "1"))
-    assert {g.version for g in client.next_batch(2, PER_STEP, 60)} == {1}
-
-
 def test_a_step_waits_for_the_slow_group_that_was_started_for_it_however_many_are_ready(
     start: StartClient, completion_server: MakeServer, spec: RolloutSpec
 ) -> None:
@@ -97,20 +62,6 @@ def test_a_step_waits_for_the_slow_group_that_was_started_for_it_however_many_ar
     batches = [client.next_batch(version, PER_STEP, 60) for version in (0, 1)]
     assert [[g.prompt.index for g in batch] for batch in batches] == [[0, 1], [2, 3]]
     assert not any(name.startswith("dropped") for name in client.counters())
-
-
-def test_with_consume_ready_slow_groups_are_overtaken(
-    start: StartClient, completion_server: MakeServer
-) -> None:
-    server, client = completion_server(), start(consume="ready")
-    server.behaviour = lambda b: (
-        server.hang(b) if b["prompt"] == server.bodies[0]["prompt"] else server.good(b)
-    )
-    client.set_server(ServerState(server.url, 0, True, "0"))
-    batch = client.next_batch(0, PER_STEP, 60)
-    # whichever prompt's request came first: nothing promises an order of arrival
-    assert server.bodies[0]["prompt"] not in [list(g.prompt.token_ids) for g in batch]
-    server.released.set()
 
 
 def test_groups_that_made_no_version_leave_room_for_as_many_more(
@@ -202,25 +153,7 @@ def test_a_completion_has_the_room_that_its_prompt_leaves_in_a_row(
     assert {len(c.token_ids) for group in batch for c in group.completions} == {3}
 
 
-def test_a_prompt_that_fills_its_row_is_skipped_at_once_and_no_server_is_asked(
-    start: StartClient, completion_server: MakeServer, spec: RolloutSpec
-) -> None:
-    server = completion_server()
-    task, codec = load_task("calculator", TaskOptions(spec.seed)), TextCodec(spec.model_dir)
-    lengths = [len(task.prompt(index, codec).token_ids) for index in range(12)]
-    fitting = [index for index, length in enumerate(lengths) if length < max(lengths)]
-    server.behaviour = to_the_limit
-    client = start(task="calculator", max_staleness=0, row_tokens=max(lengths))
-    client.set_server(ServerState(server.url, 0, True, "0"))
-    batch = client.next_batch(0, PER_STEP, 60)
-    assert [group.prompt.index for group in batch] == fitting[:PER_STEP]
-    skipped = fitting[PER_STEP - 1] + 1 - PER_STEP
-    counters = client.counters()
-    assert (counters["skipped"], counters["dropped.prompt_too_long"]) == (skipped, skipped)
-    assert len(server.bodies) == PER_STEP * GROUP
-
-
-def test_many_prompts_that_fill_their_rows_stop_no_run_in_which_others_fit(
+def test_prompts_that_fill_their_rows_are_skipped_at_once_and_stop_no_run_in_which_others_fit(
     start: StartClient, completion_server: MakeServer, spec: RolloutSpec, tmp_path: Path
 ) -> None:
     server, groups, rows = completion_server(), 3 * MAX_SKIPS_IN_A_ROW, tmp_path / "rows.jsonl"
@@ -242,24 +175,23 @@ def test_many_prompts_that_fill_their_rows_stop_no_run_in_which_others_fit(
     server.released.set()
     batch = client.next_batch(0, groups, 60)
     assert [group.prompt.index for group in batch] == fitting
+    # At once: no server is asked, and no prompt has a second attempt.
+    assert client.counters()["dropped.prompt_too_long"] == skipped
+    assert len(server.bodies) == groups * GROUP
 
 
-def test_a_run_whose_prompts_all_fill_their_rows_stops_and_says_so(
-    start: StartClient, completion_server: MakeServer
+@pytest.mark.parametrize(
+    ("row_tokens", "reason"),
+    [(1, r"training\.seq_len = 1"), (sys.maxsize, "no such parameter")],
+    ids=["none fits its row", "the server refuses all"],
+)
+def test_a_run_without_a_usable_prompt_stops_with_the_reason(
+    start: StartClient, completion_server: MakeServer, row_tokens: int, reason: str
 ) -> None:
-    server, client = completion_server(), start(row_tokens=1)
-    client.set_server(ServerState(server.url, 0, True, "0"))
-    with pytest.raises(DataError, match=r"in a row gave no usable group.*training\.seq_len = 1"):
-        client.next_batch(0, PER_STEP, 60)
-
-
-def test_a_server_that_refuses_every_prompt_stops_the_run_with_its_reason(
-    start: StartClient, completion_server: MakeServer
-) -> None:
-    server, client = completion_server(), start()
+    server = completion_server()
     server.behaviour = lambda body: (400, {"message": "no such parameter"})
-    client.set_server(ServerState(server.url, 0, True, "0"))
-    with pytest.raises(DataError, match="no such parameter"):
+    client = start(server, row_tokens=row_tokens)
+    with pytest.raises(DataError, match=f"in a row gave no usable group.*{reason}"):
         client.next_batch(0, PER_STEP, 60)
 
 
@@ -437,33 +369,25 @@ def test_a_prompt_that_is_too_stale_more_often_than_the_drops_of_a_bad_one_is_tr
     server.released.set()
 
 
-def test_a_resumed_run_goes_on_with_the_unused_prompts(
-    start: StartClient, completion_server: MakeServer
-) -> None:
-    server, client = completion_server(), start(max_staleness=0)
-    client.set_server(ServerState(server.url, 0, True, "0"))
-    before = client.next_batch(0, PER_STEP, 60)
-    state = client.state()
-    client.close()
-    resumed = start(state=state, base_version=1, max_staleness=0)
-    resumed.set_server(ServerState(server.url, 1, True, "1"))
-    after = resumed.next_batch(1, PER_STEP, 60)
-    assert [g.prompt.index for g in before + after] == [0, 1, 2, 3]
-    assert resumed.counters()["consumed_groups"] == 4
-
-
-def test_the_same_seed_gives_the_same_data_and_its_record_replays_bit_for_bit(
+def test_the_same_seed_gives_the_same_checked_groups_and_their_record_replays_bit_for_bit(
     start: StartClient, completion_server: MakeServer, tmp_path: Path
 ) -> None:
     server, path = completion_server(), str(tmp_path / "record.jsonl")
     runs = []
     for record_path in ("", path):
-        client = start(record_path=record_path, max_staleness=0)
-        client.set_server(ServerState(server.url, 0, True, "0"))
+        client = start(server, record_path=record_path, max_staleness=0)
         runs.append(client.next_batch(0, PER_STEP, 60))
         client.record(0, runs[-1])
         client.close()
     assert runs[0] == runs[1] == ReplayClient(path).next_batch(0, PER_STEP, 1)
+    assert [(g.prompt.index, len(g.completions)) for g in runs[0]] == [(0, GROUP), (1, GROUP)]
+    for completion in (c for group in runs[0] for c in group.completions):
+        versions = completion.version_first, completion.version_last
+        assert (*versions, completion.server) == (0, 0, server.url)
+        assert len(completion.token_ids) == len(completion.logprobs) == 4
+        assert 0 <= completion.reward <= 1
+    assert {body["cache_salt"] for body in server.bodies} == {salt("r:0:f")}
+    assert len({body["seed"] for body in server.bodies}) == PER_STEP * GROUP
 
 
 def test_groups_of_a_server_that_left_are_made_elsewhere_at_once_and_cost_their_prompts_nothing(
@@ -487,14 +411,9 @@ def test_groups_of_a_server_that_left_are_made_elsewhere_at_once_and_cost_their_
     assert counters["moved"] == 2 * PER_STEP
     assert not any(name.startswith("dropped") or name == "outages" for name in counters)
     assert client.in_flight(60.0) == {staying.url: 0}
-
-
-def test_a_server_that_left_may_come_back(
-    start: StartClient, completion_server: MakeServer
-) -> None:
-    server, client = completion_server(), start(max_staleness=0)
-    client.set_server(ServerState(server.url, 0, True, "0"))
-    client.next_batch(0, PER_STEP, 60)
-    client.remove_server(server.url)
-    client.set_server(ServerState(server.url, 1, True, "1"))
-    assert {g.version for g in client.next_batch(1, PER_STEP, 60)} == {1}
+    # The server may come back.
+    client.remove_server(staying.url)
+    leaving.behaviour = leaving.good
+    client.set_server(ServerState(leaving.url, 1, True, "1"))
+    after = [c for group in client.next_batch(2, PER_STEP, 60) for c in group.completions]
+    assert {(c.server, c.version_first) for c in after} == {(leaving.url, 1)}

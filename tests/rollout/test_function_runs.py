@@ -10,7 +10,7 @@ import pytest
 from tests.example_files import command_of, lines_written
 from tests.rollout.conftest import MakeServer, StartClient
 from tests.rollout.rows import SUMS, write_rows
-from titan_grpo.errors import ConfigError, TaskError
+from titan_grpo.errors import TaskError
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
@@ -44,20 +44,12 @@ def started(
             dataset_shuffle=False,
             max_staleness=0,
             group_size=2,
-            **{"prompts_per_step": 2, "chat_template": "none", **changes},
+            chat_template="none",
+            **{"prompts_per_step": 2, **changes},
         )
         return start_client(spec, completion_server())
 
     return make
-
-
-@pytest.mark.e2e
-def test_groups_are_rewarded_by_a_users_function_in_the_rollout_process(
-    started: StartClient,
-) -> None:
-    client = started("def reward(completions, answer):\n    return [answer[0], len(completions)]\n")
-    for index, group in enumerate(client.next_batch(0, 2, 60)):
-        assert [c.reward for c in group.completions] == [index + 1, 2]
 
 
 @pytest.mark.e2e
@@ -103,18 +95,6 @@ def test_an_error_reaches_the_trainer_while_another_call_ignores_its_cancellatio
 ) -> None:
     with pytest.raises(TaskError, match="the judge is gone"):
         started(STUBBORN).next_batch(0, 2, 60)
-
-
-@pytest.mark.e2e
-def test_a_function_that_cannot_be_imported_ends_the_start(started: StartClient) -> None:
-    with pytest.raises(ConfigError, match=r"'own_rewards:reward' cannot be imported: NameError"):
-        started("undefined_name\n")
-
-
-@pytest.mark.e2e
-def test_a_model_without_a_chat_template_ends_the_start(started: StartClient) -> None:
-    with pytest.raises(ConfigError, match=r"has none: set rollout\.chat_template"):
-        started("def reward(completions):\n    return [0.0, 0.0]\n", chat_template="")
 
 
 LINES = 10
