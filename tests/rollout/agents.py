@@ -57,6 +57,13 @@ def send(
     return reply.status, json.loads(reply.read())
 
 
+def taken(address: str, key: str = "") -> dict[str, Any]:
+    """An episode of the agents' endpoint, once one is offered."""
+    while (found := send(address, "POST", "/episodes", key))[0] == 429:
+        pass  # the group has not begun
+    return dict(found[1])
+
+
 def asking(base_url: str, api_key: str, retries: int | None = None) -> http.client.HTTPConnection:
     """A connection whose call was sent, with OpenAI's count of retries unless it is None."""
     address, _, path = base_url.removeprefix("http://").partition("/")

@@ -14,7 +14,6 @@ import pytest
 from tests.rigs.trainer_handle import wait_until
 from tests.rollout.agents import says
 from tests.rollout.conftest import MakeServer, StartClient
-from titan_grpo.errors import TaskError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
@@ -56,18 +55,6 @@ def test_a_run_counts_an_agents_error_and_makes_its_group_again(
     assert [group.prompt.index for group in groups] == [0, 1]
     assert [[c.reward for c in group.completions] for group in groups] == [[0, 0], [1, 1]]
     assert client.counters()["dropped.task_error"] == 1
-
-
-def test_a_run_stops_with_the_agents_own_traceback(
-    run_of_agents: StartClient, codec: TextCodec, completion_server: MakeServer
-) -> None:
-    engine = completion_server()
-    engine.behaviour = says(codec, "one")
-    client = run_of_agents(engine)
-    with pytest.raises(TaskError) as stopped:
-        client.next_batch(0, 2, 60)
-    assert 'raise KeyError("the agent\'s own mistake")' in str(stopped.value)
-    assert "rollout/agents.py" not in str(stopped.value)
 
 
 THREE_SEQUENCES = """
@@ -178,13 +165,6 @@ def test_the_agent_and_the_parser_of_the_docs_do_what_they_say(
     exec(parser, names)
     assert names["parse"]("sum: 2 3") == ("", [("sum", {"of": "2 3"})])
     assert names["parse"]("It is 5.") == ("It is 5.", [])
-
-
-def test_agents_elsewhere_find_the_address_in_the_log(
-    run_of_agents: StartClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    run_of_agents(agent="outside")
-    assert re.search(r"agents may talk to http://127\.0\.0\.1:\d+/v1", caplog.text)
 
 
 CURL = """

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.agents import asking, client_of, says, send, talker
+from tests.rollout.agents import asking, client_of, says, send, taken, talker
 from tests.rollout.conftest import CompletionServer, MakeServer, SamplerOfAgents
 from tests.rollout.sampling import holding
 from titan_grpo.engines.http import AsyncDriver
@@ -84,11 +84,8 @@ def test_an_outage_of_all_servers_is_no_time_of_an_agent_elsewhere(outage: Outag
 
     def look(agents: Agents) -> None:
         def outside() -> None:
-            status: int = 429
-            given: dict[str, Any] = {}
             address = agents.url.removeprefix("http://")
-            while status == 429:  # the group has not begun
-                status, given = send(address, "POST", "/episodes")
+            given = taken(address)
             talker(1)(f"{agents.url}/v1", given["id"], {})
             path = f"/episodes/{given['id']}/reward"
             send(address, "POST", path, given["id"], {"reward": 0.25})

@@ -9,8 +9,10 @@ import pytest
 
 from tests.rollout.agents import ADD, HELLO, client_of, says, talker
 from tests.rollout.conftest import Behaviour, GroupOf, answer
+from titan_grpo.errors import DataError
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.task_runner import TaskFailed
+from titan_grpo.rollout.tasks.agent import ToolParser
 from titan_grpo.titan.tiny import EOS
 
 openai = pytest.importorskip("openai")
@@ -68,6 +70,19 @@ def caller(seen: list[Any], **options: Any) -> Callable[[str, str, dict[str, Any
     return agent
 
 
+def test_calls_of_tools_reach_the_agent_and_go_on_without_being_written_again(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    # No template writes it with these spaces.
+    text = '<tool_call>{"name":   "add", "arguments": {"a":1}}</tool_call>'
+    seen: list[Any] = []
+    asked: list[list[int]] = []
+    group = group_of(caller(seen), [says(codec, text, "two", log=asked)])
+    assert seen == [("tool_calls", None, [("add", '{"a": 1}')]), ("stop", "two", [])]
+    assert len(group.completions) == 1
+    assert codec.spell(asked[1][len(asked[0]) :]) == f"{text}<eos>\ntool: 2\nassistant:"
+
+
 def test_the_engine_reads_calls_in_the_tokens_of_its_answer_without_the_end_token(
     group_of: GroupOf, codec: TextCodec
 ) -> None:
@@ -119,13 +134,30 @@ def test_an_answer_that_no_engine_could_read_is_kept_and_read_by_the_next(
     assert (completion.version_first, completion.version_last) == (3, 4)
 
 
-def test_arguments_of_a_parser_that_are_no_json_are_the_users_error(
-    group_of: GroupOf, codec: TextCodec
-) -> None:
-    def parser(text: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
-        return "", [("add", {"a": {1, 2}})]
+def breaks(text: str) -> NoReturn:
+    raise DataError("no such format")
 
-    with pytest.raises(TaskFailed, match="tool_parser failed: TypeError"):
+
+def leaves(text: str) -> NoReturn:
+    raise SystemExit(3)
+
+
+def calls_with_a_set(text: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+    return "", [("add", {"a": {1, 2}})]
+
+
+@pytest.mark.parametrize(
+    ("parser", "error"),
+    [
+        (breaks, "DataError: no such format"),
+        (leaves, "SystemExit: 3"),
+        (calls_with_a_set, "TypeError"),
+    ],
+)
+def test_what_a_tool_parser_does_wrong_is_the_users_error(
+    group_of: GroupOf, codec: TextCodec, parser: ToolParser, error: str
+) -> None:
+    with pytest.raises(TaskFailed, match=f"tool_parser failed: {error}"):
         group_of(talker(1, tools=[ADD]), [says(codec, "one")], tool_parser=parser)
 
 
@@ -160,11 +192,3 @@ def test_arguments_of_an_agent_with_a_lone_surrogate_are_refused(
 
     group = group_of(agent, [says(codec, "one")], chat_template=str(template))
     assert len(group.completions) == 1
-
-
-def test_a_tool_parser_that_exits_is_the_users_error(group_of: GroupOf, codec: TextCodec) -> None:
-    def parser(text: str) -> NoReturn:
-        raise SystemExit(3)
-
-    with pytest.raises(TaskFailed, match="tool_parser failed: SystemExit: 3"):
-        group_of(talker(1, tools=[ADD]), [says(codec, "one")], tool_parser=parser)
