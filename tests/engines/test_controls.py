@@ -32,13 +32,8 @@ def backend(name: str | None) -> Routes:
     return {"GET /server_info": lambda _: (200, {"vllm_config": config})}
 
 
-def plugin(**state: object) -> Routes:
-    return {
-        "GET /titan_grpo/state": lambda _: (
-            200,
-            {"paused": False, **state},
-        )
-    }
+def plugin(paused: bool) -> Routes:
+    return {"GET /titan_grpo/state": lambda _: (200, {"paused": paused})}
 
 
 TOKEN = {
@@ -223,25 +218,21 @@ def test_a_server_without_the_plugin_says_what_to_install(
             act()
 
 
-def test_the_plugin_says_whether_the_server_is_paused(board: Board, sglang: SglangControl) -> None:
-    for paused in (True, False):
-        board.routes = plugin(paused=paused)
-        assert sglang.paused() is paused
-    assert set(board.paths) == {"GET /titan_grpo/state"}
-
-
-def test_without_the_plugin_a_ready_server_is_not_paused(
-    board: Board, sglang: SglangControl
+@pytest.mark.parametrize(
+    ("routes", "paused"),
+    [
+        (plugin(True), True),
+        (plugin(False), False),
+        ({"GET /ready": 200}, False),
+        ({"GET /ready": 503, "POST /generate": lambda _: (200, TOKEN)}, False),
+    ],
+    ids=["paused by its plugin", "not, by its plugin", "ready", "thought ill, and generates"],
+)
+def test_the_plugin_says_whether_an_sglang_is_paused_and_without_it_a_sign_of_life(
+    board: Board, sglang: SglangControl, routes: Routes, paused: bool
 ) -> None:
-    board.routes = {"GET /ready": 200}
-    assert sglang.paused() is False
-
-
-def test_without_the_plugin_a_server_that_was_thought_ill_and_generates_is_not_paused(
-    board: Board, sglang: SglangControl
-) -> None:
-    board.routes = {"GET /ready": 503, "POST /generate": lambda _: (200, TOKEN)}
-    assert sglang.paused() is False
+    board.routes = routes
+    assert sglang.paused() is paused
 
 
 def test_without_the_plugin_a_server_that_gives_no_token_and_answers_is_paused(

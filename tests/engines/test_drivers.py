@@ -191,19 +191,8 @@ def test_a_connection_that_the_server_closed_while_it_was_idle_is_not_used_again
 def private(tmp_path: Path) -> Iterator[tuple[Board, Path]]:
     """A server with a self-signed certificate, and the certificate."""
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=test",
-    ]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
     subprocess.run(
         [*command, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60
     )

@@ -74,10 +74,11 @@ def test_a_run_key_goes_by_environment_in_place_of_any_other_and_is_not_shown(en
 
 
 def test_our_plugin_and_middleware_are_asked_for_unless_switched_off() -> None:
-    asked = command(ServerSpec("py", "m", "log", port=1))
-    assert {'{"backend": "titan_grpo"}', vllm.MIDDLEWARE} < set(asked)
+    asked = {*command(ServerSpec("py", "m", "log", port=1)), *command(sglang_spec())}
+    assert {'{"backend": "titan_grpo"}', vllm.MIDDLEWARE, sglang.LOADER} < asked
     without = command(ServerSpec("py", "m", "log", port=1, weight_transfer=False))
     assert not {"--weight-transfer-config", "--middleware"} & set(without)
+    assert "--custom-weight-loader" not in command(sglang_spec(weight_transfer=False))
 
 
 def test_a_server_that_shares_cores_has_no_spinning_worker_process() -> None:
@@ -89,11 +90,6 @@ def test_a_server_that_shares_cores_has_no_spinning_worker_process() -> None:
     assert environment({}, shared)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert "uni" not in command(own)
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment({}, own)
-
-
-def test_sglang_may_call_our_loader_unless_switched_off() -> None:
-    assert "titan_grpo.receive.sglang_plugin.commit" in command(sglang_spec())
-    assert "--custom-weight-loader" not in command(sglang_spec(weight_transfer=False))
 
 
 def test_sglang_gets_the_stand_ins_on_a_cpu_only_and_before_any_other_path() -> None:
@@ -169,25 +165,18 @@ def test_the_keys_of_an_engine_are_not_on_its_command_line_and_not_shown() -> No
     assert sglang.keys(sglang_spec()) == ""
 
 
-HEALTHY = """\
+READS_ITS_KEYS = """\
     import http.server, os, stat, sys
     class Healthy(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
-    def serve():
-        port = int(sys.argv[sys.argv.index("--port") + 1])
-        http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
-"""
-READS_ITS_KEYS = (
-    HEALTHY
-    + """\
     path = sys.argv[sys.argv.index("--config") + 1]
     print(oct(stat.S_IMODE(os.stat(path).st_mode)), open(path).read(), flush=True)
-    serve()
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
 """
-)
 
 
 def test_sglangs_keys_are_in_a_file_of_ours_alone_and_only_until_it_runs(tmp_path: Path) -> None:
@@ -217,15 +206,6 @@ def test_the_port_of_a_server_that_starts_is_nobody_elses(tmp_path: Path) -> Non
     ):
         take(server.spec.port)
     take(server.spec.port)
-
-
-def test_a_server_that_ends_at_once_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
-    dying = "import sys; print('no such model', flush=True); sys.exit(3)"
-    with (
-        Server(spec(tmp_path, dying)) as server,
-        pytest.raises(ServerUnreachable, match=r"exit code 3(.|\n)*no such model"),
-    ):
-        server.wait_healthy(90)
 
 
 def test_a_server_whose_engine_fails_is_reported_with_the_engines_error_and_not_only_the_last(
