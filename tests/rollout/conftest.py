@@ -43,7 +43,9 @@ def good(body: dict[str, Any]) -> tuple[int, Any]:
     return answer(ids, [-1.0 - i for i in range(4)])
 
 
-def answer(ids: list[int], logprobs: list[float | None], reason: str = "length") -> tuple[int, Any]:
+def answer(
+    ids: list[int], logprobs: Sequence[float | None], reason: str | None = "length"
+) -> tuple[int, Any]:
     """A 200 with one choice."""
     choice = {
         "index": 0,
@@ -57,14 +59,8 @@ def answer(ids: list[int], logprobs: list[float | None], reason: str = "length")
 
 def piece(ids: list[int], reason: str | None = None) -> bytes:
     """An event of a streamed answer: tokens of log-probability -1."""
-    choice = {
-        "index": 0,
-        "text": "",
-        "finish_reason": reason,
-        "token_ids": ids,
-        "logprobs": {"token_logprobs": [-1.0] * len(ids)},
-    }
-    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+    _, content = answer(ids, [-1.0] * len(ids), reason)
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
 
 
 def in_pieces(content: Any) -> bytes:
@@ -73,18 +69,11 @@ def in_pieces(content: Any) -> bytes:
     if not isinstance(content, dict) or "choices" not in content:
         return json.dumps(content).encode()
     (choice,) = content["choices"]
-    values = choice["logprobs"]["token_logprobs"]
-    first = choice | {
-        "finish_reason": None,
-        "token_ids": choice["token_ids"][:1],
-        "logprobs": {"token_logprobs": values[:1]},
-    }
-    last = choice | {
-        "token_ids": choice["token_ids"][1:],
-        "logprobs": {"token_logprobs": values[1:]},
-    }
-    events = [json.dumps({"choices": [one]}) for one in (first, last)]
-    return "".join(f"data: {event}\n\n" for event in (*events, "[DONE]")).encode()
+    ids, values = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    _, first = answer(ids[:1], values[:1], None)
+    last = choice | {"token_ids": ids[1:], "logprobs": {"token_logprobs": values[1:]}}
+    events = json.dumps(first), json.dumps({"choices": [last]}), "[DONE]"
+    return "".join(f"data: {event}\n\n" for event in events).encode()
 
 
 class CompletionServer:

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 from titan_grpo.config.task import TaskKeys
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.codec import ChatTemplate, TextCodec, check_messages
-from titan_grpo.titan.tiny import write_tiny_model
 
 FEATURES = """
 {%- set seen = namespace(users=0) -%}
@@ -57,13 +56,8 @@ TOOL: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model("qwen3", tmp_path_factory.mktemp("model"))
-
-
 def reference(
-    model: Path,
+    model: str,
     template: str | None,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
@@ -71,7 +65,7 @@ def reference(
 ) -> tuple[int, ...]:
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(model))
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
     options: dict[str, Any] = {} if template is None else {"chat_template": template}
     return tuple(
         tokenizer.apply_chat_template(
@@ -84,7 +78,7 @@ def reference(
 @pytest.mark.parametrize("tools", [None, TOOL])
 @pytest.mark.parametrize("messages", [TALK, TALK[:2], TALK[1:2]])
 def test_a_template_gives_the_tokens_that_transformers_gives(
-    model: Path,
+    model: str,
     tmp_path: Path,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
@@ -93,38 +87,38 @@ def test_a_template_gives_the_tokens_that_transformers_gives(
     path = tmp_path / "template.jinja"
     path.write_text(FEATURES)
     keys = TaskKeys(chat_template=str(path), chat_template_kwargs=variables)
-    found = TextCodec(str(model), keys).chat(messages, tools)
+    found = TextCodec(model, keys).chat(messages, tools)
     assert found == reference(model, FEATURES, messages, tools, variables)
     assert found.count(1) == 1  # one <bos>
 
 
-def test_the_models_own_template_gives_the_tokens_that_transformers_gives(model: Path) -> None:
-    codec = TextCodec(str(model))
+def test_the_models_own_template_gives_the_tokens_that_transformers_gives(model: str) -> None:
+    codec = TextCodec(model)
     assert codec.chat(TALK[:2]) == reference(model, None, TALK[:2], None, {})
     assert codec.chat("hi") == (1, *codec.encode("user: hi\nassistant:"))
 
 
 def test_a_prompt_is_neither_cut_nor_padded_by_what_the_tokenizers_file_was_saved_with(
-    model: Path, tmp_path: Path
+    model: str, tmp_path: Path
 ) -> None:
     shutil.copytree(model, tmp_path, dirs_exist_ok=True)
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=100)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     codec = TextCodec(str(tmp_path))
-    assert codec.chat(TALK[:2]) == reference(tmp_path, None, TALK[:2], None, {})
+    assert codec.chat(TALK[:2]) == reference(str(tmp_path), None, TALK[:2], None, {})
     assert codec.decode(codec.encode("a longer text")) == "a longer text"
 
 
 def test_templates_that_engines_ship_give_the_tokens_that_transformers_gives(
-    model: Path, root: Path
+    model: str, root: Path
 ) -> None:
     folder = "lib/python3*/site-packages/vllm/transformers_utils/chat_templates/*.jinja"
     paths = sorted((root / ".venv-vllm").glob(folder))
     assert paths, "no templates: has vLLM moved them?"
     for path in paths:
-        codec = TextCodec(str(model), TaskKeys(chat_template=str(path)))
+        codec = TextCodec(model, TaskKeys(chat_template=str(path)))
         text = path.read_text()
         assert codec.chat(TALK[:2]) == reference(model, text, TALK[:2], None, {}), path.name
 
@@ -207,8 +201,8 @@ def test_a_template_cannot_reach_the_interpreter() -> None:
         ChatTemplate({"default": escape}, {}, "a stranger").render(TALK)
 
 
-def test_a_text_is_left_as_it_is_without_a_template(model: Path) -> None:
-    codec = TextCodec(str(model), TaskKeys(chat_template="none"))
+def test_a_text_is_left_as_it_is_without_a_template(model: str) -> None:
+    codec = TextCodec(model, TaskKeys(chat_template="none"))
     assert codec.chat("1+1=") == codec.encode("1+1=")
     with pytest.raises(DataError, match="prompts must be texts"):
         codec.chat(TALK)

@@ -6,23 +6,20 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.rollout.rows import SUMS, write_rows
-from titan_grpo.config import Rollout
 from titan_grpo.config.rollout import WorkerKeys
 from titan_grpo.config.task import TaskKeys
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.codec import TextCodec
-from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskFailed, TaskOptions, TaskRunner
 from titan_grpo.rollout.tasks.built_in import correct, final_number
 from titan_grpo.rollout.tasks.dataset import Condition, open_rows, open_table
 from titan_grpo.rollout.tasks.functions import FunctionTask, Reward, load_task, read_rewards
-from titan_grpo.samples import Completion, Prompt
+from titan_grpo.samples import Completion
 
 MakeTask = Callable[..., FunctionTask]
 
@@ -205,11 +202,6 @@ def test_what_a_future_cannot_hold_does_not_hang_a_group(
 
     with pytest.raises(TaskFailed, match=f"{error.__name__} left the function"):
         rewards_of(task(SUMS, lost), codec, ["x"])
-    # Of a class too, whose functions are called by the same code.
-    single = SimpleNamespace(reward=lambda *_: lost(0))
-    runner = TaskRunner(single, codec, TaskKeys())
-    with pytest.raises(TaskFailed, match=f"{error.__name__} left the function"):
-        asyncio.run(runner.reward(Prompt(0, (1,)), completed("x")))
 
 
 def test_every_epoch_has_every_row_once_in_an_order_that_the_index_alone_determines(
@@ -440,16 +432,6 @@ def test_a_row_that_does_not_fit_is_named(
     assert "\n" not in str(caught.value)
 
 
-def test_every_key_of_a_function_task_reaches_the_rollout_process() -> None:
-    changes: dict[str, Any] = {"reward": ["m:f"], "reward_weights": [2.0]}
-    changes |= {"dataset": "d", "prompt": "{q}"}
-    changes |= {"dataset_config": "c", "dataset_split": "test", "dataset_filter": ["a > 1"]}
-    changes |= {"dataset_shuffle": False, "system_prompt": "s", "tools": "t", "chat_template": "x"}
-    changes |= {"chat_template_kwargs": {"enable_thinking": False}}
-    spec = RolloutSpec.from_config(Rollout(**changes), "m")
-    assert {name: getattr(spec, name) for name in changes} == changes
-
-
 def test_gsm8k_is_a_function_over_rows_in_the_models_template(
     tmp_path: Path, codec: TextCodec
 ) -> None:
@@ -462,14 +444,6 @@ def test_gsm8k_is_a_function_over_rows_in_the_models_template(
     assert shown.endswith("in \\boxed{}.:")
     said = ["thus \\boxed{3000}", "thus \\boxed{3001}", "no idea"]
     assert rewards_of(made, codec, said, index) == [1, 0, 0]
-
-
-def test_gsm8k_refuses_a_missing_or_broken_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.dataset must be an existing file"):
-        load_task("gsm8k", TaskOptions(path=str(tmp_path / "none.jsonl")))
-    path = write_rows(tmp_path / "bad.jsonl", [{"question": "x"}])
-    with pytest.raises(ConfigError, match="asks for 'answer', a column"):
-        load_task("gsm8k", TaskOptions(path=path))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,7 +20,6 @@ from titan_grpo.rollout.dispatch import ADMIT_S
 from titan_grpo.rollout.messages import RolloutSpec, RolloutStopped
 from titan_grpo.rollout.task_runner import Codec, TaskFailed, TaskRunner
 from titan_grpo.samples import Prompt
-from titan_grpo.titan.tiny import write_tiny_model
 
 SETTING = Setting(
     consume="started",
@@ -39,19 +37,14 @@ MOST = 1.1
 """Times the least that any order can take that trains prompts as they come."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model("qwen3", tmp_path_factory.mktemp("model"), seed=1)
-
-
-def played(setting: Setting, model: Path) -> Played:
-    return in_simulated_time(simulated(setting, spec_of(setting, str(model))))
+def played(setting: Setting, model: str) -> Played:
+    return in_simulated_time(simulated(setting, spec_of(setting, model)))
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 @pytest.mark.parametrize("slow", [3.0, 6.0])
 def test_prompts_are_trained_in_their_order_whatever_they_take_and_steps_hardly_wait_for_it(
-    slow: float, staleness: int, model: Path
+    slow: float, staleness: int, model: str
 ) -> None:
     setting = replace(SETTING, slow=slow, staleness=staleness)
     run = played(setting, model)
@@ -108,7 +101,7 @@ def test_an_error_of_a_tasks_estimate_counts_as_the_tasks() -> None:
         asyncio.run(quickly_played(Mistaken(), 1, 2))
 
 
-def test_groups_that_overtake_each_other_leave_slow_prompts_out(model: Path) -> None:
+def test_groups_that_overtake_each_other_leave_slow_prompts_out(model: str) -> None:
     setting = replace(SETTING, consume="ready", staleness=2)
     run = played(setting, model)
     slow = sum(times for index, times in run.trained.items() if setting.is_slow(index))

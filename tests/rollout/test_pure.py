@@ -7,6 +7,7 @@ import random
 import resource
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -121,55 +122,39 @@ def test_each_fault_has_a_name(change: dict[str, Any], fault: str) -> None:
 
 
 def test_request_seeds_are_stable_and_fit_int64() -> None:
-    seeds = {
-        request_seed(s, i, k, a)
-        for s in range(3)
-        for i in range(9)
-        for k in range(5)
-        for a in range(2)
-    }
-    assert len(seeds) == 3 * 9 * 5 * 2
-    assert all(0 <= s < 2**63 for s in seeds)
-    assert request_seed(0, 0, 0, 0) == request_seed(0, 0, 0, 0)
-
-
-def test_the_least_loaded_accepting_server_is_taken() -> None:
-    servers = [
-        Server(ServerState("a", 1, True, "1", "vllm"), in_flight=4),
-        Server(ServerState("b", 1, True, "1", "vllm")),
-        Server(ServerState("c", 1, False, "1", "vllm")),
-        Server(ServerState("d", None, True, "", "vllm")),
-    ]
-    room = Room(servers, 4, 8, 0.0)
-    assert room.newest == 1
-    assert room.take(2) is None
-    assert present(room.take(1, avoid="b")).url == "a"
-    assert [present(room.take(1)).url for _ in range(2)] == ["b", "b"]
-    assert room.take(1) is None
-    assert room.newest is None
-    assert [server.in_flight for server in servers] == [8, 8, 0, 0]
+    requests = list(product(range(3), range(9), range(5), range(2), range(3)))
+    seeds = [request_seed(*request) for request in requests]
+    assert len({*seeds}) == len(requests)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert [request_seed(*request) for request in requests] == seeds
 
 
 def cheapest(
     servers: list[Server], requests: int, capacity: int, needed: int, avoid: str
-) -> Server | None:
-    """The server of the rule, by a look at all of them."""
-    able = [
+) -> tuple[Server | None, int | None]:
+    """The server of the rule, by a look at all of them, and the newest version of any with room.
+
+    A full server takes nothing, an idle one a group of any size. A server that is behind by one
+    version is as good as one with one more group.
+    """
+    room = [
         (s, s.state.version)
         for s in servers
-        if s.state.accepting and s.state.version is not None and s.state.version >= needed
+        if s.state.accepting and s.state.version is not None
         if s.health.askable(0.1)
         if s.in_flight == 0 or s.in_flight + requests <= capacity
     ]
+    able = [(s, version) for s, version in room if version >= needed]
     able = [(s, version) for s, version in able if s.url != avoid] or able
     newest = max((version for _, version in able), default=0)
     costs = [(s.in_flight + (newest - v) * requests, newest - v, s.url, s) for s, v in able]
-    return min(costs)[3] if costs else None
+    best = min(costs)[3] if costs else None
+    return best, max((version for _, version in room), default=None)
 
 
-@given(st.integers(0, 2**32), st.integers(1, 6))
+@given(st.integers(0, 2**32), st.integers(1, 6), st.sampled_from((4, 20)))
 def test_groups_go_one_after_the_other_to_the_cheapest_server_that_may_take_them(
-    seed: int, count: int
+    seed: int, count: int, size: int
 ) -> None:
     chance = random.Random(seed)
     states = [
@@ -183,29 +168,15 @@ def test_groups_go_one_after_the_other_to_the_cheapest_server_that_may_take_them
         server.in_flight = chance.choice((0, 4, 8, 12, 16))
         if chance.random() < 0.2:
             server.failed(0.0)
-    room = Room(servers, 4, 16, 0.1)
+    room = Room(servers, size, 16, 0.1)
     for _ in range(12):
         needed, avoid = chance.choice((0, 2, 3, 4, 5)), chance.choice(("", "s0"))
-        expected = cheapest(servers, 4, 16, needed, avoid)
+        expected, newest = cheapest(servers, size, 16, needed, avoid)
         before = expected.in_flight if expected is not None else 0
+        assert room.newest == newest
         taken = room.take(needed, avoid)
         assert taken is expected
-        assert taken is None or taken.in_flight == before + 4
-
-
-def test_a_server_behind_by_one_version_is_as_good_as_one_with_one_more_group() -> None:
-    late = Server(ServerState("late", 4, True, "4", "vllm"))
-    newest = Server(ServerState("newest", 5, True, "5", "vllm"), in_flight=4)
-    assert Room((late, newest), 8, 64, 0.0).take(4) is newest
-    newest.in_flight = 16
-    assert Room((late, newest), 8, 64, 0.0).take(4) is late
-
-
-def test_a_full_server_takes_nothing_but_an_idle_one_takes_a_group_of_any_size() -> None:
-    server = Server(ServerState("a", 1, True, "1", "vllm"))
-    assert Room([server], 20, 8, 0.0).take(1) is server
-    server.in_flight = 5
-    assert Room([server], 4, 8, 0.0).take(1) is None
+        assert taken is None or taken.in_flight == before + size
 
 
 def test_a_failing_server_is_paused_for_longer_and_longer() -> None:

@@ -17,7 +17,7 @@ class Panic(BaseException):
     """As a library in Rust raises it."""
 
 
-@pytest.mark.parametrize("error", [SystemExit, Panic])
+@pytest.mark.parametrize("error", [SystemExit, StopIteration, Panic])
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "coroutine"])
 def test_what_is_no_exception_is_the_tasks_error_too(
     error: type[BaseException], plain: bool
