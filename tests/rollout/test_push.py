@@ -7,7 +7,7 @@ import gzip
 import http.client
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import httpx
@@ -83,6 +83,9 @@ COMPLETION = (*FIRST, "completions", 0)
         (("groups",), [], r"^body.groups: Expected `array` of length >= 1, got '\[\]'"),
         (("groups",), {}, r"^body.groups: Expected `array`, got `object`"),
         (("more",), 1, r"^body: Object contains unknown field `more`"),
+        (FIRST, {}, r"^body.groups\[0\]: .*missing required field `policy_version`"),
+        (FIRST, {"policy_version": 3}, "missing required field `prompt_tokens`"),
+        (FIRST, {"policy_version": 3, "prompt_tokens": [5]}, "required field `completions`"),
         ((*FIRST, "policy_version"), -1, r"^body.groups\[0\].policy_version: .* >= 0, got '-1'"),
         ((*FIRST, "policy_version"), True, r"policy_version: Expected `int`"),
         ((*FIRST, "id"), "", r"id: Expected `str` of length >= 1"),
@@ -114,14 +117,6 @@ def test_what_breaks_the_schema_is_refused_by_place_rule_and_value(
 ) -> None:
     with pytest.raises(DataError, match=message):
         parse(encoded(set_at(body(), path, value)))
-
-
-@pytest.mark.parametrize("name", ["policy_version", "prompt_tokens", "completions"])
-def test_a_missing_field_is_named(name: str) -> None:
-    content = body()
-    del content["groups"][0][name]
-    with pytest.raises(DataError, match=rf"body.groups\[0\]: .*missing required field `{name}`"):
-        parse(encoded(content))
 
 
 def test_a_context_token_needs_no_log_probability() -> None:
@@ -260,6 +255,21 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(source: PushSourc
     connection.endheaders()
     assert connection.getresponse().status == 413
     connection.close()
+
+
+def test_a_push_that_is_decided_late_is_answered_as_it_was_decided(
+    client: Client, source: PushSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decided_late = threading.Event()
+    take = source._take
+
+    def slow(incoming: Sequence[external.Incoming]) -> httpd.Reply:
+        decided_late.wait(0.7)
+        return take(incoming)
+
+    monkeypatch.setattr(external, "DECIDE_S", 0.5)
+    monkeypatch.setattr(source, "_take", slow)
+    assert client.post("/groups", json=body()).status_code == 202
 
 
 def test_without_the_key_nothing_is_taken(client: Client) -> None:

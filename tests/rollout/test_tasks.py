@@ -3,6 +3,7 @@
 import asyncio
 import random
 import re
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
@@ -64,16 +65,18 @@ def test_stops_of_a_task_that_are_none_are_refused_at_its_start(stops: dict[str,
         Sampler(RolloutSpec(model_dir=""), TaskRunner(task, Letters(), TaskKeys()))
 
 
+@pytest.mark.parametrize("mistake", ["{}['my key']", "raise SystemExit(3)"])
 def test_a_class_that_breaks_when_it_is_made_is_shown_from_its_own_line_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str
 ) -> None:
+    monkeypatch.delitem(sys.modules, "breaks", raising=False)
     (tmp_path / "breaks.py").write_text(
-        "class Task:\n    def __init__(self, options):\n        {}['my key']\n"
+        f"class Task:\n    def __init__(self, options):\n        {mistake}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(TaskFailed) as failed:
         load_task("breaks:Task", TaskOptions())
-    assert "{}['my key']" in failed.value.report
+    assert mistake in failed.value.report
     assert "functions.py" not in failed.value.report
 
 

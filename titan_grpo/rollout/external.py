@@ -24,7 +24,6 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as LateError
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -345,7 +344,9 @@ class PushSource(External):
         try:
             self._loop.call_soon_threadsafe(run)
             return future.result(DECIDE_S)
-        except (LateError, RuntimeError):  # the loop is busy, or closed
-            future.cancel()
+        except (TimeoutError, RuntimeError):  # the loop is busy, or closed
+            if not future.cancel():
+                # no deadline: the loop decides just now, which does not wait
+                return future.result()
             text = "the rollout process does not answer; the run may be ending"
             return Reply(503, {"error": text}, RETRY_AFTER_S)

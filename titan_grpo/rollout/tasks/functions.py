@@ -279,7 +279,7 @@ def load_task(name: str, options: TaskOptions, section: str = ROLLOUT) -> AnyTas
         task: AnyTask = make(options)
     except TitanGrpoError:
         raise
-    except Exception as error:  # the boundary to a user's code
+    except (Exception, SystemExit) as error:  # the boundary to a user's code
         raise TaskFailed(f"{name}(TaskOptions)", error) from error
     if hasattr(task, "turn") != hasattr(task, "episode_reward"):
         raise ConfigError(
