@@ -41,16 +41,10 @@ def test_a_generation_request_leaves_no_sampling_default_to_the_server() -> None
     plain = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "min_new_tokens": 0, "ignore_eos": False}
     plain |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
     assert {k: parameters[k] for k in plain} == plain
-    assert (
-        parameters["max_new_tokens"],
-        parameters["temperature"],
-        parameters["sampling_seed"],
-    ) == (4, 0.7, 9)
-    assert (body["input_ids"], body["return_logprob"], body["extra_key"]) == (
-        [1, 2],
-        True,
-        salt("run/@3"),
-    )
+    own = {"max_new_tokens": 4, "temperature": 0.7, "sampling_seed": 9}
+    assert {k: parameters[k] for k in own} == own
+    assert (body["input_ids"], body["return_logprob"]) == ([1, 2], True)
+    assert body["extra_key"] == salt("run/@3")
 
 
 def test_an_answer_gives_tokens_log_probabilities_and_which_version_made_which_token() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.rollout.conftest import MakeServer, StartClient
+from tests.rollout.conftest import MakeServer, StartClient, piece
 from tests.rollout.sampling import holding, sample, sampler_of
 from titan_grpo.engines import vllm
 from titan_grpo.engines.generation import Sampling
@@ -66,10 +66,8 @@ def test_a_broken_connection_leaves_its_stream_and_those_of_the_requests_beside_
     done = [c for c, part in zip(group.completions, parts, strict=True) if c.token_ids[0] == 7]
     assert len(done) == len(broken)
     for completion in done:
-        assert (completion.token_ids, completion.logprobs) == (
-            (7, 8, 9, 9, 9, 9),
-            (-1.0,) * 2 + (-2.0,) * 4,
-        )
+        assert completion.token_ids == (7, 8, 9, 9, 9, 9)
+        assert completion.logprobs == (-1.0,) * 2 + (-2.0,) * 4
         assert (completion.version_first, completion.version_last) == (3, 4)
 
 
@@ -162,25 +160,20 @@ class Telling(AsyncDriver):
         await super().stream(call, Told(sink, self.came))
 
 
-def test_what_came_after_the_ledger_lost_track_is_not_kept(
-    completion_server: MakeServer,
-) -> None:
+def test_what_came_after_the_ledger_lost_track_is_not_kept() -> None:
     server = holding("http://a", 3)
     stream = TokenStream(vllm.stream([1], Sampling(9), 1.0), server)
-    assert stream.kept().token_ids == ()
-    assert (stream.version,) == (None,)
+    assert (stream.kept().token_ids, stream.version) == ((), None)
     for version, tokens in ((3, [5]), (4, [6, 7]), (None, [8])):
         server.state = msgspec.structs.replace(server.state, version=version)
-        stream.take(completion_server().piece(tokens))
+        stream.take(piece(tokens))
     kept = stream.kept()
     assert (kept.token_ids, kept.finish_reason, stream.version) == ((5, 6, 7), "abort", 4)
 
 
-def test_an_answer_that_only_lacked_its_last_line_is_kept_as_finished(
-    completion_server: MakeServer,
-) -> None:
+def test_an_answer_that_only_lacked_its_last_line_is_kept_as_finished() -> None:
     stream = TokenStream(vllm.stream([1], Sampling(9), 1.0), holding("http://a", 3))
-    stream.take(completion_server().piece([5, 6], "stop"))
+    stream.take(piece([5, 6], "stop"))
     assert (stream.whole, stream.kept().finish_reason) == (True, "stop")
 
 

@@ -221,16 +221,11 @@ def test_a_completion_that_was_cut_short_goes_on_elsewhere_with_its_tokens_versi
     (cut,) = [c for g in groups for c in g.completions if c.token_ids[:3] == (70, 71, 72)]
     assert cut.token_ids == (70, 71, 72, 80)
     assert cut.logprobs == (-0.5, -0.25, -0.125, -3.0)
-    assert (cut.version_first, cut.version_last, cut.finish_reason, cut.server) == (
-        0,
-        1,
-        "length",
-        other.url,
-    )
+    assert (cut.version_first, cut.version_last) == (0, 1)
+    assert (cut.finish_reason, cut.server) == ("length", other.url)
     first = cutting.bodies[0]
-    (resumed,) = [
-        b for b in other.bodies if b["prompt"][-3:] == [70, 71, 72]
-    ]  # its two siblings were finished
+    # Its two siblings were finished.
+    (resumed,) = [b for b in other.bodies if b["prompt"][-3:] == [70, 71, 72]]
     assert resumed["prompt"] == [*first["prompt"], 70, 71, 72]
     assert (first["max_tokens"], resumed["max_tokens"]) == (4, 1)
     counters = client.counters()

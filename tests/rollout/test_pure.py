@@ -181,15 +181,8 @@ def test_groups_go_one_after_the_other_to_the_cheapest_server_that_may_take_them
 
 def test_a_failing_server_is_paused_for_longer_and_longer() -> None:
     server = Server(ServerState("a", 1, True, "1", "vllm"))
-    assert [server.failed(100.0) for _ in range(7)] == [
-        100.5,
-        101.0,
-        102.0,
-        104.0,
-        108.0,
-        115.0,
-        115.0,
-    ]
+    until = [server.failed(100.0) for _ in range(7)]
+    assert until == [100.5, 101.0, 102.0, 104.0, 108.0, 115.0, 115.0]
     assert Room([server], 1, 8, 114.0).take(1) is None
     assert Room([server], 1, 8, 115.0).take(1) is server
     server.succeeded()

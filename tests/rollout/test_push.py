@@ -49,18 +49,10 @@ def encoded(content: object) -> bytes:
 def test_a_body_becomes_groups() -> None:
     [incoming] = parse(encoded(body()))
     one, two = incoming.group.completions
-    assert (incoming.id, incoming.group.version, incoming.group.prompt.token_ids) == (
-        "a",
-        3,
-        (5, 6),
-    )
-    assert (one.token_ids, one.logprobs, one.reward, one.sampled, one.server) == (
-        (7, 8),
-        (-0.5, -1.5),
-        1.0,
-        (),
-        "env",
-    )
+    assert (incoming.id, incoming.group.version) == ("a", 3)
+    assert incoming.group.prompt.token_ids == (5, 6)
+    assert (one.token_ids, one.logprobs, one.sampled) == ((7, 8), (-0.5, -1.5), ())
+    assert (one.reward, one.server) == (1.0, "env")
     assert (two.zero_advantage, two.finish_reason, two.reward) == (True, "stop", 0.0)
 
 
