@@ -137,6 +137,37 @@ def test_connections_that_stay_idle_are_closed_while_others_are_used(board: Boar
     asyncio.run(run())
 
 
+def test_the_wait_for_a_connection_is_no_silence_of_the_server(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def late(_body: Any) -> tuple[int, Any]:
+        asked.set()
+        answer.wait(60)
+        return 200, {"is_paused": False}
+
+    board.routes = {"GET /health": 200, "GET /is_paused": late}
+
+    async def run() -> None:
+        loop, later_s = asyncio.get_running_loop(), 0.0
+        real = loop.time
+        monkeypatch.setattr(loop, "time", lambda: real() + later_s)
+        driver = AsyncDriver(board.url, max_connections=1)
+        first = asyncio.create_task(driver.run(vllm.is_paused(10_000.0)))
+        assert await asyncio.to_thread(asked.wait, 60)
+        second = asyncio.create_task(driver.run(vllm.health(60.0)))
+        await asyncio.sleep(0)  # it waits
+        later_s += 1000.0
+        for _ in range(5):  # callbacks that are due, and those that follow them
+            await asyncio.sleep(0)
+        answer.set()
+        await asyncio.gather(first, second)
+        await driver.close()
+
+    asyncio.run(run())
+
+
 def test_a_call_that_is_given_up_makes_room_for_another_one(board: Board) -> None:
     asked = threading.Event()
 

@@ -90,7 +90,8 @@ class Connections:
         self._host, self._port = url.host, url.port or (443 if self._tls else 80)
         self._name = url.netloc.decode()
         self._path = url.raw_path.partition(b"?")[0].decode().rstrip("/")
-        self._room = asyncio.Semaphore(most)
+        self.room = asyncio.Semaphore(most)
+        """Hold it for each ``ask``, outside of the request's deadline."""
         self._idle: deque[tuple[float, Exchange]] = deque()
         """Idle connections and the times of their release, oldest left. The newest is used first,
         so that those at the left expire."""
@@ -101,22 +102,20 @@ class Connections:
         self, method: str, target: str, headers: Headers, body: bytes
     ) -> AsyncIterator[Exchange]:
         """Send a request on a free connection and yield the answer. Leaving the context before the
-        answer's end closes the connection. Raises BROKEN."""
+        answer's end closes the connection. Needs ``room``. Raises BROKEN."""
         headers = [("Host", self._name), ("Accept-Encoding", "identity"), *headers]
         if body or method != "GET":
             headers.append(("Content-Length", str(len(body))))
-        # no deadline: the driver's holds for the whole call; each call that ends makes room
-        async with self._room:
-            await self._close_idle(asyncio.get_running_loop().time() - KEEPALIVE_S)
-            exchange = await self._connection()
-            try:
-                await exchange.begin(method, f"{self._path}{target}".encode(), headers, body)
-                yield exchange
-            finally:
-                if exchange.reusable and not self._closed:
-                    self._idle.append((asyncio.get_running_loop().time(), exchange))
-                else:
-                    await exchange.close()
+        await self._close_idle(asyncio.get_running_loop().time() - KEEPALIVE_S)
+        exchange = await self._connection()
+        try:
+            await exchange.begin(method, f"{self._path}{target}".encode(), headers, body)
+            yield exchange
+        finally:
+            if exchange.reusable and not self._closed:
+                self._idle.append((asyncio.get_running_loop().time(), exchange))
+            else:
+                await exchange.close()
 
     async def _connection(self) -> Exchange:
         while self._idle:

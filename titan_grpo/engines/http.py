@@ -298,7 +298,7 @@ class ServerAccess:
 
 class AsyncDriver(_Driver):
     """Concurrent calls to one server from an asyncio loop. At most ``max_connections`` are in
-    flight; further calls wait."""
+    flight; further calls wait for those, which is no time of their own deadline."""
 
     def __init__(
         self, base_url: str, api_key: str = "", max_connections: int = 64, admin_key: str = ""
@@ -311,7 +311,12 @@ class AsyncDriver(_Driver):
         """Execute a call within ``call.timeout_s`` in total. Raises as SyncDriver.run does.
         Cancelling it closes the connection, so that the engine aborts the request."""
         try:
-            async with asyncio.timeout(call.timeout_s), self._asked(call) as answer:
+            # no deadline: each call that ends makes room, and has its deadline
+            async with (
+                self._connections.room,
+                asyncio.timeout(call.timeout_s),
+                self._asked(call) as answer,
+            ):
                 body = b"".join([chunk async for chunk in answer.chunks()])
         except BROKEN as error:
             raise self._unreachable(call, error) from error
@@ -334,7 +339,9 @@ class AsyncDriver(_Driver):
         """
         began, clock = False, asyncio.get_running_loop().time
         try:
+            # no deadline: as in ``run``
             async with (
+                self._connections.room,
                 asyncio.timeout(call.timeout_s) as silence,
                 self._asked(call) as answer,
             ):
