@@ -114,21 +114,13 @@ class Setup:
             raise ConfigError(broken)
 
     def _violations(self) -> Iterator[str]:
-        may_be_zero = {
-            "adapters",
-            "groups",
-            "group_s",
-            "in_flight",
-            "max_staleness",
-            "slow",
-            "slow_factor",
-        }
-        may_be_zero |= {"dying", "call_s", "call_cpu_s", "seed"}
+        zero_too = ("max_staleness", "slow_factor", "call_s", "call_cpu_s")
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            least = 0 if f.name in may_be_zero else 1 if isinstance(f.default, int) else None
+            may_be_zero = f.default == 0 or f.name in zero_too
+            least = 0 if may_be_zero else 1 if isinstance(f.default, int) else None
             if not (value > 0 if least is None else value >= least) or value > 1e18:
                 rule = "greater than 0" if least is None else f"{least} or more"
                 yield f"{f.name} must be {rule}, and finite, got {value}"

@@ -11,8 +11,9 @@ rollout/dispatch.py.
 import heapq
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from titan_grpo.errors import ProtocolError
 from titan_grpo.plan.network import TRAINER, Network
@@ -102,7 +103,7 @@ class Simulation:
         s = self._s = setup
         self._random = random.Random(s.seed)
         self._now = 0.0
-        self._heap: list[tuple[float, int, str, int, int, lane.Event | None]] = []
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._todo: deque[tuple[_Server, lane.Event]] = deque()
         health = recovery.Health(s.sync.backoff_s, s.sync.backoff_max_s)
@@ -163,8 +164,7 @@ class Simulation:
             if arrives <= at:
                 self._arrive()
             else:
-                _, _, kind, number, work, event = heapq.heappop(self._heap)
-                self._happen(kind, number, work, event)
+                heapq.heappop(self._heap)[-1]()
             self._drain()
         result = self.result
         result.busy_s, result.sent_bytes = self._network.busy_s, self._network.sent_bytes
@@ -176,37 +176,9 @@ class Simulation:
             result.start_s = end
         return result
 
-    # Clock.
-
-    def _after(
-        self, seconds: float, kind: str, number: int, work: int = 0, event: lane.Event | None = None
-    ) -> None:
+    def _after(self, seconds: float, happens: Callable[[], None]) -> None:
         self._count += 1
-        heapq.heappush(self._heap, (self._now + seconds, self._count, kind, number, work, event))
-
-    def _happen(self, kind: str, number: int, work: int, event: lane.Event | None) -> None:
-        match kind:
-            case "work" if event is not None and work == self._servers[number].work:
-                self._came_back(self._servers[number], event)
-            case "turn" if self._at_work.get(number) == self._now:  # it has begun no other one
-                self._end_turn(self._servers[number])
-            case "group":
-                self._group_ends(self._servers[work], number)
-            case "copied":
-                self._step_slots(image_slots.Copied(number, 0))
-                self._after(self._s.digest_s + self._patches.make(), "hashed", number)
-            case "hashed":
-                self._patches.completed(number)
-                self._step_slots(image_slots.Complete(number))
-                self._reserve()
-                for waiting in list(self._waiting):
-                    self._pin(self._servers[waiting])
-            case "step":
-                self._step_ends()
-            case "death":
-                self._die(self._servers[number])
-            case "restart":
-                self._servers[number].alive = True
+        heapq.heappush(self._heap, (self._now + seconds, self._count, happens))
 
     # Lanes.
 
@@ -286,18 +258,24 @@ class Simulation:
                 self._work(server, self._call_s(), lane.Paused())
 
     def _begin_turn(self, server: _Server) -> None:
-        self._at_work[server.number] = self._now + lane.TURN_S
-        self._after(lane.TURN_S, "turn", server.number)
+        end = self._at_work[server.number] = self._now + lane.TURN_S
+        self._after(lane.TURN_S, partial(self._turn_ends, server, end))
+
+    def _turn_ends(self, server: _Server, end: float) -> None:
+        if self._at_work.get(server.number) == end:  # it has begun no other one
+            self._end_turn(server)
 
     def _end_turn(self, server: _Server) -> None:
         self._at_work.pop(server.number, None)
         self._next_turn()
 
     def _work(self, server: _Server, seconds: float, event: lane.Event) -> None:
-        self._after(seconds, "work", server.number, server.work, event)
+        self._after(seconds, partial(self._came_back, server, server.work, event))
 
-    def _came_back(self, server: _Server, event: lane.Event) -> None:
+    def _came_back(self, server: _Server, work: int, event: lane.Event) -> None:
         """Handle the end of a lane's work."""
+        if work != server.work:
+            return
         match event:
             case lane.Failed() if server.lane.phase is lane.Phase.SENDING:
                 self._stop_transfer(server)
@@ -363,7 +341,18 @@ class Simulation:
         self.result.published += self._first_step is not None
         self._step_slots(image_slots.Write(slot, version, RANKS))
         self._reserve()
-        self._after(self._s.copy_s, "copied", version)
+        self._after(self._s.copy_s, partial(self._copied, version))
+
+    def _copied(self, version: int) -> None:
+        self._step_slots(image_slots.Copied(version, 0))
+        self._after(self._s.digest_s + self._patches.make(), partial(self._hashed, version))
+
+    def _hashed(self, version: int) -> None:
+        self._patches.completed(version)
+        self._step_slots(image_slots.Complete(version))
+        self._reserve()
+        for waiting in list(self._waiting):
+            self._pin(self._servers[waiting])
 
     def _arrive(self) -> None:
         for n in self._network.take_arrived(self._now):
@@ -386,7 +375,8 @@ class Simulation:
 
     def _schedule_death(self, server: _Server) -> None:
         if self._s.dying > 0:
-            self._after(self._random.expovariate(self._s.dying / 60), "death", server.number)
+            seconds = self._random.expovariate(self._s.dying / 60)
+            self._after(seconds, partial(self._die, server))
 
     def _die(self, server: _Server) -> None:
         self._schedule_death(server)
@@ -394,7 +384,7 @@ class Simulation:
             return
         server.alive, server.engine = False, None
         self.result.deaths += 1
-        self._after(self._s.restart_s, "restart", server.number)
+        self._after(self._s.restart_s, partial(setattr, server, "alive", True))
         lost, generated_s = dict(server.groups), server.generated_s(self._now)
         server.groups.clear()
         server.held_up.clear()
@@ -449,7 +439,7 @@ class Simulation:
                 self._late_s[step] = self._now - self._reached[oldest] if idle else 0.0
             seconds = self._left_s.pop(group) if group in self._left_s else self._group_s()
             server.groups[group] = server.generated_s(self._now) + seconds
-            self._after(seconds, "group", group, n)
+            self._after(seconds, partial(self._group_ends, server, group))
         if server.alive and server.lane.entry.accepting and len(server.groups) < room:
             self._spare.add(n)
         else:
@@ -466,7 +456,7 @@ class Simulation:
             return
         left_s = server.groups[group] - server.generated_s(self._now)
         if left_s > MOMENT_S:  # a pause came in between
-            self._after(left_s, "group", group, server.number)
+            self._after(left_s, partial(self._group_ends, server, group))
             return
         del server.groups[group]
         self._made(group)
@@ -481,7 +471,7 @@ class Simulation:
         server.paused_at = None
         for group in server.held_up:
             left_s = server.groups[group] - server.generated_s(self._now)
-            self._after(left_s, "group", group, server.number)
+            self._after(left_s, partial(self._group_ends, server, group))
         server.held_up.clear()
 
     def _group_s(self) -> float:
@@ -513,7 +503,7 @@ class Simulation:
         late = max(0.0, s.copy_s - s.step_s)
         result.stall_s += late
         result.stall_for_copy_s += late
-        self._after(s.step_s + late, "step", version)
+        self._after(s.step_s + late, self._step_ends)
 
     def _stalled(self, now: float) -> None:
         assert self._idle_since is not None
