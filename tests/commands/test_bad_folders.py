@@ -59,14 +59,12 @@ DAMAGE = {
     ),
     "bytes that are no text": ("metrics.jsonl", b"\xff\xfe\0\n"),
     "brackets without end": ("metrics.jsonl", b"[" * 100_000 + b"\n"),
-    "an evaluation without a version": (
-        "metrics.jsonl",
-        b'{"step": 3, "evaluation/x/reward": 1, "evaluation/reward": 2}\n',
-    ),
+    "an evaluation without a name": ("metrics.jsonl", b'{"step": 3, "evaluation/reward": 2}\n'),
     "a history of no text": ("history.jsonl", b"\xff\xfe\n"),
     "entries of other types": (
         "history.jsonl",
-        b'["resume", [1]]\n["quantised", ["u"], "fp8"]\n["count", "a", "b"]\n[]\n5\n',
+        b'["resume", [1]]\n["quantised", ["u"], "fp8"]\n["count", "a", "b"]\n[]\n5\n'
+        b'["of tomorrow", 1]\n["commit", 3]\n["evaluation", {"name": "x", "version": "1"}]\n',
     ),
     "completions whose lengths differ": (
         "samples.jsonl",

@@ -93,7 +93,7 @@ def held(
 
 
 def versions(recorder: Recorder) -> list[int]:
-    return [each["version"] for each in recorder.history().evaluations]
+    return [each.version for each in recorder.history().evaluations]
 
 
 def test_a_version_is_evaluated_where_it_is_due_and_its_server_is_kept_meanwhile(

@@ -87,50 +87,45 @@ def test_clocks_of_runs_start_anywhere(tmp_path: Path) -> None:
     assert url_of(0).endswith(a["timeline"]["rows"][1]["name"])
 
 
-def test_an_evaluation_has_a_chart_with_its_confidence_interval(tmp_path: Path) -> None:
+@pytest.mark.parametrize("finished", [False, True], ids=["goes on", "has ended"])
+def test_an_evaluation_has_a_chart_with_its_confidence_interval(
+    tmp_path: Path, finished: bool
+) -> None:
     found = {"name": "test", "server": "http://a:1", "prompts": 4, "samples": 1, "passed": {}}
     found |= {"tokens": {"value": 5.0, "low": 4.0, "high": 6.0}, "refused": 0, "seconds": 1.0}
     recorder = Recorder(tmp_path)
     for step in range(1, 12):
-        values = {names.REWARD: 0.5, names.VERSION: step - 1}
-        if step in (2, 6):
-            values |= {"evaluation/test/version": step - 2, "evaluation/test/reward": step / 10}
-            values |= {"evaluation/test/reward_low": 0.0, "evaluation/test/reward_high": 1.0}
-        recorder.step(step, values)
-    recorder.close()
+        recorder.step(step, {names.REWARD: 0.5, names.VERSION: step - 1})
+    # Version 0 again: a resumed run repeats what it has lost.
+    for version, reward, low in ((0, 0.9, 0.0), (4, 0.6, 0.0), (0, 0.2, 0.0), (8, 0.4, None)):
+        ends = {"low": low, "high": None if low is None else 1.0}
+        recorder.evaluated(found | {"version": version, "reward": {"value": reward, **ends}})
+    if finished:
+        write_report(recorder, "run", "async")
+    else:
+        recorder.close()
     chart = page.page_data(read_run(tmp_path), numbers)["charts"][-1]
     assert chart["title"] == "Evaluation: test"
     (curve,) = chart["curves"]
-    assert curve["mean"][:6] == [0.2, 0.3, 0.4, 0.5, 0.6, None], "placed at the version's step"
-    assert (curve["low"][0], curve["high"][4], curve["high"][5]) == (0, 1, None)
-
-    recorder = Recorder(tmp_path)
-    for version, reward in ((0, 0.2), (4, 0.6), (11, 0.9)):
-        estimate = {"value": reward, "low": None, "high": None}
-        recorder.evaluated(found | {"version": version, "reward": estimate})
-    write_report(recorder, "run", "async")
-    (curve,) = page.page_data(read_run(tmp_path), numbers)["charts"][-1]["curves"]
-    assert curve["mean"][4] == curve["low"][4] == 0.6
-    assert curve["mean"][-1] > 0.8, "of a finished run the last version's is there too"
+    assert curve["mean"][:6] == [0.2, 0.3, 0.4, 0.5, 0.6, 0.55], "placed at the version's step"
+    assert (curve["mean"][8], curve["low"][8], curve["high"][8]) == (0.4, 0.4, 0.4)
+    assert (curve["low"][0], curve["high"][4], curve["high"][9]) == (0, 1, None)
 
 
 @pytest.mark.parametrize(
-    ("made", "state"),
+    ("made", "killed", "state"),
     [
-        (Made(steps=2), "finished"),
-        (Made(steps=2, ended_by="RunStopped: no rows"), "ended early"),
-        (Made(steps=2, finished=False), "not finished when this page was made"),
-        (Made(steps=0, finished=False), "not finished when this page was made"),
+        (Made(steps=2), False, "finished"),
+        (Made(steps=2, ended_by="RunStopped: no rows"), False, "ended early"),
+        (Made(steps=2, finished=False), True, "ended without a summary"),
+        (Made(steps=0, finished=False), False, "not finished when this page was made"),
     ],
 )
-def test_the_page_says_how_far_the_run_is(tmp_path: Path, made: Made, state: str) -> None:
+def test_the_page_says_how_far_the_run_is(
+    tmp_path: Path, made: Made, killed: bool, state: str
+) -> None:
     make_run(tmp_path, made)
+    if killed:  # a lock that nobody holds
+        with held(tmp_path):
+            pass
     assert page.page_data(read_run(tmp_path), page.decoder([]))["state"] == state
-
-
-def test_the_page_of_a_killed_run_says_that_its_trainer_is_gone(tmp_path: Path) -> None:
-    make_run(tmp_path, Made(steps=2, finished=False))
-    with held(tmp_path):
-        pass
-    shown = page.page_data(read_run(tmp_path), page.decoder([]))["state"]
-    assert shown == "ended without a summary"

@@ -25,7 +25,7 @@ from msgspec import Meta
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
 from titan_grpo.observe.dashboards import Traces
-from titan_grpo.observe.schema import decoded
+from titan_grpo.observe.schema import Evaluated, decoded
 
 Event = dict[str, Any]
 
@@ -105,8 +105,7 @@ class History:
     errors: list[str] = field(default_factory=list)
     resumes: list[int] = field(default_factory=list)
     """First step after each resume."""
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    """Name, version and figures of each (schema.Evaluated), in order."""
+    evaluations: list[Evaluated] = field(default_factory=list)
 
     def add(self, kind: str, *values: Any) -> None:
         """Apply one entry. Raises KeyError, TypeError or ValueError for a malformed one."""
@@ -127,8 +126,8 @@ class History:
                 self.errors.append(message)
             case "resume", (int(step),):
                 self.resumes.append(step)
-            case "evaluation", (dict(found),):
-                self.evaluations.append(found)
+            case "evaluation", (found,):
+                self.evaluations.append(msgspec.convert(found, Evaluated))
             case _:
                 raise ValueError(f"no entry of a history: {kind!r} {values!r}")
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from titan_grpo.observe import names, schema
@@ -108,7 +109,7 @@ def summarize(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> di
             for name, n in totals.items()
             if name.startswith(prefix)
         },
-        "evaluations": history.evaluations,
+        "evaluations": msgspec.to_builtins(history.evaluations),
         "lengths": {kind: _lengths(totals, kind) for kind in ("made", "trained")},
         "errors": history.errors,
         "quantised": {url: method for url, method in history.quantised.items() if method},

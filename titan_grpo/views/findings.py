@@ -69,15 +69,8 @@ def facts_of(run: Run) -> Facts:
     """Return the figures of a run."""
     starts = {1, *run.resumes}
     rows = [row for row in run.rows if row["step"] not in starts and row.get(names.STEP_S)]
-    steps = [
-        Step(
-            row["step"],
-            row[names.STEP_S],
-            row.get(names.ROLLOUT_WAIT_S) or 0.0,
-            row.get(names.BLOCKED_S) or 0.0,
-        )
-        for row in rows
-    ]
+    times = (names.STEP_S, names.ROLLOUT_WAIT_S, names.BLOCKED_S)
+    steps = [Step(row["step"], *(row.get(name) or 0.0 for name in times)) for row in rows]
     window = max(1, len(run.rows) // 5)
     skipped = sum(i.name == "version skipped" for i in run.trace.instants)
     errors = [i.text for i in run.trace.instants if i.name == "error"]

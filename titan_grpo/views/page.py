@@ -110,7 +110,7 @@ def page_data(run: Run, decode: Decode) -> dict[str, Any]:
     shown = {name for chart in CHARTS for name, _ in chart.curves} | {names.REWARD_STD}
     # No curves of servers, which the timeline shows: four for each would be most of the page.
     left_out = (f"{names.SERVER}/", f"{names.EVALUATION}/")
-    named = {name for name in _named(run) if not name.startswith(left_out)}
+    named = {name for name in set[str]().union(*run.rows) if not name.startswith(left_out)}
     table = columns(run.rows, named | {"step"})
     others = sorted(named - shown - {"step", "time_s"})
     first = [_chart(table, bounds, chart) for chart in CHARTS]
@@ -120,7 +120,7 @@ def page_data(run: Run, decode: Decode) -> dict[str, Any]:
         "state": _state(run),
         "tiles": list(_tiles(run, facts)),
         "findings": [[finding.level, finding.text] for finding in findings(facts)],
-        "waits": list(_waits(facts)),
+        "waits": _waits(facts),
         "steps": rounded(band(table["step"], bounds).low, 9),
         "charts": [c for c in (*first, *_evaluations(run, bounds)) if c["curves"]],
         "others": [chart for chart in own if chart["curves"]],
@@ -176,60 +176,39 @@ def _evaluations(run: Run, bounds: npt.NDArray[np.int64]) -> Iterator[dict[str, 
     """Yield a chart per evaluation: its figures, with confidence intervals, at the steps that began
     from the evaluated versions, and straight lines between."""
     places = np.array([row.get(names.VERSION, row["step"] - 1) for row in run.rows], dtype=float)
-    for name, curves in evaluated(run).items():
+    for name, curves in evaluated(run).items() if run.rows else ():
         shown = []
         for what, points in curves.items():
-            if not places.size:
-                continue
-            versions = np.array([version for version, _ in points], dtype=float)
-            columns = np.array([values for _, values in points], dtype=float).T
+            versions = np.array(list(points), dtype=float)
             inside = (places >= versions[0]) & (places <= max(versions[-1], places[0]))
             mean, low, high = (
                 rounded(band(np.where(inside, np.interp(places, versions, c), np.nan), bounds).mean)
-                for c in columns
+                for c in zip(*points.values(), strict=True)
             )
             text = "mean over prompts with its 95 % confidence interval; in between a straight line"
             shown.append({"label": what, "mean": mean, "low": low, "high": high, "meaning": text})
         yield {"title": f"Evaluation: {name}", "unit": "", "stacked": False, "curves": shown}
 
 
-Points = list[tuple[int, tuple[float, float, float]]]
-"""(version, (value, low, high)), in order; without an interval all three are the value."""
+Points = dict[int, tuple[float, float, float]]
+"""Version -> (value, low, high), rising; without an interval all three are the value."""
 
 
 def evaluated(run: Run) -> dict[str, dict[str, Points]]:
-    """Return evaluation -> figure -> points, from the summary (which has the last version too) or,
-    while the run goes on, from its metrics."""
+    """Return evaluation -> figure -> points. A resumed run may have evaluated a version again, the
+    last time counts."""
     out: dict[str, dict[str, Points]] = {}
-
-    def add(name: str, what: str, version: float, value: float, ends: Sequence[Any]) -> None:
-        low, high = (value if end is None else end for end in ends)
-        points = out.setdefault(name, {}).setdefault(what, [])
-        points.append((int(version), (value, low, high)))
-
-    if run.summary is not None:
-        for found in run.summary.evaluations:
-            figures = {"reward": found.reward}
-            figures |= {f"pass@{k}": each for k, each in found.passed.items()}
-            for what, e in figures.items():
-                add(found.name, what, found.version, e.value, (e.low, e.high))
-        return out
-    own = {name for name in _named(run) if name.startswith(f"{names.EVALUATION}/")}
-    for row in run.rows if own else ():
-        for key in row:
-            if key not in own:
-                continue
-            name, _, what = key.removeprefix(f"{names.EVALUATION}/").rpartition("/")
-            version = row.get(f"{names.EVALUATION}/{name}/version")
-            if version is not None and (what == "reward" or what[-1:].isdigit()):
-                ends = [row.get(f"{key}_{end}") for end in ("low", "high")]
-                add(name, what.replace("pass_at_", "pass@"), version, row[key], ends)
+    for found in sorted(run.evaluations, key=lambda each: each.version):
+        figures = {"reward": found.reward}
+        figures |= {f"pass@{k}": each for k, each in found.passed.items()}
+        for what, e in figures.items():
+            low, high = (e.value if end is None else end for end in (e.low, e.high))
+            out.setdefault(found.name, {}).setdefault(what, {})[found.version] = (
+                e.value,
+                low,
+                high,
+            )
     return out
-
-
-def _named(run: Run) -> set[str]:
-    """Return all names of metrics."""
-    return set[str]().union(*run.rows)
 
 
 def _tiles(run: Run, facts: Facts) -> Iterator[list[str]]:
@@ -248,31 +227,22 @@ def _tiles(run: Run, facts: Facts) -> Iterator[list[str]]:
         yield ["blocked by weight sync", percent(facts.blocked_s / facts.step_s)]
 
 
-def _waits(facts: Facts) -> Iterator[list[Any]]:
-    """Yield who waited for what: [who, for what, seconds, share of its time]."""
+def _waits(facts: Facts) -> list[list[Any]]:
+    """Return who waited for what: [who, for what, seconds, share of its time]."""
+    waits: list[tuple[str, str, float, float]] = []
     if facts.step_s:
-        yield ["trainer", "rollouts", *_share(facts.waited_s, facts.step_s)]
-        yield ["trainer", "weight sync", *_share(facts.blocked_s, facts.step_s)]
+        waits.append(("trainer", "rollouts", facts.waited_s, facts.step_s))
+        waits.append(("trainer", "weight sync", facts.blocked_s, facts.step_s))
     for server in facts.servers:
-        url = short(server.url)
-        yield [url, "loading a version (generation stands still)"] + _share(
-            server.pause_s, server.served_s
-        )
+        url, of = short(server.url), server.served_s
+        waits.append((url, "loading a version (generation stands still)", server.pause_s, of))
         if server.drain_s:
-            yield [f"commits of {url}", "its requests to finish"] + _share(
-                server.drain_s, server.served_s
-            )
-        yield [f"versions for {url}", "their transfer (generation goes on)"] + _share(
-            server.send_s, server.served_s
-        )
+            waits.append((f"commits of {url}", "its requests to finish", server.drain_s, of))
+        versions = f"versions for {url}"
+        waits.append((versions, "their transfer (generation goes on)", server.send_s, of))
         if server.held_s:
-            yield [f"versions for {url}", "evaluations there (generation goes on)"] + _share(
-                server.held_s, server.served_s
-            )
-
-
-def _share(seconds: float, of: float) -> list[float]:
-    return [float(f"{seconds:.4g}"), float(f"{seconds / of if of else 0.0:.4g}")]
+            waits.append((versions, "evaluations there (generation goes on)", server.held_s, of))
+    return [[who, what, *rounded([s, s / of if of else 0.0])] for who, what, s, of in waits]
 
 
 def decoder(folders: Sequence[Path]) -> Decode:

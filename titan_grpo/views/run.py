@@ -22,7 +22,7 @@ import numpy.typing as npt
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe.recorder import read_history, read_metrics
 from titan_grpo.observe.run_lock import lives
-from titan_grpo.observe.schema import ShownStep, Summary, decoded
+from titan_grpo.observe.schema import Evaluated, ShownStep, Summary, decoded
 
 BLOCK_BYTES = 1 << 18
 """Bytes of the trace per read: what fits into a processor's cache is decoded twice as fast."""
@@ -134,6 +134,7 @@ class Run:
     """Whether its trainer is known to have ended."""
     resumes: Sequence[int] = ()
     """First step after each resume."""
+    evaluations: Sequence[Evaluated] = ()
 
 
 def read_run(folder: Path) -> Run:
@@ -157,6 +158,7 @@ def read_run(folder: Path) -> Run:
         {url: method for url, method in said.quantised.items() if method},
         lives(folder) is False,
         said.resumes,
+        said.evaluations,
     )
 
 
