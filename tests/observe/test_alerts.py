@@ -29,6 +29,7 @@ def test_a_threshold_is_given_when_it_is_crossed_and_again_after_it_ceased_to_ho
     assert crossings("loss/kl >= 1 for 2", [1, 1, 1, 0, 1, 1]) == [1, 5]
     assert crossings("loss/kl < 1", [0.5, 1.0, 0.5]) == [0, 2]
     assert crossings("loss/kl <= 1", [1.0, 1.0]) == [0]
+    assert crossings("loss/kl > 1 for 2", [2, None, 2, None, 2]) == [2], "None changes nothing"
 
 
 def test_every_run_is_told_of_a_gap_on_the_same_weights_with_its_likely_cause() -> None:
@@ -51,6 +52,7 @@ FP8 = {"http://a": "fp8", "http://b": ""}
 FACTS: dict[str, tuple[dict[str, float], dict[str, str], str]] = {
     "a quantised server": (GROWS, FP8, "(http://a with fp8)"),
     "older versions before it": (LEARNT, FP8, "what the policy learnt since"),
+    "no part": ({names.gap("position", 16): 0.2}, {}, "everywhere alike"),
     "kept KV": (GROWS | {names.KEPT_KV: 0.125}, {}, "12 % of the completions ran over a commit"),
 }
 
@@ -65,10 +67,6 @@ def test_a_cause_that_the_run_has_seen_is_named_with_its_figures(which: str) -> 
 def test_no_kv_and_no_quantisation_are_blamed_that_the_run_has_not(last: dict[str, float]) -> None:
     cause = alerts.likely_cause(last, {"http://b": ""})
     assert not any(word in cause for word in ("quantis", "kv_after_update"))
-
-
-def test_steps_without_the_metric_change_nothing() -> None:
-    assert crossings("loss/kl > 1 for 2", [2, None, 2, None, 2]) == [2]
 
 
 @pytest.mark.parametrize(

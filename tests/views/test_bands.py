@@ -36,10 +36,6 @@ def test_a_value_that_is_missing_hides_no_other() -> None:
     assert np.isnan([found.low[1], found.mean[1], found.high[1]]).all()
 
 
-def test_no_value_gives_no_band() -> None:
-    assert band(np.empty(0), edges(0, 400)).mean.size == 0
-
-
 def test_bins_share_a_span_that_lies_over_their_border() -> None:
     spans = np.array([1.0, 5.0]), np.array([3.0, 5.5])
     assert covered(*spans, np.array([0.0, 2.0, 4.0, 6.0])).tolist() == [0.5, 0.5, 0.25]

@@ -1,7 +1,6 @@
 """Following a run: its files while they grow, the screen, and the command beside a run that
 starts later."""
 
-import json
 import os
 import pty
 import select
@@ -18,9 +17,9 @@ from rich.console import Console
 
 from tests.rigs.present import present
 from tests.views.runs import Made, make_run, url_of
+from titan_grpo import cli
 from titan_grpo.observe import names, report
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.observe.run_lock import held
 from titan_grpo.views import live
 from titan_grpo.views.live import Follower, State, Tail, screen, spark, step_line
 
@@ -110,22 +109,17 @@ def test_a_server_that_left_is_not_shown_any_more(tmp_path: Path) -> None:
     assert follower.state.held == {url_of(1): None}
 
 
-def test_servers_of_an_older_run_in_the_same_folder_are_not_shown(tmp_path: Path) -> None:
-    make_run(tmp_path, Made(steps=7, servers=3))
-    state = follower_of(tmp_path, Made(steps=2, servers=1)).state
-    assert state.held == {url_of(0): 2}
-    assert state.commits == {url_of(0): 3}
-
-
-def test_a_server_without_a_version_of_this_run_does_not_show_that_of_the_run_before() -> None:
+def test_of_an_older_run_in_the_same_folder_no_server_version_or_commit_is_shown() -> None:
     state = State()
     for run in ("first", "second"):
         for entry in (["process"], ["server", "a"], ["server", "b"], ["commit", "a", 0]):
             state.add_entry(entry)
         if run == "first":
             state.add_entry(["commit", "b", 10])
+            state.add_entry(["server", "c"])
         state.add_entry(["first step"])
     assert state.held == {"a": 0, "b": None}
+    assert state.commits == {"a": 1, "b": 0}
 
 
 def test_a_step_that_comes_again_replaces_those_from_it_on(tmp_path: Path) -> None:
@@ -157,13 +151,6 @@ def test_before_the_first_step_the_screen_says_what_the_servers_hold(tmp_path: P
     state.add_entry(["server", "http://b:1"])
     state.add_entry(["commit", "http://b:1", 0])
     assert "1 of 2 servers hold a version" in shown(state)
-
-
-def test_lines_of_a_history_that_nobody_knows_change_nothing() -> None:
-    state = State()
-    for entry in ([], ["of tomorrow", 1], ["commit", 3], ["value", "x"]):
-        state.add_entry(entry)
-    assert state == State(last_change=state.last_change)
 
 
 def test_values_are_drawn_from_low_to_high() -> None:
@@ -211,22 +198,9 @@ def test_a_watcher_that_starts_first_shows_each_step_and_ends_with_the_run(tmp_p
     assert f"titan-grpo report {run}" in rest
 
 
-def test_a_run_that_was_killed_ends_the_watcher_with_1(tmp_path: Path) -> None:
-    make_run(tmp_path, Made(steps=2, finished=False))
-    with held(tmp_path):
-        pass
-    done = subprocess.run(
-        [*COMMAND, str(tmp_path)], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert done.returncode == 1
-    assert "the run ended after step 2 without a summary" in done.stdout
-
-
 def test_a_run_that_failed_ends_the_watcher_and_a_check_with_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from titan_grpo import cli
-
     make_run(tmp_path, Made(steps=2, ended_by="RunStopped: no rows"))
     assert cli.main(["watch", str(tmp_path)]) == 1
     assert "ended by                RunStopped: no rows" in capsys.readouterr().out
@@ -266,19 +240,5 @@ def all_of(descriptor: int) -> str:
 def test_an_interval_that_is_none_is_refused(
     interval: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from titan_grpo import cli
-
     assert cli.main(["watch", "x", f"--interval={interval}"]) == 2
     assert "--interval must be in [0.05, 3600]" in capsys.readouterr().err
-
-
-def test_a_summary_of_the_run_before_does_not_end_the_watcher(tmp_path: Path) -> None:
-    follower = follower_of(tmp_path, Made(steps=2))
-    assert follower.ended()
-    summary = tmp_path / "summary.json"
-    later = summary.stat().st_mtime + 10
-    row = json.dumps({"step": 3, "time_s": 0.0})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write(row + "\n")
-    os.utime(tmp_path / "metrics.jsonl", (later, later))
-    assert not follower.ended()

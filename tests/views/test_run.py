@@ -5,11 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.rigs.present import present
 from tests.views.runs import Clock, Made, make_run, url_of
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names, report
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.views.findings import facts_of
+from titan_grpo.views.live import Follower
 from titan_grpo.views.run import TRAINER, Trace, read_run, read_trace
 from titan_grpo.views.timeline import figures, held, published, timeline
 
@@ -60,43 +62,31 @@ def test_a_run_that_goes_on_has_no_summary_and_reads_up_to_its_last_whole_line(
 
 
 @pytest.mark.parametrize("finished", [False, True], ids=["goes on", "has ended"])
-def test_how_servers_quantise_is_known_of_a_run_at_any_time(tmp_path: Path, finished: bool) -> None:
-    recorder = Recorder(tmp_path, clock=Clock())
-    recorder.quantised(url_of(0), "fp8")
-    recorder.quantised(url_of(1), "")
-    recorder.step(1, {names.ON_POLICY_GAP: 0.3})
-    if finished:
-        report.write_report(recorder, "a run", "async", "")
-    else:
-        recorder.close()
-    run = read_run(tmp_path)
-    assert (run.summary is not None) == finished
-    assert run.quantised == {url_of(0): "fp8"}
-    assert facts_of(run).quantised == run.quantised
-
-
-@pytest.mark.parametrize("finished", [False, True], ids=["goes on", "has ended"])
-def test_the_first_step_after_a_resume_is_not_the_longest_of_a_run_at_any_time(
+def test_resumes_and_how_servers_quantise_are_known_of_a_run_at_any_time(
     tmp_path: Path, finished: bool
 ) -> None:
     for steps in ({1: 9.0, 2: 1.0}, {3: 50.0, 4: 2.0}):
         recorder = Recorder(tmp_path)
+        recorder.quantised(url_of(0), "fp8")
+        recorder.quantised(url_of(1), "")
         for step, step_s in steps.items():
             recorder.step(step, {names.STEP_S: step_s})
         recorder.close()
     if finished:
         report.write_report(recorder, "a run", "async", "")
     run = read_run(tmp_path)
+    facts = facts_of(run)
+    assert (run.summary is not None) == finished
+    assert run.quantised == facts.quantised == {url_of(0): "fp8"}
     assert run.resumes == [3]
-    longest = facts_of(run).longest
-    assert longest is not None
-    assert longest.number == 4
+    assert present(facts.longest).number == 4, "not the first one after the resume"
 
 
 def test_the_summary_of_an_earlier_run_is_not_that_of_one_that_goes_on(tmp_path: Path) -> None:
     make_run(tmp_path, Made(steps=3))
     make_run(tmp_path, Made(steps=2, first_step=4, finished=False), Clock(2000.0))
     assert read_run(tmp_path).summary is None
+    assert not Follower(tmp_path).ended()
 
 
 def test_blocks_of_any_size_read_the_same(tmp_path: Path) -> None:
