@@ -8,11 +8,27 @@ import time
 from pathlib import Path
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import (
+    BatchSpanProcessor,
+    SimpleSpanProcessor,
+    SpanExporter,
+    SpanExportResult,
+)
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.rigs.present import present
 from titan_grpo.observe import dashboards, names
 from titan_grpo.observe.recorder import PENDING_LIMIT, Recorder, read_metrics
+
+
+def traced(folder: Path, processor: SpanProcessor) -> Recorder:
+    """A recorder whose spans go to this processor."""
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(processor)
+    clock = time.perf_counter
+    return Recorder(folder, clock, dashboards.Traces(provider, "run", clock()))
 
 
 def samples(page: bytes) -> dict[tuple[str, str], float]:
@@ -48,13 +64,12 @@ def test_a_steps_line_is_a_page_of_gauges_and_counters_with_labels(tmp_path: Pat
     assert ("titan_grpo_loss_total", "") not in found, "null: it has no value"
 
 
-@pytest.mark.parametrize("path", ["docker/grafana.json"])
-def test_the_dashboard_asks_for_metrics_that_exist(root: Path, path: str) -> None:
+def test_the_dashboard_asks_for_metrics_that_exist(root: Path) -> None:
     values = dict.fromkeys(names.MEANING, 1.0) | {"step": 1.0, names.dropped("stale"): 1.0}
     values |= {names.of_server("http://a:1", what): 1.0 for what in names.OF_SERVER}
     values |= {f"{names.EVALUATION}/test/{what}": 1.0 for what in names.OF_EVALUATION}
     known = {name for name, _ in samples(dashboards.page(values))}
-    dashboard = json.loads((root / path).read_text())
+    dashboard = json.loads((root / "docker" / "grafana.json").read_text())
     asked = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
     asked += [each["query"] for each in dashboard["templating"]["list"]]
     used = {name for text in asked for name in re.findall(r"titan_grpo_\w+", text)}
@@ -63,16 +78,9 @@ def test_the_dashboard_asks_for_metrics_that_exist(root: Path, path: str) -> Non
 
 
 def test_what_has_one_version_is_one_trace_with_the_recorders_times(tmp_path: Path) -> None:
-    pytest.importorskip("opentelemetry.sdk")
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    kept, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(kept))
-    clock = time.perf_counter
-    recorder = Recorder(tmp_path, clock, dashboards.Traces(provider, "run", clock()))
-    before_ns, start_s = time.time_ns(), clock()
+    kept = InMemorySpanExporter()
+    recorder = traced(tmp_path, SimpleSpanProcessor(kept))
+    before_ns, start_s = time.time_ns(), recorder.now()
     for version in (3, 4):
         with recorder.span(names.COPY_S, "main thread", version=version):
             pass
@@ -94,10 +102,6 @@ def test_what_has_one_version_is_one_trace_with_the_recorders_times(tmp_path: Pa
 
 
 def test_a_collector_that_is_gone_is_named_and_the_files_are_whole(tmp_path: Path) -> None:
-    pytest.importorskip("opentelemetry.sdk")
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-
     answered = threading.Event()
 
     class Gone(SpanExporter):
@@ -105,9 +109,7 @@ def test_a_collector_that_is_gone_is_named_and_the_files_are_whole(tmp_path: Pat
             answered.wait(60)
             return SpanExportResult.FAILURE
 
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(Gone()))
-    recorder = Recorder(tmp_path, traces=dashboards.Traces(provider, "run", 0.0))
+    recorder = traced(tmp_path, BatchSpanProcessor(Gone()))
     recorder.add_span("train", 1.0, 2.0, "main thread", step=1)
     (problem,) = recorder.close(0.5)
     assert "the last spans were not exported within 0.25 s" in problem
@@ -118,16 +120,11 @@ def test_a_collector_that_is_gone_is_named_and_the_files_are_whole(tmp_path: Pat
 
 
 def test_an_exporter_that_raises_is_named_and_the_recorder_goes_on(tmp_path: Path) -> None:
-    pytest.importorskip("opentelemetry.sdk")
-    from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
-
     class Broken(SpanProcessor):
         def on_end(self, span: ReadableSpan) -> None:
             raise ValueError("no such exporter")
 
-    provider = TracerProvider()
-    provider.add_span_processor(Broken())
-    recorder = Recorder(tmp_path, traces=dashboards.Traces(provider, "run", 0.0))
+    recorder = traced(tmp_path, Broken())
     for step in (1, 2):
         recorder.add_span("train", 1.0, 2.0, "main thread", step=step)
         recorder.step(step, {names.REWARD: 0.5})
@@ -136,9 +133,6 @@ def test_an_exporter_that_raises_is_named_and_the_recorder_goes_on(tmp_path: Pat
 
 
 def test_spans_that_wait_for_a_slow_exporter_are_bounded(tmp_path: Path) -> None:
-    pytest.importorskip("opentelemetry.sdk")
-    from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
-
     goes_on, taken = threading.Event(), []
 
     class Slow(SpanProcessor):
@@ -146,9 +140,7 @@ def test_spans_that_wait_for_a_slow_exporter_are_bounded(tmp_path: Path) -> None
             goes_on.wait(60)
             taken.append(span.name)
 
-    provider = TracerProvider()
-    provider.add_span_processor(Slow())
-    recorder = Recorder(tmp_path, traces=dashboards.Traces(provider, "run", 0.0))
+    recorder = traced(tmp_path, Slow())
     for step in range(PENDING_LIMIT):
         recorder.add_span("train", 1.0, 2.0, "main thread", step=step)
     goes_on.set()

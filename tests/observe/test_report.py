@@ -79,9 +79,15 @@ def test_the_summary_of_a_run_keeps_its_schema_and_says_what_happened(recorder: 
     assert summary["last_step"].items() >= last.items()
     assert summary["lengths"] == {"made": {"16": 3, "128": 1}, "trained": {"16": 3}}
     table = report.final_table(summary)
-    assert "lengths made" in table
-    assert "75 % to 16, 25 % to 128 tokens" in table
-    assert "100 % to 16 tokens" in table
+    for words in (
+        *SERVERS,
+        "0.15 -> 0.95",
+        "5 committed, 5 versions skipped",
+        "2 nan_logprobs",
+        "median 5.5 ms",
+        "75 % to 16, 25 % to 128 tokens",
+    ):
+        assert words in table
 
 
 def test_a_run_that_died_before_its_first_step_has_a_valid_summary_too(tmp_path: Path) -> None:
@@ -106,20 +112,12 @@ def test_the_report_writes_a_summary_that_reads_back_and_a_picture(recorder: Rec
     ("key", "value", "words"),
     [
         ("steps", -1, ">= 0"),
-        ("steps", True, "Expected `int`"),
-        ("blocked_s", {"median": 1.0}, "p95"),
-        ("membership", [{"server": "u", "event": "came", "version": 1}], "came"),
         ("versions_committed", {"u": {"committed": [1, 2], "last": 1}}, "last of `committed`"),
-        ("dropped", {"stale": 1.5}, "Expected `int`"),
         ("surprise", 1, "unknown field `surprise`"),
     ],
 )
 def test_a_broken_summary_is_refused_with_its_key_and_rule(
-    recorder: Recorder,
-    tmp_path: Path,
-    key: str,
-    value: object,
-    words: str,
+    recorder: Recorder, tmp_path: Path, key: str, value: object, words: str
 ) -> None:
     summary = {**report.summarize(recorder, "run", "async"), key: value}
     with pytest.raises(DataError, match=words):
@@ -155,18 +153,6 @@ def test_a_report_that_cannot_be_written_is_an_error_of_the_run_and_no_second_on
     summary = report.write_report(recorder, "run", "sync")
     assert "is not whole" in summary["errors"][0]
     assert list(tmp_path.glob("*.partial")) == []
-
-
-def test_the_final_table_names_every_server_and_every_drop(recorder: Recorder) -> None:
-    text = report.final_table(report.summarize(recorder, "run", "async"))
-    for words in (
-        *SERVERS,
-        "0.15 -> 0.95",
-        "5 committed, 5 versions skipped",
-        "2 nan_logprobs",
-        "median 5.5 ms",
-    ):
-        assert words in text
 
 
 def test_the_progress_line_shows_step_reward_staleness_blocked_time_and_versions() -> None:
