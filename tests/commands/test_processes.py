@@ -10,7 +10,7 @@ import pytest
 
 from titan_grpo import cli
 from titan_grpo.commands import verify
-from titan_grpo.commands.processes import TrainingFailed, run_logged
+from titan_grpo.commands.processes import TrainingFailed, own_folder, run_logged
 from titan_grpo.errors import ConfigError
 
 
@@ -85,6 +85,11 @@ def test_a_killed_command_leaves_nothing_of_what_it_ran(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [
+        (["--steps", "2"], "--steps must be 3 or more and --nproc 1 or more, got 2 and 2"),
+        (
+            ["--out", "."],
+            "--out must be a new directory, . has files in it: remove it or name another",
+        ),
         (["--out", "file"], "--out must be a new directory, file is a file: name another"),
         (
             ["--out", "new", "--json", "nowhere/result.json"],
@@ -97,7 +102,7 @@ def test_a_killed_command_leaves_nothing_of_what_it_ran(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_a_verification_cannot_write_is_refused_before_its_runs(
+def test_a_verification_that_cannot_be_done_is_refused_before_its_runs(
     arguments: list[str],
     rule: str,
     tmp_path: Path,
@@ -112,11 +117,9 @@ def test_what_a_verification_cannot_write_is_refused_before_its_runs(
 
 
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own() -> None:
-    code = "from titan_grpo.commands.processes import own_folder; print(own_folder('verify'))"
-    both = [subprocess.Popen(python(code), stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    (one, _), (other, _) = (each.communicate(timeout=60) for each in both)
-    assert one.startswith("outputs/verify-20")
-    assert one.rpartition("-")[2] != other.rpartition("-")[2]
+    name = str(own_folder("verify"))
+    assert name.startswith("outputs/verify-20")
+    assert name.endswith(f"-{os.getpid()}")
 
 
 def test_the_result_of_a_verification_may_lie_beside_its_evidence(tmp_path: Path) -> None:

@@ -1,11 +1,8 @@
 """The verification's report: a failed result says so, and no kind of violation is hidden by many of
 another."""
 
-from pathlib import Path
-
 import pytest
 
-from titan_grpo import cli
 from titan_grpo.errors import ConfigError
 from titan_grpo.verify.outcome import Run, Violation, outcome, table, throughput
 from titan_grpo.verify.server import Devices, choose_devices
@@ -78,24 +75,3 @@ def test_a_lane_is_nccl_only_to_a_gpu_of_its_own() -> None:
     transports = {n: choose_devices("cuda", n, 1).transport for n in (1, 2)}
     assert transports == {1: "auto", 2: "nccl"}
     assert choose_devices("cpu", 8, 2).transport == "auto"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--steps", "1"], "--steps must be 3 or more"),
-        (["--out", "tests"], "new directory"),
-    ],
-)
-def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(
-    arguments: list[str],
-    words: str,
-    root: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(root)
-    assert cli.main(["verify", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert len(said.strip().splitlines()) == 1

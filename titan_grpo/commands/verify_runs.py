@@ -21,13 +21,13 @@ from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify.outcome import (
     START,
     TRAINER_EVIDENCE,
+    Committed,
     Made,
     Reference,
     Run,
     check_all,
     outcome,
-    read_commits,
-    read_made,
+    read,
     table,
     throughput,
     version_file,
@@ -138,11 +138,11 @@ class PhaseRuns:
         """Train, wait for probes under the last version, and collect the evidence."""
         folder, options = self._folder(name), self._options
         evidence, log = folder / "evidence", folder / "train.log"
-        skip = len(read_commits(self._recorded))
+        skip = len(read(self._recorded, Committed))
         print_progress(f"run {name}: {options.nproc} ranks, {options.steps} steps; log in {log}")
         run_logged(command, log, self._devices.trainer_environment(self._env), None)
         self.wait_probes(prober)
-        made = read_made(evidence / TRAINER_EVIDENCE)
+        made = read(evidence / TRAINER_EVIDENCE, Made)
         start, self._start = self._start, self.after(name, url, prober, evidence, made)
         summary = json.loads((folder / "summary.json").read_text())
         gather_s = statistics.median(each.gather_s for each in made)
@@ -152,7 +152,7 @@ class PhaseRuns:
             name=name,
             made=made,
             claimed=tuple(summary["versions_committed"][url]["committed"]),
-            commits=read_commits(self._recorded, skip),
+            commits=read(self._recorded, Committed, skip),
             probes=prober.probes,
             references=self._references(start, evidence, made),
             probe_errors=prober.errors,

@@ -91,7 +91,9 @@ class Run:
     """SHA-256 of the trained weights' file."""
 
 
-def _read(path: Path, kind: type[Line], skip: int = 0) -> tuple[Line, ...]:
+def read(path: Path, kind: type[Line], skip: int = 0) -> tuple[Line, ...]:
+    """Read the lines after the first ``skip``, each a Made or a Committed; empty without a file.
+    Raises DataError for a malformed line."""
     if not path.exists():
         return ()
     try:
@@ -99,16 +101,6 @@ def _read(path: Path, kind: type[Line], skip: int = 0) -> tuple[Line, ...]:
         return tuple(msgspec.json.decode(line, type=kind) for line in lines)
     except msgspec.MsgspecError as error:
         raise DataError(f"each line of {path} must be a {kind.__name__}: {error}") from error
-
-
-def read_made(path: Path) -> tuple[Made, ...]:
-    """Read the trainer's lines; empty without a file. Raises DataError for a malformed line."""
-    return _read(path, Made)
-
-
-def read_commits(path: Path, skip: int = 0) -> tuple[Committed, ...]:
-    """Read the server's lines after the first ``skip``. Otherwise like ``read_made``."""
-    return _read(path, Committed, skip)
 
 
 def version_file(evidence: Path, version: int) -> Path:
@@ -134,9 +126,6 @@ class Violation:
     kind: str
     run: str
     message: str
-
-    def __str__(self) -> str:
-        return f"{self.kind} violation in run {self.run}: {self.message}"
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
@@ -261,14 +250,9 @@ def check_probes(run: Run, tolerance: float) -> list[Violation]:
             found.setdefault(("label", newest), []).append(f"{text}, {said}")
         current = ahead[0] if ahead else newest
     return [
-        Violation(kind, run.name, texts[0] + more(len(texts) - 1))
-        for (kind, _), texts in found.items()
+        Violation(kind, run.name, first + (f" (and {len(more)} more probes)" if more else ""))
+        for (kind, _), (first, *more) in found.items()
     ]
-
-
-def more(count: int) -> str:
-    """Return how many similar violations are not shown, as text."""
-    return f" (and {count} more probes)" if count else ""
 
 
 def separation(references: Sequence[Reference]) -> float:
