@@ -119,7 +119,7 @@ def wanted(
 
 def machine(want: Wanted, env: Mapping[str, str]) -> Iterator[Finding]:
     """Check this environment and this host."""
-    yield host.python(sys.version_info[:3])
+    yield host.ok("python", ".".join(map(str, sys.version_info[:3])))
     for name, allowed in host.RANGES.items():
         yield host.package(name, host.installed(name), allowed)
     yield host.torchrun(env)

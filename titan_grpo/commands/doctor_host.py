@@ -88,15 +88,6 @@ RANGES = {
 """Requirements of the trainer's environment; the same as in pyproject.toml."""
 
 
-def python(version: tuple[int, int, int]) -> Finding:
-    """Check the interpreter."""
-    text = ".".join(map(str, version))
-    if version < (3, 11):
-        remedy = "make the environment with Python 3.11 or newer"
-        return problem("python", f"{text} is older than 3.11", remedy)
-    return ok("python", text)
-
-
 def package(name: str, version: str | None, allowed: Range) -> Finding:
     """Check an installed package (None: missing) against its range."""
     wanted = f"{name}>={allowed.low}" + (f",<{allowed.high}" if allowed.high else "")
