@@ -1,14 +1,17 @@
-"""Write the checkpoint of a model directory as the trainer does, in one process; its version is one
-less than its step. Arguments: step, folder, then a job's."""
+"""Write the checkpoint of a model directory as the trainer does, then call titan-grpo, both in this
+process. Arguments: step, folder, and as JSON lists a job's arguments and titan-grpo's."""
 
+import json
 import sys
 from pathlib import Path
 
+from titan_grpo import cli
 from titan_grpo.titan import jobconfig
 
 
-def main() -> None:
-    config = jobconfig.parse(sys.argv[3:])
+def save(step: int, folder: Path, job: list[str]) -> None:
+    """The checkpoint's version is one less than its step."""
+    config = jobconfig.parse(job)
     import torch
     import torch.distributed.checkpoint as dcp
     from torchtitan.components.checkpoint import ModelWrapper
@@ -29,13 +32,13 @@ def main() -> None:
         no_dist=True,
     )
     wrapper.load_state_dict(adapter.from_hf(hf_state))
-    step = int(sys.argv[1])
     dcp.save(
         {**wrapper.state_dict(), "train_state": {"step": step, "version": step - 1}},
-        checkpoint_id=str(Path(sys.argv[2]) / f"step-{step}"),
+        checkpoint_id=str(folder / f"step-{step}"),
         no_dist=True,
     )
 
 
 if __name__ == "__main__":
-    main()
+    save(int(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
+    sys.exit(cli.main(json.loads(sys.argv[4])))

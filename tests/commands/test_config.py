@@ -4,8 +4,6 @@ from pathlib import Path
 from titan_grpo import config
 from titan_grpo.commands import config as command
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def test_every_key_is_documented_once() -> None:
     for section in (config.GRPO, config.Rollout, config.WeightSync):
@@ -14,6 +12,6 @@ def test_every_key_is_documented_once() -> None:
         assert all(key.meaning for key in command.keys(section))
 
 
-def test_the_configuration_page_is_what_the_command_prints() -> None:
-    page = (ROOT / "docs" / "configuration.md").read_text()
+def test_the_configuration_page_is_what_the_command_prints(root: Path) -> None:
+    page = (root / "docs" / "configuration.md").read_text()
     assert page == command.page(), "run: titan-grpo config > docs/configuration.md"

@@ -22,6 +22,7 @@ def diagnosis(
     (tmp_path / "doctored_rewards.py").write_text(REWARDS)
     rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(5)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "bare.jsonl").write_text('{"prompt": "x"}\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     subjects = ("reward", "dataset", "first prompt", "chat template", "task", "agent")
@@ -87,6 +88,13 @@ def test_a_tokenizer_file_that_cannot_be_read_is_one_finding_with_its_path(
                 "problem  dataset       rollout.prompt asks for 'question', a column that",
             ],
         ),
+        (
+            {"dataset": "bare.jsonl"},
+            [
+                "ok       reward",
+                "problem  dataset       rollout.reward 'doctored_rewards:right' asks for 'answer'",
+            ],
+        ),
     ],
 )
 def test_each_thing_that_is_wrong_is_one_line(
@@ -96,14 +104,6 @@ def test_each_thing_that_is_wrong_is_one_line(
     assert len(found) == len(lines)
     for line, start in zip(found, lines, strict=True):
         assert line.startswith(start)
-
-
-def test_a_function_that_asks_for_a_column_that_is_not_there_is_one_line(
-    diagnosis: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
-    _, dataset = diagnosis()
-    assert "rollout.reward 'doctored_rewards:right' asks for 'answer', a column" in dataset
 
 
 def test_a_model_without_a_chat_template_is_one_line(

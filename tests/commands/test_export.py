@@ -32,16 +32,6 @@ CLI = (
 )
 """Several commands in one interpreter: each start costs seconds."""
 
-SAVE_AND_EXPORT = """
-import json, runpy, sys
-from titan_grpo import cli
-script, *save = json.loads(sys.argv[1])
-export = json.loads(sys.argv[2])
-sys.argv[:] = [script, *save]
-runpy.run_path(script, run_name="__main__")
-sys.exit(cli.main(export))
-"""
-
 
 def job(kind: Kind, model: Path, dump: Path) -> list[str]:
     name, flavor = FLAVORS[kind]
@@ -75,10 +65,10 @@ def test_an_exported_checkpoint_is_bit_for_bit_the_model_it_was_loaded_from(
 ) -> None:
     model = write_tiny_model(kind, tmp_path / "model", seed=3)
     arguments = job(kind, model, tmp_path / "dump")
-    checkpoint = str(tmp_path / "dump" / "checkpoint")
-    save = [str(Path(__file__).with_name("save_checkpoint.py")), "7", checkpoint, *arguments]
+    script, checkpoint = Path(__file__).with_name("save_checkpoint.py"), "dump/checkpoint"
     export = ["export", "--version", "6", "--out", str(tmp_path / "out"), *arguments]
-    done = python("-c", SAVE_AND_EXPORT, json.dumps(save), json.dumps(export))
+    words = (str(script), "7", str(tmp_path / checkpoint), json.dumps(arguments))
+    done = python(*words, json.dumps(export))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("version 6 (step-7): ")
     assert_equal(tmp_path / "out", model)

@@ -140,30 +140,18 @@ def test_an_older_job_keeps_its_meaning(folder: Path) -> None:
     assert "sglang_tp: has no value here" in (folder / "new.toml").read_text()
 
 
-def test_what_an_older_job_has_outside_of_sections_is_kept(folder: Path) -> None:
-    outside = 'title = "a job"\n'
+def test_what_an_older_job_has_outside_of_sections_and_in_quotes_is_kept(folder: Path) -> None:
+    outside = 'title = "a job"\n"a b" = 1\n'
     tables = '[[evaluation]]\nname = "a"\nrows = 3\n[[evaluation]]\nname = "b"\n'
+    tables += """[model."flags.of mine"]\n"x.y" = 2\n["my.section"]\n"a \\"b\\"" = 3\n"""
     (folder / "old.toml").write_text(outside + OLDER_JOB + tables)
     assert init.run(["--from", "old.toml", "--out", "new.toml"], os.environ) == 0
     table = tomllib.loads((folder / "new.toml").read_text())
-    assert table["title"] == "a job"
+    assert (table["title"], table["a b"]) == ("a job", 1)
+    assert table["model"]["flags.of mine"] == {"x.y": 2}
+    assert table["my.section"] == {'a "b"': 3}
     assert table["evaluation"] == [{"name": "a", "rows": 3}, {"name": "b"}]
     assert table["training"]["seq_len"] == 4096
-
-
-def test_keys_of_an_older_job_that_need_quotes_keep_them(folder: Path) -> None:
-    odd = """"a b" = 1
-[model."flags.of mine"]
-"x.y" = 2
-["my.section"]
-"a \\"b\\"" = 3
-"""
-    (folder / "old.toml").write_text(odd)
-    assert init.run(["--from", "old.toml", "--out", "new.toml"], os.environ) == 0
-    table = tomllib.loads((folder / "new.toml").read_text())
-    assert table["a b"] == 1
-    assert table["model"] == {"flags.of mine": {"x.y": 2}}
-    assert table["my.section"] == {'a "b"': 3}
 
 
 @pytest.mark.parametrize(
