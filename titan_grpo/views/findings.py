@@ -110,9 +110,6 @@ class Finding:
     text: str
 
 
-Rule = Callable[[Facts], Iterator[Finding]]
-
-
 def findings(facts: Facts) -> list[Finding]:
     """Apply every rule; bad findings come first."""
     found = [finding for rule in RULES for finding in rule(facts)]
@@ -141,6 +138,97 @@ def percent(share: float) -> str:
 
 def _times(factor: float) -> str:
     return f"{factor:.0f}" if factor >= 10 else f"{factor:.2g}"
+
+
+def trouble(f: Facts) -> Iterator[Finding]:
+    """What the run itself says of its end and its errors, and what it left out."""
+    if f.ended_by:
+        yield Finding("bad", f"the run ended before its last step: {f.ended_by}")
+    if f.errors:
+        yield Finding("bad", f"{len(f.errors)} errors did not stop the run; first: {f.errors[0]}")
+    if f.digest_mismatches:
+        yield Finding(
+            "bad",
+            f"{f.digest_mismatches} received blocks had a wrong digest; none was served. Memory or"
+            " network of a host is faulty",
+        )
+    if f.skipped_versions:
+        yield Finding(
+            "note",
+            f"{f.skipped_versions} versions were not published since every image was still being"
+            " sent: weight_sync.slots, or faster transfers, change it",
+        )
+    if f.dropped:
+        parts = ", ".join(f"{count} {reason}" for reason, count in f.dropped.items() if count)
+        yield Finding("note", f"groups or completions that were not trained on: {parts}")
+
+
+def servers(f: Facts) -> Iterator[Finding]:
+    """What stands out about each server."""
+    for server in f.servers:
+        yield from _service(server)
+        yield from _transfers(f, server)
+        yield from _held_by_evaluations(f, server)
+
+
+def _service(server: ServerFigures) -> Iterator[Finding]:
+    name = short(server.url)
+    if not server.commits:
+        yield Finding(
+            "bad",
+            f"{name} never held a version, so it generated nothing: titan-grpo doctor says what is"
+            " wrong with it",
+        )
+    if server.faults:
+        again = f", and its lane connected {server.connects} times" * (server.connects > 1)
+        yield Finding("bad", f"{name} had {server.faults} faults{again}")
+    share = server.pause_s / server.served_s if server.served_s else 0.0
+    if share >= OFTEN_PAUSED:
+        yield Finding(
+            "bad",
+            f"{name} stood still for {duration(server.pause_s)} of {duration(server.served_s)}"
+            f" ({percent(share)}) to load {server.commits} versions,"
+            f" {duration(server.pause_median_s)} each",
+        )
+
+
+def _transfers(f: Facts, server: ServerFigures) -> Iterator[Finding]:
+    """Transfers take longer than the others', or the server is behind although they do not."""
+    others = [s.send_median_s for s in f.servers if s is not server and s.send_median_s > 0]
+    usual, own = statistics.median(others) if others else 0.0, server.send_median_s
+    if usual > 0 and own >= SLOW_TRANSFER * usual:
+        yield Finding(
+            # Slower transfers do no harm while the server keeps up.
+            "bad" if server.lag >= 1 else "note",
+            f"{short(server.url)}'s transfers take {_times(own / usual)} times as long as the"
+            f" others' ({duration(own)} against {duration(usual)}): it is"
+            f" {server.lag:.1f} versions behind on average",
+        )
+    elif server.commits and server.lag >= FAR_BEHIND:
+        yield Finding(
+            "note",
+            f"{short(server.url)} was {server.lag:.1f} versions behind the newest on average;"
+            f" a transfer takes {duration(own)}, a step {duration(f.median_step_s)}",
+        )
+
+
+def _held_by_evaluations(f: Facts, server: ServerFigures) -> Iterator[Finding]:
+    """Evaluations keep a server on its version, and the trainer may wait meanwhile."""
+    if not server.held_s:
+        return
+    waited = server.waited_meanwhile_s
+    # Subtract the usual waiting, which has other causes.
+    others_s = f.step_s - server.held_s
+    share = max(0.0, f.waited_s - waited) / others_s if others_s > 0 else 0.0
+    usual = server.held_s * min(share, 1.0)
+    bad = f.step_s > 0 and waited - usual >= BLOCKED * f.step_s
+    part = percent(server.held_s / server.served_s) if server.served_s else "all"
+    text = (
+        f"evaluations held {short(server.url)} on its versions for {duration(server.held_s)}"
+        f" ({part} of its time); the trainer waited {duration(waited)} for rollouts meanwhile"
+    )
+    remedy = ": with servers of its own (servers in [[evaluation]]) an evaluation holds none"
+    yield Finding("bad" if bad else "note", text + remedy * bad)
 
 
 def waiting_for_rollouts(f: Facts) -> Iterator[Finding]:
@@ -190,56 +278,6 @@ def slow_step(f: Facts) -> Iterator[Finding]:
     )
 
 
-def _usual_transfer(f: Facts, server: ServerFigures) -> float:
-    """Return the median of the other servers' median transfer times; 0 without any."""
-    others = [s.send_median_s for s in f.servers if s is not server and s.send_median_s > 0]
-    return statistics.median(others) if others else 0.0
-
-
-def _slow(f: Facts, server: ServerFigures) -> bool:
-    usual = _usual_transfer(f, server)
-    return usual > 0 and server.send_median_s >= SLOW_TRANSFER * usual
-
-
-def slow_transfers(f: Facts) -> Iterator[Finding]:
-    """A server's transfers take longer than the others'."""
-    for server in f.servers:
-        if _slow(f, server):
-            usual, own = _usual_transfer(f, server), server.send_median_s
-            yield Finding(
-                # Slower transfers do no harm while the server keeps up.
-                "bad" if server.lag >= 1 else "note",
-                f"{short(server.url)}'s transfers take {_times(own / usual)} times as long as the"
-                f" others' ({duration(own)} against {duration(usual)}): it is"
-                f" {server.lag:.1f} versions behind on average",
-            )
-
-
-def far_behind(f: Facts) -> Iterator[Finding]:
-    """A server holds old versions although its transfers are as fast as the others'."""
-    for server in f.servers:
-        if server.commits and server.lag >= FAR_BEHIND and not _slow(f, server):
-            yield Finding(
-                "note",
-                f"{short(server.url)} was {server.lag:.1f} versions behind the newest on average;"
-                f" a transfer takes {duration(server.send_median_s)}, a step"
-                f" {duration(f.median_step_s)}",
-            )
-
-
-def often_paused(f: Facts) -> Iterator[Finding]:
-    """A server is paused for commits for much of the run."""
-    for server in f.servers:
-        share = server.pause_s / server.served_s if server.served_s else 0.0
-        if share >= OFTEN_PAUSED:
-            yield Finding(
-                "bad",
-                f"{short(server.url)} stood still for {duration(server.pause_s)} of"
-                f" {duration(server.served_s)} ({percent(share)}) to load {server.commits}"
-                f" versions, {duration(server.pause_median_s)} each",
-            )
-
-
 def drains(f: Facts) -> Iterator[Finding]:
     """Servers finish their requests before each commit."""
     total, commits = sum(s.drain_s for s in f.servers), sum(s.commits for s in f.servers)
@@ -249,72 +287,6 @@ def drains(f: Facts) -> Iterator[Finding]:
             f"commits waited {duration(total)} for requests to finish ({commits} commits):"
             " rollout.in_flight_weight_updates = true lets them run over a commit",
         )
-
-
-def held_by_evaluations(f: Facts) -> Iterator[Finding]:
-    """Evaluations keep a server on its version, and the trainer may wait meanwhile."""
-    for server in f.servers:
-        if not server.held_s:
-            continue
-        waited = server.waited_meanwhile_s
-        # Subtract the usual waiting, which has other causes.
-        others_s = f.step_s - server.held_s
-        share = max(0.0, f.waited_s - waited) / others_s if others_s > 0 else 0.0
-        usual = server.held_s * min(share, 1.0)
-        bad = f.step_s > 0 and waited - usual >= BLOCKED * f.step_s
-        part = percent(server.held_s / server.served_s) if server.served_s else "all"
-        text = (
-            f"evaluations held {short(server.url)} on its versions for {duration(server.held_s)}"
-            f" ({part} of its time); the trainer waited {duration(waited)} for rollouts meanwhile"
-        )
-        remedy = ": with servers of its own (servers in [[evaluation]]) an evaluation holds none"
-        yield Finding("bad" if bad else "note", text + remedy * bad)
-
-
-def never_served(f: Facts) -> Iterator[Finding]:
-    """A server never held a version."""
-    for server in f.servers:
-        if not server.commits:
-            yield Finding(
-                "bad",
-                f"{short(server.url)} never held a version, so it generated nothing:"
-                " titan-grpo doctor says what is wrong with it",
-            )
-
-
-def faults(f: Facts) -> Iterator[Finding]:
-    """Transfers, commits or connections failed."""
-    for server in f.servers:
-        if server.faults:
-            again = f", and its lane connected {server.connects} times" * (server.connects > 1)
-            yield Finding("bad", f"{short(server.url)} had {server.faults} faults{again}")
-
-
-def wrong_bytes(f: Facts) -> Iterator[Finding]:
-    """Digests differed. The version was not served."""
-    if f.digest_mismatches:
-        yield Finding(
-            "bad",
-            f"{f.digest_mismatches} received blocks had a wrong digest; none was served. Memory or"
-            " network of a host is faulty",
-        )
-
-
-def skipped_versions(f: Facts) -> Iterator[Finding]:
-    """Versions were not published."""
-    if f.skipped_versions:
-        yield Finding(
-            "note",
-            f"{f.skipped_versions} versions were not published since every image was still being"
-            " sent: weight_sync.slots, or faster transfers, change it",
-        )
-
-
-def dropped_groups(f: Facts) -> Iterator[Finding]:
-    """Groups were generated but not trained on."""
-    if f.dropped:
-        parts = ", ".join(f"{count} {reason}" for reason, count in f.dropped.items() if count)
-        yield Finding("note", f"groups or completions that were not trained on: {parts}")
 
 
 def reward_trend(f: Facts) -> Iterator[Finding]:
@@ -368,36 +340,14 @@ def much_is_cut(f: Facts) -> Iterator[Finding]:
             )
 
 
-def ended_early(f: Facts) -> Iterator[Finding]:
-    """The run ended before its last step."""
-    if f.ended_by:
-        yield Finding("bad", f"the run ended before its last step: {f.ended_by}")
-
-
-def errors(f: Facts) -> Iterator[Finding]:
-    """Errors occurred that did not stop the run."""
-    if f.errors:
-        yield Finding("bad", f"{len(f.errors)} errors did not stop the run; first: {f.errors[0]}")
-
-
-RULES: tuple[Rule, ...] = (
-    ended_early,
-    errors,
-    never_served,
-    slow_transfers,
-    faults,
-    wrong_bytes,
+RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    trouble,
+    servers,
     waiting_for_rollouts,
     blocked_by_sync,
-    often_paused,
-    held_by_evaluations,
     engine_differs,
     much_is_cut,
     reward_trend,
     slow_step,
-    far_behind,
     drains,
-    skipped_versions,
-    dropped_groups,
 )
-"""Each rule yields nothing, one finding, or one finding per server."""
