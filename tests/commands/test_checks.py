@@ -197,16 +197,6 @@ SERVES = [("ok", "server"), ("ok", "server routes")]
 SERVERS: dict[str, tuple[dict[str, Any], list[tuple[str, str]], str]] = {
     "good": ({}, [*SERVES, ("ok", "server plugin")], ""),
     "good sglang": (SGLANG, [*SERVES, ("ok", "server plugin")], ""),
-    "dead": (
-        {"healthy": False, "errors": {"health": "http://s:8000: GET /health got no answer"}},
-        [("problem", "server")],
-        "http://s:8000: GET /health",
-    ),
-    "closed routes": (
-        {"label": None, "backend": None, "joined": None, "errors": {"label": "404"}},
-        [("ok", "server"), ("problem", "server routes")],
-        "VLLM_SERVER_DEV_MODE=1",
-    ),
     "another backend": (
         {"backend": "nccl", "joined": None},
         [*SERVES, ("problem", "server plugin")],
@@ -228,12 +218,6 @@ SERVERS: dict[str, tuple[dict[str, Any], list[tuple[str, str]], str]] = {
         "continue_generation",
     ),
     "old": ({"version": "0.31.2", "backend": None}, [("problem", "server")], "vllm>=0.32"),
-    "old sglang": ({**SGLANG, "version": "0.5.20"}, [("problem", "server")], "sglang>=0.5.21"),
-    "sglang without the plugin": (
-        {**SGLANG, "backend": None, "joined": None, "errors": {"backend": "404"}},
-        [*SERVES, ("problem", "server plugin")],
-        "--custom-weight-loader",
-    ),
     "a refused key": (
         {"errors": {"key": "refused with 401"}},
         [("problem", "server")],
