@@ -10,15 +10,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import msgspec
 
 from titan_grpo.commands.processes import require_file
 from titan_grpo.config import LAUNCH
 from titan_grpo.config.rollout import server_url
+from titan_grpo.engines.http import SyncDriver
+from titan_grpo.engines.launch import Server
+from titan_grpo.engines.server import detect, dialect
 from titan_grpo.errors import ConfigError, PeerError
-
-if TYPE_CHECKING:
-    from titan_grpo.protocol.messages import ServerState
+from titan_grpo.protocol.messages import Label, ServerState
+from titan_grpo.rollout.evaluation import Job, evaluate, line, prepare
+from titan_grpo.rollout.messages import RolloutSpec
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,12 +68,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     if out is not None:
         require_file("--out", out)
     tables = [table for table in config.evaluation if table.name in names]
-    import msgspec
-
     from titan_grpo.observe.report import write_whole
-    from titan_grpo.rollout import evaluation
-    from titan_grpo.rollout.evaluation import Job, evaluate, prepare
-    from titan_grpo.rollout.messages import RolloutSpec
 
     key_name = config.rollout.api_key_env
     key = env.get(key_name, "") if key_name else ""
@@ -80,7 +80,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     with _server(server, config, model, key) as state:
         for table, loaded in zip(tables, prepared, strict=True):
             result = asyncio.run(evaluate(Job.of(table, spec), state, loaded, key))
-            print(evaluation.line(result), flush=True)
+            print(line(result), flush=True)
             found.append(msgspec.to_builtins(result))
             # After each: a later one that fails would lose it.
             if out is not None:
@@ -89,12 +89,8 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 
 
 @contextmanager
-def _server(url: str | None, config: Any, model: str, key: str) -> "Iterator[ServerState]":
+def _server(url: str | None, config: Any, model: str, key: str) -> Iterator[ServerState]:
     """Yield the running server, or start one. The version is 0 if the label is not a run's."""
-    from titan_grpo.engines.http import SyncDriver
-    from titan_grpo.engines.server import detect, dialect
-    from titan_grpo.protocol.messages import Label, ServerState
-
     if url is None:
         with tempfile.TemporaryDirectory() as folder, _launched(config, model, key, folder) as own:
             yield own
@@ -114,9 +110,7 @@ def _server(url: str | None, config: Any, model: str, key: str) -> "Iterator[Ser
 
 
 @contextmanager
-def _launched(config: Any, model: str, key: str, folder: str) -> "Iterator[ServerState]":
-    from titan_grpo.engines.launch import Server
-    from titan_grpo.protocol.messages import Label, ServerState
+def _launched(config: Any, model: str, key: str, folder: str) -> Iterator[ServerState]:
     from titan_grpo.titan import compat
     from titan_grpo.titan.startup import launched
 

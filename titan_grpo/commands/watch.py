@@ -7,13 +7,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from titan_grpo.config import Alerts
 from titan_grpo.errors import ConfigError
+from titan_grpo.observe import alerts
+from titan_grpo.observe.recorder import read_metrics
+from titan_grpo.observe.terminal import next_command
 from titan_grpo.titan.jobfile import read_toml
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from titan_grpo.observe.alerts import Threshold
     from titan_grpo.views.live import Follower
 
 
@@ -53,16 +58,16 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         raise ConfigError(
             f"RUN must be the folder of a run (job.dump_folder), {args.run} is a file"
         )
-    if args.check:
-        return _check(args)
-    if args.alert or args.config or args.stalled is not None:
-        raise ConfigError("--alert, --config and --stalled need --check, which was not given")
     # Imported here, so that --help does not load numpy.
     from rich.console import Console
 
     from titan_grpo.views.live import Follower
 
     follower, console = Follower(args.run), Console(highlight=False)
+    if args.check:
+        return _check(args, follower)
+    if args.alert or args.config or args.stalled is not None:
+        raise ConfigError("--alert, --config and --stalled need --check, which was not given")
     try:
         if console.is_terminal:
             _on_screen(follower, console, args.interval)
@@ -79,11 +84,8 @@ HOLDS, STALLED = 3, 4
 """Exit codes of --check."""
 
 
-def _check(args: argparse.Namespace) -> int:
+def _check(args: argparse.Namespace, run: "Follower") -> int:
     """Check a run's files once; print findings and return the exit code."""
-    from titan_grpo.observe import alerts
-    from titan_grpo.observe.recorder import read_metrics
-    from titan_grpo.views.live import Follower
     from titan_grpo.views.run import read_summary
 
     thresholds = [alerts.Threshold.parse(text, "--alert") for text in args.alert]
@@ -92,7 +94,7 @@ def _check(args: argparse.Namespace) -> int:
         raise ConfigError("--check needs --alert, --config or --stalled, none was given")
     if args.stalled is not None and not 0 < args.stalled < float("inf"):
         raise ConfigError(f"--stalled must be greater than 0, got {args.stalled:g}")
-    path, run = args.run / "metrics.jsonl", Follower(args.run)
+    path = args.run / "metrics.jsonl"
     ended = run.ended()
     rows = read_metrics(path) if path.is_file() else []
     if not rows:
@@ -118,15 +120,12 @@ def _check(args: argparse.Namespace) -> int:
     return 0
 
 
-def _of_job(path: str | None) -> "tuple[Threshold, ...]":
+def _of_job(path: str | None) -> tuple[alerts.Threshold, ...]:
     """Return the thresholds of a job's [alerts]. Raises ConfigError."""
-    from titan_grpo.config import Alerts
-    from titan_grpo.observe.alerts import watched
-
     if path is None:
         return ()
     try:
-        return watched(Alerts(**read_toml(path, "--config").get("alerts", {})))
+        return alerts.watched(Alerts(**read_toml(path, "--config").get("alerts", {})))
     except TypeError as error:
         raise ConfigError(f"--config must be a job's TOML file, got {path!r}: {error}") from error
 
@@ -167,10 +166,7 @@ def _print_steps(follower: "Follower", rows: list[dict[str, Any]]) -> None:
 
 
 def _end(follower: "Follower") -> int:
-    import msgspec
-
     from titan_grpo.observe.report import final_table
-    from titan_grpo.observe.terminal import next_command
     from titan_grpo.views.run import read_summary
 
     summary = read_summary(follower.folder)
