@@ -19,12 +19,6 @@ SUMMARY = {
 }
 
 
-def test_a_result_without_violations_passes() -> None:
-    result = outcome([EMPTY], {}, [], 0.05)
-    assert result["passed"]
-    assert "PASSED" in table(result)
-
-
 def test_every_kind_is_shown_beside_a_flood_of_another() -> None:
     found = [Violation("mixed", "a run", f"probe {i}") for i in range(50)] + [
         Violation("modes", "a run", "differ")
