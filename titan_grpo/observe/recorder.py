@@ -202,20 +202,16 @@ class _Output:
         except OSError as error:
             self.problem = self.problem or f"{self._path} cannot be written: {error.strerror}"
 
-    def write(self, text: str) -> None:
+    def write(self, text: str, instead: bool = False) -> None:
+        """Write at the end, or ``instead`` of the last text."""
         if self._file is not None and not self.problem:
             with self._noting_errors():
+                if instead:
+                    self._file.flush()
+                    # The file is open for appending: the next write goes to its new end.
+                    self._file.truncate(os.fstat(self._file.fileno()).st_size - self._last_bytes)
                 self._file.write(text)
                 self._last_bytes = len(text.encode())
-
-    def replace_last(self, text: str) -> None:
-        """Replace the text of the last write."""
-        if self._file is not None and not self.problem:
-            with self._noting_errors():
-                self._file.flush()
-                # The file is open for appending: the next write goes to its new end.
-                self._file.truncate(os.fstat(self._file.fileno()).st_size - self._last_bytes)
-        self.write(text)
 
     def flush(self) -> None:
         if self._file is not None and not self.problem:
@@ -529,10 +525,8 @@ class Recorder:
             if kind == "trace":
                 outputs[kind].write(text if first else ",\n" + text)
                 first = False
-            elif kind == "last metrics":
-                outputs["metrics"].replace_last(text + "\n")
             else:
-                outputs[kind].write(text + "\n")
+                outputs[kind.removeprefix("last ")].write(text + "\n", kind.startswith("last "))
             if kind.endswith("metrics"):
                 # Flush per step, for live readers (a plot, tail -f).
                 for output in outputs.values():
