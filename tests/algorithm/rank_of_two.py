@@ -11,14 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.algorithm.table_model import ALL_ON, Step, Tables, step
-from titan_grpo.algorithm.batch import BatchOptions
 from titan_grpo.algorithm.distribution import logit_mean_square, token_entropy, token_logprobs
-from titan_grpo.algorithm.loss import flags, reasons, summarize, unpack
-from titan_grpo.algorithm.loss import pack as pack_metrics
-from titan_grpo.config import GRPO
 from titan_grpo.errors import ConfigError
-from titan_grpo.samples import Completion, Group, Prompt
 
 WORDS = 11  # odd: the two vocabulary shards have 6 and 5 columns
 
@@ -75,59 +69,6 @@ def refusal(mesh: DeviceMesh) -> str:
     return ""
 
 
-def make_groups() -> list[Group]:
-    groups = []
-    for index in range(5):
-        tokens = [
-            tuple((index * 3 + k * 5 + t) % WORDS for t in range(1 + (index + k) % 4))
-            for k in range(3)
-        ]
-        completions = tuple(
-            Completion(t, (-1.5,) * len(t), "stop", 0, 0, "s", float(k))
-            for k, t in enumerate(tokens)
-        )
-        groups.append(Group(Prompt(index, (1, 2, 3)), completions))
-    return groups
-
-
-def train_step(num_ranks: int, rank: int, pack: bool) -> Step:
-    """This rank's part of a step over ``num_ranks``, with every term of the loss on."""
-    table = torch.arange(WORDS * WORDS, dtype=torch.float64).view(WORDS, WORDS).sin()
-    options = BatchOptions(16, 8, pack=pack, grpo=GRPO(num_microbatches=2))
-    tables = Tables(table, table.flip(0))
-    return step(make_groups(), tables, ALL_ON, options, range(rank, rank + 1), num_ranks)
-
-
-def compared(rank: int, pack: bool) -> dict[str, float]:
-    """How far a step over two ranks is from one on a single rank with one sequence per row."""
-    loss, gradient, metrics = train_step(2, rank, pack)
-    sums, maxima = pack_metrics(metrics)
-    for tensor, op in (
-        (loss, dist.ReduceOp.SUM),
-        (gradient, dist.ReduceOp.SUM),
-        (sums, dist.ReduceOp.SUM),
-        (maxima, dist.ReduceOp.MAX),
-    ):
-        dist.all_reduce(tensor, op=op)
-    alone_loss, alone_gradient, alone_metrics = train_step(1, 0, False)
-    two, one = summarize(unpack(list(metrics), sums, maxima)), summarize(alone_metrics)
-    return {
-        "loss": (loss - alone_loss).abs().item(),
-        "gradient": (gradient - alone_gradient).abs().max().item(),
-        "metrics": max(abs(two[name] - one[name]) for name in one),
-        "scale": alone_gradient.abs().max().item(),
-    }
-
-
-def agreed(rank: int) -> tuple[str, ...]:
-    """What both ranks say of a step in which only the last one has a NaN, and only the first knows
-    that rewards collapsed."""
-    loss = torch.tensor(float("nan") if rank == 1 else 0.5)
-    found = flags(loss, torch.tensor(2.0), 3.0, collapsed=rank == 0)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return reasons(found.tolist())
-
-
 def main() -> None:
     rank = int(sys.argv[1])
     torch.set_num_threads(1)
@@ -144,9 +85,6 @@ def main() -> None:
             for words in (WORDS, 1)  # of one word, the second rank has no column
         },
         "refusal": refusal(mesh),
-        "rows": compared(rank, False),
-        "packed": compared(rank, True),
-        "health": agreed(rank),
     }
     print(json.dumps(figures))
     dist.destroy_process_group()

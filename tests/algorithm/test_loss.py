@@ -9,17 +9,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from tests.algorithm.loss_inputs import ALL_ON, filled
 from tests.algorithm.loss_reference import Sequence, sequence_loss
-from tests.algorithm.table_model import ALL_ON, filled
 from titan_grpo.algorithm.distribution import logit_mean_square, token_entropy, token_logprobs
 from titan_grpo.algorithm.loss import LogitTerms, Metrics, accumulate, flags, grpo_loss
-from titan_grpo.algorithm.objective import (
-    Spans,
-    clipped_objective,
-    kl_estimate,
-    least_left_out,
-    second_moments,
-)
+from titan_grpo.algorithm.objective import least_left_out, second_moments
 from titan_grpo.config import GRPO
 from titan_grpo.errors import ConfigError
 
@@ -228,51 +222,11 @@ def gradient_of(values: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return logprobs.grad
 
 
-@pytest.mark.parametrize(
-    ("advantage", "ratio", "value", "gradient"),
-    [(1, 1.5, 1.28, 0), (1, 0.5, 0.5, 1), (-1, 1.5, -1.5, -1), (-1, 0.5, -0.8, 0), (0, 1.5, 0, 0)],
-)
-def test_the_clip_stops_the_gradient_only_where_the_step_would_go_further(
-    advantage: float, ratio: float, value: float, gradient: float
-) -> None:
-    at = torch.tensor(float(ratio), requires_grad=True)
-    objective = clipped_objective(at, torch.tensor(float(advantage)), 0.2, 0.28)
-    objective.backward()
-    assert objective.item() == pytest.approx(value)
-    assert at.grad == gradient
-
-
-def test_sums_of_sequences_do_not_cross_and_leave_out_what_does_not_count() -> None:
-    mask = torch.tensor([[True, False, True, True], [True, True, False, False]])
-    spans = Spans(mask, torch.tensor([[0, 0, 0, 1], [2, 2, -1, -1]]))
-    values = torch.tensor(
-        [[1.0, 100.0, 2.0, 4.0], [8.0, 16.0, torch.nan, torch.inf]], requires_grad=True
-    )
-    assert spans.total(values).tolist() == [[3, 3, 3, 4], [24, 24, 0, 0]]
-    assert spans.mean(values)[:, 0].tolist() == [1.5, 12]
-    assert spans.count() == 3
-    spans.total(values)[0, 1].backward()
-    assert values.grad is not None
-    assert values.grad.tolist() == [[1, 0, 1, 0], [0, 0, 0, 0]]
-
-
 @pytest.mark.parametrize("key", ["kl_beta", "entropy_loss_weight", "logit_loss_weight"])
 def test_a_weight_without_what_it_weights_is_refused(key: str) -> None:
     weight: dict[str, Any] = {key: 0.1}
     with pytest.raises(ConfigError, match=rf"grpo\.{key} = 0\.1 needs"):
         grpo_loss(torch.zeros(2, 3), micro_batch(), replace(GRPO(), **weight))
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_a_kl_estimate_is_zero_at_the_reference_and_has_the_divergence_as_its_mean(
-    estimator: Any,
-) -> None:
-    policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
-    near = torch.tensor([0.48, 0.31, 0.21], dtype=torch.float64).log()
-    assert not kl_estimate(policy, policy, estimator).any()
-    exact = (policy.exp() * (policy - near)).sum().item()
-    mean = (policy.exp() * kl_estimate(policy, near, estimator)).sum().item()
-    assert mean == pytest.approx(exact, rel=0.02)
 
 
 def normalised(logits: torch.Tensor) -> torch.Tensor:

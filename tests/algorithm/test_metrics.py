@@ -1,12 +1,13 @@
 """Metrics over micro-batches, the log-probability gap of parts of the tokens by hand, what counts
-as cut, and when a step may be taken. That a step is skipped on every rank: test_two_ranks.py."""
+as cut, and when a step may be taken. That a step is skipped on every rank:
+tests/e2e/test_recorded_runs.py."""
 
 import math
 
 import pytest
 import torch
 
-from tests.algorithm.table_model import filled
+from tests.algorithm.loss_inputs import filled
 from titan_grpo.algorithm.loss import (
     REASONS,
     Collapse,
@@ -43,10 +44,7 @@ def test_metrics_of_micro_batches_add_up_and_maxima_are_maxima() -> None:
     assert unpack(list(metrics), *pack(metrics)) == metrics
 
 
-def test_no_micro_batches_give_no_metrics_and_different_names_are_refused() -> None:
-    assert accumulate([]) == {}
-    assert summarize({}) == {}
-    assert [len(vector) for vector in pack({})] == [0, 0]
+def test_metrics_with_different_names_are_refused() -> None:
     with pytest.raises(ProtocolError, match="kl_tokens_sum"):
         accumulate([{"kl_tokens_sum": torch.tensor(0.0)}, {}])
 

@@ -506,12 +506,16 @@ def test_keys_given_by_arguments_are_found_in_every_spelling_and_those_of_the_fi
 
 def test_the_start_says_what_an_algorithm_set_and_what_cannot_act(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
-    path.write_text(MINIMAL + '[grpo]\nalgorithm = "gspo"\nclip_ratio_dual = 3.0\n')
+    own = "clip_ratio_dual = 3.0\ngrpo_by_token = true\n"
+    path.write_text(f'{MINIMAL}[grpo]\nalgorithm = "gspo"\n{own}')
     arguments = ["--job.config_file", str(path), "--grpo.num_microbatches=1"]
     config, (first, *inert) = jobconfig.read(arguments)
     assert (config.grpo.num_microbatches, config.grpo.rollout_is_level) == (1, "geometric")
     assert first.startswith('grpo.algorithm = "gspo" sets policy_loss = "clip", ')
-    assert first.endswith("; the job itself sets num_microbatches = 1 (not 4)")
+    assert first.endswith(
+        '; the job itself sets loss_normalization = "token" (not "sequence"), num_microbatches = 1'
+        " (not 4)"
+    )
     # With one optimizer step per batch nothing is left of GSPO's clipping.
     assert {line.partition(" = ")[0] for line in inert} == {
         "grpo.clip_ratio_dual",

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.algorithm.loss_inputs import filled
 from tests.algorithm.papers import LIMIT, PAPERS, Sample, gradient, logprobs, losses
-from tests.algorithm.table_model import filled
 from tests.rigs.jobs import job
 from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import plan
@@ -127,15 +127,6 @@ def test_a_named_algorithm_computes_what_its_paper_says(name: str) -> None:
     assert np.abs(slope - expected).max() <= 1e-6 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "grpo"])
-def test_a_named_algorithm_is_not_grpo(name: str) -> None:
-    plain = replace(algorithm("grpo"), kl_beta=0.0, num_microbatches=4)
-    ours = trained(replace(algorithm(name), kl_beta=0.0, num_microbatches=4))[1]
-    other = trained(plain)[1]
-    alike = (ours * other).sum() / np.sqrt((ours**2).sum() * (other**2).sum())
-    assert alike < 1 - 1e-4, "the same direction"
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_named_algorithm_keeps_every_rule_and_sets_no_key_in_vain(name: str) -> None:
     job = JobConfig(algorithm(name), replace(ROLLOUT, max_staleness=1), WeightSync())
@@ -143,16 +134,6 @@ def test_a_named_algorithm_keeps_every_rule_and_sets_no_key_in_vain(name: str) -
     keys = jobconfig.algorithm_keys(name)
     assert inert(job, {f"grpo.{key}" for key in keys}) == []
     assert set(keys) <= {field.name for field in fields(GRPO)}
-
-
-def test_a_key_of_the_job_wins_and_the_start_says_so() -> None:
-    grpo = GRPO(algorithm="gspo", num_microbatches=2, grpo_by_token=True)
-    said = jobconfig.expand(
-        grpo, jobconfig.algorithm_keys("gspo"), {"grpo.num_microbatches", "grpo.grpo_by_token"}
-    )
-    assert (grpo.num_microbatches, grpo.policy_ratio_type) == (2, "sequence")
-    assert said.startswith('grpo.algorithm = "gspo" sets policy_loss = "clip", policy_ratio_type =')
-    assert "num_microbatches = 2 (not 4)" in said.partition("; the job itself sets ")[2]
 
 
 @pytest.mark.parametrize(

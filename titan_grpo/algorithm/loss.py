@@ -236,8 +236,6 @@ def _ratio_metrics(policy: Policy, advantages: torch.Tensor, spans: Spans, grpo:
 def accumulate(parts: Sequence[Mapping[str, torch.Tensor]]) -> Metrics:
     """Reduce the metrics of several micro-batches (or ranks) to one dict. Raises ProtocolError
     unless all have the same names."""
-    if not parts:
-        return {}
     for part in parts:
         if part.keys() != parts[0].keys():
             raise ProtocolError(
@@ -256,9 +254,7 @@ def pack(metrics: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tenso
     are enough for all metrics."""
     sums = [metrics[name] for name in sorted(metrics) if not name.endswith("_max")]
     maxima = [metrics[name] for name in sorted(metrics) if name.endswith("_max")]
-    device = next(iter(metrics.values())).device if metrics else None
-    empty = torch.zeros(0, dtype=torch.float64, device=device)
-    return torch.stack(sums) if sums else empty, torch.stack(maxima) if maxima else empty
+    return torch.stack(sums), torch.stack(maxima)
 
 
 def unpack(names: Sequence[str], sums: torch.Tensor, maxima: torch.Tensor) -> Metrics:
