@@ -320,9 +320,12 @@ def test_packed_and_padded_batches_hold_the_same_sequences_with_the_same_weights
     packed = plan(groups, num_ranks, replace(options, pack=True))
     assert packed.work == padded.work
     assert packed.padded_tokens <= padded.padded_tokens or num_ranks > 1
+    for batch in (packed, padded):
+        built = [mb for rank in batch.micro_batches() for mb in rank]
+        assert sum(mb["inputs"].numel() for mb in built) == batch.padded_tokens
     for one, other in zip(packed.micro_batches(), padded.micro_batches(), strict=True):
         assert sequences_of(one) == sequences_of(other)
-        assert len(one) == len(packed.micro_batches()[0])
+        assert len(one) == sum(packed.steps)
         for mb in one:
             assert mb["inputs"].numel() <= options.token_budget
             for number in range(int(mb["sequence"].max()) + 1):
