@@ -3,13 +3,16 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.config import GRPO, Evaluation, JobConfig, Rollout, WeightSync
 from titan_grpo.config.task import EVALUATION_MARGIN_S
+from titan_grpo.errors import DataError
 from titan_grpo.observe import names
 from titan_grpo.samples import Completion, Group, Prompt
 from titan_grpo.titan import compat, rules
@@ -18,6 +21,7 @@ compat.prepare()
 
 from titan_grpo.titan.data import (  # noqa: E402 - patches first
     BatchLoader,
+    RunStopped,
     text_weight,
     varied_groups,
 )
@@ -156,7 +160,13 @@ def test_an_episode_of_several_completions_counts_once_in_the_mean_reward() -> N
 SHORT = JobConfig(GRPO(), Rollout(batch_timeout_s=60.0), WeightSync())
 
 
-def test_the_loaders_group_outlasts_a_start_of_servers_and_a_sync(tmp_path: Path) -> None:
+def no_batch() -> NoReturn:
+    raise DataError("no batch")
+
+
+def test_the_loaders_group_outlasts_a_start_and_a_sync_and_carries_an_error_of_rank_0(
+    tmp_path: Path,
+) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -165,6 +175,9 @@ def test_the_loaders_group_outlasts_a_start_of_servers_and_a_sync(tmp_path: Path
         options = loader.group._get_backend(torch.device("cpu")).options
         # 600 s for servers and the first commit, 60 s for rollouts, 240 s for a sync.
         assert options._timeout.total_seconds() > 600 + 60 + 240
+        # An error of rank 0 comes by the scatter, as to every other rank.
+        with pytest.raises(RunStopped, match=r"^DataError: no batch$"):
+            loader.fetch(no_batch)
     finally:
         dist.destroy_process_group()
 
