@@ -1,35 +1,14 @@
 """torchtitan's own Trainer on synthetic tokens, with our patches and nothing else of ours. Run
-under torchrun by test_stock_trainer.py.
-
-``TITAN_GRPO_TEST_SKIP`` names one patch to leave out ("premul", "tied", "histc").
-"""
+under torchrun by tests/commands/test_export.py."""
 
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-SKIP = os.environ.get("TITAN_GRPO_TEST_SKIP", "")
+from titan_grpo.titan import compat
 
-
-def install() -> None:
-    from titan_grpo.patches import (
-        torchtitan_cpu_device,
-        torchtitan_moe_histc,
-        torchtitan_tied_embeddings,
-        torchtitan_triton,
-    )
-
-    torchtitan_triton.apply()
-    torchtitan_cpu_device.apply()
-    if SKIP != "histc":
-        torchtitan_moe_histc.apply()
-    if SKIP != "tied":
-        torchtitan_tied_embeddings.apply()
-
-
-install()
+compat.prepare()
 
 import torch  # noqa: E402 - the patches come first
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
@@ -68,8 +47,7 @@ def main() -> None:
     register_train_spec("stock_" + config.model.name, dataclasses.replace(spec, **own))
     config.model.name = "stock_" + config.model.name
     trainer = Trainer(config)
-    if SKIP != "premul":
-        torchtitan_gloo_premul.apply(trainer.model_parts)
+    torchtitan_gloo_premul.apply(trainer.model_parts)
     trainer.train()
     trainer.close()
     torch.distributed.destroy_process_group()
