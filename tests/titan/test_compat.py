@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from titan_grpo.errors import UpstreamError
 from titan_grpo.titan import compat, jobfile
 
 
@@ -13,10 +12,8 @@ from titan_grpo.titan import compat, jobfile
     ("version", "reason"),
     [
         ("0.2.2", ""),
-        ("0.2.7+local", ""),
         ("0.3.0", ""),
         ("0.4.0", "0.4.0 is installed"),
-        ("1.0", "1.0 is installed"),
         ("0.2.1", "0.2.1 is installed"),
         (None, "none is installed"),
     ],
@@ -59,8 +56,3 @@ def test_a_checkpoint_of_the_other_torchtitan_is_known_by_its_names(
 ) -> None:
     reason = compat.other_saver(names, version)
     assert (f"go on with torchtitan {theirs}," in reason) if theirs else reason == ""
-
-
-def test_the_installed_torchtitan_passes_the_gate() -> None:
-    assert compat.require_torchtitan().startswith("0.2.")
-    assert issubclass(UpstreamError, Exception)

@@ -110,24 +110,6 @@ def test_packed_and_padded_rows_give_the_same_logprobs_and_gradients(kind: Kind)
             )
 
 
-def test_without_the_seam_packed_sequences_see_each_other() -> None:
-    model = loaded("llama3")
-    [batches] = plan(
-        random_groups(0), 1, BatchOptions(OPTIONS.token_budget, OPTIONS.max_len, pack=True)
-    ).micro_batches()
-    [padded] = plan(random_groups(0), 1, OPTIONS).micro_batches()
-    expected, _ = computed(model, None, padded)
-    got, _ = computed(model, None, batches)
-    assert (
-        max(
-            float((a - b).abs().max())
-            for key in expected
-            for a, b in zip(expected[key], got[key], strict=True)
-        )
-        > 0.1
-    )
-
-
 def test_a_rank_without_sequences_runs_forward_and_backward_to_zero_gradients() -> None:
     model, packed = loaded("llama3"), PackedAttention()
     packed.install(model)

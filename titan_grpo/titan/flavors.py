@@ -22,19 +22,12 @@ FLAVORS: dict[Kind, tuple[str, str]] = {
 """kind of ``write_tiny_model`` -> (model.name, model.flavor)."""
 
 
-def disable_unexported_buffers(model_args: Any, adapter: Any = None) -> bool:
-    """Turn off an MoE's load balancing bias, with a warning, if the model's state dict adapter
-    cannot export it.
+def disable_unexported_buffers(model_args: Any, adapter: Any) -> None:
+    """Turn off an MoE's load balancing bias, with a warning, if the model's StateDictAdapter cannot
+    export it. Changes the arguments in place.
 
     The bias changes routing during training. An engine without it would sample from another model
     than the trained one, and no digest would show that.
-
-    Args:
-        model_args: torchtitan model arguments of any model; changed in place.
-        adapter: the model's ``StateDictAdapter``; without one the bias counts as not exported.
-
-    Returns:
-        Whether the bias was turned off.
     """
     moe = getattr(model_args, "moe_args", None)
     if (
@@ -42,19 +35,18 @@ def disable_unexported_buffers(model_args: Any, adapter: Any = None) -> bool:
         or getattr(moe, "load_balance_coeff", None) is None
         or not getattr(model_args, "moe_enabled", True)
     ):
-        return False
+        return
     table = getattr(adapter, "from_hf_map", {})
     if any(
         hf_name is not None and str(name).endswith("expert_bias") for hf_name, name in table.items()
     ):
-        return False
+        return
     for each in getattr(model_args, "all_moe_args", [moe]):
         each.load_balance_coeff = None
     logger.warning(
         "the MoE load balancing bias is off: servers cannot receive it, and they would route"
         " otherwise"
     )
-    return True
 
 
 def model_of(name: str, flavor: str) -> tuple[Any, Any]:

@@ -31,7 +31,12 @@ def violations(config: Any, on_cpu: bool | None, ranks: int | None) -> list[str]
         *_lora(config),
         *_unsupported(config),
         *(_on_cpu(config) if on_cpu else ()),
-        *(_on_gpus(config) if on_cpu is False else ()),
+        (
+            on_cpu is False and config.training.enable_cpu_offload,
+            "training.enable_cpu_offload",
+            "false (the optimizer changes offloaded weights on the host, where no fence of the"
+            " device keeps it from their copy; shard over more GPUs)",
+        ),
     )
     return [*broken("", config, rules), *_ranks(config, ranks), *alerts.rules(config.alerts)]
 
@@ -472,15 +477,6 @@ def _unsupported(config: Any) -> Rules:
         " converted parameters are not the ones that an engine loads)",
     )
     yield config.comm.mode != "default", "comm.mode", '"default" (the others move no data)'
-
-
-def _on_gpus(config: Any) -> Rules:
-    yield (
-        config.training.enable_cpu_offload,
-        "training.enable_cpu_offload",
-        "false (the optimizer changes offloaded weights on the host, where no fence of the device"
-        " keeps it from their copy; shard over more GPUs)",
-    )
 
 
 def _on_cpu(config: Any) -> Rules:
