@@ -57,20 +57,20 @@ class _TextDatasets(types.ModuleType):
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[bool]:
-    """Within the context, imports of torchtitan skip its slow parts (True). With an accelerator
-    nothing changes (False).
+def deferred() -> Iterator[None]:
+    """Within the context, imports of torchtitan skip its slow parts. With an accelerator nothing
+    changes.
 
     Raises:
         UpstreamError: torchtitan's version is not in ``APPLIES_TO``.
     """
     if not no_accelerator():
-        yield False
+        yield
         return
     require(APPLIES_TO, __name__)
     sys.modules.setdefault(_TEXT, _TextDatasets(_TEXT))
     real, torch.compile = torch.compile, _compile_at_first_call  # type: ignore[assignment]
     try:
-        yield True
+        yield
     finally:
         torch.compile = real

@@ -6,23 +6,19 @@ image, and whether the image has its very numbers.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from tests.titan.pipeline_rank import RECIPE, published, train_to
-from titan_grpo.titan.jobconfig import parse
+from tests.titan.pipeline_rank import job_of, published, train_to
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.titan.trainer import GRPOTrainer
 
 
-def main(rank: str, port: str, folder: Path) -> None:
+def main(rank: int, port: str, folder: Path) -> None:
     """See the module's docstring."""
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
     # Of these files only the tokenizer's are read: the weights are torchtitan's own first ones.
     model = write_tiny_model("qwen3", folder / "model", seed=1)
     job = (
@@ -30,7 +26,7 @@ def main(rank: str, port: str, folder: Path) -> None:
         *("--checkpoint.no-enable", "--checkpoint.no-initial_load_in_hf"),
         *(f"--model.hf_assets_path={model}", f"--job.dump_folder={folder / 'run'}"),
     )
-    trainer = GRPOTrainer(parse(["--job.config_file", RECIPE, *job], 1))
+    trainer = GRPOTrainer(job_of(rank, 1, port, *job))
     trainer.controller = None  # which has started nothing yet
     train_to(trainer, 2)
     held, found = published(trainer), {}
@@ -47,4 +43,4 @@ def main(rank: str, port: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -6,7 +6,6 @@ timeout, as a checkpoint's collectives do.
 """
 
 import json
-import os
 import sys
 import time
 from contextlib import ExitStack
@@ -15,21 +14,18 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.titan.pipeline_rank import RECIPE
+from tests.titan.pipeline_rank import job_of
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.sync.process import SyncProcess
-from titan_grpo.titan.jobconfig import parse
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.titan.trainer import GRPOTrainer
 
 SHORTER_S = 4.0
 
 
-def main(rank: str, port: str, folder: Path) -> None:
+def main(rank: int, port: str, folder: Path) -> None:
     """See the module's docstring."""
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
     model = write_tiny_model("qwen3", folder / f"model{rank}", seed=1)
     job = (
         *(f"--model.hf_assets_path={model}", f"--job.dump_folder={folder / 'run'}"),
@@ -37,7 +33,7 @@ def main(rank: str, port: str, folder: Path) -> None:
         *("--grpo.no-async-weight-update", "--rollout.max_staleness=0"),
         *("--weight_sync.lane_deadline_s=5", "--weight_sync.commit_deadline_s=5"),
     )
-    trainer = GRPOTrainer(parse(["--job.config_file", RECIPE, *job], 2))
+    trainer = GRPOTrainer(job_of(rank, 2, port, *job))
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SHORTER_S))
     with ExitStack() as ends:
         if trainer.controller is not None:
@@ -59,4 +55,4 @@ def main(rank: str, port: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

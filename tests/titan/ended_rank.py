@@ -5,15 +5,13 @@ Prints one JSON line: the error, and whether the checkpoint was whole as soon as
 """
 
 import json
-import os
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-from tests.titan.pipeline_rank import RECIPE
+from tests.titan.pipeline_rank import job_of
 from titan_grpo.errors import SyncError
-from titan_grpo.titan.jobconfig import parse
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.titan.trainer import GRPOTrainer, run
 
@@ -49,21 +47,19 @@ class Ended(GRPOTrainer):
         super().close(error)
 
 
-def main(rank: str, port: str, folder: Path) -> None:
+def main(rank: int, port: str, folder: Path) -> None:
     """See the module's docstring."""
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
     model = write_tiny_model("qwen3", folder / "model", seed=1)
     job = (
         *(f"--model.hf_assets_path={model}", f"--job.dump_folder={folder / 'run'}"),
         *("--checkpoint.interval=1", "--checkpoint.async_mode=async"),
     )
     try:
-        run(parse(["--job.config_file", RECIPE, *job], 1), Ended)
+        run(job_of(rank, 1, port, *job), Ended)
     except SyncError as error:
         whole = (folder / "run/checkpoint/step-1/.metadata").exists()
         print(json.dumps([str(error), whole]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -44,6 +44,13 @@ from titan_grpo.verify.recording import tensor_digest  # noqa: E402
 RECIPE = "titan_grpo/titan/recipes/quickstart_cpu.toml"
 
 
+def job_of(rank: int, world: int, port: str, *arguments: str) -> Any:
+    """The job of one rank, which then has torchrun's environment."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
+    return parse(["--job.config_file", RECIPE, *arguments], world)
+
+
 def groups_of(step: int, routed: bool = False) -> list[Group]:
     """Eight groups of four completions of 1 to 14 tokens, the same for the same step; ``routed``:
     each token with two of eight experts in each of two layers."""
@@ -116,9 +123,7 @@ def published(trainer: GRPOTrainer) -> torch.Tensor:
 
 def main(rank: int, world: int, port: str, folder: Path, steps: int, arguments: list[str]) -> None:
     """One rank of one run."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
-    config = parse(["--job.config_file", RECIPE, *arguments], world)
+    config = job_of(rank, world, port, *arguments)
     check_files(config)
     trainer = GRPOTrainer(config)
     trainer.controller = None  # which has started nothing yet
