@@ -96,11 +96,40 @@ def versions(recorder: Recorder) -> list[int]:
     return [each.version for each in recorder.history().evaluations]
 
 
+def is_evaluation(child: psutil.Process) -> bool:
+    # A child that has ended and was not yet waited for has no command line.
+    with suppress(psutil.NoSuchProcess):
+        return "titan_grpo.rollout.evaluation" in child.cmdline()
+    return False
+
+
+def processes() -> list[psutil.Process]:
+    return [*filter(is_evaluation, psutil.Process().children(recursive=True))]
+
+
+def the_process() -> psutil.Process:
+    (process,) = processes()
+    return process
+
+
+def wait_requests(server: CompletionServer, count: int) -> None:
+    with server._arrived:  # longer than for others: a process starts first
+        assert server._arrived.wait_for(lambda: len(server.bodies) >= count, WAIT_S)
+
+
 def test_a_version_is_evaluated_where_it_is_due_and_its_server_is_kept_meanwhile(
     begin: Begin, completion_server: MakeServer
 ) -> None:
     server = completion_server()
     one, lanes, rollouts, recorder = begin(every=4)
+    one.check(WAIT_S)
+    loaded, seen = the_process(), []
+
+    def look(body: dict[str, Any]) -> tuple[int, Any]:
+        seen.append(processes())
+        return server.good(body)
+
+    server.behaviour = look
     kept = []
     for version in (0, 1, 3, 5, 6):
         one.set_server(held(server, version))
@@ -118,6 +147,9 @@ def test_a_version_is_evaluated_where_it_is_due_and_its_server_is_kept_meanwhile
     assert len(recorder.series(names.HELD_S)) == 3, "how long each of them held the server"
     assert rollouts.told == [server.url] * 5
     assert len(server.bodies) == 3 * 3 * 2
+    assert seen[:6] == [[loaded]] * 6, "what it needs was loaded before its server was held"
+    one.close()
+    assert processes() == []
 
 
 def test_an_evaluation_for_which_no_thread_starts_keeps_no_server_and_begins_later(
@@ -198,8 +230,7 @@ def test_an_evaluation_whose_server_is_lost_has_no_result_and_ends_at_once(
     server.behaviour = server.hang
     one, lanes, _, recorder = begin()
     one.set_server(held(server, 0))
-    with server._arrived:  # longer than for others: a process starts first
-        assert server._arrived.wait_for(lambda: len(server.bodies) >= 6, WAIT_S)
+    wait_requests(server, 6)
     one.set_server(ServerState(server.url, None, False, ""))
     lanes.wait_free()
     server.released.set()
@@ -226,19 +257,10 @@ def test_the_last_versions_evaluation_that_no_server_can_make_is_said(
     )
 
 
-def is_evaluation(child: psutil.Process) -> bool:
-    # A child that has ended and was not yet waited for has no command line.
-    with suppress(psutil.NoSuchProcess):
-        return "titan_grpo.rollout.evaluation" in child.cmdline()
-    return False
-
-
 def end_process(server: CompletionServer, before: int) -> None:
     """What the kernel does where memory runs out, once all requests have come."""
-    with server._arrived:
-        assert server._arrived.wait_for(lambda: len(server.bodies) >= before + 6, WAIT_S)
-    (process,) = filter(is_evaluation, psutil.Process().children(recursive=True))
-    process.kill()
+    wait_requests(server, before + 6)
+    the_process().kill()
 
 
 @pytest.mark.parametrize("deaths", [1, TRIES])
@@ -304,7 +326,7 @@ def test_a_process_that_survives_its_kill_does_not_cost_the_result(
     server = completion_server()
     one, lanes, _, recorder = begin()
     one.check(WAIT_S)
-    (process,) = filter(is_evaluation, psutil.Process().children(recursive=True))
+    process = the_process()
     with monkeypatch.context() as surviving:
         surviving.setattr(evaluations, "END_S", 0.1)
         surviving.setattr(subprocess.Popen, "kill", lambda _: None)
@@ -324,8 +346,7 @@ def test_the_last_versions_evaluation_that_another_one_leaves_no_time_is_said(
     server.behaviour = server.hang
     one, _, _, recorder = begin()
     one.set_server(held(server, 0))
-    with server._arrived:
-        assert server._arrived.wait_for(lambda: len(server.bodies) >= 6, WAIT_S)
+    wait_requests(server, 6)
     monkeypatch.setattr(Evaluation, "whole_s", 0.1)
     one.last(1)
     assert recorder.history().errors == [
@@ -376,8 +397,7 @@ def test_real_lanes_keep_a_server_on_the_version_that_is_evaluated_while_the_oth
     )
     r = rig(evaluated.url, other.url, observer=one)
     r.publish(0)
-    with evaluated._arrived:
-        assert evaluated._arrived.wait_for(lambda: len(evaluated.bodies) >= 3, WAIT_S)
+    wait_requests(evaluated, 3)
     for version in (1, 2, 3):
         r.publish(version)
         assert r.servers[other.url].wait_version(version, WAIT_S)
@@ -391,38 +411,12 @@ def test_real_lanes_keep_a_server_on_the_version_that_is_evaluated_while_the_oth
     recorder.close()
 
 
-def processes() -> set[int]:
-    return {p.pid for p in filter(is_evaluation, psutil.Process().children(recursive=True))}
-
-
-def test_what_a_table_needs_is_loaded_before_its_server_is_held(
-    begin: Begin, completion_server: MakeServer
-) -> None:
-    server = completion_server()
-    seen: list[set[int]] = []
-    one, lanes, _, recorder = begin(every=4)
-    one.check(WAIT_S)
-    before = processes()
-
-    def look(body: dict[str, Any]) -> tuple[int, Any]:
-        seen.append(processes())
-        return server.good(body)
-
-    server.behaviour = look
-    one.set_server(held(server, 0))
-    lanes.wait_free()
-    assert versions(recorder) == [0]
-    assert set().union(*seen) == before, "by the process that was there, and no other"
-    one.close()
-    assert processes() == set()
-
-
 def test_a_process_that_was_killed_while_it_waited_costs_nothing(
     begin: Begin, completion_server: MakeServer
 ) -> None:
     one, lanes, _, recorder = begin()
     one.check(WAIT_S)
-    (waiting,) = filter(is_evaluation, psutil.Process().children(recursive=True))
+    waiting = the_process()
     waiting.kill()
     psutil.wait_procs([waiting], WAIT_S)
     one.set_server(held(completion_server(), 0))
