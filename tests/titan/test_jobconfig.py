@@ -18,6 +18,12 @@ from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import Kind
 
 
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Files of the minimal job's model."""
+    return tiny.write_tiny_model("qwen3", tmp_path / "model")
+
+
 def test_a_minimal_file_gets_our_sections_and_the_derived_values(parse: Parse) -> None:
     config = parse()
     assert config.job.custom_config_module == "titan_grpo.config"
@@ -65,10 +71,8 @@ def test_what_the_user_gives_is_not_derived(parse: Parse) -> None:
     ("extra", "message"),
     [
         ('[grpo]\nkl_beta = "x"\n', "grpo.kl_beta must be a number, got 'x'"),
-        ("[grpo]\nkl_betta = 1.0\n", "did you mean grpo.kl_beta"),
         ("[optimizer]\nlr = true\n", "optimizer.lr must be a number, got True"),
         ("[optimizer]\nlr = 0\n", "optimizer.lr must be greater than 0"),
-        ("[grpo]\ngrpo_by_token = 1\n", "grpo.grpo_by_token must be true or false"),
         (
             "[comm]\ntrain_timeout_seconds = 100\n",
             "comm.train_timeout_seconds must be greater than 540",
@@ -280,8 +284,9 @@ def test_several_broken_rules_are_counted(parse: Parse) -> None:
         parse("[validation]\nenable = true\n", "--optimizer.lr=0", "--rollout.group_size=1")
 
 
-def test_files_that_the_run_needs_are_named_when_missing(parse: Parse, tmp_path: Path) -> None:
-    model = tiny.write_tiny_model("qwen3", tmp_path / "model")
+def test_files_that_the_run_needs_are_named_when_missing(
+    parse: Parse, tmp_path: Path, model: Path
+) -> None:
     hf = "[checkpoint]\nenable = true\ninitial_load_in_hf = true\n"
     good = parse(hf, f"--model.hf_assets_path={model}")
     jobconfig.check_files(good)
@@ -334,9 +339,8 @@ def test_a_config_module_of_the_working_directory_is_found_as_torchrun_finds_it(
 
 
 def test_a_command_of_alerts_that_is_not_there_is_refused_before_an_alert_wants_it(
-    parse: Parse, tmp_path: Path
+    parse: Parse, model: Path
 ) -> None:
-    model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
     keys = [f"--model.hf_assets_path={model}", "--alerts.run", "reward/mean < 0"]
     jobconfig.check_files(parse("", *keys, "--alerts.command", "echo 'an alert'"))
     with pytest.raises(ConfigError, match=r"alerts\.command .* got 'not-there'"):
@@ -352,9 +356,8 @@ def test_servers_of_an_evaluation_are_urls_in_the_form_that_is_compared(parse: P
 
 
 def test_what_prompts_are_made_of_is_looked_for_before_servers_start(
-    parse: Parse, tmp_path: Path
+    parse: Parse, tmp_path: Path, model: Path
 ) -> None:
-    model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
     rows = tmp_path / "rows.jsonl"
     keys = ["--rollout.reward", "rewards:f", "--rollout.dataset", str(rows)]
     keys.append(f"--model.hf_assets_path={model}")
@@ -371,9 +374,8 @@ def test_what_prompts_are_made_of_is_looked_for_before_servers_start(
 
 
 def test_an_evaluations_data_are_looked_for_too_and_named_by_the_tables_key(
-    parse: Parse, tmp_path: Path
+    parse: Parse, model: Path
 ) -> None:
-    model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
     table = '[[evaluation]]\nname = "held_out"\nreward = ["m:f"]\ndataset = "none.jsonl"\n'
     keys = (f"--model.hf_assets_path={model}", "--grpo.async_weight_update")
     with pytest.raises(ConfigError) as caught:
@@ -388,9 +390,8 @@ def test_template_variables_that_are_no_table_are_refused() -> None:
 
 
 def test_a_run_key_that_is_missing_or_named_twice_is_refused_on_every_rank(
-    parse: Parse, tmp_path: Path
+    parse: Parse, tmp_path: Path, model: Path
 ) -> None:
-    model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
     config = parse(
         "", f"--weight_sync.run_key_file={tmp_path}/key", f"--model.hf_assets_path={model}"
     )
@@ -415,9 +416,8 @@ def save(dump_folder: Path, step: int, name: str = "attention.wq", **trained: in
 
 @pytest.mark.parametrize("in_hf", [True, False])
 def test_a_run_that_left_the_weights_alone_is_told_how_to_go_on(
-    parse: Parse, tmp_path: Path, in_hf: bool
+    parse: Parse, tmp_path: Path, model: Path, in_hf: bool
 ) -> None:
-    model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
     keys = ["--checkpoint.enable", f"--job.dump_folder={tmp_path}"]
     keys.append(f"--model.hf_assets_path={model}")
     alone = tmp_path / "checkpoint/step-4"
@@ -454,9 +454,8 @@ LACKING = r"exclude_from_loading must have dataloader, lr_scheduler, optimizer t
     ],
 )
 def test_a_part_that_a_checkpoint_lacks_is_named_with_the_key_that_leaves_it_out(
-    parse: Parse, tmp_path: Path, keys: str, rule: str
+    parse: Parse, tmp_path: Path, model: Path, keys: str, rule: str
 ) -> None:
-    model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
     save(tmp_path, 4)
     words = f"--job.dump_folder={{0}}/run --checkpoint.enable --checkpoint.{keys}".format(tmp_path)
     with pytest.raises(ConfigError, match=rule):
@@ -464,9 +463,8 @@ def test_a_part_that_a_checkpoint_lacks_is_named_with_the_key_that_leaves_it_out
 
 
 def test_a_first_checkpoint_that_is_not_there_is_refused_before_the_model_is_made(
-    parse: Parse, tmp_path: Path
+    parse: Parse, tmp_path: Path, model: Path
 ) -> None:
-    model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
     keys = ["--checkpoint.enable", f"--model.hf_assets_path={model}"]
     keys.append(f"--checkpoint.initial_load_path={tmp_path}/checkpoint/step-3")
     config = parse("", *keys, f"--job.dump_folder={tmp_path}/run")
@@ -477,9 +475,8 @@ def test_a_first_checkpoint_that_is_not_there_is_refused_before_the_model_is_mad
 
 
 def test_a_checkpoint_folder_without_a_complete_checkpoint_is_refused(
-    parse: Parse, tmp_path: Path
+    parse: Parse, tmp_path: Path, model: Path
 ) -> None:
-    model = tiny.write_tiny_model("qwen3", tmp_path / "model", seed=0)
     config = parse(
         "",
         "--checkpoint.enable",

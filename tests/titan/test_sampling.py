@@ -74,12 +74,6 @@ def test_replacing_ends_after_the_rounds_with_what_there_is() -> None:
     assert (source.asked, source.given_back) == ([3, 2, 2], [2, 2])
 
 
-def test_without_rounds_they_are_only_left_out() -> None:
-    source = Source(True, False)
-    assert source.run(2, 0) == ([0], 1)
-    assert source.given_back == []
-
-
 def test_if_none_has_spread_the_last_ones_are_used_all_the_same() -> None:
     source = Source(*[False] * 4)
     assert source.run(2, 1) == ([2, 3], 2)

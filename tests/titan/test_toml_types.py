@@ -6,7 +6,6 @@ from typing import Literal
 
 import pytest
 
-from titan_grpo.config import WeightSync
 from titan_grpo.titan.jobfile import fits, mismatches
 
 
@@ -83,8 +82,3 @@ def test_every_mismatch_is_listed() -> None:
 
 def test_a_type_that_toml_can_not_spell_is_left_alone() -> None:
     assert fits(dict, {"a": 1})
-
-
-def test_a_transport_that_was_removed_is_refused_with_those_that_are_there() -> None:
-    (line,) = mismatches(WeightSync, {"transport": "gloo"}, "weight_sync.")
-    assert line.endswith("must be one of 'auto', 'tcp', 'nixl', 'nccl', got 'gloo'")
