@@ -3,13 +3,13 @@ lost, none made twice."""
 
 import json
 import threading
-from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.conformance.commits import Sender, sender
+from tests.conformance.commits import sender
 from tests.conformance.crowd import without_end
 from tests.conformance.engine import EngineUnderTest, remake
 from tests.e2e.conftest import Runs, Site
@@ -39,22 +39,6 @@ def endless(seed: int, folder: Path) -> Path:
     """Its requests have as many tokens as they may: they are at work for longer than a commit
     takes to begin."""
     return without_end(remake(seed, folder))
-
-
-@pytest.fixture
-def trainer(site: Site, tmp_path: Path) -> Iterator[Sender]:
-    with sender(EngineUnderTest(site.server, tmp_path, remake=endless)) as one:
-        one.sync(BEFORE, BEFORE)
-        yield one
-
-
-@pytest.fixture
-def client(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutClient]:
-    monkeypatch.setenv(API_KEY_VARIABLE, site.access.api_key)
-    one = RolloutClient(replace(SPEC, model_dir=site.server.spec.model))
-    one.start(WAIT_S)
-    yield one
-    one.close()
 
 
 class Witness(Proxy):
@@ -100,13 +84,6 @@ class Witness(Proxy):
         ) == sorted(self.answered)
 
 
-@pytest.fixture
-def witness(site: Site) -> Iterator[Witness]:
-    one = Witness(site)
-    with one:
-        yield one
-
-
 def bounds_of_all(client: RolloutClient) -> list[tuple[int, int]]:
     """Versions of the 64 completions, which are all there are."""
     groups = client.next_batch(BEFORE, PROMPTS, WAIT_S)
@@ -124,38 +101,32 @@ def bounds_of_all(client: RolloutClient) -> list[tuple[int, int]]:
 
 
 def test_an_update_under_64_running_requests_loses_none_and_makes_none_twice(
-    trainer: Sender, client: RolloutClient, witness: Witness, site: Site
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights, _ = trainer.make(AFTER)
-    with trainer.link(weights) as link:
-        # Staged before they start, the commit meets most of them.
-        staged = trainer.stage(link, weights, AFTER)
-        client.set_server(ServerState(witness.url, BEFORE, True, trainer.label(BEFORE)))
-        witness.wait_asked()
-        site.driver.run(
-            site.speak.generate([1, 40, 41], Sampling(max_tokens=4), WAIT_S)
-        )  # behind them: they have begun
-        assert trainer.apply(link, staged, trainer.label(AFTER)).ok
-        client.set_server(ServerState(witness.url, AFTER, False, trainer.label(AFTER)))
-        bounds = bounds_of_all(client)
-    assert bounds.count((BEFORE, AFTER)) >= GROUP, bounds
-    assert set(bounds) <= {(BEFORE, BEFORE), (BEFORE, AFTER)}
-    assert witness.saw_each_request_once()
-
-
-def test_a_server_that_finishes_its_requests_first_has_completions_of_one_version_only(
-    trainer: Sender, client: RolloutClient, witness: Witness
-) -> None:
-    weights, _ = trainer.make(AFTER)
-    with trainer.link(weights) as link:
-        client.set_server(ServerState(witness.url, BEFORE, True, trainer.label(BEFORE)))
-        witness.wait_asked()
-        client.set_server(ServerState(witness.url, BEFORE, False, trainer.label(BEFORE)))
-        client.drain(witness.url, WAIT_S)
-        assert witness.saw_each_request_once(), "all were answered before the commit"
-        assert trainer.commit(link, weights, AFTER).ok
-        client.set_server(ServerState(witness.url, AFTER, False, trainer.label(AFTER)))
-        assert set(bounds_of_all(client)) == {(BEFORE, BEFORE)}
+    monkeypatch.setenv(API_KEY_VARIABLE, site.access.api_key)
+    spec = replace(SPEC, model_dir=site.server.spec.model)
+    with (
+        sender(EngineUnderTest(site.server, tmp_path, remake=endless)) as trainer,
+        closing(RolloutClient(spec)) as client,
+        Witness(site) as witness,
+    ):
+        trainer.sync(BEFORE, BEFORE)
+        client.start(WAIT_S)
+        weights, _ = trainer.make(AFTER)
+        with trainer.link(weights) as link:
+            # Staged before they start, the commit meets most of them.
+            staged = trainer.stage(link, weights, AFTER)
+            client.set_server(ServerState(witness.url, BEFORE, True, trainer.label(BEFORE)))
+            witness.wait_asked()
+            # Behind them: they have begun.
+            behind = site.speak.generate([1, 40, 41], Sampling(max_tokens=4), WAIT_S)
+            site.driver.run(behind)
+            assert trainer.apply(link, staged, trainer.label(AFTER)).ok
+            client.set_server(ServerState(witness.url, AFTER, False, trainer.label(AFTER)))
+            bounds = bounds_of_all(client)
+        assert bounds.count((BEFORE, AFTER)) >= GROUP, bounds
+        assert set(bounds) <= {(BEFORE, BEFORE), (BEFORE, AFTER)}
+        assert witness.saw_each_request_once()
 
 
 @pytest.mark.long
