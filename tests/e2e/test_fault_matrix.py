@@ -21,7 +21,7 @@ from tests.faults.bench import SETTLE_S, Bench, site_bench
 from tests.faults.cases import select
 from tests.faults.report import Result
 from tests.faults.runner import Launches, Runner, groups
-from tests.faults.site import Launch, Process, Site, engineless_launcher
+from tests.faults.site import Process, Site, engineless_launcher
 from tests.rigs.proxy import Act
 from tests.rigs.trainer_handle import wait_until
 from tests.rigs.trainer_process import Settings
@@ -34,15 +34,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 ENGINELESS = "engine-kill@extent,link-corrupt@extent"
 CAUGHT = {"labelled v0 of run", "its label went back"}
 NASTIEST = "receiver-kill@staged,engine-freeze@load,link-lose@load:update,trainer-kill@load"
-
-
-def bench_on(stack: ExitStack, runs: Runs, folder: Path, victim: Launch | None = None) -> Bench:
-    """Servers without an engine, but for the victim if it is given, and a run on them."""
-    tensors = load_file(runs.model / "model.safetensors")
-    base = {name: tensor.float() for name, tensor in tensors.items()}
-    place = Site(engineless_launcher(runs.model), folder / "servers", base, victim)
-    settings = Settings(str(runs.model), [], "", 0)
-    return site_bench(stack, place, Bench(place, settings, folder, os.environ, print))
 
 
 @pytest.mark.long
@@ -77,52 +68,53 @@ class Shared:
         """Not ours to stop."""
 
 
-@pytest.fixture
-def results(runs: Runs, site: SharedSite, tmp_path: Path) -> Iterator[list[Result]]:
-    """The nastiest cases, struck at the shared server; the other server has no engine."""
+@pytest.fixture(scope="module")
+def bench(
+    runs: Runs, site: SharedSite, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    """The struck server is the shared one; the other has no engine."""
+    folder = tmp_path_factory.mktemp("bench")
 
     def shared(folder: Path) -> Process:
         folder.mkdir(parents=True)
         recorded(folder).symlink_to(recorded(Path(site.server.spec.log_path).parent))
         return Shared(site.server)
 
-    plain = engineless_launcher(runs.model)
-    found: list[Result] = []
+    tensors = load_file(runs.model / "model.safetensors")
+    base = {name: tensor.float() for name, tensor in tensors.items()}
+    place = Site(engineless_launcher(runs.model), folder / "servers", base, shared)
+    settings = Settings(str(runs.model), [], "", 0)
     with ExitStack() as stack:
-        bench = bench_on(stack, runs, tmp_path, shared)
-        Runner(bench, Launches(plain, plain), None, found.append).run(groups(select(NASTIEST)))
-    yield found
+        yield site_bench(stack, place, Bench(place, settings, folder, os.environ, print))
     site.assert_serves()
 
 
-def test_the_nastiest_faults_on_a_real_server(results: list[Result]) -> None:
-    assert {result.case.name for result in results} == {case.name for case in select(NASTIEST)}
-    assert [f"{result.case.name}: {result.note}" for result in results if result.violations] == []
+def test_the_nastiest_faults_on_a_real_server(runs: Runs, bench: Bench) -> None:
+    plain, found = engineless_launcher(runs.model), list[Result]()
+    Runner(bench, Launches(plain, plain), None, found.append).run(groups(select(NASTIEST)))
+    assert {result.case.name for result in found} == {case.name for case in select(NASTIEST)}
+    assert [f"{result.case.name}: {result.note}" for result in found if result.violations] == []
 
 
-def test_a_server_that_shows_another_label_than_that_of_its_weights_is_caught(
-    runs: Runs, tmp_path: Path
-) -> None:
-    with ExitStack() as stack:
-        bench = bench_on(stack, runs, tmp_path)
-        trainer, mark = bench.trainer, bench.mark()
-        found = Result(select("link-twice@label")[0])
+def test_a_server_that_shows_another_label_than_that_of_its_weights_is_caught(bench: Bench) -> None:
+    trainer, mark = bench.trainer, bench.mark()
+    found = Result(select("link-twice@label")[0])
+    bench.judge_servers(found, mark)
+    assert found.violations == []
+    victim = bench.site.victim
+    bench.hold(found)
+    assert wait_until(lambda: any(s.label for s in victim.instance.samples(mark.t)), SETTLE_S)
+    victim.proxy.script(
+        Act.REWRITE, "/finish_weight_update", {"weight_version": f"{trainer.run_id}:0:planted"}
+    )
+    # Held before it reads the label back: until it goes on, the server generates under it.
+    trainer.tell("hold", victim.url, Point.RESUMED, 1)
+    trainer.tell("go")
+
+    def seen() -> set[str]:
+        found.violations.clear()
         bench.judge_servers(found, mark)
-        assert found.violations == []
-        victim = bench.site.victim
-        bench.hold(found)
-        assert wait_until(lambda: any(s.label for s in victim.instance.samples(mark.t)), SETTLE_S)
-        victim.proxy.script(
-            Act.REWRITE, "/finish_weight_update", {"weight_version": f"{trainer.run_id}:0:planted"}
-        )
-        # Held before it reads the label back: until it goes on, the server generates under it.
-        trainer.tell("hold", victim.url, Point.RESUMED, 1)
-        trainer.tell("go")
+        return {what for what in CAUGHT if any(what in said for said in found.violations)}
 
-        def seen() -> set[str]:
-            found.violations.clear()
-            bench.judge_servers(found, mark)
-            return {what for what in CAUGHT if any(what in said for said in found.violations)}
-
-        assert wait_until(lambda: seen() == CAUGHT, SETTLE_S), found.violations
+    assert wait_until(lambda: seen() == CAUGHT, SETTLE_S), found.violations
     assert not any("witness" in violation for violation in found.violations)
