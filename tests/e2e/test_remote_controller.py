@@ -1,21 +1,31 @@
 """A real run of two ranks whose rollouts are made by a service, which is killed and started again
-in the middle of it."""
+in the middle of it; the completions that it keeps, and what is shown of it elsewhere."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from scripts.common import keys
+from tests.conformance.engine import MAX_DIFFERENCE, furthest
+from tests.conformance.reference import Reference
 from tests.e2e.conftest import Runs, Site
+from tests.rigs.present import present
 from tests.rigs.sockets import free_port
+from tests.rigs.trainer_handle import wait_until
+from titan_grpo.commands import report
 from titan_grpo.commands.rollouts import KEY_VARIABLE
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
+from titan_grpo.views.run import read_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -93,22 +103,46 @@ def service(
         one.stop()
 
 
-def test_a_run_outlives_the_service_that_makes_its_rollouts(
-    runs: Runs, site: Site, service: ServiceProcess, gate: Path, tmp_path: Path
+@pytest.fixture
+def page(site: Site) -> Callable[[str], bool]:
+    """Whether a page of metrics has a step, and the lag of the server."""
+    lag = f'titan_grpo_server_lag{{server="{site.url.removeprefix("http://")}"}}'
+
+    def shown(address: str) -> bool:
+        with suppress(httpx.TransportError):
+            found = httpx.get(f"http://{address}/metrics", trust_env=False)
+            return (
+                found.status_code == 200 and "titan_grpo_step " in found.text and lag in found.text
+            )
+        return False
+
+    return shown
+
+
+def test_a_run_outlives_the_service_that_makes_its_rollouts_and_shows_what_they_are(
+    runs: Runs,
+    site: Site,
+    service: ServiceProcess,
+    gate: Path,
+    page: Callable[[str], bool],
+    tmp_path: Path,
 ) -> None:
-    out, record = tmp_path / "out", tmp_path / "record.jsonl"
-    arguments = [
-        f"--rollout.controller=http://{service.address}",
-        f"--rollout.controller_key_env={KEY_VARIABLE}",
-        "--rollout.task=gated:Gated",
-        "--rollout.task_timeout_s=200",
-        f"--rollout.prompts_per_step={PROMPTS}",
-        "--rollout.max_completion_tokens=8",
-        f"--rollout.record_path={record}",
-        f"--training.steps={STEPS}",
-    ]
-    with runs.start(out, [site.url], *arguments) as training:
+    out, record, address = tmp_path / "out", tmp_path / "record.jsonl", f"127.0.0.1:{free_port()}"
+    settings = {
+        "rollout.controller": f"http://{service.address}",
+        "rollout.controller_key_env": KEY_VARIABLE,
+        "rollout.task": "gated:Gated",
+        "rollout.task_timeout_s": 200,
+        "rollout.prompts_per_step": PROMPTS,
+        "rollout.max_completion_tokens": 8,
+        "rollout.record_path": record,
+        "rollout.sample_every": 3,
+        "dashboards.metrics-address": address,
+        "training.steps": STEPS,
+    }
+    with runs.start(out, [site.url], *keys(settings), nproc=2) as training:
         training.wait_step(2)
+        assert wait_until(lambda: page(address), 60.0), training.log
         service.kill()
         service.start()
         gate.touch()
@@ -133,3 +167,25 @@ def test_a_run_outlives_the_service_that_makes_its_rollouts(
     assert len({*prompts}) == len(prompts) == STEPS * PROMPTS
     assert max(prompts) < (STEPS + 2) * PROMPTS
     assert service.stop() == 0
+    check_shown(out, Reference(runs.model))
+
+
+def check_shown(out: Path, begun: Reference) -> None:
+    """Completions that the run kept, its metrics and its page. ``begun``: its first weights."""
+    events = EventAccumulator(str(next(out.rglob("events.out*")).parent)).Reload()
+    assert [each.step for each in events.Tensors("completions/text_summary")][:2] == [1, 3]
+    run = read_run(out)
+    assert [(kept.step, kept.version) for kept in run.samples[:2]] == [(1, 0), (3, 2)]
+    assert run.samples[0].completions
+    for kept in run.samples[0].completions:
+        own = begun.logprobs([*kept.prompt, *kept.tokens])[len(kept.prompt) - 1 :]
+        assert furthest(own, [present(value) for value in kept.trainer]) < 2e-3
+        assert furthest(own, kept.engine) <= MAX_DIFFERENCE
+    row = run.rows[0]
+    assert row[names.LAG_MAX] == 0
+    low_and_high = row[names.CLIPPED_LOW] + row[names.CLIPPED_HIGH]
+    assert low_and_high == pytest.approx(row[names.CLIP_FRACTION])
+    assert row[names.POLICY_LOSS] == pytest.approx(row[names.LOSS])
+    assert {names.RATIO_MAX, names.IMPORTANCE_MAX, names.LOGPROB} <= row.keys()
+    assert report.run([str(out)], {}) == 0
+    assert "<main" in (out / "report.html").read_text()
