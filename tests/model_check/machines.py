@@ -3,6 +3,7 @@ which they meet."""
 
 from array import array
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +48,7 @@ class Rows:
 
 class Machines:
     """States of servers and of the trainer's side by number, and their steps by row. ``doing`` is
-    the move under way, for a violation's trace."""
+    the move under way, for a violation's trace. What was made of a number is made once."""
 
     def __init__(self, tables: Tables, versions: int) -> None:
         self.tables, self.versions, self.doing = tables, versions, "start"
@@ -56,12 +57,9 @@ class Machines:
         self.rows = Rows()
         self._server_numbers: dict[srv.Server, int] = {}
         self._trainer_numbers: dict[trn.Trainer, int] = {}
-        self._server_rows: dict[int, tuple[int, int, bool, bool]] = {}
-        self._trainer_rows: dict[int, tuple[int, int]] = {}
-        self._orphans: dict[int, tuple[int, int]] = {}
-        self._pins: dict[tuple[int, int, int], tuple[int, int]] = {}
-        self._unpins: dict[tuple[int, int], int] = {}
-        self._renamed: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.server_rows, self.trainer_rows = cache(self._server_rows), cache(self._trainer_rows)
+        self.orphans, self.renamed = cache(self._orphans), cache(self._renamed)
+        self.pin, self.unpin = cache(self._pin), cache(self._unpin)
 
     def server(self, state: srv.Server) -> int:
         """The number of a server's state, which is checked when it is seen first."""
@@ -81,81 +79,53 @@ class Machines:
             self.trainers.append(state)
         return number
 
-    def server_rows(self, number: int) -> tuple[int, int, bool, bool]:
+    def _server_rows(self, number: int) -> tuple[int, int, bool, bool]:
         """What one server can do by itself, faults included: (first row, count); whether none of it
         touches the trainer's side; whether its lane wants an image."""
-        known = self._server_rows.get(number)
-        if known is None:
-            state, made = self.servers[number], []
-            for name, after, effect, fault in steps.moves(state, self.tables):
-                self.doing = name
-                made.append(Step(name, self.server(after), fault, effect == "unpin"))
-            wants = steps.wants_newer(state)
-            known = (*self.rows.add(made), not wants and not state.lane.pinned, wants)
-            self._server_rows[number] = known
-        return known
+        state, made = self.servers[number], []
+        for name, after, effect, fault in steps.moves(state, self.tables):
+            self.doing = name
+            made.append(Step(name, self.server(after), fault, effect == "unpin"))
+        wants = steps.wants_newer(state)
+        return (*self.rows.add(made), not wants and not state.lane.pinned, wants)
 
-    def trainer_rows(self, number: int) -> tuple[int, int]:
+    def _trainer_rows(self, number: int) -> tuple[int, int]:
         """What the trainer's side can do by itself: (first row, count)."""
-        known = self._trainer_rows.get(number)
-        if known is None:
-            made = []
-            for name, after, fault in trn.moves(self.trainers[number], self.versions, self.tables):
-                self.doing = name
-                made.append(Step(name, self.trainer(after), fault))
-            known = self._trainer_rows[number] = self.rows.add(made)
-        return known
+        made = []
+        for name, after, fault in trn.moves(self.trainers[number], self.versions, self.tables):
+            self.doing = name
+            made.append(Step(name, self.trainer(after), fault))
+        return self.rows.add(made)
 
-    def orphans(self, number: int) -> tuple[int, int]:
+    def _orphans(self, number: int) -> tuple[int, int]:
         """The server after the trainer was replaced: its last request comes late, or is lost."""
-        known = self._orphans.get(number)
-        if known is None:
-            self.doing = "the trainer is replaced"
-            made = [self.server(s) for s in steps.orphans(self.servers[number], self.tables)]
-            known = self._orphans[number] = made[0], made[-1]
-        return known
+        self.doing = "the trainer is replaced"
+        made = [self.server(s) for s in steps.orphans(self.servers[number], self.tables)]
+        return made[0], made[-1]
 
-    def pin(self, trainer: int, index: int, number: int) -> tuple[int, int]:
+    def _pin(self, trainer: int, index: int, number: int) -> tuple[int, int]:
         """Both sides after lane ``index``, which wants an image, pinned a newer one; (-1, -1) if
         there is none."""
-        key = (trainer, index, number)
-        if key not in self._pins:
-            state, found = self.servers[number], (-1, -1)
-            self.doing = f"lane {index} pins"
-            side, version = trn.pin(
-                self.trainers[trainer], str(index), state.lane.entry.held, self.tables
-            )
-            if version is not None:
-                after = steps.pin(state, version, self.tables)
-                found = self.trainer(side), self.server(after)
-            self._pins[key] = found
-        return self._pins[key]
+        self.doing = f"lane {index} pins"
+        state = self.servers[number]
+        held = state.lane.entry.held
+        side, version = trn.pin(self.trainers[trainer], str(index), held, self.tables)
+        if version is None:
+            return -1, -1
+        after = steps.pin(state, version, self.tables)
+        return self.trainer(side), self.server(after)
 
-    def unpin(self, trainer: int, index: int) -> int:
+    def _unpin(self, trainer: int, index: int) -> int:
         """The trainer's side after lane ``index`` dropped its image."""
-        key = (trainer, index)
-        if key not in self._unpins:
-            self.doing = f"lane {index} unpins"
-            self._unpins[key] = self.trainer(
-                trn.unpin(self.trainers[trainer], str(index), self.tables)
-            )
-        return self._unpins[key]
+        self.doing = f"lane {index} unpins"
+        return self.trainer(trn.unpin(self.trainers[trainer], str(index), self.tables))
 
-    def renamed(self, trainer: int, order: tuple[int, ...]) -> int:
+    def _renamed(self, trainer: int, order: tuple[int, ...]) -> int:
         """The trainer's side with its lanes' pins named anew: ``order[new] = old``, both from 0."""
-        key = (trainer, order)
-        if key not in self._renamed:
-            names = {str(old + 1): str(new) for new, old in enumerate(order, start=1)}
-            side = self.trainers[trainer]
-            slots = tuple(
-                (
-                    b.Slot(s.phase, s.version, frozenset(names[p] for p in s.pins), s.missing)
-                    if s.pins
-                    else s
-                )
-                for s in side.table.slots
-            )
-            self._renamed[key] = self.trainer(
-                side._replace(table=b.SlotTable(slots, side.table.sealed))
-            )
-        return self._renamed[key]
+        names = {str(old + 1): str(new) for new, old in enumerate(order, start=1)}
+        side = self.trainers[trainer]
+        slots = tuple(
+            b.Slot(s.phase, s.version, frozenset(names[p] for p in s.pins), s.missing)
+            for s in side.table.slots
+        )
+        return self.trainer(side._replace(table=b.SlotTable(slots, side.table.sealed)))
