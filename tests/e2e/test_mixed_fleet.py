@@ -1,5 +1,6 @@
 """A fleet of one vLLM and one SGLang server: whichever of them freezes, the other one and the
-trainer go on; one joins late, the first one leaves and comes back."""
+trainer go on; one joins late, the first one leaves and comes back, and where a failed sync stops
+the run, that one does."""
 
 import json
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import WAIT_S, Replay, Runs, Site, run_cli
-from tests.rigs.proxy import Proxy, address_of
+from tests.rigs.proxy import Act, Proxy, address_of
 from titan_grpo.engines.sglang import GENERATE
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
@@ -107,7 +108,8 @@ def test_a_frozen_server_costs_the_trainer_and_the_other_engine_nothing(
         server.assert_serves()
 
 
-COMMIT = ("/titan_grpo/hello", "/titan_grpo/load", "/continue_generation")
+LOAD = "/titan_grpo/load"
+COMMIT = ("/titan_grpo/hello", LOAD, "/continue_generation")
 """What a lane asks of SGLang, in its order."""
 
 
@@ -135,6 +137,7 @@ def test_a_late_server_gets_the_newest_version_before_its_first_rollout_and_the_
         return run_cli(runs.root, "servers", *words, "--run", run)
 
     arguments = [*SPARSE, "--grpo.dynamic_sampling", "--training.steps=5000"]
+    arguments.append("--weight_sync.on_sync_error=stop")
     assert servers("list", run=tmp_path).returncode == 1, "no run yet"
     # The proxy notes what the late server is asked, and in which order.
     with (
@@ -165,9 +168,15 @@ def test_a_late_server_gets_the_newest_version_before_its_first_rollout_and_the_
         # group in.
         assert training.wait_until(lambda: no_spread(out) > 2 * PROMPTS), training.log
         training.wait_step(training.step + 2)
-        training.stop()
-    for server in (site, sglang_site):
-        server.assert_serves()
+
+        late.script(Act.FAIL, LOAD)
+        assert training.finish() != 0
+        for server in (site, sglang_site):
+            server.assert_serves()
+    assert training.exitcode == 1
+    failed = f"{late.url}, version "
+    for words in ("SyncError", failed, f"{LOAD} was refused with 500"):
+        assert words in training.cause, training.log
     order = [late.granted.index(path) for path in (*COMMIT, GENERATE)]
     assert order == sorted(order), late.granted[:40]
     summary = runs.summary(out)
@@ -175,5 +184,5 @@ def test_a_late_server_gets_the_newest_version_before_its_first_rollout_and_the_
     assert changes == [(late.url, "joined"), (site.url, "left"), (site.url, "joined")]
     assert summary["versions_committed"][late.url]["committed"][0] >= 1
     assert summary["digest_mismatches"] == 0
-    assert summary["errors"] == []
+    assert [error for error in summary["errors"] if failed not in error] == []
     assert max(row[names.STALENESS_MAX] for row in read_metrics(out / "metrics.jsonl")) <= 1
