@@ -197,14 +197,3 @@ def test_a_server_computes_the_base_with_the_adapter_of_its_label_and_has_no_old
     assert site.driver.run(models)[1:] == [str(label)]
     sampled = site.driver.run(site.speak.generate(PROBE, Sampling(5, ignore_eos=True), 30.0))
     assert sampled.versions == ((str(label), 0, 5),)
-
-
-@pytest.mark.long
-def test_a_server_without_lora_is_refused_with_what_to_start(
-    runs: Runs, site: Site, small_replay: Replay, tmp_path: Path
-) -> None:
-    arguments = [*small_replay.arguments, *STEPS, *LORA, ADAPTER]
-    arguments.append("--weight_sync.startup_deadline_s=60")
-    with runs.start(tmp_path, [site.url], *arguments) as training:
-        assert training.finish() != 0
-    assert "start it with --enable-lora --max-lora-rank 8" in training.log
