@@ -85,7 +85,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 groups[item.path] = group
     for item in items:
         path = item.path.relative_to(ROOT).as_posix()
-        item.add_marker(pytest.mark.xdist_group(groups.get(item.path, path)))
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(groups.get(item.path, path)))
         if path.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
     long = {item.path for item in items if {"e2e", "slow"} & {m.name for m in item.iter_markers()}}

@@ -90,12 +90,17 @@ def answers(
             yield before, completion.token_ids[start:at], completion.logprobs[start:at]
 
 
-@pytest.mark.usefixtures("site")  # so that the worker runs it that has this server
+@pytest.mark.usefixtures("site")  # so that the worker runs them that has this server
 @pytest.mark.parametrize(
     ("agent", "shared"),
     [
         pytest.param(OPENAI, "site", id="openai and vLLM"),
-        pytest.param(OPENAI, "sglang_site", id="openai and SGLang", marks=pytest.mark.long),
+        pytest.param(
+            OPENAI,
+            "sglang_site",
+            id="openai and SGLang",
+            marks=[pytest.mark.long, pytest.mark.xdist_group("sglang")],
+        ),
         pytest.param(PYDANTIC_AI, "site", id="Pydantic AI and vLLM", marks=pytest.mark.long),
     ],
 )
