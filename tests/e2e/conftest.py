@@ -141,11 +141,10 @@ class Training:
         with self._changed:
             return self._changed.wait_for(lambda: holds() or self._ended, timeout_s) and holds()
 
-    def wait_step(self, step: int, timeout_s: float = WAIT_S) -> None:
+    def wait_step(self, step: int) -> None:
         """Until a step is finished; fails the test with the log otherwise."""
-        assert self.wait_until(lambda: self.step >= step, timeout_s), (
-            f"step {step} was not reached:\n{self.log}"
-        )
+        reached = self.wait_until(lambda: self.step >= step)
+        assert reached, f"step {step} was not reached:\n{self.log}"
 
     def run_on(self, seconds: float) -> None:
         """Let it train that long."""
@@ -270,15 +269,10 @@ class Runs:
         return Training([*inside, *command], self.root)
 
     def complete(
-        self,
-        out: Path,
-        servers: list[str],
-        *arguments: str,
-        nproc: int = 1,
-        inside: tuple[str, ...] = (),
+        self, out: Path, servers: list[str], *arguments: str, nproc: int = 1
     ) -> dict[str, Any]:
         """Run to the end; its summary."""
-        with self.start(out, servers, *arguments, nproc=nproc, inside=inside) as training:
+        with self.start(out, servers, *arguments, nproc=nproc) as training:
             assert training.finish() == 0, training.log
         return self.summary(out)
 
@@ -366,24 +360,23 @@ def running(spec: ServerSpec) -> Iterator[Site]:
             shared.server.stop()
 
 
-TOOL_PARSER = ("--tool-call-parser", "hermes")
+def shared(python: str, folder: Path, engine: str, **settings: Any) -> ServerSpec:
+    """A server that starts with other weights than the trainers', and refuses clients without its
+    key. ``settings``: more of its ServerSpec."""
+    model = write_tiny_model("qwen3", folder / "model", seed=2)
+    spec = server_spec(python, model, folder, Devices("cpu"), engine=engine)
+    args = (*spec.args, "--tool-call-parser", "hermes")
+    return replace(spec, max_model_len=CONTEXT, args=args, api_key=API_KEY, **settings)
 
 
 @pytest.fixture(scope="session")
 def site(
     nothing_outlives_the_tests: None, tmp_path_factory: pytest.TempPathFactory, vllm_python: str
 ) -> Iterator[Site]:
-    """A real server that starts with other weights than the trainers', and refuses clients without
-    its key.
-
-    It records every commit beside its log (verify.site.recorded).
-    """
+    """A real vLLM server. It records every commit beside its log (verify.site.recorded)."""
     folder = tmp_path_factory.mktemp("site")
-    model = write_tiny_model("qwen3", folder / "model", seed=2)
-    spec = server_spec(vllm_python, model, folder, Devices("cpu"))
-    spec = replace(spec, tool_calls=True, args=(*spec.args, *TOOL_PARSER), api_key=API_KEY)
-    with running(replace(spec, max_model_len=CONTEXT)) as shared:
-        yield shared
+    with running(shared(vllm_python, folder, "vllm", tool_calls=True)) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")
@@ -392,12 +385,10 @@ def sglang_site(
 ) -> Iterator[Site]:
     """The same of SGLang, with both of its keys."""
     folder = tmp_path_factory.mktemp("sglang_site")
-    model = write_tiny_model("qwen3", folder / "model", seed=2)
-    spec = server_spec(sglang_python, model, folder, Devices("cpu"), engine="sglang")
+    spec = shared(sglang_python, folder, "sglang", admin_key=ADMIN_KEY)
     env = {**spec.env, sglang_cpu.CALLS_VARIABLE: str(folder / "kernel_calls")}
-    spec = replace(spec, max_model_len=CONTEXT, env=env, api_key=API_KEY, admin_key=ADMIN_KEY)
-    with running(replace(spec, args=(*spec.args, *TOOL_PARSER))) as shared:
-        yield shared
+    with running(replace(spec, env=env)) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")
