@@ -148,18 +148,13 @@ def _progress(s: State, t: Tables) -> None:
 
 
 def explore_rollouts(
-    servers: int,
-    versions: int,
-    tables: Tables | None = None,
-    per_step: int = 2,
-    bound: int = 1,
-    faults: int = 1,
+    servers: int, versions: int, tables: Tables | None = None, faults: int = 1
 ) -> Result:
-    """Every reachable state of admission, servers and groups. A fault is a group that fails or is
-    given up, or a step that makes no version."""
+    """Every reachable state of admission, servers and groups: two of these a step, which may be one
+    version old. A fault is a group that fails or is given up, or a step that makes no version."""
     t = tables or Tables()
     return search_from(
-        State(Admission(0, per_step, bound), 0, (0,) * servers),
+        State(Admission(0, 2, 1), 0, (0,) * servers),
         lambda s: _moves(s, versions, t),
         lambda s: _check(s, t),
         faults,

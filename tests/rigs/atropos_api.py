@@ -17,11 +17,11 @@ START_S = 120.0
 END_S = 60.0
 
 
-def until(condition: Callable[[], bool], what: str, timeout_s: float = START_S) -> None:
+def until(condition: Callable[[], bool], what: str) -> None:
     """Look again and again at something that says nothing by itself. Raises ServerUnreachable past
     the deadline."""
-    if not wait_until(condition, timeout_s):
-        raise ServerUnreachable(f"not within {timeout_s:g} s: {what}")
+    if not wait_until(condition, START_S):
+        raise ServerUnreachable(f"not within {START_S:g} s: {what}")
 
 
 class AtroposApi:

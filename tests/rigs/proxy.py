@@ -33,6 +33,7 @@ it."""
 POLL_S = 0.02
 """How soon a proxy that is shut has stopped listening."""
 
+HOST = "127.0.0.1"
 HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "host", "content-length"})
 """Headers that belong to one connection."""
 
@@ -75,16 +76,16 @@ class Proxy:
     upstream_s = 60.0
     """Deadline of the server's answer, in seconds."""
 
-    def __init__(self, target: tuple[str, int], host: str = "127.0.0.1") -> None:
+    def __init__(self, target: tuple[str, int]) -> None:
         self._lock = threading.Lock()
-        self._target, self._host = target, host
+        self._target = target
         self._rules: list[Rule] = []
         self._struck: list[tuple[str, Act]] = []
         self._granted: list[str] = []
         self._ended = False
-        self._listener: _Listener | None = _Listener(self, host, 0)
+        self._listener: _Listener | None = _Listener(self, 0)
         self.port = self._listener.server_port
-        self.url = f"http://{host}:{self.port}"
+        self.url = f"http://{HOST}:{self.port}"
 
     def script(self, act: Act, path: str, change: Mapping[str, Any] | None = None) -> None:
         """Strike the next request for ``path``; several rules for one path strike one request each,
@@ -129,7 +130,7 @@ class Proxy:
         """Take connections again, on the same port. Idempotent."""
         with self._lock:
             if self._listener is None and not self._ended:
-                self._listener = _Listener(self, self._host, self.port)
+                self._listener = _Listener(self, self.port)
 
     def close(self) -> None:
         """End everything. Idempotent."""
@@ -176,14 +177,14 @@ class _Listener(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, proxy: Proxy, host: str, port: int) -> None:
+    def __init__(self, proxy: Proxy, port: int) -> None:
         self.proxy = proxy
         self._open: set[socket.socket] = set()
         try:
-            super().__init__((host, port), _Handler)
+            super().__init__((HOST, port), _Handler)
         except OSError as error:
             raise ServerUnreachable(
-                f"the proxy's port {host}:{port} must be free, it is not: {error}"
+                f"the proxy's port {HOST}:{port} must be free, it is not: {error}"
             ) from error
         threading.Thread(target=self.serve_forever, args=(POLL_S,), daemon=True).start()
 

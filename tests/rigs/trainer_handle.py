@@ -99,11 +99,10 @@ class TrainerProcess:
 
     # What it says.
 
-    def find(self, holds: Callable[[Event], bool], since: int = 0) -> Event | None:
-        """The first event from number ``since`` on for which ``holds``; None if there is none
-        yet."""
+    def find(self, holds: Callable[[Event], bool]) -> Event | None:
+        """The first event for which ``holds``; None if there is none yet."""
         with self._changed:
-            return next((e for e in self.events[since:] if holds(e)), None)
+            return next((e for e in self.events if holds(e)), None)
 
     def mark(self) -> int:
         """The number of the next event."""
