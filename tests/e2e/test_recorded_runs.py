@@ -1,25 +1,31 @@
 """Runs on recorded rollouts, on a server without an engine. With the whole family of terms on:
-resumed, started again, skipped and stopped. And the same steps split over ranks, accumulated and
-packed, which end in the same weights."""
+resumed, started again, skipped and stopped; beside a server that is not there. And the same steps
+split over ranks, accumulated and packed, which end in the same weights."""
 
 import json
 import shutil
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from scripts.common import keys
 from tests.e2e.conftest import Replay, Runs, Site
 from tests.rigs.present import present
 from tests.rigs.server_handle import ServerProcess, served
+from tests.rigs.sockets import free_port
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.protocol.messages import Label
 from titan_grpo.rollout.records import GroupRecorder, ReplayClient
+from titan_grpo.samples import Group
 from titan_grpo.titan.export import checkpoint_of
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import write_tiny_model
@@ -29,6 +35,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 PROMPTS = 4
 # With Adam's usual eps an element's first steps are the sign of its gradient, rounding included.
 SMOOTH = ["--optimizer.eps=1e-2", "--weight_sync.wire_dtype=float32"]
+PLAIN = [*SMOOTH, "--training.steps=6", "--grpo.kl_beta=0.1"]
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +83,9 @@ def every_term(text: Path) -> list[str]:
 
 
 def committed(summary: dict[str, Any]) -> list[int]:
-    (server,) = summary["versions_committed"].values()
-    versions: list[int] = server["committed"]
+    """By the only server that is there."""
+    held: list[list[int]] = [each["committed"] for each in summary["versions_committed"].values()]
+    (versions,) = filter(None, held)
     return versions
 
 
@@ -89,15 +97,22 @@ def arguments(small_replay: Replay, text: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
+def absent() -> str:
+    """URL of a server that is not there."""
+    return f"http://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(scope="module")
 def whole(
     runs: Runs,
     server: ServerProcess,
+    absent: str,
     arguments: list[str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """Its folder after four steps on two ranks in one go."""
     out = tmp_path_factory.mktemp("whole")
-    runs.complete(out, [server.url], *arguments, nproc=2)
+    runs.complete(out, [server.url, absent], *arguments, nproc=2)
     return out
 
 
@@ -110,6 +125,17 @@ def test_a_run_with_every_term_makes_one_version_per_batch(runs: Runs, whole: Pa
     assert rows[0][names.RATIO_MEAN] != 1, "its ratio is against the policy before the batch"
     assert 0 < rows[0][names.ENTROPY] < 4.86
     assert rows[-1][names.PTX_LOSS] < rows[0][names.PTX_LOSS]
+
+
+def test_a_server_without_the_last_version_at_the_end_is_an_error_of_the_summary(
+    runs: Runs, whole: Path, absent: str
+) -> None:
+    errors = runs.summary(whole)["errors"]
+    (error,) = [each for each in errors if "did not hold version 4 at the end" in each]
+    assert error.startswith(f"{absent} did not")
+    # A server of unknown state is not waited for, and the deadline is 60 s.
+    assert float(error.split(" at the end, after ")[1].split(" s;")[0]) < 60, error
+    assert "last error: connect failed: " in error
 
 
 def test_a_resumed_run_ends_with_the_very_weights_of_one_in_one_go(
@@ -169,85 +195,82 @@ def test_every_term_is_the_same_with_the_vocabulary_sharded_over_two_ranks(
             assert sharded[metric] == pytest.approx(whole[metric], rel=2e-4, abs=1e-6), metric
 
 
-HUGE = (3e38, -3e38, -3e38, -3e38)
-"""Rewards of a group that a float32 holds, while it does not hold the first one less their mean."""
+LARGE, HUGE = (1e6, -1e6, -1e6, -1e6), (3e38, -3e38, -3e38, -3e38)
+"""Rewards of a group whose gradient is past any sensible limit; and of one whose mean less its
+first reward is no float32."""
 
 
-def rewritten(
-    small_replay: Replay,
-    path: Path,
-    batches: Collection[int],
-    flat: Collection[int] = (),
-    huge: Collection[int] = (),
-) -> list[str]:
-    """A recording of these batches of another, each the next version; in those named ``flat`` every
-    reward is the same, in those named ``huge`` one group has HUGE rewards."""
-    source = ReplayClient(str(small_replay.path))
-    groups = [source.next_batch(version, PROMPTS, 0) for version in range(max(batches) + 1)]
-    recorder = GroupRecorder(str(path), 0)
-    for version, number in enumerate(batches):
-        recorder.write(version, groups[number])
+def unhealthy(small_replay: Replay, path: Path) -> list[str]:
+    """A recording of healthy batches, but for the first group of some; a third batch is flat."""
+    source, recorder = ReplayClient(str(small_replay.path)), GroupRecorder(str(path), 0)
+    batches = [source.next_batch(version, PROMPTS, 0) for version in range(5)]
+    struck = {2: LARGE, 3: HUGE, 5: LARGE, 6: LARGE, 7: LARGE, 8: LARGE}
+    for version in range(9):
+        groups = batches[min(version, 4)]
+        if version == 1:
+            groups = [rewarded(group, (1.0,) * len(group.completions)) for group in groups]
+        elif version in struck:
+            groups = [rewarded(groups[0], struck[version]), *groups[1:]]
+        recorder.write(version, groups)
     recorder.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for version in flat:
-        for group in lines[version]["groups"]:
-            for completion in group["completions"]:
-                completion["reward"] = 1.0
-    for version in huge:
-        for completion, reward in zip(
-            lines[version]["groups"][0]["completions"], HUGE, strict=True
-        ):
-            completion["reward"] = reward
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return [f"--rollout.replay_path={path}"]
 
 
-def test_a_skipped_step_changes_nothing_publishes_nothing_and_the_next_one_goes_on(
-    runs: Runs, server: ServerProcess, small_replay: Replay, tmp_path: Path
-) -> None:
-    arguments = [
-        *small_replay.arguments,
-        *SMOOTH,
-        "--grpo.reward_collapse_steps=1",
-        "--grpo.no-normalize-advantage-std",
-    ]
-    skipping = rewritten(
-        small_replay, tmp_path / "flat.jsonl", (0, 1, 2, 3, 3), flat=(2,), huge=(3,)
-    )
-    summary = runs.complete(
-        tmp_path / "skipped", [server.url], *arguments, *skipping, "--training.steps=5", nproc=2
-    )
-    assert summary["steps"] == 5
-    assert committed(summary)[-1] == 3
-    assert checkpoint_of(tmp_path / "skipped", 3).name == "step-5", "what export takes for it"
-    # The group is on one rank, and so is the loss that is not a number; a step taken by the other
-    # would show in the weights.
-    for step, why in ((3, "all rewards were equal"), (4, "the loss is not finite")):
-        said = f"step {step}: 1 optimizer step skipped ({why}"
-        assert any(said in error for error in summary["errors"])
-    without = rewritten(small_replay, tmp_path / "without.jsonl", (0, 1, 3))
-    runs.complete(
-        tmp_path / "without", [server.url], *arguments, *without, "--training.steps=3", nproc=2
-    )
-    assert runs.same_weights(tmp_path / "without", tmp_path / "skipped")
+def rewarded(group: Group, rewards: Sequence[float]) -> Group:
+    pairs = zip(group.completions, rewards, strict=True)
+    return replace(group, completions=tuple(replace(c, reward=reward) for c, reward in pairs))
 
 
-def test_a_run_without_a_healthy_step_stops_on_every_rank_and_says_why(
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint: weights, and what the optimizer keeps of each."""
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(each.size, dtype=each.properties.dtype)
+        for name, each in stored.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
+    checkpoint.load(tensors, checkpoint_id=folder)
+    return tensors
+
+
+def test_skipped_steps_change_nothing_and_too_many_in_a_row_stop_the_run_on_every_rank(
     runs: Runs, server: ServerProcess, small_replay: Replay, tmp_path: Path
 ) -> None:
-    arguments = [
-        *small_replay.arguments,
-        "--grpo.grad_norm_limit=1e-9",
-        "--grpo.max_unhealthy_steps=2",
-        "--training.steps=6",
-    ]
-    with runs.start(tmp_path, [server.url], *arguments, nproc=2) as training:
+    settings = {
+        "grpo.reward_collapse_steps": 1,
+        "grpo.grad_norm_limit": 1e3,
+        "grpo.max_unhealthy_steps": 4,
+        "checkpoint.interval": 1,
+        "training.steps": 20,
+    }
+    arguments = [*small_replay.arguments, *unhealthy(small_replay, tmp_path / "unhealthy.jsonl")]
+    arguments += [*keys(settings), "--grpo.no-normalize-advantage-std"]
+    out = tmp_path / "out"
+    synchronous = "--grpo.no-async-weight-update"
+    with runs.start(out, [server.url], *arguments, synchronous, nproc=2) as training:
         assert training.finish() != 0
-    assert "no optimizer step was taken in 2 training steps in a row" in training.cause
+    assert "no optimizer step was taken in 4 training steps in a row" in training.cause
     assert "the gradient norm is past grpo.grad_norm_limit" in training.cause
-    summary = runs.summary(tmp_path)
-    assert committed(summary) == [0]
-    assert summary["ended_by"].startswith("UnhealthyError: step 2: no optimizer step was taken")
+    summary = runs.summary(out)
+    assert summary["ended_by"].startswith("UnhealthyError: step 9: no optimizer step was taken")
+    # The struck group is on one rank, and so is the loss that is not a number; a step taken by the
+    # other would show in the weights.
+    reasons = (
+        "all rewards were equal",
+        "the gradient norm is past grpo.grad_norm_limit",
+        "the loss is not finite",
+    )
+    for step, why in enumerate(reasons, 2):
+        said = f"step {step}: 1 optimizer step skipped ({why}"
+        assert any(said in error for error in summary["errors"]), summary["errors"]
+    # Had a skipped step left its gradient behind, the fifth one would have been skipped too.
+    assert committed(summary) == [0, 1, 2]
+    assert checkpoint_of(out, 2).name == "step-5", "what export takes for it"
+    first, skipped, fifth, last = (saved(out / f"checkpoint/step-{n}") for n in (1, 4, 5, 8))
+    assert any("exp_avg" in name for name in first)
+    for before, after in ((first, skipped), (fifth, last)):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    assert any(not torch.equal(skipped[name], fifth[name]) for name in fifth)
 
 
 @pytest.fixture(scope="module")
@@ -257,9 +280,9 @@ def plain(
     small_replay: Replay,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """Six steps of one term on two ranks."""
+    """Six steps on two ranks."""
     out = tmp_path_factory.mktemp("plain")
-    arguments = [*small_replay.arguments, *SMOOTH, "--training.steps=6"]
+    arguments = [*small_replay.arguments, *PLAIN]
     assert committed(runs.complete(out, [server.url], *arguments, nproc=2))[-1] == 6
     return out
 
@@ -276,23 +299,15 @@ def assert_trained_alike(
     return list(zip(*rows, strict=True))
 
 
-@pytest.mark.parametrize(
-    "key", ["last_save_in_hf", pytest.param("load_only", marks=pytest.mark.long)]
-)
-def test_an_alert_that_stops_a_run_saves_all_that_a_restart_needs_or_says_that_it_saves_nothing(
-    runs: Runs, server: ServerProcess, small_replay: Replay, tmp_path: Path, key: str
-) -> None:
-    arguments = [*small_replay.arguments, "--training.steps=2", f"--checkpoint.{key}"]
-    with runs.start(tmp_path, [server.url], *arguments, "--alerts.stop=version >= 0") as training:
+def stopped_by_an_alert(
+    runs: Runs, server: ServerProcess, out: Path, *arguments: str, nproc: int
+) -> str:
+    """Why a run ended that an alert stops at its third step."""
+    alert = "--alerts.stop=reward/mean >= 0 for 3"
+    with runs.start(out, [server.url], *arguments, alert, nproc=nproc) as training:
         assert training.finish() != 0
-    assert "step 1: alerts.stop version >= 0" in training.cause, training.log
-    if key == "load_only":
-        assert "nothing is saved (checkpoint.load_only)" in training.cause
-        assert not (tmp_path / "checkpoint").exists()
-        return
-    assert "the checkpoint of this step is saved" in training.cause
-    summary = runs.complete(tmp_path, [server.url], *arguments)
-    assert (summary["steps"], summary["resumes"]) == (2, [2])
+    assert "step 3: alerts.stop reward/mean >= 0 for 3" in training.cause, training.log
+    return training.cause
 
 
 SMALL_FILES = """import os, resource, sys
@@ -300,19 +315,40 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000))
 os.execvp(sys.argv[1], sys.argv[1:])"""
 
 
-def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_one_line_and_a_report(
+def test_an_alert_is_told_and_saves_all_that_a_restart_needs_whose_disk_takes_no_checkpoint(
     runs: Runs, server: ServerProcess, small_replay: Replay, tmp_path: Path
 ) -> None:
+    out, told, script = tmp_path / "out", tmp_path / "told", tmp_path / "tell.py"
+    script.write_text(f"import sys\nopen({str(told)!r}, 'a').write(sys.argv[1] + '\\n')\n")
+    size = [*small_replay.arguments, "--training.steps=6", "--checkpoint.last_save_in_hf"]
+    run = ["--alerts.run=version >= 1", f"--alerts.command={sys.executable} {script}"]
+    cause = stopped_by_an_alert(runs, server, out, *size, *run, nproc=2)
+    assert "the checkpoint of this step is saved" in cause
+    assert told.read_text().startswith("step 2: version >= 1")
+    errors = [text.partition(" (")[0] for text in runs.summary(out)["errors"]]
+    assert "alert at step 2: version >= 1" in errors
+    assert "alert at step 3: reward/mean >= 0 for 3" in errors
+
     # A limit on the size of files fails in the place where a full disk does.
-    arguments = [*small_replay.arguments, "--checkpoint.interval=1", "--training.steps=3"]
     inside = (sys.executable, "-c", SMALL_FILES)
-    with runs.start(tmp_path, [server.url], *arguments, inside=inside) as training:
+    small = [*size, "--checkpoint.interval=1"]
+    with runs.start(out, [server.url], *small, inside=inside) as training:
         assert training.finish() != 0
     assert "a file of the run could not be written" in training.cause, training.log
     assert training.exitcode == 1
-    summary = runs.summary(tmp_path)
-    assert summary["steps"] == 1
+    summary = runs.summary(out)
+    assert (summary["steps"], summary["resumes"]) == (4, [4])
     assert summary["ended_by"].startswith("CheckpointException: "), summary["ended_by"]
+
+
+@pytest.mark.long
+def test_an_alert_that_stops_a_run_says_that_nothing_is_saved_where_that_is_so(
+    runs: Runs, server: ServerProcess, small_replay: Replay, tmp_path: Path
+) -> None:
+    arguments = [*small_replay.arguments, "--training.steps=4", "--checkpoint.load_only"]
+    cause = stopped_by_an_alert(runs, server, tmp_path, *arguments, nproc=1)
+    assert "nothing is saved (checkpoint.load_only)" in cause
+    assert not (tmp_path / "checkpoint").exists()
 
 
 @pytest.mark.long
@@ -340,20 +376,17 @@ def test_a_resumed_run_goes_on_with_the_prompts_where_it_stopped(
 def test_one_rank_with_many_micro_batches_trains_like_two_ranks_with_one_each(
     runs: Runs, server: ServerProcess, small_replay: Replay, plain: Path, tmp_path: Path
 ) -> None:
-    arguments = [*small_replay.arguments, *SMOOTH, "--training.steps=6", "--grpo.token_budget=64"]
+    arguments = [*small_replay.arguments, *PLAIN, "--grpo.token_budget=64"]
     runs.complete(tmp_path, [server.url], *arguments)
     for a, b in assert_trained_alike(runs, tmp_path, plain):
-        for name in (names.LOSS, names.GRAD_NORM, names.LOGPROB_GAP, names.REWARD):
+        for name in (names.LOSS, names.GRAD_NORM, names.LOGPROB_GAP, names.REWARD, names.KL):
             assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), (a["step"], name)
 
 
 @pytest.mark.long
-def test_kl_to_a_reference_starts_at_zero_and_grows_as_the_policy_moves(
-    runs: Runs, server: ServerProcess, small_replay: Replay, tmp_path: Path
-) -> None:
-    arguments = [*small_replay.arguments, "--training.steps=4", "--grpo.kl_beta=0.1"]
-    runs.complete(tmp_path, [server.url], *arguments, nproc=2)
-    kl = [row[names.KL] for row in read_metrics(tmp_path / "metrics.jsonl")]
+def test_kl_to_a_reference_starts_at_zero_and_grows_as_the_policy_moves(plain: Path) -> None:
+    kl = [row[names.KL] for row in read_metrics(plain / "metrics.jsonl")]
+    print(kl)
     assert kl[0] == pytest.approx(0.0, abs=1e-6)
     assert kl[-1] > 1e-4
 
@@ -362,7 +395,7 @@ def test_kl_to_a_reference_starts_at_zero_and_grows_as_the_policy_moves(
 def test_packed_rows_train_like_padded_ones_and_the_balance_is_reported(
     runs: Runs, server: ServerProcess, small_replay: Replay, plain: Path, tmp_path: Path
 ) -> None:
-    arguments = [*small_replay.arguments, *SMOOTH, "--training.steps=6", "--grpo.pack_sequences"]
+    arguments = [*small_replay.arguments, *PLAIN, "--grpo.pack_sequences"]
     runs.complete(tmp_path, [server.url], *arguments, nproc=2)
     for step, other in assert_trained_alike(runs, tmp_path, plain):
         assert step[names.WORK_CV] == other[names.WORK_CV] <= step[names.WORK_CV_DEALT]
