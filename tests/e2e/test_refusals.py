@@ -61,7 +61,7 @@ def test_an_address_that_is_not_this_hosts_is_refused_at_the_start(
 ) -> None:
     arguments = ["--weight_sync.bind_host=203.0.113.9"]  # RFC 5737: no host has it
     arguments += [f"--weight_sync.startup_deadline_s={STARTUP_S}"]
-    with runs.start(tmp_path, ["http://127.0.0.1:9"], *arguments, nproc=2) as training:
+    with runs.start(tmp_path, ["http://127.0.0.1:9"], *arguments) as training:
         assert training.finish() != 0
     assert "weight_sync.bind_host must be an address of this host" in training.cause, training.log
     assert "servers could not read versions here" in training.cause
