@@ -187,17 +187,21 @@ SPLIT: dict[str, tuple[Kind, int, str]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("job", SPLIT.values(), ids=SPLIT)
-def test_ranks_train_the_same_on_both_torchtitans_and_publish_every_element(
+def test_ranks_train_the_same_on_both_torchtitans_and_on_03_also_resumed(
     tmp_path: Path, python03: str, job: tuple[Kind, int, str]
 ) -> None:
     kind, ranks, keys = job
-    runs = trained(tmp_path, ("older", ranks, 2, keys), kind=kind)
-    runs |= trained(tmp_path, ("newer", ranks, 2, keys), kind=kind, python=python03)
-    assert_alike(runs["newer"], runs["older"])
-    for each in runs.values():
+    (older,) = trained(tmp_path, ("older", ranks, 2, keys), kind=kind).values()
+    both = ("whole", ranks, 4, keys), ("parts", ranks, 2, keys)
+    whole, first = trained(tmp_path, *both, kind=kind, python=python03).values()
+    assert_alike(first, older)
+    for each in (older, whole, first):
         assert each["elements"] == each["in_image"]
         assert each["same_as_export"], "the image is what the checkpoint exports"
         assert each["adapters_alone_trained"] == ("--lora.rank=4" in keys)
+    (second,) = trained(tmp_path, ("parts", ranks, 4, keys), kind=kind, python=python03).values()
+    assert [*first["said"], *second["said"]] == whole["said"]
+    assert second["digest"] == whole["digest"] != first["digest"]
 
 
 OF_BOTH = ("test_modules", "test_recipes")
@@ -211,19 +215,6 @@ def test_models_of_03_pass_the_tests_of_022s(root: Path, python03: str, name: st
     words = [python03, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/titan/{name}.py"]
     done = subprocess.run(words, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("job", SPLIT.values(), ids=SPLIT)
-def test_resumed_ranks_on_03_end_with_the_very_weights_of_ranks_that_went_on(
-    tmp_path: Path, python03: str, job: tuple[Kind, int, str]
-) -> None:
-    kind, ranks, keys = job
-    runs = ("whole", ranks, 4, keys), ("parts", ranks, 2, keys)
-    whole, first = trained(tmp_path, *runs, kind=kind, python=python03).values()
-    (second,) = trained(tmp_path, ("parts", ranks, 4, keys), kind=kind, python=python03).values()
-    assert [*first["said"], *second["said"]] == whole["said"]
-    assert second["digest"] == whole["digest"] != first["digest"]
 
 
 STEPS = 12
