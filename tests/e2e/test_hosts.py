@@ -3,7 +3,7 @@ servers on a third. Needs root."""
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -37,33 +37,69 @@ def hosts(nothing_outlives_the_tests: None) -> Iterator[Hosts]:
         pytest.skip(str(error))
 
 
-def meeting(rendezvous: str, first: str, own: str, number: int) -> tuple[str, ...]:
-    """torchrun's arguments for one of the two hosts. Their names are alike and lead nowhere, so
-    each says its address."""
-    if rendezvous == "static":
-        node = f"--node_rank={number} --master_addr={first} --master_port={PORT}"
-    else:
-        node = f"--rdzv_backend=c10d --rdzv_id=7 --rdzv_endpoint={first}:{PORT}"
-        node += f" --local_addr={own} --rdzv_conf=is_host={int(number == 0)}"
+Node = Callable[[Hosts, int], tuple[str, ...]]
+"""torchrun's arguments for one of the two hosts, by its number."""
+
+
+def static(hosts: Hosts, number: int) -> tuple[str, ...]:
+    node = f"--node_rank={number} --master_addr={hosts.hosts[0].address} --master_port={PORT}"
+    return ("--nnodes=2", *node.split())
+
+
+def dynamic(hosts: Hosts, number: int) -> tuple[str, ...]:
+    """The hosts' names are alike and lead nowhere, so each says its address."""
+    first, own = hosts.hosts[0].address, hosts.hosts[number].address
+    node = f"--rdzv_backend=c10d --rdzv_id=7 --rdzv_endpoint={first}:{PORT}"
+    node += f" --local_addr={own} --rdzv_conf=is_host={int(number == 0)}"
     return ("--nnodes=2", *node.split())
 
 
 def train(
-    runs: Runs, hosts: Hosts, rendezvous: str, out: Path, urls: list[str], arguments: list[str]
+    runs: Runs, hosts: Hosts, node: Node, out: Path, urls: list[str], arguments: list[str]
 ) -> None:
     """Two ranks on each of the two hosts, to the end."""
     with ExitStack() as stack:
         nodes = []
         for number, host in enumerate(hosts.hosts):
-            node = meeting(rendezvous, hosts.hosts[0].address, host.address, number)
-            start = runs.start(out, urls, *arguments, nproc=2, inside=host.inside, node=node)
+            words = node(hosts, number)
+            start = runs.start(out, urls, *arguments, nproc=2, inside=host.inside, node=words)
             nodes.append(stack.enter_context(start))
-        assert [node.finish(400.0) for node in nodes] == [0, 0], nodes[0].log + nodes[1].log
+        assert [each.finish(400.0) for each in nodes] == [0, 0], nodes[0].log + nodes[1].log
 
 
-@pytest.mark.parametrize(("rendezvous", "delta"), [("static", "off"), ("c10d", "on")])
+def digests(exported: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Of what servers get of these."""
+    return {name: tensor_digest(t.to(torch.bfloat16)) for name, t in exported.items()}
+
+
+def go_on(
+    runs: Runs,
+    hosts: Hosts,
+    ranks: int,
+    folders: tuple[Path, Path],
+    urls: list[str],
+    *arguments: str,
+) -> None:
+    """Resume step 2 of a run of two hosts, in another folder, on one: it ends with the same
+    weights."""
+    whole, resumed = folders
+    shutil.copytree(whole / "checkpoint/step-2", resumed / "checkpoint/step-2")
+    one = hosts.hosts[0]
+    node = ("--nnodes=1", f"--master_addr={one.address}", f"--master_port={PORT + 1}")
+    again = runs.start(resumed, urls, *arguments, nproc=ranks, inside=one.inside, node=node)
+    with again as training:
+        assert training.finish(400.0) == 0, training.log
+    assert runs.summary(resumed)["steps"] == 1
+    expected, got = runs.weights(whole / "hf"), runs.weights(resumed / "hf")
+    begun = runs.weights(runs.model)
+    moved = max(float((expected[n].float() - begun[n].float()).abs().max()) for n in expected)
+    apart = max(float((expected[n].float() - got[n].float()).abs().max()) for n in expected)
+    print(f"moved by {moved:.3g}, apart by {apart:.3g}")
+    assert apart < moved / 100  # sums over other ranks are rounded otherwise
+
+
 def test_servers_hold_every_version_of_a_run_on_two_hosts(
-    runs: Runs, hosts: Hosts, tmp_path: Path, rendezvous: str, delta: str
+    runs: Runs, hosts: Hosts, tmp_path: Path
 ) -> None:
     replay = Replay(tmp_path / "replay.jsonl", 4, 4, 16).write(STEPS)
     launch = engineless_launcher(runs.model, hosts.address)
@@ -79,23 +115,21 @@ def test_servers_hold_every_version_of_a_run_on_two_hosts(
         mode = "--grpo.no-async-weight-update"
         arguments = [*replay.arguments, f"--training.steps={STEPS}", mode]
         # changes that patches are made for
-        arguments += [f"--weight_sync.delta={delta}", "--optimizer.lr=1e-5"]
-        train(runs, hosts, rendezvous, out, urls, arguments)
+        arguments += ["--weight_sync.delta=on", "--optimizer.lr=1e-5"]
+        train(runs, hosts, dynamic, out, urls, arguments)
     held = [{c.version: c.tensors for c in Record(recorded(f)).commits()} for f in folders]
     assert set(held[0]) == set(held[1]) == set(range(STEPS + 1))
     assert held[0] == held[1]
     exported = runs.weights(out / "hf")
     last = held[0][STEPS]
-    on_the_wire = {name: tensor_digest(t.to(torch.bfloat16)) for name, t in exported.items()}
-    assert on_the_wire == {name: last[name] for name in exported}
-    assert (runs.summary(out)["spared_bytes"] > 0) == (delta == "on")
+    assert digests(exported) == {name: last[name] for name in exported}
+    assert runs.summary(out)["spared_bytes"] > 0
     sent = [host.moved()[0] for host in hosts.hosts]
     print("bytes that left each host:", sent)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_run_of_two_hosts_is_resumed_on_one_and_ends_with_the_same_weights(
-    runs: Runs, hosts: Hosts, tmp_path: Path, ranks: int
+def test_a_run_of_two_hosts_is_resumed_on_one_rank_and_ends_with_the_same_weights(
+    runs: Runs, hosts: Hosts, tmp_path: Path
 ) -> None:
     replay = Replay(tmp_path / "replay.jsonl", 4, 3, 16).write(STEPS)
     arguments = [*replay.arguments, f"--training.steps={STEPS}", "--checkpoint.interval=2"]
@@ -104,26 +138,12 @@ def test_a_run_of_two_hosts_is_resumed_on_one_and_ends_with_the_same_weights(
     with ExitStack() as stack:
         stack.callback(server.stop)
         server.wait_healthy(60.0)
-        train(runs, hosts, "static", whole, [server.url], arguments)
-        shutil.copytree(whole / "checkpoint/step-2", resumed / "checkpoint/step-2")
-        one = hosts.hosts[0]
-        node = ("--nnodes=1", f"--master_addr={one.address}", f"--master_port={PORT + 1}")
-        again = runs.start(
-            resumed, [server.url], *arguments, nproc=ranks, inside=one.inside, node=node
-        )
-        with again as training:
-            assert training.finish(400.0) == 0, training.log
-    assert runs.summary(resumed)["steps"] == 1
-    expected, got = runs.weights(whole / "hf"), runs.weights(resumed / "hf")
-    begun = runs.weights(runs.model)
-    moved = max(float((expected[n].float() - begun[n].float()).abs().max()) for n in expected)
-    apart = max(float((expected[n].float() - got[n].float()).abs().max()) for n in expected)
-    print(f"moved by {moved:.3g}, apart by {apart:.3g}")
-    assert apart < moved / 100  # sums over other ranks are rounded otherwise
+        train(runs, hosts, static, whole, [server.url], arguments)
+        go_on(runs, hosts, 1, (whole, resumed), [server.url], *arguments)
     last = Record(recorded(tmp_path / "server")).commits()[-1]
     assert last.version == STEPS
-    on_the_wire = {name: tensor_digest(t.to(torch.bfloat16)) for name, t in got.items()}
-    assert on_the_wire == {name: last.tensors[name] for name in got}
+    exported = runs.weights(resumed / "hf")
+    assert digests(exported) == {name: last.tensors[name] for name in exported}
 
 
 def test_both_engines_compute_what_two_hosts_train_and_what_one_host_goes_on_with(
@@ -151,16 +171,11 @@ def test_both_engines_compute_what_two_hosts_train_and_what_one_host_goes_on_wit
         engines = [EngineUnderTest(server, tmp_path) for server in servers]
         apart = [difference(e, runs.model) for e in engines]
         assert min(apart) > 4 * MAX_DIFFERENCE, "the servers must start with other weights"
-        train(runs, hosts, "static", whole, urls, arguments)
+        train(runs, hosts, static, whole, urls, arguments)
         apart = [difference(e, whole / "hf") for e in engines]
         print("after two hosts of two ranks:", apart)
         assert max(apart) <= MAX_DIFFERENCE
-        shutil.copytree(whole / "checkpoint/step-2", resumed / "checkpoint/step-2")
-        one = hosts.hosts[0]
-        node = ("--nnodes=1", f"--master_addr={one.address}", f"--master_port={PORT + 1}")
-        again = runs.start(resumed, urls, *arguments, nproc=3, inside=one.inside, node=node)
-        with again as training:
-            assert training.finish(400.0) == 0, training.log
+        go_on(runs, hosts, 3, (whole, resumed), urls, *arguments)
         apart = [difference(e, resumed / "hf") for e in engines]
         print("after one host of three ranks:", apart)
         assert max(apart) <= MAX_DIFFERENCE
