@@ -94,8 +94,8 @@ def test_one_of_two_servers_is_killed_and_training_goes_on_with_the_other_and_wi
     with Server(spec) as second:
         second.wait_healthy(200)
         # More steps than there are before both servers hold a version, on any machine.
-        urls, steps = [site.url, second.url], "--training.steps=2000"
-        with runs.start(tmp_path, urls, steps, nproc=2, inside=small_shm("128k")) as training:
+        urls, most = [site.url, second.url], "--training.steps=2000"
+        with runs.start(tmp_path, urls, most, nproc=2, inside=small_shm("128k")) as training:
             assert training.wait_until(lambda: holds_both(training.shown)), training.log
             second.signal(signal.SIGKILL)
             training.wait_step(training.step + 6)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from titan_grpo.errors import ServerUnreachable
@@ -138,7 +138,7 @@ class Proxy:
             self._ended = True
         self.shut()
 
-    def __enter__(self) -> "Proxy":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -16,6 +16,7 @@ from enum import Enum
 
 from tests.rigs.proxy import Act, Proxy
 from tests.rigs.server_handle import ServerProcess
+from tests.rigs.signals import send
 from titan_grpo.errors import PeerError
 
 RETRY_S = 0.3
@@ -134,7 +135,6 @@ class Injector:
         self._stopped: set[int] = set()
         self.struck: dict[Kind, int] = dict.fromkeys(Kind, 0)
         self.missed: list[str] = []
-        self.restarted = [0 for _ in servers]
         self.failed_starts: list[str] = []
 
     def plan(self, fault: Fault, at_s: float) -> None:
@@ -189,7 +189,7 @@ class Injector:
                 ):
                     return False
                 if fault.kind is Kind.KILL_RECEIVER:
-                    _signal(pids[-1], signal.SIGKILL)
+                    send(pids[-1], signal.SIGKILL)
             case Kind.STOP_SERVER:
                 if not self._stop(index, server.pid):
                     return False
@@ -229,12 +229,6 @@ class Injector:
         server.kill()
         try:
             server.start()
-            self.restarted[index] += 1
         except PeerError as error:
             log.error("%s", error)
             self.failed_starts.append(str(error))
-
-
-def _signal(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
