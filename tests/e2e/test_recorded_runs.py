@@ -201,7 +201,8 @@ first reward is no float32."""
 
 
 def unhealthy(small_replay: Replay, path: Path) -> list[str]:
-    """A recording of healthy batches, but for the first group of some; a third batch is flat."""
+    """A recording of healthy batches, but that the second has no spread, and the first group of
+    some others is struck."""
     source, recorder = ReplayClient(str(small_replay.path)), GroupRecorder(str(path), 0)
     batches = [source.next_batch(version, PROMPTS, 0) for version in range(5)]
     struck = {2: LARGE, 3: HUGE, 5: LARGE, 6: LARGE, 7: LARGE, 8: LARGE}
