@@ -23,7 +23,8 @@ class Lane(threading.Thread):
 
     def __init__(self, url: str, epoch: int, held: threading.Event) -> None:
         super().__init__(name=f"lane {url}", daemon=True)
-        self.epoch, self._held, self._stopping = epoch + 1, held, threading.Event()
+        self.url, self.epoch = url, epoch + 1
+        self._held, self._stopping = held, threading.Event()
 
     def run(self) -> None:
         assert self._stopping.wait(WAIT_S)
@@ -60,7 +61,7 @@ class Site:
         )
         self.set.start()
 
-    def _open(self, servers: ServerSet, url: str, epoch: int) -> Lane:
+    def _open(self, url: str, epoch: int) -> Lane:
         self.opening.put(url)
         assert self.may_open.wait(WAIT_S)
         self.opened.append(Lane(url, epoch, self.ending))

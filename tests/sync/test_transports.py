@@ -5,18 +5,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 import torch
 
 from tests.rigs.board import Board
-from tests.rigs.interpreter import python
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.sglang import SglangControl
 from titan_grpo.engines.sglang_stock import StockRoutes
-from titan_grpo.errors import ConfigError, ProtocolError, ServerRefused, TransferFailed
+from titan_grpo.errors import ConfigError, ServerRefused, TransferFailed
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Kind, Staged
 from titan_grpo.sync.link import LaneLink, LinkOptions
@@ -88,63 +86,29 @@ def test_an_image_arrives_byte_for_byte_in_buckets(
     assert torch.equal(sent, got)
 
 
-def test_a_transport_serves_many_transfers(pair: tuple[Transport, Transport]) -> None:
-    for value in range(5):
-        sent, got = (
-            torch.full((5000,), value, dtype=torch.uint8),
-            torch.zeros(5000, dtype=torch.uint8),
-        )
-        together(partial(pair[0].broadcast, sent, SOON_S), partial(pair[1].broadcast, got, SOON_S))
-        assert torch.equal(sent, got)
-
-
-def test_a_receiver_whose_sender_stalls_fails_at_its_deadline(
-    pair: tuple[Transport, Transport],
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_end_whose_peer_stalls_fails_at_its_deadline(
+    pair: tuple[Transport, Transport], rank: int
 ) -> None:
     start = time.monotonic()
     with pytest.raises(TransferFailed):
-        pair[1].broadcast(torch.zeros(MUCH, dtype=torch.uint8), 1.0)
-    assert 0.9 < time.monotonic() - start < SOON_S
-
-
-def test_a_sender_whose_receiver_stalls_fails_at_its_deadline(
-    pair: tuple[Transport, Transport],
-) -> None:
-    start = time.monotonic()
-    with pytest.raises(TransferFailed):
-        broadcast_image(pair[0], torch.zeros(MUCH, dtype=torch.uint8), MUCH, 1.0)
+        broadcast_image(pair[rank], torch.zeros(MUCH, dtype=torch.uint8), MUCH, 1.0)
     assert 0.9 < time.monotonic() - start < SOON_S
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_abort_from_another_thread_ends_a_broadcast_at_once(
+def test_an_abort_ends_a_broadcast_and_all_later_ones_and_the_close_waits_for_no_peer(
     pair: tuple[Transport, Transport], rank: int
 ) -> None:
     timer = threading.Timer(0.3, pair[rank].abort)
     timer.start()
     start = time.monotonic()
-    with pytest.raises(TransferFailed, match="abort"):
-        pair[rank].broadcast(torch.zeros(MUCH, dtype=torch.uint8), LONG_S)
+    for _ in range(2):
+        with pytest.raises(TransferFailed, match="abort"):
+            pair[rank].broadcast(torch.zeros(MUCH, dtype=torch.uint8), LONG_S)
+    pair[rank].close()
     assert time.monotonic() - start < SOON_S
     timer.join()
-
-
-def test_closing_after_an_abort_does_not_wait_for_the_peer(
-    pair: tuple[Transport, Transport],
-) -> None:
-    timer = threading.Timer(0.2, pair[0].abort)
-    timer.start()
-    with pytest.raises(TransferFailed):
-        pair[0].broadcast(torch.zeros(MUCH, dtype=torch.uint8), LONG_S)
-    start = time.monotonic()
-    pair[0].close()
-    assert time.monotonic() - start < SOON_S
-
-
-def test_an_aborted_transport_refuses_further_broadcasts(pair: tuple[Transport, Transport]) -> None:
-    pair[0].abort()
-    with pytest.raises(TransferFailed, match="abort"):
-        pair[0].broadcast(torch.zeros(10, dtype=torch.uint8), 5.0)
 
 
 def test_a_peer_that_closed_is_noticed_before_the_deadline(
@@ -166,10 +130,9 @@ def test_a_missing_rank_fails_the_opening_at_its_deadline(kind: str) -> None:
     assert time.monotonic() - start < SOON_S
 
 
-@pytest.mark.parametrize("kind", ["carrier_pigeon", "tcp"])
-def test_a_kind_that_is_no_broadcast_is_a_config_error(kind: str) -> None:
-    with pytest.raises(ConfigError, match=kind):
-        open_transport(kind, host_store(LOOPBACK), 0, 2, options(0))
+def test_an_unknown_kind_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="carrier_pigeon"):
+        open_transport("carrier_pigeon", host_store(LOOPBACK), 0, 2, options(0))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has CUDA")
@@ -186,33 +149,12 @@ def test_a_store_listens_on_the_interface_it_was_bound_to_and_on_no_other() -> N
     assert addresses <= {"0100007F"}
 
 
-def test_stores_never_collide() -> None:
-    stores = [host_store(LOOPBACK) for _ in range(20)]
-    assert len({s.port for s in stores}) == 20
-
-
-def test_an_address_that_is_not_ours_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="bind_host"):
-        host_store("203.0.113.1")
-
-
 def test_joining_a_store_that_is_gone_names_its_address() -> None:
     host = host_store(LOOPBACK)
     port = host.port
     del host
     with pytest.raises(TransferFailed, match=f"{LOOPBACK}:{port}"):
         join_store(LOOPBACK, port, 0.5)
-
-
-def test_a_store_can_be_hosted_under_torchrun() -> None:
-    code = (
-        "from titan_grpo.sync.transports.broadcast import host_store, join_store\nh ="
-        " host_store('127.0.0.1'); j = join_store('127.0.0.1', h.port, 60.0); j.set('k', 'v');"
-        " print(h.get('k').decode())"
-    )
-    rank = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = python("-c", code, TORCHELASTIC_USE_AGENT_STORE="True", **rank)
-    assert done.stdout.strip() == "v", done.stderr
 
 
 @pytest.fixture
@@ -231,13 +173,14 @@ def test_a_receiver_that_does_not_come_is_a_failed_transfer_at_the_deadline(link
         link.wait_joined(0.3)
 
 
-def test_an_abort_ends_the_wait_for_a_receiver_at_once(link: LaneLink) -> None:
+def test_an_abort_ends_the_wait_for_a_receiver_and_every_later_one_at_once(link: LaneLink) -> None:
     link.open()
     timer = threading.Timer(0.3, link.abort)
     timer.start()
     start = time.monotonic()
-    with pytest.raises(TransferFailed, match="abort"):
-        link.wait_joined(LONG_S)
+    for _ in range(2):
+        with pytest.raises(TransferFailed, match="abort"):
+            link.wait_joined(LONG_S)
     assert time.monotonic() - start < SOON_S
     timer.join()
 
@@ -300,28 +243,9 @@ def test_a_stock_server_whose_update_began_is_intact_only_after_a_whole_version(
     board.close()
 
 
-def test_an_aborted_link_refuses_every_further_call(link: LaneLink) -> None:
-    link.open()
-    link.abort()
-    with pytest.raises(TransferFailed, match="abort"):
-        link.wait_joined(30.0)
-
-
 def test_a_link_that_is_not_open_says_so(link: LaneLink) -> None:
     with pytest.raises(TransferFailed, match="not open"):
         link.wait_joined(1.0)
-
-
-def test_orders_must_count_up_by_one(link: LaneLink) -> None:
-    link.open()
-    with pytest.raises(ProtocolError, match="the next is 0"):
-        link.ping(1, 1.0)
-
-
-def test_a_hello_carries_what_the_receiver_needs(link: LaneLink) -> None:
-    hello = link.open()
-    assert (hello.block_bytes, hello.bucket_bytes) == (4096, 4096)
-    join_store(hello.host, hello.store_port, SOON_S).set("seen", "yes")
 
 
 def test_a_server_without_the_plugin_leaves_a_probe_unanswered() -> None:

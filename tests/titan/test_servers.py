@@ -238,7 +238,7 @@ def start(said: "queue.SimpleQueue[str]", tmp_path: Path) -> Iterator[Start]:
         ends.callback(recorder.close)
         servers = ServerSet(
             members.start(frozenset(fixed), frozenset(listed)),
-            lambda _, url, epoch: Lane(url, epoch, said),
+            lambda url, epoch: Lane(url, epoch, said),
             recorder,
         )
         servers.start()

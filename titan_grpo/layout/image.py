@@ -347,11 +347,3 @@ def fingerprint(manifest_digest: str, digests: Iterable[bytes]) -> str:
         # The length first: lists with the same concatenation must not have the same hash.
         state.update(len(digest).to_bytes(2, "little") + digest)
     return state.hexdigest()
-
-
-def first_difference(expected: Sequence[bytes], found: Sequence[bytes]) -> int | None:
-    """Return the index of the first digest that differs or is missing; None for equal lists."""
-    for index, (a, b) in enumerate(zip(expected, found, strict=False)):
-        if a != b:
-            return index
-    return None if len(expected) == len(found) else min(len(expected), len(found))

@@ -63,9 +63,9 @@ class RangeReader(Protocol):
 class MemfdReader:
     """Reader of another process's memfd on this host: one copy by the kernel, without a socket."""
 
-    def __init__(self, memfd: dict[str, int], part: Part | None = None) -> None:
-        """``part``: the part to read; None: the whole image. Raises TransferFailed if the process
-        is not on this host, of another user, or gone."""
+    def __init__(self, memfd: dict[str, int], part: Part) -> None:
+        """``part``: the part to read. Raises TransferFailed if the process is not on this host, of
+        another user, or gone."""
         self._fd, self._part = -1, part
         try:
             self._fd = open_memfd(ImageAddress.from_json(memfd), os.O_RDONLY)
@@ -74,10 +74,8 @@ class MemfdReader:
 
     def read_into(self, offset: int, *views: memoryview) -> None:
         for view in views:
-            stop = offset + view.nbytes
-            pieces = [(offset, stop)] if self._part is None else self._part.pieces(offset, stop)
-            done = 0
-            for low, high in pieces:
+            stop, done = offset + view.nbytes, 0
+            for low, high in self._part.pieces(offset, stop):
                 self._read(low, view[done : done + high - low])
                 done += high - low
             offset = stop

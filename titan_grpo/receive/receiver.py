@@ -20,13 +20,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from titan_grpo.errors import ConfigError, PeerError, TitanGrpoError, TransferFailed
-from titan_grpo.layout.image import (
-    Hashing,
-    ImageAddress,
-    SharedImage,
-    fingerprint,
-    first_difference,
-)
+from titan_grpo.layout.image import Hashing, ImageAddress, SharedImage, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import server
 from titan_grpo.protocol.messages import (
@@ -346,7 +340,8 @@ class Receiver:
 
             def made(nbytes: int) -> None:
                 while left and nbytes >= left[0]:
-                    self._moved(channel, order.number, left.popleft())
+                    left.popleft()
+                    channel.send(Kind.MOVED, order.number)
 
             image = SharedImage.create(manifest.total_bytes, "titan_grpo staging", made=made)
         shared = SharedImage.create(len(text), "titan_grpo manifest")
@@ -406,7 +401,10 @@ class Receiver:
         sources = self._opens(order, others, manifest)
         fetch = Fetch(image, content, sources, hello.bucket_bytes, patched, relaying)
         ahead = marks(manifest.total_bytes, hello.bucket_bytes)
-        moved = partial(self._moved, channel, order.number)
+
+        def moved(_: int) -> None:
+            channel.send(Kind.MOVED, order.number)
+
         fetch.run(hello.connections, hello.timeout_s, ahead, moved)
         if fetch.error and sharing is not None:
             sharing.end()
@@ -432,10 +430,6 @@ class Receiver:
         if source.host == self._joined.relay_host and source.part < len(manifest.parts):
             return partial(BesideReader, source, key, wait_s, manifest.parts[source.part])
         return partial(TcpReader, source, key, wait_s, whole=True)
-
-    def _moved(self, channel: ReceiverChannel, number: int, _: int) -> None:
-        """Report the next mark to the lane."""
-        channel.send(Kind.MOVED, number)
 
     def _opens(
         self, order: Order, others: Sequence[Open], manifest: Manifest
@@ -464,12 +458,14 @@ class Receiver:
         receive_s = broadcast_image(transport, image.tensor(), hello.bucket_bytes, hello.timeout_s)
         start = time.monotonic()
         content = self._content(order, digests, manifest)
-        bad = first_difference(content.digests, self._hashing.blocks(image.buffer, manifest))
+        found = self._hashing.blocks(image.buffer, manifest)
+        pairs = enumerate(zip(found, content.digests, strict=True))
+        bad = next((block for block, (ours, theirs) in pairs if ours != theirs), -1)
         return replace(
-            self._arrived(order, "" if bad is None else content.differs(bad)),
+            self._arrived(order, "" if bad < 0 else content.differs(bad)),
             receive_s=receive_s,
             verify_s=time.monotonic() - start,
-            bad_block=-1 if bad is None else bad,
+            bad_block=bad,
             read_bytes=manifest.total_bytes,
         )
 

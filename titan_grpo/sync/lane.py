@@ -110,9 +110,6 @@ class ServerLane:
         self._before, self._refusal, self._resting = "", "", False
         self._published_s = self._paused_s = self._proved_s = 0.0
 
-    def __repr__(self) -> str:
-        return f"<ServerLane {self.url} {self._state!r}>"
-
     @property
     def epoch(self) -> int:
         """Number of connections so far."""

@@ -15,7 +15,6 @@ from titan_grpo.config import WeightSync
 from titan_grpo.engines.server import RolloutNeeds, ServerControl
 from titan_grpo.errors import (
     PeerError,
-    ProtocolError,
     ServerRefused,
     ServerTaken,
     ServerUnfit,
@@ -192,12 +191,7 @@ class LaneLink:
             live_s=config.commit_deadline_s,
             connections=config.connections,
             progress_s=config.progress_deadline_s,
-            relay_wait_s=o.relay.wait_s(
-                config.connections,
-                self._manifest.block_bytes,
-                config.min_rate,
-                config.progress_deadline_s,
-            ),
+            relay_wait_s=o.relay.wait_s(config, self._manifest.block_bytes),
             store_port=0 if self._store is None else self._store.port,
             nccl=nccl_version() if o.transport == "nccl" else "",
             pin=channel.pin,
@@ -405,11 +399,8 @@ class LaneLink:
     def cancel(self) -> None:
         """End a streamed transfer at once and release the engine. Unlike after ``abort``, its
         report can still be awaited. Any thread; idempotent."""
-        with self._lock:
-            transport, channel = self._transport, self._channel
-        if transport is not None:
-            transport.abort()
-        if channel is not None:
+        self._abort_transport()
+        if (channel := self._channel) is not None:
             with suppress(TransferFailed):
                 channel.send(Kind.CANCEL, 0)
 
@@ -504,11 +495,6 @@ class LaneLink:
 
     def _post(self, order: Order, blob: bytes = b"") -> None:
         """Send an order, preceded by its ``blob``."""
-        if order.number != self._next:
-            raise ProtocolError(
-                f"orders count up by one within an epoch: the next is {self._next}, got"
-                f" {order.number}"
-            )
         channel = self._opened()
         if blob:
             channel.send(Kind.BLOB, order.number, blob)

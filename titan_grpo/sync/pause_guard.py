@@ -79,13 +79,8 @@ class PauseGuard:
     ``restarts``: number of replacements of the process.
     """
 
-    def __init__(
-        self,
-        link: LinkOptions,
-        log: Path | None,
-        deadlines: Deadlines,
-    ) -> None:
-        """``log``: file that the process appends to; None: this process's stderr."""
+    def __init__(self, link: LinkOptions, log: Path, deadlines: Deadlines) -> None:
+        """``log``: file that the process appends to."""
         config = link.config
         access = {
             "bind_host": link.bind_host,
@@ -111,9 +106,6 @@ class PauseGuard:
         self.restarts = 0
         with self._lock:
             self._start()
-
-    def __repr__(self) -> str:
-        return f"<PauseGuard {self.pid}, {len(self._open)} open, {self.restarts} restarts>"
 
     @property
     def pid(self) -> int | None:
@@ -208,13 +200,13 @@ class PauseGuard:
 
     def _start(self) -> None:
         try:
-            with open(self._log or os.devnull, "ab") as log:
+            with open(self._log, "ab") as log:
                 # A session of its own: torchrun and terminals signal the trainer's.
                 self._process, self._sock = start_module(
                     "titan_grpo.sync.pause_guard_main",
                     env=helper_environment(os.environ),
                     stdout=subprocess.DEVNULL,
-                    stderr=log if self._log is not None else None,
+                    stderr=log,
                     new_session=True,
                 )
         except OSError as error:

@@ -162,7 +162,7 @@ class SyncProcess(Child):
             pool.manifest.total_bytes,
             recorder,
             options,
-            lambda _, url, epoch: RemoteLane(self, url, epoch),
+            lambda url, epoch: RemoteLane(self, url, epoch),
         )
         self.slots = MainSlots(self, Reserved())
         self.lanes: dict[str, RemoteLane] = {}

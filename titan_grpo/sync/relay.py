@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from urllib.parse import urlsplit
 
+from titan_grpo.config import WeightSync
 from titan_grpo.protocol import relay
 from titan_grpo.protocol.messages import Joined, RangeSource, Staged
 from titan_grpo.sync.transports.channel import TICKET_BYTES
@@ -47,14 +48,12 @@ class Relay:
         self._tickets: dict[str, tuple[str, ...]] = {}
         """Server -> ticket of each part of its last transfer."""
 
-    def wait_s(
-        self, connections: int, block_bytes: int, min_rate: float, progress_s: float
-    ) -> float:
+    def wait_s(self, config: WeightSync, block_bytes: int) -> float:
         """Return how long a server waits for a range from another one, in seconds; 0: servers do
         not read from each other. Covers a chain of waiting servers, but stays below
-        ``progress_s``, after which a transfer counts as stalled."""
-        hop_s = connections * block_bytes / min_rate
-        wait_s = min(progress_s * 3 / 4, PATIENCE_S + relay.DEPTH * hop_s)
+        ``progress_deadline_s``, after which a transfer counts as stalled."""
+        hop_s = config.connections * block_bytes / config.min_rate
+        wait_s = min(config.progress_deadline_s * 3 / 4, PATIENCE_S + relay.DEPTH * hop_s)
         return wait_s if self._on else 0.0
 
     def came(self, url: str, joined: Joined, trainer: str) -> None:

@@ -89,6 +89,8 @@ class Reports(Protocol):
 class Lane(Protocol):
     """One server's lane, in this process or another."""
 
+    url: str
+
     @property
     def epoch(self) -> int:
         """Number of connections so far."""
@@ -109,8 +111,8 @@ class Lane(Protocol):
         """Return whether the lane has not ended."""
 
 
-OpenLane = Callable[["ServerSet", str, int], Lane]
-"""(set, url, last epoch of the server's previous lane) -> a lane that is not started."""
+OpenLane = Callable[[str, int], Lane]
+"""(url, last epoch of the server's previous lane) -> a lane that is not started."""
 
 
 @dataclass(slots=True)
@@ -286,7 +288,7 @@ class ServerSet:
         """Open a server's lane. Under ``_changing``: no thread ends the lane before it is set."""
         self._recorder.known_server(url)
         # Continue the count of epochs: a receiver refuses one that it has seen.
-        lane = self._open_lane(self, url, self._servers[url].epoch)
+        lane = self._open_lane(url, self._servers[url].epoch)
         with self._changed:
             self._servers[url].lane = lane
         lane.start()
@@ -501,11 +503,11 @@ def _end(lanes: Sequence[Lane], deadline: float, abort_s: float) -> list[Lane]:
         lane.stop()
     slow = _join(lanes, deadline - abort_s)
     for lane in slow:
-        logger.warning("%r was stopped and goes on: what it waits for is aborted", lane)
+        logger.warning("lane %s was stopped and goes on: what it waits for is aborted", lane.url)
         lane.abort()
     slow = _join(slow, deadline)
     for lane in slow:
-        logger.warning("%r did not end by its deadline", lane)
+        logger.warning("lane %s did not end by its deadline", lane.url)
     return slow
 
 

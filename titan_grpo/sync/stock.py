@@ -45,13 +45,8 @@ class StockLink:
     def __init__(
         self, run_id: str, epoch: int, manifest: Manifest, options: LinkOptions, routes: StockRoutes
     ) -> None:
-        self._run_id, self._epoch, self._manifest, self._options, self._routes = (
-            run_id,
-            epoch,
-            manifest,
-            options,
-            routes,
-        )
+        self._run_id, self._epoch, self._manifest = run_id, epoch, manifest
+        self._options, self._routes = options, routes
         self._transfer_s = options.config.transfer_s(manifest.total_bytes)
         self._lock = threading.Lock()
         self._aborted = False

@@ -16,7 +16,6 @@ deadline (limit_nccl_opening).
 import logging
 import math
 import os
-import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -32,7 +31,7 @@ import torch.distributed as dist
 
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.protocol.messages import RANGES
-from titan_grpo.sync.transports.channel import cannot_listen
+from titan_grpo.sync.transports.channel import open_listener
 
 LOOPBACK = "127.0.0.1"
 
@@ -73,18 +72,10 @@ def store_errors(what: str) -> Iterator[None]:
 
 def host_store(bind_host: str) -> dist.TCPStore:
     """Host a TCPStore on a free port of the interface ``bind_host`` (a host name or an address,
-    IPv4 or IPv6). Works under torchrun: never uses the agent's store. Raises ConfigError if the
-    address cannot be bound.
-    """
-    try:
-        # Bound here, not by the store: that would listen on every interface, and another process
-        # could take a port that was only looked up.
-        family, _, _, _, address = socket.getaddrinfo(bind_host, 0, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.bind(address)
-        listener.listen(128)
-    except OSError as error:
-        raise cannot_listen(bind_host, error) from error
+    IPv4 or IPv6). Works under torchrun: never uses the agent's store. Raises as open_listener."""
+    # Bound here, not by the store: that would listen on every interface, and another process could
+    # take a port that was only looked up.
+    listener = open_listener(bind_host)
     port = listener.getsockname()[1]
     with store_errors(f"hosting a store on {bind_host}:{port}"):
         # The store owns the descriptor from here on, also if its constructor fails.
@@ -476,8 +467,5 @@ def open_transport(
     """
     if problem := transport_problem(kind):
         raise ConfigError(problem)
-    kinds: dict[str, type[GlooTransport | NcclTransport]]
-    kinds = {"gloo": GlooTransport, "nccl": NcclTransport}
-    if kind not in kinds:
-        raise ConfigError(f"a broadcast needs transport gloo or nccl, got {kind!r}")
-    return kinds[kind](store, rank, size, options)
+    made = NcclTransport if kind == "nccl" else GlooTransport
+    return made(store, rank, size, options)

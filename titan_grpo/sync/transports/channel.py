@@ -85,13 +85,13 @@ def open_listener(host: str, port: int = 0) -> socket.socket:
         listener.listen(1024)
         listener.setblocking(False)
     except OSError as error:
-        raise cannot_listen(host, error) from error
+        raise _cannot_listen(host, error) from error
     return listener
 
 
-def cannot_listen(host: str, error: OSError) -> ConfigError:
-    """Return the error that says what to change if no socket can listen on ``host``: only one of
-    the two settings can name an address of another host."""
+def _cannot_listen(host: str, error: OSError) -> ConfigError:
+    """Return the error that says what to change: only one of the two settings can name an address
+    of another host."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return ConfigError(
             f"the port for servers on {host!r} needs a descriptor, there is none left ({error});"
