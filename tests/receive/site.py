@@ -1,5 +1,6 @@
 """An engine that is a dict of tensors, a real receiver process beside it, and real lanes."""
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -61,10 +62,6 @@ class DictEngine(Engine):
         self.breaks_at = ""
         self.loads = 0
 
-    def refuses(self, manifest: Manifest) -> str:
-        unknown = {spec.name for spec in manifest.tensors} ^ set(self.tensors)
-        return f"unknown or missing tensors: {sorted(unknown)}" if unknown else ""
-
     def load(self, tensors: Tensors) -> None:
         for name, tensor in tensors:
             if name == self.breaks_at:
@@ -77,6 +74,18 @@ class DictEngine(Engine):
         values = {float(v) for t in self.tensors.values() for v in (t.min(), t.max())}
         assert len(values) == 1, f"mixed weights: {values}"
         return values.pop()
+
+
+class NotedEngine(DictEngine):
+    """Says when it loads."""
+
+    def __init__(self, note: Callable[[str], object]) -> None:
+        super().__init__()
+        self._note = note
+
+    def load(self, tensors: Tensors) -> None:
+        self._note("load")
+        super().load(tensors)
 
 
 class Site:
@@ -117,7 +126,6 @@ class Site:
         version: Version,
         run_id: str | None = None,
         epoch: int | None = None,
-        term: int = 1,
         **options: Any,
     ) -> LaneLink:
         """A lane of the next epoch, not opened."""
@@ -126,7 +134,7 @@ class Site:
         config: dict[str, Any] = {"bucket_bytes": BUCKET, "lane_deadline_s": 60.0}
         config |= {key: own.pop(key) for key in set(own) - {f.name for f in fields(LinkOptions)}}
         made = LinkOptions(WeightSync(**config), **own)
-        link = LaneLink(run_id or self.run_id, self.epoch, version.manifest, made, term)
+        link = LaneLink(run_id or self.run_id, self.epoch, version.manifest, made)
         self.links.append(link)
         return link
 

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from titan_grpo.errors import DataError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import (
+    INDEX,
     checkpoint_shapes,
     coverage_problem,
     difference,
@@ -78,11 +79,17 @@ def test_a_directory_without_safetensors_gives_nothing(tmp_path: Path) -> None:
     assert checkpoint_shapes(tmp_path) == {}
 
 
-def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"abc")
-    with pytest.raises(
-        DataError, match=r"model\.safetensors must be a file of a safetensors checkpoint"
-    ):
+DAMAGED = ["{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "no json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("model.safetensors", "abc"), *((INDEX, text) for text in DAMAGED)]
+)
+def test_a_file_that_is_damaged_is_refused_by_its_name(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=f"{name} must be a file of a safetensors checkpoint"):
         checkpoint_shapes(tmp_path)
 
 

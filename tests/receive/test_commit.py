@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from tests.receive.site import DictEngine, Site, Weights
+from tests.receive.site import NotedEngine, Site, Weights
 from tests.receive.workers import Team, everywhere
 from tests.rigs.threads import no_free_thread
 from tests.rigs.trainer_handle import wait_until
@@ -80,18 +80,14 @@ def commit(site: TeamSite, data: dict[str, Any]) -> list[Applied | BaseException
     return site.everywhere(lambda side: side.commit(data))
 
 
-DAMAGED = ["{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "no json"]
-
-
-@pytest.mark.parametrize("text", DAMAGED)
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_damaged_checkpoint_of_one_worker_is_a_report_of_all_and_the_next_commit_works(
-    team: TeamSite, text: str, worker: int
+    team: TeamSite, worker: int
 ) -> None:
     w = Weights(1.0)
     link = team.connect(w)
     index = team.engines[worker].folder / INDEX
-    index.write_text(text)
+    index.write_text("no json")
     staged = link.send(1, 1, w.image, w.digests, w.fingerprint)
     for report in commit(team, link.commit(staged).to_dict()):
         assert isinstance(report, Applied), report
@@ -107,12 +103,11 @@ def test_a_damaged_checkpoint_of_one_worker_is_a_report_of_all_and_the_next_comm
 
 
 @pytest.mark.parametrize("broken", ["refuses", "load"])
-@pytest.mark.parametrize("error", [KeyError("k"), AttributeError("a"), AssertionError(), OSError()])
 def test_any_error_of_one_workers_engine_is_a_report_of_all(
-    team: TeamSite, broken: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+    team: TeamSite, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> Any:
-        raise error
+        raise AssertionError
 
     w = Weights(1.0)
     link = team.connect(w)
@@ -121,7 +116,7 @@ def test_any_error_of_one_workers_engine_is_a_report_of_all(
     for report in commit(team, link.commit(staged).to_dict()):
         assert isinstance(report, Applied), report
         assert (report.ok, report.intact) == (False, broken == "refuses")
-        assert type(error).__name__ in report.error
+        assert "AssertionError" in report.error
 
 
 def test_workers_that_lose_each_other_report_an_engine_that_is_not_intact(team: TeamSite) -> None:
@@ -174,29 +169,6 @@ def test_views_of_an_image_share_its_memory() -> None:
         assert view.data_ptr() == w.image.data_ptr() + spec.offset
 
 
-def staging_maps() -> set[str]:
-    """This process's mappings of receivers' staging images."""
-    return {line for line in Path("/proc/self/maps").read_text().splitlines() if "staging" in line}
-
-
-def test_the_staged_image_is_mapped_once_per_epoch_and_let_go_of_at_the_next_hello(
-    site: Site,
-) -> None:
-    others = staging_maps()
-    link = site.connect(Weights(1.0))
-    assert site.deliver(link, 1, 1, Weights(1.0)).ok
-    first = staging_maps() - others
-    assert len(first) == 1
-    assert site.deliver(link, 2, 2, Weights(2.0)).ok
-    assert staging_maps() - others == first
-    assert site.engine.value() == 2.0
-    link = site.connect(Weights(3.0))
-    assert not first & staging_maps()
-    assert site.deliver(link, 1, 3, Weights(3.0)).ok
-    assert len(staging_maps() - others) == 1
-    assert site.engine.value() == 3.0
-
-
 WAIT_S = 60.0
 
 
@@ -224,18 +196,6 @@ class Pins:
         return lambda: self.note("unpin")
 
 
-class NotedEngine(DictEngine):
-    """Notes its loads among the pins."""
-
-    def __init__(self, pins: Pins) -> None:
-        super().__init__()
-        self._pins = pins
-
-    def load(self, tensors: Any) -> None:
-        self._pins.note("load")
-        super().load(tensors)
-
-
 @pytest.fixture
 def pins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pins]:
     made = Pins()
@@ -251,7 +211,7 @@ PIN = f"pin {WEIGHTS.manifest.total_bytes}"
 @pytest.fixture
 def noted(pins: Pins) -> Iterator[Site]:
     """A site whose engine notes its loads among the pins."""
-    made = Site(engine=NotedEngine(pins))
+    made = Site(engine=NotedEngine(pins.note))
     yield made
     made.close()
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.receive.site import DictEngine, Site, Weights
+from tests.receive.site import NotedEngine, Site, Weights
 from titan_grpo.receive.commit import WorkerDevice
 
 pytestmark = pytest.mark.e2e
@@ -23,30 +23,11 @@ def third_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return waited
 
 
-def test_a_worker_without_cuda_is_on_the_cpu_and_waits_for_nothing() -> None:
-    if not torch.cuda.is_initialized():
-        device = WorkerDevice()
-        assert (device.name, device.pin(torch.zeros(8, dtype=torch.uint8))) == ("cpu", None)
-        device.settle()
-
-
-class NotedEngine(DictEngine):
-    """Notes its loads among what was waited for."""
-
-    def __init__(self, noted: list[str]) -> None:
-        super().__init__()
-        self._noted = noted
-
-    def load(self, tensors: Any) -> None:
-        self._noted.append("load")
-        super().load(tensors)
-
-
 def test_the_device_is_waited_for_before_a_load_and_after_it_also_if_it_breaks_off(
     third_gpu: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(WorkerDevice, "pin", lambda *_: None)  # there is no GPU to pin for
-    site = Site(engine=NotedEngine(third_gpu))
+    site = Site(engine=NotedEngine(third_gpu.append))
     weights = Weights(1.0)
     link = site.connect(weights)
     assert site.deliver(link, 1, 1, weights).ok

@@ -1,24 +1,18 @@
 """Versions that pass through a window into an engine that stands still: a real receiver process,
 real senders, no vLLM."""
 
-import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
-from subprocess import PIPE, Popen
 from typing import Any
 
 import pytest
 import torch
 
 from tests.receive.site import BLOCK, BUCKET, Site, Version
-from tests.rigs.present import present
 from titan_grpo.errors import TransferFailed
-from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Applied
 from titan_grpo.receive.commit import Engine, EngineSide
 from titan_grpo.receive.window import WINDOW_BUCKETS
@@ -44,8 +38,6 @@ SHAPES = {
 FIRST_BUCKETS = -(-5 * 4099 * 4 // BUCKET)
 """Buckets until the first tensor is whole."""
 
-SENDER = Path(__file__).with_name("streaming_sender.py")
-
 
 class Random(Version):
     """Random weights, different in every element."""
@@ -65,10 +57,6 @@ class LayerEngine(Engine):
         self.tensors: dict[str, torch.Tensor] = {}
         self.begun = threading.Event()
         self.loads = 0
-
-    def refuses(self, manifest: Manifest) -> str:
-        unknown = {spec.name for spec in manifest.tensors} ^ set(SHAPES)
-        return f"unknown or missing tensors: {sorted(unknown)}" if unknown else ""
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         self.loads += 1
@@ -104,14 +92,12 @@ class Loading(threading.Thread):
 
 
 class WindowedSite(Site):
-    """One engine with its plugin half, and the lanes and stray senders that a test opens to it."""
+    """One engine with its plugin half, and the lanes that a test opens to it."""
 
-    def __init__(self, folder: Path, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         super().__init__(
             engine=LayerEngine(), transport="gloo", lane_deadline_s=deadline_s, apply="streamed"
         )
-        self._folder = folder
-        self._senders: list[Popen[str]] = []
 
     def deliver(self, link: LaneLink, number: int, version: int, weights: Version) -> Applied:
         """One transfer, through the engine's update call."""
@@ -123,34 +109,15 @@ class WindowedSite(Site):
         return link.wait_applied(number, SOON_S)
 
     def begin(self, version: Version) -> tuple[LaneLink, Loading]:
-        """A lane of the next epoch, and the engine's call that waits for its first version."""
+        """A lane of the next epoch, and the engine's call that waits for its version 2."""
         link = self.connect(version)
-        staged = link.offer(1, 1, version.digests, version.fingerprint)
+        staged = link.offer(1, 2, version.digests, version.fingerprint)
         return link, Loading(self.side, link.commit(staged).to_dict())
-
-    def begin_elsewhere(self, version: Version, buckets: int) -> tuple["Popen[str]", Loading]:
-        """The same of a process that sends ``buckets`` buckets of version 2, says so, and stops."""
-        self.epoch += 1
-        (self._folder / "manifest.json").write_text(version.manifest.to_json())
-        (self._folder / "image").write_bytes(version.image.numpy().tobytes())
-        words = [self._folder, self.run_id, self.epoch, BUCKET, buckets]
-        command = [sys.executable, str(SENDER), *map(str, words)]
-        sender = Popen(command, stdin=PIPE, stdout=PIPE, text=True)
-        self._senders.append(sender)
-        said = present(sender.stdout)
-        self.side.hello(json.loads(said.readline()))
-        return sender, Loading(self.side, json.loads(said.readline()))
-
-    def close(self) -> None:
-        for sender in self._senders:
-            sender.kill()
-            sender.communicate()
-        super().close()
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[WindowedSite]:
-    made = WindowedSite(tmp_path)
+def site() -> Iterator[WindowedSite]:
+    made = WindowedSite()
     yield made
     made.close()
 
@@ -187,14 +154,20 @@ def test_the_server_holds_a_window_and_no_whole_image(site: WindowedSite) -> Non
     assert grant["image"]["nbytes"] == WINDOW < version.manifest.total_bytes
 
 
-def test_a_sender_killed_before_the_first_tensor_leaves_the_old_version_whole(
+def send(link: LaneLink, version: Version, buckets: int) -> None:
+    """So many buckets, and no more."""
+    for start in range(0, buckets * BUCKET, BUCKET):
+        link._connected().broadcast(version.image[start : start + BUCKET], DEADLINE_S)
+
+
+def test_a_sender_gone_before_the_first_tensor_leaves_the_old_version_whole(
     site: WindowedSite,
 ) -> None:
     old, new = Random(1), Random(2)
     site.deliver(site.connect(old), 1, 1, old)
-    sender, loading = site.begin_elsewhere(new, FIRST_BUCKETS - 1)
-    assert present(sender.stdout).readline().strip() == "sent"
-    sender.kill()
+    link, loading = site.begin(new)
+    send(link, new, FIRST_BUCKETS - 1)
+    link.close()
     report = loading.report(SOON_S)
     assert not report.ok
     assert report.intact
@@ -206,15 +179,16 @@ def test_a_sender_killed_before_the_first_tensor_leaves_the_old_version_whole(
     assert site.engine.holds(new)
 
 
-def test_a_sender_killed_after_the_first_tensor_leaves_the_engine_not_intact_until_a_whole_version(
+def test_a_sender_gone_after_the_first_tensor_leaves_the_engine_not_intact_until_a_whole_version(
     site: WindowedSite,
 ) -> None:
     old, new = Random(1), Random(2)
     site.deliver(site.connect(old), 1, 1, old)
     site.engine.begun.clear()
-    sender, loading = site.begin_elsewhere(new, FIRST_BUCKETS)
+    link, loading = site.begin(new)
+    send(link, new, FIRST_BUCKETS)
     assert site.engine.begun.wait(SOON_S)
-    sender.kill()
+    link.close()
     report = loading.report(SOON_S)
     assert not report.ok
     assert not report.intact
@@ -229,15 +203,9 @@ def test_a_sender_killed_after_the_first_tensor_leaves_the_engine_not_intact_unt
     assert site.joined.held_version == 2
 
 
-def send(link: LaneLink, version: Version, buckets: int) -> None:
-    """So many buckets, and no more."""
-    for start in range(0, buckets * BUCKET, BUCKET):
-        link._connected().broadcast(version.image[start : start + BUCKET], DEADLINE_S)
-
-
 @pytest.mark.parametrize("buckets", [1, FIRST_BUCKETS])
-def test_a_stalled_sender_frees_the_engine_by_the_deadline(tmp_path: Path, buckets: int) -> None:
-    site, version = WindowedSite(tmp_path, STALL_S), Random(1)
+def test_a_stalled_sender_frees_the_engine_by_the_deadline(buckets: int) -> None:
+    site, version = WindowedSite(STALL_S), Random(1)
     with closing(site):
         link, loading = site.begin(version)
         send(link, version, buckets)
