@@ -3,6 +3,7 @@ to send, and servers without an engine."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from tests.rigs.host_process import HostProcess, host_ops, host_shards
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from titan_grpo.config import WeightSync
-from titan_grpo.engines.server import RolloutNeeds
 from titan_grpo.layout.infer import infer_layout
 from titan_grpo.layout.manifest import ALIGNMENT, parts_of
 from titan_grpo.layout.plan import written_extents
@@ -69,18 +69,12 @@ class Rig:
     """Servers, sealer and lanes, and the publisher of the only rank; ``publish`` sends ``version``
     as every element."""
 
-    def __init__(
-        self,
-        folder: Path,
-        urls: tuple[str, ...],
-        remote_writers: tuple[int, ...] = (),
-        **config: Any,
-    ) -> None:
-        """``config``: keys of [weight_sync], ``watch``, ``drain``, ``observer``, ``owner``,
-        ``take_over``, ``run_id``, ``look_s``, ``needs``, ``far`` (servers read no
-        memory of the trainer, as on another host), ``run_keys``: "trainer" or a server -> its key,
-        ``changed``: see host_shards, ``quantised``: a server -> its method, and ``leases``: of a
-        pause guard; None: there is none.
+    def __init__(self, folder: Path, urls: tuple[str, ...], **config: Any) -> None:
+        """``config``: keys of [weight_sync] and of SyncOptions, ``watch`` (lane_observer),
+        ``run_id``, ``far`` (servers read no memory of the trainer, as on another host),
+        ``run_keys``: "trainer" or a server -> its key, ``changed``: see host_shards,
+        ``quantised``: a server -> its method, and ``leases``: of a pause guard; None: there is
+        none.
 
         ``hosts``: over so many the rows of both matrices are cut; this process is the first, the
         others are in ``hosts``, at 127.0.0.2 and so on."""
@@ -89,15 +83,11 @@ class Rig:
         run_keys: dict[str, Key] = config.pop("run_keys", {})
         quantised: dict[str, str] = config.pop("quantised", {})
         watch: Observer = config.pop("watch", no_observer)
-        drain: Callable[[str], None] | None = config.pop("drain", None)
-        observer = config.pop("observer", None)
-        owner: str = config.pop("owner", "")
-        take_over: bool = config.pop("take_over", True)
         run_id: str = config.pop("run_id", "")
-        look_s: float = config.pop("look_s", 1.0)
         far: bool = config.pop("far", False)
-        needs: RolloutNeeds = config.pop("needs", RolloutNeeds())
         leases: Deadlines | None = config.pop("leases", None)
+        known = {field.name for field in fields(SyncOptions)} & config.keys()
+        own: dict[str, Any] = {"look_s": 1.0} | {name: config.pop(name) for name in known}
         self.loaded = {url: Weights() for url in urls}
         self.servers = {
             url: ReceiverServer(
@@ -119,25 +109,19 @@ class Rig:
             urls=urls,
             make_control=self._control,
             run_key=run_keys.get("trainer"),
-            remote_writers=remote_writers,
             leaders=range(1, hosts),
             lane_observer=watch,
-            drain=drain,
-            observer=observer,
-            owner=owner,
-            take_over=take_over,
-            look_s=look_s,
-            needs=needs,
             guarded=leases is not None,
             guard_deadlines=leases,
             tamper=tuple if far else None,
+            **own,
         )
         self.server_set = server_set(
             self.config,
             self.pool.manifest.total_bytes,
             self.recorder,
             options,
-            lambda _, *lane: self.lanes.open_lane(*lane),
+            lambda *lane: self.lanes.open_lane(*lane),
         )
         self.lanes = SyncLanes(self.pool, self.config, self.recorder, options, self.server_set)
         self.slots = self.lanes.slots
@@ -256,10 +240,8 @@ def rig(tmp_path: Path) -> Iterator[MakeRig]:
     [weight_sync]."""
     made: list[Rig] = []
 
-    def make(
-        *urls: str, started: bool = True, remote_writers: tuple[int, ...] = (), **config: Any
-    ) -> Rig:
-        made.append(Rig(tmp_path, urls, remote_writers, **config))
+    def make(*urls: str, started: bool = True, **config: Any) -> Rig:
+        made.append(Rig(tmp_path, urls, **config))
         if started:
             made[-1].start()
         return made[-1]

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,26 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.lane import LaneEvent, Point
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.sync.lanes import SyncOptions
+from titan_grpo.verify.recording import content_digest, tensor_digest
 
 SHAPES = {"up": (512, 256), "down": (256, 512)}
 DEADLINES = Deadlines(pause_s=8.0, greet_s=60.0, again_s=0.5)
 WAIT_S = 120.0
 
 
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """What every element of a version is: its number."""
+    return {name: torch.full(shape, float(version)) for name, shape in SHAPES.items()}
+
+
+def digest(version: int) -> str:
+    """What GET /served says of a server that holds ``version``."""
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in weights(version).items()}
+    return content_digest({name: tensor_digest(tensor) for name, tensor in tensors.items()})
+
+
 def say(**event: Any) -> None:
-    print(json.dumps(event | {"at": time.time()}), flush=True)
+    print(json.dumps(event), flush=True)
 
 
 class GuardedTrainer(Trainer):
@@ -76,8 +87,7 @@ class GuardedTrainer(Trainer):
 
     def make(self, version: int) -> None:
         """Publish a version, and wait until it is held."""
-        tensors = {fqn: torch.full(shape, float(version)) for fqn, shape in SHAPES.items()}
-        assert self.publish(version, tensors, WAIT_S), f"no slot for version {version}"
+        assert self.publish(version, weights(version), WAIT_S), f"no slot for version {version}"
         assert self.servers.wait_held(version, WAIT_S, everyone=False), (
             f"version {version} is not held"
         )

@@ -9,19 +9,36 @@ import torch
 
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.infer import infer_layout
-from titan_grpo.layout.plan import copy_ops
+from titan_grpo.layout.plan import Chunk, copy_ops
 from titan_grpo.sync.publisher import Copy, CudaCopy, Snapshotter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 
-SHAPES = {"cast": (4096, 2048), "gather": (4096, 1024), "same": (4096, 1024), "vector": (4097,)}
-"""A cast, rows in another order, rows that go as they are, and bytes that fill no row."""
+SHAPES = {
+    "cast": (4096, 2048),
+    "gather": (4096, 1024),
+    "columns": (4096, 1024),
+    "same": (4096, 1024),
+    "vector": (4097,),
+}
+"""A cast, rows in another order, columns of which this rank has those from COLUMN on, rows that go
+as they are, and bytes that fill no row."""
+
+COLUMN = 256
 
 SLOTS = 6
 STAGING = 1 << 20
 SLEEP = 200_000_000
 """Cycles before the first step, so that the host has enqueued all versions before the device makes
 one: nothing but the fences is between a copy and the next step."""
+
+
+def shard_of(fqn: str) -> Chunk:
+    """What this rank has of a parameter."""
+    shape = SHAPES[fqn]
+    if fqn == "columns":
+        return (0, COLUMN), (shape[0], shape[1] - COLUMN)
+    return (0,) * len(shape), shape
 
 
 class Trainer:
@@ -35,10 +52,7 @@ class Trainer:
         )
         self._order = order.cuda()
         self._manifest = layout.manifest("bfloat16", 4096)
-        ops = {
-            fqn: copy_ops(layout, self._manifest, fqn, (0,) * len(s), s)
-            for fqn, s in SHAPES.items()
-        }
+        ops = {fqn: copy_ops(layout, self._manifest, fqn, *shard_of(fqn)) for fqn in SHAPES}
         self._images = [
             stack.enter_context(SharedImage.create(self._manifest.total_bytes, f"slot {i}"))
             for i in range(SLOTS)
@@ -48,8 +62,7 @@ class Trainer:
         self._snapshotter = Snapshotter(ops, tensors, device, STAGING)
         stack.callback(self._snapshotter.close)
         self._weights = {
-            fqn: torch.randn(shape, device=device, dtype=torch.float32)
-            for fqn, shape in SHAPES.items()
+            fqn: torch.randn(shard_of(fqn)[1], device=device, dtype=torch.float32) for fqn in SHAPES
         }
         self._weights["same"] = self._weights["same"].bfloat16()
         for weight in self._weights.values():
@@ -87,7 +100,9 @@ class Trainer:
         for fqn, weight in weights.items():
             spec = self._manifest.spec(fqn)
             rows = weight[self._order] if fqn == "gather" else weight
-            flat = rows.bfloat16().cpu().view(-1).view(torch.uint8)
+            whole = torch.zeros(spec.shape, dtype=torch.bfloat16)
+            whole[..., spec.shape[-1] - rows.shape[-1] :] = rows.bfloat16().cpu()
+            flat = whole.view(-1).view(torch.uint8)
             image[spec.offset : spec.offset + spec.nbytes] = flat
         return image
 

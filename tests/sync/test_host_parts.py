@@ -2,10 +2,12 @@
 serves its part, and a server gets the whole of one version, or none of it."""
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from tests.rigs.host_process import HostProcess
 from tests.rigs.present import present
 from tests.sync.conftest import MakeRig, Rig
 from titan_grpo.protocol.messages import Standing
@@ -67,17 +69,6 @@ def test_a_host_that_stands_still_costs_the_version_that_it_does_not_hash_and_no
     a_thawed_host_serves(run, 3)
 
 
-def test_a_killed_sync_process_of_a_host_is_started_again_and_brings_the_next_version(
-    rig: MakeRig,
-) -> None:
-    run = rig("a", hosts=2)
-    run.deliver(1)
-    run.hosts[0].kill_sync()
-    published(run, 2)
-    run.everyone(2)
-    assert run.loaded["a"].value() == 2.0
-
-
 def test_what_a_killed_sync_process_of_a_host_had_hashed_is_served_by_the_next_one(
     rig: MakeRig,
 ) -> None:
@@ -93,30 +84,23 @@ def test_what_a_killed_sync_process_of_a_host_had_hashed_is_served_by_the_next_o
     assert [run.loaded[url].value() for url in "ab"] == [2.0, 2.0]
 
 
-def test_a_host_that_stops_in_the_middle_of_serving_costs_its_readers_that_version(
-    rig: MakeRig,
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [(HostProcess.freeze, "version 2: send failed"), (HostProcess.kill, "source at 127.0.0.2")],
+    ids=["stops", "dies"],
+)
+def test_a_host_that_ends_in_the_middle_of_serving_leaves_servers_on_the_version_that_they_hold(
+    rig: MakeRig, end: Callable[[HostProcess], None], words: str
 ) -> None:
     run = rig("a", hosts=2, progress_deadline_s=4.0)
     run.deliver(1)
     run.slots.keep("a")
     run.publish(2)
     run.complete(2)
-    run.hosts[0].freeze()
+    end(run.hosts[0])
     run.slots.go_on("a")
-    error_with(run, "version 2: send failed")
+    error_with(run, words)
     assert run.loaded["a"].value() == 1.0
     assert not run.servers["a"].paused
-    a_thawed_host_serves(run, 3)
-
-
-def test_a_host_that_dies_leaves_servers_on_the_version_that_they_hold(rig: MakeRig) -> None:
-    run = rig("a", hosts=2, progress_deadline_s=4.0)
-    run.deliver(1)
-    run.slots.keep("a")
-    run.publish(2)
-    run.complete(2)
-    run.hosts[0].kill()
-    run.slots.go_on("a")
-    error_with(run, "source at 127.0.0.2")
-    assert run.loaded["a"].value() == 1.0
-    assert not run.servers["a"].paused
+    if end is HostProcess.freeze:
+        a_thawed_host_serves(run, 3)

@@ -23,12 +23,6 @@ def publish(slots: ImageSlots, version: int) -> int:
     return slot
 
 
-def test_the_first_slot_is_reserved_from_the_start_and_only_once() -> None:
-    slots = ImageSlots(2)
-    assert slots.reserved.take() == 0
-    assert slots.reserved.take() is None
-
-
 def test_an_idle_lane_is_woken_by_a_new_version() -> None:
     slots, woken = ImageSlots(2), []
     assert slots.pin_newer("lane", None, lambda: woken.append(1)) is None
@@ -61,15 +55,6 @@ def test_a_version_that_an_idle_lane_wants_is_not_written_over_until_it_leaves()
     assert slots.reserved.take() == 1
 
 
-def test_a_lane_gets_the_newest_version_and_skips_what_came_between() -> None:
-    slots = ImageSlots(2)
-    for version in (1, 2, 3):
-        publish(slots, version)
-    assert present(ask(slots, "lane", None)).version == 3
-    slots.unpin("lane")
-    assert ask(slots, "lane", 3) is None
-
-
 def test_no_slot_is_given_while_each_one_is_read_and_an_unpin_gives_it() -> None:
     slots = ImageSlots(2)
     publish(slots, 1)
@@ -79,13 +64,6 @@ def test_no_slot_is_given_while_each_one_is_read_and_an_unpin_gives_it() -> None
     assert slots.reserved.take() is None
     slots.unpin("slow")
     assert slots.reserved.wait(0.0) == 0
-
-
-def test_a_version_that_no_lane_waits_for_gives_way_to_the_next_one() -> None:
-    slots = ImageSlots(2)
-    publish(slots, 1)
-    ask(slots, "busy", None)
-    assert publish(slots, 2) == publish(slots, 3) == 1
 
 
 def test_a_late_lane_gets_the_newest_version_though_its_slot_was_promised_to_the_next() -> None:

@@ -37,19 +37,6 @@ def test_a_version_is_skipped_when_every_slot_is_being_read_and_the_next_one_is_
     assert [r.loaded[url].value() for url in "ab"] == [5.0, 5.0]
 
 
-def test_a_version_is_sealed_only_when_the_other_ranks_have_written_their_part(
-    rig: MakeRig,
-) -> None:
-    r = rig("a", remote_writers=(1,))
-    announcer = Announcer(1, r.pool.store.port, WAIT_S, WAIT_S)
-    slot = r.publish(1)
-    assert r.servers["a"].receiver_pid is None or r.slots.newest() is None
-    announcer(1, slot, Copy(0.0))
-    assert r.server_set.wait_held(1, WAIT_S, everyone=True) == ["a"]
-    assert announcer.take_error() is None
-    announcer.close(WAIT_S)
-
-
 def test_a_part_that_never_arrives_discards_the_version_latches_an_error_and_frees_the_slot(
     rig: MakeRig,
 ) -> None:

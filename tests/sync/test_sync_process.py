@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -15,12 +14,13 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from tests.rigs.server_handle import ServerProcess, served
 from tests.rigs.signals import send
 from tests.rigs.sockets import descriptors_left
 from tests.rigs.trainer import Trainer
+from tests.rigs.trainer_handle import wait_until
+from tests.sync.guarded_trainer import SHAPES, digest, weights
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import SyncError
 from titan_grpo.layout.manifest import Manifest
@@ -28,30 +28,11 @@ from titan_grpo.runkey import KEY_VARIABLE, Key
 from titan_grpo.sync import child
 from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.sync.process import SyncProcess
-from titan_grpo.verify.recording import content_digest, tensor_digest
 
-SHAPES = {"up": (512, 256), "down": (256, 512)}
 WAIT_S = 120.0
 ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
-
-
-def weights(version: int) -> dict[str, torch.Tensor]:
-    return {name: torch.full(shape, float(version)) for name, shape in SHAPES.items()}
-
-
-def digest(version: int) -> str:
-    return content_digest(
-        {name: tensor_digest(t.to(torch.bfloat16)) for name, t in weights(version).items()}
-    )
-
-
-def until(fact: Callable[[], Any], timeout_s: float = WAIT_S) -> None:
-    start, pace = time.monotonic(), threading.Event()
-    while not fact():
-        assert time.monotonic() - start < timeout_s, f"not within {timeout_s} s"
-        pace.wait(0.02)
 
 
 @contextmanager
@@ -86,7 +67,7 @@ def ends_on_the_newest(trainer: Trainer, servers: list[ServerProcess], version: 
     """A version after these reaches all servers, and they generate with its weights."""
     assert trainer.publish(version, weights(version), WAIT_S)
     urls = sorted(server.url for server in servers)
-    until(lambda: sorted(trainer.worker.flush(version, WAIT_S)) == urls)
+    assert wait_until(lambda: sorted(trainer.worker.flush(version, WAIT_S)) == urls, WAIT_S)
     for server in servers:
         now = server.run(served())
         assert now["visible"][-1][1] == digest(version)
@@ -101,7 +82,7 @@ def test_killed_in_the_middle_of_a_run_it_is_started_again_and_every_server_ends
         steps(trainer, 1, 20)
         os.kill(killed, signal.SIGKILL)
         steps(trainer, 21, 20)
-        until(lambda: trainer.worker.pid != killed)
+        assert wait_until(lambda: trainer.worker.pid != killed, WAIT_S)
         ends_on_the_newest(trainer, servers, 41)
         (error,) = trainer.recorder.history().errors
         assert "the sync process ended with exit code -9" in error
@@ -125,22 +106,17 @@ def test_stopped_it_costs_versions_and_no_step(tmp_path: Path) -> None:
         ends_on_the_newest(trainer, servers, 41)
 
 
-def test_a_server_leaves_and_comes_again(tmp_path: Path) -> None:
+def test_a_server_leaves_and_comes_again_and_late_orders_to_its_last_lane_cost_nothing(
+    tmp_path: Path,
+) -> None:
     with training(tmp_path, servers=2) as (trainer, servers):
         assert trainer.servers.remove(servers[0].url, WAIT_S)
+        for order in ("stop_lane", "abort_lane"):
+            trainer.worker.post(order, servers[0].url)
         assert trainer.publish(1, weights(1), WAIT_S)
         assert trainer.servers.wait_held(1, WAIT_S, everyone=True) == [servers[1].url]
         assert trainer.servers.add(servers[0].url)
         ends_on_the_newest(trainer, servers, 2)
-
-
-def test_an_order_to_a_lane_of_the_process_before_it_costs_the_other_lanes_nothing(
-    tmp_path: Path,
-) -> None:
-    with training(tmp_path) as (trainer, servers):
-        for order in ("stop_lane", "abort_lane"):
-            trainer.worker.post(order, "http://ended")
-        ends_on_the_newest(trainer, servers, 1)
         assert trainer.recorder.history().errors == []
 
 
@@ -192,14 +168,17 @@ def test_while_it_cannot_be_started_again_it_is_tried_at_a_pace_and_leaves_nothi
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    def tries() -> list[float]:
+        return [r.created for r in caplog.records if r.name == child.logger.name]
+
     monkeypatch.setattr(child, "RESTART_S", 1.0)
     killed = idle.worker.pid
     with shortage():
         os.kill(killed, signal.SIGKILL)
-        until(lambda: len([r for r in caplog.records if r.name == child.logger.name]) >= 3)
-    times = [r.created for r in caplog.records if r.name == child.logger.name]
+        assert wait_until(lambda: len(tries()) >= 3, WAIT_S)
+    times = tries()
     assert times[2] - times[0] > 0.9
-    until(lambda: idle.worker.pid != killed)
+    assert wait_until(lambda: idle.worker.pid != killed, WAIT_S)
     started = [p for p in psutil.Process().children() if SyncProcess.MODULE in p.cmdline()]
     assert [p.pid for p in started] == [idle.worker.pid]
 
@@ -222,7 +201,7 @@ def test_one_that_is_being_started_while_the_run_ends_ends_too(
     assert launching.wait(WAIT_S)
     idle.worker.close()
     goes_on.set()
-    until(lambda: launched and not psutil.pid_exists(launched[0]))
+    assert wait_until(lambda: bool(launched) and not psutil.pid_exists(launched[0]), WAIT_S)
 
 
 ORPHAN = """
