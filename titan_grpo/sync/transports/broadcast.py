@@ -467,5 +467,6 @@ def open_transport(
     """
     if problem := transport_problem(kind):
         raise ConfigError(problem)
-    made = NcclTransport if kind == "nccl" else GlooTransport
-    return made(store, rank, size, options)
+    if kind == "nccl":
+        return NcclTransport(store, rank, size, options)
+    return GlooTransport(store, rank, size, options)
