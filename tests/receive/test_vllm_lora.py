@@ -207,16 +207,14 @@ def test_a_server_whose_trainer_died_before_the_label_gets_adapter_and_label_tog
 
 
 def test_an_adapter_stays_until_its_last_request_is_answered() -> None:
-    adapters = vllm_http.Adapters()
-    adapters.loaded(FIRST)
+    adapters, loaded = vllm_http.Adapters(), (FIRST, SECOND)
+    adapters.current = FIRST
     assert (adapters.began(), adapters.began()) == (FIRST, FIRST)
-    adapters.loaded(SECOND)
+    adapters.current = SECOND
     adapters.ended(FIRST)
-    assert adapters.unused() == []
+    assert adapters.unused(loaded) == []
     adapters.ended(FIRST)
-    assert adapters.unused() == [FIRST]
-    adapters.unloaded(FIRST)
-    assert adapters.unused() == []
+    assert adapters.unused(loaded) == [FIRST]
     assert adapters.began() == SECOND
 
 

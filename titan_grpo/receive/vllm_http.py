@@ -105,6 +105,7 @@ class WeightsMiddleware:
         self._updates = 0
         self._adapters = Adapters()
         self._folders: dict[str, Path] = {}
+        """Loaded adapter -> its files."""
         self._loading = asyncio.Lock()
         """Held while vLLM loads or unloads adapters. A lane whose call timed out sets the label by
         another one: it must not pass while the load goes on, and may yet fail."""
@@ -182,18 +183,17 @@ class WeightsMiddleware:
                     return f"vLLM did not load this version's adapter (status {status}): {said}"
                 self._folders[name] = place
             shutil.rmtree(staged, ignore_errors=True)
-            self._adapters.loaded(name)
+            self._adapters.current = name
         await self._unload_unused(scope)
         return ""
 
     async def _unload_unused(self, scope: dict[str, Any]) -> None:
         async with self._loading:
-            for name in self._adapters.unused():
+            for name in self._adapters.unused(self._folders):
                 asked = {"lora_name": name}
                 status, _ = await self._route(scope, "POST", "/v1/unload_lora_adapter", asked)
                 # Else refused (the client sent a wrong API key, say): the next request tries again.
                 if status in (200, 404):
-                    self._adapters.unloaded(name)
                     shutil.rmtree(self._folders.pop(name), ignore_errors=True)
 
     async def _paused(self, scope: dict[str, Any]) -> bool:
@@ -437,17 +437,12 @@ def adapter_problem(manifest: Manifest, lora_config: Any, base: Mapping[str, Sha
 
 
 class Adapters:
-    """Record of the loaded adapters and of the number of requests of each. No I/O."""
+    """Record of the number of requests of each adapter. No I/O."""
 
     def __init__(self) -> None:
         self.current = ""
+        """The adapter that new requests get."""
         self._requests: Counter[str] = Counter()
-        self._loaded: set[str] = set()
-
-    def loaded(self, name: str) -> None:
-        """Record a loaded adapter: new requests get it from now on."""
-        self._loaded.add(name)
-        self.current = name
 
     def began(self) -> str:
         """Count a new request; return its adapter."""
@@ -457,12 +452,9 @@ class Adapters:
     def ended(self, name: str) -> None:
         """Count the end of a request, or its cancellation."""
         self._requests[name] -= 1
+        if not self._requests[name]:
+            del self._requests[name]
 
-    def unused(self) -> list[str]:
-        """Return the adapters that no request has or will get."""
-        return sorted(n for n in self._loaded if n != self.current and not self._requests[n])
-
-    def unloaded(self, name: str) -> None:
-        """Forget an unused adapter."""
-        self._loaded.discard(name)
-        del self._requests[name]
+    def unused(self, loaded: Iterable[str]) -> list[str]:
+        """Return the loaded adapters that no request has or will get."""
+        return sorted(n for n in loaded if n != self.current and not self._requests[n])
