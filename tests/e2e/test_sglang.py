@@ -22,6 +22,7 @@ from tests.conformance.engine import (
     remake,
 )
 from tests.e2e.conftest import Site
+from tests.rigs import half_sender
 from tests.rigs.census import cpu_seconds, in_group
 from tests.rigs.present import present
 from titan_grpo.engines.generation import Sampling
@@ -61,9 +62,9 @@ def test_an_idle_one_leaves_the_cores_to_others(sglang_site: Site) -> None:
     assert any(share() < 0.3 for _ in range(TRIES)), "an idle server uses a core"
 
 
-SENDER = Path(__file__).parent.parent / "receive" / "sender_process.py"
+SENDER = Path(half_sender.__file__)
 STALL_S = 3.0
-"""After it the receiver gives up a sender of sender_process.py that is silent."""
+"""How long requests are made while a sender is silent."""
 
 
 def test_a_sender_that_freezes_in_mid_transfer_costs_no_request_and_no_version(
@@ -72,7 +73,7 @@ def test_a_sender_that_freezes_in_mid_transfer_costs_no_request_and_no_version(
     e = EngineUnderTest(sglang_site.server, tmp_path)
     with sender(e) as before:
         path, label = before.sync(1, 1), before.label(1)
-        command = [sys.executable, str(SENDER), new_run_id(time.time()), "2", "half"]
+        command = [sys.executable, str(SENDER), new_run_id(time.time())]
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as frozen:
