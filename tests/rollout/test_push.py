@@ -14,7 +14,7 @@ import httpx
 import pytest
 from httpx import Client
 
-from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.errors import ConfigError, DataError, ProtocolError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import external, httpd
 from titan_grpo.rollout.external import PushSource, parse
@@ -262,6 +262,16 @@ def test_a_push_that_is_decided_late_is_answered_as_it_was_decided(
     monkeypatch.setattr(external, "DECIDE_S", 0.5)
     monkeypatch.setattr(source, "_take", slow)
     assert client.post("/groups", json=body()).status_code == 202
+
+
+def test_a_push_that_cannot_be_handed_on_is_503(
+    client: Client, source: PushSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(_: Sequence[external.Incoming]) -> httpd.Reply:
+        raise ProtocolError("rank 0 is gone")
+
+    monkeypatch.setattr(source, "_take", gone)
+    assert client.post("/groups", json=body()).status_code == 503
 
 
 def test_without_the_key_nothing_is_taken(client: Client) -> None:

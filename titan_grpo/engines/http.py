@@ -311,7 +311,7 @@ class AsyncDriver(_Driver):
         """Execute a call within ``call.timeout_s`` in total. Raises as SyncDriver.run does.
         Cancelling it closes the connection, so that the engine aborts the request."""
         try:
-            # no deadline: each call that ends makes room, and has its deadline
+            # no deadline: each call that ends makes room, and its time or its silences are bounded
             async with (
                 self._connections.room,
                 asyncio.timeout(call.timeout_s),

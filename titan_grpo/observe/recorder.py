@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, ValidationError
 
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
@@ -108,7 +108,8 @@ class History:
     evaluations: list[Evaluated] = field(default_factory=list)
 
     def add(self, kind: str, *values: Any) -> None:
-        """Apply one entry. Raises KeyError, TypeError or ValueError for a malformed one."""
+        """Apply one entry. Raises KeyError, TypeError, ValueError or msgspec.ValidationError for a
+        malformed one."""
         match kind, values:
             case "value", (name, value):
                 self.series[name].append(float(value))
@@ -180,7 +181,8 @@ def read_history(path: Path) -> Histories:
     """Read history.jsonl. Torn lines are skipped."""
     found = Histories()
     for line in path.read_bytes().splitlines() if path.is_file() else ():
-        with suppress(ValueError, TypeError, KeyError):
+        # The last is a ValueError from msgspec 0.21 on.
+        with suppress(ValueError, TypeError, KeyError, ValidationError):
             found.add(*decoded(line, ENTRY) or [""])
     return found
 

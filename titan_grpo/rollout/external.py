@@ -335,18 +335,21 @@ class PushSource(External):
     def _decide(self, decide: Callable[[], Reply]) -> Reply:
         """Run ``decide`` in the loop, and wait for its reply."""
         future: Future[Reply] = Future()
+        text = "the rollout process does not answer; the run may be ending"
+        late = Reply(503, {"error": text}, RETRY_AFTER_S)
 
         def run() -> None:
             # Do nothing if the sender already got a 503: it sends the groups again.
             if future.set_running_or_notify_cancel():
-                future.set_result(decide())
+                reply = late
+                try:
+                    reply = decide()
+                finally:  # it raises if rank 0 is gone
+                    future.set_result(reply)
 
         try:
             self._loop.call_soon_threadsafe(run)
             return future.result(DECIDE_S)
         except (TimeoutError, RuntimeError):  # the loop is busy, or closed
-            if not future.cancel():
-                # no deadline: the loop decides just now, which does not wait
-                return future.result()
-            text = "the rollout process does not answer; the run may be ending"
-            return Reply(503, {"error": text}, RETRY_AFTER_S)
+            # no deadline: the loop decides just now, which does not wait
+            return late if future.cancel() else future.result()

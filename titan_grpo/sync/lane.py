@@ -445,7 +445,8 @@ class ServerLane:
 
     def _set_label(self, outcome: table.Outcome) -> table.Event:
         self._pass(Point.LABEL)
-        self._prove()
+        if not self._streamed:  # then the receiver may still end a broken transfer
+            self._prove()
         labels = {
             table.Outcome.NEW: str(self._label),
             table.Outcome.OLD: self._before,

@@ -285,7 +285,6 @@ def main(sock: socket.socket, parent: int) -> None:
     logging.basicConfig(
         level=logging.INFO, format="titan_grpo pause guard %(process)d %(asctime)s %(message)s"
     )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     GuardProcess(sock, parent).run()
     logging.shutdown()
     # Do not join recovery threads: a cancelled one may still wait for its server.

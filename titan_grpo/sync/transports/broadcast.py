@@ -462,8 +462,7 @@ def open_transport(
     """Open a communicator of ``kind`` "gloo" or "nccl"; blocks until all ``size`` ranks are there
     or the deadline passed.
 
-    Raises TransferFailed if a rank is missing, ConfigError for an unknown kind or one that this
-    host cannot open.
+    Raises TransferFailed if a rank is missing, ConfigError for a kind that this host cannot open.
     """
     if problem := transport_problem(kind):
         raise ConfigError(problem)
