@@ -59,15 +59,16 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
             f"RUN must be the folder of a run (job.dump_folder), {args.run} is a file"
         )
     # Imported here, so that --help does not load numpy.
-    from rich.console import Console
-
     from titan_grpo.views.live import Follower
 
-    follower, console = Follower(args.run), Console(highlight=False)
+    follower = Follower(args.run)
     if args.check:
         return _check(args, follower)
     if args.alert or args.config or args.stalled is not None:
         raise ConfigError("--alert, --config and --stalled need --check, which was not given")
+    from rich.console import Console
+
+    console = Console(highlight=False)
     try:
         if console.is_terminal:
             _on_screen(follower, console, args.interval)

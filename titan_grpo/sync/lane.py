@@ -445,7 +445,7 @@ class ServerLane:
 
     def _set_label(self, outcome: table.Outcome) -> table.Event:
         self._pass(Point.LABEL)
-        if not self._streamed:  # then the receiver may still end a broken transfer
+        if not self._streamed:  # a streamed version's receiver may still be ending its transfer
             self._prove()
         labels = {
             table.Outcome.NEW: str(self._label),
