@@ -51,10 +51,11 @@ def _run(argv: list[str]) -> None:
     from titan_grpo.titan.jobconfig import check_files, read
 
     world = os.environ.get("WORLD_SIZE", "")
-    job_config, notes = read(argv, int(world) if world.isdigit() else None)
+    ranks = int(world) if world.isdigit() else None
+    job_config, notes = read(argv, ranks)
     if os.environ.get("RANK", "0") == "0":
         print_status("\n".join(notes))
-    check_files(job_config, os.environ)
+    check_files(job_config, os.environ, ranks)
     _check_environment()
     from titan_grpo.titan.trainer import run
 

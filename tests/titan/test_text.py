@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
+from tests.titan.conftest import Parse
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan import jobconfig
 from titan_grpo.titan.tiny import write_tiny_model
@@ -68,6 +70,25 @@ def test_the_text_goes_on_where_a_checkpoint_left_it(mixin: Callable[..., "TextM
     resumed.loader.load_state_dict(first.loader.state_dict())
     expected = first.take()
     assert all((a == b).all() for (a, _), (b, _) in zip(resumed.take(), expected, strict=True))
+
+
+def test_a_text_is_not_shared_anew_over_another_number_of_ranks(
+    parse: Parse, model: Path, tmp_path: Path
+) -> None:
+    parts = {key: {"of": 0} for key in ("optimizer", "lr_scheduler", "dataloader")}
+    text = {"dp_rank_0": b"", "dp_rank_1": b"", "world_size": 2}
+    state = {**parts, "text": text, "train_state": {"version": 2}}
+    dcp.save(state, checkpoint_id=tmp_path / "checkpoint/step-2", no_dist=True)
+    keys = ["--checkpoint.enable", f"--job.dump_folder={tmp_path}"]
+    keys += [f"--model.hf_assets_path={model}", "--grpo.ptx_mixin_batchsize=8"]
+    jobconfig.check_files(parse("", *keys), ranks=2)
+    sharded = parse("", *keys, "--parallelism.tensor_parallel_degree=2")
+    jobconfig.check_files(sharded, ranks=4)
+    for ranks in (1, 4):
+        with pytest.raises(ConfigError, match=rf"step-2 was saved by 2, this run has {ranks};"):
+            jobconfig.check_files(parse("", *keys), ranks=ranks)
+        anew = parse("", *keys, "--checkpoint.exclude_from_loading=text")
+        jobconfig.check_files(anew, ranks=ranks)
 
 
 def test_a_text_that_torchtitan_does_not_know_is_refused_with_its_keys(

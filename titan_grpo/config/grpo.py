@@ -198,7 +198,7 @@ class GRPO:
     ptx_mixin_batchsize: int = 0
     """Sequences of plain text, over all ranks, whose cross-entropy is added to each optimizer
     step's loss. 0: none. They come from torchtitan's own loader (training.dataset,
-    training.dataset_path)."""
+    training.dataset_path), which is resumed on the same number of data-parallel ranks only."""
 
     ptx_scale: float = 1.0
     """Weight of that cross-entropy (a mean over the text's tokens)."""

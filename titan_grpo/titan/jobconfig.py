@@ -182,13 +182,16 @@ def _model_violations(config: Any) -> list[str]:
     return []
 
 
-def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
+def check_files(
+    config: Any, environ: Mapping[str, str] | None = None, ranks: int | None = None
+) -> None:
     """Check the files that the run opens: tokenizer and weights in ``model.hf_assets_path``, the
     task's data, a replayed record, the servers file, the run key, the alerts' command, the
     checkpoint folder.
 
     Args:
         environ: the run's environment variables: a run key, a SLURM host list.
+        ranks: number of trainer ranks; None: unknown.
 
     Raises:
         ConfigError: the first problem, with the key that names the file.
@@ -233,10 +236,10 @@ def check_files(config: Any, environ: Mapping[str, str] | None = None) -> None:
             " find nothing to run"
         )
     if config.checkpoint.enable:
-        _check_checkpoints(config)
+        _check_checkpoints(config, ranks)
 
 
-def _check_checkpoints(config: Any) -> None:
+def _check_checkpoints(config: Any, ranks: int | None) -> None:
     """Check what torchtitan would load at the start: the step and the folder are of its choice."""
     # not at the top: it imports torch.distributed.checkpoint
     from titan_grpo.titan.export import PREFIX, checkpoints_in, lacking, names_in
@@ -296,9 +299,18 @@ def _check_checkpoints(config: Any) -> None:
             f" {older}to start from these weights, set another job.dump_folder, and"
             f" checkpoint.initial_load_path{hf}"
         )
-    newest = complete[step]
-    if reason := compat.other_saver(names_in(newest), compat.require_torchtitan()):
+    newest, found = complete[step], names_in(complete[step])
+    if reason := compat.other_saver(found, compat.require_torchtitan()):
         raise ConfigError(f"{newest} {reason}")
+    if ranks is not None and step and "text" in loaded:
+        # torchtitan has one place in the text per data-parallel rank, and cannot share them anew
+        saved = sum(name.startswith("text.dp_rank_") for name in found)
+        if saved != (now := rules.data_parallel_ranks(config, ranks)):
+            raise ConfigError(
+                "the number of data-parallel ranks must stay the same where the text of"
+                f" grpo.ptx_mixin_batchsize goes on: {newest} was saved by {saved}, this run has"
+                f' {now}; with checkpoint.exclude_from_loading = ["text"] the text begins anew'
+            )
 
 
 def _check_prompts(keys: TaskKeys, model_dir: str) -> None:

@@ -314,11 +314,23 @@ def _pipeline(config: Any) -> Rules:
     yield attrgetter(key)(config) not in SCHEDULES, key, rule
 
 
+def data_parallel_ranks(config: Any, ranks: int) -> int:
+    """Return how many of ``ranks`` ranks take rows of their own."""
+    return max(ranks // _inner(config), 1)
+
+
+def _inner(config: Any) -> int:
+    """Return the number of ranks that take the same rows."""
+    p = config.parallelism
+    inner: int = p.tensor_parallel_degree * p.pipeline_parallel_degree * p.context_parallel_degree
+    return inner
+
+
 def _ranks(config: Any, ranks: int | None) -> list[str]:
     """Return the broken rules over the product of the parallel degrees."""
     p = config.parallelism
     replicas, shards = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
-    inner = p.tensor_parallel_degree * p.pipeline_parallel_degree * p.context_parallel_degree
+    inner = _inner(config)
     if ranks is not None:
         wanted = replicas * inner * max(shards, 1)
         if ranks % (replicas * inner) != 0 or (shards > 0 and wanted != ranks):
@@ -342,7 +354,7 @@ def _ranks(config: Any, ranks: int | None) -> list[str]:
             " times too small; leave it 1 for FSDP, or take HSDP, data_parallel_shard_degree > 1),"
             f" got {replicas}"
         )
-    rows = config.training.local_batch_size * max((ranks or 1) // inner, 1)
+    rows = config.training.local_batch_size * data_parallel_ranks(config, ranks or 1)
     if config.grpo.ptx_mixin_batchsize % rows != 0:
         out.append(
             "grpo.ptx_mixin_batchsize must be a multiple of training.local_batch_size times the"
