@@ -59,6 +59,9 @@ JOIN_S = 5.0
 PACE_S = 0.02
 """Pause between two requests: the server shares its cores with the trainer's ranks."""
 
+START_PACE_S = 0.25
+"""The same until the label changes: so long nothing is updated, and the ranks start."""
+
 MAX_ERRORS = 3
 PROMPTS, TOKENS = 3, 32
 FIRST_ID, LAST_ID = 4, 124
@@ -119,7 +122,7 @@ class Prober:
 
     def _run(self) -> None:
         with SyncDriver(self._url) as driver:
-            number = 0
+            number, pace_s = 0, START_PACE_S
             while not self._stopping.is_set() and len(self._errors) < MAX_ERRORS:
                 try:
                     probe = self._ask(driver, number % len(self._prompts))
@@ -129,7 +132,9 @@ class Prober:
                         self._changed.notify_all()
                     continue
                 number += 1
-                self._stopping.wait(PACE_S)
+                if probe.after != (self._probes or [probe])[0].before:
+                    pace_s = PACE_S
+                self._stopping.wait(pace_s)
                 with self._changed:
                     self._probes.append(probe)
                     self._changed.notify_all()
