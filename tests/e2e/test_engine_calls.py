@@ -29,6 +29,7 @@ def test_vllm(
     tmp_path: Path,
 ) -> None:
     server = EngineUnderTest(site.server, tmp_path)
+    commits.bring_back(server)
     check(through_service(server))
 
 
@@ -36,5 +37,6 @@ def test_sglang_which_takes_pauses_and_weights_with_the_admin_key_only(
     sglang_site: Site, through_service: Callable[[EngineUnderTest], EngineUnderTest], tmp_path: Path
 ) -> None:
     server = through_service(EngineUnderTest(sglang_site.server, tmp_path))
+    commits.bring_back(server)
     commits.the_server_computes_what_was_committed_also_the_second_time(server)
     commits.an_update_that_a_dead_trainer_left_open_is_taken_over(server)

@@ -297,7 +297,8 @@ def test_proposed_settings_make_the_run_better() -> None:
 
 
 def test_a_version_of_many_steps_gets_advice_too() -> None:
-    far = replace(SMALL, servers=140, hours=0.2)  # 140 s a version, in steps of 10 s
+    # 140 s a version, in steps of 10 s
+    far = replace(SMALL, servers=14, parameters=10 * ONE_GB, hours=0.2)
     changes, _ = report.advice(far, Simulation(far).run())
     assert changes[0].setting == "weight_sync.relay"
 
