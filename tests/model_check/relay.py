@@ -6,7 +6,7 @@ the number of the version that lies there, or WRONG; a ticket is the turn of the
 was made for. Each server is a host, or all are on one: then they read each other's memory, which
 may be another version's between the answer that a block is there and the read."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -40,13 +40,11 @@ class Server(NamedTuple):
 
 
 class World(NamedTuple):
-    """``nodes``, ``readers`` and ``turns``: the table. ``sent``: versions of which the trainer sent
-    the first block while they were the newest, each as often as that."""
+    """``table``: the number of the table's state (_Model.tables). ``sent``: versions of which the
+    trainer sent the first block while they were the newest, each as often as that."""
 
-    nodes: tuple[tuple[str, r.Node], ...]
     servers: tuple[tuple[str, Server], ...]
-    readers: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    turns: int = 0
+    table: int = 0
     newest: int = 0
     sent: tuple[int, ...] = ()
     faults: int = 0
@@ -80,19 +78,30 @@ class Rules:
 Move = tuple[str, World]
 
 
-def _table(w: World) -> r.Relays:
-    return r.Relays(dict(w.nodes), dict(w.readers), w.turns)
-
-
 class _Model:
-    def __init__(self, rules: Rules, bounds: "Bounds") -> None:
+    def __init__(self, rules: Rules, bounds: "Bounds", nodes: dict[str, r.Node]) -> None:
         self._rules, self._bounds = rules, bounds
+        self.tables: list[r.Relays] = []
+        self._numbers: dict[Hashable, int] = {}
+        self._answers: dict[Hashable, tuple[int, tuple[str, ...]]] = {}
+        self._number(r.Relays(nodes))
+
+    def _number(self, table: r.Relays) -> int:
+        """Equal states of the table have one number: worlds are compared by it."""
+        nodes, readers = tuple(sorted(table.nodes.items())), tuple(sorted(table.readers.items()))
+        number = self._numbers.setdefault((nodes, readers, table.turns), len(self.tables))
+        if number == len(self.tables):
+            self.tables.append(table)
+        return number
 
     def table(self, w: World, event: r.Event) -> tuple[World, tuple[str, ...]]:
-        table, actions = self._rules.step(_table(w), event, self._bounds.depth)
-        nodes, readers = tuple(sorted(table.nodes.items())), tuple(sorted(table.readers.items()))
-        read = tuple(url for action in actions for url in action.urls)
-        return w._replace(nodes=nodes, readers=readers, turns=table.turns), read
+        key = w.table, event
+        if key not in self._answers:
+            table, actions = self._rules.step(self.tables[w.table], event, self._bounds.depth)
+            read = tuple(url for action in actions for url in action.urls)
+            self._answers[key] = self._number(table), read
+        number, read = self._answers[key]
+        return w._replace(table=number), read
 
     def moves(self, w: World) -> Iterator[Move]:
         if w.newest < self._bounds.versions:
@@ -112,15 +121,14 @@ class _Model:
             yield from self._faults(w, url, server)
 
     def _ask(self, w: World, url: str, server: Server) -> Move:
-        before = dict(w.nodes)
         after, above = self.table(w, r.Asked(url, w.newest))
-        turns = {u: n.turn for u, n in after.nodes}
+        table = self.tables[after.table]
         for parent in above[:1]:
-            _check_parent(url, parent, after, before)
-        sources = tuple((u, turns[u]) for u in above)
+            _check_parent(url, parent, table, self.tables[w.table])
+        sources = tuple((u, table.nodes[u].turn) for u in above)
         if self._rules.trainer_last or not sources:
             sources = (*sources, (TRAINER, 0))
-        asks = server._replace(version=w.newest, asked=after.turns, begun=False, sources=sources)
+        asks = server._replace(version=w.newest, asked=table.turns, begun=False, sources=sources)
         return f"{url} asks for version {w.newest}: {above or 'the trainer'}", _with(
             after, url, asks._replace(lost=())
         )
@@ -152,7 +160,7 @@ class _Model:
             got = self._got(w, url, server, server.version)
             yield f"{url} reads block {block} from the trainer", got._replace(sent=sent)
             return
-        parent, nodes = dict(w.servers)[source], dict(w.nodes)
+        parent, nodes = dict(w.servers)[source], self.tables[w.table].nodes
         beside = source in nodes and nodes[source].host == nodes[url].host
         if beside and (server.told or not self._rules.waits):
             # memory is there whatever its server does meanwhile
@@ -186,7 +194,7 @@ class _Model:
             return  # what the table answers to one more would be thrown away
         failed = w._replace(faults=w.faults + 1)
         gone, _ = self.table(failed, r.Gone(url))
-        back, _ = self.table(gone, r.Came(url, dict(w.nodes)[url].host, "", True))
+        back, _ = self.table(gone, r.Came(url, self.tables[w.table].nodes[url].host, "", True))
         if more:
             yield f"{url} dies and is back", _with(back, url, Server())
         if server.frozen:
@@ -205,17 +213,16 @@ def _with(w: World, url: str, server: Server) -> World:
     return w._replace(servers=tuple((u, server if u == url else s) for u, s in w.servers))
 
 
-def _check_parent(url: str, parent: str, w: World, before: dict[str, r.Node]) -> None:
-    nodes = dict(w.nodes)
+def _check_parent(url: str, parent: str, table: r.Relays, before: r.Relays) -> None:
+    nodes = table.nodes
     if nodes[parent].turn >= nodes[url].turn or nodes[parent].version != nodes[url].version:
         raise Violation(f"{url} reads from {parent}, which may wait for it: {nodes}")
-    table = _table(w)
     reading = [n for n in nodes.values() if n.reading and table.above(n) is not None]
     reading = [n for n in reading if n.host != nodes[parent].host]
     readers = sum(n.parent == parent for n in reading)
     if readers > r.DEGREE:
         raise Violation(f"{parent} serves {readers} others at once")
-    if before[parent].leaf_until >= (nodes[url].version or 0):
+    if before.nodes[parent].leaf_until >= (nodes[url].version or 0):
         raise Violation(f"{url} reads from {parent}, from which another one could not read")
 
 
@@ -268,11 +275,11 @@ def explore_relay(rules: Rules | None = None, bounds: Sequence[Bounds] = BOUNDS)
 
 
 def _explore(bounds: Bounds, rules: Rules) -> Result:
-    model = _Model(rules, bounds)
     names = "abcd"[: bounds.servers]
-    nodes = tuple((u, r.Node("one" if bounds.beside else u)) for u in names)
+    nodes = {u: r.Node("one" if bounds.beside else u) for u in names}
+    model = _Model(rules, bounds, nodes)
     return search_from(
-        World(nodes, tuple((u, Server()) for u in names)),
+        World(tuple((u, Server()) for u in names)),
         model.moves,
         _check,
         bounds.faults,
