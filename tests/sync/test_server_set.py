@@ -185,8 +185,10 @@ def test_a_server_that_left_takes_nothing_and_may_come_again_in_a_later_epoch(si
     )
     assert s.set.entry("a").standing is Standing.GONE
     assert s.set.wait_held(1, 0.0, everyone=True) == []
+    s.set.latch(SyncError("of the time before", url="a"))
     assert s.set.add("a")
     assert repr(s.set.entry("a")) == "unknown(?)"
+    assert s.set.last_error("a") is None
     s.commit("a", 2)
     assert s.seen[-1:] == [("a", 2, True, "run:2:f")]
     assert [lane.epoch for lane in s.opened] == [1, 1, 2]

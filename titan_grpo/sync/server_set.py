@@ -275,7 +275,7 @@ class ServerSet:
         server = self._servers.setdefault(url, _Server())
         server.entry = Entry()
         server.label = server.refusal = server.taken_by = ""
-        server.final = False
+        server.final, server.error = False, None
         self._observer.set_server(ServerState(url, None, False, "", ""))
 
     def _leaves(self, url: str) -> None:
