@@ -350,9 +350,25 @@ def test_the_last_versions_evaluation_that_another_one_leaves_no_time_is_said(
     monkeypatch.setattr(Evaluation, "whole_s", 0.1)
     one.last(1)
     assert recorder.history().errors == [
+        "evaluation digits of version 0 has no result: it was not over in time",
         "evaluation digits of version 1, the last, has no result: that of version 0 was not over"
-        " in time"
+        " in time",
     ]
+    server.released.set()
+
+
+def test_the_last_versions_evaluation_that_is_not_over_in_time_is_said(
+    begin: Begin, completion_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = completion_server()
+    server.behaviour = server.hang
+    one, lanes, _, recorder = begin(at_start=False)
+    one.set_server(held(server, 3))
+    monkeypatch.setattr(Evaluation, "whole_s", 1.0)
+    one.last(3)
+    (error,) = recorder.history().errors
+    assert error.startswith("evaluation digits of version 3 has no result: it was not over ")
+    assert lanes.kept == set()
     server.released.set()
 
 

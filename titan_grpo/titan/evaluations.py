@@ -156,7 +156,7 @@ class Evaluations:
 
     def last(self, version: int) -> None:
         """Evaluate the last ``version``, which the servers hold, for tables with at_end. Wait for
-        all evaluations until their deadlines."""
+        all evaluations until their deadlines, then end them."""
         with self._changed:
             self._stopped, self._last = False, True
             for table in self._tables:
@@ -165,10 +165,16 @@ class Evaluations:
             for state in list(self._servers.values()):
                 self._begin(state)
         self.wait_idle()
-        for table in self._tables:
+        with self._changed:
+            self._stopped = True  # there is no time for a retry
+            late = [table.running for table in self._tables]
+            for each in late:
+                if each is not None:
+                    self._break(each, "it was not over in time")
+            self._changed.wait_for(self._idle, END_S)  # their threads record that
+        for table, run in zip(self._tables, late, strict=True):
             if table.due != version:
                 continue
-            run = table.running
             why = (
                 "no server that it may use holds that version"
                 if run is None
@@ -187,9 +193,7 @@ class Evaluations:
             shown = ", ".join(t.job.table.name for t in self._tables if t.running is not None)
             terminal.print_status(f"waiting for the evaluations {shown}, {longest:g} s at most")
         with self._changed:
-            self._changed.wait_for(
-                lambda: all(table.running is None for table in self._tables), longest
-            )
+            self._changed.wait_for(self._idle, longest)
 
     def stop_schedule(self) -> None:
         """Clear the schedule: until ``last`` no evaluation begins, no retry either."""
@@ -216,6 +220,9 @@ class Evaluations:
                 table.spare.end()
 
     # Under the condition.
+
+    def _idle(self) -> bool:
+        return all(table.running is None for table in self._tables)
 
     def _begin(self, state: ServerState) -> None:
         """Start the evaluations that are due on a server with this state."""
