@@ -88,7 +88,9 @@ def verify(
         started_s = server.wait_healthy(STARTUP_S)
         print_progress(f"{server.url} is healthy after {started_s:.0f} s")
         for name, command in commands.items():
-            with Prober(server.url, prompts, spec.engine) as prober:
+            # The trainer makes the folder before it connects to the server.
+            begun = phase_runs.evidence(name).exists
+            with Prober(server.url, prompts, spec.engine, begun) as prober:
                 runs.append(phase_runs.run(name, command, server.url, prober))
     result: dict[str, Any] = {
         "engine": spec.engine,
@@ -127,17 +129,21 @@ class PhaseRuns:
         job."""
         folder = self._folder(name)
         arguments = ["--weight_sync.transport", self._devices.transport, *arguments]
-        module = self.module(name, folder / "evidence")
+        module = self.module(name, self.evidence(name))
         return tiny_run(self._options, folder, [url], arguments, module)[1]
 
     def _folder(self, name: str) -> Path:
         out: Path = self._options.out
         return out / name.replace(" ", "_")
 
+    def evidence(self, name: str) -> Path:
+        """Return the folder for what a phase's trainer writes down."""
+        return self._folder(name) / "evidence"
+
     def run(self, name: str, command: Sequence[str], url: str, prober: Prober) -> Run:
         """Train, wait for probes under the last version, and collect the evidence."""
         folder, options = self._folder(name), self._options
-        evidence, log = folder / "evidence", folder / "train.log"
+        evidence, log = self.evidence(name), folder / "train.log"
         skip = len(read(self._recorded, Committed))
         print_progress(f"run {name}: {options.nproc} ranks, {options.steps} steps; log in {log}")
         run_logged(command, log, self._devices.trainer_environment(self._env), None)

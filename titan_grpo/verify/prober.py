@@ -5,7 +5,7 @@ code."""
 import random
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -60,7 +60,7 @@ PACE_S = 0.02
 """Pause between two requests: the server shares its cores with the trainer's ranks."""
 
 START_PACE_S = 0.25
-"""The same until the label changes: so long nothing is updated, and the ranks start."""
+"""The same before anything can be updated, while the ranks start."""
 
 MAX_ERRORS = 3
 PROMPTS, TOKENS = 3, 32
@@ -81,7 +81,15 @@ class Prober:
     use prefixes that other weights left in the cache.
     """
 
-    def __init__(self, url: str, prompts: Sequence[Sequence[int]], engine: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        prompts: Sequence[Sequence[int]],
+        engine: str,
+        begun: Callable[[], bool],
+    ) -> None:
+        """``begun``: whether a commit may come; until then requests are rare."""
+        self._begun = begun
         self._url, self._prompts, self._speak = url, prompts, dialect(engine)
         self._changed = threading.Condition()
         self._probes: list[Probe] = []
@@ -122,7 +130,7 @@ class Prober:
 
     def _run(self) -> None:
         with SyncDriver(self._url) as driver:
-            number, pace_s = 0, START_PACE_S
+            number = 0
             while not self._stopping.is_set() and len(self._errors) < MAX_ERRORS:
                 try:
                     probe = self._ask(driver, number % len(self._prompts))
@@ -132,9 +140,7 @@ class Prober:
                         self._changed.notify_all()
                     continue
                 number += 1
-                if probe.after != (self._probes or [probe])[0].before:
-                    pace_s = PACE_S
-                self._stopping.wait(pace_s)
+                self._stopping.wait(PACE_S if self._begun() else START_PACE_S)
                 with self._changed:
                     self._probes.append(probe)
                     self._changed.notify_all()
