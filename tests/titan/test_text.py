@@ -84,9 +84,13 @@ def test_a_text_is_not_shared_anew_over_another_number_of_ranks(
     jobconfig.check_files(parse("", *keys), ranks=2)
     sharded = parse("", *keys, "--parallelism.tensor_parallel_degree=2")
     jobconfig.check_files(sharded, ranks=4)
+    first = [*keys, f"--job.dump_folder={tmp_path}/run", "--checkpoint.no-initial_load_model_only"]
+    first.append(f"--checkpoint.initial_load_path={tmp_path}/checkpoint/step-2")
+    jobconfig.check_files(parse("", *first), ranks=2)
     for ranks in (1, 4):
-        with pytest.raises(ConfigError, match=rf"step-2 was saved by 2, this run has {ranks};"):
-            jobconfig.check_files(parse("", *keys), ranks=ranks)
+        for job in (keys, first):
+            with pytest.raises(ConfigError, match=rf"step-2 was saved by 2, this run has {ranks};"):
+                jobconfig.check_files(parse("", *job), ranks=ranks)
         anew = parse("", *keys, "--checkpoint.exclude_from_loading=text")
         jobconfig.check_files(anew, ranks=ranks)
 

@@ -244,6 +244,18 @@ def _check_checkpoints(config: Any, ranks: int | None) -> None:
     # not at the top: it imports torch.distributed.checkpoint
     from titan_grpo.titan.export import PREFIX, checkpoints_in, lacking, names_in
 
+    def check_text(checkpoint: Path) -> None:
+        # torchtitan has one place in the text per data-parallel rank, and cannot share them anew
+        if ranks is None or "text" not in loaded:
+            return
+        saved = sum(name.startswith("text.dp_rank_") for name in names_in(checkpoint))
+        if saved != (now := rules.data_parallel_ranks(config, ranks)):
+            raise ConfigError(
+                "the number of data-parallel ranks must stay the same where the text of"
+                f" grpo.ptx_mixin_batchsize goes on: {checkpoint} was saved by {saved}, this run"
+                f' has {now}; with checkpoint.exclude_from_loading = ["text"] the text begins anew'
+            )
+
     keys = config.checkpoint
     folder, start = Path(config.job.dump_folder) / keys.folder, keys.initial_load_path
     loaded = rules.saved_parts(config) - {"model", *keys.exclude_from_loading}
@@ -261,6 +273,8 @@ def _check_checkpoints(config: Any, ranks: int | None) -> None:
                 "checkpoint.initial_load_model_only must be true, got false:"
                 f" {start} was saved without {', '.join(missing)}"
             )
+        if not keys.initial_load_model_only:
+            check_text(Path(start))
         return
     complete = checkpoints_in(folder)
     hf_steps = [path.parent.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*/{INDEX}")]
@@ -299,18 +313,11 @@ def _check_checkpoints(config: Any, ranks: int | None) -> None:
             f" {older}to start from these weights, set another job.dump_folder, and"
             f" checkpoint.initial_load_path{hf}"
         )
-    newest, found = complete[step], names_in(complete[step])
-    if reason := compat.other_saver(found, compat.require_torchtitan()):
+    newest = complete[step]
+    if reason := compat.other_saver(names_in(newest), compat.require_torchtitan()):
         raise ConfigError(f"{newest} {reason}")
-    if ranks is not None and step and "text" in loaded:
-        # torchtitan has one place in the text per data-parallel rank, and cannot share them anew
-        saved = sum(name.startswith("text.dp_rank_") for name in found)
-        if saved != (now := rules.data_parallel_ranks(config, ranks)):
-            raise ConfigError(
-                "the number of data-parallel ranks must stay the same where the text of"
-                f" grpo.ptx_mixin_batchsize goes on: {newest} was saved by {saved}, this run has"
-                f' {now}; with checkpoint.exclude_from_loading = ["text"] the text begins anew'
-            )
+    if step:
+        check_text(newest)
 
 
 def _check_prompts(keys: TaskKeys, model_dir: str) -> None:
