@@ -1,10 +1,12 @@
 """Drivers against real sockets: each HTTP failure becomes one of ours, with URL and call."""
 
 import asyncio
+import socket
 import ssl
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +218,50 @@ def test_a_connection_that_the_server_closed_while_it_was_idle_is_not_used_again
         server.close()
 
     asyncio.run(run())
+
+
+def test_a_blocking_call_does_not_use_a_connection_that_the_server_closed_while_it_was_idle() -> (
+    None
+):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer_twice() -> None:
+            for _ in range(2):
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+                closed.release()
+
+        closed = threading.Semaphore(0)
+        threading.Thread(target=answer_twice, daemon=True).start()
+        with SyncDriver(f"http://127.0.0.1:{server.getsockname()[1]}") as driver:
+            for _ in range(2):
+                driver.run(vllm.health(60.0))
+                assert closed.acquire(timeout=60)
+
+
+def test_two_threads_call_with_one_driver_and_neither_waits_for_the_other(board: Board) -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def late(_body: Any) -> tuple[int, Any]:
+        asked.set()
+        answer.wait(60)
+        return 200, {"is_paused": True}
+
+    board.routes = {"GET /health": 200, "GET /is_paused": late}
+    with SyncDriver(board.url) as driver, ThreadPoolExecutor(1) as other:
+        paused = other.submit(driver.run, vllm.is_paused(60.0))
+        assert asked.wait(60)
+        driver.run(vllm.health())
+        answer.set()
+        assert paused.result(60)
+    assert len(set(board.ports)) == 2
+
+
+def test_a_server_behind_a_path_is_asked_below_it(board: Board) -> None:
+    board.routes = {"GET /node/7/weight_info": lambda _: (200, {"weight_version": "7"})}
+    assert both(f"{board.url}/node/7/", vllm.label()) == ["7", "7"]
 
 
 @pytest.fixture

@@ -83,11 +83,11 @@ class Exchange:
 class Connections:
     """Pool of at most ``most`` connections to one server; each carries one request at a time."""
 
-    def __init__(self, base_url: str, tls: ssl.SSLContext, most: int) -> None:
-        """``tls``: used if the URL is https."""
+    def __init__(self, base_url: str, tls: ssl.SSLContext | None, most: int) -> None:
+        """``tls``: for https; None for http."""
         url = httpx.URL(base_url)
-        self._tls = tls if url.scheme == "https" else None
-        self._host, self._port = url.host, url.port or (443 if self._tls else 80)
+        self._tls = tls
+        self._host, self._port = url.host, url.port or (443 if tls else 80)
         self._name = url.netloc.decode()
         self._path = url.raw_path.partition(b"?")[0].decode().rstrip("/")
         self.room = asyncio.Semaphore(most)

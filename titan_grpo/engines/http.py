@@ -5,11 +5,14 @@ Only this module turns HTTP errors into the package's."""
 import asyncio
 import functools
 import os
+import select
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, closing, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, Generic, Protocol, TypeVar
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
@@ -30,9 +33,6 @@ NOT_RECOMPUTED = (
     " allows that"
 )
 """End of a refusal of ``drop_kv``."""
-
-LIMITS = httpx.Limits(max_connections=4, max_keepalive_connections=4, keepalive_expiry=KEEPALIVE_S)
-"""Limits of a thread's connections to one server."""
 
 CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 """Environment variables with the certificate authorities for https, in place of the public ones."""
@@ -156,11 +156,12 @@ def _tls(ca_file: str | None, ca_path: str | None) -> ssl.SSLContext:
         ) from error
 
 
-@functools.cache
-def _no_tls() -> ssl.SSLContext:
-    """Return one context for plain http: httpx would make one per client, which takes longer than
-    connecting."""
-    return httpx.create_ssl_context(verify=False, trust_env=False)
+def readable(sock: socket.socket) -> bool:
+    """Return whether there are bytes to read now; on an idle connection, its end."""
+    # Not select: it takes no descriptor above 1023.
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 class _Driver:
@@ -168,15 +169,24 @@ class _Driver:
     are ignored."""
 
     def __init__(self, base_url: str, api_key: str, admin_key: str) -> None:
-        self.url = public_url(base_url)
-        self._base_url, self._api_key, self._admin_key = base_url, api_key, admin_key
-        https = urlsplit(base_url).scheme == "https"
-        self._tls = _tls(*map(os.environ.get, CA_VARIABLES)) if https else _no_tls()
+        self.url, self._at = public_url(base_url), urlsplit(base_url)
+        self._api_key, self._admin_key = api_key, admin_key
+        https = self._at.scheme == "https"
+        self._tls = _tls(*map(os.environ.get, CA_VARIABLES)) if https else None
 
-    def _headers(self, call: Call[Any]) -> list[tuple[str, str]]:
+    def _request(self, call: Call[Any]) -> tuple[str, dict[str, str], bytes | None]:
+        """Return the call's target (after the base path), headers and body."""
+        target = f"{call.path}?{urlencode(call.params)}" if call.params else call.path
         # A server with an admin key accepts only it for admin calls, and refuses it elsewhere.
         key = self._admin_key if call.admin and self._admin_key else self._api_key
-        return [("Authorization", f"Bearer {key}")] if key else []
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        if call.json is None:
+            return target, headers, None
+        return (
+            target,
+            headers | {"Content-Type": "application/json"},
+            msgspec.json.encode(call.json),
+        )
 
     def _check(self, call: Call[Any], status: int, body: bytes) -> None:
         if not httpx.codes.is_success(status):
@@ -205,10 +215,11 @@ class _Driver:
 
 
 class SyncDriver(_Driver):
-    """Blocking calls to one server, for one thread.
+    """Blocking calls to one server.
 
     The deadline holds per network operation (connect, send, wait for bytes); an answer in one piece
-    has one wait.
+    has one wait. The standard library's client carries them: a third of httpx's processor time
+    (docs/measurements.md), in calls that are part of each pause.
     """
 
     def __init__(
@@ -224,49 +235,58 @@ class SyncDriver(_Driver):
         SSL_CERT_DIR is unusable."""
         super().__init__(base_url, api_key, admin_key)
         self._calling = calling
-        self._connections = self._connect()
-
-    def _connect(self) -> httpx.HTTPTransport:
-        # Not a Client: its cookies, redirects and hooks take half of a call's time, and a commit's
-        # calls are part of its pause.
-        return httpx.HTTPTransport(verify=self._tls, limits=LIMITS, trust_env=False)
+        self._idle: list[tuple[float, HTTPConnection]] = []
+        """Idle connections and the times of their release. One, unless two threads call."""
 
     def run(self, call: Call[T]) -> T:
         """Execute a call. Raises ServerUnreachable (no answer), HttpRefused (not 2xx),
         ServerRefused (unreadable answer)."""
-        response = self._answer(call)
-        return self._value(call, response.status_code, response.content)
+        response, body = self._answer(call)
+        return self._value(call, response.status, body)
 
     def header(self, call: Call[Any], name: str) -> str:
         """Return a header of the answer, of any status; empty without it. Raises
         ServerUnreachable."""
-        return str(self._answer(call).headers.get(name, ""))
+        return self._answer(call)[0].headers.get(name, "")
 
-    def _answer(self, call: Call[Any]) -> httpx.Response:
+    def _answer(self, call: Call[Any]) -> tuple[HTTPResponse, bytes]:
         self._calling()
-        request = httpx.Request(
-            call.method,
-            self._base_url.rstrip("/") + call.path,
-            params=dict(call.params) or None,
-            json=call.json,
-            headers=self._headers(call),
-            extensions={"timeout": httpx.Timeout(call.timeout_s).as_dict()},
-        )
+        target, headers, body = self._request(call)
+        connection, reusable = self._connection(call.timeout_s), False
         try:
-            with closing(self._connections.handle_request(request)) as response:
-                response.read()
-        except httpx.HTTPError as error:
+            connection.request(call.method, self._at.path.rstrip("/") + target, body, headers)
+            response = connection.getresponse()
+            content = response.read()
+            # Not after a server error: uvicorn closes a connection on which a handler raised,
+            # without saying so in its answer.
+            reusable = not response.will_close and not httpx.codes.is_server_error(response.status)
+        except (OSError, HTTPException) as error:
             raise self._unreachable(call, error) from error
-        if response.is_server_error:
-            # uvicorn closes a connection on which a handler raised, without saying so in its
-            # answer: the next request on it would fail with a read error on a healthy server.
-            self._connections.close()
-            self._connections = self._connect()
-        return response
+        finally:
+            if reusable:
+                self._idle.append((time.monotonic(), connection))
+            else:
+                connection.close()
+        return response, content
+
+    def _connection(self, timeout_s: float) -> HTTPConnection:
+        """Return an idle connection that the server has not closed, else one that the request
+        opens."""
+        while self._idle:
+            since, connection = self._idle.pop()
+            if time.monotonic() - since < KEEPALIVE_S and not readable(connection.sock):
+                connection.sock.settimeout(timeout_s)
+                return connection
+            connection.close()
+        host, port = self._at.hostname or "", self._at.port
+        if self._at.scheme == "https":
+            return HTTPSConnection(host, port, timeout=timeout_s, context=self._tls)
+        return HTTPConnection(host, port, timeout=timeout_s)
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
-        self._connections.close()
+        while self._idle:
+            self._idle.pop()[1].close()
 
     def __enter__(self) -> "SyncDriver":
         return self
@@ -323,12 +343,8 @@ class AsyncDriver(_Driver):
         return self._value(call, answer.status, body)
 
     def _asked(self, call: Call[Any]) -> AbstractAsyncContextManager[Exchange]:
-        query = f"?{urlencode(call.params)}" if call.params else ""
-        headers, body = self._headers(call), b""
-        if call.json is not None:
-            headers.append(("Content-Type", "application/json"))
-            body = msgspec.json.encode(call.json)
-        return self._connections.ask(call.method, call.path + query, headers, body)
+        target, headers, body = self._request(call)
+        return self._connections.ask(call.method, target, list(headers.items()), body or b"")
 
     async def stream(self, call: Call[Any], sink: Sink) -> None:
         """Execute a call, and hand the body of a 2xx answer to ``sink`` as it comes.
