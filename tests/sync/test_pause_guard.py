@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -46,6 +47,7 @@ from titan_grpo.sync.pause_guard_main import Access, fence, steps, superseded
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = Path(__file__).parent / "guarded_trainer.py"
 API_KEY = "secret-of-the-control-plane"
+URL = "http://127.0.0.1:9"
 WAIT_S = 120.0
 
 pytestmark = pytest.mark.e2e
@@ -265,6 +267,37 @@ def test_a_pause_guard_that_still_loads_is_not_replaced_and_one_that_hangs_is(
     guard.close()
 
 
+def test_a_quick_commit_is_two_lines_and_a_slow_one_repeats_its_newest_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)  # ends when this process does
+    monkeypatch.setattr(pause_guard, "start_module", lambda *_, **__: (process, ours))
+
+    def points() -> list[Point]:
+        lines = map(json.loads, theirs.recv(1 << 20).splitlines())
+        return [Point(line["event"]["point"]) for line in lines if line["op"] == "event"]
+
+    commit = Point.PAUSE, Point.LOAD, Point.LABEL, Point.RESUME, Point.RESUMED
+    with theirs:
+        guard = PauseGuard(LINK, tmp_path / "log", Deadlines(60.0, 60.0))
+        for point in (Point.GREET, Point.CONNECTED, *commit):
+            guard.renew(URL)
+            guard.observe(passing(URL, point))
+        assert points() == [Point.GREET, Point.CONNECTED, Point.PAUSE, Point.RESUMED]
+        # A point of another connection is no repetition.
+        guard.observe(passing(URL, Point.PAUSE))
+        guard.observe(replace(passing(URL, Point.LOAD), epoch=4))
+        assert points() == [Point.PAUSE, Point.LOAD]
+        guard.observe(replace(passing(URL, Point.LABEL), epoch=4))
+        monkeypatch.setattr(pause_guard, "RENEW_S", 0.0)
+        guard.renew(URL)
+        guard.observe(replace(passing(URL, Point.RESUME), epoch=4))
+        assert points() == [Point.LABEL, Point.RESUME]
+        process.kill()
+        guard.close()
+
+
 def test_a_trainer_with_many_open_files_has_a_pause_guard_too_which_gives_up_a_server_that_is_gone(
     tmp_path: Path,
 ) -> None:
@@ -310,8 +343,8 @@ def test_a_lease_covers_one_call_or_a_whole_step_where_another_process_makes_the
     rest_s = RENEW_S + 2 * ANSWER_S + 3.0
     assert deadlines_of(staged, 0, forwarded=False).pause_s == 4.0 + rest_s
     assert deadlines_of(streamed, 64, forwarded=False).pause_s == 4.0 + 9.0 + rest_s
-    assert deadlines_of(staged, 0, forwarded=True).pause_s == 5 * 4.0
-    assert deadlines_of(streamed, 64, forwarded=True).pause_s == 5 * 4.0 + 9.0
+    assert deadlines_of(staged, 0, forwarded=True).pause_s == RENEW_S + 5 * 4.0
+    assert deadlines_of(streamed, 64, forwarded=True).pause_s == RENEW_S + 5 * 4.0 + 9.0
 
 
 def test_a_connections_lease_covers_its_longest_silence() -> None:

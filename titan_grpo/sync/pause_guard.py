@@ -1,21 +1,21 @@
 """Handle of the pause guard (pause_guard_main), the process that resumes paused servers when the
 trainer no longer can.
 
-``observe`` writes one short line when a pause begins and one when it is over; ``renew`` writes more
-during a slow commit or connection. Neither waits, not even for the start of the process: lanes call
-them inside their commits.
+``observe`` writes one short line when a pause begins and one when it is over; both ``observe`` and
+``renew`` write more during a slow commit or connection. Neither waits, not even for the start of
+the process: lanes call them inside their commits.
 """
 
-import json
 import logging
 import os
 import socket
 import subprocess
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from titan_grpo.config import WeightSync
 from titan_grpo.protocol import lane
@@ -33,7 +33,7 @@ CLOSING = (Point.CONNECTED, Point.RESUMED, Point.HELD)
 """Points after which it does not."""
 
 RENEW_S = 1.0
-"""Least seconds before a lane's line is repeated; most commits are over by then."""
+"""Seconds for which a lane's line is not repeated; most commits are over by then."""
 
 CLOSE_S = 5.0
 """Seconds to wait for the end of an idle guard."""
@@ -57,7 +57,7 @@ def deadlines_of(config: WeightSync, nbytes: int, forwarded: bool) -> Deadlines:
     ``forwarded``: rank 0 makes its calls, and only protocol points renew the lease."""
     call_s, transfer_s = config.commit_deadline_s, transfer_in_load_s(config, nbytes)
     if forwarded:
-        pause_s = lane.step_s(lane.Phase.LOADING, call_s, transfer_s)
+        pause_s = RENEW_S + lane.step_s(lane.Phase.LOADING, call_s, transfer_s)
     else:
         # One call, a ping or a report before the next one, and the rest after a failure.
         answers_s = 2 * answer_s(call_s)
@@ -89,7 +89,7 @@ class PauseGuard:
             "join_s": config.connect_deadline_s,
             "started_s": link.started_s,
         }
-        self._first = {"op": "start", "deadlines": asdict(deadlines), "access": access}
+        self._first = {"op": "start", "deadlines": deadlines, "access": access}
         self._log = log
         self._lock = threading.Lock()
         self._servers: dict[str, dict[str, Any]] = {}
@@ -124,22 +124,28 @@ class PauseGuard:
         if event.point not in OPENING + CLOSING:
             return
         with self._lock:
-            if event.point in OPENING:
+            before = self._open.pop(event.url, None)
+            if event.point in CLOSING:
+                if before is not None:
+                    self._write(_line(event))
+            elif before is not None and _same_lease(before[0], event) and not _due(before):
+                # Each line costs the guard's process as much as this one, and lanes wait for each
+                # other here. The next line says this event.
+                self._open[event.url] = event, before[1]
+            else:
                 self._open[event.url] = event, time.monotonic()
-            elif self._open.pop(event.url, None) is None:
-                return
-            self._write(_line(event))
+                self._write(_line(event))
 
     def renew(self, url: str) -> None:
         """Renew the lease of a server's commit or connection, if one is open: a call to it begins,
         or its connection makes progress. Any thread; never waits, never raises."""
-        now = time.monotonic()
+        # Looks without the lock first: nearly always nothing is due, and each call comes here.
+        if not _due(self._open.get(url)):
+            return
         with self._lock:
-            event, written_s = self._open.get(url, (None, now))
-            if event is None or now < written_s + RENEW_S:
-                return
-            self._open[url] = event, now
-            self._write(_line(event))
+            if (opened := self._open.get(url)) is not None and _due(opened):
+                self._open[url] = opened[0], time.monotonic()
+                self._write(_line(opened[0]))
 
     def close(self) -> None:
         """End the process; it continues alone if a server was left paused. Call it after the lanes
@@ -226,9 +232,19 @@ class PauseGuard:
             self._sock = None
 
 
+def _due(opened: tuple[LaneEvent, float] | None) -> bool:
+    """Return whether an open event's line is to be repeated."""
+    return opened is not None and time.monotonic() >= opened[1] + RENEW_S
+
+
+def _same_lease(before: LaneEvent, event: LaneEvent) -> bool:
+    """Return whether two opening events in a row are of one commit."""
+    return before.epoch == event.epoch and Point.GREET not in (before.point, event.point)
+
+
 def _line(event: LaneEvent) -> dict[str, Any]:
-    return {"op": "event", **asdict(event), "point": event.point.value}
+    return {"op": "event", "event": event}
 
 
 def _encoded(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
+    return msgspec.json.encode(message) + b"\n"

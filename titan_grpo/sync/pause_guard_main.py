@@ -8,7 +8,6 @@ server (protocol.recovery.settle). protocol.pause_guard decides which servers ar
 is due. It is a process because a thread dies and freezes with its trainer.
 """
 
-import json
 import logging
 import os
 import queue
@@ -21,11 +20,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from titan_grpo.engines.http import ServerAccess, resolve_bind_host
 from titan_grpo.engines.server import AUTO, ServerControl, make_control
 from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.protocol import pause_guard
-from titan_grpo.protocol.lane import LaneEvent, Point
+from titan_grpo.protocol.lane import LaneEvent
 from titan_grpo.protocol.messages import TCP, Joined, Label
 from titan_grpo.protocol.recovery import Pause, Relabel, Resume, Step, settle
 from titan_grpo.runkey import Key
@@ -202,11 +203,11 @@ class GuardProcess:
                 ended = not data
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 for line in lines:
-                    self._take(json.loads(line))
+                    self._take(msgspec.json.decode(line))
         return ended
 
     def _take(self, message: dict[str, Any]) -> None:
-        match message.pop("op"):
+        match message["op"]:
             case "start":
                 self._access = Access(**message["access"])
                 deadlines = pause_guard.Deadlines(**message["deadlines"])
@@ -214,7 +215,7 @@ class GuardProcess:
             case "server":
                 self._keys[message["url"]] = (message["key"], message["admin_key"])
             case "event":
-                event = LaneEvent(Point(message.pop("point")), **message)
+                event = msgspec.convert(message["event"], LaneEvent)
                 self._step(pause_guard.LaneReported(event, time.monotonic()))
             case "end":
                 self._clean = True
