@@ -259,9 +259,10 @@ def test_two_threads_call_with_one_driver_and_neither_waits_for_the_other(board:
     assert len(set(board.ports)) == 2
 
 
-def test_a_server_behind_a_path_is_asked_below_it(board: Board) -> None:
-    board.routes = {"GET /node/7/weight_info": lambda _: (200, {"weight_version": "7"})}
-    assert both(f"{board.url}/node/7/", vllm.label()) == ["7", "7"]
+def test_a_server_behind_a_path_is_asked_below_it_quoted_once(board: Board) -> None:
+    asked = "GET /n%C3%B6de/a%20b;7/weight_info"
+    board.routes = {asked: lambda _: (200, {"weight_version": "7"})}
+    assert both(f"{board.url}/nöde/a%20b;7/", vllm.label()) == ["7", "7"]
 
 
 @pytest.fixture

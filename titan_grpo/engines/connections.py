@@ -11,13 +11,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import h11
-import httpx
 
 READ_BYTES = 64 << 10
 
 KEEPALIVE_S = 1.0
-"""Seconds until an idle connection is closed. uvicorn (so vLLM) closes it after 5 s, which is also
-httpx's default: a request sent at that moment fails with a read error on a healthy server."""
+"""Seconds until an idle connection is closed. uvicorn (so vLLM) closes it after 5 s: a request sent
+at that moment would fail with a read error on a healthy server."""
 
 BROKEN = (OSError, EOFError, h11.ProtocolError)
 """Exceptions of a connection that cannot be made, breaks, or carries no HTTP. A timeout is an
@@ -70,7 +69,7 @@ class Exchange:
         on which a handler raised, without saying so in its answer."""
         ended = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
         closed = self._reader.at_eof() or self._http.trailing_data != (b"", False)
-        return ended and not closed and not httpx.codes.is_server_error(self.status)
+        return ended and not closed and self.status < 500
 
     async def close(self) -> None:
         """Abort the connection, so that the server cancels the request."""
@@ -83,13 +82,12 @@ class Exchange:
 class Connections:
     """Pool of at most ``most`` connections to one server; each carries one request at a time."""
 
-    def __init__(self, base_url: str, tls: ssl.SSLContext | None, most: int) -> None:
-        """``tls``: for https; None for http."""
-        url = httpx.URL(base_url)
+    def __init__(self, host: str, port: int | None, tls: ssl.SSLContext | None, most: int) -> None:
+        """``port``: None for the scheme's own. ``tls``: for https; None for http."""
         self._tls = tls
-        self._host, self._port = url.host, url.port or (443 if tls else 80)
-        self._name = url.netloc.decode()
-        self._path = url.raw_path.partition(b"?")[0].decode().rstrip("/")
+        self._host, self._port = host, port or (443 if tls else 80)
+        name = f"[{host}]" if ":" in host else host.encode("idna").decode()
+        self._name = name if port is None else f"{name}:{port}"
         self.room = asyncio.Semaphore(most)
         """Hold it for each ``ask``, outside of the request's deadline."""
         self._idle: deque[tuple[float, Exchange]] = deque()
@@ -109,7 +107,7 @@ class Connections:
         await self._close_idle(asyncio.get_running_loop().time() - KEEPALIVE_S)
         exchange = await self._connection()
         try:
-            await exchange.begin(method, f"{self._path}{target}".encode(), headers, body)
+            await exchange.begin(method, target.encode(), headers, body)
             yield exchange
         finally:
             if exchange.reusable and not self._closed:

@@ -14,9 +14,8 @@ from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, Generic, Protocol, TypeVar
-from urllib.parse import urlencode, urlsplit, urlunsplit
+from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
-import httpx
 import msgspec
 
 from titan_grpo.config.rollout import is_loopback
@@ -36,6 +35,10 @@ NOT_RECOMPUTED = (
 
 CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 """Environment variables with the certificate authorities for https, in place of the public ones."""
+
+PATH_CHARACTERS = "/%:@!$&'()*+,;=~"
+"""Characters of a base path that are sent as they are (RFC 3986), and the sign of those that the
+user has quoted."""
 
 ANYWHERE = "192.0.2.1"
 """An address that no host has (RFC 5737): the route to it is the default route."""
@@ -146,6 +149,8 @@ def resolve_bind_host(configured: str, url: str) -> str:
 def _tls(ca_file: str | None, ca_path: str | None) -> ssl.SSLContext:
     """Return one context for all clients: reading the authorities takes tens of milliseconds."""
     if ca_file is None and ca_path is None:
+        import httpx  # only here: the import takes longer than all else of this module
+
         return httpx.create_ssl_context(trust_env=False)
     try:
         return ssl.create_default_context(cafile=ca_file, capath=ca_path)
@@ -169,14 +174,15 @@ class _Driver:
     are ignored."""
 
     def __init__(self, base_url: str, api_key: str, admin_key: str) -> None:
-        self.url, self._at = public_url(base_url), urlsplit(base_url)
+        self.url, at = public_url(base_url), urlsplit(base_url)
         self._api_key, self._admin_key = api_key, admin_key
-        https = self._at.scheme == "https"
-        self._tls = _tls(*map(os.environ.get, CA_VARIABLES)) if https else None
+        self._host, self._port = at.hostname or "", at.port
+        self._path = quote(at.path.rstrip("/"), safe=PATH_CHARACTERS)
+        self._tls = _tls(*map(os.environ.get, CA_VARIABLES)) if at.scheme == "https" else None
 
     def _request(self, call: Call[Any]) -> tuple[str, dict[str, str], bytes | None]:
-        """Return the call's target (after the base path), headers and body."""
-        target = f"{call.path}?{urlencode(call.params)}" if call.params else call.path
+        """Return the call's target, headers and body."""
+        target = self._path + call.path + (f"?{urlencode(call.params)}" if call.params else "")
         # A server with an admin key accepts only it for admin calls, and refuses it elsewhere.
         key = self._admin_key if call.admin and self._admin_key else self._api_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -189,7 +195,7 @@ class _Driver:
         )
 
     def _check(self, call: Call[Any], status: int, body: bytes) -> None:
-        if not httpx.codes.is_success(status):
+        if not 200 <= status < 300:
             kind = KeyRefused if status in (401, 403) else HttpRefused
             text = body.decode(errors="replace")[:BODY_CHARS]
             raise kind(
@@ -254,12 +260,12 @@ class SyncDriver(_Driver):
         target, headers, body = self._request(call)
         connection, reusable = self._connection(call.timeout_s), False
         try:
-            connection.request(call.method, self._at.path.rstrip("/") + target, body, headers)
+            connection.request(call.method, target, body, headers)
             response = connection.getresponse()
             content = response.read()
             # Not after a server error: uvicorn closes a connection on which a handler raised,
             # without saying so in its answer.
-            reusable = not response.will_close and not httpx.codes.is_server_error(response.status)
+            reusable = not response.will_close and response.status < 500
         except (OSError, HTTPException) as error:
             raise self._unreachable(call, error) from error
         finally:
@@ -272,21 +278,24 @@ class SyncDriver(_Driver):
     def _connection(self, timeout_s: float) -> HTTPConnection:
         """Return an idle connection that the server has not closed, else one that the request
         opens."""
-        while self._idle:
-            since, connection = self._idle.pop()
-            if time.monotonic() - since < KEEPALIVE_S and not readable(connection.sock):
-                connection.sock.settimeout(timeout_s)
-                return connection
-            connection.close()
-        host, port = self._at.hostname or "", self._at.port
-        if self._at.scheme == "https":
-            return HTTPSConnection(host, port, timeout=timeout_s, context=self._tls)
-        return HTTPConnection(host, port, timeout=timeout_s)
+        # Not "while self._idle": another thread may take the last one in between.
+        with suppress(IndexError):
+            while True:
+                since, connection = self._idle.pop()
+                if time.monotonic() - since < KEEPALIVE_S and not readable(connection.sock):
+                    connection.sock.settimeout(timeout_s)
+                    return connection
+                connection.close()
+        if self._tls is not None:
+            tls = self._tls
+            return HTTPSConnection(self._host, self._port, timeout=timeout_s, context=tls)
+        return HTTPConnection(self._host, self._port, timeout=timeout_s)
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
-        while self._idle:
-            self._idle.pop()[1].close()
+        with suppress(IndexError):
+            while True:
+                self._idle.pop()[1].close()
 
     def __enter__(self) -> "SyncDriver":
         return self
@@ -325,7 +334,7 @@ class AsyncDriver(_Driver):
     ) -> None:
         """See SyncDriver."""
         super().__init__(base_url, api_key, admin_key)
-        self._connections = Connections(base_url, self._tls, max_connections)
+        self._connections = Connections(self._host, self._port, self._tls, max_connections)
 
     async def run(self, call: Call[T]) -> T:
         """Execute a call within ``call.timeout_s`` in total. Raises as SyncDriver.run does.
@@ -361,7 +370,7 @@ class AsyncDriver(_Driver):
                 asyncio.timeout(call.timeout_s) as silence,
                 self._asked(call) as answer,
             ):
-                if not httpx.codes.is_success(answer.status):
+                if not 200 <= answer.status < 300:
                     body = b"".join([chunk async for chunk in answer.chunks()])
                     self._check(call, answer.status, body)
                 async for chunk in answer.chunks():
