@@ -18,7 +18,7 @@ from titan_grpo.config import (
 )
 from titan_grpo.config.grpo import resolve_aliases
 from titan_grpo.config.inert import inert
-from titan_grpo.config.rollout import is_loopback
+from titan_grpo.config.rollout import is_loopback, read_key
 from titan_grpo.config.task import inherited
 from titan_grpo.errors import ConfigError
 
@@ -398,3 +398,12 @@ def test_the_bytes_of_a_version_at_min_rate_are_no_longer_either() -> None:
     check_rate(WeightSync(min_rate=2), int(LONGEST_S) * 2)
     with pytest.raises(ConfigError, match=r"min_rate must be at least 2001 .*, got 2000;"):
         check_rate(WeightSync(min_rate=2000), int(LONGEST_S) * 2000 + 1)
+
+
+@pytest.mark.parametrize("key", ["s3cret\n", " s3cret", "schlüssel", "two\nlines", "a\tb"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"ENGINE_KEY must hold .* got {len(key)} char"
+    ) as raised:
+        read_key({"ENGINE_KEY": key}, "ENGINE_KEY")
+    assert key.strip() not in str(raised.value)

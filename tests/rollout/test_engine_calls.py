@@ -279,6 +279,19 @@ def test_threads_end_with_their_calls_and_routes_outlive_a_close_of_their_server
                 assert not thread.is_alive()
 
 
+def test_a_close_that_fails_does_not_end_the_calls_of_its_server(
+    spec: RolloutSpec, engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    server, answers = engine(STOCK), SimpleQueue[Answer]()
+    calls = EngineCalls(spec, answers.put)
+    calls.take(EngineCall(0, server.url, "stock", (), CALL_S))
+    number = value_of(answers.get(timeout=WAIT_S))
+    calls.take(EngineCall(1, server.url, "stock.close", (), CALL_S))  # without its number
+    calls.take(EngineCall(2, server.url, "stock.workers", (number, CALL_S), CALL_S))
+    assert value_of(answers.get(timeout=WAIT_S)) == 2
+    assert f"engine call stock.close of {server.url}" in caplog.text
+
+
 def test_a_call_for_which_no_thread_starts_fails_at_once_and_the_next_one_is_made(
     spec: RolloutSpec, engine: Callable[..., Engine]
 ) -> None:

@@ -22,6 +22,7 @@ from titan_grpo.config import (
     engines_read_calls,
     sends_adapters,
 )
+from titan_grpo.config.rollout import read_key
 from titan_grpo.engines.http import resolve_bind_host
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.layout.memory import available_memory
@@ -169,7 +170,7 @@ def findings(
                 f"rollout.{setting} names {name}, which is not set: servers would refuse us;"
                 " export it"
             )
-        return env[name] if name else ""
+        return read_key(env, name)
 
     access = servers.Access(
         args.timeout,

@@ -16,7 +16,7 @@ import msgspec
 
 from titan_grpo.commands.processes import require_file
 from titan_grpo.config import LAUNCH
-from titan_grpo.config.rollout import server_url
+from titan_grpo.config.rollout import read_key, server_url
 from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.launch import Server
 from titan_grpo.engines.server import detect, dialect
@@ -71,7 +71,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     from titan_grpo.observe.report import write_whole
 
     key_name = config.rollout.api_key_env
-    key = env.get(key_name, "") if key_name else ""
+    key = read_key(env, key_name)
     model = str(args.model or config.model.hf_assets_path)
     spec = RolloutSpec.from_config(config.rollout, model)
     found = []

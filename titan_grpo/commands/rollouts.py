@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 # The worker runs in a child process: packages that it lacks here are named before a run connects.
 import titan_grpo.rollout.worker  # noqa: F401
-from titan_grpo.config.rollout import host_and_port, is_loopback
+from titan_grpo.config.rollout import host_and_port, is_loopback, read_key
 from titan_grpo.errors import ConfigError
 from titan_grpo.rollout.service import Service
 
@@ -39,7 +39,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Serve until SIGINT or SIGTERM. Raises ConfigError if the address cannot be bound or needs a
     key."""
     options = _parser().parse_args(argv)
-    place, key = host_and_port(options.bind), env.get(options.key_env, "")
+    place, key = host_and_port(options.bind), read_key(env, options.key_env)
     if place and not key and not is_loopback(place[0]):
         raise ConfigError(
             f"--bind must be on loopback while {options.key_env} is empty, got {options.bind}"

@@ -6,7 +6,7 @@ objects.
 
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit, urlunsplit
@@ -224,6 +224,23 @@ def server_url(text: str) -> str:
             " what a client of OpenAI's API gets"
         )
     return urlunsplit((parts.scheme, parts.netloc.lower(), parts.path.rstrip("/"), "", ""))
+
+
+def read_key(environ: Mapping[str, str], variable: str) -> str:
+    """Return the key of a server or service that an environment variable holds; empty without one.
+    Raises ConfigError for a key that no HTTP header can carry.
+
+    >>> read_key({"KEY": "s3cret"}, "KEY"), read_key({}, "KEY"), read_key({}, "")
+    ('s3cret', '', '')
+    """
+    key = environ.get(variable, "")
+    if key.strip() != key or not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"the environment variable {variable} must hold a key of printable ASCII characters"
+            f" without white space at its ends, got {len(key)} characters with others: every call"
+            f" with it would fail; export {variable}=$(cat FILE) takes the line's end off"
+        )
+    return key
 
 
 def two_names(urls: Iterable[str]) -> str:

@@ -31,6 +31,7 @@ from urllib.parse import unquote
 
 import msgspec
 
+from titan_grpo.config.rollout import read_key
 from titan_grpo.errors import DataError
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.httpd import RETRY_AFTER_S, HttpServer, Reply, Request
@@ -276,7 +277,7 @@ class Agents:
         """The last posted rewards by key."""
         self._loop = asyncio.get_running_loop()
         self._began = int(time.time())
-        self._key = os.environ.get(spec.agent_key_env, "")
+        self._key = read_key(os.environ, spec.agent_key_env)
         self._server = HttpServer(spec.agent_address, "", self._answer, "rollout.agent_address")
         host, _, port = self._server.address.rpartition(":")
         here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 import msgspec
 
+from titan_grpo.config.rollout import read_key
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.server import ASK_S, AUTO, ServerControl, make_control
 from titan_grpo.engines.sglang_stock import StockRoutes
@@ -142,12 +143,15 @@ class EngineCalls:
                     del self._waiting[key]
                     return
                 call, came = self._waiting[key].popleft()
-            if call.method == CLOSE:
-                server.close()
-            elif call.method == STOCK + CLOSE:
-                server.close_routes(*call.arguments)
-            else:
-                self._answer(_outcome(server, call, came))
+            try:
+                if call.method == CLOSE:
+                    server.close()
+                elif call.method == STOCK + CLOSE:
+                    server.close_routes(*call.arguments)
+                else:
+                    self._answer(_outcome(server, call, came))
+            except Exception:  # top of a thread: the key's later calls would never be made
+                logger.exception("engine call %s of %s", call.method, call.url)
 
 
 def _outcome(server: "_Server", call: EngineCall, came: float) -> Answer:
@@ -196,7 +200,7 @@ class _Server:
             if self._control is None:
                 spec = self._spec
                 # This process's own keys, from the environment variables that the spec names.
-                keys = (os.environ.get(n, "") for n in (spec.api_key_env, spec.admin_key_env))
+                keys = (read_key(os.environ, n) for n in (spec.api_key_env, spec.admin_key_env))
                 deadlines = spec.commit_deadline_s, spec.load_deadline_s
                 self._control = make_control(
                     spec.engine, ServerAccess(self._url, *deadlines, *keys)

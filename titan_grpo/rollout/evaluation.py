@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from titan_grpo.config.rollout import read_key
 from titan_grpo.config.task import Evaluation
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.errors import ConfigError, DataError, PeerError, TitanGrpoError
@@ -297,7 +298,7 @@ def main(sock: socket.socket, _: int) -> int:
     try:
         # no deadline: if the trainer ends, its connection closes, and _read ends this process
         job: Job = read.get()
-        key = os.environ.get(job.spec.api_key_env, "") if job.spec.api_key_env else ""
+        key = read_key(os.environ, job.spec.api_key_env)
         prepared = prepare(job)
         connection.send(None)
         # no deadline: likewise

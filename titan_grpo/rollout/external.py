@@ -30,6 +30,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from titan_grpo.config.rollout import read_key
 from titan_grpo.engines.generation import TokenId
 from titan_grpo.errors import DataError
 from titan_grpo.protocol.admission import too_stale
@@ -243,7 +244,7 @@ class PushSource(External):
         self._ids: OrderedDict[str, None] = OrderedDict()
         self._closing = False
         self._loop = asyncio.get_running_loop()
-        key = os.environ.get(spec.push_key_env, "")
+        key = read_key(os.environ, spec.push_key_env)
         self._server = HttpServer(spec.push_address, key, self._answer, "rollout.push_address")
         self.address = self._server.address
         self._report(f"environments may push groups to http://{self.address}/groups")

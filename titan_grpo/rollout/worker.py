@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+from titan_grpo.config.rollout import read_key
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout import messages
@@ -115,7 +116,7 @@ class Worker:
             return kind(spec, self._send, self._fail)
         task, codec, accept = load(spec)
         runner = TaskRunner(task, codec, spec, accept)
-        key = os.environ.get(spec.api_key_env, "")
+        key = read_key(os.environ, spec.api_key_env)
 
         def connect(url: str) -> AsyncDriver:
             return AsyncDriver(url, key, spec.max_concurrent_requests)

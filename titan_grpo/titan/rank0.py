@@ -21,6 +21,7 @@ from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.loss import Collapse
 from titan_grpo.config import check_rate, engines_read_calls
+from titan_grpo.config.rollout import read_key
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.launch import ServerGroup
 from titan_grpo.engines.server import RolloutNeeds, ServerControl
@@ -115,8 +116,8 @@ class Controller:
         run_key = find_run_key(os.environ, job_config.weight_sync.run_key_file)
         rollout = job_config.rollout
         self._keys = (
-            os.environ.get(rollout.api_key_env, ""),
-            os.environ.get(rollout.admin_key_env, ""),
+            read_key(os.environ, rollout.api_key_env),
+            read_key(os.environ, rollout.admin_key_env),
         )
         specs = launched(job_config, model_dir, cpu, run_key, self._keys)
         self.run_key = specs[0].run_key if specs else run_key

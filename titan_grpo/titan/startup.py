@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_grpo.config import LAUNCH, Rollout, WeightSync, engines_read_calls, sends_adapters
+from titan_grpo.config.rollout import read_key
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe.report import write_whole
@@ -145,8 +146,8 @@ def start_rollouts(
 
 def remote_transport(rollout: Rollout, environ: Mapping[str, str]) -> WorkerTransport:
     """Return the transport to ``rollout.controller``. Raises ConfigError if the environment
-    variable for its key is empty."""
-    key = environ.get(rollout.controller_key_env, "") if rollout.controller_key_env else ""
+    variable for its key is empty or holds none."""
+    key = read_key(environ, rollout.controller_key_env)
     if rollout.controller_key_env and not key:
         raise ConfigError(
             "rollout.controller_key_env must name a variable of rank 0's environment with the"
