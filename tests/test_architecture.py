@@ -67,7 +67,7 @@ ONLY_HERE = {
         "tests/",
     ),
     "sglang": ("titan_grpo/receive/sglang_plugin.py", "patches/sglang_", "tests/"),
-    "httpx": ("titan_grpo/engines/", "scripts/bench_", "tests/"),
+    "httpx": ("titan_grpo/engines/http.py", "scripts/bench_", "tests/"),
     "h11": ("titan_grpo/engines/", "tests/"),
     "matplotlib": ("titan_grpo/observe/report.py", "scripts/bench_", "tests/"),
     "rich": ("titan_grpo/views/live.py", "titan_grpo/commands/watch.py", "tests/"),
