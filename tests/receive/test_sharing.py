@@ -1,10 +1,12 @@
 """A server that reads a version serves it to others meanwhile: block by block, what it has checked,
 and no byte of the next version under this one's ticket."""
 
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +139,32 @@ def test_a_reader_that_comes_before_the_ticket_waits_for_it(
     assert second.whole()
 
 
+def test_a_reader_that_waited_for_its_ticket_may_ask_as_soon_as_it_is_admitted(
+    servers: list[Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, got = servers[0], bytearray(BLOCK)
+    write, unproven = RangeServer._write, first.sharing._server._unproven
+
+    def until_it_asks(self: RangeServer, peer: Any) -> bool:
+        """The reader is faster than the thread that admits it."""
+        alive = write(self, peer)
+        if peer.grant is not None:
+            asked = select.poll()
+            asked.register(peer.sock, select.POLLIN)
+            assert asked.poll(SOON_S * 1000)
+        return alive
+
+    monkeypatch.setattr(RangeServer, "_write", until_it_asks)
+    open_reader = first.beside(wait_s=PATIENT_S)
+    reading = later(lambda: open_reader().read_into(0, memoryview(got)))
+    assert wait_until(lambda: any(peer.greeting for peer in unproven), SOON_S)
+    first.image.tensor().copy_(good)
+    first.begin()
+    first.sharing.arrived(0, 0, BLOCK)
+    reading.join(SOON_S)
+    assert bytes(got) == bytes(good[:BLOCK].numpy())
+
+
 @pytest.mark.parametrize("way", [Server.source, Server.beside], ids=["sent", "read from memory"])
 def test_a_block_that_is_not_there_is_not_sent_nor_read_from_memory(
     servers: list[Server], way: Callable[..., Open]
@@ -233,6 +261,7 @@ def test_a_server_beside_another_takes_its_memory_and_no_byte_over_a_socket(
     reading = later(lambda: second.fetch(first.beside(), trainer=trainer))
     first.begin()
     first.fetch(trainer=trainer)
+    assert first.whole()
     reading.join(SOON_S)
     assert second.whole()
     assert wait_until(lambda: sum(sent) == manifest.total_bytes, SOON_S)

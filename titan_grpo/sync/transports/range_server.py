@@ -358,7 +358,8 @@ class RangeServer:
 
     def _read(self, peer: _Peer) -> bool:
         """Read what has come; return whether the connection lives."""
-        if peer.channel is None and peer.out:
+        # A reader with a grant may have sent its first range already: that is for a sending thread.
+        if peer.grant is not None or (peer.channel is None and peer.out):
             return True
         want = READ_BYTES if peer.channel else GREETING.size - len(peer.inbox)
         try:
