@@ -31,7 +31,8 @@ def both(url: str, call: Call[Any], *keys: str) -> list[Any]:
             await driver.close()
 
     def run_sync() -> Any:
-        return SyncDriver(url, *keys).run(call)
+        with SyncDriver(url, *keys) as driver:
+            return driver.run(call)
 
     outcomes: list[Any] = []
     for attempt in (run_sync, lambda: asyncio.run(run())):
