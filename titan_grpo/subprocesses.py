@@ -135,7 +135,7 @@ def exit_with_parent(parent: int) -> None:
         if os.getppid() == parent:
             with suppress(ProcessLookupError):
                 # no deadline: ends with the parent
-                _readable(None, os.pidfd_open(parent))
+                readable(None, os.pidfd_open(parent))
         os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
@@ -155,7 +155,7 @@ def when_ended(pid: int, call: Callable[[], object]) -> None:
         else:
             try:
                 # no deadline: ends with that process
-                _readable(None, pidfd)
+                readable(None, pidfd)
             finally:
                 os.close(pidfd)
         call()
@@ -176,7 +176,7 @@ def wait_process(process: "subprocess.Popen[Any]", timeout_s: float) -> int:
         except OSError:  # no descriptor is left
             return process.wait(timeout_s)
         try:
-            if not _readable(timeout_s, pidfd):
+            if not readable(timeout_s, pidfd):
                 raise subprocess.TimeoutExpired(process.args, timeout_s)
         finally:
             os.close(pidfd)
@@ -265,9 +265,9 @@ class Guarded:
             wait_process(self.guard, KILL_S)
 
 
-def _readable(timeout_s: float | None, *fds: int) -> bool:
-    """Wait until a descriptor is readable or closed; False on timeout. select() would be limited to
-    descriptors up to 1023."""
+def readable(timeout_s: float | None, *fds: int) -> bool:
+    """Wait until a descriptor is readable or closed; return False on timeout. select() would be
+    limited to descriptors up to 1023."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -328,7 +328,7 @@ def main(owner: socket.socket, _: int, grace_s: str, *command: str) -> int:
     with suppress(OSError):
         owner.sendall(f"{child.pid}\n".encode())
     # no deadline: the owner's end, a signal, or the command's end
-    _readable(None, owner.fileno(), woken.fileno(), os.pidfd_open(child.pid))
+    readable(None, owner.fileno(), woken.fileno(), os.pidfd_open(child.pid))
     left = _shared_memory(lambda group: group == child.pid)
     end(child, float(grace_s))
     left -= _shared_memory(lambda group: group != child.pid)

@@ -70,8 +70,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     tables = [table for table in config.evaluation if table.name in names]
     from titan_grpo.observe.report import write_whole
 
-    key_name = config.rollout.api_key_env
-    key = read_key(env, key_name)
+    key = read_key(env, config.rollout.api_key_env)
     model = str(args.model or config.model.hf_assets_path)
     spec = RolloutSpec.from_config(config.rollout, model)
     found = []

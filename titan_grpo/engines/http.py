@@ -5,7 +5,6 @@ Only this module turns HTTP errors into the package's."""
 import asyncio
 import functools
 import os
-import select
 import socket
 import ssl
 import time
@@ -21,6 +20,7 @@ import msgspec
 from titan_grpo.config.rollout import is_loopback
 from titan_grpo.engines.connections import BROKEN, KEEPALIVE_S, Connections, Exchange
 from titan_grpo.errors import ConfigError, ServerRefused, ServerUnfit, ServerUnreachable
+from titan_grpo.subprocesses import readable
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -161,14 +161,6 @@ def _tls(ca_file: str | None, ca_path: str | None) -> ssl.SSLContext:
         ) from error
 
 
-def readable(sock: socket.socket) -> bool:
-    """Return whether there are bytes to read now; on an idle connection, its end."""
-    # Not select: it takes no descriptor above 1023.
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(0))
-
-
 class _Driver:
     """Common part of both drivers. Servers are addressed directly: the environment's proxy settings
     are ignored."""
@@ -282,7 +274,9 @@ class SyncDriver(_Driver):
         with suppress(IndexError):
             while True:
                 since, connection = self._idle.pop()
-                if time.monotonic() - since < KEEPALIVE_S and not readable(connection.sock):
+                kept = time.monotonic() - since < KEEPALIVE_S
+                # An idle connection has nothing to read but its end.
+                if kept and not readable(0.0, connection.sock.fileno()):
                     connection.sock.settimeout(timeout_s)
                     return connection
                 connection.close()

@@ -124,9 +124,9 @@ class PauseGuard:
         if event.point not in OPENING + CLOSING:
             return
         with self._lock:
-            before = self._open.pop(event.url, None)
+            before = self._open.get(event.url)
             if event.point in CLOSING:
-                if before is not None:
+                if self._open.pop(event.url, None) is not None:
                     self._write(_line(event))
             elif before is not None and _same_lease(before[0], event) and not _due(before):
                 # Each line costs the guard's process as much as this one, and lanes wait for each

@@ -146,7 +146,7 @@ def start_rollouts(
 
 def remote_transport(rollout: Rollout, environ: Mapping[str, str]) -> WorkerTransport:
     """Return the transport to ``rollout.controller``. Raises ConfigError if the environment
-    variable for its key is empty or holds none."""
+    variable for its key is empty, or holds what cannot be sent."""
     key = read_key(environ, rollout.controller_key_env)
     if rollout.controller_key_env and not key:
         raise ConfigError(
