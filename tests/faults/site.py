@@ -26,7 +26,7 @@ from tests.rigs.signals import send
 from tests.rigs.trainer import digests
 from titan_grpo.engines.http import ServerAccess, SyncDriver
 from titan_grpo.engines.launch import Server
-from titan_grpo.engines.server import ServerControl, detect, make_control
+from titan_grpo.engines.server import AUTO, ServerControl, detect, make_control
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.verify.outcome import Committed
 from titan_grpo.verify.server import Devices, recorded, server_spec
@@ -153,7 +153,7 @@ class Instance:
         self._process = launch(folder)
         self.url = self._process.url
         self.expected_dead = False
-        self.engine = ""
+        self.engine = AUTO
         """Which one it is, once it has answered."""
         self._thread = threading.Thread(target=self._watch, name=f"look at {name}", daemon=True)
 
