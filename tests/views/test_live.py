@@ -122,6 +122,18 @@ def test_of_an_older_run_in_the_same_folder_no_server_version_or_commit_is_shown
     assert state.commits == {"a": 1, "b": 0}
 
 
+def test_servers_of_the_process_before_a_resume_are_not_shown_any_more(tmp_path: Path) -> None:
+    for server, step in ((1, 50), (7, 51)):
+        recorder = Recorder(tmp_path)
+        recorder.known_server(url_of(server))
+        recorder.committed(url_of(server), step - 1)
+        recorder.step(step, {names.REWARD: 0.5})
+        recorder.close()
+    follower = Follower(tmp_path)
+    follower.read()
+    assert follower.state.held == {url_of(7): 50}
+
+
 def test_a_step_that_comes_again_replaces_those_from_it_on(tmp_path: Path) -> None:
     follower = follower_of(tmp_path, Made(steps=5, finished=False))
     make_run(tmp_path, Made(steps=1, first_step=3, finished=False))

@@ -165,6 +165,30 @@ def test_time_in_which_a_server_was_away_from_the_run_is_neither_served_nor_lag(
     assert np.isclose(server.lag, 0.0)
 
 
+def test_servers_of_a_process_are_out_of_the_run_when_it_is_resumed_on_others(
+    tmp_path: Path,
+) -> None:
+    for server, clock in ((0, Clock(0.0)), (1, Clock(200.0))):
+        recorder = Recorder(tmp_path, clock=clock)
+        for _ in range(50):
+            version = int(clock.now) % 150
+            clock.now += 1.0
+            recorder.add_span("train", clock.now - 1, clock.now, TRAINER, step=version + 1)
+            recorder.record_span(names.DIGEST_S, clock.now, clock.now, "sealer", version=version)
+            recorder.record_span(
+                names.COMMIT_S, clock.now, clock.now, url_of(server), version=version
+            )
+        recorder.close()
+    trace = read_trace(tmp_path / "trace.json")
+    assert trace.of("sealer", names.DIGEST_S).number.tolist() == list(range(100))
+    for server in (0, 1):
+        found = figures(trace, url_of(server))
+        assert np.isclose(found.served_s, 49.0), "neither the gap nor the other process's time"
+        assert np.isclose(found.lag, 0.0)
+    first, second = (row["behind"] for row in timeline(trace)["rows"][1:])
+    assert (first[50], first[-1], second[50], second[-1]) == (0, -1, -1, 0)
+
+
 def test_an_evaluation_that_held_a_server_and_the_waits_meanwhile_are_counted(
     tmp_path: Path,
 ) -> None:

@@ -125,8 +125,8 @@ class State:
     def add_entry(self, entry: Sequence[Any]) -> None:
         """Apply a line of history.jsonl."""
         match entry:
-            case ["process"]:
-                self.own = {}
+            case ["process"]:  # it may have other servers than the one before
+                self.held, self.own = {}, {}
             case ["server", str(url)] | ["member", str(url), "joined", _]:
                 self.held.setdefault(url, None)
                 self.own.setdefault(url, 0)
@@ -140,9 +140,6 @@ class State:
                 self.errors.append(message)
             case ["first step"]:  # what was before is an older run in the same folder
                 self.errors.clear()
-                self.held = {
-                    u: v if self.own[u] else None for u, v in self.held.items() if u in self.own
-                }
                 self.commits = dict(self.own)
 
 

@@ -96,6 +96,9 @@ class Trace:
     instants: tuple[Instant, ...] = ()
     seconds: float = 0.0
     """Time of the last event."""
+    ends: tuple[float, ...] = ()
+    """Times at which a process ended that was resumed: no server was in the run until the next
+    process gave it a version."""
 
     def of(self, track: str, name: str) -> Spans:
         """Return the spans of one name on one track, maybe none."""
@@ -321,7 +324,7 @@ def _assemble(table: Bars, names: list[str], others: list[_Event]) -> Trace:
             tracks[event.tid] = (max(process, 0), event.args.name)
     points = [point for point in points if point.tid in tracks]
     groups = _groups(table, tracks, len(names))
-    shifts = _shifts(tracks, groups, points)
+    shifts, stops = _shifts(tracks, groups, points)
     found: defaultdict[tuple[str, str], list[Bars]] = defaultdict(list)
     for bars in groups:
         process, label = tracks[int(bars["track"][0])]
@@ -339,7 +342,7 @@ def _assemble(table: Bars, names: list[str], others: list[_Event]) -> Trace:
             instants.append(Instant(at, label, point.name, point.args.message, number))
     ends = [*(float(each.stop.max()) for each in spans.values()), *(i.time_s for i in instants)]
     instants.sort(key=lambda i: i.time_s)
-    return Trace(spans, tuple(instants), max(ends, default=0.0))
+    return Trace(spans, tuple(instants), max(ends, default=0.0), tuple(stops[:-1]))
 
 
 def _groups(table: Bars, tracks: Iterable[int], names: int) -> list[Bars]:
@@ -363,9 +366,9 @@ def _spans(parts: list[Bars]) -> Spans:
 
 def _shifts(
     tracks: Mapping[int, tuple[int, str]], groups: list[Bars], points: list[_Event]
-) -> dict[int, float]:
+) -> tuple[dict[int, float], list[float]]:
     """Return process -> seconds to add to its times, so that the run starts at 0 and time never
-    goes back.
+    goes back, and when each of these processes ended.
 
     Processes before the last one that started at step 1 belong to an older run and are left out. A
     resumed run has another clock if its host was restarted.
@@ -383,10 +386,12 @@ def _shifts(
         times[tracks[point.tid][0]].append(point.ts / 1e6)
     first = max((process for process, known in steps.items() if min(known) == 1), default=0)
     shifts: dict[int, float] = {}
+    stops: list[float] = []
     clock, end = -math.inf, 0.0
     for process in sorted(p for p in times if p >= first):
         low, high = min(times[process]), max(times[process])
         if low + clock < end:
             clock = end - low
         shifts[process], end = clock, high + clock
-    return shifts
+        stops.append(end)
+    return shifts, stops

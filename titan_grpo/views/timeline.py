@@ -71,9 +71,11 @@ def published(trace: Trace) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int
 
 
 def held(trace: Trace, url: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """Return when a server was verified to hold each version: (times, versions); -1: it left."""
+    """Return when a server was verified to hold each version: (times, versions); -1: it left, or
+    the run's process ended, and the next one may have other servers."""
     commits = trace.of(url, names.COMMIT_S)
     gone = [i.time_s for i in trace.instants if i.track == url and i.name == "server left"]
+    gone += trace.ends
     times = np.concatenate([commits.stop, gone])
     versions = np.concatenate([commits.number, np.full(len(gone), -1)]).astype(np.int64)
     order = np.argsort(times, kind="stable")
