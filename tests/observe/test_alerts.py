@@ -12,6 +12,7 @@ from titan_grpo.observe import alerts, names
 from titan_grpo.observe.alerts import Threshold, rules, step, watched
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.observe.report import write_report
+from titan_grpo.observe.run_lock import held
 
 
 def crossings(text: str, values: list[float | None]) -> list[int]:
@@ -152,17 +153,30 @@ def test_a_check_takes_the_thresholds_of_a_job(
     assert capsys.readouterr().out == "step 3: loss/kl >= 3 (3)\n"
 
 
+def age(folder: Path) -> None:
+    """Make all files of a folder a thousand seconds older, and equally old."""
+    old = (folder / "metrics.jsonl").stat().st_mtime - 1000
+    for path in folder.iterdir():
+        os.utime(path, (old, old))
+
+
 def test_a_run_that_stands_still_is_found_and_one_that_has_ended_does_not(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    metrics, summary = run / "metrics.jsonl", run / "summary.json"
-    old = metrics.stat().st_mtime - 1000
-    for path in (metrics, summary):
-        os.utime(path, (old, old))
+    age(run)
     assert watch.run([str(run), "--check", "--stalled", "60"], {}) == 0
-    summary.unlink()
+    (run / "summary.json").unlink()
     assert watch.run([str(run), "--check", "--stalled", "60"], {}) == 4
     assert "no step after step 3 for 10" in capsys.readouterr().out
+
+
+def test_a_run_that_was_just_resumed_does_not_stand_still(run: Path) -> None:
+    age(run)
+    with held(run):
+        assert watch.run([str(run), "--check", "--stalled", "60"], {}) == 0
+        for path in run.iterdir():
+            os.utime(path, (0, 0))
+        assert watch.run([str(run), "--check", "--stalled", "60"], {}) == 4
 
 
 def test_a_check_needs_something_to_look_for_and_a_step_to_look_at(

@@ -1,5 +1,6 @@
 """Reading a run's folder: whole, torn, still going, resumed, or used by an older run before."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,19 @@ def test_the_summary_of_an_earlier_run_is_not_that_of_one_that_goes_on(tmp_path:
     make_run(tmp_path, Made(steps=2, first_step=4, finished=False), Clock(2000.0))
     assert read_run(tmp_path).summary is None
     assert not Follower(tmp_path).ended()
+
+
+def test_the_summary_of_the_process_before_is_none_as_soon_as_a_resumed_one_trains(
+    tmp_path: Path,
+) -> None:
+    make_run(tmp_path, Made(steps=3, ended_by="SIGTERM"))
+    for path in tmp_path.iterdir():
+        os.utime(path, (1e9, 1e9))
+    assert Follower(tmp_path).ended()
+    recorder = Recorder(tmp_path)  # before its first step
+    assert read_run(tmp_path).summary is None
+    assert not Follower(tmp_path).ended()
+    recorder.close()
 
 
 def test_blocks_of_any_size_read_the_same(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from titan_grpo.config import Alerts
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import alerts
 from titan_grpo.observe.recorder import read_metrics
+from titan_grpo.observe.run_lock import LOCK
 from titan_grpo.observe.terminal import next_command
 from titan_grpo.titan.jobfile import read_toml
 
@@ -43,7 +44,10 @@ def parser() -> argparse.ArgumentParser:
     threshold = 'a threshold as in [alerts], such as "ratio/max > 10 for 3" (may be repeated)'
     check.add_argument("--alert", action="append", default=[], metavar="TEXT", help=threshold)
     check.add_argument("--config", metavar="TOML", help="take those of this job's [alerts] too")
-    stalled = "no step for so many seconds is worth exit code 4, while the run has no summary"
+    stalled = (
+        "no step for so many seconds, since the last one or the last start, is worth exit code 4,"
+        " while the run has no summary"
+    )
     check.add_argument("--stalled", type=float, metavar="S", help=stalled)
     return out
 
@@ -106,8 +110,10 @@ def _check(args: argparse.Namespace, run: "Follower") -> int:
         print(f"step {rows[-1]['step']}: {each}")
     if holding:
         return HOLDS
-    # The file grows once per step. Its mtime is by the file system's clock.
-    silent_s = time.time() - path.stat().st_mtime
+    # The file grows once per step, and each start writes the lock: a resumed run must not be taken
+    # for one that stands still while it loads. Both mtimes are by the file system's clock.
+    known = [file for file in (path, args.run / LOCK) if file.is_file()]
+    silent_s = time.time() - max(file.stat().st_mtime for file in known)
     if args.stalled is not None and not ended and silent_s > args.stalled:
         print(f"no step after step {rows[-1]['step']} for {silent_s:.0f} s")
         return STALLED

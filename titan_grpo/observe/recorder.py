@@ -282,7 +282,9 @@ class Recorder:
         self._rows: list[dict[str, Any]] = []
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            self._history_path.open("a").close()
+            with self._history_path.open("a") as file:
+                # Entries come later: now already the summary of an earlier process is too old.
+                os.utime(file.fileno())
             self._history = read_history(self._history_path)
             if self.metrics_path.exists():
                 self._rows = read_metrics(self.metrics_path, names.SUMMARISED)

@@ -228,12 +228,13 @@ _SAMPLE, _EVENT = msgspec.json.Decoder(ShownStep), msgspec.json.Decoder(_Event)
 
 
 def summary_of(folder: Path) -> Path | None:
-    """Return the path of a run's summary.json; None if it is missing or older than the last step
-    (of an earlier run in the same folder)."""
-    summary, metrics = folder / "summary.json", folder / "metrics.jsonl"
+    """Return the path of a run's summary.json; None if it is missing or of an earlier process:
+    older than the last step, or than history.jsonl, which a recorder touches at its start."""
+    summary, later = folder / "summary.json", ("metrics.jsonl", "history.jsonl")
     with suppress(FileNotFoundError):
         written = summary.stat().st_mtime
-        if not metrics.is_file() or written >= metrics.stat().st_mtime:
+        files = [folder / name for name in later if (folder / name).is_file()]
+        if all(written >= file.stat().st_mtime for file in files):
             return summary
     return None
 
