@@ -249,7 +249,9 @@ def _open_trace(path: Path) -> TextIO:
         with path.open("r+b") as file:
             start = file.seek(max(0, size - TAIL_BYTES))
             tail = file.read()
-            end = tail.rfind(b"\n]") if tail.rstrip().endswith(b"]") else tail.rfind(b",\n")
+            # Of its own line: a torn event may end with a bracket too, as in "[Errno 104]".
+            closed = tail.rstrip().endswith(b"\n]")
+            end = tail.rfind(b"\n]" if closed else b",\n")
             kept = start + end if end > 0 else 0
             file.truncate(kept)
     stream = path.open("a")
