@@ -14,6 +14,8 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import members
 from titan_grpo.protocol.messages import Entry, Label, ServerState, Standing
 from titan_grpo.sync.server_set import ServerSet
+from titan_grpo.views.run import read_trace
+from titan_grpo.views.timeline import figures
 
 WAIT_S = 90.0
 
@@ -173,6 +175,22 @@ def test_the_first_error_is_kept_with_its_place_and_given_once_and_the_others_ar
     assert s.set.take_error() is None
     s.set.latch(SyncError("third"))
     assert str(s.set.take_error()) == "third"
+
+
+def test_each_servers_error_is_a_fault_of_its_own_also_of_two_in_one_step(
+    site: Make, tmp_path: Path
+) -> None:
+    urls = ("http://a:80", "http://a:8000")
+    s = site(*urls)
+    for url in (*urls, urls[1]):
+        s.set.latch(SyncError("send failed: connection reset", url=url, version=7))
+    s.set.latch(SyncError("hashing failed", version=7))
+    s.set.taken(urls[0], "other")
+    s.recorder.error(str(s.set.take_error()))
+    s.recorder.error(f"an alert names {urls[1]}")
+    s.recorder.close()
+    trace = read_trace(tmp_path / "trace.json")
+    assert [figures(trace, url).faults for url in urls] == [2, 2]
 
 
 def test_a_server_that_left_takes_nothing_and_may_come_again_in_a_later_epoch(site: Make) -> None:

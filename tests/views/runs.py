@@ -91,7 +91,9 @@ def _step(recorder: Recorder, made: Made, step: int, clock: Clock, draw: random.
         if slow and step % 2:
             continue
         if server == made.faulty_server and step % 10 == 0:
-            recorder.error(f"version {step} to {url_of(server)}: send failed: connection reset")
+            cause = "send failed: connection reset"
+            recorder.instant("sync failure", url_of(server), version=step, message=cause)
+            recorder.error(f"version {step} to {url_of(server)}: {cause}")
             continue
         _commit(recorder, server, step, end + 0.01, 5 * STEP_S / 3 if slow else STEP_S / 3)
     if step == 1 or step % 10 == 0:

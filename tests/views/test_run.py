@@ -218,12 +218,18 @@ def test_an_evaluation_that_held_a_server_and_the_waits_meanwhile_are_counted(
     assert np.isclose(server.waited_meanwhile_s, 1.5)
 
 
-def test_an_error_that_names_a_server_is_marked_on_its_row(tmp_path: Path) -> None:
+def test_a_servers_fault_is_marked_on_its_row_and_the_steps_error_on_the_trainers(
+    tmp_path: Path,
+) -> None:
     make_run(tmp_path, Made(steps=20, servers=3, faulty_server=1))
     found = timeline(read_run(tmp_path).trace)
-    assert [found["rows"][mark[0]]["name"] for mark in found["marks"]] == [
-        names.short(url_of(1))
-    ] * 2
+    marks = [(found["rows"][row]["name"], what, text) for row, _, what, text in found["marks"]]
+    cause = "send failed: connection reset"
+    for mark, version in zip((marks[:2], marks[2:]), (10, 20), strict=True):
+        assert mark == [
+            (names.short(url_of(1)), "sync failure", cause),
+            ("trainer", "error", f"version {version} to {url_of(1)}: {cause}"),
+        ]
     assert figures(read_run(tmp_path).trace, url_of(1)).faults == 2
 
 

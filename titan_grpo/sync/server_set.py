@@ -297,11 +297,11 @@ class ServerSet:
         lane = self._servers[url].lane
         assert lane is not None
         slow = _end([lane], time.monotonic() + self._leave_s, JOIN_S)
+        if slow:
+            cause = "its lane did not end: the server cannot be added again in this run"
+            self.latch(SyncError(cause, url=url))
+            return
         with self._changed:
-            if slow:
-                cause = "its lane did not end: the server cannot be added again in this run"
-                self._latch(SyncError(cause, url=url))
-                return
             self._servers[url].epoch, self._servers[url].lane = lane.epoch, None
         with suppress(ServerRefused):  # if the run is ending
             self._change(members.Ended(url))
@@ -411,13 +411,13 @@ class ServerSet:
         terminal.print_status(f"{url}: {text}")
         with self._changed:
             self._servers[url].taken_by = run
-            self._latch(SyncError(text, url=url))
             lost = [self._servers[u].taken_by for u in self._members.present]
             if lost and all(lost):  # none is present while all of them leave or come again
                 self._lost = SyncError(
                     f"run {', '.join(sorted(set(lost)))} took over every server of this run"
                 )
                 self._observer.fail(self._lost)
+        self.latch(SyncError(text, url=url))
 
     def unfit(self) -> str:
         """Return each server's reason if none can ever serve this run; empty if one may."""
@@ -430,18 +430,19 @@ class ServerSet:
     # Errors.
 
     def latch(self, error: SyncError) -> None:
-        """Keep the first error until ``take_error`` collects it; count the others."""
+        """Keep the first error until ``take_error`` collects it; count the others. A server's error
+        is a fault on its track of the trace."""
+        if error.url:
+            told = {"version": error.version, "message": error.cause}
+            self._recorder.instant("sync failure", error.url, **told)
         with self._changed:
-            self._latch(error)
-
-    def _latch(self, error: SyncError) -> None:
-        if self._error is None:
-            self._error = error
-        else:
-            self._further += 1
-        if error.url in self._servers:
-            self._servers[error.url].error = error
-        self._changed.notify_all()
+            if self._error is None:
+                self._error = error
+            else:
+                self._further += 1
+            if error.url in self._servers:
+                self._servers[error.url].error = error
+            self._changed.notify_all()
 
     def take_error(self) -> SyncError | None:
         """Return the latched error once, with the number of errors after it. Never waits long: the

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from titan_grpo.observe import names
 from titan_grpo.observe.names import short
-from titan_grpo.views.run import TRAINER, Array, Instant, Spans, Trace
+from titan_grpo.views.run import TRAINER, Array, Spans, Trace
 
 TRAINER_STATES = {"waiting": "rollout wait", "training": "train", "publishing": "publish"}
 SERVER_STATES = {
@@ -53,6 +53,7 @@ class ServerFigures:
     lag: float
     """Mean over that time of the newest published version minus its own."""
     faults: int
+    """Errors of its lane, each once, also of several in one step."""
     held_s: float = 0.0
     """Time that evaluations held its version."""
     waited_meanwhile_s: float = 0.0
@@ -93,7 +94,7 @@ def figures(trace: Trace, url: str) -> ServerFigures:
     serving = np.where(own >= 0, np.diff(at), 0.0)
     served_s = float(serving.sum())
     lag = max(0.0, float((serving * (newest - own)).sum()) / served_s) if served_s else 0.0
-    marks = [i for i in trace.instants if concerns(i, url) and i.name in ("error", "sync failure")]
+    faults = [i for i in trace.instants if i.track == url and i.name == "sync failure"]
     return ServerFigures(
         url=url,
         commits=int((versions >= 0).sum()),
@@ -105,15 +106,10 @@ def figures(trace: Trace, url: str) -> ServerFigures:
         pause_s=pause.total_s,
         served_s=served_s,
         lag=lag,
-        faults=len(marks),
+        faults=len(faults),
         held_s=kept.total_s,
         waited_meanwhile_s=overlap(trace.of(TRAINER, TRAINER_STATES["waiting"]), kept),
     )
-
-
-def concerns(instant: Instant, url: str) -> bool:
-    """Return whether an instant is about a server: on its track, or an error that names it."""
-    return instant.track == url or (instant.name == "error" and url in instant.text)
 
 
 def timeline(trace: Trace, exact_spans: int = EXACT_SPANS) -> dict[str, Any]:
@@ -152,10 +148,10 @@ def timeline(trace: Trace, exact_spans: int = EXACT_SPANS) -> dict[str, Any]:
             strict=True,
         )
     ]
-    marks = []
+    marks, places = [], {track: row for row, track in enumerate(tracks)}
     faults = [i for i in trace.instants if i.name in FAULTS]
     for i in faults[:: -(-len(faults) // MARKS) or 1]:
-        row = next((k for k, url in enumerate(tracks) if k and concerns(i, url)), 0)
+        row = places.get(i.track, 0)
         text = i.text or (f"version {i.version}" if i.version >= 0 else "")
         marks.append([row, round(i.time_s * 1e3), i.name, text[:300]])
     return {
