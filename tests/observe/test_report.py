@@ -43,6 +43,7 @@ def recorder(tmp_path: Path) -> Iterator[Recorder]:
     recorder.joined(SERVERS[1], 3)
     recorder.left(SERVERS[1], 7)
     recorder.count(names.dropped("nan_logprobs"), 2)
+    recorder.count(names.dropped("no_spread"), 0)
     for kind, longest, count in (("made", 128, 1), ("made", 16, 3), ("trained", 16, 3)):
         recorder.count(names.lengths(kind, str(longest)), count)
     yield recorder
@@ -73,7 +74,7 @@ def test_the_summary_of_a_run_keeps_its_schema_and_says_what_happened(recorder: 
     )
     assert summary["blocked_s"]["median"] == pytest.approx(0.0055)
     assert summary["staleness"] == {"mean": 0.5, "max": 1.0}
-    assert summary["dropped"] == {"nan_logprobs": 2}
+    assert summary["dropped"] == {"nan_logprobs": 2, "no_spread": 0}
     assert summary["quantised"] == {SERVERS[0]: "fp8"}, "the other was restarted without"
     last = {names.REWARD: 1.0, names.BLOCKED_S: 0.01, names.LOGPROB_GAP_MAX: 0.02}
     assert summary["last_step"].items() >= last.items()
@@ -88,6 +89,7 @@ def test_the_summary_of_a_run_keeps_its_schema_and_says_what_happened(recorder: 
         "75 % to 16, 25 % to 128 tokens",
     ):
         assert words in table
+    assert "no_spread" not in table, "none were dropped for it"
 
 
 def test_a_run_that_died_before_its_first_step_has_a_valid_summary_too(tmp_path: Path) -> None:

@@ -1,13 +1,17 @@
 """Each rule says its sentence when its figure is past the bound, and is silent otherwise."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from titan_grpo.observe import names
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.observe.report import write_report
 from titan_grpo.views import findings as rules
-from titan_grpo.views.findings import Facts, Step, duration, findings, percent
+from titan_grpo.views.findings import Facts, Step, duration, facts_of, findings, percent
+from titan_grpo.views.run import read_run
 from titan_grpo.views.timeline import ServerFigures
 
 
@@ -88,7 +92,7 @@ FIRING = {
         "bad",
         "host:1 had 4 faults, and its lane connected 3 times",
     ),
-    "wrong_bytes": (facts(digest_mismatches=2), "bad", "2 received blocks had a wrong digest"),
+    "wrong_bytes": (facts(digest_mismatches=2), "bad", "2 transfers or loads of a version"),
     "skipped_versions": (facts(skipped_versions=7), "note", "7 versions were not published"),
     "dropped_groups": (facts(dropped={"stale": 6, "x": 0}), "note", "not trained on: 6 stale"),
     "reward_trend": (facts(**steps(0.8, 0.3)), "bad", "the reward fell: 0.8 in the first fifth"),
@@ -118,8 +122,26 @@ def test_a_rule_says_what_is_past_its_bound(name: str) -> None:
     assert [f.level for f in findings(given) if text in f.text] == [level]
 
 
+@pytest.mark.parametrize("finished", [False, True], ids=["goes on", "has ended"])
+def test_wrong_bytes_and_dropped_groups_are_known_of_a_run_at_any_time(
+    tmp_path: Path, finished: bool
+) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.count(names.DIGEST_MISMATCHES, 2)
+    recorder.count(names.dropped("stale"), 3)
+    recorder.count(names.dropped("no_spread"), 0)
+    recorder.step(1, recorder.since_last())
+    if finished:
+        write_report(recorder, "run", "async")
+    else:
+        recorder.close()
+    found = facts_of(read_run(tmp_path))
+    assert (found.digest_mismatches, found.dropped) == (2, {"stale": 3, "no_spread": 0})
+
+
 def test_a_sound_run_has_no_complaint_and_one_without_a_step_no_finding() -> None:
-    assert {f.level for f in findings(facts(**steps(0.3, 0.5)))} == {"good"}
+    sound = facts(**steps(0.3, 0.5), dropped={"no_spread": 0})
+    assert {f.level for f in findings(sound)} == {"good"}
     assert findings(Facts()) == []
 
 

@@ -213,7 +213,7 @@ def final_table(summary: Mapping[str, Any]) -> str:
     """Format a summary for the terminal."""
     s = summary
     reward = f"{number(s['reward_first'])} -> {number(s['reward_last'])}"
-    dropped = ", ".join(f"{n} {reason}" for reason, n in s["dropped"].items())
+    dropped = ", ".join(f"{n} {reason}" for reason, n in s["dropped"].items() if n)
     rows = [
         ("steps", f"{s['steps']}  ({number(s['steps_per_s'])} per second)"),
         *(("ended by", why) for why in [s.get("ended_by")] if why),

@@ -75,6 +75,11 @@ def facts_of(run: Run) -> Facts:
     skipped = sum(i.name == "version skipped" for i in run.trace.instants)
     errors = [i.text for i in run.trace.instants if i.name == "error"]
     s = run.summary
+    # Without a summary (the run goes on, or was killed) the last step has the totals so far.
+    totals = run.rows[-1] if run.rows else {}
+    mismatches, prefix = int(totals.get(names.DIGEST_MISMATCHES) or 0), names.dropped("")
+    counts = {n.removeprefix(prefix): n for n in totals if n.startswith(prefix)}
+    dropped = {reason: int(totals[name] or 0) for reason, name in counts.items()}
     urls = {*run.trace.servers, *(s.versions_committed if s else ())}
     return Facts(
         steps=len(steps),
@@ -87,9 +92,9 @@ def facts_of(run: Run) -> Facts:
         last=_means(run.rows[-window:]),
         servers=tuple(figures(run.trace, url) for url in in_order(urls)),
         skipped_versions=s.skipped_versions if s else skipped,
-        digest_mismatches=s.digest_mismatches if s else 0,
+        digest_mismatches=s.digest_mismatches if s else mismatches,
         quantised=run.quantised,
-        dropped=s.dropped if s else {},
+        dropped=s.dropped if s else dropped,
         errors=tuple(s.errors if s else errors),
         ended_by=s.ended_by if s else "",
     )
@@ -149,8 +154,8 @@ def trouble(f: Facts) -> Iterator[Finding]:
     if f.digest_mismatches:
         yield Finding(
             "bad",
-            f"{f.digest_mismatches} received blocks had a wrong digest; none was served. Memory or"
-            " network of a host is faulty",
+            f"{f.digest_mismatches} transfers or loads of a version had wrong bytes; none was"
+            " served. Memory or network of a host is faulty",
         )
     if f.skipped_versions:
         yield Finding(
@@ -158,8 +163,8 @@ def trouble(f: Facts) -> Iterator[Finding]:
             f"{f.skipped_versions} versions were not published since every image was still being"
             " sent: weight_sync.slots, or faster transfers, change it",
         )
-    if f.dropped:
-        parts = ", ".join(f"{count} {reason}" for reason, count in f.dropped.items() if count)
+    parts = ", ".join(f"{count} {reason}" for reason, count in f.dropped.items() if count)
+    if parts:
         yield Finding("note", f"groups or completions that were not trained on: {parts}")
 
 
