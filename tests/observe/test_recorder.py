@@ -1,6 +1,7 @@
 import json
 import os
 import threading
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from tests.views.runs import Clock
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
-from titan_grpo.observe.recorder import Recorder, read_last, read_metrics
+from titan_grpo.observe.recorder import Recorder, read_history, read_last, read_metrics
 from titan_grpo.observe.report import summarize
 
 SERVER = "http://127.0.0.1:8000"
@@ -165,6 +166,19 @@ def test_the_history_of_a_run_spans_its_processes_also_after_a_kill(tmp_path: Pa
     assert again.history().totals == {names.SYNC_COUNT: 1}
     assert Recorder(tmp_path).history().totals == {names.SYNC_COUNT: 1}
     assert [row["step"] for row in again.rows()] == [1]
+
+
+def test_a_long_history_is_not_in_memory_as_a_whole_while_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_text(f'["count", "{names.SYNC_COUNT}", 1]\n' * 50_000)
+    tracemalloc.start()
+    try:
+        found = read_history(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found.own.totals == {names.SYNC_COUNT: 50_000}
+    assert peak < path.stat().st_size / 2
 
 
 def test_many_threads_record_at_once_and_nothing_is_lost(tmp_path: Path) -> None:

@@ -180,10 +180,14 @@ class Histories:
 def read_history(path: Path) -> Histories:
     """Read history.jsonl. Torn lines are skipped."""
     found = Histories()
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        # The last is a ValueError from msgspec 0.21 on.
-        with suppress(ValueError, TypeError, KeyError, ValidationError):
-            found.add(*decoded(line, ENTRY) or [""])
+    if not path.is_file():
+        return found
+    # Line by line: after days with many servers they are hundreds of megabytes.
+    with path.open("rb") as lines:
+        for line in lines:
+            # The last is a ValueError from msgspec 0.21 on.
+            with suppress(ValueError, TypeError, KeyError, ValidationError):
+                found.add(*decoded(line, ENTRY) or [""])
     return found
 
 
