@@ -83,6 +83,26 @@ def test_of_a_long_file_only_its_beginning_and_its_end_are_read(tmp_path: Path) 
     assert numbers == sorted(numbers)
 
 
+def test_servers_that_came_or_left_in_the_middle_of_a_long_history_are_known(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "history.jsonl"
+    filler = '["value", "sync/send_s", 0.25]\n' * (3 * live.TAIL_BYTES // 60)
+    path.write_text(
+        '["process"]\n["server", "a"]\n["server", "b"]\n["commit", "a", 1]\n["commit", "b", 1]\n'
+        f'{filler}["member", "a", "left", 7]\n["member", "c", "joined", 8]\n{filler}'
+        '["commit", "b", 9]\n'
+    )
+    follower = Follower(tmp_path)
+    follower.read()
+    assert follower.state.held == {"b": 9, "c": None}
+    # all of the next process is in the middle: its beginning, its servers, its commits
+    path.write_text(path.read_text() + f'["process"]\n["server", "d"]\n{filler}{filler}')
+    follower = Follower(tmp_path)
+    follower.read()
+    assert follower.state.held == {"d": None}
+
+
 def follower_of(folder: Path, made: Made) -> Follower:
     make_run(folder, made)
     follower = Follower(folder)

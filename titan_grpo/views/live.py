@@ -26,6 +26,10 @@ TAIL_BYTES = 1 << 22
 """Bytes read from the end of a long file that exists when watching starts (the newest lines), and
 as many from its beginning (the servers)."""
 
+MEMBERS = tuple(f'["{kind}"'.encode() for kind in ("process", "server", "member", "first step"))
+"""Beginnings of the lines of history.jsonl that say which servers are in the run: few, and each
+counts, wherever it is."""
+
 KEPT_STEPS = 400
 """Rows kept for the screen's means and curves."""
 
@@ -56,8 +60,9 @@ class Tail:
     """Whole lines of a growing file, each once, and its last line again if that was replaced. A
     file that became shorter otherwise is read again."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, always: tuple[bytes, ...] = ()) -> None:
+        """``always``: beginnings of the lines that are also wanted of a long file's middle."""
+        self._path, self._always = path, always
         self._at = 0
         """Where the last line returned begins."""
         self._last = b""
@@ -87,14 +92,20 @@ class Tail:
         return out + [line.rstrip(b"\r\n") for line in lines]
 
     def _skipped(self, file: Any, size: int) -> list[bytes]:
-        """Return the beginning of a long file and move to its end; the middle is never read."""
+        """Return the beginning of a long file, with the lines of its middle that are wanted, and
+        move to its end."""
         if size <= 2 * TAIL_BYTES:
             return []
         file.seek(0)
-        head: bytes = file.read(TAIL_BYTES)
-        file.seek(size - TAIL_BYTES)
-        self._at = size - TAIL_BYTES + file.read(TAIL_BYTES).find(b"\n") + 1
-        return head[: head.rfind(b"\n") + 1].splitlines()
+        out: list[bytes] = file.readlines(TAIL_BYTES)
+        while self._always and file.tell() < size - TAIL_BYTES:
+            out += [x for x in file.readlines(TAIL_BYTES) if x.startswith(self._always)]
+        if not self._always:
+            file.seek(size - TAIL_BYTES)
+            # no deadline: this reads a file up to the end of a line.
+            file.readline()
+        self._at = file.tell()
+        return [line.rstrip(b"\r\n") for line in out]
 
 
 @dataclass
@@ -150,7 +161,7 @@ class Follower:
         self.folder = folder
         self.state = State()
         self._metrics = Tail(folder / "metrics.jsonl")
-        self._history = Tail(folder / "history.jsonl")
+        self._history = Tail(folder / "history.jsonl", MEMBERS)
 
     def read(self) -> list[dict[str, Any]]:
         """Read new lines. Returns the new rows of metrics.jsonl."""
