@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
@@ -16,6 +17,7 @@ from opentelemetry.sdk.trace.export import (
     SpanExportResult,
 )
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.rigs.present import present
@@ -117,6 +119,46 @@ def test_a_collector_that_is_gone_is_named_and_the_files_are_whole(tmp_path: Pat
     assert recorder.close() == [problem]
     assert json.loads((tmp_path / "trace.json").read_text())[-1]["name"] == "train"
     answered.set()
+
+
+@pytest.mark.parametrize(
+    ("waiting", "lost"), [(8, 2), (2, 4)], ids=["refused", "refused, and too many that wait"]
+)
+def test_spans_that_the_collector_did_not_take_are_counted_at_the_end(
+    waiting: int, lost: int
+) -> None:
+    answers = [SpanExportResult.FAILURE, SpanExportResult.SUCCESS, SpanExportResult.SUCCESS]
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Refuses(SpanExporter):
+        def export(self, spans: object) -> SpanExportResult:
+            begun.set()
+            assert goes_on.wait(60)
+            return answers.pop(0)
+
+    exporter: Any = dashboards.Counted(Refuses())
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter, waiting, max_export_batch_size=2))
+    traces = dashboards.Traces(provider, "run", 0.0, exporter)
+    for step in range(6):
+        traces.span("train", 1.0, 2.0, "main thread", {"step": step})
+        assert step != 1 or begun.wait(60), "the first two are on their way"
+    goes_on.set()
+    assert traces.close(60).startswith(f"{lost} of 6 spans are not at the collector")
+
+
+@pytest.mark.parametrize(("sampler", "taken"), [(ALWAYS_ON, 1), (ALWAYS_OFF, 0)])
+def test_spans_that_the_collector_took_or_sampling_left_out_are_not_missing(
+    sampler: Sampler, taken: int
+) -> None:
+    kept = InMemorySpanExporter()
+    exporter: Any = dashboards.Counted(kept)
+    provider = TracerProvider(sampler, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    traces = dashboards.Traces(provider, "run", 0.0, exporter)
+    traces.span("train", 1.0, 2.0, "main thread", {"step": 1})
+    assert traces.close(60) == ""
+    assert len(kept.get_finished_spans()) == taken
 
 
 def test_an_exporter_that_raises_is_named_and_the_recorder_goes_on(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from titan_grpo.errors import ConfigError
@@ -85,13 +85,33 @@ def _families(values: Mapping[str, float | None]) -> Iterable[Any]:
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 
+class Counted:
+    """An exporter's spans that its collector took (``taken``), for the batch processor."""
+
+    def __init__(self, exporter: Any) -> None:
+        self._exporter, self.taken = exporter, 0
+
+    def export(self, spans: Sequence[Any]) -> Any:
+        """Pass spans on. A batch that raises, or is refused, is not counted."""
+        result = self._exporter.export(spans)
+        self.taken += len(spans) * (result.name == "SUCCESS")
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the exporter's other methods."""
+        return getattr(self._exporter, name)
+
+
 class Traces:
     """Exporter of the recorder's spans, which come from its thread. The provider exports from a
     batch processor's thread, which drops spans while the collector is gone."""
 
-    def __init__(self, provider: Any, run: str, clock_s: float) -> None:
-        """``clock_s``: the recorder's clock now."""
-        self._provider, self._run = provider, run
+    def __init__(
+        self, provider: Any, run: str, clock_s: float, counted: Counted | None = None
+    ) -> None:
+        """``clock_s``: the recorder's clock now. ``counted``: the provider's only exporter."""
+        self._provider, self._run, self._counted = provider, run, counted
+        self._made = 0
         self._tracer = provider.get_tracer("titan_grpo")
         self._zero_ns = time.time_ns() - int(clock_s * 1e9)
         self._begun = str(self._zero_ns)
@@ -130,6 +150,7 @@ class Traces:
             name, context, attributes=attributes, start_time=self._ns(start_s)
         )
         span.end(self._ns(stop_s))
+        self._made += span.get_span_context().trace_flags.sampled
 
     def close(self, deadline_s: float) -> str:
         """Export the rest and shut the provider down. Returns why spans are missing, else ""."""
@@ -142,6 +163,13 @@ class Traces:
             self._problem = (
                 f"the last spans were not exported within {deadline_s:g} s:"
                 f" {' or '.join(ENDPOINTS)} must name a collector that answers"
+            )
+        # After the shutdown, which exports the last ones.
+        lost = self._made - self._counted.taken if self._counted is not None else 0
+        if lost and not self._problem:
+            self._problem = (
+                f"{lost} of {self._made} spans are not at the collector, which refused them or did"
+                " not keep up; the log says more"
             )
         return self._problem
 
@@ -164,5 +192,6 @@ def traces_of(env: Mapping[str, str], run: str, clock_s: float) -> Traces | None
     # Not again at the process's end, which would wait for a collector that is gone: close() does.
     resource = Resource.create({"service.name": name})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return Traces(provider, run, clock_s)
+    exporter: Any = Counted(OTLPSpanExporter())
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return Traces(provider, run, clock_s, exporter)
