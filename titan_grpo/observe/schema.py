@@ -203,9 +203,9 @@ class ShownStep(msgspec.Struct, frozen=True):
     completions: list[Shown]
 
 
-def choose(found: Sequence[Shown], limit: int = LIMIT) -> list[Shown]:
-    """Return the most telling completions of a step, without repetition: highest reward, lowest
-    reward, largest gap, then the first ones."""
+def choose(found: Sequence[Shown]) -> list[Shown]:
+    """Return the ``LIMIT`` most telling completions of a step, without repetition: highest reward,
+    lowest reward, largest gap, then the first ones."""
     if not found:
         return []
     places = range(len(found))
@@ -215,4 +215,4 @@ def choose(found: Sequence[Shown], limit: int = LIMIT) -> list[Shown]:
         max(places, key=lambda k: found[k].gap),
         *places,
     ]
-    return [found[k] for k in list(dict.fromkeys(wanted))[:limit]]
+    return [found[k] for k in list(dict.fromkeys(wanted))[:LIMIT]]
