@@ -23,6 +23,7 @@ from titan_grpo.commands.doctor_servers import (
 )
 from titan_grpo.config import Rollout
 from titan_grpo.engines.http import resolve_bind_host
+from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import write_tiny_model
 
 
@@ -173,6 +174,25 @@ def test_servers_of_a_file_are_looked_at_too(
     listed.write_text("no url\n")
     assert cli.main(job) == 1
     assert "line 1: a server must be a URL" in capsys.readouterr().out
+
+
+def test_an_evaluations_own_servers_are_looked_at_for_what_an_evaluation_needs(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone, text = f"http://127.0.0.1:{free_port()}", tmp_path / "job.toml"
+    name, flavor = FLAVORS["qwen3_moe"]
+    with http_server(SGLANG) as (rollouts, _), http_server(SGLANG) as (own, _):
+        text.write_text(
+            (root / "train_configs" / "quickstart_cpu.toml").read_text()
+            + f'[[evaluation]]\nname = "a"\nrows = 1\nservers = ["{gone}/", "{own}"]\n'
+        )
+        words = [f"--rollout.servers={rollouts}", "--grpo.router_replay"]
+        words += [f"--model.name={name}", f"--model.flavor={flavor}"]
+        assert cli.main(["doctor", "--job.config_file", str(text), *words]) == 1
+    out = capsys.readouterr().out
+    assert f"problem  server        {gone}: GET /health" in out
+    assert f"{own} answers, SGLang 0.5.23" in out
+    assert re.findall(r"options +(\S+) sends no routes", out) == [rollouts]
 
 
 def test_both_engines_of_a_launched_fleet_are_looked_for(

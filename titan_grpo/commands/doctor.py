@@ -39,6 +39,7 @@ class Wanted:
     """What the run would use, from the job's configuration and the command line."""
 
     servers: list[str]
+    """All: of rollouts, and those that evaluations have for themselves."""
     pythons: dict[str, str]
     """Engine -> interpreter of its launched servers."""
     rollout: Rollout
@@ -51,6 +52,14 @@ class Wanted:
     needs: Needs | None = None
     """Needs of the job; None without a valid job."""
     evaluations: Sequence[Evaluation] = ()
+
+    def needs_of(self, url: str) -> Needs | None:
+        """Return what the job needs of this server: of one that gets no rollouts, less."""
+        own = (each for table in self.evaluations for each in table.servers)
+        if self.needs is None or url not in own:
+            return self.needs
+        options = replace(self.needs.options, routes=False)
+        return replace(self.needs, options=options, tool_calls=False)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -111,6 +120,8 @@ def wanted(
     if sends_adapters(config.lora):
         rank, out.adapters = config.lora.rank, adapter_elements(config)
     out.evaluations = config.evaluation
+    own = [url for table in out.evaluations for url in table.servers]
+    out.servers += [url for url in dict.fromkeys(own) if url not in out.servers]
     options = servers.Options(rank, config.grpo.router_replay)
     reads = engines_read_calls(rollout)
     streamed = config.weight_sync.apply == "streamed"
@@ -179,7 +190,6 @@ def findings(
         key("admin_key_env"),
         find_run_key(env, want.sync.run_key_file),
         want.model_fields,
-        want.needs,
     )
     if configuration:
         yield configuration
@@ -197,7 +207,8 @@ def findings(
     if elsewhere:
         yield servers.controller(rollout.controller, key("controller_key_env"), args.timeout)
     for url in want.servers:
-        yield from servers.server(servers.server_facts(url, access), want.needs)
+        needs = want.needs_of(url)
+        yield from servers.server(servers.server_facts(url, replace(access, needs=needs)), needs)
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
