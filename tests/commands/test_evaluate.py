@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.sockets import free_port
 from titan_grpo import cli
+from titan_grpo.titan.tiny import write_tiny_model
 
 JOB = """
 [job]
@@ -36,3 +38,14 @@ def test_figures_that_could_not_be_written_are_refused_before_an_evaluation(
     assert cli.main(["evaluate", *words]) == 2
     rule = f"--out must be a file that can be written, got {str(out)!r}{why}\n"
     assert capsys.readouterr().err == f"titan-grpo evaluate: {rule}"
+
+
+def test_a_job_that_names_no_servers_is_evaluated_on_the_one_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own may be arguments of the run."""
+    job, gone = tmp_path / "job.toml", f"http://127.0.0.1:{free_port()}"
+    job.write_text(JOB.replace('"http://127.0.0.1:9"', ""))
+    words = ["--model.hf_assets_path", str(write_tiny_model("qwen3", tmp_path / "model", seed=1))]
+    assert cli.main(["evaluate", "--server", gone, "--job.config_file", str(job), *words]) == 1
+    assert f"titan-grpo evaluate: ServerUnreachable: {gone}" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from tests.rigs.interpreter import python
 from tests.rigs.jobs import job as plain_job
 from tests.rigs.trainer import Trainer, manifest_of
 from tests.rigs.trainer_handle import wait_until
+from titan_grpo import cli
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, StorageError
 from titan_grpo.sync.lanes import SyncOptions
@@ -136,6 +137,16 @@ def test_a_version_is_found_by_what_its_checkpoint_names_not_by_the_step(tmp_pat
     assert [checkpoint_of(tmp_path, version) for version in (5, 6, 9)] == [five, seven, alone]
     with pytest.raises(ConfigError, match=r"it has 5, 6 \(step-7\), 6 \(step-8\), 9;"):
         checkpoint_of(tmp_path, 7)
+
+
+def test_a_job_that_names_no_servers_is_exported_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They may be arguments of the run."""
+    nowhere = ["--version", "6", "--out", str(tmp_path / "out")]
+    words = [*job("qwen3", tmp_path, tmp_path / "dump"), "--rollout.servers="]
+    assert cli.main(["export", *nowhere, *words]) == 2
+    assert f"{tmp_path / 'dump' / 'checkpoint'}" in capsys.readouterr().err
 
 
 def test_a_missing_version_is_named_with_those_that_are_there(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from titan_grpo.plan.setup import HASH_THREADS, Setup
 from titan_grpo.plan.simulation import Result, Simulation, quantile
 from titan_grpo.protocol.lane import AT_WORK, TURN_S
 from titan_grpo.sync.transports.sender import senders_of
-from titan_grpo.titan.jobfile import read_toml
 
 RECIPES = Path(__file__).parents[2] / "train_configs"
 
@@ -44,7 +43,7 @@ SMALL = Setup(
 
 
 def of_file(job: Path, servers: int | None = None) -> Setup:
-    return Setup(**of_job(job, read_toml(job, "FILE"), {}, servers))
+    return Setup(**of_job(job, {}, servers))
 
 
 def said_of(setup: Setup, result: Result) -> str:
@@ -378,12 +377,11 @@ def test_servers_of_a_file_and_of_slurms_host_list_are_counted_too(
     more = f'servers_file = "{listed}"\nservers_slurm = "HOSTS"\nservers_per_host = 3\n'
     job.write_text(GSM8K.replace("servers = [", f"{more}servers = ["))
     listed.write_text("".join(f"http://of-file-{n}:8000\n" for n in range(64)))
-    table = read_toml(job, "FILE")
-    setup = Setup(**of_job(job, table, {"HOSTS": "gpu[1-4]"}))
+    setup = Setup(**of_job(job, {"HOSTS": "gpu[1-4]"}))
     assert (setup.servers, setup.servers_per_host, setup.same_host) == (1 + 64 + 4 * 3, 3, False)
     with pytest.raises(ConfigError, match=r"HOSTS is not set: .* \(--servers N plans for N"):
-        of_job(job, table, {})
-    setup = Setup(**of_job(job, table, {}, 24))
+        of_job(job, {})
+    setup = Setup(**of_job(job, {}, 24))
     assert (setup.servers, setup.servers_per_host, setup.same_host) == (24, 3, False)
 
 

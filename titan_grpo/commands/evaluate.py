@@ -55,7 +55,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     args, rest = parser().parse_known_args(argv)
     from titan_grpo.titan import jobconfig
 
-    config = jobconfig.parse(rest)
+    config = jobconfig.parse(rest, calls_servers=False)
     known = [table.name for table in config.evaluation]
     names = args.name or known
     if not known or set(names) - set(known):

@@ -35,7 +35,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     args, rest = parser().parse_known_args(argv)
     from titan_grpo.titan import jobconfig
 
-    config = jobconfig.parse(rest)
+    config = jobconfig.parse(rest, calls_servers=False)
     # Imported after parsing, which prepares torchtitan for this machine.
     from titan_grpo.titan import export
 

@@ -27,9 +27,6 @@ MACHINES = (
 )
 """Options that matter most and are in no job's file."""
 
-ANY_SERVER = "http://server:8000"
-"""Placeholder for the servers of a job's file that names none."""
-
 
 def parser() -> argparse.ArgumentParser:
     """Make the command's parser."""
@@ -74,7 +71,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     options |= {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     given: dict[str, Any] = {}
     for path, table in tables.items():
-        given |= of_job(path, table, env, options.get("servers")) if is_job(table) else {}
+        given |= of_job(path, env, options.get("servers")) if is_job(table) else {}
     given |= options
     of_file = given.pop("model", None)
     model = of_file if args.model is None else args.model
@@ -130,31 +127,24 @@ def of_options(path: Path, table: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
-def of_job(
-    path: Path, table: Mapping[str, Any], env: Mapping[str, str], servers: int | None = None
-) -> dict[str, Any]:
-    """Return a plan's options from a job's TOML file with content ``table``. ``env`` may have a
-    SLURM host list. ``servers``: number of servers given beside the file, which need not name any
-    then (servers_slurm may be an argument of the run). If it exceeds the file's number, all servers
-    are taken to be on other hosts."""
+def of_job(path: Path, env: Mapping[str, str], servers: int | None = None) -> dict[str, Any]:
+    """Return a plan's options from a job's TOML file. ``env`` may have a SLURM host list.
+    ``servers``: number of servers given beside the file, which need not name any then
+    (servers_slurm may be an argument of the run). If it exceeds the file's number, all servers are
+    taken to be on other hosts."""
     # Imported here: torchtitan takes seconds.
     from titan_grpo.titan.export import adapter_elements
     from titan_grpo.titan.flavors import parameters_of
-    from titan_grpo.titan.jobconfig import parse
+    from titan_grpo.titan.jobconfig import ANY_SERVER, parse
     from titan_grpo.titan.servers import known_servers
 
-    argv, keys = ["--job.config_file", str(path)], table.get("rollout")
-    ways = ("servers", "servers_file", "servers_slurm")
-    named = isinstance(keys, dict) and any(keys.get(way) for way in ways)
-    if not named and servers is None:
+    config = parse(["--job.config_file", str(path)], calls_servers=False)
+    rollout = config.rollout
+    if rollout.servers == [ANY_SERVER] and servers is None:
         raise ConfigError(
             f"FILE {path} must name servers (rollout.servers, servers_file or servers_slurm), or"
             " --servers N must say how many there are"
         )
-    if not named:
-        argv += ["--rollout.servers", ANY_SERVER]
-    config = parse(argv)
-    rollout = config.rollout
     if not config.grpo.async_weight_update:
         raise ConfigError(
             "grpo.async_weight_update must be true for a plan (without it each step waits for every"

@@ -39,13 +39,18 @@ TIMEOUT_MARGIN_S = 60
 """Seconds added to derived collective timeouts: rank 0's own deadline must expire first, because
 its message says more."""
 
+ANY_SERVER = "http://server:8000"
+"""Placeholder for the servers of a job that names none."""
 
-def parse(argv: Sequence[str], world_size: int | None = None) -> Any:
+
+def parse(argv: Sequence[str], world_size: int | None = None, calls_servers: bool = True) -> Any:
     """Return the configuration of ``read``, without the notes."""
-    return read(argv, world_size)[0]
+    return read(argv, world_size, calls_servers)[0]
 
 
-def read(argv: Sequence[str], world_size: int | None = None) -> tuple[Any, list[str]]:
+def read(
+    argv: Sequence[str], world_size: int | None = None, calls_servers: bool = True
+) -> tuple[Any, list[str]]:
     """Return the merged, checked JobConfig, and notes for the start: what ``grpo.algorithm`` set,
     and which given keys have no effect. Argument beats TOML beats ``grpo.algorithm`` beats default.
 
@@ -56,7 +61,9 @@ def read(argv: Sequence[str], world_size: int | None = None) -> tuple[Any, list[
     Args: argv: arguments without the program's name, such as ``["--job.config_file", "x.toml",
         "--training.steps", "3"]``. world_size: number of trainer ranks that run on machines like
         this one; checks the parallelism degrees against it, and the job against this machine's
-        device. None: the trainer's machines are unknown.
+        device. None: the trainer's machines are unknown. calls_servers: False for a command that
+        calls none of the run's servers. A job need not name any then (they may be arguments of
+        the run), and has ANY_SERVER.
 
     Raises:
         ConfigError: a broken rule, in one line. (``--help`` raises SystemExit(0) after printing.)
@@ -70,6 +77,9 @@ def read(argv: Sequence[str], world_size: int | None = None) -> tuple[Any, list[
     if not {"job.custom_config_module", "experimental.custom_args_module"} & given:
         args += ["--job.custom_config_module", OURS]
     config = load(compat.upstream().SECTIONS, args, table)
+    r = config.rollout
+    if not (calls_servers or r.servers or r.servers_file or r.servers_slurm):
+        r.servers = [ANY_SERVER]
     notes = []
     if config.grpo.algorithm:
         keys = algorithm_keys(config.grpo.algorithm)
