@@ -142,7 +142,7 @@ def test_an_older_job_keeps_its_meaning(folder: Path) -> None:
 
 def test_what_an_older_job_has_outside_of_sections_and_in_quotes_is_kept(folder: Path) -> None:
     outside = 'title = "a job"\n"a b" = 1\n'
-    tables = '[[evaluation]]\nname = "a"\nrows = 3\n[[evaluation]]\nname = "b"\n'
+    tables = '[[stage]]\nname = "a"\nrows = 3\n[[stage]]\nname = "b"\n'
     tables += """[model."flags.of mine"]\n"x.y" = 2\n["my.section"]\n"a \\"b\\"" = 3\n"""
     (folder / "old.toml").write_text(outside + OLDER_JOB + tables)
     assert init.run(["--from", "old.toml", "--out", "new.toml"], os.environ) == 0
@@ -150,7 +150,7 @@ def test_what_an_older_job_has_outside_of_sections_and_in_quotes_is_kept(folder:
     assert (table["title"], table["a b"]) == ("a job", 1)
     assert table["model"]["flags.of mine"] == {"x.y": 2}
     assert table["my.section"] == {'a "b"': 3}
-    assert table["evaluation"] == [{"name": "a", "rows": 3}, {"name": "b"}]
+    assert table["stage"] == [{"name": "a", "rows": 3}, {"name": "b"}]
     assert table["training"]["seq_len"] == 4096
 
 
@@ -165,9 +165,14 @@ def test_what_an_older_job_has_outside_of_sections_and_in_quotes_is_kept(folder:
         ('[grpo]\nrollout_is_threshold = "x"', "rollout_is_threshold must be a number"),
         ('[peft]\nenable_peft = true\nlora_alpha = "x"', r"peft\.lora_alpha must be a number"),
         ('[training]\nglobal_batch_size = "x"', "global_batch_size must be a whole number"),
+        (
+            '[rollout]\nservers = ["http://a:1"]\n[lora]\nrank = 8',
+            r"--from must be a job of the older trainer, old\.toml has rollout, lora of this one",
+        ),
+        ('[[evaluation]]\nname = "a"', "has evaluation of this one: .* it needs no conversion"),
     ],
 )
-def test_an_older_job_with_values_of_other_types_is_one_line(
+def test_what_is_no_older_job_is_said_in_one_line_and_nothing_is_written(
     folder: Path, text: str, message: str
 ) -> None:
     (folder / "old.toml").write_text(text)

@@ -9,7 +9,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from titan_grpo.config import older
+from titan_grpo.config import JobConfig, older
 from titan_grpo.config.rollout import server_url
 from titan_grpo.config.task import TEXT, TaskKeys
 from titan_grpo.errors import ConfigError
@@ -237,12 +237,20 @@ def _template(model: str) -> str:
 
 
 def converted(path: str) -> str:
-    """Return an older trainer's job as TOML text for this one. Raises ConfigError if unreadable."""
+    """Return an older trainer's job as TOML text for this one. Raises ConfigError if unreadable,
+    or no such job."""
     head = (
         f"# {path}, converted by titan-grpo init --from.",
         "# Keys that changed their names, meanings and defaults: docs/from_the_older_trainer.md.",
     )
-    return "\n".join([*head, *_sections(read_toml(path, "--from"))]) + "\n"
+    table = read_toml(path, "--from")
+    ours = [name for name in vars(JobConfig()) if name in table and name != "grpo"]
+    if ours:
+        raise ConfigError(
+            f"--from must be a job of the older trainer, {path} has {', '.join(ours)} of this one:"
+            " its keys would be there twice; it needs no conversion"
+        )
+    return "\n".join([*head, *_sections(table)]) + "\n"
 
 
 def _sections(table: Mapping[str, Any]) -> Iterator[str]:
