@@ -90,8 +90,24 @@ def test_a_threshold_that_cannot_be_read_names_its_key_and_the_form(text: str) -
 def test_an_unknown_metric_is_refused_and_those_of_servers_and_evaluations_are_known() -> None:
     with pytest.raises(ConfigError, match=r"alerts\.stop must name a metric .*'reward/meen'"):
         watched(Alerts(stop=["reward/meen < 1"]))
-    for name in ("server/a:8000/lag", "evaluation/test/reward", "dropped/stale"):
+    for name in (
+        *("server/a:8000/lag", "evaluation/test/reward", "evaluation/test/pass_at_4_low"),
+        *("dropped/stale", "dropped/completion_bad_reward", "logprob_gap/position/more"),
+    ):
         watched(Alerts(stop=[f"{name} < 1"]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("dropped/stael", "logprob_gap/foo/bar", "logprob_gap/position/77"),
+        *("evaluation/test/rewrad", "evaluation/test/pass_at_x", "server/lag"),
+    ],
+)
+def test_a_name_that_no_step_will_have_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"alerts\.run must name a metric") as failed:
+        watched(Alerts(run=[f"{name} > 1"], command="mail me"))
+    assert repr(name) in str(failed.value)
 
 
 def test_each_threshold_has_the_action_of_its_key() -> None:

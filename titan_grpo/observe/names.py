@@ -4,6 +4,7 @@ Blocked time and work time never share a name: ``time/blocked_s`` is time that t
 Other ``*_s`` names are work elsewhere (a lane, a server, the device) or the whole step.
 """
 
+import re
 from math import inf
 
 # Learning, one value per step.
@@ -98,7 +99,7 @@ INTERRUPTED = "rollout/interrupted_groups"
 MOVED = "rollout/moved_groups"
 SKIPPED_PROMPTS = "rollout/skipped_prompts"
 DROPPED = "dropped"
-"""Prefix of one counter per reason: ``dropped/nan_logprobs`` and so on (see :func:`dropped`)."""
+"""Prefix of one counter per reason: ``dropped/bad_logprob`` and so on (see :func:`dropped`)."""
 LENGTHS = "lengths"
 """Prefix of one counter per range of lengths: ``lengths/made/64`` (see :func:`lengths`)."""
 EVALUATION = "evaluation"
@@ -352,6 +353,8 @@ OF_EVALUATION = {
     "reward_low": "lower end of its 95 % confidence interval",
     "reward_high": "upper end of its 95 % confidence interval",
     "tokens": "mean length of a completion, sampled tokens",
+    "tokens_low": "lower end of its 95 % confidence interval",
+    "tokens_high": "upper end of its 95 % confidence interval",
     "refused": "prompts that the server refused, in no other figure",
     "seconds": "how long the evaluation took",
 }
@@ -376,12 +379,18 @@ def meaning(name: str) -> str:
     """
     prefix, _, rest = name.partition("/")
     if prefix == GAP and "/" in rest:
-        return f"{MEANING[LOGPROB_GAP]}, of {GAP_OF.get(rest.partition('/')[0], 'a part')}"
+        by = rest.partition("/")[0]
+        known = any(name == gap(by, high) for high in GAP_PARTS.get(by, ()))
+        return f"{MEANING[LOGPROB_GAP]}, of {GAP_OF[by]}" if known else ""
     if prefix == DROPPED:
-        return f"dropped: {REASONS.get(rest, rest.replace('_', ' '))}"
+        reason = REASONS.get(rest) or REASONS.get(rest.removeprefix("completion_"))
+        return f"dropped: {reason}" if reason else ""
     if prefix == EVALUATION:
         what = rest.partition("/")[2]
-        return OF_EVALUATION.get(what, what.replace("pass_at_", "pass@").replace("_", ", "))
+        if re.fullmatch(r"pass_at_\d+(_low|_high)?", what):
+            return what.replace("pass_at_", "pass@").replace("_", ", ")
+        return OF_EVALUATION.get(what, "")
     if prefix == SERVER:
-        return OF_SERVER.get(rest.rpartition("/")[2], "")
+        host, _, what = rest.rpartition("/")
+        return OF_SERVER.get(what, "") if host else ""
     return MEANING.get(name, "")
