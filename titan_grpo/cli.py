@@ -44,9 +44,9 @@ def usage() -> str:
 def guarded(run: Callable[[list[str], dict[str, str]], int], argv: list[str], name: str) -> int:
     """Run a command, and print our errors in one line. Return 0 for success, 1 if it failed or
     found a problem, 2 for a mistake in the configuration, or a file that cannot be read or
-    written."""
+    written, 130 on Ctrl-C."""
     try:
-        return int(run(argv, dict(os.environ)))
+        return run(argv, dict(os.environ))
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
@@ -58,6 +58,8 @@ def guarded(run: Callable[[list[str], dict[str, str]], int], argv: list[str], na
             raise  # not a file that the user named
         print(f"{name}: {error.filename} cannot be used: {error.strerror}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def command(argv: list[str]) -> int:
@@ -81,9 +83,12 @@ def command(argv: list[str]) -> int:
         print(f"titan-grpo: unknown command {argv[0]!r}; there are {known}", file=sys.stderr)
         return 2
     name = f"titan-grpo {argv[0]}"
+
+    def run(rest: list[str], env: dict[str, str]) -> int:
+        return int(importlib.import_module(f"titan_grpo.commands.{argv[0]}").run(rest, env))
+
     try:
-        module = importlib.import_module(f"titan_grpo.commands.{argv[0]}")
-        return guarded(module.run, argv[1:], name)
+        return guarded(run, argv[1:], name)
     except ModuleNotFoundError as error:
         # A missing module of the user's own raises a ConfigError and does not come here.
         if error.name is None or error.name.partition(".")[0] == __package__:

@@ -11,7 +11,7 @@ import pytest
 from titan_grpo import cli
 from titan_grpo.commands import verify
 from titan_grpo.commands.processes import TrainingFailed, own_folder, run_logged
-from titan_grpo.errors import ConfigError
+from titan_grpo.errors import ConfigError, StorageError
 
 
 def python(code: str) -> list[str]:
@@ -53,6 +53,11 @@ def test_a_failure_is_one_line(
     with pytest.raises(error, match=message) as caught:
         run_logged(python(code), tmp_path / "log", os.environ, None)
     assert "\n" not in str(caught.value)
+
+
+def test_a_full_disk_below_the_log_ends_the_run_in_one_line() -> None:
+    with pytest.raises(StorageError, match=r"the log /dev/full must be writable, got No space"):
+        run_logged(python("print(1)\nprint(2)"), Path("/dev/full"), os.environ, None)
 
 
 OWNER = """

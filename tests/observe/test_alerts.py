@@ -176,6 +176,23 @@ def age(folder: Path) -> None:
         os.utime(path, (old, old))
 
 
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ('[alerts]\nwarn = "loss/kl > 3"', r"alerts\.warn must be a list, .*'loss/kl > 3'"),
+        ('[alerts]\nwarm = ["loss/kl > 3"]', r"alerts\.warm is not a key .* alerts\.warn\?"),
+        ("alerts = 3", "alerts must be a table, got 3"),
+    ],
+)
+def test_a_mistake_in_a_jobs_thresholds_is_named_as_the_run_names_it(
+    text: str, rule: str, run: Path, tmp_path: Path
+) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(text)
+    with pytest.raises(ConfigError, match=rule):
+        watch.run([str(run), "--check", "--config", str(job)], {})
+
+
 def test_a_run_that_stands_still_is_found_and_one_that_has_ended_does_not(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

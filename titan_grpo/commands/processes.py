@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_grpo.errors import ConfigError, TitanGrpoError
+from titan_grpo.errors import ConfigError, StorageError, TitanGrpoError
 from titan_grpo.observe import terminal
 from titan_grpo.subprocesses import Guarded
 
@@ -50,21 +50,27 @@ def run_logged(
     """Run a command whose process tree ends with this process. All output goes into ``log``, status
     lines also to ``show``.
 
-    Raises ConfigError if it (for torchrun: a rank) exits with 2, and TrainingFailed if it fails
-    otherwise; both messages are one line. On any exception here, such as Ctrl-C, the command is
-    ended first.
+    Raises ConfigError if it (for torchrun: a rank) exits with 2, TrainingFailed if it fails
+    otherwise, and StorageError if the log cannot be written; all messages are one line. On any
+    exception here, such as Ctrl-C, the command is ended first.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     cause = terminal.Cause()
-    with log.open("w") as file:
+    # Unbuffered: what a full disk refused would be written, and refused, once more at the end.
+    with log.open("wb", buffering=0) as file:
         guarded = Guarded(command, env, GRACE_S, stdout=subprocess.PIPE)
         assert guarded.guard.stdout is not None
         output = io.TextIOWrapper(guarded.guard.stdout, errors="replace")
 
         def pump() -> None:
             for line in output:
-                file.write(line)
-                file.flush()
+                try:
+                    file.write(line.encode())
+                except OSError as error:
+                    raise StorageError(
+                        f"the log {log} must be writable, got {error.strerror}, so the run was"
+                        " ended: free space there, or name another folder (--out)"
+                    ) from error
                 cause.read(line)
                 text = terminal.status_of(line)
                 if show is not None and text is not None:

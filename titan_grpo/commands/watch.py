@@ -15,7 +15,7 @@ from titan_grpo.observe import alerts
 from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.observe.run_lock import LOCK
 from titan_grpo.observe.terminal import next_command
-from titan_grpo.titan.jobfile import read_toml
+from titan_grpo.titan.jobfile import mismatches, read_toml, refuse
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -131,10 +131,11 @@ def _of_job(path: str | None) -> tuple[alerts.Threshold, ...]:
     """Return the thresholds of a job's [alerts]. Raises ConfigError."""
     if path is None:
         return ()
-    try:
-        return alerts.watched(Alerts(**read_toml(path, "--config").get("alerts", {})))
-    except TypeError as error:
-        raise ConfigError(f"--config must be a job's TOML file, got {path!r}: {error}") from error
+    table = read_toml(path, "--config").get("alerts", {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"alerts must be a table, got {table!r} in {path!r}")
+    refuse(mismatches(Alerts, table, "alerts."))
+    return alerts.watched(Alerts(**table))
 
 
 def _follow(
