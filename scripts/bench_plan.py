@@ -54,7 +54,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     out.add_argument("--versions", type=int, default=12, help="that count")
     out.add_argument(
         "--delta", choices=("auto", "on", "off"), default="off",
-        help="weight_sync.delta of the real run, which the planner does not know",
+        help="weight_sync.delta of both runs",
     )  # fmt: skip
     return out.parse_args(argv)
 
@@ -108,6 +108,7 @@ def measured(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         if not trainer.servers.wait(lambda: None not in held().values(), WAIT_S):
             raise SystemExit(f"a server did not start: {trainer.servers.text()}")
         before = {key: len(trainer.recorder.series(key)) for key in (names.SEND_S, names.SYNC_S)}
+        first = trainer.recorder.history().totals
         due = time.monotonic()
         for version in range(1, options.versions + 1):
             weights["w"] -= 1e-6 * torch.randn(rows, COLUMNS).sign()  # AdamW's longest step
@@ -116,6 +117,8 @@ def measured(options: argparse.Namespace, folder: str) -> dict[str, Any]:
             time.sleep(max(0.0, due - time.monotonic()))
             lags += [max(0, version - own) for own in held().values() if own is not None]
             figures = {key: trainer.recorder.series(key)[count:] for key, count in before.items()}
+        totals = trainer.recorder.history().totals
+        read, spared = (totals[n] - first[n] for n in (names.SYNC_BYTES, names.SPARED_BYTES))
         error = trainer.servers.take_error()
         if error is not None:
             raise SystemExit(f"a lane failed: {error}")
@@ -125,11 +128,12 @@ def measured(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         "lags": lags,
         "skipped": options.versions - published,
         "published": published,
+        "patch_share": read / max(1.0, read + spared),
     }
 
 
-def planned(options: argparse.Namespace) -> dict[str, Any]:
-    """The planner's run of the same."""
+def planned(options: argparse.Namespace, patch_share: float) -> dict[str, Any]:
+    """The planner's run of the same, with patches of the measured size."""
     setup = Setup(
         parameters=(options.mib << 20) // 2,
         servers=options.servers,
@@ -142,7 +146,8 @@ def planned(options: argparse.Namespace) -> dict[str, Any]:
         in_flight=1,
         groups=1,
         hours=100 * options.step / 3600,
-        sync=sync_config(),
+        patch_share=patch_share,
+        sync=sync_config(options.delta),
     )
     result = Simulation(setup).run()
     return {
@@ -193,7 +198,7 @@ def main(argv: list[str]) -> int:
         limit_link(options.rate_mbit)
         with tempfile.TemporaryDirectory() as folder:
             real = measured(options, folder)
-        return compare(options, real, planned(options))
+        return compare(options, real, planned(options, real["patch_share"]))
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "unshare"))):
         print("bench_plan needs root, ip, tc and unshare: it limits a link", file=sys.stderr)
         return 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts import bench_delta, hosts_options
+from scripts import bench_delta, bench_plan, hosts_options
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,13 @@ def test_options_of_bench_delta_that_make_no_sense_are_named(
         bench_delta.main(words.split())
     assert ended.value.code == 2
     assert words.split()[0] in capsys.readouterr().err
+
+
+def test_the_plan_beside_a_run_with_patches_has_patches_of_the_runs_size() -> None:
+    """A version over a link that it fills for 4.5 s, of a step of 4 s."""
+    fetch_s = {}
+    for delta in ("off", "on"):
+        options = bench_plan.parse(["--servers", "4", "--rate-mbit", "60", "--delta", delta])
+        found = bench_plan.planned(options, patch_share=0.03)["fetch_s"]
+        fetch_s[delta] = sorted(found)[len(found) // 2]
+    assert 0.02 < fetch_s["on"] / fetch_s["off"] < 0.06
