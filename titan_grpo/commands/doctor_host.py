@@ -73,7 +73,8 @@ class Range:
 RANGES = {
     "torch": Range("2.11", "", "the trainer and the receiver need it"),
     "torchtitan": Range("0.2.2", "0.4", "the trainers that titan_grpo plugs into"),
-    "httpx": Range("0.27", "1", "all talk with the servers goes through it"),
+    "h11": Range("0.14", "1", "the requests to engines are written and read by it"),
+    "httpx": Range("0.27", "1", "the public authorities for servers with https come with it"),
     "xxhash": Range("3.4", "5", "the default digest of the weight sync"),
     "blake3": Range("1.0", "2", 'weight_sync.digest = "blake3"'),
     "msgspec": Range("0.18", "1", "records that cross a process or a file are checked by it"),
@@ -83,6 +84,7 @@ RANGES = {
     "datasets": Range("3", "", "rollout.dataset is read with it", required=False),
     "jinja2": Range("3.1", "", "chat templates are rendered with it", required=False),
     "matplotlib": Range("3.8", "", "reward.png", required=False),
+    "rich": Range("13", "", "titan-grpo watch", required=False),
     "tensorboard": Range("2.16", "", "TensorBoard files", required=False),
 }
 """Requirements of the trainer's environment; the same as in pyproject.toml."""
