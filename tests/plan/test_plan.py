@@ -420,6 +420,17 @@ def test_the_command_reads_a_file_of_options_and_writes_every_figure(
     assert "step_s 5" not in said
 
 
+def test_figures_that_could_not_be_written_are_refused_before_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "nowhere" / "plan.json"
+    assert command(["plan", "--servers", "2", "--hours", "0.1", "--json", str(out)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    rule = f"--json must be a file that can be written, got {str(out)!r}"
+    assert said.err == f"titan-grpo plan: {rule}\n"
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -9,6 +9,7 @@ import pytest
 from tests.rigs.present import present
 from tests.views.runs import Clock, Made, make_run, url_of
 from titan_grpo.commands import report
+from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.observe.report import write_report
@@ -77,6 +78,13 @@ def test_the_command_writes_one_file_that_asks_for_nothing_else(
     )
     assert report.run([str(tmp_path), "--out", str(tmp_path / "other.html")], {}) == 0
     assert (tmp_path / "other.html").read_text() == text
+
+
+def test_a_tokenizer_that_is_named_and_not_there_is_refused(tmp_path: Path) -> None:
+    make_run(tmp_path, Made(steps=3))
+    with pytest.raises(ConfigError, match=r"--tokenizer must be a folder with a tokenizer\.json"):
+        report.run([str(tmp_path), "--tokenizer", str(tmp_path)], {})
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_clocks_of_runs_start_anywhere(tmp_path: Path) -> None:

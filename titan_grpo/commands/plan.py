@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from titan_grpo.commands.processes import require_file
 from titan_grpo.config import sends_adapters
 from titan_grpo.config.rollout import LAUNCH, is_loopback
 from titan_grpo.errors import ConfigError
@@ -83,7 +84,10 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
             )
         given["parameters"] = parameters(str(model))
     setup = Setup(**given)
+    if args.json is not None:
+        require_file("--json", args.json)
     # Imported here, so that --help does not load numpy.
+    from titan_grpo.observe.report import write_whole
     from titan_grpo.plan import report
     from titan_grpo.plan.simulation import Simulation
 
@@ -100,10 +104,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
             **found,
             "changes": [str(change) for change in changes],
         }
-        try:
-            args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--json {args.json} cannot be written: {error.strerror}") from error
+        write_whole(args.json, json.dumps(record, indent=1) + "\n")
     return 0
 
 

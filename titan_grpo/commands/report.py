@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from titan_grpo.commands.processes import require_file
+from titan_grpo.errors import ConfigError
 
 
 def parser() -> argparse.ArgumentParser:
@@ -22,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
-    """Write the page; returns 0. Raises ConfigError for a folder without a run."""
+    """Write the page; returns 0. Raises ConfigError for a folder without a run or a tokenizer."""
     args = parser().parse_args(argv)
     # Imported here, so that --help does not load numpy.
     from titan_grpo.observe.report import write_whole
@@ -32,6 +33,11 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     out: Path = args.out or args.run / "report.html"
     found = read_run(args.run)
     require_file("--out", out)
+    if args.tokenizer and not (args.tokenizer / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"--tokenizer must be a folder with a tokenizer.json, got {str(args.tokenizer)!r}:"
+            " completions would be numbers"
+        )
     places = [args.tokenizer] if args.tokenizer else page.tokenizers_of(found, args.run)
     text = page.render(found, page.decoder(places))
     write_whole(out, text)
