@@ -102,6 +102,17 @@ def test_a_run_that_died_before_its_first_step_has_a_valid_summary_too(tmp_path:
     assert "server gone" in report.final_table(summary)
 
 
+def test_the_table_of_a_run_with_many_errors_shows_their_number_and_the_last(
+    tmp_path: Path,
+) -> None:
+    recorder = Recorder(tmp_path)
+    for attempt in range(2000):
+        recorder.error(f"attempt {attempt}: server gone")
+    lines = report.final_table(report.write_report(recorder, "run", "async")).splitlines()
+    assert lines[-6].endswith("2000, all in summary.json; the last 5:")
+    assert [line.split()[2] for line in lines[-5:]] == ["1995:", "1996:", "1997:", "1998:", "1999:"]
+
+
 def test_the_report_writes_a_summary_that_reads_back_and_a_picture(recorder: Recorder) -> None:
     summary = report.write_report(recorder, "run", "async")
     written = json.loads((recorder.run_dir / "summary.json").read_text())

@@ -209,6 +209,10 @@ def table(rows: list[tuple[str, str]], title: str) -> str:
     return "\n".join([title, ruler, *lines])
 
 
+LAST_ERRORS = 5
+"""Errors that a run's table shows: a server that is gone for hours has one for each attempt."""
+
+
 def final_table(summary: Mapping[str, Any]) -> str:
     """Format a summary for the terminal."""
     s = summary
@@ -249,7 +253,9 @@ def final_table(summary: Mapping[str, Any]) -> str:
         rows.append(
             (what, f"version {found['version']}: reward {number(found['reward']['value'])}{passed}")
         )
-    rows += [("error", text) for text in s["errors"]] or [("errors", "none")]
+    if (errors := s["errors"])[LAST_ERRORS:]:
+        rows.append(("errors", f"{len(errors)}, all in summary.json; the last {LAST_ERRORS}:"))
+    rows += [("error", text) for text in errors[-LAST_ERRORS:]] or [("errors", "none")]
     return table(rows, f"{s['run']} ({s['mode']})")
 
 
