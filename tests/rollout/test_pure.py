@@ -181,12 +181,22 @@ def test_groups_go_one_after_the_other_to_the_cheapest_server_that_may_take_them
 
 def test_a_failing_server_is_paused_for_longer_and_longer() -> None:
     server = Server(ServerState("a", 1, True, "1", "vllm"))
-    until = [server.failed(100.0) for _ in range(7)]
-    assert until == [100.5, 101.0, 102.0, 104.0, 108.0, 115.0, 115.0]
-    assert Room([server], 1, 8, 114.0).take(1) is None
-    assert Room([server], 1, 8, 115.0).take(1) is server
+    now, waits = 100.0, []
+    for _ in range(7):
+        until = server.failed(now)
+        waits.append(until - now)
+        assert Room([server], 1, 8, until - 0.1).take(1) is None
+        now = until
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
+    assert Room([server], 1, 8, now).take(1) is server
     server.succeeded()
     assert server.failed(0.0) == 0.5
+
+
+def test_an_incident_that_breaks_many_groups_pauses_their_server_once() -> None:
+    server = Server(ServerState("a", 1, True, "1", "vllm"))
+    assert {server.failed(100.0 + 0.01 * group) for group in range(8)} == {100.5}
+    assert Room([server], 1, 8, 100.5).take(1) is server
 
 
 SPANS = (("r:7:f", 0, 3), ("r:8:f", 3, 5))

@@ -44,8 +44,10 @@ class Server:
         return version if version is None else max(version, committing or 0)
 
     def failed(self, now: float) -> float:
-        """Start or extend the back-off after a failed request; return the time at which it ends."""
-        self.health = self.health.silent(now)
+        """Start or extend the back-off after a failed group; return the time at which it ends."""
+        # One incident breaks all groups in flight: it counts once.
+        if self.health.askable(now):
+            self.health = self.health.silent(now)
         return self.health.until
 
     def succeeded(self) -> None:
