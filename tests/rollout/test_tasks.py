@@ -323,16 +323,28 @@ def test_an_answer_that_is_no_tokens_is_the_tasks_error(answer: object) -> None:
         asyncio.run(TaskRunner(task, Letters(), TaskKeys()).turn(PROMPT, DONE))
 
 
-def test_a_task_with_half_a_loop_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("base", "body", "message"),
+    [
+        ("Digits", "async def turn(self, *_): ...", "both of turn and episode_reward"),
+        (
+            "",
+            "def __init__(self, _): ...\n    def prompt(self, *_): ...\n    def rewards(self, *_): ...",
+            "one of the methods reward, group_reward, episode_reward, it has none",
+        ),
+    ],
+    ids=["half a loop", "no reward"],
+)
+def test_a_class_that_lacks_a_method_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, body: str, message: str
 ) -> None:
-    (tmp_path / "half_task.py").write_text(
-        "from titan_grpo.rollout.tasks.built_in import Digits\nclass Half(Digits):\n    async def"
-        " turn(self, *_): ...\n"
+    monkeypatch.delitem(sys.modules, "part_task", raising=False)
+    (tmp_path / "part_task.py").write_text(
+        f"from titan_grpo.rollout.tasks.built_in import Digits\nclass Part({base}):\n    {body}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ConfigError, match="both of turn and episode_reward"):
-        load_task("half_task:Half", TaskOptions())
+    with pytest.raises(ConfigError, match=message):
+        load_task("part_task:Part", TaskOptions())
 
 
 def test_the_calculator_answers_calls_and_rewards_what_the_policy_says_after_them() -> None:

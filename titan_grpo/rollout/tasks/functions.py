@@ -40,6 +40,9 @@ BUILT_IN = {
 GIVEN = ("prompts", "completions", "completion_ids")
 """Arguments of a reward function besides the dataset's columns, which they override by name."""
 
+REWARDING = ("reward", "group_reward", "episode_reward")
+"""Methods of a task that reward completions; a task has one of them."""
+
 MESSAGES, TEXTS = "messages", "prompt"
 """Columns of the prompt without ``rollout.prompt``. Either may hold texts or lists of messages."""
 
@@ -266,7 +269,7 @@ def task_of(spec: RolloutSpec) -> AnyTask:
 
 def load_task(name: str, options: TaskOptions, section: str = ROLLOUT) -> AnyTask:
     """Return a built-in task, or an instance of "package.module:Class". Raises ConfigError if it is
-    not found, refuses its options, or has only one of turn and episode_reward; TaskFailed if its
+    not found, refuses its options, or lacks a method or has a wrong attribute; TaskFailed if its
     constructor fails."""
     path = BUILT_IN.get(name, name)
     if ":" not in path:
@@ -285,6 +288,11 @@ def load_task(name: str, options: TaskOptions, section: str = ROLLOUT) -> AnyTas
         raise ConfigError(
             f"{section}.task {name!r} must have both of turn and episode_reward, or neither: it has"
             " one of them"
+        )
+    if not any(hasattr(task, name) for name in REWARDING):
+        raise ConfigError(
+            f"{section}.task {name!r} must have one of the methods {', '.join(REWARDING)}, it has"
+            " none: its completions would have no rewards; add one, or correct its name"
         )
     return task
 
