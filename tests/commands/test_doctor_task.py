@@ -117,6 +117,18 @@ def test_a_model_without_a_chat_template_is_one_line(
     assert prompt.startswith("ok       first prompt  4 tokens: '")
 
 
+def test_a_class_with_a_wrong_attribute_is_one_line(
+    diagnosis: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "doctored_task.py").write_text(
+        "from titan_grpo.rollout.tasks.built_in import Digits\n"
+        "class Stopped(Digits):\n    stop_token_ids = 2\n"
+    )
+    (problem,) = diagnosis(task="doctored_task:Stopped", reward="", dataset="")
+    said = "a task's stop_token_ids must be a sequence of token ids, got 2"
+    assert problem.startswith(f"problem  task          {said}")
+
+
 def test_an_agent_is_imported_and_shown_its_first_row(
     diagnosis: Callable[..., list[str]], tmp_path: Path
 ) -> None:

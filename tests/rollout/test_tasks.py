@@ -58,7 +58,16 @@ def test_stops_of_a_task_may_be_none() -> None:
     assert TaskRunner(task, Letters(), TaskKeys()).stops == ((), ())
 
 
-@pytest.mark.parametrize("stops", [{"stop": "END"}, {"stop": [""]}, {"stop_token_ids": ["7"]}])
+@pytest.mark.parametrize(
+    "stops",
+    [
+        {"stop": "END"},
+        {"stop": [""]},
+        {"stop": 3},
+        {"stop_token_ids": ["7"]},
+        {"stop_token_ids": 2},
+    ],
+)
 def test_stops_of_a_task_that_are_none_are_refused_at_its_start(stops: dict[str, Any]) -> None:
     task = SimpleNamespace(reward=None, **stops)
     with pytest.raises(ConfigError, match=f"a task's {next(iter(stops))} must be"):

@@ -7,7 +7,7 @@ import inspect
 import re
 import traceback
 from array import array
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
@@ -140,6 +140,22 @@ Filter = Callable[[Group], bool | Awaitable[bool]]
 ``rollout.accept``. A plain function or a coroutine, as ``Task.reward``."""
 
 
+def stops_of(task: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return a task's stop texts and stop token ids in addition to the run's: its attributes
+    ``stop`` and ``stop_token_ids``, if present and not None. Raises ConfigError for other types."""
+    found = (getattr(task, name, None) for name in ("stop", "stop_token_ids"))
+    stop, ids = (() if each is None else each for each in found)
+    texts = tuple(stop) if isinstance(stop, Collection) and not isinstance(stop, str) else None
+    if texts is None or not all(isinstance(text, str) and text for text in texts):
+        raise ConfigError(
+            f"a task's stop must be a sequence of texts that are not empty, got {stop!r}"
+        )
+    tokens = tuple(ids) if isinstance(ids, Collection) else None
+    if tokens is None or not all(isinstance(token, int) and token >= 0 for token in tokens):
+        raise ConfigError(f"a task's stop_token_ids must be a sequence of token ids, got {ids!r}")
+    return texts, tokens
+
+
 class TaskFailed(TitanGrpoError):
     """The task raised ``error``, missed its deadline, or returned something unusable."""
 
@@ -186,18 +202,8 @@ class TaskRunner:
 
     @property
     def stops(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """The task's stop texts and stop token ids in addition to the run's: its attributes
-        ``stop`` and ``stop_token_ids``, if present and not None. Raises ConfigError for other
-        types."""
-        stop, ids = (getattr(self._task, name, None) for name in ("stop", "stop_token_ids"))
-        texts, tokens = (() if found is None else tuple(found) for found in (stop, ids))
-        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in texts):
-            raise ConfigError(
-                f"a task's stop must be a sequence of texts that are not empty, got {texts!r}"
-            )
-        if not all(isinstance(token, int) and token >= 0 for token in tokens):
-            raise ConfigError(f"a task's stop_token_ids must be token ids, got {tokens!r}")
-        return texts, tokens
+        """``stops_of`` the task."""
+        return stops_of(self._task)
 
     def prompt(self, index: int) -> Prompt:
         """Return the task's prompt: the one that ``ahead`` kept, or a new one."""

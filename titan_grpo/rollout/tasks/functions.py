@@ -27,6 +27,7 @@ from titan_grpo.rollout.task_runner import (
     TaskFailed,
     TaskOptions,
     call,
+    stops_of,
 )
 from titan_grpo.rollout.tasks.dataset import Rows, open_rows
 from titan_grpo.samples import Prompt
@@ -294,6 +295,7 @@ def load_task(name: str, options: TaskOptions, section: str = ROLLOUT) -> AnyTas
             f"{section}.task {name!r} must have one of the methods {', '.join(REWARDING)}, it has"
             " none: its completions would have no rewards; add one, or correct its name"
         )
+    stops_of(task)
     return task
 
 
