@@ -4,6 +4,7 @@ without what processes and other load take."""
 import asyncio
 import threading
 import tracemalloc
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from tests.rollout.sampling import Letters
 from titan_grpo.config.task import TaskKeys
 from titan_grpo.rollout.dispatch import ADMIT_S
 from titan_grpo.rollout.messages import RolloutSpec, RolloutStopped
+from titan_grpo.rollout.schedule import Durations, Starts
 from titan_grpo.rollout.task_runner import Codec, TaskFailed, TaskRunner
 from titan_grpo.samples import Prompt
 
@@ -126,9 +128,26 @@ def test_prompts_that_wait_take_few_bytes_a_token_and_come_back_as_they_were() -
     assert waiting.prompt(5) == task.prompt(5, Letters())
 
 
-def test_a_prompt_whose_tokens_are_no_numbers_is_its_tasks_mistake() -> None:
-    task = SimpleNamespace(prompt=lambda index, codec: Prompt(index, cast(Any, ("a",))))
+@pytest.mark.parametrize("token_ids", [[3, 5, 4], array("i", [3, 5, 4])])
+def test_a_prompt_may_have_its_tokens_in_any_sequence(token_ids: Any) -> None:
+    task = SimpleNamespace(prompt=lambda index, codec: Prompt(index, token_ids))
+    spec, waiting = RolloutSpec(model_dir=""), TaskRunner(cast(Any, task), Letters(), TaskKeys())
+    assert Starts(spec, waiting, Durations()).admit(0)
+    assert waiting.prompt(0) == waiting.prompt(0) == Prompt(0, (3, 5, 4))
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (Prompt(3, cast(Any, ("a",))), "prompt 3 failed: TypeError"),
+        ((3, 5, 4), r"prompt must return a Prompt, got \(3, 5, 4\)"),
+    ],
+)
+def test_a_prompt_that_is_none_or_has_no_numbers_is_its_tasks_mistake(
+    made: object, message: str
+) -> None:
+    task = SimpleNamespace(prompt=lambda index, codec: made)
     waiting = TaskRunner(cast(Any, task), Letters(), TaskKeys())
     assert waiting.ahead(3) is None
-    with pytest.raises(TaskFailed, match="token_ids of prompt 3"):
+    with pytest.raises(TaskFailed, match=message):
         waiting.prompt(3)

@@ -338,7 +338,7 @@ def test_an_answer_that_is_no_tokens_is_the_tasks_error(answer: object) -> None:
         ("Digits", "async def turn(self, *_): ...", "both of turn and episode_reward"),
         (
             "",
-            "def __init__(self, _): ...\n    def prompt(self, *_): ...\n    def rewards(self, *_): ...",
+            "def __init__(self, _): ...\n    def rewards(self, *_): ...",
             "one of the methods reward, group_reward, episode_reward, it has none",
         ),
     ],

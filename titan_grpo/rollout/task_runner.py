@@ -222,16 +222,22 @@ class TaskRunner:
         try:
             made = self._made(index)
             expected = self._expected_tokens(made)
-            kept = _packed(made, index)
         except TaskFailed as failed:
             self._ahead[index] = failed
             return None
-        self._ahead[index] = kept
+        # As a tuple, the tokens of hundreds of long prompts that wait would take 36 bytes each, in
+        # all gigabytes.
+        self._ahead[index] = replace(made, token_ids=()), array("q", made.token_ids)
         return made, expected
 
     def _made(self, index: int) -> Prompt:
         try:
-            return self._task.prompt(index, self._codec)
+            made = self._task.prompt(index, self._codec)
+            if not isinstance(made, Prompt):
+                raise DataError(f"prompt must return a Prompt, got {made!r:.100}")
+            # A task may give a list, or numbers of numpy. What is no number fails here, as the
+            # task's error, and not where it is used.
+            return replace(made, token_ids=tuple(array("q", made.token_ids)))
         except (Exception, SystemExit) as error:  # the boundary to a user's code: counted or raised
             raise TaskFailed(f"prompt {index}", error) from error
 
@@ -346,15 +352,6 @@ class _Clock:
 
 _CLOCK: ContextVar[_Clock | None] = ContextVar("clock")
 """Clock of the task's call in whose context ``call`` runs: a task may have threads of its own."""
-
-
-def _packed(prompt: Prompt, index: int) -> tuple[Prompt, "array[int]"]:
-    """Return a prompt without its tokens, and these as int64: as a tuple, those of hundreds of long
-    prompts that wait would take 36 bytes each, in all gigabytes."""
-    try:
-        return replace(prompt, token_ids=()), array("q", prompt.token_ids)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TaskFailed(f"token_ids of prompt {index}", error) from error
 
 
 def _reward(answer: Any) -> float | None:
