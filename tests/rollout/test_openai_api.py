@@ -2,6 +2,7 @@
 answer calls."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -142,6 +143,13 @@ def test_calls_of_the_hermes_format_are_read_in_their_order() -> None:
 def test_a_text_that_calls_nothing_comes_back_whole(text: str) -> None:
     assert hermes(text) == (text, [])
     assert llama3_json(text) == (text, [])
+
+
+def test_a_run_of_blanks_in_a_call_costs_no_more_than_other_text() -> None:
+    text = '<tool_call>{"name": "' + " " * 40_000 + "x"
+    began = time.process_time()
+    assert hermes(text) == (text, [])
+    assert time.process_time() - began < 1.0
 
 
 def test_calls_of_llama_3_are_the_whole_text() -> None:

@@ -77,7 +77,9 @@ ToolParser = Callable[[str], tuple[str, ToolCalls]]
 """Function from an answer's text to the text without tool calls, and the calls. A text without
 calls, or with malformed ones, is returned whole, with no calls."""
 
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+# No white space around the group, which JSON allows: it would make the search quadratic in a run of
+# blanks, in the loop.
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def hermes(text: str) -> tuple[str, ToolCalls]:
