@@ -5,13 +5,14 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.rollout.conftest import CompletionServer, MakeServer
+from tests.rollout.conftest import CompletionServer, MakeServer, answer
 from titan_grpo.config.rollout import Rollout
 from titan_grpo.config.task import Evaluation, inherited
 from titan_grpo.errors import ConfigError, DataError, PeerError
@@ -100,6 +101,17 @@ def test_a_prompt_that_the_server_refuses_is_counted_and_in_no_figure(
     found = run(job(), server)
     assert (found.prompts, found.refused) == (ROWS - 1, 1)
     assert found.reward.value == sum(range(ROWS - 1)) / (ROWS - 1)
+
+
+def test_a_prompt_that_leaves_no_room_for_a_completion_is_counted_and_not_asked(
+    job: Callable[..., Job], completion_server: MakeServer
+) -> None:
+    server, plain = completion_server(), job()
+    rows = replace(plain, spec=replace(plain.spec, row_tokens=2 * ROWS))  # the longest prompt
+    server.behaviour = lambda body: answer([80] * body["max_tokens"], [-1.0] * body["max_tokens"])
+    found = run(rows, server)
+    assert (found.prompts, found.refused) == (ROWS - 1, 1)
+    assert max(len(body["prompt"]) + body["max_tokens"] for body in server.bodies) == 2 * ROWS
 
 
 def test_a_server_that_fails_for_a_moment_costs_an_attempt_and_one_that_stays_so_the_result(

@@ -13,18 +13,22 @@ import msgspec
 import psutil
 import pytest
 
+from tests.rigs.jobs import job
 from tests.rigs.threads import no_free_thread
-from tests.rollout.conftest import CompletionServer, MakeServer
+from tests.rollout.conftest import CompletionServer, MakeServer, answer
 from tests.sync.conftest import MakeRig
 from titan_grpo.config.task import Evaluation
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.messages import ServerState
+from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
+from titan_grpo.rollout.task_runner import TaskOptions
+from titan_grpo.rollout.tasks.functions import load_task
 from titan_grpo.sync.server_set import NoObserver
 from titan_grpo.titan import evaluations
-from titan_grpo.titan.evaluations import TRIES, Evaluations
+from titan_grpo.titan.evaluations import TRIES, Evaluations, evaluation_spec
 
 WAIT_S = 120.0
 
@@ -73,8 +77,8 @@ def begin(tmp_path: Path, model_dir: str) -> Iterator[Begin]:
 
     def start(**keys: Any) -> tuple[Evaluations, Lanes, Rollouts, Recorder]:
         keys = {"name": "digits", "task": "digits", "rows": 3, "samples": 2, **keys}
+        spec = keys.pop("spec", RolloutSpec(model_dir=model_dir, max_completion_tokens=4))
         recorder, lanes, rollouts = Recorder(tmp_path / "run"), Lanes(), Rollouts()
-        spec = RolloutSpec(model_dir=model_dir, max_completion_tokens=4)
         table = Evaluation(**keys)
         one = Evaluations([table], spec, rollouts, recorder, lanes.keep, lanes.go_on)
         made.append((one, recorder))
@@ -150,6 +154,24 @@ def test_a_version_is_evaluated_where_it_is_due_and_its_server_is_kept_meanwhile
     assert seen[:6] == [[loaded]] * 6, "what it needs was loaded before its server was held"
     one.close()
     assert processes() == []
+
+
+@pytest.mark.parametrize(("own", "asked"), [(False, 2), (True, 4)], ids=["launched", "its own"])
+def test_no_request_asks_for_more_than_a_launched_server_has_room_for(
+    begin: Begin, completion_server: MakeServer, model_dir: str, own: bool, asked: int
+) -> None:
+    server = completion_server()
+    prompt = load_task("digits", TaskOptions()).prompt(0, TextCodec(model_dir)).token_ids
+    rollout = {"servers": ["launch"], "max_completion_tokens": 4}
+    config = job(rollout=rollout, training={"seq_len": len(prompt) + 2})
+    spec = evaluation_spec(config, model_dir)
+    one, lanes, _, recorder = begin(spec=spec, servers=[server.url] if own else [])
+    server.behaviour = lambda body: answer([80] * body["max_tokens"], [-1.0] * body["max_tokens"])
+    one.set_server(held(server, 0))
+    lanes.wait_free()
+    assert {body["max_tokens"] for body in server.bodies} == {asked}
+    (found,) = recorder.history().evaluations
+    assert (found.prompts, found.refused, found.tokens.value) == (3, 0, asked)
 
 
 def test_an_evaluation_for_which_no_thread_starts_keeps_no_server_and_begins_later(

@@ -23,7 +23,6 @@ from titan_grpo.engines.server import detect, dialect
 from titan_grpo.errors import ConfigError, PeerError
 from titan_grpo.protocol.messages import Label, ServerState
 from titan_grpo.rollout.evaluation import Job, evaluate, line, prepare
-from titan_grpo.rollout.messages import RolloutSpec
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,10 +68,14 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         require_file("--out", out)
     tables = [table for table in config.evaluation if table.name in names]
     from titan_grpo.observe.report import write_whole
+    from titan_grpo.titan.evaluations import evaluation_spec
 
     key = read_key(env, config.rollout.api_key_env)
     model = str(args.model or config.model.hf_assets_path)
-    spec = RolloutSpec.from_config(config.rollout, model)
+    if server is None:
+        rollout = replace(config.rollout, servers=[LAUNCH], launch_count=1)
+        config = replace(config, rollout=rollout)
+    spec = evaluation_spec(config, model)
     found = []
     # Before waiting for a server, so that mistakes in a task are reported at once.
     prepared = [prepare(Job.of(table, spec)) for table in tables]
@@ -113,8 +116,7 @@ def _launched(config: Any, model: str, key: str, folder: str) -> Iterator[Server
     from titan_grpo.titan import compat
     from titan_grpo.titan.startup import launched
 
-    job = replace(config, rollout=replace(config.rollout, servers=[LAUNCH], launch_count=1))
-    spec = launched(job, model, compat.prepare(), None, (key, ""))[0]
+    spec = launched(config, model, compat.prepare(), None, (key, ""))[0]
     sglang = spec.engine == "sglang"
     if not spec.python:
         raise ConfigError(

@@ -355,7 +355,7 @@ OF_EVALUATION = {
     "tokens": "mean length of a completion, sampled tokens",
     "tokens_low": "lower end of its 95 % confidence interval",
     "tokens_high": "upper end of its 95 % confidence interval",
-    "refused": "prompts that the server refused, in no other figure",
+    "refused": "prompts that the server had no room for, in no other figure",
     "seconds": "how long the evaluation took",
 }
 

@@ -74,7 +74,7 @@ class Evaluated(Record):
     tokens: Estimate
     """Mean number of sampled tokens of a completion."""
     refused: Count
-    """Prompts that the server refused, such as too long ones; in no other figure."""
+    """Prompts that the server refused or had no room for; in no other figure."""
     seconds: float
 
 

@@ -26,7 +26,7 @@ from titan_grpo.observe.schema import Estimate, Evaluated
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.dispatch import BAD_REQUEST
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.rollout.sampler import GroupDropped, Interrupted, Sampler
+from titan_grpo.rollout.sampler import GroupDropped, Interrupted, PromptTooLong, Sampler
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner, at_once
 from titan_grpo.rollout.tasks.functions import FunctionTask, ready
@@ -253,7 +253,7 @@ async def evaluate(job: Job, state: ServerState, prepared: Prepared, api_key: st
 async def _group(
     job: Job, sampler: Sampler, server: Server, driver: AsyncDriver, index: int
 ) -> Prompted | None:
-    """Sample and reward one prompt's completions; return None if the server refuses the prompt."""
+    """Sample and reward one prompt's completions; return None if the server has no room for it."""
     ticket, parts = Ticket(index), [NO_TOKENS] * job.table.samples
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -262,6 +262,8 @@ async def _group(
             if error.status in BAD_REQUEST:
                 return None
             failure: TitanGrpoError = error
+        except PromptTooLong:
+            return None
         except GroupDropped as error:
             failure, ticket = error, ticket.dropped()
             parts = [NO_TOKENS] * len(parts)

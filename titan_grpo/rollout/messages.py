@@ -98,7 +98,7 @@ class RolloutSpec(WorkerKeys):
     """Whether completions come with the experts of each token (``grpo.router_replay``)."""
     row_tokens: int = sys.maxsize
     """Most tokens of a prompt and its completion (``training.seq_len``); an evaluation has no such
-    limit."""
+    limit on servers that the run did not start."""
     commit_deadline_s: float = 60.0
     """Deadline of each engine call (EngineCall), in seconds."""
     load_deadline_s: float = 60.0

@@ -7,16 +7,18 @@ and then sends the newest one. Training and all other servers continue meanwhile
 import logging
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 
+from titan_grpo.config import LAUNCH, Rollout
 from titan_grpo.config.task import Evaluation
 from titan_grpo.errors import ConfigError, TitanGrpoError
 from titan_grpo.observe import names, terminal
@@ -67,6 +69,17 @@ class _Table:
     """Process for the next evaluation: it loads in advance, while no server is held for it."""
 
 
+def evaluation_spec(job_config: Any, model_dir: str, version: int = 0) -> RolloutSpec:
+    """Return the spec of evaluations on the job's servers, from ``version`` on. On servers that the
+    job starts, which have room for a row, no request asks for more: vLLM would shorten it and
+    SGLang refuse it, so each would evaluate other prompts. What others have room for is unknown."""
+    rollout: Rollout = job_config.rollout
+    spec = RolloutSpec.from_config(rollout, model_dir, version)
+    if rollout.servers != [LAUNCH]:
+        return spec
+    return replace(spec, row_tokens=job_config.training.seq_len)
+
+
 class Evaluations:
     """ServerObserver between the server set and the rollouts. It forwards to ``rollouts``, except
     for servers that only evaluate. Lanes call it under the set's lock; these calls never block."""
@@ -80,14 +93,17 @@ class Evaluations:
         keep: Callable[[str], None],
         go_on: Callable[[str], None],
     ) -> None:
-        """``keep``, ``go_on``: between these calls a server's lane gets no newer version."""
+        """``spec``: of evaluations on the training fleet (``evaluation_spec``). ``keep``,
+        ``go_on``: between these calls a server's lane gets no newer version."""
         self._rollouts, self._recorder = rollouts, recorder
         self._keep, self._go_on = keep, go_on
         self.own = frozenset(url for table in tables for url in table.servers)
         first = spec.base_version
+        # What servers of its own have room for is unknown.
+        elsewhere = replace(spec, row_tokens=sys.maxsize)
         self._tables = [
             _Table(
-                Job.of(table, spec),
+                Job.of(table, elsewhere if table.servers else spec),
                 first if table.at_start else evaluation.next_due(table.every, first),
             )
             for table in tables

@@ -34,7 +34,7 @@ from titan_grpo.receive.checkpoint import essential
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
-from titan_grpo.rollout.messages import COUNTED, RolloutSpec
+from titan_grpo.rollout.messages import COUNTED
 from titan_grpo.runkey import find_run_key
 from titan_grpo.samples import Group
 from titan_grpo.subprocesses import run_command, without_torchrun
@@ -42,7 +42,7 @@ from titan_grpo.sync.images import ImagePool, check_address, check_certificate
 from titan_grpo.sync.lanes import SyncOptions, load_deadline_s
 from titan_grpo.sync.process import SyncProcess
 from titan_grpo.titan.data import Sampled, Share, StepWork, varied_groups
-from titan_grpo.titan.evaluations import Evaluations
+from titan_grpo.titan.evaluations import Evaluations, evaluation_spec
 from titan_grpo.titan.hf_files import save_version
 from titan_grpo.titan.jobfile import read_config
 from titan_grpo.titan.rules import end_waits_s, sync_waits_s
@@ -167,7 +167,7 @@ class Controller:
         self._counted = time.monotonic(), rollouts.counters()
         self._evaluations = Evaluations(
             self._job.evaluation,
-            RolloutSpec.from_config(rollout, self._model_dir, version),
+            evaluation_spec(self._job, self._model_dir, version),
             rollouts,
             self.recorder,
             # ``self.worker`` does not exist yet; only lanes, which it starts, lead to these calls.
