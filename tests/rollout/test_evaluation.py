@@ -144,6 +144,21 @@ def test_a_mistake_in_a_reward_function_is_shown_with_its_row(
     assert "row" in text
 
 
+def test_a_reward_that_is_no_number_is_the_tasks_mistake_and_not_tried_again(
+    job: Callable[..., Job], folder: Path, completion_server: MakeServer
+) -> None:
+    (folder / "own_task.py").write_text(
+        "from titan_grpo.rollout.tasks.built_in import Digits\n"
+        "class Undefined(Digits):\n    async def reward(self, *_):\n        return float('nan')\n"
+    )
+    table = Evaluation(name="own", task="own_task:Undefined", rows=1, samples=SAMPLES)
+    server = completion_server()
+    with pytest.raises(DataError, match="one of prompt 0 is not") as failed:
+        run(Job.of(table, job().spec), server)
+    assert not evaluation.failure(failed.value).again
+    assert len(server.bodies) == SAMPLES
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

@@ -30,13 +30,13 @@ from titan_grpo.rollout.sampler import GroupDropped, Interrupted, PromptTooLong,
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner, at_once
 from titan_grpo.rollout.tasks.functions import FunctionTask, ready
-from titan_grpo.samples import NO_TOKENS, Group
+from titan_grpo.samples import LARGEST_REWARD, NO_TOKENS, Group
 
 Z_95 = 1.959964
 """Two-sided 95 % quantile of the normal distribution."""
 
 ATTEMPTS = 4
-"""Attempts per prompt, if the server fails or completions are unfit."""
+"""Attempts per prompt, if the server fails or its completions are unfit."""
 
 RETRY_S = 1.0
 """Pause between attempts, in seconds."""
@@ -209,8 +209,9 @@ def prepare(job: Job) -> Prepared:
 async def evaluate(job: Job, state: ServerState, prepared: Prepared, api_key: str) -> Evaluated:
     """Sample and reward every prompt on a server, with the version that it holds.
 
-    Raises TaskFailed if the task fails, PeerError if a prompt cannot be finished or the server
-    left the version, EvaluationFailed past the deadline or if the server refused all prompts.
+    Raises TaskFailed if the task fails, DataError for a reward that is no sound number, PeerError
+    if a prompt cannot be finished or the server left the version, EvaluationFailed past the
+    deadline or if the server refused all prompts.
     """
     table, spec = job.table, job.spec
     runner, count = prepared
@@ -265,6 +266,12 @@ async def _group(
         except PromptTooLong:
             return None
         except GroupDropped as error:
+            if error.reason == "bad_reward":
+                raise DataError(
+                    f"a task's reward must be a number of magnitude {LARGEST_REWARD:g} at most, one"
+                    f" of prompt {index} is not (NaN, or larger): correct the task; the evaluation"
+                    " has no result"
+                ) from error
             failure, ticket = error, ticket.dropped()
             parts = [NO_TOKENS] * len(parts)
         except (PeerError, Interrupted) as error:
