@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from titan_grpo.errors import DataError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.codec import TextCodec
-from titan_grpo.rollout.dispatch import MAX_DROPS, MAX_SKIPS_IN_A_ROW
+from titan_grpo.rollout.dispatch import MAX_DROPS, MAX_OUTAGES, MAX_SKIPS_IN_A_ROW
 from titan_grpo.rollout.messages import RolloutSpec, RolloutStopped
 from titan_grpo.rollout.records import ReplayClient
 from titan_grpo.rollout.task_runner import TaskOptions
@@ -193,6 +194,23 @@ def test_a_run_without_a_usable_prompt_stops_with_the_reason(
     client = start(server, row_tokens=row_tokens)
     with pytest.raises(DataError, match=f"in a row gave no usable group.*{reason}"):
         client.next_batch(0, PER_STEP, 60)
+
+
+def test_an_outage_of_all_servers_costs_a_few_prompts_and_not_the_run(
+    start: StartClient, completion_server: MakeServer
+) -> None:
+    server, client = completion_server(), start(group_size=1, max_staleness=0)
+    asked, cut = count(), (MAX_SKIPS_IN_A_ROW + 2 * PER_STEP) * MAX_OUTAGES
+    # Aborted at once, so that no server is paused meanwhile.
+    server.behaviour = lambda body: (
+        server.answer([], [], "abort") if next(asked) < cut else server.hang(body)
+    )
+    client.set_server(ServerState(server.url, 0, True, "0"))
+    server.wait_for_requests(cut + PER_STEP)
+    server.released.set()
+    groups = client.next_batch(0, PER_STEP, 60)
+    assert min(group.prompt.index for group in groups) >= MAX_SKIPS_IN_A_ROW
+    assert client.counters()["skipped"] == MAX_SKIPS_IN_A_ROW
 
 
 def test_a_completion_that_was_cut_short_goes_on_elsewhere_with_its_tokens_versions_and_budget(

@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titan_grpo.algorithm.advantages import by_episode
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
@@ -29,8 +29,9 @@ WINDOW = 100
 MAX_DROPS = 3
 MAX_OUTAGES = 20
 MAX_SKIPS_IN_A_ROW = 16
-"""Limit of prompts skipped for their drops without a usable group in between. So many in a row
-point to a fault elsewhere; continuing would use up the whole sequence of prompts."""
+"""Limit of prompts skipped for their drops, and of those for their outages, without a usable group
+in between. So many in a row point to a fault elsewhere; continuing would use up the whole sequence
+of prompts."""
 
 ADMIT_S = 0.02
 """Seconds in which the prompts of further groups are made in one turn of the loop."""
@@ -82,7 +83,7 @@ class Dispatcher:
         self._drains: dict[int, str] = {}
         self._oldest_usable = spec.base_version - spec.max_staleness
         self._counts = messages.Counters()
-        self._skips_in_a_row = self._too_long_in_a_row = 0
+        self._skips_in_a_row = self._too_long_in_a_row = self._lost_in_a_row = 0
         self._task_errors: deque[bool] = deque(maxlen=WINDOW)
         """Whether each of the last groups ended with a task error. Server failures do not count."""
         self._closing = self._pumping = False
@@ -219,7 +220,7 @@ class Dispatcher:
         self._send(messages.GroupDone(run.ticket.done(), group, self._counts.changed()))
 
     def _task_gave_a_group(self) -> None:
-        self._skips_in_a_row = self._too_long_in_a_row = 0
+        self._skips_in_a_row = self._too_long_in_a_row = self._lost_in_a_row = 0
         self._task_errors.append(False)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -350,10 +351,15 @@ class Dispatcher:
 
     def _settle(self, ticket: Ticket, avoid: str = "") -> None:
         """Requeue the group in its place, or skip the prompt if its outages are spent."""
-        if ticket.outages < MAX_OUTAGES:
-            self._starts.again(ticket, avoid)
-        else:
-            self._skip(ticket)
+        if ticket.outages >= MAX_OUTAGES:
+            if self._lost_in_a_row < MAX_SKIPS_IN_A_ROW:
+                self._lost_in_a_row += 1
+                self._skip(ticket)
+                return
+            # No prompt has a usable group: the servers are at fault, and the outages speak against
+            # no prompt. They must not end the run either; batch_timeout_s bounds them.
+            ticket = replace(ticket, outages=0)
+        self._starts.again(ticket, avoid)
 
     def _skip(self, ticket: Ticket) -> None:
         self._starts.note(GiveUp(ticket.index))
