@@ -121,6 +121,30 @@ def test_padded_micro_batches_keep_the_budget_and_come_longest_first(
     assert firsts == sorted(firsts, reverse=True)
 
 
+EXCEEDED = [28, 35, 45, 25, 41, 7, 8, 50, 34, 13, 34, 36, 37, 53, 18, 56, 59, 22, 21]
+EXCEEDED += [44, 14, 23, 12, 25, 19, 26, 25, 17, 53, 12, 59, 31, 18, 31, 54, 13, 37, 57]
+"""Lengths for which first fit keeps a budget of 65 with 19 micro-batches, ``partition`` not with
+20."""
+
+
+def uniform(seed: int, number: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randint(5, 64) for _ in range(number)]
+
+
+@settings(deadline=None)
+@given(st.builds(uniform, st.integers(0, 10**6), st.integers(1, 130)), st.integers(1, 5))
+@example(EXCEEDED, 1)
+def test_packed_micro_batches_keep_the_budget_if_another_rank_needs_more_of_them(
+    lengths: list[int], more: int
+) -> None:
+    wanted = len(cut_packed(lengths, 65)) + more
+    cuts = cut_packed(lengths, 65, wanted)
+    assert sorted(row for cut in cuts for row in cut) == list(range(len(lengths)))
+    assert max(sum(lengths[row] for row in cut) for cut in cuts) <= 65
+    assert len(cuts) == min(wanted, len(lengths))
+
+
 @given(lengths, budget, at_least)
 def test_packed_micro_batches_keep_the_budget_and_come_fullest_first(
     lengths: list[int], token_budget: int, wanted: int

@@ -195,8 +195,9 @@ def cut_packed(lengths: Sequence[int], token_budget: int, at_least: int = 1) -> 
     fullest first.
 
     First fit, longest first, finds how many are needed. ``partition`` makes as many, or
-    ``at_least`` if that is more; its micro-batches are more alike, and are taken if there are more
-    of them or all keep the budget. Requires max(lengths) <= token_budget.
+    ``at_least`` if that is more; its micro-batches are more alike, and are taken if all keep the
+    budget. If not, first fit's are taken, and single sequences out of them until there are
+    ``at_least``. Requires max(lengths) <= token_budget.
 
     Example: lengths (5, 3, 2, 6), budget 8 -> [[2, 3], [0, 1]], 8 tokens each.
     """
@@ -214,8 +215,12 @@ def cut_packed(lengths: Sequence[int], token_budget: int, at_least: int = 1) -> 
         room[fits] -= lengths[item]
     wanted = min(max(len(bins), at_least), len(lengths))
     alike = partition(lengths, wanted)
-    if len(bins) < wanted or all(sum(lengths[i] for i in items) <= token_budget for items in alike):
+    if all(sum(lengths[i] for i in items) <= token_budget for items in alike):
         bins = alike
+    # More micro-batches are no guarantee: partition may exceed with 20 a budget that first fit
+    # keeps with 19.
+    while len(bins) < wanted:
+        bins.append([max(bins, key=len).pop()])
     return sorted(
         (sorted(items) for items in bins), key=lambda items: -sum(lengths[i] for i in items)
     )
