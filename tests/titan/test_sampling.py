@@ -158,6 +158,10 @@ def no_batch() -> NoReturn:
     raise DataError("no batch")
 
 
+def bug() -> NoReturn:
+    raise RuntimeError("the sizes differ")
+
+
 def test_the_loaders_group_outlasts_a_start_and_a_sync_and_carries_an_error_of_rank_0(
     tmp_path: Path,
 ) -> None:
@@ -172,6 +176,10 @@ def test_the_loaders_group_outlasts_a_start_and_a_sync_and_carries_an_error_of_r
         # An error of rank 0 comes by the scatter, as to every other rank.
         with pytest.raises(RunStopped, match=r"^DataError: no batch$"):
             loader.fetch(no_batch)
+        with pytest.raises(RunStopped, match=r"^RuntimeError: the sizes differ$") as caught:
+            loader.fetch(bug)
+        # Rank 0's output has the traceback of the bug.
+        assert isinstance(caught.value.__cause__, RuntimeError)
     finally:
         dist.destroy_process_group()
 

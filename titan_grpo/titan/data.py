@@ -129,24 +129,27 @@ class BatchLoader(BaseDataLoader):
         return max(self._dp_ranks) + 1
 
     def fetch(self, prepare: Callable[[], StepWork] | None) -> Share:
-        """Return this rank's share of one step. Rank 0 passes ``prepare``; if that raises a
-        TitanGrpoError or OSError, every rank raises RunStopped.
+        """Return this rank's share of one step. Rank 0 passes ``prepare``; if that raises, every
+        rank raises RunStopped.
 
         Collective over all ranks; the ranks other than 0 wait here for the rollouts.
         """
         shares: list[Share] | None = None
+        failure: Exception | None = None
         if prepare is not None:
             try:
                 share, ranks = prepare()
                 shares = [replace(share, microbatches=ranks[n]) for n in self._dp_ranks]
-            except (TitanGrpoError, OSError) as error:
-                # Scatter the error: without it the other ranks would wait until their deadline.
+            except Exception as error:  # noqa: BLE001 - raised below, on every rank
+                # Scatter the error, a bug too: without it the other ranks would wait until rank 0
+                # has closed everything, and end by a lost connection.
+                failure = error
                 shares = [Share(error=f"{type(error).__name__}: {error}") for _ in self._dp_ranks]
         received: list[Any] = [None]
         dist.scatter_object_list(received, shares, src=0, group=self.group)
         mine: Share = received[0]
         if mine.error:
-            raise RunStopped(mine.error)
+            raise RunStopped(mine.error) from failure
         self.state = mine.state
         work = mine.microbatches
         self._queue = build(work) if isinstance(work, Rows) else list(work)
