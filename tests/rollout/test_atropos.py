@@ -1,5 +1,8 @@
-"""Atropos groups as we read them: alignment, turns, overrides, and what is refused."""
+"""Atropos groups as we read them: alignment, turns, overrides, and what is refused. What the source
+makes of a server that is lost."""
 
+import asyncio
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -7,11 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_grpo.errors import ServerRefused
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.atropos import (
+    AtroposSource,
     Rejected,
     batch_of,
     group_of,
     register_call,
+)
+from titan_grpo.rollout.httpd import HttpServer, Reply, Request
+from titan_grpo.rollout.messages import (
+    Event,
+    FromWorker,
+    GroupDone,
+    RolloutSpec,
+    ServerLeft,
+    TrainerVersion,
+    Used,
 )
 
 M = -100
@@ -170,3 +185,74 @@ def test_a_registration_is_sent_as_it_is() -> None:
     call = register_call({"batch_size": 64})
     assert (call.method, call.path, call.json) == ("POST", "/register", {"batch_size": 64})
     assert call.parse({"uuid": 5}) == 5
+
+
+class Api:
+    """An API that hands out ``batches``, with an empty answer before each, and holds nothing
+    else."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[dict[str, Any]]] = []
+        self._empty = False
+        self._server = HttpServer("127.0.0.1:0", "", self._answer, "a test")
+        self.url = f"http://{self._server.address}"
+
+    def _answer(self, request: Request) -> Reply:
+        match request.path:
+            case "/register":
+                return Reply(200, {"uuid": 1})
+            case "/batch":
+                self._empty = not (self._empty and self.batches)
+                return Reply(200, {"batch": None if self._empty else self.batches.pop()})
+        return Reply(200, {"queue_size": 0})
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def held(url: str, version: int | None) -> ServerState:
+    return ServerState(url, version, version is not None, f"r:{version}:f")
+
+
+def test_a_lost_server_bounds_versions_until_it_leaves_and_is_named_once() -> None:
+    async def scenario(api: Api) -> None:
+        said: asyncio.Queue[FromWorker] = asyncio.Queue()
+        spec = RolloutSpec(
+            model_dir="",
+            source="atropos",
+            atropos_url=api.url,
+            prompts_per_step=1,
+            group_size=2,
+            max_staleness=1,
+        )
+        source = AtroposSource(spec, said.put_nowait, lambda error: None)
+
+        async def group() -> GroupDone:
+            api.batches.append([item()])
+            done = await asyncio.wait_for(said.get(), 20)
+            assert isinstance(done, GroupDone)
+            source.on(Used((done.ticket.index,)))
+            return done
+
+        source.on(held("http://lost", 5))
+        source.on(held("http://other", 5))
+        source.on(held("http://lost", None))
+        source.on(held("http://other", 7))
+        source.on(TrainerVersion(7))
+        event = await asyncio.wait_for(said.get(), 20)
+        assert isinstance(event, Event)
+        for text in (
+            "made by version 5",
+            "titan-grpo servers remove http://lost",
+            "policy_version",
+        ):
+            assert text in event.text
+        # It may still answer the environments: only its lane is known to be broken.
+        assert [(await group()).group.version for _ in range(3)] == [5, 5, 5]
+        source.on(ServerLeft("http://lost"))
+        # The bound moves with the next empty answer.
+        assert [(await group()).group.version for _ in range(3)][1:] == [7, 7]
+        await source.close()
+
+    with closing(Api()) as api:
+        asyncio.run(scenario(api))

@@ -20,6 +20,8 @@ import msgspec
 from titan_grpo.engines.generation import TokenId
 from titan_grpo.engines.http import AsyncDriver, Call, HttpRefused, ignore, want
 from titan_grpo.errors import ConfigError, DataError, PeerError, ServerRefused
+from titan_grpo.protocol.admission import too_stale
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.external import External, Fail, Send
 from titan_grpo.rollout.messages import RolloutSpec
@@ -251,6 +253,8 @@ class AtroposSource(External):
         self._room.set()
         self._rejected_in_a_row = 0
         self._age = Waiting(spec.base_version, spec.base_version)
+        self._unknown: dict[str, bool] = {}
+        """Servers whose version is unknown -> whether ``_held`` has named them."""
         self._task = asyncio.get_running_loop().create_task(self._take_batches())
         self._task.add_done_callback(self._ended)
 
@@ -263,6 +267,11 @@ class AtroposSource(External):
     def on(self, message: messages.ToWorker) -> None:
         """Handle a message as the base does, and take batches again if there is room."""
         super().on(message)
+        match message:
+            case ServerState(url, None):
+                self._unknown.setdefault(url, False)
+            case ServerState(url) | messages.ServerLeft(url):
+                self._unknown.pop(url, None)
         self._update_room()
 
     def _update_room(self) -> None:
@@ -283,7 +292,7 @@ class AtroposSource(External):
                 if known and not batch:
                     # Read the servers' versions before the API's count: a group that arrives
                     # in between is not older than they are.
-                    held = min(self._versions.values(), default=self._trainer_version)
+                    held = self._held()
                     self._age = self._age.none(held, await self._driver.run(LEFT))
             except PeerError as error:
                 if isinstance(error, HttpRefused) and error.status < 500:
@@ -303,6 +312,22 @@ class AtroposSource(External):
                 self._take(item)
             self._age = self._age.batch() if batch else self._age
             pause = POLL_S[0] if batch else await _pause(pause, POLL_S[1])
+
+    def _held(self) -> int:
+        """Return the oldest version that environments may sample now. Report each server of unknown
+        version that makes it too old to be trained on."""
+        trainer, most = self._trainer_version, self._spec.max_staleness
+        for url, named in self._unknown.items():
+            held = self._versions.get(url, trainer)
+            if not named and too_stale(held, trainer, most):
+                self._unknown[url] = True
+                self._report(
+                    f"groups without policy_version count as made by version {held}, too old to be"
+                    f" trained on: {url} held it last, is out of reach now, and may still generate"
+                    " with it. Start it again, or take it out of the run (titan-grpo servers remove"
+                    f" {url} --run DIR), or let environments send policy_version"
+                )
+        return min(self._versions.values(), default=trainer)
 
     async def _register(self) -> Batch:
         """Register (repeating it does no harm) and ask for a batch."""

@@ -183,6 +183,7 @@ class External:
         self._indices = spec.unused_prompts()
         self._waiting = dict(spec.waiting)
         self._versions: dict[str, int] = {}
+        """Server -> the last version that it is known to have held."""
         self._counts = messages.Counters()
         self._trainer_version = spec.base_version
         self._per_step = spec.prompts_per_step * spec.group_size
@@ -195,6 +196,8 @@ class External:
         """Handle one message from the trainer."""
         match message:
             case ServerState(url, version) if version is not None:
+                # A server that becomes unknown keeps its last version: perhaps only its lane broke
+                # off, and environments go on to sample there.
                 self._versions[url] = version
             case messages.ServerLeft(url):
                 self._versions.pop(url, None)
