@@ -3,6 +3,7 @@ makes of a server that is lost."""
 
 import asyncio
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.atropos import (
     AtroposSource,
     Rejected,
+    batch_call,
     batch_of,
     group_of,
     register_call,
@@ -187,6 +189,18 @@ def test_a_registration_is_sent_as_it_is() -> None:
     assert call.parse({"uuid": 5}) == 5
 
 
+def test_a_batch_has_the_time_of_its_tokens() -> None:
+    # Half a million tokens take atroposlib 1.3 s, 33 millions 84 s.
+    spec = RolloutSpec(model_dir="", prompts_per_step=16, group_size=8, row_tokens=4096)
+    assert 30 < batch_call(spec).timeout_s < 60
+    for larger in (
+        replace(spec, prompts_per_step=1024),
+        replace(spec, group_size=512),
+        replace(spec, row_tokens=262144),
+    ):
+        assert batch_call(larger).timeout_s > 300
+
+
 class Api:
     """An API that hands out ``batches``, with an empty answer before each, and holds nothing
     else."""
@@ -224,6 +238,7 @@ def test_a_lost_server_bounds_versions_until_it_leaves_and_is_named_once() -> No
             prompts_per_step=1,
             group_size=2,
             max_staleness=1,
+            row_tokens=64,
         )
         source = AtroposSource(spec, said.put_nowait, lambda error: None)
 

@@ -59,6 +59,7 @@ def atropos(api: AtroposApi, start_client: StartClient) -> StartClient:
             "prompts_per_step": 2,
             "group_size": 2,
             "max_staleness": 0,
+            "row_tokens": 64,
             "source": "atropos",
             "atropos_url": api.url,
         }

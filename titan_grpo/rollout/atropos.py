@@ -40,7 +40,11 @@ MASKED = -100
 """Mask of a token that the policy did not sample."""
 
 CALL_S = 30.0
-"""Deadline of a call, in seconds; a batch can be hundreds of megabytes of JSON."""
+"""Deadline of a call, in seconds, without the time for a batch's tokens."""
+
+TOKEN_S = 1e-5
+"""Time of a batch's call for each token, in seconds: four times what atroposlib 0.4.0 needs to
+encode one (2.5 us), which leaves time for the network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +124,12 @@ def batch_of(answer: Any) -> Batch:
     return tuple(batch)
 
 
-BATCH = Call("GET", "/batch", CALL_S, batch_of)
-"""Take one batch. The first request lets environments register."""
+def batch_call(spec: RolloutSpec) -> Call[Batch]:
+    """Return the call that takes one batch. The first one lets environments register."""
+    # The API encodes a batch that it no longer has: past the deadline its groups are lost.
+    tokens = spec.prompts_per_step * spec.group_size * spec.row_tokens
+    return Call("GET", "/batch", CALL_S + TOKEN_S * tokens, batch_of)
+
 
 RESET = Call("GET", "/reset_data", CALL_S, ignore)
 """Discard all groups and registrations of the server."""
@@ -249,6 +257,7 @@ class AtroposSource(External):
         self._driver = AsyncDriver(spec.atropos_url, max_connections=1)
         # batch_size counts sequences, not groups.
         self._registration = spec.registration | {"batch_size": self._per_step}
+        self._batch = batch_call(spec)
         self._room = asyncio.Event()
         self._room.set()
         self._rejected_in_a_row = 0
@@ -287,7 +296,7 @@ class AtroposSource(External):
             # no deadline: the trainer takes a batch and so makes room, or close() cancels
             await self._room.wait()
             try:
-                batch = await (self._driver.run(BATCH) if known else self._register())
+                batch = await (self._driver.run(self._batch) if known else self._register())
                 known = batch is not None
                 if known and not batch:
                     # Read the servers' versions before the API's count: a group that arrives
@@ -333,7 +342,7 @@ class AtroposSource(External):
         """Register (repeating it does no harm) and ask for a batch."""
         register = register_call(self._registration)
         await self._driver.run(register)
-        batch = await self._driver.run(BATCH)
+        batch = await self._driver.run(self._batch)
         if batch is None:
             # The API got groups before a trainer registered. Now it takes no registration any more
             # and never hands groups out, so reset it.
@@ -343,7 +352,7 @@ class AtroposSource(External):
             )
             await self._driver.run(RESET)
             await self._driver.run(register)
-            batch = await self._driver.run(BATCH)
+            batch = await self._driver.run(self._batch)
         if batch is None:
             raise ServerRefused(f"{self._driver.url} does not take our registration")
         return batch
