@@ -5,6 +5,7 @@ import json
 import math
 import random
 import resource
+import tracemalloc
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -321,6 +322,23 @@ def test_a_recording_keeps_the_spans_of_versions_and_one_without_them_can_be_rea
     replay = ReplayClient(str(path))
     read = [replay.next_batch(version, 1, 1)[0].completions[0] for version in (0, 1)]
     assert [completion.token_spans for completion in read] == [spans, ((3, 2),)]
+
+
+def test_a_replay_keeps_no_recorded_group_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    recorder = GroupRecorder(str(path), 0)
+    for version in range(8):
+        recorder.write(version, [Group(Prompt(version, (1,), {"text": "x" * (1 << 20)}), (GOOD,))])
+    recorder.close()
+    tracemalloc.start()
+    try:
+        replay = ReplayClient(str(path))
+        for version in range(8):
+            assert replay.next_batch(version, 1, 1)[0].prompt.index == version
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 1 << 20  # of 8 MiB
 
 
 def test_a_resume_on_a_full_disk_leaves_the_recording_whole(tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ class GroupRecorder:
         try:
             with draft.open("wb") as file:
                 file.writelines(
-                    line + b"\n" for version, line in _lines(self._path) if version < base_version
+                    line + b"\n"
+                    for version, _, line in _lines(self._path)
+                    if version < base_version
                 )
             os.replace(draft, self._path)
         finally:
@@ -93,8 +95,9 @@ class ReplayClient:
     def __init__(self, path: str, state: Mapping[str, Any] | None = None) -> None:
         """``state``: result of ``state`` when a checkpoint was written; without it, replay starts
         at the batch of the first requested version."""
-        self._path = path
-        self._batches = list(_lines(Path(path)))
+        self._path = Path(path)
+        # Not the lines: a long run's record is larger than rank 0's memory.
+        self._batches = [(version, start) for version, start, _ in _lines(self._path)]
         self._next: int | None = (state or {}).get("next_batch")
         self._consumed = 0
 
@@ -137,7 +140,12 @@ class ReplayClient:
                 " steps"
             )
         try:
-            batch = msgspec.json.decode(self._batches[self._next][1], type=Batch)
+            with self._path.open("rb") as file:
+                file.seek(self._batches[self._next][1])
+                # no deadline: it reads a file
+                batch = msgspec.json.decode(file.readline(), type=Batch)
+        except OSError as error:
+            raise _unreadable(self._path, error) from error
         except msgspec.MsgspecError as error:
             raise DataError(
                 f"{self._path}: the batch of version {versions[self._next]} must have the fields"
@@ -175,9 +183,10 @@ class ReplayClient:
         """Nothing to close."""
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (version, line) of every whole line. A torn last line (of a killed run) is left out;
-    any other bad line raises DataError."""
+def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Yield (version, place of its first byte, line) of every whole line. A torn last line (of a
+    killed run) is left out; any other bad line raises DataError."""
+    start = 0
     # Bytes: a text may have further characters that str.splitlines takes for ends of lines.
     try:
         with path.open("rb") as file:
@@ -188,6 +197,11 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     if not file.read(1):
                         return
                     raise DataError(f"{path}:{number} is not a recorded batch: {error}") from error
-                yield version, line.rstrip(b"\n")
+                yield version, start, line.rstrip(b"\n")
+                start += len(line)
     except OSError as error:
-        raise DataError(f"the recorded rollouts {path} cannot be read: {error}") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"the recorded rollouts {path} cannot be read: {error}")
