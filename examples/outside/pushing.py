@@ -16,6 +16,9 @@ from sampling import PROMPT, ask, sample, version_of
 
 GROUP = 4
 
+AGAIN = (429, 503)
+"""Statuses after which a group is sent again: enough waits for the trainer; the run is busy."""
+
 
 def group(server):
     """One group of the version that the server holds now; later tokens may be of a newer one."""
@@ -34,15 +37,13 @@ def main(server, run):
     while version_of(server) is None:
         time.sleep(0.5)
     while True:
-        made, status = group(server), 429
-        while status == 429:  # enough waits for the trainer
+        made, status = group(server), AGAIN[0]
+        while status in AGAIN:
             try:
                 status, answer = ask(f"{run}/groups", {"groups": [made]})
-            except OSError:
+            except OSError:  # nothing listens any more: the run has ended
                 return
-            time.sleep(0.2 * (status == 429))
-        if status == 503:
-            return
+            time.sleep(0.2 * (status in AGAIN))
         if status not in (202, 409):  # 409: too old by now, so another one
             sys.exit(f"{run} refused a group: {answer}")
 

@@ -5,9 +5,12 @@ import asyncio
 import copy
 import gzip
 import http.client
+import importlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -304,3 +307,30 @@ def test_an_address_that_can_not_be_bound_is_a_wrong_configuration(
 ) -> None:
     with pytest.raises(ConfigError, match=r"rollout.push_address must be an address of this host"):
         listening(loop, source.address)
+
+
+def test_the_example_goes_on_after_a_503_and_ends_when_the_run_does_not_listen_any_more(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses, pushed = iter((503, 429, 202, 503)), []
+
+    def run(request: httpd.Request) -> httpd.Reply:
+        pushed.append(json.loads(request.body)["groups"][0]["policy_version"])
+        status = next(statuses)
+        if len(pushed) == 4:
+            run_server.close()
+        return httpd.Reply(status, {}, 1)
+
+    def engine(request: httpd.Request) -> httpd.Reply:
+        if request.path == "/weight_info":
+            return httpd.Reply(200, {"weight_version": f"r:{len(pushed)}:f"})
+        choice = {"token_ids": [21], "logprobs": {"token_logprobs": [-0.5]}}
+        return httpd.Reply(200, {"choices": [choice]})
+
+    monkeypatch.syspath_prepend(root / "examples" / "outside")
+    example = importlib.import_module("pushing")
+    run_server = httpd.HttpServer("127.0.0.1:0", "", run, "a test")
+    with closing(httpd.HttpServer("127.0.0.1:0", "", engine, "a test")) as engine_server:
+        example.main(f"http://{engine_server.address}", f"http://{run_server.address}")
+    # The first group was sent until it was taken, then another one was made.
+    assert pushed == [0, 0, 0, 3]

@@ -13,7 +13,7 @@ keep them fresh.
 409  made by a version that is too stale for the trainer, or that does not exist yet
 413  more than ``httpd.MAX_BYTES``
 429  enough groups wait for the trainer: retry after ``Retry-After`` seconds
-503  the run is ending
+503  the loop is busy, or the run is ending: retry after ``Retry-After`` seconds
 ==== ======================================================================================
 """
 
