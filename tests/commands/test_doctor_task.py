@@ -143,6 +143,8 @@ def test_an_agent_is_imported_and_shown_its_first_row(
     (problem,) = diagnosis(agent="doctored_agent:play", reward="")
     taken = "must take (base_url, api_key, row): too many positional arguments"
     assert f"rollout.agent 'doctored_agent:play' {taken}" in problem
+    (problem,) = diagnosis(agent="builtins:max", reward="")
+    assert "must take (base_url, api_key, row): no signature found" in problem
 
 
 EVALUATION = """

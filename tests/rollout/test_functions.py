@@ -323,6 +323,12 @@ def test_a_function_that_takes_no_arguments_by_name_is_one_line(task: MakeTask) 
         task(SUMS, wrong)
 
 
+def test_a_function_whose_parameters_python_does_not_know_is_one_line(task: MakeTask) -> None:
+    text = "'max' must be a function whose parameters Python knows: no signature found"
+    with pytest.raises(ConfigError, match=text):
+        task(SUMS, max)
+
+
 def test_files_of_all_kinds_and_patterns_are_read(tmp_path: Path) -> None:
     table = open_table(TaskKeys(dataset=write_rows(tmp_path / "a.jsonl", SUMS)))
     for name, write in (("b.parquet", table.to_parquet), ("c.csv", table.to_csv)):

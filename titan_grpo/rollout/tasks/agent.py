@@ -54,7 +54,7 @@ def _check_call(function: Callable[..., Any], path: str) -> None:
     """Raise ConfigError if the function does not take (base_url, api_key, row)."""
     try:
         inspect.signature(function).bind("base_url", "api_key", {})
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # ValueError: a function in C without a signature
         raise ConfigError(
             f"rollout.agent {path!r} must take (base_url, api_key, row): {error}"
         ) from error

@@ -65,7 +65,7 @@ class Reward:
 
     def check(self, rows: Rows) -> None:
         """Raise ConfigError if the function requires an argument that is no column, or one that
-        cannot be passed by name."""
+        cannot be passed by name, or if its parameters are unknown."""
         for name, parameter in self._parameters().items():
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 raise ConfigError(
@@ -87,7 +87,13 @@ class Reward:
         return {name: value for name, value in arguments.items() if name in parameters}
 
     def _parameters(self) -> dict[str, inspect.Parameter]:
-        return dict(inspect.signature(self.function).parameters)
+        try:
+            return dict(inspect.signature(self.function).parameters)
+        except ValueError as error:  # some functions in C
+            raise ConfigError(
+                f"{self.section}.reward {self.path!r} must be a function whose parameters Python"
+                f" knows: {error}; name one of yours that calls it"
+            ) from error
 
 
 class FunctionTask:
