@@ -1,7 +1,7 @@
 """A rank's rows in compact form, and their tensors. batch.py decides, this module builds.
 
 A rank that builds its own tensors receives the compact form: 8 bytes per completion token instead
-of the tensors' 44 plus padding.
+of the tensors' 52 (packed 60) plus padding.
 
 In a packed row, all of a transformer but attention works token by token, as usual. For attention
 (``attention_rows``) the tokens are gathered into rows of one sequence each; plain causal attention

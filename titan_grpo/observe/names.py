@@ -283,7 +283,7 @@ REASONS: dict[str, str] = {
     "empty_completion": "a completion without tokens",
     "nothing_sampled": "a completion without a sampled token",
     "length_mismatch": "tokens, log-probabilities and versions of different lengths",
-    "bad_logprob": "a log-probability that is nan, infinite or above 0",
+    "bad_logprob": "a log-probability that is nan, infinite or above 0.001",
     "bad_reward": "a reward that is nan, or beyond 3e38",
     "malformed": "a group of Atropos that breaks its form",
     "bad_score": "a score of Atropos that is no finite number",
