@@ -89,7 +89,7 @@ class ThreadTransport:
         self.busy_s = 0.0
         """Processor seconds of the thread, once it has ended."""
 
-    def start(self, spec: RolloutSpec, on_message: OnMessage, timeout_s: float) -> None:
+    def start(self, spec: RolloutSpec, on_message: OnMessage) -> None:
         """As WorkerTransport.start."""
 
         def fail(error: BaseException) -> None:

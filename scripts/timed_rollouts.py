@@ -212,7 +212,7 @@ class LoopTransport:
         self.came = asyncio.Event()
         """Set by every message to the client."""
 
-    def start(self, spec: RolloutSpec, on_message: OnMessage, timeout_s: float) -> None:
+    def start(self, spec: RolloutSpec, on_message: OnMessage) -> None:
         """As WorkerTransport.start."""
         self._on_message = on_message
         runner = TaskRunner(self._task, self._codec, spec)

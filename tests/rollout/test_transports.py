@@ -241,7 +241,7 @@ def test_a_worker_that_cannot_serve_says_why(
 
 def test_what_is_sent_while_the_process_loads_is_taken_once_it_has(cluster: Cluster) -> None:
     transport, came = LocalTransport(), queue.SimpleQueue[Message]()
-    transport.start(cluster.spec, came.put, 60)
+    transport.start(cluster.spec, came.put)
     transport.send(ServerState("http://127.0.0.1:9", None, False, ""))
     transport.send(AskLoad(7))
     assert isinstance(came.get(timeout=60), Ready)

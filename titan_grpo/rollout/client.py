@@ -60,7 +60,7 @@ class LocalTransport:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, spec: RolloutSpec, on_message: OnMessage, timeout_s: float) -> None:
+    def start(self, spec: RolloutSpec, on_message: OnMessage) -> None:
         """Start the process, which loads task and tokenizer."""
         self.on_message = on_message
         # No GPU is visible to the rollout process.
@@ -160,7 +160,7 @@ class RolloutClient:
         deadline.
         """
         self._running = True
-        self._transport.start(self._spec, self._on_message, timeout_s)
+        self._transport.start(self._spec, self._on_message)
         with self._changed:
             self._changed.wait_for(lambda: self._started or self._error is not None, timeout_s)
             self._raise_latched()

@@ -414,8 +414,8 @@ OnMessage = Callable[[Message], None]
 class WorkerTransport(Protocol):
     """Channel of messages both ways, in order, each exactly once. Used by one client."""
 
-    def start(self, spec: RolloutSpec, on_message: OnMessage, timeout_s: float) -> None:
-        """Start; ``on_message`` gets ``Ready`` or an error. ``timeout_s``: deadline of the call."""
+    def start(self, spec: RolloutSpec, on_message: OnMessage) -> None:
+        """Start; ``on_message`` gets ``Ready`` or an error."""
 
     def send(self, message: ToWorker, within_s: float | None = None) -> None:
         """Send a message. Any thread; never blocks. A message that is not delivered within

@@ -28,10 +28,13 @@ from titan_grpo.rollout.messages import (
     decode,
     encode,
 )
-from titan_grpo.rollout.service import CALL_S, POLL_S, POST_BYTES
+from titan_grpo.rollout.service import POLL_S, POST_BYTES
 
 OPEN_S = 40.0
 """Deadline of opening a session, in seconds: the service may have to end another one first."""
+
+CALL_S = 10.0
+"""Deadline of one request between trainer and service, in seconds."""
 
 HEALTH = Health(first_s=0.25, longest_s=2.0)
 """Back-off after the service did not answer, in seconds."""
@@ -72,7 +75,7 @@ class RemoteTransport:
         self._silent_since: float | None = None
         self._threads: list[threading.Thread] = []
 
-    def start(self, spec: RolloutSpec, on_message: OnMessage, timeout_s: float) -> None:
+    def start(self, spec: RolloutSpec, on_message: OnMessage) -> None:
         """Start the threads, which open the session."""
         self._on_message = on_message
         self._begin(spec, ())

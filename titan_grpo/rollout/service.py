@@ -44,9 +44,6 @@ POST_BYTES = 1 << 20
 """Maximum bytes of frames in one body, unless a single frame is larger: decoding JSON holds the
 GIL."""
 
-CALL_S = 10.0
-"""Deadline of one request between trainer and service, in seconds."""
-
 POLL_S = 20.0
 """Longest wait of one ``GET /frames``, in seconds."""
 
@@ -94,7 +91,7 @@ class Session:
 
     def start(self) -> None:
         """Start the rollout process."""
-        self._worker.start(self._spec, self._on_message, CALL_S)
+        self._worker.start(self._spec, self._on_message)
 
     def take(self, post: frames.Post) -> int:
         """Pass frames of the trainer to the worker; return the number taken so far.
