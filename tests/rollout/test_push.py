@@ -153,7 +153,7 @@ def listening(loop: asyncio.AbstractEventLoop, address: str = "127.0.0.1:0") -> 
         max_staleness=1,
         base_version=3,
     )
-    return in_loop(loop, lambda: PushSource(spec, lambda _: None, lambda _: None))
+    return in_loop(loop, lambda: PushSource(spec, lambda _: None))
 
 
 @pytest.fixture
@@ -290,7 +290,7 @@ def test_without_the_key_nothing_is_taken(client: Client) -> None:
 def test_a_loop_that_has_ended_is_503() -> None:
     async def start() -> PushSource:
         spec = RolloutSpec(model_dir="", source="push", push_address="127.0.0.1:0")
-        return PushSource(spec, lambda _: None, lambda _: None)
+        return PushSource(spec, lambda _: None)
 
     source = asyncio.run(start())
     try:

@@ -10,7 +10,7 @@ environment may give one, as ``policy_version`` in ``group_overrides`` or ``gene
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from titan_grpo.errors import ConfigError, DataError, PeerError, ServerRefused
 from titan_grpo.protocol.admission import too_stale
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
-from titan_grpo.rollout.external import External, Fail, Send
+from titan_grpo.rollout.external import External, Send
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.samples import Completion, Group, Prompt, sound_logprobs
 
@@ -252,8 +252,12 @@ class AtroposSource(External):
     the API (Waiting).
     """
 
-    def __init__(self, spec: RolloutSpec, send: Send, fail: Fail) -> None:
-        super().__init__(spec, send, fail)
+    def __init__(
+        self, spec: RolloutSpec, send: Send, fail: Callable[[BaseException], None]
+    ) -> None:
+        """``fail``: gets the error that ends the source."""
+        super().__init__(spec, send)
+        self._fail = fail
         self._driver = AsyncDriver(spec.atropos_url, max_connections=1)
         # batch_size counts sequences, not groups.
         self._registration = spec.registration | {"batch_size": self._per_step}

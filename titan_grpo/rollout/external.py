@@ -47,7 +47,6 @@ DECIDE_S = 10.0
 """Deadline of the loop's decision on a request, in seconds."""
 
 Send = Callable[[messages.FromWorker], None]
-Fail = Callable[[BaseException], None]
 
 Count = Annotated[int, Meta(ge=0)]
 Tokens = Annotated[tuple[TokenId, ...], Meta(min_length=1)]
@@ -178,8 +177,8 @@ class External:
     """Base of the sources from outside: prompt indices, waiting groups, versions. All methods run
     in the loop."""
 
-    def __init__(self, spec: RolloutSpec, send: Send, fail: Fail) -> None:
-        self._spec, self._send, self._fail = spec, send, fail
+    def __init__(self, spec: RolloutSpec, send: Send) -> None:
+        self._spec, self._send = spec, send
         self._indices = spec.unused_prompts()
         self._waiting = dict(spec.waiting)
         self._versions: dict[str, int] = {}
@@ -235,9 +234,9 @@ class PushSource(External):
     """Source of the groups that environments POST, ``1 + max_staleness`` steps' worth at most. The
     HTTP server's threads parse; the loop decides."""
 
-    def __init__(self, spec: RolloutSpec, send: Send, fail: Fail) -> None:
+    def __init__(self, spec: RolloutSpec, send: Send) -> None:
         """Start listening. Raises ConfigError if the address cannot be bound."""
-        super().__init__(spec, send, fail)
+        super().__init__(spec, send)
         self._capacity = (1 + spec.max_staleness) * self._per_step
         """Completions that may wait for the trainer before groups are refused."""
         self._newest_version = spec.base_version

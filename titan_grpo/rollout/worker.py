@@ -111,9 +111,10 @@ class Worker:
 
     def _started(self, spec: RolloutSpec) -> Dispatcher | External:
         """Return the started source of groups. Takes seconds: loads task, dataset and tokenizer."""
-        if spec.source != "task":
-            kind = AtroposSource if spec.source == "atropos" else PushSource
-            return kind(spec, self._send, self._fail)
+        if spec.source == "atropos":
+            return AtroposSource(spec, self._send, self._fail)
+        if spec.source == "push":
+            return PushSource(spec, self._send)
         task, codec, accept = load(spec)
         runner = TaskRunner(task, codec, spec, accept)
         key = read_key(os.environ, spec.api_key_env)
