@@ -244,7 +244,6 @@ class PushSource(External):
         self._run = ""
         """The run's id in the labels of its servers; empty until one of them holds a version."""
         self._ids: OrderedDict[str, None] = OrderedDict()
-        self._closing = False
         self._loop = asyncio.get_running_loop()
         key = read_key(os.environ, spec.push_key_env)
         self._server = HttpServer(spec.push_address, key, self._answer, "rollout.push_address")
@@ -252,8 +251,8 @@ class PushSource(External):
         self._report(f"environments may push groups to http://{self.address}/groups")
 
     async def close(self) -> None:
-        """Refuse further groups, and stop listening."""
-        self._closing = True
+        """Refuse further requests, and stop listening. The groups of one under way may still be
+        taken; like all that wait at the end of a run, they are not used."""
         await asyncio.to_thread(self._server.close)
 
     def on(self, message: messages.ToWorker) -> None:
@@ -279,8 +278,6 @@ class PushSource(External):
         return reply
 
     def _refusal(self, incoming: Sequence[Incoming]) -> Reply | None:
-        if self._closing:
-            return Reply(503, {"error": "the run is ending"}, RETRY_AFTER_S)
         trainer_version, most = self._trainer_version, self._spec.max_staleness
         for number, item in enumerate(incoming):
             version, rule = item.group.version, ""
