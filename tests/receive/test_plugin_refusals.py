@@ -67,6 +67,7 @@ def salted():
     fields = {path: getattr(kind, "model_fields", ()) for path, kind in kinds.items()}
     return [path for path, names in fields.items() if "cache_salt" in names]
 
+vllm_http.WeightsMiddleware(None)  # makes the folder that adapters are taken from
 tokens = {"num_speculative_tokens": 2}
 routed = configured()
 # set late, as above

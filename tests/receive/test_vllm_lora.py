@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from tests.receive.test_vllm_http import Inner, ask, asked
 from tests.rigs.present import present
+from titan_grpo.engines import vllm
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import has_adapters, tensor_name
 from titan_grpo.receive import vllm_http
@@ -36,7 +37,10 @@ def manifest(rows: int = 6, layer: str = LAYER) -> Manifest:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a server whose middleware takes adapters from it."""
     monkeypatch.setenv(vllm_http.VARIABLE, str(tmp_path / "adapters"))
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    WeightsMiddleware(Inner({}))
     return tmp_path / "adapters"
 
 
@@ -81,12 +85,22 @@ def test_a_server_that_cannot_take_the_adapters_says_what_to_start(
     lora: SimpleNamespace | None,
     routes: str,
     message: str,
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", routes)
     problem = vllm_http.adapter_problem(sent, lora, BASE)
     assert message in problem
     assert bool(problem) == bool(message)
+
+
+def test_a_server_whose_middleware_would_not_load_the_adapters_refuses_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would show the version's label and sample from the base."""
+    monkeypatch.setenv(vllm_http.VARIABLE, f"{folder} of a server without it")
+    problem = vllm_http.adapter_problem(manifest(), SimpleNamespace(max_lora_rank=8), BASE)
+    assert f"start it with --middleware {vllm.MIDDLEWARE}" in problem
 
 
 def test_a_committed_adapter_is_written_as_peft_does(folder: Path) -> None:
@@ -107,6 +121,7 @@ from titan_grpo.receive import vllm_http
 from tests.receive.test_vllm_lora import write
 vllm_http.MEMORY = Path(sys.argv[1])
 vllm_http.choose_folder()
+vllm_http.WeightsMiddleware(None)
 write()
 print(vllm_http.adapter_folder(), flush=True)
 sys.stdin.read()
@@ -121,6 +136,7 @@ def server(tmp_path: Path, root: Path) -> Iterator[Callable[[], tuple[Path, Pope
     def start() -> tuple[Path, Popen[str]]:
         command = [sys.executable, "-c", SERVER, str(tmp_path)]
         env = {k: v for k, v in os.environ.items() if k != vllm_http.VARIABLE}
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         started.append(Popen(command, stdin=PIPE, stdout=PIPE, text=True, cwd=root, env=env))
         return Path(present(started[-1].stdout).readline().strip()), started[-1]
 

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from titan_grpo.engines.vllm import LORA_ROUTES, allowed_rank
+from titan_grpo.engines.vllm import LORA_ROUTES, MIDDLEWARE, allowed_rank
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import adapter_config, layer_of
 from titan_grpo.protocol.messages import Label
@@ -109,7 +109,11 @@ class WeightsMiddleware:
         self._loading = asyncio.Lock()
         """Held while vLLM loads or unloads adapters. A lane whose call timed out sets the label by
         another one: it must not pass while the load goes on, and may yet fail."""
-        atexit.register(shutil.rmtree, adapter_folder(), ignore_errors=True)
+        if _has_lora_routes():
+            # vLLM makes its middlewares before it takes a request: a trainer's first manifest finds
+            # the folder, or no middleware is here.
+            _make_folder()
+            atexit.register(shutil.rmtree, adapter_folder(), ignore_errors=True)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Handle one request. A body that is no JSON object is passed on for vLLM to refuse."""
@@ -364,6 +368,11 @@ def choose_folder() -> None:
     os.environ[VARIABLE] = str(place / f"{PREFIX}{secrets.token_hex(8)}")
 
 
+def _has_lora_routes() -> bool:
+    """Return whether this server has vLLM's routes that load and unload adapters."""
+    return os.environ.get(LORA_ROUTES, "").lower() in ("1", "true")
+
+
 def _remove_unlocked(folder: Path) -> None:
     """Remove a folder. Raises BlockingIOError if a process has locked it."""
     fd = os.open(folder, os.O_RDONLY)
@@ -375,7 +384,8 @@ def _remove_unlocked(folder: Path) -> None:
 
 
 def _make_folder() -> None:
-    """Make the server's folder, unless it is there, and lock it until this process ends."""
+    """Make the server's folder, unless it is there, and lock it until this process ends. Its being
+    there shows the workers that the middleware will load what they write."""
     if (folder := adapter_folder()).is_dir():
         return
     # It gets its name last: a server that starts now removes folders that are not locked.
@@ -386,14 +396,14 @@ def _make_folder() -> None:
 
 
 def adapter_folder() -> Path:
-    """Return the server's folder, which exists once a version was written."""
+    """Return the server's folder, which exists if a middleware takes adapters from it."""
     choose_folder()
     return Path(os.environ[VARIABLE])
 
 
 def write_staged(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write an adapter's tensors in PEFT's format; B is already scaled."""
-    _make_folder()
+    """Write an adapter's tensors in PEFT's format into the middleware's folder; B is already
+    scaled."""
     draft = adapter_folder() / f"{STAGED}.partial"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
@@ -423,8 +433,13 @@ def adapter_problem(manifest: Manifest, lora_config: Any, base: Mapping[str, Sha
             f"the trainer's adapters have rank {rank}, and the server takes at most"
             f" {lora_config.max_lora_rank}: start it with --max-lora-rank {allowed_rank(rank)}"
         )
-    if os.environ.get(LORA_ROUTES, "").lower() not in ("1", "true"):
+    if not _has_lora_routes():
         return f"adapters are loaded through vLLM's routes: start the server with {LORA_ROUTES}=1"
+    if not adapter_folder().is_dir():
+        return (
+            "adapters are loaded by our middleware, which the server was started without, and its"
+            f" answers would be the base model's: start it with --middleware {MIDDLEWARE}"
+        )
     for spec in manifest.tensors if base else ():
         shape = base.get(f"{layer_of(spec.name)}.weight")
         side = 1 if ".lora_A." in spec.name else 0
