@@ -42,15 +42,17 @@ class Inner:
             await send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
-def ask(app: WeightsMiddleware, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+def ask(
+    app: WeightsMiddleware, method: str, path: str, body: Any = None, **more: str
+) -> tuple[int, Any]:
     """(status, answer) of one request, whose body comes in two pieces."""
-    return asyncio.run(asked(app, method, path, body))
+    return asyncio.run(asked(app, method, path, body, **more))
 
 
 async def asked(
-    app: WeightsMiddleware, method: str, path: str, body: Any = None
+    app: WeightsMiddleware, method: str, path: str, body: Any = None, **more: str
 ) -> tuple[int, Any]:
-    """See ``ask``."""
+    """See ``ask``. ``more``: of the scope."""
     data = json.dumps(body).encode() if body is not None else b""
     pieces = [(data[:2], True), (data[2:], False)]
     sent: list[Mapping[str, Any]] = []
@@ -63,7 +65,7 @@ async def asked(
         sent.append(message)
 
     headers = [(b"authorization", b"Bearer key")]
-    scope = {"type": "http", "method": method, "path": path, "headers": headers}
+    scope = {"type": "http", "method": method, "path": path, "headers": headers, **more}
     await app(scope, receive, send)
     return sent[0]["status"], json.loads(b"".join(message["body"] for message in sent[1:]))
 
@@ -180,6 +182,16 @@ def test_an_update_is_passed_on_unless_generation_goes_on(
     assert [path for path, _ in inner.came[1:]] == (["/update_weights"] if passed else [])
     assert answered == (status if passed else 409)
     assert passed or "not paused" in answer["error"]
+
+
+@pytest.mark.parametrize("prefix", ["/v", ""], ids=["passed on", "taken off by a proxy"])
+def test_a_request_meets_the_same_rules_under_a_root_path(prefix: str) -> None:
+    inner = Inner({"is_paused": False})
+    app, root = WeightsMiddleware(inner), {"root_path": "/v"}
+    assert ask(app, "POST", f"{prefix}/update_weights", {}, **root)[0] == 409
+    ask(app, "POST", f"{prefix}/v1/completions", {"prompt": [5]}, **root)
+    assert [path for path, _ in inner.came] == ["/v/is_paused", f"{prefix}/v1/completions"]
+    assert inner.came[1][1]["cache_salt"]
 
 
 def test_generate_is_a_completion_whose_tokens_come_by_their_ids() -> None:

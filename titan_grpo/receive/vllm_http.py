@@ -117,13 +117,14 @@ class WeightsMiddleware:
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Handle one request. A body that is no JSON object is passed on for vLLM to refuse."""
-        path = (scope.get("method"), scope.get("path", "").rstrip("/"))
+        path = (scope.get("method"), _route_of(scope).rstrip("/"))
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif path == ("GET", "/health_generate"):
             await _body(receive)
             asked = json.dumps({"prompt": [0], "max_tokens": 1}).encode()
-            await self._ask(_completions(scope), receive, _Mapped(send, lambda _: {}), asked)
+            inner = _at(scope, "POST", COMPLETIONS)
+            await self._ask(inner, receive, _Mapped(send, lambda _: {}), asked)
         elif path == ("POST", "/generate"):
             body = await _body(receive)
             try:
@@ -132,7 +133,8 @@ class WeightsMiddleware:
                 await self._app(scope, _replay(body, receive), send)
                 return
             asked = json.dumps(sent).encode()
-            await self._ask(_completions(scope), receive, _Mapped(send, generate_answer), asked)
+            inner = _at(scope, "POST", COMPLETIONS)
+            await self._ask(inner, receive, _Mapped(send, generate_answer), asked)
         elif path == ("GET", "/generate"):
             await _answer(send, 405, {"error": "/generate takes a POST with a prompt"})
         elif path[0] == "POST" and path[1] in SALTED:
@@ -223,14 +225,21 @@ class WeightsMiddleware:
             status = message.get("status", status)
             said += message.get("body", b"")
 
-        called = {**scope, "method": method, "path": path, "raw_path": path.encode()}
-        await self._app(_with_length(called, data), receive, send)
+        await self._app(_with_length(_at(scope, method, path), data), receive, send)
         return status, said.decode(errors="replace")[:500]
 
 
-def _completions(scope: dict[str, Any]) -> dict[str, Any]:
-    """Return the scope with ``COMPLETIONS`` as its route, so that vLLM checks its API key."""
-    return {**scope, "method": "POST", "path": COMPLETIONS, "raw_path": COMPLETIONS.encode()}
+def _route_of(scope: dict[str, Any]) -> str:
+    """Return the path that vLLM's router matches: without ``--root-path``, with which a proxy may
+    pass requests on or without."""
+    path, root = str(scope.get("path", "")), str(scope.get("root_path", ""))
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+
+
+def _at(scope: dict[str, Any], method: str, route: str) -> dict[str, Any]:
+    """Return the scope with another route of vLLM's, whose API key vLLM checks."""
+    path = f"{scope.get('root_path', '')}{route}"
+    return {**scope, "method": method, "path": path, "raw_path": path.encode()}
 
 
 async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
