@@ -1,6 +1,7 @@
 """Our plugin's load and label routes, and its part of a scheduler, over SGLang's own classes and
 without a server. ``python -m tests.receive.sglang_update``, in SGLang's environment, prints what
-each call of the routes was answered with, and what came to the model in which order."""
+each call of the routes was answered with, what came to the model in which order, and the cache keys
+of requests without one."""
 
 import asyncio
 import json
@@ -114,7 +115,18 @@ foreign = update(None)
 for tensors in ([], [b"\x80\x02]."], [b"\x80\x02].", b"{}"], [b"7"]):
     update(LOADER, *tensors)
 found = {"answers": answers, "greeted": greeted, "seen": loaded, "foreign": foreign}
+
+
+def key(server: str) -> str:
+    """The key that a scheduler of that server gives a request without one."""
+    os.environ[sglang_plugin.SOCKET_VARIABLE] = server
+    request = SimpleNamespace(extra_key=None)
+    sglang_plugin._asked(None, request)
+    return str(request.extra_key)
+
+
 # Not its text, more than a pipe holds: its end was lost where the reader was slow.
 seen = ["nonsense" if each == NONSENSE[1] else each for each in seen]
 found |= {"refused": [refused, seen], "watched": watched}
+found |= {"keys": [key("one"), key("one"), key("another")]}
 print(json.dumps(found))

@@ -308,6 +308,14 @@ def test_a_load_is_one_message_to_sglangs_schedulers_and_alone_allows_a_label(sc
     )
 
 
+def test_cache_keys_of_one_sglangs_schedulers_agree_and_those_of_two_servers_differ(
+    scripts: Any,
+) -> None:
+    """A storage behind the cache would give the one KV of the other's weights."""
+    first, second, other = scripts["sglang_update"]["keys"]
+    assert first == second != other
+
+
 def test_sglangs_watchdog_ends_no_server_that_is_paused_over_a_long_load(scripts: Any) -> None:
     """It does after 300 s in which a batch is current and none runs."""
     assert scripts["sglang_update"]["watched"] == [True, False]

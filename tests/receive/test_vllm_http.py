@@ -90,6 +90,12 @@ def test_a_request_without_a_salt_gets_one_of_the_weights_that_are_served() -> N
     assert salt_of(inner, app) not in (before, "")
 
 
+def test_salts_of_two_servers_or_of_one_before_and_after_its_restart_differ() -> None:
+    """A KV connector would give the one blocks of the other's weights."""
+    inner = Inner({})
+    assert salt_of(inner, WeightsMiddleware(inner)) != salt_of(inner, WeightsMiddleware(inner))
+
+
 @pytest.mark.parametrize(
     "path",
     [

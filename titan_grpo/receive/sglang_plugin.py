@@ -148,8 +148,12 @@ def commit(payloads: list[bytes]) -> None:
 
 def unsalted(commits: int) -> str:
     """Return the prefix-cache key of requests without one. It changes with each commit: a pause
-    that keeps running requests also keeps the prefixes of older weights."""
-    return f"titan_grpo {commits}"
+    that keeps running requests also keeps the prefixes of older weights.
+
+    It has the server's own name, which all its schedulers know: a storage behind the cache has KV
+    of other servers, and of this one before its restart, after as many commits.
+    """
+    return f"titan_grpo {os.environ[SOCKET_VARIABLE]} {commits}"
 
 
 def _asked(_scheduler: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:

@@ -2,9 +2,10 @@
 adapters, and two routes that vLLM lacks. ASGI only; imports nothing of vLLM. For servers with one
 HTTP process: of several (``--api-server-count``) only one would see an update.
 
-* A request without a ``cache_salt`` gets one that changes with every update of the weights. A pause
-  that keeps running requests also keeps the prefix cache: without a salt a request would reuse
-  prefixes of older weights. A route whose requests cannot have one is answered with 501.
+* A request without a ``cache_salt`` gets one of this server's own that changes with every update of
+  the weights. A pause that keeps running requests also keeps the prefix cache: without a salt a
+  request would reuse prefixes of older weights. A route whose requests cannot have one is answered
+  with 501.
 * ``POST /generate``: a prompt as text or as token ids, answered with lists of
   ``{token id: log-probability}``, as by vLLM's former demo server; Atropos's server class uses it.
 * If versions are adapters (``lora.sync = "adapter"``), a request gets the adapter that is newest
@@ -102,7 +103,9 @@ class WeightsMiddleware:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._updates = 0
+        self._server, self._updates = secrets.token_hex(8), 0
+        """Both are in the salts: a store of KV beyond the process has blocks of other servers, and
+        of this one before its restart, after as many updates."""
         self._adapters = Adapters()
         self._folders: dict[str, Path] = {}
         """Loaded adapter -> its files."""
@@ -159,7 +162,7 @@ class WeightsMiddleware:
         """Pass a request for tokens on, with a salt and the newest adapter."""
         adapter = self._adapters.began()
         try:
-            body = completed(body, f"weights{self._updates}", adapter)
+            body = completed(body, f"weights {self._server} {self._updates}", adapter)
             await self._app(_with_length(scope, body), _replay(body, receive), send)
         finally:
             self._adapters.ended(adapter)
