@@ -119,6 +119,20 @@ def test_any_error_of_one_workers_engine_is_a_report_of_all(
         assert "AssertionError" in report.error
 
 
+def test_an_engine_that_loads_beside_its_weights_keeps_its_version_if_a_load_fails(
+    site: Site,
+) -> None:
+    """As vLLM does with adapters, which it may be unable to write: paused for a whole version, the
+    server would be lost to a run whose next versions fail like this one."""
+    w = Weights(1.0)
+    link = site.connect(w)
+    assert site.deliver(link, 1, 1, w).ok
+    site.engine.in_place, site.engine.breaks_at = False, "b"
+    report = site.deliver(link, 2, 2, w)
+    assert (report.ok, report.intact) == (False, True)
+    assert "planted failure" in report.error
+
+
 def test_workers_that_lose_each_other_report_an_engine_that_is_not_intact(team: TeamSite) -> None:
     w = Weights(1.0)
     link = team.connect(w)

@@ -26,6 +26,7 @@ VLLM = (
     ROPE
     + """
 import json, sys
+from types import SimpleNamespace
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -34,12 +35,19 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import essential
 from titan_grpo.receive import vllm_http
 from titan_grpo.receive.commit import LoadedModel
-from titan_grpo.receive.vllm_plugin import problem_of, sends_routes
+from titan_grpo.receive.vllm_plugin import VllmModel, problem_of, sends_routes
 
 def configured(model=sys.argv[1], **options):
     options = {"logprobs_mode": "processed_logprobs", **options}
     args = EngineArgs(model=model, max_model_len=64, enforce_eager=True, **options)
     return args.create_engine_config()
+
+def in_place(name):
+    model = VllmModel.__new__(VllmModel)  # its constructor wants a worker
+    model._owner = SimpleNamespace(vllm_config=configured())
+    model.names = SimpleNamespace(shapes={}, problem=lambda _: "")
+    model.refuses(Manifest.build([(name, "bfloat16", (4, 4))], 4096))
+    return model.in_place
 
 def adapters(**options):
     tensors = [(f"base_model.model.m.q_proj.lora_{end}.weight", "bfloat16", shape)
@@ -102,6 +110,7 @@ print(json.dumps({
     "adapters": adapters(enable_lora=True, max_lora_rank=16),
     "adapters, low rank": adapters(enable_lora=True, max_lora_rank=8),
     "adapters, no lora": adapters(),
+    "in place": [in_place("m.weight"), in_place("base_model.model.m.lora_A.weight")],
     "routes": [sends_routes(configured()), sends_routes(routed)],
     "fields": {model: fields(model) for model in sys.argv[1:]},
     "other rope": fields(sys.argv[1], hf_overrides={"rope_parameters": ROPE}),
@@ -227,6 +236,7 @@ def test_vllm_refuses_what_a_reload_or_a_temperature_would_make_wrong_and_nothin
     found = answers(vllm_python, VLLM, tmp_path, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
     assert found.pop("routes") == [False, True]
     assert found.pop("quantised") == ["", "fp8_per_tensor"]
+    assert found.pop("in place") == [True, False], "an adapter is loaded beside the weights"
     salted = set(found.pop("salted"))
     assert "/v1/completions" in salted
     assert salted <= SALTED, "these would be answered with prefixes of older weights"

@@ -113,6 +113,9 @@ class Engine:
     quantization = ""
     """See Joined."""
 
+    in_place = True
+    """Whether a load changes the weights that are served: one that fails leaves them half-way."""
+
     def refuses(self, manifest: Manifest) -> str:
         """Return why these tensors are not this model's, or "". Changes no weight."""
         return ""
@@ -335,7 +338,7 @@ class EngineSide:
             log.error("commit of version %d\n%s", commit.version, traceback.format_exc())
             attempt.error = f"the workers lost each other: {type(failure).__name__}: {failure}"
             # The exchange may have succeeded on other workers: they may have loaded.
-            attempt.touched = True
+            attempt.touched = self._engine.in_place
         ok, held = not attempt.error, self.receiver.state if self.receiver is not None else None
         report = Applied(
             number=commit.number,
@@ -416,7 +419,7 @@ class EngineSide:
             tensors = attempt.tensors()
             # After a pause the last batch may still run (in SGLang): it must not read new weights.
             self._device.settle()
-            attempt.touched, start = True, time.monotonic()
+            attempt.touched, start = self._engine.in_place, time.monotonic()
             try:
                 self._engine.load(self._counted(tensors, attempt))
             finally:
@@ -429,7 +432,8 @@ class EngineSide:
             log.error("loading version %d broke off\n%s", commit.version, traceback.format_exc())
             attempt.error = f"loading broke off: {type(failure).__name__}: {failure}"
             # If this worker failed alone, the others may have changed weights.
-            attempt.touched |= attempt.reader is None or not attempt.reader.broken
+            if attempt.reader is None or not attempt.reader.broken:
+                attempt.touched = self._engine.in_place
 
     def _counted(self, tensors: Tensors, attempt: Attempt) -> Tensors:
         for name, tensor in tensors:

@@ -131,12 +131,13 @@ class VllmModel(LoadedModel):
         config = owner.model_config
         super().__init__(config, config.model, sends_routes(owner.vllm_config))
         self._owner, self._repair = owner, repair
-        self._adapters, self._writes = False, get_world_group().rank_in_group == 0
+        self._writes = get_world_group().rank_in_group == 0
 
     def refuses(self, manifest: Manifest) -> str:
         lora = self._owner.vllm_config.lora_config
-        self._adapters = has_adapters(manifest)
-        if self._adapters:
+        # An adapter is loaded beside the weights: if it cannot be written, the old one is whole.
+        self.in_place = not has_adapters(manifest)
+        if not self.in_place:
             return vllm_http.adapter_problem(manifest, lora, self.names.shapes)
         if lora is not None:
             return (
@@ -148,7 +149,7 @@ class VllmModel(LoadedModel):
     def load(self, tensors: Tensors) -> None:
         """See Engine. Reload layer by layer: load_weights alone corrupts quantised experts. Write
         an adapter to files, which the HTTP process makes vLLM load."""
-        if self._adapters:
+        if not self.in_place:
             if self._writes:
                 vllm_http.write_staged(tensors)
             else:
