@@ -94,6 +94,7 @@ print(json.dumps({
     "eplb": problem({"enable_eplb": True}),
     "pipeline": problem(pipeline_parallel_size=2),
     "replicas": problem(data_parallel_size=2),
+    "frontends": problem({"_api_process_count": 2}),
     "experts": problem({"enable_expert_parallel": True, "tensor_parallel_size": 2}),
     "hosts": problem(
         nnodes=2, tensor_parallel_size=2, master_addr="127.0.0.1",
@@ -247,6 +248,7 @@ def test_vllm_refuses_what_a_reload_or_a_temperature_would_make_wrong_and_nothin
     assert "awq cannot be made anew from whole weights" in found["awq"]
     assert "fp8_per_tensor cannot be made anew on a CPU" in found["online, cpu"]
     assert "start one server per replica" in found["replicas"]
+    assert "start the server with --api-server-count 1" in found["frontends"]
     for name in ("pipeline", "hosts", "launcher", "ray"):
         assert "tensor parallelism on one host" in found[name]
     for name in ("raw", "logits"):

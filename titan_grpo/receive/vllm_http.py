@@ -1,6 +1,6 @@
 """Middleware (``--middleware``) of vLLM's HTTP application: cache salts, versions that are
-adapters, and two routes that vLLM lacks. ASGI only; imports nothing of vLLM. For servers with one
-HTTP process: of several (``--api-server-count``) only one would see an update.
+adapters, and two routes that vLLM lacks. ASGI only; imports nothing of vLLM. The plugin refuses a
+server with several HTTP processes (``--api-server-count``): only one would see an update.
 
 * A request without a ``cache_salt`` gets one of this server's own that changes with every update of
   the weights. A pause that keeps running requests also keeps the prefix cache: without a salt a

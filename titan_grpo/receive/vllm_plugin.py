@@ -66,6 +66,12 @@ def problem_of(vllm_config: Any) -> str:
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     if parallel.data_parallel_size > 1:
         return "data-parallel replicas behind one URL are not synced: start one server per replica"
+    # --api-server-count, as vLLM's workers know it.
+    if (frontends := getattr(parallel, "_api_process_count", 1)) > 1:
+        return (
+            f"of {frontends} HTTP processes only one learns of a commit, and the others would go on"
+            " from prefixes of older weights: start the server with --api-server-count 1"
+        )
     # Under Ray or an external launcher nnodes is 1 even if the workers are on several hosts.
     spread = parallel.use_ray or parallel.distributed_executor_backend == "external_launcher"
     if parallel.pipeline_parallel_size > 1 or parallel.nnodes > 1 or spread:
