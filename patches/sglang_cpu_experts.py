@@ -36,21 +36,28 @@ def apply(device: str) -> bool:
 def _with_own_experts(theirs: Any) -> Any:
     @wraps(theirs)
     def forward(layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
-        ids, weights = topk_output.topk_ids, topk_output.topk_weights
-        places = any_others(ids, len(layer.w13_weight))
-        known = topk_output._replace(topk_ids=places, topk_weights=weights * (ids >= 0))
+        ids, weights = own_experts(
+            topk_output.topk_ids, topk_output.topk_weights, len(layer.w13_weight)
+        )
+        known = topk_output._replace(topk_ids=ids, topk_weights=weights)
         out: torch.Tensor = theirs(layer, x, known, config)
         return out
 
     return forward
 
 
-def any_others(ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """Replace -1 in ``ids`` [tokens, k] by other experts of this worker, which has ``experts``. No
-    expert comes twice for a token: moe_forward_native would count it once (``cnts.scatter_``)."""
+def own_experts(
+    ids: torch.Tensor, weights: torch.Tensor, experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Replace -1 in ``ids`` [tokens, k] by other experts of this worker, which has ``experts``, and
+    their ``weights`` by 0. No expert comes twice for a token: moe_forward_native would count it
+    once (``cnts.scatter_``). With fewer experts than k both get as few columns: a token's own fit.
+    """
+    first = (ids < 0).int().argsort(dim=1, stable=True)[:, :experts]
+    ids, weights = ids.gather(1, first), weights.gather(1, first)
     here = ids >= 0
     taken = torch.zeros(len(ids), experts + 1, dtype=torch.bool, device=ids.device)
     taken.scatter_(1, torch.where(here, ids, experts).long(), True)
     free = taken[:, :experts].int().argsort(dim=1, stable=True)
     number = (~here).cumsum(1).sub(1).clamp(min=0)
-    return torch.where(here, ids, free.gather(1, number).to(ids.dtype))
+    return torch.where(here, ids, free.gather(1, number).to(ids.dtype)), weights * here
