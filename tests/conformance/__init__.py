@@ -1,7 +1,8 @@
 """Suites that every engine has to pass, against the real server: start here for a new engine.
 
-``engine.py`` (generation, pauses, labels, keys), ``pieces.py`` (streamed answers) and
-``commits.py`` (weights). What a third engine needs, in this order:
+``engine.py`` (generation, pauses, labels, keys), ``pieces.py`` (streamed answers),
+``commits.py`` (weights), ``kv.py`` (the KV of requests over a commit) and ``streaming.py``
+(``weight_sync.apply = "streamed"``). What a third engine needs, in this order:
 
 1. ``engines/<name>.py``: the functions of ``engines.server.Dialect``, a
    ``engines.server.ServerControl``, and how a server of it is started; its lines in
