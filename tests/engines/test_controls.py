@@ -213,7 +213,8 @@ def test_a_server_without_the_plugin_says_what_to_install(
     for act in calls:
         with pytest.raises(
             ServerRefused,
-            match=r"--custom-weight-loader titan_grpo\.receive\.sglang_plugin\.commit",
+            match=r"--custom-weight-loader titan_grpo\.receive\.sglang_plugin\.commit"
+            r".*--tokenizer-worker-num 1",
         ):
             act()
 
