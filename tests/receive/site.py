@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tests.rigs.present import present
 from titan_grpo.config import WeightSync
 from titan_grpo.layout.image import Hashing, fingerprint
 from titan_grpo.layout.manifest import Manifest
@@ -112,14 +113,11 @@ class Site:
 
     @property
     def receiver_pid(self) -> int:
-        pid = self.receiver.pid
-        assert pid is not None
-        return pid
+        return present(self.receiver._serving).pid
 
     def receiver_status(self) -> int:
         """Exit status of the receiver, once it has ended."""
-        assert self.receiver._serving is not None
-        return wait_process(self.receiver._serving._process, 60.0)
+        return wait_process(present(self.receiver._serving)._process, 60.0)
 
     def link(
         self,

@@ -70,7 +70,7 @@ def test_the_right_key_writes_weights_and_none_of_it_is_seen(
     link = guarded.connect(Weights(1.0))
     assert guarded.deliver(link, 1, 1, Weights(1.0, key=block_key(guarded))).ok
     assert guarded.engine.value() == 1.0
-    receiver = psutil.Process(guarded.receiver.pid)
+    receiver = psutil.Process(guarded.receiver_pid)
     seen = [
         repr(link._options),
         repr(guarded.receiver.state),
@@ -245,4 +245,4 @@ def test_a_trainer_of_another_version_gets_an_answer_at_once(site: Site) -> None
     ):
         link.wait_joined(180.0)
     assert time.monotonic() - began < 30.0
-    assert site.receiver.pid is None
+    assert site.receiver._serving is None

@@ -101,8 +101,8 @@ class ReceiverServer:
     @property
     def receiver_pid(self) -> int | None:
         """Its process id."""
-        client = self.receiver
-        return client.pid if client is not None else None
+        serving = self.receiver._serving if self.receiver is not None else None
+        return serving.pid if serving is not None else None
 
     def wait_version(self, version: int, timeout_s: float) -> bool:
         """Wait until the label shows ``version`` or newer, of any run; False if it does not within

@@ -167,7 +167,7 @@ class Server:
             "intact": client.state.intact,
             "loads": self._model.loads,
             "pid": os.getpid(),
-            "receiver_pid": client.pid,
+            "receiver_pid": self._server.receiver_pid,
         }
 
     def _does(self, action: Callable[[Mapping[str, Any]], None]) -> Route:

@@ -168,11 +168,6 @@ class ReceiverHandle:
         """Start of the run in force (monotonic clock)."""
         self.state = EngineState()
 
-    @property
-    def pid(self) -> int | None:
-        """Process id of the receiver that serves the epoch in force, None if there is none."""
-        return self._serving.pid if self._serving is not None else None
-
     def hello(self, hello: Hello, problem: str, unmap: Callable[[], None]) -> str:
         """Start serving the Hello's epoch if it is newer and proves the run key; else only answer
         the Hello. Return why it was refused, or "".
