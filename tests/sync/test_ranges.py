@@ -4,6 +4,7 @@ import os
 import resource
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +17,13 @@ from titan_grpo.layout.manifest import Part
 from titan_grpo.protocol.messages import RangeSource
 from titan_grpo.receive.fetch import NOWHERE, RELAY_HOST, MemfdReader, TcpReader
 from titan_grpo.runkey import Key
-from titan_grpo.sync.transports.channel import GREETING, NONCE_BYTES, open_listener, proof
+from titan_grpo.sync.transports.channel import (
+    GREETING,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    open_listener,
+    proof,
+)
 from titan_grpo.sync.transports.range_server import RangeServer
 
 LOOPBACK = "127.0.0.1"
@@ -192,8 +199,34 @@ def test_a_reader_that_stands_still_does_not_delay_another_one(
 def test_a_source_that_sends_nothing_fails_the_reader_at_its_deadline() -> None:
     with socket.create_server((LOOPBACK, 0)) as silent:
         source = RangeSource(LOOPBACK, silent.getsockname()[1], "00" * 16)
-        with pytest.raises(TransferFailed, match="no byte within"):
+        with pytest.raises(TransferFailed, match="too slow: 0 of 32 bytes"):
             TcpReader(source, None, 0.3)
+
+
+@pytest.mark.parametrize("sent", [b"", bytes(NONCE_BYTES + PROOF_BYTES)], ids=["nonce", "range"])
+def test_a_source_that_stalls_after_a_late_byte_is_not_waited_for_anew(sent: bytes) -> None:
+    """The greeting, and a range of another server, have one deadline for all their bytes."""
+    within_s, late, at = 2.0, threading.Event(), list[float]()
+
+    def stall(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        sock.sendall(sent)
+        late.wait(0.8 * within_s)
+        at.append(time.monotonic())
+        sock.sendall(b"x")
+        late.wait(SOON_S)
+        sock.close()
+
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        thread = threading.Thread(target=stall, args=(listener,), daemon=True)
+        thread.start()
+        source = RangeSource(LOOPBACK, listener.getsockname()[1], "00" * 16)
+        with pytest.raises(TransferFailed, match="too slow: 1 of"):
+            TcpReader(source, None, within_s, whole=True).read_into(0, memoryview(bytearray(10)))
+        waited_s = time.monotonic() - at[0]
+        late.set()
+        thread.join(SOON_S)
+    assert waited_s < within_s
 
 
 def test_a_served_and_revoked_image_leaves_no_descriptor_behind(

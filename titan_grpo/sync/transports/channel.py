@@ -112,32 +112,43 @@ def connect(
     what: str,
     pin: str = "",
 ) -> socket.socket:
-    """Return a connection on which both ends have proven the key; ``timeout_s`` remains its longest
-    wait for a byte. Raises TransferFailed if ``what`` does not answer, or lacks the key or the
-    ``pin``'s certificate."""
-    name = f"{what} at {address[0]}:{address[1]}"
+    """Return a connection on which both ends have proven the key, within ``timeout_s`` seconds in
+    all; they remain its longest wait for a byte. Raises TransferFailed if ``what`` does not answer,
+    or lacks the key or the ``pin``'s certificate."""
+    name, until = f"{what} at {address[0]}:{address[1]}", time.monotonic() + timeout_s
     try:
         sock = socket.create_connection(address, timeout_s)
     except OSError as error:
         raise TransferFailed(f"the {name} cannot be reached: {error}") from error
     try:
-        sock.settimeout(timeout_s)
+        # The handshake of TLS waits for the socket's timeout at most.
+        sock.settimeout(_left(until, name))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock = secured(sock, pin, name) if pin else sock
-        _greet(sock, bytes.fromhex(ticket), key, name)
+        sock.settimeout(timeout_s)
+        _greet(sock, bytes.fromhex(ticket), key, name, until)
     except TransferFailed:
         sock.close()
         raise
     return sock
 
 
-def _greet(sock: socket.socket, ticket: bytes, key: Key | None, name: str) -> None:
+def _left(until: float, name: str, came: str = "") -> float:
+    """Return the seconds until ``until`` (monotonic clock). Raises TransferFailed if it is past;
+    ``came``: what the source ``name`` has sent."""
+    left = until - time.monotonic()
+    if left <= 0:
+        raise TransferFailed(f"the {name} was too slow{came}")
+    return left
+
+
+def _greet(sock: socket.socket, ticket: bytes, key: Key | None, name: str, until: float) -> None:
     theirs, ours = bytearray(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
-    fill(sock, memoryview(theirs), name)
+    fill(sock, memoryview(theirs), name, until)
     mine = proof(key, "reader", bytes(theirs), ours, ticket)
     send_all(sock, GREETING.pack(ours, ticket, mine), name)
     answer = bytearray(PROOF_BYTES)
-    fill(sock, memoryview(answer), name)
+    fill(sock, memoryview(answer), name, until)
     wanted = proof(key, "source", bytes(theirs), ours, ticket)
     if not hmac.compare_digest(bytes(answer), wanted):
         raise TransferFailed(f"the {name} does not prove the run key: it is not this run's trainer")
@@ -154,15 +165,20 @@ def send_all(sock: socket.socket, data: bytes, name: str) -> None:
 def fill(sock: socket.socket, view: memoryview, name: str, until: float = math.inf) -> None:
     """Fill ``view`` from the source ``name``. Raises TransferFailed if it is lost, sends no byte
     within the socket's timeout, or has not sent all by ``until`` (monotonic clock)."""
-    done = 0
+    done, longest_s = 0, sock.gettimeout()
+    assert longest_s is not None
     while done < view.nbytes:
-        if time.monotonic() > until:
-            raise TransferFailed(f"the {name} was too slow: {done} of {view.nbytes} bytes came")
+        if until < math.inf:
+            # Each time: a source that sends a byte and stalls would be waited for anew.
+            left_s = _left(until, name, f": {done} of {view.nbytes} bytes came")
+            sock.settimeout(min(longest_s, left_s))
         try:
-            # no deadline: settimeout in connect() bounds the wait for each byte
+            # no deadline: settimeout here or in connect() bounds the wait for each byte
             got = sock.recv_into(view[done:])
         except TimeoutError as error:
-            raise TransferFailed(f"the {name} sent no byte within {sock.gettimeout()} s") from error
+            if time.monotonic() >= until:
+                continue  # _left says so
+            raise TransferFailed(f"the {name} sent no byte within {longest_s} s") from error
         except OSError as error:
             raise TransferFailed(f"the {name} was lost: {error}") from error
         if got == 0:
@@ -171,6 +187,7 @@ def fill(sock: socket.socket, view: memoryview, name: str, until: float = math.i
                 " refused this reader"
             )
         done += got
+    sock.settimeout(longest_s)
 
 
 # The messages of one epoch.
