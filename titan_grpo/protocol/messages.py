@@ -458,9 +458,10 @@ class Staged(Message, frozen=True):
 
     ``ok`` after "stream": the window is ready, and the fingerprint is that of the digests. ``ok``
     after "receive": every block digest and the fingerprint match. Otherwise ``error`` is the reason
-    and ``bad_block`` the first block that differs (-1: none). ``verify_s``: seconds of checks
-    after the last byte. ``read_bytes``: all bytes read, of patches and blocks; ``relay_bytes``:
-    those of them from ``relays``; ``lost``: indices of the ``relays`` that failed.
+    and ``bad_block`` the first block that differs (-1: none). ``verify_s``: seconds of checks; of
+    ranges summed over the threads, while others arrive; of a broadcast after the last byte.
+    ``read_bytes``: all bytes read, of patches and blocks; ``relay_bytes``: those of them from
+    ``relays``; ``lost``: indices of the ``relays`` that failed.
     """
 
     number: int
