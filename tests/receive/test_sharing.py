@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from tests.rigs.trainer_handle import wait_until
-from titan_grpo.errors import TransferFailed
-from titan_grpo.layout.image import Hashing, SharedImage
+from titan_grpo.config import WeightSync
+from titan_grpo.errors import TitanGrpoError, TransferFailed
+from titan_grpo.layout.image import Hashing, SharedImage, fingerprint
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.messages import RangeSource
+from titan_grpo.protocol.messages import Joined, RangeSource
 from titan_grpo.receive.fetch import (
+    NOWHERE,
     BesideReader,
     Content,
     Fetch,
@@ -26,7 +28,10 @@ from titan_grpo.receive.fetch import (
     Sharing,
     TcpReader,
 )
+from titan_grpo.receive.receiver import Place, Receiver
 from titan_grpo.runkey import Key
+from titan_grpo.sync.link import LaneLink, LinkOptions
+from titan_grpo.sync.relay import Relay
 from titan_grpo.sync.transports.channel import ADDRESS
 from titan_grpo.sync.transports.range_server import RangeServer
 from titan_grpo.sync.transports.sender import Grant
@@ -92,6 +97,12 @@ def servers() -> Iterator[list[Server]]:
     for one in made:
         one.sharing.close()
         one.image.close()
+
+
+def joined(host: str = "", port: int = 0) -> Joined:
+    """What a server answers that others read from at this address."""
+    at: dict[str, Any] = {"relay_host": host, "relay_port": port}
+    return Joined(True, "", "test", 0, "", -1, "", True, **at)
 
 
 def later(work: Callable[[], object]) -> threading.Thread:
@@ -212,6 +223,35 @@ def test_a_server_that_stops_costs_the_blocks_that_are_missing(
     assert second.whole()
     assert fetch.relay_bytes == BLOCKS // 2 * BLOCK
     assert fetch.read_bytes == manifest.total_bytes
+
+
+def test_a_server_that_only_reads_leaves_a_server_that_stops_and_names_it(
+    servers: list[Server],
+) -> None:
+    stuck, relay = servers[0], Relay(True)
+    relay.came("stuck", joined(stuck.sharing.host, stuck.sharing.port), "127.0.0.9")
+    stuck.image.tensor().copy_(good)
+    stuck.begin(*relay.asked("stuck", 1, 1).serve)
+    for block in range(BLOCKS // 2):
+        stuck.sharing.arrived(0, block * BLOCK, (block + 1) * BLOCK)
+    config = WeightSync(bucket_bytes=4 * BLOCK, connections=1)
+    options = LinkOptions(config, "tcp", "127.0.0.9", url="reader", relay=relay)
+    link = LaneLink("000000000001-sharing0", 2, manifest, options)
+    receiver = Receiver(link.open(), joined(), None, place=Place(host=NOWHERE))
+
+    def serve() -> None:
+        with pytest.raises(TitanGrpoError):  # the lane hangs up
+            receiver.run()
+
+    serving = later(serve)
+    assert link.wait_joined(SOON_S).ok
+    assert link.send_manifest().ok
+    mark = fingerprint(manifest.digest, content.digests)
+    answer = link.send(1, 1, good, content.digests, mark)
+    link.close()
+    serving.join(SOON_S)
+    assert (answer.error, answer.lost) == ("", (0,))
+    assert answer.relay_bytes == BLOCKS // 2 * BLOCK
 
 
 def test_a_server_that_begins_the_next_version_ends_its_readers_of_this_one(

@@ -397,7 +397,9 @@ class Receiver:
         sharing, relaying = self._sharing if order.serve else None, None
         if sharing is not None:
             sharing.begin(image, manifest, order.serve)
-            relaying = Relaying(frozenset(others), sharing.arrived)
+        if others or sharing is not None:  # a server that serves nobody may read from others
+            arrived = sharing.arrived if sharing is not None else lambda *_: None
+            relaying = Relaying(frozenset(others), arrived)
         sources = self._opens(order, others, manifest)
         fetch = Fetch(image, content, sources, hello.bucket_bytes, patched, relaying)
         ahead = marks(manifest.total_bytes, hello.bucket_bytes)
