@@ -1,11 +1,14 @@
 """A server that reads a version serves it to others meanwhile: block by block, what it has checked,
 and no byte of the next version under this one's ticket."""
 
+import random
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from titan_grpo.config import WeightSync
 from titan_grpo.errors import TitanGrpoError, TransferFailed
 from titan_grpo.layout.image import Hashing, SharedImage, fingerprint
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.messages import Joined, RangeSource
+from titan_grpo.protocol.messages import Joined, RangeSource, marks
 from titan_grpo.receive.fetch import (
     NOWHERE,
     BesideReader,
@@ -24,6 +27,7 @@ from titan_grpo.receive.fetch import (
     Fetch,
     MemfdReader,
     Open,
+    Patience,
     Relaying,
     Sharing,
     TcpReader,
@@ -37,6 +41,8 @@ from titan_grpo.sync.transports.range_server import RangeServer
 from titan_grpo.sync.transports.sender import Grant
 
 BLOCK, BLOCKS = 4096, 24
+BUCKET = 4 * BLOCK
+RATE = 50 << 20
 TICKET = "ab" * 16
 SOON_S = 60.0
 """What ends for another reason than its deadline ends within it, however busy the machine is."""
@@ -47,29 +53,53 @@ PATIENT_S = 3.0
 manifest = Manifest.build([("a", "uint8", (BLOCK * BLOCKS - 100,))], BLOCK)
 
 
+def patient(wait_s: float = SOON_S) -> Patience:
+    return Patience(wait_s, RATE)
+
+
 class Server:
     """A server's image, and what it serves of it at an address of its own."""
 
     def __init__(self, host: str) -> None:
         self.image = SharedImage.create(manifest.total_bytes, "test sharing")
         self.sharing = Sharing(host, None)
+        self.longest_s = 0.0
+        """Longest time between two marks of its fetch."""
 
     def begin(self, ticket: str = TICKET) -> None:
         self.sharing.begin(self.image, manifest, [ticket])
 
-    def source(self, ticket: str = TICKET, wait_s: float = SOON_S, key: Key | None = None) -> Open:
+    def has(self, blocks: int, ticket: str = TICKET) -> "Server":
+        """Serve the first blocks; the others do not come."""
+        self.begin(ticket)
+        self.image.tensor().copy_(good)
+        for block in range(blocks):
+            self.sharing.arrived(0, block * BLOCK, (block + 1) * BLOCK)
+        return self
+
+    def source(self, patience: Patience | None = None, ticket: str = TICKET) -> Open:
         at = RangeSource(self.sharing.host, self.sharing.port, ticket)
-        return partial(TcpReader, at, key, wait_s, whole=True)
+        return partial(TcpReader, at, None, SOON_S, (patience or patient()).until)
 
-    def beside(self, wait_s: float = SOON_S) -> Open:
+    def beside(self, patience: Patience | None = None) -> Open:
         at = RangeSource(self.sharing.host, self.sharing.port, TICKET)
-        return partial(BesideReader, at, None, wait_s, manifest.parts[0])
+        until = (patience or patient()).until
+        return partial(BesideReader, at, None, SOON_S, until, manifest.parts[0])
 
-    def fetch(self, *others: Open, trainer: Open) -> Fetch:
-        relaying = Relaying(frozenset(others), self.sharing.arrived)
+    def fetch(
+        self,
+        *others: Open,
+        trainer: Open,
+        patience: Patience | None = None,
+        threads: int = 3,
+    ) -> Fetch:
+        relaying = Relaying(frozenset(others), self.sharing.arrived, patience or patient())
         sources = {0: [*others, trainer]}
-        made = Fetch(self.image, content, sources, 4 * BLOCK, relaying=relaying)
-        made.run(3, SOON_S, (manifest.total_bytes,), lambda _: None)
+        made = Fetch(self.image, content, sources, BUCKET, relaying=relaying)
+        at = [time.monotonic()]
+        ahead = marks(manifest.total_bytes, BUCKET)
+        made.run(threads, SOON_S, ahead, lambda _: at.append(time.monotonic()))
+        self.longest_s = max(after - before for before, after in pairwise(at))
         return made
 
     def whole(self) -> bool:
@@ -95,7 +125,7 @@ def servers() -> Iterator[list[Server]]:
     made = [Server(f"127.0.0.{number}") for number in (2, 3, 4)]
     yield made
     for one in made:
-        one.sharing.close()
+        one.sharing._server.close()
         one.image.close()
 
 
@@ -166,7 +196,7 @@ def test_a_reader_that_waited_for_its_ticket_may_ask_as_soon_as_it_is_admitted(
         return alive
 
     monkeypatch.setattr(RangeServer, "_write", until_it_asks)
-    open_reader = first.beside(wait_s=PATIENT_S)
+    open_reader = first.beside(patient(PATIENT_S))
     reading = later(lambda: open_reader().read_into(0, memoryview(got)))
     assert wait_until(lambda: any(peer.greeting for peer in unproven), SOON_S)
     first.image.tensor().copy_(good)
@@ -180,11 +210,7 @@ def test_a_reader_that_waited_for_its_ticket_may_ask_as_soon_as_it_is_admitted(
 def test_a_block_that_is_not_there_is_not_sent_nor_read_from_memory(
     servers: list[Server], way: Callable[..., Open]
 ) -> None:
-    first = servers[0]
-    first.begin()
-    first.image.tensor().copy_(good)
-    first.sharing.arrived(0, 0, BLOCK)
-    reader, got = way(first, wait_s=PATIENT_S)(), bytearray(BLOCK)
+    reader, got = way(servers[0].has(1), patient(PATIENT_S))(), bytearray(BLOCK)
     reader.read_into(0, memoryview(got))
     assert bytes(got) == bytes(good[:BLOCK].numpy())
     with pytest.raises(TransferFailed, match="too slow: 0 of"):
@@ -213,16 +239,84 @@ def test_a_server_that_stops_costs_the_blocks_that_are_missing(
     servers: list[Server], trainer: Open
 ) -> None:
     stuck, second, _ = servers
-    stuck.begin()
-    stuck.image.tensor().copy_(good)
-    for block in range(BLOCKS // 2):
-        stuck.sharing.arrived(0, block * BLOCK, (block + 1) * BLOCK)
     second.begin()
-    told = stuck.source(wait_s=PATIENT_S)
-    fetch = second.fetch(told, trainer=trainer)
+    patience = patient(PATIENT_S)
+    told = stuck.has(BLOCKS // 2).source(patience)
+    fetch = second.fetch(told, trainer=trainer, patience=patience)
     assert second.whole()
+    assert fetch.lost == {told}
     assert fetch.relay_bytes == BLOCKS // 2 * BLOCK
     assert fetch.read_bytes == manifest.total_bytes
+
+
+def test_servers_that_stand_still_are_waited_for_once_whatever_their_number(
+    servers: list[Server], trainer: Open
+) -> None:
+    """Before, the wait for the second one passed the lane's progress deadline."""
+    parent, above, reader = servers
+    reader.begin()
+    patience = patient(PATIENT_S)
+    first = parent.has(BLOCKS // 2).source(patience)
+    second = above.has(BLOCKS // 2, "cd" * 16).source(patience, "cd" * 16)
+    fetch = reader.fetch(first, second, trainer=trainer, patience=patience)
+    assert reader.whole()
+    assert fetch.lost == {first}, "the other one was not asked"
+    assert reader.longest_s < 2 * PATIENT_S
+
+
+def test_a_server_that_sends_each_block_just_in_time_is_left_before_the_mark_is_late(
+    servers: list[Server], trainer: Open
+) -> None:
+    """Before, each range had its own wait, and no mark came in time."""
+    slow, reader, _ = servers
+    reader.begin()
+    slow.has(0)
+    done = threading.Event()
+
+    def trickle() -> None:
+        for block in range(BLOCKS):
+            if done.wait(0.7 * PATIENT_S):
+                return
+            slow.sharing.arrived(0, block * BLOCK, (block + 1) * BLOCK)
+
+    trickling = later(trickle)
+    patience = patient(PATIENT_S)
+    told = slow.source(patience)
+    fetch = reader.fetch(told, trainer=trainer, patience=patience, threads=1)
+    done.set()
+    trickling.join(SOON_S)
+    assert reader.whole()
+    assert fetch.lost == {told}
+    assert reader.longest_s < 2 * PATIENT_S
+
+
+def test_the_next_server_is_asked_where_one_fails_at_once(
+    servers: list[Server], trainer: Open
+) -> None:
+    gone, above, reader = servers
+    reader.begin()
+    gone.has(BLOCKS).sharing._server.close()
+    patience = patient()
+    first, second = gone.source(patience), above.has(BLOCKS).source(patience)
+    fetch = reader.fetch(first, second, trainer=trainer, patience=patience)
+    assert reader.whole()
+    assert fetch.lost == {first}
+    assert fetch.relay_bytes == manifest.total_bytes
+
+
+def test_no_wait_for_other_servers_outlasts_what_was_allowed_since_the_mark(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = mark_s = 0.0
+    since, rng = 0, random.Random(3)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    patience = patient(7.0)
+    for _ in range(10_000):
+        now += rng.expovariate(2.0)
+        nbytes, marked = rng.randrange(100 << 20), rng.random() < 0.2
+        patience.came(nbytes, marked)
+        mark_s, since = (now, 0) if marked else (mark_s, since + nbytes)
+        assert patience.until() <= min(now, mark_s + since / RATE) + 7.000001
 
 
 def test_a_server_that_only_reads_leaves_a_server_that_stops_and_names_it(
@@ -230,10 +324,7 @@ def test_a_server_that_only_reads_leaves_a_server_that_stops_and_names_it(
 ) -> None:
     stuck, relay = servers[0], Relay(True)
     relay.came("stuck", joined(stuck.sharing.host, stuck.sharing.port), "127.0.0.9")
-    stuck.image.tensor().copy_(good)
-    stuck.begin(*relay.asked("stuck", 1, 1).serve)
-    for block in range(BLOCKS // 2):
-        stuck.sharing.arrived(0, block * BLOCK, (block + 1) * BLOCK)
+    stuck.has(BLOCKS // 2, *relay.asked("stuck", 1, 1).serve)
     config = WeightSync(bucket_bytes=4 * BLOCK, connections=1)
     options = LinkOptions(config, "tcp", "127.0.0.9", url="reader", relay=relay)
     link = LaneLink("000000000001-sharing0", 2, manifest, options)
@@ -274,7 +365,7 @@ def test_a_reader_without_the_run_key_gets_no_byte_of_another_server(servers: li
     sharing.begin(servers[0].image, manifest, [TICKET])
     with pytest.raises(TransferFailed):
         TcpReader(RangeSource(sharing.host, sharing.port, TICKET), None, SOON_S)
-    sharing.close()
+    sharing._server.close()
 
 
 @pytest.fixture

@@ -221,8 +221,9 @@ def test_a_source_that_stalls_after_a_late_byte_is_not_waited_for_anew(sent: byt
         thread = threading.Thread(target=stall, args=(listener,), daemon=True)
         thread.start()
         source = RangeSource(LOOPBACK, listener.getsockname()[1], "00" * 16)
+        until = time.monotonic() + within_s
         with pytest.raises(TransferFailed, match="too slow: 1 of"):
-            TcpReader(source, None, within_s, whole=True).read_into(0, memoryview(bytearray(10)))
+            TcpReader(source, None, within_s, lambda: until).read_into(0, memoryview(bytearray(10)))
         waited_s = time.monotonic() - at[0]
         late.set()
         thread.join(SOON_S)

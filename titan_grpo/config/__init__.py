@@ -73,8 +73,9 @@ class WeightSync:
     relay: bool = True
     """Let servers on other hosts than the trainer's read a version from each other while they
     receive it (staged, tcp): a trainer host then sends each version about once. A server that
-    becomes slow delays the servers behind it by one version. Ranges that a server gives late or
-    wrong are read from the next server, and last from the trainer."""
+    becomes slow delays the servers behind it by one version. Ranges that a server gives late
+    or wrong are read from the next server, and last from the trainer; after a long wait all of them
+    from the trainer."""
 
     zones: list[str] = field(default_factory=list)
     """Patterns of servers' host names or addresses, such as "10.0.1.*" or "rack2-*". With relay,

@@ -62,7 +62,7 @@ from titan_grpo.runkey import KEY_FILE_VARIABLE, KEY_VARIABLE, Key
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11; servers run on 3.10 too
 
-FORMAT = 2
+FORMAT = 3
 """Number of the messages' form. Raise it with every change that the other end must know."""
 
 UNUSABLE = "unusable"
@@ -253,7 +253,10 @@ class Hello(Message, frozen=True):
     progress_s: Annotated[float, Meta(gt=0)] = 10.0
     """Longest wait for the next byte of a range, in seconds."""
     relay_wait_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Longest wait for a range from another server, in seconds; 0: no server serves others."""
+    """Longest wait for other servers (receive.fetch.Patience), in seconds; 0: no server serves
+    others."""
+    min_rate: Positive = 50 << 20
+    """Least acceptable rate of a transfer, in bytes per second."""
     store_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Port of the store, at ``host``, at which gloo and NCCL meet; 0 for transport "tcp"."""
     nccl: str = ""

@@ -101,19 +101,24 @@ class TcpReader:
     """Reader over one TCP connection."""
 
     def __init__(
-        self, source: RangeSource, key: Key | None, timeout_s: float, whole: bool = False
+        self,
+        source: RangeSource,
+        key: Key | None,
+        timeout_s: float,
+        until: Callable[[], float] = lambda: math.inf,
     ) -> None:
-        """Connect and exchange proofs. ``timeout_s``: seconds to wait for the next byte, and with
-        ``whole`` for a range. Raises TransferFailed if the source is silent or lacks the key."""
-        self._range_s = timeout_s if whole else math.inf
+        """Connect and exchange proofs. ``timeout_s``: seconds for that, and to wait for the next
+        byte. ``until``: returns when it, or a range that is asked for now, must be complete
+        (Patience). Raises TransferFailed if the source is silent or lacks the key."""
+        self._until = until
         self._name = f"source at {source.host}:{source.port}"
-        at = source.host, source.port
-        self._socket = connect(at, source.ticket, key, timeout_s, "source", source.pin)
+        at, within_s = (source.host, source.port), min(timeout_s, until() - time.monotonic())
+        self._socket = connect(at, source.ticket, key, within_s, "source", source.pin)
+        self._socket.settimeout(timeout_s)
 
     def read_into(self, offset: int, *views: memoryview) -> None:
-        nbytes = sum(view.nbytes for view in views)
+        nbytes, until = sum(view.nbytes for view in views), self._until()
         send_all(self._socket, RANGE.pack(offset, nbytes), self._name)
-        until = time.monotonic() + self._range_s
         for view in views:
             fill(self._socket, view, self._name, until)
 
@@ -122,7 +127,7 @@ class TcpReader:
         TransferFailed as ``read_into`` does."""
         send_all(self._socket, RANGE.pack(offset, nbytes | ADDRESS_ONLY), self._name)
         answer = bytearray(ADDRESS.size)
-        fill(self._socket, memoryview(answer), self._name, time.monotonic() + self._range_s)
+        fill(self._socket, memoryview(answer), self._name, self._until())
         return ImageAddress(*ADDRESS.unpack(answer)).to_json()
 
     def close(self) -> None:
@@ -133,9 +138,16 @@ class BesideReader:
     """Reader of another server on this host: request each range over TCP, and read the bytes from
     its memfd, or over TCP if the kernel refuses that (in separate containers)."""
 
-    def __init__(self, source: RangeSource, key: Key | None, timeout_s: float, part: Part) -> None:
-        """See TcpReader, with ``whole``. ``part``: the source's."""
-        self._tcp, self._part = TcpReader(source, key, timeout_s, whole=True), part
+    def __init__(
+        self,
+        source: RangeSource,
+        key: Key | None,
+        timeout_s: float,
+        until: Callable[[], float],
+        part: Part,
+    ) -> None:
+        """See TcpReader. ``part``: the source's."""
+        self._tcp, self._part = TcpReader(source, key, timeout_s, until), part
         self._memfd: MemfdReader | None = None
         self._apart = False
 
@@ -188,14 +200,47 @@ class Content:
         return f"block {block} of {self.manifest.num_blocks} differs from what the trainer hashed"
 
 
+class Patience:
+    """How long a transfer waits for other servers: until it is ``wait_s`` later than at
+    ``min_rate`` since its last mark. All its waits share that time, whatever their number.
+
+    With ``due_s``, when the bytes since the last mark would have come at ``min_rate``, a wait ends
+    at ``due_s + wait_s``. So none ends more than ``wait_s`` plus the time of these bytes after the
+    mark, and the trainer has the rest of the lane's progress deadline for the other bytes.
+    """
+
+    def __init__(self, wait_s: float, min_rate: float) -> None:
+        """The transfer begins now. ``min_rate``: bytes per second."""
+        self._wait_s, self._min_rate = wait_s, min_rate
+        self._due_s = time.monotonic()
+        """Never later than now: bytes that came early do not lengthen a later wait."""
+
+    def came(self, nbytes: int, marked: bool) -> None:
+        """Note bytes that have arrived, from any source. ``marked``: they reach a mark. One thread
+        at a time."""
+        now = time.monotonic()
+        self._due_s = now if marked else min(now, self._due_s + nbytes / self._min_rate)
+
+    def until(self) -> float:
+        """Return when a wait that begins now must end (monotonic clock)."""
+        return self._due_s + self._wait_s
+
+    def short(self) -> bool:
+        """Whether less than half of the time is left. A server that is asked then could be taken
+        for a late one."""
+        return self.until() - time.monotonic() < self._wait_s / 2
+
+
 @dataclass(frozen=True, slots=True)
 class Relaying:
     """Options of a fetch among servers that read from each other: each serves a block as soon as it
     has it. ``others``: the sources that are servers; they get one attempt. ``arrived``: callback
-    with part, start and stop of each range that has arrived and passed."""
+    with part, start and stop of each range that has arrived and passed. ``patience``: that of the
+    readers of ``others``."""
 
     others: frozenset[Open]
     arrived: Callable[[int, int, int], object]
+    patience: Patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +309,7 @@ class Fetch:
         step = range_bytes(manifest.block_bytes, bucket_bytes)
         if relaying is not None:
             step = manifest.block_bytes
-        self._total = manifest.total_bytes
+        self._total, self._bucket_bytes = manifest.total_bytes, bucket_bytes
         self._turn = threading.Condition()
         self._left = [_ranges(manifest, part, step) for part in range(len(manifest.parts))]
         self._reading = [0] * len(self._left)
@@ -373,8 +418,8 @@ class Fetch:
             return
         reason, bad = "", -1
         for source in [*self._sources.get(part, ())] * ATTEMPTS:
-            # Unusable because one thread could not connect: connections that are open still serve.
-            if source in self._unusable and (source in self.lost or source not in readers):
+            # The trainer's: one thread could not connect; connections that are open still serve.
+            if source in self._unusable and (source in self._others or source not in readers):
                 reason = reason or self._unusable[source]
                 continue
             try:
@@ -403,11 +448,13 @@ class Fetch:
         raise _RangeLost(reason or "the trainer named no source", bad)
 
     def _strike(self, source: Open, reason: str) -> None:
-        """Exclude another server that failed from this transfer: each retry could time out."""
-        if source in self._others:
+        """Exclude another server that failed from this transfer: each retry could time out. If
+        waiting has used up the time for other servers, exclude them all."""
+        if self._relaying is not None and source in self._others:
             with self._turn:
-                self._unusable[source] = reason
                 self.lost.add(source)
+                failed = self._others if self._relaying.patience.short() else (source,)
+                self._unusable.update(dict.fromkeys(failed, reason))
 
     def _open(self, part: int, source: Open) -> RangeReader:
         try:
@@ -424,7 +471,10 @@ class Fetch:
             self._relaying.arrived(range_.part, range_.start, range_.stop)
         with self._turn:
             self._reading[range_.part] -= 1
-            self._arrived += range_.stop - range_.start
+            before, self._arrived = self._arrived, self._arrived + range_.stop - range_.start
+            if self._relaying is not None:
+                marked = before // self._bucket_bytes < self._arrived // self._bucket_bytes
+                self._relaying.patience.came(range_.stop - range_.start, marked)
             self._turn.notify_all()
 
     def _fail(self, error: str, bad_block: int) -> None:

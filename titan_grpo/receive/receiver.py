@@ -44,6 +44,7 @@ from titan_grpo.receive.fetch import (
     Fetch,
     MemfdReader,
     Open,
+    Patience,
     Relaying,
     Sharing,
     TcpReader,
@@ -393,13 +394,15 @@ class Receiver:
         patched, patch_bytes = apply_patches(
             image, manifest, patches, self._range_key, hello.progress_s, hello.connections
         )
-        others = [self._other(source, manifest) for source in order.relays]
+        # Begins after the patches: the lane allows them their own time.
+        patience = Patience(hello.relay_wait_s, hello.min_rate)
+        others = [self._other(source, manifest, patience) for source in order.relays]
         sharing, relaying = self._sharing if order.serve else None, None
         if sharing is not None:
             sharing.begin(image, manifest, order.serve)
         if others or sharing is not None:  # a server that serves nobody may read from others
             arrived = sharing.arrived if sharing is not None else lambda *_: None
-            relaying = Relaying(frozenset(others), arrived)
+            relaying = Relaying(frozenset(others), arrived, patience)
         sources = self._opens(order, others, manifest)
         fetch = Fetch(image, content, sources, hello.bucket_bytes, patched, relaying)
         ahead = marks(manifest.total_bytes, hello.bucket_bytes)
@@ -426,12 +429,12 @@ class Receiver:
             self._step(server.Arrived(order.number, order.version, order.fingerprint, not error))
         return _staged(order, order.fingerprint, error)
 
-    def _other(self, source: RangeSource, manifest: Manifest) -> Open:
+    def _other(self, source: RangeSource, manifest: Manifest, patience: Patience) -> Open:
         """Return the opener of another server: through its memfd if it is on this host."""
-        key, wait_s = self._range_key, self._hello.relay_wait_s
+        how = source, self._range_key, self._hello.relay_wait_s, patience.until
         if source.host == self._joined.relay_host and source.part < len(manifest.parts):
-            return partial(BesideReader, source, key, wait_s, manifest.parts[source.part])
-        return partial(TcpReader, source, key, wait_s, whole=True)
+            return partial(BesideReader, *how, manifest.parts[source.part])
+        return partial(TcpReader, *how)
 
     def _opens(
         self, order: Order, others: Sequence[Open], manifest: Manifest

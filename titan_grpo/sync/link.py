@@ -192,6 +192,7 @@ class LaneLink:
             connections=config.connections,
             progress_s=config.progress_deadline_s,
             relay_wait_s=o.relay.wait_s(config, self._manifest.block_bytes),
+            min_rate=config.min_rate,
             store_port=0 if self._store is None else self._store.port,
             nccl=nccl_version() if o.transport == "nccl" else "",
             pin=channel.pin,

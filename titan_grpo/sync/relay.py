@@ -49,9 +49,9 @@ class Relay:
         """Server -> ticket of each part of its last transfer."""
 
     def wait_s(self, config: WeightSync, block_bytes: int) -> float:
-        """Return how long a server waits for a range from another one, in seconds; 0: servers do
-        not read from each other. Covers a chain of waiting servers, but stays below
-        ``progress_deadline_s``, after which a transfer counts as stalled."""
+        """Return how long a server waits for other ones (receive.fetch.Patience), in seconds; 0:
+        servers do not read from each other. Covers a chain of waiting servers, but leaves a quarter
+        of ``progress_deadline_s`` for the trainer, before the transfer counts as stalled."""
         hop_s = config.connections * block_bytes / config.min_rate
         wait_s = min(config.progress_deadline_s * 3 / 4, PATIENCE_S + relay.DEPTH * hop_s)
         return wait_s if self._on else 0.0

@@ -117,7 +117,7 @@ def connect(
     or lacks the key or the ``pin``'s certificate."""
     name, until = f"{what} at {address[0]}:{address[1]}", time.monotonic() + timeout_s
     try:
-        sock = socket.create_connection(address, timeout_s)
+        sock = socket.create_connection(address, _left(until, name))
     except OSError as error:
         raise TransferFailed(f"the {name} cannot be reached: {error}") from error
     try:
