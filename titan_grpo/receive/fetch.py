@@ -530,10 +530,6 @@ class Sharing:
         for ticket in tickets:
             self._server.revoke(ticket)
 
-    def close(self) -> None:
-        """Stop listening. Idempotent."""
-        self._server.close()
-
 
 def _all_there(there: bytearray, block_bytes: int, offset: int, nbytes: int) -> bool:
     """Whether these bytes of a part's stream have arrived."""
