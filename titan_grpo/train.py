@@ -53,9 +53,9 @@ def _run(argv: list[str]) -> None:
     world = os.environ.get("WORLD_SIZE", "")
     ranks = int(world) if world.isdigit() else None
     job_config, notes = read(argv, ranks)
+    notes += check_files(job_config, os.environ, ranks)
     if os.environ.get("RANK", "0") == "0":
         print_status("\n".join(notes))
-    check_files(job_config, os.environ, ranks)
     _check_environment()
     from titan_grpo.titan.trainer import run
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.rollout.conftest import completion_server, model_dir  # noqa: F401 - fixtures
 from tests.sync.conftest import rig  # noqa: F401 - a fixture
-from titan_grpo.titan import jobconfig
+from titan_grpo.titan import jobconfig, tiny
 
 MINIMAL = """
 [model]
@@ -36,3 +36,9 @@ def parse(tmp_path: Path) -> Parse:
         return jobconfig.parse(["--job.config_file", str(path), *arguments], world_size)
 
     return run
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Files of the minimal job's model."""
+    return tiny.write_tiny_model("qwen3", tmp_path / "model")

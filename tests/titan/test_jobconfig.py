@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 
 from tests.titan.conftest import MINIMAL, Parse
 from titan_grpo.config import Rollout
@@ -16,12 +14,6 @@ from titan_grpo.errors import ConfigError
 from titan_grpo.titan import jobconfig, jobfile, tiny
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import Kind
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """Files of the minimal job's model."""
-    return tiny.write_tiny_model("qwen3", tmp_path / "model")
 
 
 def test_a_minimal_file_gets_our_sections_and_the_derived_values(parse: Parse) -> None:
@@ -207,10 +199,6 @@ def test_no_bound_on_the_gradient_norm_is_infinity(parse: Parse) -> None:
         (
             "--checkpoint.enable --checkpoint.keep_latest_k=1",
             "checkpoint.keep_latest_k must be 0 .* or 2 or more .*, got 1",
-        ),
-        (
-            "--checkpoint.enable --checkpoint.exclude_from_loading=optimizer,reference",
-            "exclude_from_loading must be some of .* \\(dataloader, lr_scheduler, model,",
         ),
         ("--metrics.log_freq=0", "metrics.log_freq must be 1 or more, got 0"),
         ("--training.gc_freq=0", "training.gc_freq must be 1 or more, got 0"),
@@ -405,97 +393,6 @@ def test_a_run_key_that_is_missing_or_named_twice_is_refused_on_every_rank(
         jobconfig.check_files(config, {"TITAN_GRPO_RUN_KEY": "00" * 32})
 
 
-def save(dump_folder: Path, step: int, name: str = "attention.wq", **trained: int) -> None:
-    parts = {key: {"of": 0} for key in ("optimizer", "lr_scheduler", "dataloader")}
-    state = {
-        f"layers.0.{name}.weight": torch.zeros(1),
-        **({"train_state": trained, **parts} if trained else {}),
-    }
-    dcp.save(state, checkpoint_id=dump_folder / f"checkpoint/step-{step}", no_dist=True)
-
-
-@pytest.mark.parametrize("in_hf", [True, False])
-def test_a_run_that_left_the_weights_alone_is_told_how_to_go_on(
-    parse: Parse, tmp_path: Path, model: Path, in_hf: bool
-) -> None:
-    keys = ["--checkpoint.enable", f"--job.dump_folder={tmp_path}"]
-    keys.append(f"--model.hf_assets_path={model}")
-    alone = tmp_path / "checkpoint/step-4"
-    if in_hf:
-        alone.mkdir(parents=True)
-        (alone / "model.safetensors.index.json").write_text("{}")
-    else:
-        save(tmp_path, 4)
-    with pytest.raises(ConfigError, match=r"step-4 has trained weights without .*") as caught:
-        jobconfig.check_files(parse("", *keys))
-    assert ("initial_load_in_hf" in str(caught.value)) == in_hf
-    assert "remove" not in str(caught.value)
-    assert "move it" not in str(caught.value)
-    save(tmp_path, 2, version=2)
-    with pytest.raises(ConfigError, match=r"to go on from step 2, move it out of that folder;"):
-        jobconfig.check_files(parse("", *keys))
-    jobconfig.check_files(parse("", *keys, "--checkpoint.load_step=2"))
-    with pytest.raises(ConfigError, match=r"checkpoint\.load_step must be .* has \[2\], got 4"):
-        jobconfig.check_files(parse("", *keys, "--checkpoint.load_step=4"))
-    if not in_hf:
-        excluded = "optimizer,lr_scheduler,dataloader,train_state"
-        jobconfig.check_files(parse("", *keys, f"--checkpoint.exclude_from_loading={excluded}"))
-
-
-WHOLE = "no-initial_load_model_only --checkpoint.initial_load_path={0}/checkpoint/step-4"
-LACKING = r"exclude_from_loading must have dataloader, lr_scheduler, optimizer too, got \['train_st"
-
-
-@pytest.mark.parametrize(
-    ("keys", "rule"),
-    [
-        ("exclude_from_loading=train_state --job.dump_folder={0}", LACKING),
-        (WHOLE, r"initial_load_model_only must be true, .*/step-4 .* dataloader, .*, train_state$"),
-    ],
-)
-def test_a_part_that_a_checkpoint_lacks_is_named_with_the_key_that_leaves_it_out(
-    parse: Parse, tmp_path: Path, model: Path, keys: str, rule: str
-) -> None:
-    save(tmp_path, 4)
-    words = f"--job.dump_folder={{0}}/run --checkpoint.enable --checkpoint.{keys}".format(tmp_path)
-    with pytest.raises(ConfigError, match=rule):
-        jobconfig.check_files(parse("", f"--model.hf_assets_path={model}", *words.split()))
-
-
-def test_a_first_checkpoint_that_is_not_there_is_refused_before_the_model_is_made(
-    parse: Parse, tmp_path: Path, model: Path
-) -> None:
-    keys = ["--checkpoint.enable", f"--model.hf_assets_path={model}"]
-    keys.append(f"--checkpoint.initial_load_path={tmp_path}/checkpoint/step-3")
-    config = parse("", *keys, f"--job.dump_folder={tmp_path}/run")
-    with pytest.raises(ConfigError, match=r"checkpoint\.initial_load_path must be .*step-3'$"):
-        jobconfig.check_files(config)
-    save(tmp_path, 3)
-    jobconfig.check_files(config)
-
-
-def test_a_checkpoint_folder_without_a_complete_checkpoint_is_refused(
-    parse: Parse, tmp_path: Path, model: Path
-) -> None:
-    config = parse(
-        "",
-        "--checkpoint.enable",
-        f"--job.dump_folder={tmp_path}",
-        f"--model.hf_assets_path={model}",
-    )
-    jobconfig.check_files(config)
-    (tmp_path / "checkpoint/step-2").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="random weights: remove the folder"):
-        jobconfig.check_files(config)
-    names = ("attention.wq", "attention.qkv_linear.wq")
-    for step, name in zip((2, 4), names, strict=True):
-        save(tmp_path, step, name, version=step)
-        if step == 2:
-            jobconfig.check_files(config)
-    with pytest.raises(ConfigError, match=r"step-4 was saved with torchtitan 0\.3, and 0\.2\.2"):
-        jobconfig.check_files(config)
-
-
 def test_keys_given_by_arguments_are_found_in_every_spelling_and_those_of_the_file() -> None:
     argv = ["--a.b-c", "1", "--a.no-d", "--e.f_g=2", "value"]
     assert jobfile.given_keys(argv, {"h": {"i": 1}}) == {"a.b_c", "a.d", "e.f_g", "h.i"}
@@ -530,12 +427,6 @@ def test_a_batch_size_of_torchtitans_is_named_as_without_effect_and_refused_nowh
     assert line.startswith("training.global_batch_size = 7 has no effect: ")
     # torchtitan stops at 7 on two ranks
     assert config.training.global_batch_size == -1
-
-
-def test_a_moving_reference_may_be_left_out_when_a_run_is_loaded(parse: Parse) -> None:
-    moving = "--grpo.kl_beta=0.1 --grpo.ref_model_ema=0.9"
-    keys = f"--checkpoint.enable --checkpoint.exclude_from_loading=reference {moving}"
-    assert parse("", *keys.split()).checkpoint.exclude_from_loading == ["reference"]
 
 
 def test_a_file_of_ones_own_is_an_algorithm_and_its_types_are_checked(

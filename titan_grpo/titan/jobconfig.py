@@ -192,12 +192,19 @@ def _model_violations(config: Any) -> list[str]:
     return []
 
 
+RANDOM = (
+    "training starts from random weights: no key of [checkpoint] names others (enable = true with"
+    " initial_load_in_hf = true loads those of model.hf_assets_path)"
+)
+"""Note of a start that loads nothing. Not an error: a test or a measurement may want it."""
+
+
 def check_files(
     config: Any, environ: Mapping[str, str] | None = None, ranks: int | None = None
-) -> None:
+) -> list[str]:
     """Check the files that the run opens: tokenizer and weights in ``model.hf_assets_path``, the
     task's data, a replayed record, the servers file, the run key, the alerts' command, the
-    checkpoint folder.
+    checkpoint folder. Return notes for the start.
 
     Args:
         environ: the run's environment variables: a run key, a SLURM host list.
@@ -245,12 +252,14 @@ def check_files(
             f"alerts.command must be a program that is here, got {words[0]!r}: an alert would"
             " find nothing to run"
         )
-    if config.checkpoint.enable:
-        _check_checkpoints(config, ranks)
+    starts = not config.checkpoint.enable or _check_checkpoints(config, ranks)
+    load_keys = config.checkpoint.initial_load_in_hf or config.checkpoint.initial_load_path
+    return [RANDOM] if starts and not load_keys else []
 
 
-def _check_checkpoints(config: Any, ranks: int | None) -> None:
-    """Check what torchtitan would load at the start: the step and the folder are of its choice."""
+def _check_checkpoints(config: Any, ranks: int | None) -> bool:
+    """Check what torchtitan would load: the step and the folder are of its choice. Return whether a
+    new run starts, rather than one that goes on from a checkpoint."""
     # not at the top: it imports torch.distributed.checkpoint
     from titan_grpo.titan.export import PREFIX, checkpoints_in, lacking, names_in
 
@@ -267,11 +276,27 @@ def _check_checkpoints(config: Any, ranks: int | None) -> None:
             )
 
     keys = config.checkpoint
-    folder, start = Path(config.job.dump_folder) / keys.folder, keys.initial_load_path
+    dump = Path(config.job.dump_folder)
+    folder, start = dump / keys.folder, keys.initial_load_path
+    if dump.resolve().is_relative_to(folder.resolve()):
+        # The run makes that one as it begins, and torchtitan goes on from a folder that is there.
+        raise ConfigError(
+            "checkpoint.folder must be a folder in job.dump_folder, or one apart, got"
+            f" {keys.folder!r}, which is or holds {str(dump)!r}: torchtitan would take it for the"
+            " checkpoints of an earlier run and load nothing, and training would start from random"
+            " weights; leave it out"
+        )
     loaded = rules.saved_parts(config) - {"model", *keys.exclude_from_loading}
     if not folder.is_dir():
+        if keys.load_step != -1:
+            # torchtitan would not look for it, and start from step 0.
+            raise ConfigError(
+                "checkpoint.load_step must be -1 for a run without checkpoints, got"
+                f" {keys.load_step}, and {str(folder)!r} is not there: training would start from"
+                " step 0; name the run's job.dump_folder, or leave it out"
+            )
         if not start or keys.initial_load_in_hf:
-            return
+            return True
         if not (Path(start) / ".metadata").is_file():
             raise ConfigError(
                 "checkpoint.initial_load_path must be a folder with a checkpoint of torchtitan (or"
@@ -285,7 +310,7 @@ def _check_checkpoints(config: Any, ranks: int | None) -> None:
             )
         if not keys.initial_load_model_only:
             check_text(Path(start))
-        return
+        return True
     complete = checkpoints_in(folder)
     hf_steps = [path.parent.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*/{INDEX}")]
     steps = [*complete, *map(int, filter(str.isdigit, hf_steps))]
@@ -328,6 +353,7 @@ def _check_checkpoints(config: Any, ranks: int | None) -> None:
         raise ConfigError(f"{newest} {reason}")
     if step:
         check_text(newest)
+    return False
 
 
 def _check_prompts(keys: TaskKeys, model_dir: str) -> None:

@@ -427,11 +427,11 @@ def _checkpoint(config: Any, on_cpu: bool) -> Rules:
         "checkpoint.keep_latest_k",
         "0 (all) or 2 or more (torchtitan keeps one beside that which is being saved)",
     )
-    states = saved_parts(config)
+    states = saved_parts(config) - {"model"}
     yield (
         c.enable and not states.issuperset(c.exclude_from_loading),
         "checkpoint.exclude_from_loading",
-        f"some of what this job saves ({', '.join(sorted(states))})",
+        f"some of what this job saves beside the model ({', '.join(sorted(states))})",
     )
     yield (
         on_cpu and c.async_mode == "async_with_pinned_mem",
