@@ -206,6 +206,10 @@ def test_no_bound_on_the_gradient_norm_is_infinity(parse: Parse) -> None:
         ("--optimizer.name=Adamax", "optimizer.name must be"),
         ("--optimizer.beta2=1.5", "optimizer.beta2 must be 0 or more, and below 1, got 1.5"),
         ("--lr_scheduler.warmup_steps=-2", "lr_scheduler.warmup_steps must be 0 or more, got -2"),
+        (
+            "--lr_scheduler.total_steps=3 --training.steps=6",
+            "total_steps must be left out, or at least training.steps \\(6; .* negative\\), got 3",
+        ),
         ("--lr_scheduler.decay_ratio=2", "lr_scheduler.decay_ratio must be from 0 to 1, got 2.0"),
         ("--rollout.servers=", "rollout.servers must be a list of URLs"),
         (

@@ -74,6 +74,12 @@ def _numbers(config: Any) -> Rules:
     for name in ("eps", "weight_decay"):
         yield getattr(o, name) < 0, f"optimizer.{name}", "0 or more"
     yield s.warmup_steps < 0, "lr_scheduler.warmup_steps", "0 or more"
+    steps = config.training.steps
+    yield (
+        s.total_steps is not None and s.total_steps < steps,
+        "lr_scheduler.total_steps",
+        f"left out, or at least training.steps ({steps}; past it the learning rate is negative)",
+    )
     for name in ("decay_ratio", "min_lr_factor"):
         value = getattr(s, name)
         yield value is not None and not 0 <= value <= 1, f"lr_scheduler.{name}", "from 0 to 1"
