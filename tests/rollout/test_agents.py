@@ -477,3 +477,11 @@ def test_rows_that_are_no_json_are_refused_before_they_are_offered(tmp_path: Pat
     pytest.importorskip("datasets").Dataset.from_dict(rows).to_parquet(path)
     with pytest.raises(ConfigError, match=r"column 'at' of rollout\.dataset '.*' has datetime"):
         AgentRows.load(RolloutSpec(model_dir="", agent="outside", dataset=path))
+
+
+def test_a_key_that_is_named_and_not_there_opens_no_endpoint(
+    group_of: GroupOf, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AGENT_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"rollout\.agent_key_env must .* AGENT_KEY is empty"):
+        group_of(talker(1), [says(codec, "one")], agent_key_env="AGENT_KEY")

@@ -334,3 +334,11 @@ def test_the_example_goes_on_after_a_503_and_ends_when_the_run_does_not_listen_a
         example.main(f"http://{engine_server.address}", f"http://{run_server.address}")
     # The first group was sent until it was taken, then another one was made.
     assert pushed == [0, 0, 0, 3]
+
+
+def test_a_key_that_is_named_and_not_there_opens_no_endpoint(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PUSH_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"rollout\.push_key_env must name .* PUSH_KEY is empty"):
+        listening(loop)

@@ -243,6 +243,24 @@ def read_key(environ: Mapping[str, str], variable: str) -> str:
     return key
 
 
+def required_key(environ: Mapping[str, str], setting: str, variable: str) -> str:
+    """Return the key in the environment variable that ``rollout.<setting>`` names; empty if it
+    names none. Raises ConfigError if the variable is empty: an HttpServer with an empty key asks
+    for none, and the rules see the name only.
+
+    >>> required_key({"KEY": "s3cret"}, "push_key_env", "KEY"), required_key({}, "push_key_env", "")
+    ('s3cret', '')
+    """
+    key = read_key(environ, variable)
+    if variable and not key:
+        raise ConfigError(
+            f"rollout.{setting} must name an environment variable with a key, {variable} is empty"
+            " here, and there would be no key at all; export it where this process is started, or"
+            f" leave rollout.{setting} out"
+        )
+    return key
+
+
 def two_names(urls: Iterable[str]) -> str:
     """Return two different URLs of one server as text, or "" if there are none. ``urls`` are in the
     form of ``server_url``; exact repetitions are ignored.

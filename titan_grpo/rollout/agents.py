@@ -31,7 +31,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from titan_grpo.config.rollout import read_key
+from titan_grpo.config.rollout import required_key
 from titan_grpo.errors import DataError
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.httpd import RETRY_AFTER_S, HttpServer, Reply, Request
@@ -267,7 +267,8 @@ class Agents:
     def __init__(
         self, spec: RolloutSpec, task: AgentRows, runner: TaskRunner, codec: TextCodec
     ) -> None:
-        """Start listening. Raises ConfigError if the address cannot be bound."""
+        """Start listening. Raises ConfigError if the address cannot be bound, or the key is not
+        there."""
         self._spec, self._task, self._runner, self.codec = spec, task, runner, codec
         self._groups: dict[int, list[Episode]] = {}
         self._by_key: dict[str, Episode] = {}
@@ -277,7 +278,7 @@ class Agents:
         """The last posted rewards by key."""
         self._loop = asyncio.get_running_loop()
         self._began = int(time.time())
-        self._key = read_key(os.environ, spec.agent_key_env)
+        self._key = required_key(os.environ, "agent_key_env", spec.agent_key_env)
         self._server = HttpServer(spec.agent_address, "", self._answer, "rollout.agent_address")
         host, _, port = self._server.address.rpartition(":")
         here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)

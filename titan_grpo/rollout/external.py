@@ -30,7 +30,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from titan_grpo.config.rollout import read_key
+from titan_grpo.config.rollout import required_key
 from titan_grpo.engines.generation import TokenId
 from titan_grpo.errors import DataError
 from titan_grpo.protocol.admission import too_stale
@@ -235,7 +235,8 @@ class PushSource(External):
     HTTP server's threads parse; the loop decides."""
 
     def __init__(self, spec: RolloutSpec, send: Send) -> None:
-        """Start listening. Raises ConfigError if the address cannot be bound."""
+        """Start listening. Raises ConfigError if the address cannot be bound, or the key is not
+        there."""
         super().__init__(spec, send)
         self._capacity = (1 + spec.max_staleness) * self._per_step
         """Completions that may wait for the trainer before groups are refused."""
@@ -245,7 +246,7 @@ class PushSource(External):
         """The run's id in the labels of its servers; empty until one of them holds a version."""
         self._ids: OrderedDict[str, None] = OrderedDict()
         self._loop = asyncio.get_running_loop()
-        key = read_key(os.environ, spec.push_key_env)
+        key = required_key(os.environ, "push_key_env", spec.push_key_env)
         self._server = HttpServer(spec.push_address, key, self._answer, "rollout.push_address")
         self.address = self._server.address
         self._report(f"environments may push groups to http://{self.address}/groups")

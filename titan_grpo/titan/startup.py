@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_grpo.config import LAUNCH, Rollout, WeightSync, engines_read_calls, sends_adapters
-from titan_grpo.config.rollout import read_key
+from titan_grpo.config.rollout import required_key
 from titan_grpo.engines.launch import ServerSpec
-from titan_grpo.errors import ConfigError
 from titan_grpo.observe.report import write_whole
 from titan_grpo.observe.terminal import waiting
 from titan_grpo.rollout.client import LocalTransport, RolloutClient
@@ -147,12 +146,7 @@ def start_rollouts(
 def remote_transport(rollout: Rollout, environ: Mapping[str, str]) -> WorkerTransport:
     """Return the transport to ``rollout.controller``. Raises ConfigError if the environment
     variable for its key is empty, or holds what cannot be sent."""
-    key = read_key(environ, rollout.controller_key_env)
-    if rollout.controller_key_env and not key:
-        raise ConfigError(
-            "rollout.controller_key_env must name a variable of rank 0's environment with the"
-            f" service's key, {rollout.controller_key_env} is empty"
-        )
+    key = required_key(environ, "controller_key_env", rollout.controller_key_env)
     return RemoteTransport(rollout.controller, key, rollout.controller_deadline_s)
 
 
