@@ -207,10 +207,10 @@ class Stepper:
         if self._text is not None:
             part, cross_entropy = self._text_forward_backward(made)
             loss = loss + part
-            made = [
-                {**sums, "ptx_sum": cross_entropy if k == 0 else 0 * cross_entropy}
-                for k, sums in enumerate(made)
-            ]
+            # The text is the whole optimizer step's: the first micro-batch counts it.
+            shares = {"loss_sum": made[0]["loss_sum"] + part.double(), "ptx_sum": cross_entropy}
+            rest = [{**sums, "ptx_sum": 0 * cross_entropy} for sums in made[1:]]
+            made = [made[0] | shares, *rest]
         parts += made
         grad_norm = dist_utils.clip_grad_norm_(
             [p for m in t.model_parts for p in m.parameters()],

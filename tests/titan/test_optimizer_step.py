@@ -1,0 +1,103 @@
+"""What a training step says of itself: its loss is the sum of its terms, whatever it is trained on,
+and what it counts, it counts once.
+
+The model is a table: the logits after a token are that token's row.
+"""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.algorithm.loss_inputs import ALL_ON
+from tests.rigs.jobs import job
+from titan_grpo.algorithm.balance import TokenCost
+from titan_grpo.algorithm.batch import plan
+from titan_grpo.config import GRPO, Rollout
+from titan_grpo.samples import Completion, Group, Prompt
+from titan_grpo.titan import compat
+
+compat.prepare()
+
+from titan_grpo.titan.data import TextMixin  # noqa: E402 - torchtitan after its preparation
+from titan_grpo.titan.modules import PackedAttention, RouterReplay  # noqa: E402
+from titan_grpo.titan.optimizer_step import Stepper, reduce_metrics  # noqa: E402
+from titan_grpo.titan.rank0 import batch_options  # noqa: E402
+from titan_grpo.titan.step_records import loss_values  # noqa: E402
+
+WORDS = 6
+TEXT = torch.tensor([[0, 1, 2, 3], [4, 5, 0, 1]]), torch.tensor([[1, 2, 3, 4], [5, 0, 1, -100]])
+GROUPS = [
+    Group(
+        Prompt(number, (number, 1)),
+        tuple(
+            Completion((2, reward, 3), (-1.8, -1.7, -1.9), "stop", 0, 0, "s", float(reward))
+            for reward in (0, 1)
+        ),
+    )
+    for number in range(4)
+]
+
+
+@pytest.fixture(autouse=True)
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """The process group of a trainer of one rank."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group(
+        "gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=30)
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def step_of(grpo: GRPO) -> dict[str, float]:
+    """The metrics of one training step on GROUPS, and on TEXT if the job mixes text in."""
+    rollout = Rollout(servers=["http://a:1"], max_completion_tokens=4)
+    config = job(grpo=grpo, rollout=rollout, training={"local_batch_size": 2, "seq_len": 8})
+    torch.manual_seed(0)
+    model, reference = (torch.nn.Embedding(WORDS, WORDS) for _ in range(2))
+    trainer: Any = SimpleNamespace(
+        job_config=config,
+        pipeline=None,
+        policy=model,
+        model_parts=[model],
+        device=torch.device("cpu"),
+        logits=lambda model, batch: model(batch["input"]),
+        computing=nullcontext,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.01),
+        lr_schedulers=SimpleNamespace(step=lambda: None),
+        checkpointer=SimpleNamespace(maybe_wait_for_staging=lambda: None),
+        parallel_dims=SimpleNamespace(get_optional_mesh=lambda name: None, ep_enabled=False),
+    )
+    batch = plan(GROUPS, 1, batch_options(config, TokenCost(), WORDS))
+    (mine,) = batch.micro_batches()
+    pairs = [({"input": each.pop("inputs"), **each}, each.pop("labels")) for each in mine]
+    spec = SimpleNamespace(
+        build_tokenizer_fn=lambda job: None,
+        build_dataloader_fn=lambda **given: [({"input": TEXT[0]}, TEXT[1])] * 9,
+    )
+    text = TextMixin(spec, config, 1, 0) if grpo.ptx_mixin_batchsize else None
+    stepper = Stepper(trainer, reference, PackedAttention(), RouterReplay(), text)
+    outcome = stepper.run(iter(pairs), batch.steps, 0, False)
+    assert outcome.taken == outcome.steps, outcome.unhealthy
+    return loss_values(reduce_metrics(outcome, trainer.parallel_dims))
+
+
+@pytest.mark.parametrize("text", [0, 2])
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_the_loss_of_a_step_is_the_sum_of_its_terms(text: int, minibatches: int) -> None:
+    grpo = replace(ALL_ON, num_microbatches=minibatches, ptx_mixin_batchsize=text, ptx_scale=0.5)
+    values = step_of(grpo)
+    terms = ("policy_term", "kl_term", "entropy_term", "logit_term")
+    total = sum(values[f"loss/{name}"] for name in terms)
+    if text:
+        assert values["loss/ptx"] > 0.1
+        total += 0.5 * values["loss/ptx"]
+    assert values["loss/total"] == pytest.approx(total, rel=1e-5)
