@@ -38,12 +38,16 @@ GROUPS = [
     Group(
         Prompt(number, (number, 1)),
         tuple(
-            Completion((2, reward, 3), (-1.8, -1.7, -1.9), "stop", 0, 0, "s", float(reward))
+            Completion(
+                *((2, reward, 3), (-1.8, -1.7, -1.9), "stop", number % 2, number % 2, "s"),
+                reward=float(reward),
+            )
             for reward in (0, 1)
         ),
     )
     for number in range(4)
 ]
+"""Half of them of version 0, the others of version 1."""
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +61,9 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def step_of(grpo: GRPO) -> dict[str, float]:
-    """The metrics of one training step on GROUPS, and on TEXT if the job mixes text in."""
+def step_of(grpo: GRPO, version: int = 0) -> dict[str, float]:
+    """The metrics of one training step on GROUPS at a version, and on TEXT if the job mixes text
+    in."""
     rollout = Rollout(servers=["http://a:1"], max_completion_tokens=4)
     config = job(grpo=grpo, rollout=rollout, training={"local_batch_size": 2, "seq_len": 8})
     torch.manual_seed(0)
@@ -85,7 +90,7 @@ def step_of(grpo: GRPO) -> dict[str, float]:
     )
     text = TextMixin(spec, config, 1, 0) if grpo.ptx_mixin_batchsize else None
     stepper = Stepper(trainer, reference, PackedAttention(), RouterReplay(), text)
-    outcome = stepper.run(iter(pairs), batch.steps, 0, False)
+    outcome = stepper.run(iter(pairs), batch.steps, version, False)
     assert outcome.taken == outcome.steps, outcome.unhealthy
     return loss_values(reduce_metrics(outcome, trainer.parallel_dims))
 
@@ -101,3 +106,11 @@ def test_the_loss_of_a_step_is_the_sum_of_its_terms(text: int, minibatches: int)
         assert values["loss/ptx"] > 0.1
         total += 0.5 * values["loss/ptx"]
     assert values["loss/total"] == pytest.approx(total, rel=1e-5)
+
+
+def test_means_of_ratio_and_correction_are_over_the_tokens_in_the_loss() -> None:
+    # Half of the tokens are left out; one optimizer step, so every ratio is 1.
+    left = GRPO(token_staleness_limit=0, rollout_is_threshold=0.0)
+    values = step_of(left, version=1)
+    assert (values["loss/kept_fraction"], values["ratio/mean"]) == (0.5, 1.0)
+    assert values["importance/mean"] == 1.0
