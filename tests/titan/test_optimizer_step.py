@@ -114,3 +114,10 @@ def test_means_of_ratio_and_correction_are_over_the_tokens_in_the_loss() -> None
     values = step_of(left, version=1)
     assert (values["loss/kept_fraction"], values["ratio/mean"]) == (0.5, 1.0)
     assert values["importance/mean"] == 1.0
+
+
+def test_tokens_and_sequences_count_once_however_many_passes_a_step_makes() -> None:
+    once, twice = (step_of(GRPO(num_epochs=epochs)) for epochs in (1, 2))
+    for values in (once, twice):
+        assert (values["rollout/trained_tokens"], values["rollout/trained_sequences"]) == (24, 8)
+    assert twice["policy/logprob_mean"] == pytest.approx(once["policy/logprob_mean"], rel=0.1)
