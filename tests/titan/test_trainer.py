@@ -1,12 +1,20 @@
 """What a trainer waits for at the end of a run, and of a step in sync mode."""
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.rigs.ranks import run_ranks
 from tests.rigs.sockets import free_port
+from titan_grpo.titan import compat
+
+compat.prepare()
+
+from titan_grpo.titan.trainer import GRPOTrainer  # noqa: E402 - torchtitan after its preparation
 
 SCRIPT = Path(__file__).with_name("ended_rank.py")
 
@@ -28,3 +36,31 @@ def test_the_other_ranks_wait_for_commits_in_a_group_that_outlasts_rank_0(tmp_pa
         for s in run_ranks(script, 2, str(free_port()), str(tmp_path))
     ]
     assert min(waited) > 5
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_checkpoint_that_was_not_written_is_said_and_in_time_for_the_summary_if_it_can_be(
+    written: bool,
+) -> None:
+    saving: Future[None] = Future()
+    said: list[str] = []
+
+    def fail() -> None:
+        saving.set_exception(OSError(28, "No space left on device"))
+
+    def close(error: object = None) -> None:
+        said.append("summary")
+        if not written:
+            fail()
+
+    if written:
+        fail()
+    part = SimpleNamespace(close=lambda: None)
+    trainer: Any = GRPOTrainer.__new__(GRPOTrainer)
+    trainer.checkpointer = SimpleNamespace(close=part.close, save_future=saving)
+    trainer.metrics_processor = trainer.sync = part
+    trainer.controller = SimpleNamespace(close=close, warn=said.append)
+    trainer.close()
+    (line,) = [text for text in said if text != "summary"]
+    assert line.startswith("the last checkpoint was not written: OSError: [Errno 28] No space left")
+    assert said.index(line) == (0 if written else 1)

@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ class GRPOTrainer(Engine):
         # Before super(): its checkpointer takes the trainer as part of the state.
         self.version = 0
         super().__init__(job_config, BatchLoader)
-        make_dispensable(self.metrics_processor, self._logger_failed)
+        make_dispensable(self.metrics_processor, self._warn)
         self._grpo = job_config.grpo
         self._started = False
         self._published = -1
@@ -286,10 +286,11 @@ class GRPOTrainer(Engine):
         extra = {"n_tokens_seen": dist_utils.dist_sum(seen, mesh), "lr": learning_rate}
         self.metrics_processor.log(self.step, loss, loss, outcome.grad_norm, extra_metrics=extra)
 
-    def _logger_failed(self, text: str) -> None:
-        logger.warning("%s", text)
+    def _warn(self, text: str) -> None:
         if self.controller is not None:
             self.controller.warn(text)
+        else:
+            logger.warning("%s", text)
 
     def _record(
         self,
@@ -374,28 +375,41 @@ class GRPOTrainer(Engine):
     def close(self, error: BaseException | None = None) -> None:
         """Stop everything that was started, and wait for a checkpoint that is being written.
         ``error`` is what ended the run, for the summary. Idempotent."""
+        # A disabled checkpointer has no ``save_future``.
+        saving: Any = getattr(self.checkpointer, "save_future", None)
+        written = saving is None or saving.done()
         with ExitStack() as parts:
             # Run in reverse: the controller, the sync (rank 0's images outlive its lanes), the
             # loggers (a scheduler may kill the run while the checkpoint is written), the
             # checkpoint, torchtitan. An error of one does not stop the next.
             parts.callback(super().close)
-            parts.callback(self._finish_saving)
+            if not written:
+                parts.callback(self._finish_saving, saving)
             parts.callback(self.metrics_processor.close)
             parts.callback(self.sync.close)
             if self.controller is not None:
                 parts.callback(self.controller.close, error)
+            if saving is not None and written:
+                # Before the controller writes the summary, which then has the failure.
+                parts.callback(self._check_saved, saving)
 
-    def _finish_saving(self) -> None:
-        """Wait for the checkpoint that a thread is still writing, if any: the next start may need
-        it."""
-        # A disabled checkpointer has no ``save_future``.
-        saving = getattr(self.checkpointer, "save_future", None)
-        if saving is None or saving.done():
-            return
+    def _finish_saving(self, saving: Future[Any]) -> None:
+        """Wait for the checkpoint that a thread is still writing: the next start may need it."""
         if self.controller is not None:
             terminal.print_status("ending: the last checkpoint is being written")
         # no deadline: the disk ends it, or the timeout of the checkpointer's own group.
         wait([saving])
+        self._check_saved(saving)
+
+    def _check_saved(self, saving: Future[Any]) -> None:
+        """Say why a checkpoint was not written: nothing else looks at what its thread raised."""
+        if error := saving.exception():
+            # torch.distributed.checkpoint maps ranks to (error, stack).
+            errors = [failure[0] for failure in getattr(error, "failures", {}).values()] or [error]
+            self._warn(
+                f"the last checkpoint was not written: {type(errors[0]).__name__}: {errors[0]}; the"
+                " next start goes on from the one before it, or from the beginning"
+            )
 
 
 def run(job_config: Any, build: Callable[[Any], GRPOTrainer] = GRPOTrainer) -> None:
