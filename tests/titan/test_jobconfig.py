@@ -195,6 +195,19 @@ def test_no_bound_on_the_gradient_norm_is_infinity(parse: Parse) -> None:
         ("--training.local_batch_size=0", "training.local_batch_size must be 1 or more, got 0"),
         ("--parallelism.tensor_parallel_degree=0", "tensor_parallel_degree must be 1 or more"),
         ("--parallelism.data_parallel_shard_degree=0", "data_parallel_shard_degree must be -1"),
+        # What others are computed from is refused first.
+        ("--parallelism.pipeline_parallel_degree=0", "pipeline_parallel_degree must be 1 or more"),
+        (
+            "--model.flavor=grpo_tiny_moe --parallelism.expert_parallel_degree=0",
+            "expert_parallel_degree must be 1 or more",
+        ),
+        ("--weight_sync.min_rate=0", "weight_sync.min_rate must be 1 or more .*, got 0"),
+        (
+            "--weight_sync.lane_deadline_s=1e308 --weight_sync.commit_deadline_s=1e308",
+            "weight_sync.lane_deadline_s must be at most 500000 .*, got 1e\\+308",
+        ),
+        ("--validation.steps=0", "configuration: validation steps must be positive or -1"),
+        (f"--lora.rank={10**30}", "lora.rank must be at most 1048576 .*, got 10{30}$"),
         ("--checkpoint.interval=0", "checkpoint.interval must be 1 or more, got 0"),
         (
             "--checkpoint.enable --checkpoint.keep_latest_k=1",
@@ -273,7 +286,7 @@ def test_lists_on_the_command_line_have_commas(parse: Parse) -> None:
 
 def test_several_broken_rules_are_counted(parse: Parse) -> None:
     with pytest.raises(ConfigError, match=r"\(and 2 more\)$"):
-        parse("[validation]\nenable = true\n", "--optimizer.lr=0", "--rollout.group_size=1")
+        parse("[validation]\nenable = true\n", "--optimizer.lr=0", "--training.seq_len=16")
 
 
 def test_files_that_the_run_needs_are_named_when_missing(

@@ -207,6 +207,9 @@ def check_rate(config: WeightSync, nbytes: int) -> None:
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a block of a dense model, as Hugging Face names them."""
 
+MOST_ROWS = 1 << 20
+"""Bound of lora.rank; torch fails with a traceback at a number of more than 64 bits."""
+
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for --max-lora-rank."""
 
@@ -309,6 +312,7 @@ def _weight_sync(w: WeightSync) -> Rules:
 
 def _lora(lora: Lora) -> Rules:
     yield lora.rank < 0, "rank", "1 or greater"
+    yield lora.rank > MOST_ROWS, "rank", f"at most {MOST_ROWS} (no layer has as many rows)"
     yield lora.alpha <= 0, "alpha", "greater than 0"
     yield not lora.targets, "targets", "one or more layers"
     rule = f'of {", ".join(LINEAR)} with lora.sync = "adapter" (servers have adapters of these)'

@@ -87,18 +87,15 @@ def read(
         notes.append(expand(config.grpo, keys, given))
         given |= {f"grpo.{name}" for name in keys}
     config.evaluation = [_evaluation(n, t, config.rollout) for n, t in enumerate(config.evaluation)]
-    # Before _derive, which computes deadlines with these numbers.
+    # In this order: each part computes with numbers that the parts before have checked.
     refuse(rules.not_finite(config))
+    refuse(our_config.violations(config))
     _derive(config, given)
     if not config.lora.rank and any(key.startswith("lora.") for key in given):
         refuse([f"lora.rank must be 1 or greater with a section [lora], got {config.lora.rank}"])
-    broken = (
-        our_config.violations(config)
-        + rules.violations(config, on_cpu, world_size)
-        + compat.upstream().violations(config)
-        + _model_violations(config)
-    )
-    refuse(broken)
+    own = compat.upstream().violations(config)
+    refuse([*rules.violations(config, on_cpu, world_size), *own])
+    refuse(_model_violations(config))
     resolve_aliases(config.grpo)
     notes += inert(config, given)
     # It means nothing here, and torchtitan refuses one that its data-parallel ranks do not divide.

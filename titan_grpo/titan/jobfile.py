@@ -173,7 +173,7 @@ def load(base: Any, args: Sequence[str], table: Mapping[str, Any]) -> Any:
         option = re.search(r"--([\w.-]+)", words)
         hint = older.hint(option[1].replace("-", "_")) if option else ""
         raise ConfigError(f"command line: {words}{hint and '; ' + hint}") from stop
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AssertionError) as error:  # the last: torchtitan's own checks
         raise ConfigError(f"configuration: {one_line(str(error))}") from error
 
 
