@@ -109,6 +109,22 @@ def test_a_moving_reference_may_be_left_out_when_a_run_is_loaded(parse: Parse) -
     assert parse("", *keys.split()).checkpoint.exclude_from_loading == ["reference"]
 
 
+@pytest.mark.parametrize("name", ["step-100.bad", "old-step-100", "step-0100"])
+def test_a_folder_that_torchtitan_takes_for_the_newest_checkpoint_is_refused_by_name(
+    parse: Parse, tmp_path: Path, model: Path, name: str
+) -> None:
+    keys = ["--checkpoint.enable", f"--job.dump_folder={tmp_path}"]
+    keys.append(f"--model.hf_assets_path={model}")
+    save(tmp_path, 50, version=50)
+    (tmp_path / "checkpoint/step-50").rename(tmp_path / "checkpoint" / name)
+    save(tmp_path, 50, version=50)
+    with pytest.raises(ConfigError, match=rf"no checkpoints but step-N, .* has {name}: .* move it"):
+        jobconfig.check_files(parse("", *keys))
+    jobconfig.check_files(parse("", *keys, "--checkpoint.load_step=50"))
+    (tmp_path / "checkpoint" / name / ".metadata").unlink()
+    jobconfig.check_files(parse("", *keys))
+
+
 @pytest.mark.parametrize("part", ["model", "reference"])
 def test_what_a_job_must_load_or_does_not_save_is_not_left_out(parse: Parse, part: str) -> None:
     keys = f"--checkpoint.enable --checkpoint.exclude_from_loading=optimizer,{part}"

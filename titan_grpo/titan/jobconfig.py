@@ -2,6 +2,7 @@
 the files that a run opens."""
 
 import math
+import re
 import shlex
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -257,57 +258,84 @@ def check_files(
 def _check_checkpoints(config: Any, ranks: int | None) -> bool:
     """Check what torchtitan would load: the step and the folder are of its choice. Return whether a
     new run starts, rather than one that goes on from a checkpoint."""
-    # not at the top: it imports torch.distributed.checkpoint
-    from titan_grpo.titan.export import PREFIX, checkpoints_in, lacking, names_in
-
-    def check_text(checkpoint: Path) -> None:
-        # torchtitan has one place in the text per data-parallel rank, and cannot share them anew
-        if ranks is None or "text" not in loaded:
-            return
-        saved = sum(name.startswith("text.dp_rank_") for name in names_in(checkpoint))
-        if saved != (now := rules.data_parallel_ranks(config, ranks)):
-            raise ConfigError(
-                "the number of data-parallel ranks must stay the same where the text of"
-                f" grpo.ptx_mixin_batchsize goes on: {checkpoint} was saved by {saved}, this run"
-                f' has {now}; with checkpoint.exclude_from_loading = ["text"] the text begins anew'
-            )
-
-    keys = config.checkpoint
     dump = Path(config.job.dump_folder)
-    folder, start = dump / keys.folder, keys.initial_load_path
+    folder = dump / config.checkpoint.folder
     if dump.resolve().is_relative_to(folder.resolve()):
         # The run makes that one as it begins, and torchtitan goes on from a folder that is there.
         raise ConfigError(
             "checkpoint.folder must be a folder in job.dump_folder, or one apart, got"
-            f" {keys.folder!r}, which is or holds {str(dump)!r}: torchtitan would take it for the"
-            " checkpoints of an earlier run and load nothing, and training would start from random"
-            " weights; leave it out"
+            f" {config.checkpoint.folder!r}, which is or holds {str(dump)!r}: torchtitan would take"
+            " it for the checkpoints of an earlier run and load nothing, and training would start"
+            " from random weights; leave it out"
         )
-    loaded = rules.saved_parts(config) - {"model", *keys.exclude_from_loading}
-    if not folder.is_dir():
-        if keys.load_step != -1:
-            # torchtitan would not look for it, and start from step 0.
-            raise ConfigError(
-                "checkpoint.load_step must be -1 for a run without checkpoints, got"
-                f" {keys.load_step}, and {str(folder)!r} is not there: training would start from"
-                " step 0; name the run's job.dump_folder, or leave it out"
-            )
-        if not start or keys.initial_load_in_hf:
-            return True
-        if not (Path(start) / ".metadata").is_file():
-            raise ConfigError(
-                "checkpoint.initial_load_path must be a folder with a checkpoint of torchtitan (or"
-                f" of Hugging Face files with initial_load_in_hf), got {start!r}"
-            )
-        missing = lacking(Path(start), loaded)
-        if missing and not keys.initial_load_model_only:
-            raise ConfigError(
-                "checkpoint.initial_load_model_only must be true, got false:"
-                f" {start} was saved without {', '.join(missing)}"
-            )
-        if not keys.initial_load_model_only:
-            check_text(Path(start))
-        return True
+    if starts := not folder.is_dir():
+        _check_start(config, folder, ranks)
+    else:
+        _check_newest(config, folder, ranks)
+    return starts
+
+
+def _loaded(config: Any) -> set[str]:
+    """Return the parts of the state, besides the model, that a run loads as it goes on."""
+    return rules.saved_parts(config) - {"model", *config.checkpoint.exclude_from_loading}
+
+
+def _check_text(config: Any, checkpoint: Path, ranks: int | None) -> None:
+    from titan_grpo.titan.export import names_in
+
+    # torchtitan has one place in the text per data-parallel rank, and cannot share them anew
+    if ranks is None or "text" not in _loaded(config):
+        return
+    saved = sum(name.startswith("text.dp_rank_") for name in names_in(checkpoint))
+    if saved != (now := rules.data_parallel_ranks(config, ranks)):
+        raise ConfigError(
+            "the number of data-parallel ranks must stay the same where the text of"
+            f" grpo.ptx_mixin_batchsize goes on: {checkpoint} was saved by {saved}, this run"
+            f' has {now}; with checkpoint.exclude_from_loading = ["text"] the text begins anew'
+        )
+
+
+def _check_start(config: Any, folder: Path, ranks: int | None) -> None:
+    """Check what a run begins with whose checkpoint ``folder`` is not there."""
+    # not at the top: it imports torch.distributed.checkpoint
+    from titan_grpo.titan.export import lacking
+
+    keys, start = config.checkpoint, config.checkpoint.initial_load_path
+    if keys.load_step != -1:
+        # torchtitan would not look for it, and start from step 0.
+        raise ConfigError(
+            "checkpoint.load_step must be -1 for a run without checkpoints, got"
+            f" {keys.load_step}, and {str(folder)!r} is not there: training would start from"
+            " step 0; name the run's job.dump_folder, or leave it out"
+        )
+    if not start or keys.initial_load_in_hf:
+        return
+    if not (Path(start) / ".metadata").is_file():
+        raise ConfigError(
+            "checkpoint.initial_load_path must be a folder with a checkpoint of torchtitan (or of"
+            f" Hugging Face files with initial_load_in_hf), got {start!r}"
+        )
+    if keys.initial_load_model_only:
+        return
+    if missing := lacking(Path(start), _loaded(config)):
+        raise ConfigError(
+            "checkpoint.initial_load_model_only must be true, got false:"
+            f" {start} was saved without {', '.join(missing)}"
+        )
+    _check_text(config, Path(start), ranks)
+
+
+def _check_newest(config: Any, folder: Path, ranks: int | None) -> None:
+    """Check the checkpoint in ``folder`` that a run goes on from."""
+    from titan_grpo.titan.export import PREFIX, checkpoints_in, lacking, names_in
+
+    keys, loaded = config.checkpoint, _loaded(config)
+    if keys.load_step == -1 and (odd := _taken_for_steps(folder)):
+        raise ConfigError(
+            f"the checkpoint folder must have no checkpoints but step-N, {str(folder)!r} has"
+            f" {', '.join(odd)}: torchtitan counts each as the step in its name when it looks for"
+            " the newest, and finds no folder of that step; move it out of that folder"
+        )
     complete = checkpoints_in(folder)
     hf_steps = [path.parent.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*/{INDEX}")]
     steps = [*complete, *map(int, filter(str.isdigit, hf_steps))]
@@ -349,8 +377,19 @@ def _check_checkpoints(config: Any, ranks: int | None) -> bool:
     if reason := compat.other_saver(names_in(newest), compat.require_torchtitan()):
         raise ConfigError(f"{newest} {reason}")
     if step:
-        check_text(newest)
-    return False
+        _check_text(config, newest, ranks)
+
+
+def _taken_for_steps(folder: Path) -> list[str]:
+    """Return the names of checkpoints that are not named step-N, and have that in their name, as
+    torchtitan searches it."""
+    names = []
+    for path in (*folder.glob("*/.metadata"), *folder.glob(f"*/{INDEX}")):
+        name = path.parent.name
+        found = re.search(r"step-(\d+)", name)
+        if found and name != f"step-{int(found[1])}":
+            names.append(name)
+    return sorted(names)
 
 
 def _check_prompts(keys: TaskKeys, model_dir: str) -> None:

@@ -403,7 +403,7 @@ class GRPOTrainer(Engine):
 
     def _check_saved(self, saving: Future[Any]) -> None:
         """Say why a checkpoint was not written: nothing else looks at what its thread raised."""
-        if error := saving.exception():
+        if error := saving.exception(0):
             # torch.distributed.checkpoint maps ranks to (error, stack).
             errors = [failure[0] for failure in getattr(error, "failures", {}).values()] or [error]
             self._warn(
