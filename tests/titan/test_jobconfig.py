@@ -356,6 +356,14 @@ def test_servers_of_an_evaluation_are_urls_in_the_form_that_is_compared(parse: P
     table = '[[evaluation]]\nname = "held_out"\ntask = "digits"\nrows = 1\nservers = ["{url}"]\n'
     (found,) = parse(table.format(url="http://GPU2:8000/"), "--grpo.async_weight_update").evaluation
     assert found.servers == ["http://gpu2:8000"]
+
+
+def test_a_server_of_the_rollouts_is_no_evaluations_own(parse: Parse, model: Path) -> None:
+    keys = [f"--model.hf_assets_path={model}", "--grpo.async_weight_update"]
+    table = '[[evaluation]]\nname = "held_out"\ntask = "digits"\nrows = 1\nservers = ["{url}"]\n'
+    jobconfig.check_files(parse(table.format(url="http://127.0.0.1:8001"), *keys))
+    with pytest.raises(ConfigError, match="would get no rollouts"):
+        jobconfig.check_files(parse(table.format(url="http://127.0.0.1:8000"), *keys))
     with pytest.raises(ConfigError, match=r"^evaluation\[0\]\.servers: a server must be a URL"):
         parse(table.format(url="gpu2:8000"), "--grpo.async_weight_update")
 

@@ -172,6 +172,18 @@ def test_one_server_under_two_names_is_refused_wherever_they_are_given(tmp_path:
     assert parse_servers("http://h:80\nhttp://h:81\n") == ("http://h:80", "http://h:81")
 
 
+def test_servers_of_an_evaluation_are_others_than_those_of_the_rollouts(tmp_path: Path) -> None:
+    (tmp_path / "servers").write_text("http://b:1\n")
+    rollout = Rollout(servers=["http://127.0.0.1:1"], servers_file=str(tmp_path / "servers"))
+    for url in ("http://127.0.0.1:1", "http://b:1"):
+        with pytest.raises(ConfigError, match=rf"\[evaluation\]\] must be none of .*got {url},"):
+            known_servers(rollout, {}, apart=[url])
+    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:1 and http://localhost:1 are one"):
+        known_servers(rollout, {}, apart=["http://localhost:1"])
+    # Two tables may share one.
+    assert C not in known_servers(rollout, {}, apart=[C, C]).urls
+
+
 def test_an_empty_servers_file_is_refused_where_nothing_else_names_a_server(
     tmp_path: Path,
 ) -> None:
@@ -357,6 +369,21 @@ def test_a_file_that_changes_moves_servers_and_a_bad_one_is_said_once_and_does_n
     assert thread.urls == [A, B, C]
     rest = [heard.get() for _ in range(heard.qsize())]
     assert not [line for line in rest if "nonsense" in line]
+
+
+def test_a_line_of_the_file_that_is_a_server_of_the_run_under_another_name_is_said(
+    start: Start, said: "queue.SimpleQueue[str]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = Heard()
+    monkeypatch.setattr(sys, "stderr", heard)
+    path = tmp_path / "servers"
+    path.write_text(f"{A}\n")
+    thread = start("http://localhost:1", file=path)
+    replaced(path, f"{A}\nhttp://127.0.0.1:1\n")
+    assert "http://localhost:1 and http://127.0.0.1:1 are one server" in heard.get(timeout=60)
+    assert thread.urls == [A, "http://localhost:1"]
+    replaced(path, f"{A}\n{B}\n")
+    assert following(said) == f"+{B}"
 
 
 def test_the_socket_is_for_its_owner_only_and_may_lie_deep(start: Start, tmp_path: Path) -> None:

@@ -106,7 +106,8 @@ def wanted(
         tokens = servers.tokens_here(config.model.hf_assets_path)
         launched = rollout.servers == [LAUNCH]
         if not launched or rollout.servers_file or rollout.servers_slurm:
-            known = known_servers(rollout, env).urls
+            apart = [url for table in config.evaluation for url in table.servers]
+            known = known_servers(rollout, env, apart=apart).urls
             out.servers += [url for url in known if url not in out.servers]
     except ConfigError as error:
         remedy = "correct the TOML file or the command line"

@@ -242,8 +242,8 @@ def check_files(
         _check_prompts(rollout, str(folder))
     for table in config.evaluation:
         _check_prompts(table, str(folder))
-    if rollout.servers_file or rollout.servers_slurm:
-        known_servers(rollout, environ or {})
+    apart = [url for table in config.evaluation for url in table.servers]
+    known_servers(rollout, environ or {}, apart=apart)
     find_run_key(environ or {}, config.weight_sync.run_key_file)
     if (words := shlex.split(config.alerts.command)) and shutil.which(words[0]) is None:
         raise ConfigError(

@@ -176,7 +176,7 @@ class Controller:
         )
         self._evaluations.check(deadline - time.monotonic())
         self._servers.wait_healthy(startup_s)  # counted from their start
-        known = known_servers(rollout, os.environ, self._servers.urls)
+        known = known_servers(rollout, os.environ, self._servers.urls, self._evaluations.own)
         self.worker = SyncProcess(
             pool,
             sync,

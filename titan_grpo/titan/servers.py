@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,10 +156,14 @@ class Known:
 
 
 def known_servers(
-    rollout: Rollout, environ: Mapping[str, str], launched: tuple[str, ...] = ()
+    rollout: Rollout,
+    environ: Mapping[str, str],
+    launched: tuple[str, ...] = (),
+    apart: Collection[str] = (),
 ) -> Known:
     """Return the servers that ``[rollout]`` names now; ``launched`` replaces the word "launch",
-    and is empty where they are not started yet. Raises ConfigError."""
+    and is empty where they are not started yet. ``apart``: the evaluations' own servers, which
+    must be others. Raises ConfigError."""
     launch = rollout.servers == [LAUNCH]
     fixed = launched if launch else tuple(server_url(url) for url in rollout.servers)
     if variable := rollout.servers_slurm:
@@ -180,10 +184,16 @@ def known_servers(
             f" {rollout.servers_file!r} with none"
         )
     known = Known(tuple(dict.fromkeys(fixed)), listed)
-    if both := two_names(known.urls):
+    if both := two_names((*known.urls, *apart)):
         raise ConfigError(
-            "rollout.servers, servers_file and servers_slurm must give a server one name,"
-            f" {both} are one server"
+            "rollout.servers, servers_file and servers_slurm, and servers in [[evaluation]], must"
+            f" give a server one name, {both} are one server"
+        )
+    if shared := sorted(set(apart) & set(known.urls)):
+        raise ConfigError(
+            "servers in [[evaluation]] must be none of rollout.servers, servers_file and"
+            f" servers_slurm, got {', '.join(shared)}, which would get no rollouts: leave them out"
+            " of the table to evaluate beside the rollouts"
         )
     return known
 
@@ -315,6 +325,12 @@ class Membership:
                 urls = self._file.changed()
                 if urls is not None:
                     complaint = ""
+                    # Before a lane starts: two lanes of a run on one server refuse each other.
+                    if both := two_names((*self._servers.urls, *urls)):
+                        raise ConfigError(
+                            f"rollout.servers_file must give a server one name, {both} are one"
+                            " server; to rename one, take it out of the file first"
+                        )
                     self._servers.listed(urls)
             except ConfigError as error:
                 if str(error) != complaint:
