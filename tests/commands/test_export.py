@@ -22,7 +22,7 @@ from titan_grpo.errors import ConfigError, StorageError
 from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.titan.export import checkpoint_of, checkpoints_in
 from titan_grpo.titan.flavors import FLAVORS
-from titan_grpo.titan.hf_files import copy_assets, save_version, write_weights
+from titan_grpo.titan.hf_files import copy_assets, save_version, write_adapter, write_weights
 from titan_grpo.titan.tiny import Kind, write_tiny_model
 
 WAIT_S = 120.0
@@ -172,6 +172,31 @@ def test_large_models_are_written_in_shards_that_their_index_finds(tmp_path: Pat
     for name, file in index["weight_map"].items():
         with safe_open(tmp_path / file, "pt") as stored:
             assert torch.equal(stored.get_tensor(name), tensors[name])
+
+
+def test_weights_replace_those_that_were_written_in_another_number_of_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for shard_bytes in (16, 1 << 20, 32, 16):
+        tensors = {f"w{i}": torch.full((4,), float(shard_bytes + i)) for i in range(4)}
+        write_weights(tensors.items(), tmp_path, shard_bytes)
+        stored: dict[str, torch.Tensor] = {}
+        for file in tmp_path.glob("*.safetensors"):
+            stored |= load_file(file)
+        assert all(torch.equal(stored.pop(name), tensor) for name, tensor in tensors.items())
+        assert not stored
+        index = tmp_path / "model.safetensors.index.json"
+        shards = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else ()
+        found = {path.name for path in tmp_path.iterdir()} - {index.name, "config.json"}
+        assert found == (shards or {"model.safetensors"})
+
+
+def test_an_adapter_larger_than_a_shard_is_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_weights, "__defaults__", (16,))
+    tensors = {"a": torch.ones(8), "b": torch.zeros(8)}
+    assert write_adapter(tensors.items(), tmp_path / "adapter", {}).shards == 1
+    assert load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys() == {"a", "b"}
 
 
 def test_views_of_one_stacked_parameter_are_written_as_tensors_of_their_own(tmp_path: Path) -> None:

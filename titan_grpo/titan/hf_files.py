@@ -3,6 +3,7 @@ beside them, of any tensors or of a run's last version, whose parts may be on se
 
 import json
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, StorageError, TransferFailed
 from titan_grpo.layout.image import Hashing, SharedImage
 from titan_grpo.layout.peft import adapter_config, has_adapters
+from titan_grpo.receive.checkpoint import INDEX
 from titan_grpo.receive.commit import tensor_views
 from titan_grpo.receive.fetch import Content, Fetch, MemfdReader, Open, TcpReader
 from titan_grpo.sync.images import ImagePool, Published
@@ -36,6 +38,9 @@ ASSETS = (
 )
 """Files to copy beside the weights, if they exist."""
 
+WEIGHTS = (INDEX, "model.safetensors", "model-*-of-*.safetensors")
+"""Names of weight files, in the order in which an earlier write's are removed."""
+
 SHARD_BYTES = 4 << 30
 """Size of the largest shard, unless one tensor is larger; also the host memory for writing."""
 
@@ -53,12 +58,12 @@ def write_weights(
     tensors: Iterable[tuple[str, torch.Tensor]], out: Path, shard_bytes: int = SHARD_BYTES
 ) -> Written:
     """Write named tensors, in their order, as one model.safetensors or as shards with
-    model.safetensors.index.json.
+    model.safetensors.index.json, in place of those that are there.
 
     Takes the tensors one by one and writes a shard as soon as it is full: with a generator, memory
     for one shard is enough. Tensors may share storage: the format stores each name alone.
 
-    Raises StorageError if the disk refuses a shard; then none is left.
+    Raises StorageError if the disk refuses a shard; then none is left, and what was there stays.
     """
     where: dict[str, int] = {}
     total = pending_bytes = shards = 0
@@ -91,6 +96,10 @@ def write_weights(
         if shards == 1
         else [f"model-{n:05}-of-{shards:05}.safetensors" for n in range(1, shards + 1)]
     )
+    # Before the renames, and the index after them: whenever this process is killed, no file of
+    # another write lies beside one of these, where an engine would load both.
+    for old in [path for pattern in WEIGHTS for path in out.glob(pattern)]:
+        old.unlink()
     # Rename: the final names contain the number of shards, which is known only now.
     for number, file in enumerate(files):
         (out / f"shard-{number}.partial").rename(out / file)
@@ -99,16 +108,17 @@ def write_weights(
             "metadata": {"total_size": total},
             "weight_map": {name: files[shard] for name, shard in where.items()},
         }
-        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return Written(len(where), total, shards)
 
 
 def write_adapter(
     tensors: Iterable[tuple[str, torch.Tensor]], out: Path, settings: Mapping[str, Any]
 ) -> Written:
-    """Write an adapter's tensors and ``settings`` as PEFT does; create ``out``."""
+    """Write an adapter's tensors and ``settings`` as PEFT does, in one file; create ``out``. The
+    host's memory must have room for all of them."""
     out.mkdir(parents=True, exist_ok=True)
-    written = write_weights(tensors, out)
+    written = write_weights(tensors, out, sys.maxsize)  # PEFT reads no shards
     (out / "model.safetensors").rename(out / "adapter_model.safetensors")
     (out / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     return written
