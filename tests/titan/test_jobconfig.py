@@ -432,8 +432,8 @@ def test_the_start_says_what_an_algorithm_set_and_what_cannot_act(tmp_path: Path
     assert (config.grpo.num_microbatches, config.grpo.rollout_is_level) == (1, "geometric")
     assert first.startswith('grpo.algorithm = "gspo" sets policy_loss = "clip", ')
     assert first.endswith(
-        '; the job itself sets loss_normalization = "token" (not "sequence"), num_microbatches = 1'
-        " (not 4)"
+        '; the job itself sets grpo_by_token = true (not loss_normalization = "sequence"),'
+        " num_microbatches = 1 (not 4)"
     )
     # With one optimizer step per batch nothing is left of GSPO's clipping.
     assert {line.partition(" = ")[0] for line in inert} == {
@@ -452,6 +452,19 @@ def test_a_batch_size_of_torchtitans_is_named_as_without_effect_and_refused_nowh
     assert line.startswith("training.global_batch_size = 7 has no effect: ")
     # torchtitan stops at 7 on two ranks
     assert config.training.global_batch_size == -1
+
+
+def test_a_key_of_the_job_wins_over_the_algorithms_other_name_of_it(
+    parse: Parse, tmp_path: Path
+) -> None:
+    grpo = parse("", "--grpo.algorithm=dapo", "--grpo.overlong_cache_tokens=8").grpo
+    assert (grpo.overlong_cache_tokens, grpo.overlong_cache_share) == (8, 0.0)
+    assert parse("", "--grpo.algorithm=dapo").grpo.overlong_cache_share == 0.2
+    mine = tmp_path / "mine.toml"
+    mine.write_text("[grpo]\ngrpo_by_token = true\noverlong_cache_tokens = 8\n")
+    keys = ["--grpo.loss_normalization=sequence", "--grpo.overlong_cache_share=0.5"]
+    grpo = parse("", f"--grpo.algorithm={mine}", *keys).grpo
+    assert (grpo.loss_normalization, grpo.overlong_cache_tokens) == ("sequence", 0)
 
 
 def test_a_file_of_ones_own_is_an_algorithm_and_its_types_are_checked(

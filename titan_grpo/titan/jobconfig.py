@@ -36,6 +36,10 @@ from titan_grpo.titan.servers import known_servers
 ALGORITHMS = Path(__file__).with_name("algorithms")
 """Folder of the named algorithms: TOML files of [grpo] keys."""
 
+TWO_NAMES = {"loss_normalization": "grpo_by_token", "overlong_cache_tokens": "overlong_cache_share"}
+TWO_NAMES |= {other: name for name, other in TWO_NAMES.items()}
+"""Each [grpo] key of a pair that sets one thing -> the other one."""
+
 TIMEOUT_MARGIN_S = 60
 """Seconds added to derived collective timeouts: rank 0's own deadline must expire first, because
 its message says more."""
@@ -144,18 +148,25 @@ def algorithm_keys(algorithm: str) -> dict[str, Any]:
 
 def expand(grpo: GRPO, keys: dict[str, Any], given: Collection[str]) -> str:
     """Set an algorithm's ``keys`` in the section, except those that the job sets itself (dotted,
-    in ``given``). Return a text that says what was set and what was kept."""
-    kept = {name for name in keys if f"grpo.{name}" in given}
-    if "grpo.grpo_by_token" in given:
-        kept |= {"loss_normalization"} & set(keys)
-    for name in keys.keys() - kept:
+    in ``given``) under either name. Return a text that says what was set and what was
+    kept."""
+    kept: dict[str, str] = {}
+    for name in keys:
+        for own in (name, TWO_NAMES.get(name, name)):
+            if f"grpo.{own}" in given:
+                kept.setdefault(name, own)
+    for name in keys.keys() - kept.keys():
         value = keys[name]
         setattr(grpo, name, float(value) if isinstance(getattr(grpo, name), float) else value)
     said = [f"{name} = {_toml(keys[name])}" for name in keys if name not in kept]
     text = f"grpo.algorithm = {_toml(grpo.algorithm)} sets " + ", ".join(said)
     if kept:
-        own = [f"{name} = {_toml(getattr(grpo, name))} (not {_toml(keys[name])})" for name in kept]
-        text += "; the job itself sets " + ", ".join(sorted(own))
+        said = [
+            f"{own} = {_toml(getattr(grpo, own))} (not {'' if own == name else f'{name} = '}"
+            f"{_toml(keys[name])})"
+            for name, own in kept.items()
+        ]
+        text += "; the job itself sets " + ", ".join(sorted(said))
     return text
 
 
