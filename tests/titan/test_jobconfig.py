@@ -343,6 +343,22 @@ def test_a_config_module_of_the_working_directory_is_found_as_torchrun_finds_it(
     assert parse("", "--job.custom_config_module=my_settings").grpo is not None
 
 
+@pytest.mark.parametrize(
+    ("key", "job"),
+    [
+        ("task_path", ["--rollout.task=gsm8k", "--rollout.task_path=/data/there.jsonl"]),
+        ("tools", ["--rollout.reward=m:f", "--rollout.dataset=d", "--rollout.tools=/data/there"]),
+    ],
+)
+def test_a_task_on_another_host_has_its_files_there(
+    parse: Parse, model: Path, key: str, job: list[str]
+) -> None:
+    job = [f"--model.hf_assets_path={model}", *job]
+    with pytest.raises(ConfigError, match=rf"rollout\.{key} must be an existing file"):
+        jobconfig.check_files(parse("", *job))
+    jobconfig.check_files(parse("", *job, "--rollout.controller=http://127.0.0.1:8910"))
+
+
 def test_a_command_of_alerts_that_is_not_there_is_refused_before_an_alert_wants_it(
     parse: Parse, model: Path
 ) -> None:

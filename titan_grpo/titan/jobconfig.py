@@ -241,15 +241,12 @@ def check_files(
             f" {weights!r}"
         )
     rollout = config.rollout
-    for key, path in (
-        ("rollout.task_path", rollout.task_path),
-        ("rollout.replay_path", rollout.replay_path),
-        ("rollout.tools", rollout.tools),
-    ):
-        if path and not Path(path).is_file():
-            raise ConfigError(f"{key} must be an existing file, got {path!r}")
-    # A remote controller has the files on its own host.
-    if rollout.source == "task" and not rollout.replay_path and rollout.controller == "local":
+    # A remote controller has the task's files on its own host.
+    here = rollout.source == "task" and not rollout.replay_path and rollout.controller == "local"
+    for name in ("replay_path", *(("task_path", "tools") if here else ())):
+        if (path := getattr(rollout, name)) and not Path(path).is_file():
+            raise ConfigError(f"rollout.{name} must be an existing file, got {path!r}")
+    if here:
         _check_prompts(rollout, str(folder))
     for table in config.evaluation:
         _check_prompts(table, str(folder))
