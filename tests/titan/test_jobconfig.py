@@ -256,6 +256,39 @@ def test_a_broken_rule_is_refused_in_one_line(parse: Parse, arguments: str, mess
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message", "instead"),
+    [
+        (
+            "--activation_checkpoint.mode=memory_budget",
+            r"activation_checkpoint\.mode must be none, .* with compile\.enable",
+            "--compile.enable --compile.components=model",
+        ),
+        (
+            "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=x",
+            r"""selective_ac_option must be "op", or a number .*, got 'x'""",
+            "--activation_checkpoint.selective_ac_option=op",
+        ),
+        (
+            "--parallelism.tensor_parallel_degree=2 --parallelism.enable_async_tensor_parallel",
+            r"enable_async_tensor_parallel must be false, or true with compile\.enable",
+            "--compile.enable",
+        ),
+        (
+            "--profiling.enable_profiling --profiling.profile_freq=3",
+            r"profiling\.profile_freq must be at least .* \(3 and 1\), got 3",
+            "--profiling.profiler_warmup=2",
+        ),
+    ],
+)
+def test_what_would_end_every_rank_in_torchtitan_is_refused_in_one_line(
+    parse: Parse, arguments: str, message: str, instead: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse("", *arguments.split())
+    parse("", *arguments.split(), *instead.split())
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         "--parallelism.tensor_parallel_degree=2",

@@ -59,6 +59,10 @@ def separate_qkv(args: Any) -> None:
 def violations(config: Any) -> list[str]:
     """Return a job's settings that 0.2.2 cannot run, as "key must be rule (why), got value"."""
     p, split = config.parallelism, config.parallelism.tensor_parallel_degree
+    a, f = config.activation_checkpoint, config.profiling
+    uncompiled = not (config.compile.enable and "model" in config.compile.components)
+    compiled = "with compile.enable, and model in compile.components"
+    traced = f.profiler_warmup + f.profiler_active
     rules = (
         (
             p.expert_tensor_parallel_degree not in (1, split),
@@ -71,6 +75,31 @@ def violations(config: Any) -> list[str]:
             "lora.rank",
             f"at least parallelism.tensor_parallel_degree ({split}; 0.2.2 gives each rank some of"
             " A's rows, and the optimizer has no step for a rank without one; 0.3 keeps A whole)",
+        ),
+        (
+            a.mode == "memory_budget" and uncompiled,
+            "activation_checkpoint.mode",
+            f'none, selective or full, or "memory_budget" {compiled} (the compiler keeps to the'
+            " budget)",
+        ),
+        (
+            a.mode == "selective"
+            and a.selective_ac_option != "op"
+            and not a.selective_ac_option.isdigit(),
+            "activation_checkpoint.selective_ac_option",
+            '"op", or a number such as "2" (each second layer)',
+        ),
+        (
+            split > 1 and p.enable_async_tensor_parallel and uncompiled,
+            "parallelism.enable_async_tensor_parallel",
+            f"false, or true {compiled} (the compiler makes the products overlap)",
+        ),
+        (
+            f.enable_profiling
+            and (f.profiler_warmup < 0 or f.profiler_active < 1 or f.profile_freq < traced),
+            "profiling.profile_freq",
+            "at least profiling.profiler_warmup (0 or more) and profiler_active (1 or more) steps"
+            f" together ({f.profiler_warmup} and {f.profiler_active})",
         ),
     )
     return broken("", config, rules)
