@@ -18,7 +18,7 @@ from titan_grpo.config import (
 )
 from titan_grpo.config.grpo import resolve_aliases
 from titan_grpo.config.inert import inert
-from titan_grpo.config.rollout import is_loopback, read_key
+from titan_grpo.config.rollout import is_loopback, known_gpus, read_key
 from titan_grpo.config.task import inherited
 from titan_grpo.errors import ConfigError
 
@@ -248,6 +248,8 @@ def test_a_key_that_was_set_and_cannot_act_is_one_line(
     ("changes", "key"),
     [
         ({"apply": "streamed"}, "relay"),
+        ({"apply": "streamed"}, "delta"),
+        ({"transport": "nccl"}, "delta"),
         ({"transport": "nccl"}, "zones"),
         ({"transport": "nixl"}, "relay"),
         ({"relay": False}, "zones"),
@@ -295,6 +297,54 @@ def test_keys_of_other_sections_that_cannot_act_are_named_too() -> None:
     given = {"rollout.launch_count", "rollout.push_address", "weight_sync.drain_deadline_s"}
     lines = inert(JobConfig(GRPO(), ROLLOUT), given)
     assert sorted(line.partition(" = ")[0] for line in lines) == sorted(given)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "key", "reason"),
+    [
+        (replace(ROLLOUT, replay_path="r"), "record_path", "replay_path has the groups"),
+        (replace(ROLLOUT, replay_path="r"), "consume", "replay_path has the groups"),
+        (LAUNCHED, "launch_sglang_args", 'launch_engines has no "sglang"'),
+        (replace(LAUNCHED, launch_engines=["sglang"]), "launch_python", 'has no "vllm"'),
+        (PUSHED, "consume", "taken as they arrive"),
+        (PUSHED, "reward", "no task makes prompts here"),
+        (PUSHED, "dataset", "no task makes prompts here"),
+        (PUSHED, "accept", "no task makes prompts here"),
+    ],
+)
+def test_a_key_of_rollouts_that_are_made_another_way_is_one_line(
+    rollout: Rollout, key: str, reason: str
+) -> None:
+    (line,) = inert(JobConfig(GRPO(), rollout), {f"rollout.{key}"})
+    assert line.startswith(f"rollout.{key} = ")
+    assert reason in line
+    launched = replace(LAUNCHED, launch_engines=["vllm", "sglang"], consume="ready")
+    assert inert(JobConfig(GRPO(), launched), {f"rollout.{key}"}) == []
+
+
+def test_what_evaluations_inherit_acts_with_groups_from_outside_too() -> None:
+    job = JobConfig(GRPO(), PUSHED, evaluation=[Evaluation(name="held_out", reward=["m:f"])])  # type: ignore[list-item]
+    assert inert(job, {"rollout.reward", "rollout.dataset", "rollout.stop"}) == []
+    (line,) = inert(job, {"rollout.reward", "rollout.accept"})
+    assert line.startswith("rollout.accept = ")
+    fresh = JobConfig(GRPO(), replace(PUSHED, consume="freshest"))
+    assert inert(fresh, {"rollout.consume"}) == []
+
+
+def test_the_hash_of_blocks_is_the_run_keys_where_there_is_one() -> None:
+    for rollout, file in ((LAUNCHED, ""), (ROLLOUT, "key")):
+        sync = WeightSync(digest="blake3", run_key_file=file)
+        (line,) = inert(JobConfig(GRPO(), rollout, sync), {"weight_sync.digest"})
+        assert "keyed blake3" in line
+    assert inert(JobConfig(GRPO(), ROLLOUT), {"weight_sync.digest"}) == []
+
+
+def test_the_servers_gpus_are_known_where_the_run_starts_all_of_them() -> None:
+    launched = replace(LAUNCHED, launch_gpus=[4, 5])
+    assert known_gpus(launched) == 2
+    # As with --rollout.servers URL on a recipe that launches.
+    assert known_gpus(replace(launched, servers=["http://a:1"])) == 0
+    assert known_gpus(replace(launched, servers_file="more")) == 0
 
 
 def test_a_recording_can_be_made_with_dynamic_sampling() -> None:

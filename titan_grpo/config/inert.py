@@ -10,6 +10,7 @@ from typing import Any
 
 from titan_grpo.config.grpo import AGAINST_ENGINE, GRPO, optimizer_steps
 from titan_grpo.config.rollout import LAUNCH, Rollout
+from titan_grpo.config.task import UNUSED
 
 Row = tuple[bool, str, str]
 """(condition, keys without effect while it holds, separated by blanks, and the reason)."""
@@ -25,7 +26,7 @@ def inert(config: Any, given: Collection[str]) -> list[str]:
     g, r = config.grpo, config.rollout
     tables = {
         "grpo": (*_policy(g, r), *_others(g, r)),
-        "rollout": _rollout(r),
+        "rollout": _rollout(r, bool(config.evaluation)),
         "weight_sync": _weight_sync(r, config.weight_sync),
         "training": ((True, "global_batch_size", BATCH),),
     }
@@ -37,6 +38,11 @@ def inert(config: Any, given: Collection[str]) -> list[str]:
                 found.setdefault(key, f"{key} = {value!r} has no effect: {why}")
     return list(found.values())
 
+
+PROMPTS = (
+    "reward reward_weights dataset dataset_config dataset_split dataset_filter dataset_shuffle"
+)
+PROMPTS += " prompt system_prompt tools chat_template chat_template_kwargs"
 
 BATCH = "a step's batch is rollout.prompts_per_step times group_size"
 
@@ -100,23 +106,32 @@ def _others(g: GRPO, r: Rollout) -> Iterator[Row]:
     yield g.on_unhealthy == "stop", "max_unhealthy_steps", first
 
 
-def _rollout(r: Rollout) -> Iterator[Row]:
+def _rollout(r: Rollout, evaluates: bool) -> Iterator[Row]:
     yield (
         r.servers != [LAUNCH],
         "launch_engines launch_count launch_gpus launch_python launch_sglang_python launch_args"
         " launch_sglang_args",
         'no server is started without rollout.servers = ["launch"]',
     )
+    for engine, own in (("vllm", ""), ("sglang", "_sglang")):
+        names = f"launch{own}_python launch{own}_args"
+        yield engine not in r.launch_engines, names, f'rollout.launch_engines has no "{engine}"'
     yield not r.servers_slurm, "servers_port servers_per_host", "rollout.servers_slurm is empty"
     source = f'rollout.source = "{r.source}"'
     yield r.source != "atropos", "atropos_url", source
     yield r.source != "push", "push_address push_key_env", source
+    elsewhere = f"{source}: no task makes prompts here"
+    unused = " ".join(UNUSED)
+    yield r.source != "task", unused, elsewhere
     yield (
-        r.source != "task",
-        "task task_path task_concurrency task_timeout_s task_error_budget max_turns accept"
-        " min_completion_tokens stop stop_token_ids",
-        f"{source}: no task makes prompts here",
+        r.source != "task" and not evaluates,  # its tables inherit these
+        f"{PROMPTS} task task_path task_concurrency task_timeout_s max_turns stop stop_token_ids",
+        elsewhere,
     )
+    arrival = f"{source}: groups are taken as they arrive"
+    yield r.source != "task" and r.consume != "freshest", "consume", arrival
+    replayed = "rollout.replay_path has the groups, in its own order"
+    yield bool(r.replay_path), "record_path consume", replayed
     share = "max_stale_token_share"
     yield r.source != "task", share, f"{source}: such groups are refused by their oldest version"
     waits = 'rollout.consume = "started" waits for each group, and none is too stale then'
@@ -130,9 +145,12 @@ def _rollout(r: Rollout) -> Iterator[Row]:
 def _weight_sync(r: Rollout, w: Any) -> Iterator[Row]:
     for key, value in ("apply", "streamed"), ("transport", "nccl"):
         why = f'weight_sync.{key} = "{value}" broadcasts: servers read nothing'
-        yield getattr(w, key) == value, "relay zones", why
+        yield getattr(w, key) == value, "relay zones delta", why
     why = 'weight_sync.transport = "nixl": servers read from the trainer, one-sided'
     yield w.transport == "nixl", "relay zones", why
+    # A key in the environment is not known here.
+    keyed = bool(w.run_key_file) or r.servers == [LAUNCH]
+    yield keyed, "digest", "with a run key, as launched servers have one, the hash is keyed blake3"
     yield not w.relay, "zones", "weight_sync.relay = false"
     undrained = "nothing is drained with rollout.in_flight_weight_updates = true"
     yield r.in_flight_weight_updates, "drain_deadline_s", undrained

@@ -94,7 +94,8 @@ class WorkerKeys(TaskKeys):
     """Groups that a step takes. started: those of the next prompts in order; the step waits for the
     slow ones, so training data does not depend on speed. ready: any finished groups, lowest prompts
     first; slow groups are overtaken and may become too stale, so training sees fewer of them.
-    freshest: like ready, but newest weights first. Groups from outside are taken as they arrive."""
+    freshest: like ready, but newest weights first. Groups from outside have no such order: unless
+    freshest, they are taken as they arrive."""
 
     max_concurrent_requests: int = 64
     """Largest number of requests in flight on one server."""
@@ -351,6 +352,17 @@ def _servers(r: Rollout) -> Rules:
 def engines_read_calls(r: Rollout) -> bool:
     """Return whether servers must parse the tool calls in what they sample."""
     return bool(r.agent) and r.tool_parser == ENGINE and not r.replay_path
+
+
+def known_gpus(r: Rollout) -> int:
+    """Return the number of GPUs of all servers; 0 where it is unknown: only launched servers tell.
+
+    >>> launching = Rollout(servers=[LAUNCH], launch_gpus=[4, 5])
+    >>> known_gpus(launching), known_gpus(Rollout(servers=["http://a:1"], launch_gpus=[4, 5]))
+    (2, 0)
+    """
+    others = r.servers != [LAUNCH] or r.servers_file or r.servers_slurm
+    return 0 if others else len(r.launch_gpus)
 
 
 def _sources(r: Rollout) -> Rules:

@@ -21,7 +21,7 @@ from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.loss import Collapse
 from titan_grpo.config import check_rate, engines_read_calls
-from titan_grpo.config.rollout import read_key
+from titan_grpo.config.rollout import known_gpus, read_key
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.launch import ServerGroup
 from titan_grpo.engines.server import RolloutNeeds, ServerControl
@@ -515,8 +515,7 @@ class Controller:
         for total, name in COUNTED.items():
             if new := now[1].get(name, 0) - before.get(name, 0):
                 self.recorder.count(total, new)
-        gpus = len(self._job.rollout.launch_gpus)
-        return rollout_values(before, now[1], now[0] - before_s, gpus)
+        return rollout_values(before, now[1], now[0] - before_s, known_gpus(self._job.rollout))
 
 
 SIGNALLED = 128
