@@ -1,10 +1,14 @@
 """Every recipe in train_configs parses, and is what its header says."""
 
+import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from titan_grpo.commands.processes import add_tiny_run, tiny_run
+from titan_grpo.commands.verify_runs import phases
 from titan_grpo.titan import jobconfig
 
 RECIPES = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
@@ -32,6 +36,34 @@ def test_a_recipe_keeps_every_rule_and_sets_no_key_in_vain(name: str) -> None:
     assert config.checkpoint.last_save_model_only is False
     assert config.lr_scheduler.decay_ratio == 0.0
     assert (config.rollout.prompts_per_step * config.rollout.group_size) % RANKS[name] == 0
+
+
+def named(arguments: Iterable[str]) -> set[str]:
+    """The keys that options of a job set."""
+    words = [word.removeprefix("--") for word in arguments if word.startswith("--") and "." in word]
+    return {word.replace("-", "_").replace(".no_", ".") for word in words}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("quickstart_cpu", ["--grpo.no-async-weight-update"]),
+        ("verify_2gpu", [word for words in phases(Path("out")).values() for word in words[:2]]),
+    ],
+)
+def test_a_recipes_header_names_every_key_that_its_command_sets(
+    name: str, arguments: list[str]
+) -> None:
+    (path,) = [p for p in RECIPES if p.stem == name]
+    parser = argparse.ArgumentParser()
+    add_tiny_run(parser, path.name, 3, ["qwen3"])
+    options = parser.parse_args([])
+    options.out, options.rest = Path("out"), []
+    _, command = tiny_run(options, options.out, ["http://127.0.0.1:1"], arguments[:1])
+    header = path.read_text().partition("[job]")[0]
+    keys = named([*command, *arguments]) - {"job.config_file"}
+    assert "training.steps" in keys
+    assert {key for key in keys if key not in header} == set()
 
 
 @pytest.mark.parametrize("name", RANKS)
