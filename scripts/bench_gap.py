@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import ENGINES, Table, options_of, serving, write_json
+from scripts.common import ENGINES, QWEN3_0_6B, Table, options_of, serving, write_json
 from titan_grpo.algorithm.distribution import token_logprobs
 from titan_grpo.engines.generation import Sampled, Sampling
 from titan_grpo.engines.http import SyncDriver
@@ -32,7 +32,7 @@ compat.prepare()
 
 from titan_grpo.titan.modules import compute_head_in_fp32  # noqa: E402 - the patches come first
 
-FLAVORS = {"tiny": (tiny.SHAPE, "grpo_tiny"), "qwen3_0.6b": (tiny.QWEN3_0_6B, "0.6B")}
+FLAVORS = {"tiny": (tiny.SHAPE, "grpo_tiny"), "qwen3_0.6b": (QWEN3_0_6B, "0.6B")}
 STARTUP_S, ANSWER_S = 900.0, 600.0
 STD = {"tiny": 0.1, "qwen3_0.6b": 0.02}
 """Of the random weights: so that the distributions are not flat."""

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, fo
 from scripts.common import (
     DEVICES,
     ENGINES,
+    QWEN3_0_6B,
     deliver,
     on_device,
     options_of,
@@ -49,7 +50,7 @@ from titan_grpo.engines.http import ServerAccess
 from titan_grpo.observe import names
 from titan_grpo.protocol.lane import LaneEvent, Point, no_observer
 from titan_grpo.sync.lanes import SyncOptions
-from titan_grpo.titan.tiny import QWEN3_0_6B, SHAPE, write_tiny_model
+from titan_grpo.titan.tiny import SHAPE, write_tiny_model
 
 SHAPES = {"tiny": SHAPE, "qwen3_0.6b": QWEN3_0_6B}
 STARTUP_S, VERSION_S = 600.0, 300.0

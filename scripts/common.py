@@ -10,12 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from titan_grpo.engines.launch import Server, ServerSpec
+from titan_grpo.titan.tiny import TinyShape
 from titan_grpo.verify.server import GPU_ARGUMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = "train_configs/quickstart_cpu.toml"
 ENGINES = ("vllm", "sglang")
 DEVICES = ("cpu", "cuda")
+QWEN3_0_6B = TinyShape(
+    vocab=151936, hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, ffn=3072
+)
+"""The sizes of Qwen3-0.6B (its config.json): 1.1 GiB in bfloat16. Its tokens past the tokenizer's
+128 have no text."""
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

@@ -29,7 +29,8 @@ from tests.e2e.conftest import Site
 from titan_grpo.engines.http import Call, HttpRefused, SyncDriver, ignore
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.runkey import EpochKeys, Key
-from titan_grpo.titan.tiny import KINDS, Kind
+from titan_grpo.titan.flavors import FLAVORS
+from titan_grpo.titan.tiny import Kind
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -76,7 +77,7 @@ def test_a_mixture_of_experts_behind_a_run_key(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ELSEWHERE])
+@pytest.mark.parametrize("kind", [kind for kind in FLAVORS if kind not in ELSEWHERE])
 def test_a_server_of_each_architecture_computes_what_was_committed(
     kind: Kind, vllm_python: str, tmp_path: Path
 ) -> None:

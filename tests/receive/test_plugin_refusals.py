@@ -13,7 +13,8 @@ import pytest
 from titan_grpo.patches import sglang_cpu
 from titan_grpo.receive.checkpoint import difference, essential
 from titan_grpo.receive.vllm_http import SALTED
-from titan_grpo.titan.tiny import KINDS, write_tiny_model
+from titan_grpo.titan.flavors import FLAVORS
+from titan_grpo.titan.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -208,7 +209,7 @@ print(json.dumps({
 def answers(python: str, code: str, folder: Path, **env: str) -> dict[str, Any]:
     """What the code prints for models of all kinds. Their configurations, as the engine has them,
     must be those of their files: a difference would be refused."""
-    models = [str(write_tiny_model(kind, folder / kind, seed=1)) for kind in KINDS]
+    models = [str(write_tiny_model(kind, folder / kind, seed=1)) for kind in FLAVORS]
     done = subprocess.run(
         [python, "-c", code, *models],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **env},

@@ -15,7 +15,7 @@ from titan_grpo.algorithm.distribution import token_logprobs
 from titan_grpo.algorithm.rows import attention_rows, build
 from titan_grpo.errors import ConfigError
 from titan_grpo.samples import Completion, Group, Prompt
-from titan_grpo.titan import tiny
+from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.modules import (
     PackedAttention,
     RouterReplay,
@@ -81,7 +81,7 @@ def computed(
     return found, {name: present(p.grad).clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("kind", FLAVORS)
 def test_packed_and_padded_rows_give_the_same_logprobs_and_gradients(kind: Kind) -> None:
     plain, model, packed = loaded(kind), loaded(kind), PackedAttention()
     packed.install(model)

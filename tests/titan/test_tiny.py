@@ -13,7 +13,7 @@ from titan_grpo.titan import compat, flavors, tiny
 from titan_grpo.titan.tiny import Kind
 
 
-@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("kind", flavors.FLAVORS)
 def test_torchtitan_and_transformers_compute_the_same_logits(kind: Kind, tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM

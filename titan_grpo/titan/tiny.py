@@ -9,13 +9,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 Kind = Literal["qwen3", "qwen3_untied", "llama3", "qwen3_moe"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 """Ids of the special tokens."""
@@ -42,12 +41,6 @@ class TinyShape:
 
 
 SHAPE = TinyShape()
-
-QWEN3_0_6B = TinyShape(
-    vocab=151936, hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, ffn=3072
-)
-"""The sizes of Qwen3-0.6B (its config.json): 1.1 GiB in bfloat16. Its tokens past the tokenizer's
-128 have no text."""
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n"
