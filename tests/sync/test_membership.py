@@ -11,7 +11,7 @@ from tests.rigs.receiver_server import ReceiverServer
 from tests.sync.conftest import MakeRig, Rig
 from titan_grpo.engines.server import RolloutNeeds
 from titan_grpo.errors import SyncError
-from titan_grpo.protocol.messages import Standing, new_run_id
+from titan_grpo.protocol.messages import Entry, Standing, new_run_id
 from titan_grpo.runkey import Key
 
 pytestmark = pytest.mark.e2e
@@ -127,6 +127,23 @@ def test_a_run_that_takes_over_gets_the_server_and_the_loser_stops_with_its_name
     first.until(lambda: not present(first.server_set.lane("a")).is_alive())
     with pytest.raises(SyncError, match=f"run {other.pool.run_id} took over every server"):
         first.server_set.reached(2)
+
+
+def test_a_server_that_another_run_took_in_a_transfer_gets_no_rollouts_and_nobody_waits_for_it(
+    rig: MakeRig,
+) -> None:
+    first = rig("a", "b")
+    first.deliver(1)
+    first.servers["a"].freeze_receiver()
+    first.publish(2)
+    first.until(lambda: first.server_set.entry("a").incoming == 2)
+    other = second(rig, first)  # kills the receiver, so the transfer fails
+    other.everyone(1)
+    present(first.server_set.lane("a")).join(WAIT_S)
+    assert first.server_set.entry("a") == Entry()
+    start = time.monotonic()
+    assert first.server_set.wait_held(2, 10 * WAIT_S, everyone=True) == ["b"]
+    assert time.monotonic() - start < WAIT_S
 
 
 def test_a_server_that_another_run_took_gets_versions_again_once_it_has_left_and_come_back(

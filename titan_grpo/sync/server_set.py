@@ -410,6 +410,9 @@ class ServerSet:
         text = f"run {run} took it over: it gets no more versions from this run"
         terminal.print_status(f"{url}: {text}")
         with self._changed:
+            # Its lane ends and reports no more: without this line rollouts would still be made
+            # there, with the other run's weights, and a wait for all servers would wait for it.
+            self.note(url, Entry(), "")
             self._servers[url].taken_by = run
             lost = [self._servers[u].taken_by for u in self._members.present]
             if lost and all(lost):  # none is present while all of them leave or come again
