@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tests.rigs.signals import send
+from tests.rigs.sockets import cut
 from titan_grpo.config import WeightSync
 from titan_grpo.layout.image import Hashing
 from titan_grpo.layout.infer import infer_layout
@@ -117,6 +118,10 @@ class HostProcess:
     def kill_sync(self) -> None:
         """Kill its first sync process."""
         send(self._sync, signal.SIGKILL)
+
+    def cut(self) -> None:
+        """Cut the connection of its sync process to this process, rank 0's store."""
+        assert cut(self._sync)
 
     def kill(self) -> None:
         """End it without a word. Idempotent."""

@@ -84,6 +84,17 @@ def test_what_a_killed_sync_process_of_a_host_had_hashed_is_served_by_the_next_o
     assert [run.loaded[url].value() for url in "ab"] == [2.0, 2.0]
 
 
+def test_a_host_that_lost_its_connection_to_rank_0_announces_the_next_version_over_another_one(
+    rig: MakeRig,
+) -> None:
+    run = rig("a", hosts=2)
+    run.deliver(1)
+    run.hosts[0].cut()
+    for version in (2, 3):
+        run.deliver(version)
+        assert run.loaded["a"].value() == float(version)
+
+
 @pytest.mark.parametrize(
     ("end", "words"),
     [(HostProcess.freeze, "version 2: send failed"), (HostProcess.kill, "source at 127.0.0.2")],

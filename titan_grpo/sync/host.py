@@ -225,13 +225,18 @@ class HostMain(Performer):
                 with store_errors(f"announcing version {version}"):
                     text = message.proven(self._hashing.key).to_json()
                     self._store.set(hashed_key(version, part), text)
+                    # A set has no answer, so one into a lost connection may raise nothing.
+                    self._store.check([hashed_key(version, part)])
                     # Not earlier: a process that replaces this one reads the keys again. Not those
                     # of a version that failed, which may come until a later one's have.
                     while self._notices and not message.error:
                         self._pool.store.delete_key(self._notices.pop())
-            # The thread must go on: without it rank 0 waits in vain for every later version.
             except (PeerError, RuntimeError) as error:
+                # torch's store does not connect again: without an end here rank 0 would wait in
+                # vain for this version and every later one. The next process joins anew, and gets
+                # this job too, as it is not announced.
                 self._failed(version, error)
+                self.exit()
             self._pipe.post("announced", job.slot, version)
 
     def _failed(self, version: int, error: Exception) -> None:
