@@ -24,9 +24,12 @@ from titan_grpo.sync.transports.broadcast import (
     Transport,
     TransportOptions,
     broadcast_image,
+    delete_text,
+    get_text,
     host_store,
     join_store,
     open_transport,
+    put_text,
 )
 from titan_grpo.sync.transports.channel import ReceiverChannel
 
@@ -147,6 +150,20 @@ def test_a_store_listens_on_the_interface_it_was_bound_to_and_on_no_other() -> N
         listening = [line.split()[1] for line in table if line.split()[3] == "0A"]
     addresses = {a.split(":")[0] for a in listening if int(a.split(":")[1], 16) == port}
     assert addresses <= {"0100007F"}
+
+
+@pytest.mark.parametrize("count", [0, 40, (9 << 20) + 1, 16 << 20])
+def test_a_store_carries_texts_of_any_length_and_keeps_nothing_of_one_that_is_deleted(
+    count: int,
+) -> None:
+    host = host_store(LOOPBACK)
+    before = host.num_keys()
+    for text in ("a" * count, "b" * 7):
+        put_text(join_store(LOOPBACK, host.port, SOON_S), "digests", text)
+        assert get_text(host, "digests") == text
+    put_text(host, "digests", "a" * count)
+    delete_text(host, "digests")
+    assert host.num_keys() == before
 
 
 def test_joining_a_store_that_is_gone_names_its_address() -> None:

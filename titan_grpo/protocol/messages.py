@@ -529,8 +529,7 @@ class Hashed(Message, frozen=True):
     """Report of another trainer host's leader, in rank 0's store: its part (layout.manifest) of
     ``version`` is complete, hashed and served at ``source``; otherwise ``error`` is the reason.
 
-    ``digests``: hexadecimal, of the part's blocks in order. The store takes values of 8 MiB: with
-    blocks of 4 MiB and keyed digests a part may have 500 GB. ``patches``: the chain that leads to
+    ``digests``: hexadecimal, of the part's blocks in order. ``patches``: the chain that leads to
     ``version``, oldest first.
     """
 

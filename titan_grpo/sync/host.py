@@ -35,7 +35,7 @@ from titan_grpo.sync.images import (
 )
 from titan_grpo.sync.patches import Patches, is_wanted
 from titan_grpo.sync.publisher import Announcer, Copy, copied_key
-from titan_grpo.sync.transports.broadcast import store_errors
+from titan_grpo.sync.transports.broadcast import put_text, store_errors
 from titan_grpo.sync.transports.channel import TICKET_BYTES
 from titan_grpo.sync.transports.range_server import RangeServer
 
@@ -224,9 +224,7 @@ class HostMain(Performer):
             try:
                 with store_errors(f"announcing version {version}"):
                     text = message.proven(self._hashing.key).to_json()
-                    self._store.set(hashed_key(version, part), text)
-                    # A set has no answer, so one into a lost connection may raise nothing.
-                    self._store.check([hashed_key(version, part)])
+                    put_text(self._store, hashed_key(version, part), text)
                     # Not earlier: a process that replaces this one reads the keys again. Not those
                     # of a version that failed, which may come until a later one's have.
                     while self._notices and not message.error:

@@ -149,7 +149,7 @@ def wait_copied(pool: ImagePool, version: int, rank: int, timeout_s: float) -> N
 
 
 def hashed_key(version: int, part: int) -> str:
-    """Return the key in rank 0's store that another host's leader sets to a Hashed."""
+    """Return the key in rank 0's store at which another host's leader puts a Hashed."""
     return f"hashed/{version}/{part}"
 
 

@@ -49,7 +49,7 @@ from titan_grpo.sync.pause_guard import PauseGuard, deadlines_of, transfer_in_lo
 from titan_grpo.sync.publisher import copied_key
 from titan_grpo.sync.relay import Relay
 from titan_grpo.sync.server_set import JOIN_S, OpenLane, Reports, ServerObserver, ServerSet
-from titan_grpo.sync.transports.broadcast import store_errors
+from titan_grpo.sync.transports.broadcast import delete_text, get_text, store_errors
 from titan_grpo.sync.transports.nixl import NixlSource
 from titan_grpo.sync.transports.range_server import RangeServer
 from titan_grpo.sync.turns import Turns
@@ -328,7 +328,7 @@ class SyncLanes:
         self._notices = [notice for notice in self._notices if notice[0] >= self._complete]
         for _, store, key in over:
             with store_errors("deleting what other ranks have said"):
-                store.delete_key(key)
+                delete_text(store, key)
 
     def _patches_wanted(self) -> bool:
         wanted = self._link.transport in RANGES and self._deliveries.patches_wanted()
@@ -355,7 +355,7 @@ class SyncLanes:
                 f" another host, {left_s:.0f} s"
             ):
                 store.wait([key], timedelta(seconds=left_s))
-                hashed = Hashed.from_json(store.get(key))
+                hashed = Hashed.from_json(get_text(store, key))
             hashed.require_proof(self.hashing.key)
             if why := hashed.problem(version, part):
                 raise SyncError(f"part {part} of rank {rank}'s host failed: {why}")

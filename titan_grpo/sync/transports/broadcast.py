@@ -45,6 +45,10 @@ more."""
 CONNECT_S = 30.0
 """Default deadline of a hosted store's operations, in seconds."""
 
+PIECE = 1 << 20
+"""Most characters of a value in a store: torch's store closes the connection on which a value over
+8 MiB comes."""
+
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 ABORT_S = 5.0
@@ -104,6 +108,31 @@ def join_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
         )
+
+
+def put_text(store: dist.TCPStore, key: str, text: str) -> None:
+    """Set ``key`` to a text of any length, in pieces; return when the store has it."""
+    first, *others = [text[at : at + PIECE] for at in range(0, len(text), PIECE)] or [""]
+    for number, piece in enumerate(others, 1):
+        store.set(f"{key}/{number}", piece)
+    store.set(key, f"{len(others)} {first}")  # last: readers wait for this one
+    # A set has no answer, so one into a lost connection may raise nothing.
+    store.check([key])
+
+
+def get_text(store: dist.TCPStore, key: str) -> str:
+    """Return what ``put_text`` has set; it must be there."""
+    others, _, first = store.get(key).partition(b" ")
+    numbers = range(1, int(others) + 1)
+    return (first + b"".join(store.get(f"{key}/{number}") for number in numbers)).decode()
+
+
+def delete_text(store: dist.TCPStore, key: str) -> None:
+    """Delete what ``put_text`` has set, if anything."""
+    store.delete_key(key)
+    number = 1
+    while store.delete_key(f"{key}/{number}"):
+        number += 1
 
 
 @dataclass(frozen=True, slots=True)
