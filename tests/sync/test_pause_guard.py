@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from msgspec.structs import replace as change
@@ -27,6 +28,7 @@ from tests.rigs.present import present
 from tests.rigs.proxy import Proxy, address_of
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from tests.rigs.server_handle import ServerProcess, served
+from tests.rigs.threads import no_free_thread
 from tests.rigs.trainer_handle import wait_until
 from tests.sync.guarded_trainer import digest
 from titan_grpo.config import WeightSync
@@ -42,7 +44,7 @@ from titan_grpo.sync import pause_guard
 from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.sync.link import ANSWER_S, LinkOptions
 from titan_grpo.sync.pause_guard import RENEW_S, PauseGuard, deadlines_of
-from titan_grpo.sync.pause_guard_main import Access, fence, steps, superseded
+from titan_grpo.sync.pause_guard_main import Access, GuardProcess, fence, steps, superseded
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = Path(__file__).parent / "guarded_trainer.py"
@@ -315,6 +317,24 @@ def test_a_trainer_with_many_open_files_has_a_pause_guard_too_which_gives_up_a_s
         guard.close()
         process.wait(WAIT_S)
     assert "http://127.0.0.1:9 did not answer in 2 tries" in (tmp_path / "log").read_text()
+
+
+def test_a_pause_guard_on_a_host_without_a_free_thread_goes_on_and_tries_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours, theirs = socket.socketpair()
+    deadlines = {"pause_s": 60.0, "greet_s": 60.0, "tries": 3, "first_s": 0.01}
+    access = {"bind_host": "", "call_s": 1.0, "join_s": 1.0, "run_key": ""}
+    lines: list[dict[str, object]] = [{"op": "start", "deadlines": deadlines, "access": access}]
+    urls = "http://127.0.0.1:9", "http://127.0.0.1:10"
+    lines += [{"op": "event", "event": passing(url, Point.PAUSE)} for url in urls]
+    ours.sendall(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    ours.close()  # as a trainer that ends
+    with no_free_thread():
+        GuardProcess(theirs, os.getppid()).run()
+    for url in urls:
+        assert f"{url} cannot be recovered now: can't start new thread" in caplog.text
+        assert f"{url} did not answer in 3 tries" in caplog.text
 
 
 def test_a_slow_commit_whose_calls_all_end_in_time_is_not_fenced(tmp_path: Path) -> None:

@@ -227,9 +227,16 @@ class GuardProcess:
             match action:
                 case pause_guard.Recover(url):
                     cancel = self._cancels[url] = threading.Event()
-                    threading.Thread(
+                    thread = threading.Thread(
                         target=self._recover, args=(action, cancel), name=url, daemon=True
-                    ).start()
+                    )
+                    try:
+                        thread.start()
+                    except RuntimeError as error:
+                        # No free thread: a failed try. Raising would end the guard, and leave
+                        # every open server paused.
+                        log.warning("%s cannot be recovered now: %s", url, error)
+                        self._end(pause_guard.Failed(url, action.number, time.monotonic()))
                 case pause_guard.CancelRecovery(url):
                     self._cancels[url].set()
                 case pause_guard.GiveUp(url):
@@ -263,10 +270,12 @@ class GuardProcess:
         finally:
             control.close()
             now = time.monotonic()
-            self._results.put(
-                pause_guard.Superseded(url, number) if taken else result(url, number, now)
-            )
-            self._wake_write.send(b".")
+            self._end(pause_guard.Superseded(url, number) if taken else result(url, number, now))
+
+    def _end(self, result: pause_guard.Event) -> None:
+        """Hand the result of a recovery to the main thread, and wake it."""
+        self._results.put(result)
+        self._wake_write.send(b".")
 
 
 def _pidfd(pid: int) -> int:
