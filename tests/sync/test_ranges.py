@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from tests.rigs.sockets import descriptors_left
+from titan_grpo.config import WeightSync
+from titan_grpo.engines.http import addresses_towards
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.manifest import Part
 from titan_grpo.protocol.messages import RangeSource
 from titan_grpo.receive.fetch import NOWHERE, RELAY_HOST, MemfdReader, TcpReader
 from titan_grpo.runkey import Key
+from titan_grpo.sync.images import check_address
 from titan_grpo.sync.transports.channel import (
     GREETING,
     NONCE_BYTES,
@@ -265,6 +268,16 @@ def test_a_source_that_is_closed_opens_no_port(server: RangeServer) -> None:
     for host in (LOOPBACK, "127.0.0.2"):
         with pytest.raises(TransferFailed, match="is closed"):
             server.listen(host)
+
+
+@pytest.mark.parametrize("address", ["10.0..5", "a" * 64, "0.0.0.0", "::"])
+def test_what_is_no_address_of_one_host_is_refused_at_the_start(address: str) -> None:
+    with pytest.raises(ConfigError, match="bind_host must be an address of this host"):
+        check_address(WeightSync(bind_host=address))
+
+
+def test_no_way_leads_to_what_is_no_name() -> None:
+    assert list(addresses_towards("10.0..5")) == list(addresses_towards())
 
 
 def test_an_address_that_no_socket_can_listen_at_names_the_settings_of_trainer_and_server() -> None:

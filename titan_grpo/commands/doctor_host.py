@@ -6,7 +6,6 @@ facts changes nothing.
 
 import math
 import os
-import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,9 +18,11 @@ import msgspec
 
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import sglang, vllm
+from titan_grpo.errors import ConfigError
 from titan_grpo.patches.versions import numbers
 from titan_grpo.receive.checkpoint import checkpoint_shapes
 from titan_grpo.subprocesses import TORCHRUN, run_command
+from titan_grpo.sync.transports.channel import open_listener
 
 Status = Literal["ok", "warning", "problem"]
 
@@ -283,11 +284,8 @@ def nccl(ours: str, theirs: str, python_path: str) -> Finding:
 def bind(host: str) -> Finding:
     """Check that lanes can listen on an address of this host."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(address)
-            probe.listen(1)
-    except OSError as error:
+        open_listener(host).close()
+    except ConfigError as error:
         remedy = "set weight_sync.bind_host to an address of this host"
         return problem("ports", f"cannot listen on {host}: {error}", remedy)
     return ok("ports", f"lanes can listen on {host} (each takes a free port)")

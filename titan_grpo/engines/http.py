@@ -128,7 +128,7 @@ def addresses_towards(*hosts: str) -> Iterator[str]:
     without those that have no route or do not resolve (yet). Sends no packet: connecting a UDP
     socket only picks a route."""
     for host in (*hosts, ANYWHERE):
-        with suppress(OSError):
+        with suppress(OSError, UnicodeError):  # the latter: no name that can be looked up
             family, kind, _, _, address = socket.getaddrinfo(host, 80, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
                 probe.connect(address)

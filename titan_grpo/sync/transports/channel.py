@@ -17,8 +17,8 @@ A reader on the source's host sets the highest bit of nbytes. Once the range is 
 memfd's address (4 u64, as in ImageAddress; zeros: there is none) in place of the bytes. The readers
 are in receive/fetch.py.
 
-Both proofs are HMACs over both nonces and the ticket under Hashing.range_key; zeros without a run
-key.
+Both proofs are HMACs over both nonces and the ticket, under Hashing.range_key or, for an epoch's
+ticket, EpochKeys.messages; zeros without a run key.
 
 With an epoch's ticket, both ends send frames after the greeting, in order: kind u8, number u64,
 nbytes u64, then nbytes bytes. The end of the connection means that the other end is gone.
@@ -37,6 +37,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from titan_grpo.errors import ConfigError, TransferFailed
@@ -74,25 +75,28 @@ def proof(key: Key | None, who: str, ours: bytes, theirs: bytes, ticket: bytes) 
 
 def open_listener(host: str, port: int = 0) -> socket.socket:
     """Return a non-blocking listener on this host's address ``host``. Raises ConfigError if it
-    cannot be bound, or no descriptor is left."""
+    cannot be bound, or stands for all addresses, or no descriptor is left."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, proto, _, address = found[0]
+        if ip_address(str(address[0]).partition("%")[0]).is_unspecified:
+            raise OSError("it stands for all addresses, and servers need one to connect to")
         listener = socket.socket(family, kind, proto)
         # A process before this one had the port: its connections may still be closing.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(1024)
         listener.setblocking(False)
-    except OSError as error:
+    # UnicodeError: what is neither an address nor a name that can be looked up, as "10.0..5".
+    except (OSError, UnicodeError) as error:
         raise _cannot_listen(host, error) from error
     return listener
 
 
-def _cannot_listen(host: str, error: OSError) -> ConfigError:
+def _cannot_listen(host: str, error: OSError | UnicodeError) -> ConfigError:
     """Return the error that says what to change: only one of the two settings can name an address
     of another host."""
-    if error.errno in (errno.EMFILE, errno.ENFILE):
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return ConfigError(
             f"the port for servers on {host!r} needs a descriptor, there is none left ({error});"
             " servers could not read versions here; raise the limit on open files (ulimit -n)"
