@@ -122,9 +122,18 @@ def test_what_asks_the_server_goes_without_the_admin_key() -> None:
     assert not any(call.admin for call in asking)
 
 
+ALONE = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "nnodes": 1}
+
+
+@pytest.mark.parametrize("key", ["pp_size", "dp_size", "nnodes"])
+def test_a_server_without_our_plugin_that_has_other_workers_is_unfit(key: str) -> None:
+    with pytest.raises(ServerUnfit, match=f"this one has {key} 2"):
+        sglang_stock.world_size(1.0).parse({**ALONE, key: 2})
+
+
 def test_the_answer_with_the_keys_in_it_is_never_shown() -> None:
     call = sglang_stock.world_size(1.0)
-    assert call.parse({"tp_size": 2, "pp_size": 1, "api_key": "secret"}) == 2
+    assert call.parse({**ALONE, "tp_size": 2, "api_key": "secret"}) == 2
     for answer in ({"api_key": "secret", "tp_size": "secret"}, ["secret"], "secret"):
         with pytest.raises(ServerRefused) as refusal:
             call.parse(answer)

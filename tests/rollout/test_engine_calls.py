@@ -51,7 +51,7 @@ VLLM: dict[str, Any] = {
 
 STOCK = {
     "GET /model_info": {"weight_version": "default"},
-    "GET /server_info": {"tp_size": 2, "pp_size": 1},
+    "GET /server_info": {"tp_size": 2, "pp_size": 1, "dp_size": 1, "nnodes": 1},
     "POST /weights_checker": {"ranks": [{"checksums": {"a": 1, "b": 2}}]},
 } | {
     f"POST /{name}": {}

@@ -43,6 +43,9 @@ def test_bytes_of_a_streamed_transfer_count_as_far_as_they_were_sent(
         def init_group(self, *_: object) -> None:
             """The trainer is the only rank."""
 
+        def destroy_group(self, *_: object) -> None:
+            """Nobody is in it."""
+
         def close(self) -> None:
             """No connection is open."""
 

@@ -216,10 +216,14 @@ def test_only_the_first_mark_has_the_time_of_the_patches() -> None:
     link.close()
 
 
+def server_info(tp_size: int) -> dict[str, int]:
+    return {"tp_size": tp_size, "pp_size": 1, "dp_size": 1, "nnodes": 1}
+
+
 def test_a_server_that_refuses_a_group_is_the_reason_that_it_was_not_opened() -> None:
     board = Board()
     board.routes = {
-        "GET /server_info": lambda _: (200, {"tp_size": 1, "pp_size": 1}),
+        "GET /server_info": lambda _: (200, server_info(tp_size=1)),
         "GET /model_info": lambda _: (200, {"weight_version": "default", "model_path": "m"}),
         "POST /init_weights_update_group": lambda _: (400, {"message": "no such backend"}),
     }
@@ -232,6 +236,35 @@ def test_a_server_that_refuses_a_group_is_the_reason_that_it_was_not_opened() ->
         link.offer(1, 1, [], "")
     link.close()
     board.close()
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_stock_server_leaves_the_group_of_a_failed_transfer_too(commits: bool) -> None:
+    board = Board()
+    left: list[str] = []
+
+    def leave(body: dict[str, str]) -> tuple[int, dict[str, str]]:
+        left.append(body["group_name"])
+        return 200, {}
+
+    board.routes = {
+        "GET /server_info": lambda _: (200, server_info(tp_size=0)),  # so rank 0 is alone
+        "GET /model_info": lambda _: (200, {"weight_version": "default", "model_path": "m"}),
+        "POST /init_weights_update_group": 200,
+        "POST /destroy_weights_update_group": leave,
+    }
+    access = ServerAccess(board.url, SOON_S)
+    options = LinkOptions(WeightSync(), "gloo", LOOPBACK)
+    manifest = Manifest.build([("a", "bfloat16", (10,))], 4096)
+    link = StockLink("run", 1, manifest, options, StockRoutes(access))
+    link.join(SglangControl(access), SOON_S)
+    link.offer(1, 1, [], "")
+    if commits:
+        link.ping(2, SOON_S)
+    for _ in range(2):
+        link.close()
+    board.close()
+    assert left == ["titan_grpo-run-1-1"]
 
 
 @pytest.mark.parametrize("pair", ["gloo"], indirect=True)

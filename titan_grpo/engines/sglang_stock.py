@@ -3,11 +3,10 @@ plugin."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from titan_grpo.engines.http import Call, ServerAccess, ignore, requests, want
-from titan_grpo.errors import ServerRefused
+from titan_grpo.errors import ServerRefused, ServerUnfit
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +32,21 @@ class Announced:
 
 
 def world_size(timeout_s: float) -> Call[int]:
-    """Return the number of the server's workers: tensor x pipeline parallel."""
+    """Return the number of the server's workers, all of them tensor parallel. Raises ServerUnfit
+    for others: SGLang gives a worker the rank of a group that its tensor parallel rank says, so the
+    group would never be complete, and each attempt would stop generation for its deadline."""
     path = "/server_info"
 
     def parse(answer: Any) -> int:
-        sizes = (want(answer, key, int, path, secret=True) for key in ("tp_size", "pp_size"))
-        return prod(sizes)
+        size: int = want(answer, "tp_size", int, path, secret=True)
+        for key in ("pp_size", "dp_size", "nnodes"):
+            if (found := want(answer, key, int, path, secret=True)) > 1:
+                raise ServerUnfit(
+                    f"a server without our plugin must have tensor-parallel workers on one host"
+                    f" alone, this one has {key} {found}: not all of it would get the weights;"
+                    " start it without, one server per replica"
+                )
+        return size
 
     return Call("GET", path, timeout_s, parse)
 

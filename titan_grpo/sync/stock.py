@@ -8,6 +8,7 @@ sets the real label after the last one: a server labelled "unusable" needs a who
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from titan_grpo.engines.sglang_stock import Announced, Group, StockRoutes
 from titan_grpo.errors import PeerError, ServerRefused, TransferFailed
 from titan_grpo.layout.manifest import Manifest, TensorSpec, buckets, names_problem
 from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Staged
-from titan_grpo.sync.link import LinkOptions, Moved
+from titan_grpo.sync.link import LinkOptions, Moved, answer_s
 from titan_grpo.sync.transports.broadcast import (
     Transport,
     TransportOptions,
@@ -52,13 +53,15 @@ class StockLink:
         self._aborted = False
         self._transport: Transport | None = None
         self._group = ""
+        """Name of the group that the server may still be in."""
         self._intact = True
         self._workers = 0
 
     def join(self, control: ServerControl, timeout_s: float) -> Joined:
         """Read the workers and the label; return an answer with no version held. ``intact`` comes
         from the label. Its version is ignored, because a restarted server accepts a label without
-        an update: every connection sends a whole version. Raises ServerRefused with a run key."""
+        an update: every connection sends a whole version. Raises ServerRefused with a run key,
+        and as ``world_size``."""
         if self._options.run_key is not None:
             raise ServerRefused(
                 f"{control.url}: this run has a run key, and a server without our plugin can"
@@ -147,6 +150,7 @@ class StockLink:
         group: it has restarted, or has left it before."""
         self._drop()
         self._routes.destroy_group(self._group, timeout_s)
+        self._group = ""
 
     def bye(self, timeout_s: float) -> None:
         """Do nothing: there is no receiver."""
@@ -169,6 +173,13 @@ class StockLink:
         """Close group and connections. Idempotent."""
         try:
             self._drop()
+            group, self._group = self._group, ""
+            if group:
+                # After a failed transfer: SGLang keeps a group until it is told, one per retry.
+                with suppress(PeerError):
+                    self._routes.destroy_group(
+                        group, answer_s(self._options.config.commit_deadline_s)
+                    )
         finally:
             self._routes.close()
 
