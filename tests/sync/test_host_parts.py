@@ -10,8 +10,10 @@ import torch
 from tests.rigs.host_process import HostProcess
 from tests.rigs.present import present
 from tests.sync.conftest import MakeRig, Rig
-from titan_grpo.protocol.messages import Standing
+from titan_grpo.protocol.messages import Hashed, RangeSource, Standing
 from titan_grpo.runkey import Key
+from titan_grpo.sync.images import hashed_key
+from titan_grpo.sync.transports.broadcast import put_text
 from titan_grpo.titan.hf_files import whole_image
 
 pytestmark = pytest.mark.e2e
@@ -67,6 +69,18 @@ def test_a_host_that_stands_still_costs_the_version_that_it_does_not_hash_and_no
     assert run.server_set.entry("a").standing is Standing.HOLDS
     assert run.loaded["a"].value() == 1.0
     a_thawed_host_serves(run, 3)
+
+
+def test_a_host_that_announces_what_are_no_digests_costs_that_version_and_no_other(
+    rig: MakeRig,
+) -> None:
+    run = rig("a", hosts=2)
+    run.hosts[0].freeze()
+    report = Hashed(1, 1, RangeSource("127.0.0.2", 1, ""), "no digits")
+    put_text(present(run.pool.hashed), hashed_key(1, 1), report.to_json())
+    published(run, 1)
+    error_with(run, "part 1 of rank 1's host has no digests: non-hexadecimal number")
+    a_thawed_host_serves(run, 2)
 
 
 def test_what_a_killed_sync_process_of_a_host_had_hashed_is_served_by_the_next_one(

@@ -360,7 +360,12 @@ class SyncLanes:
             if why := hashed.problem(version, part):
                 raise SyncError(f"part {part} of rank {rank}'s host failed: {why}")
             count = len(self.manifest.blocks(part))
-            digests = self.hashing.split(bytes.fromhex(hashed.digests), count)
+            try:
+                digests = self.hashing.split(bytes.fromhex(hashed.digests), count)
+            except ValueError as error:
+                raise SyncError(
+                    f"part {part} of rank {rank}'s host has no digests: {error}"
+                ) from error
             out.append((hashed, digests))
             self.slots.copied(version, rank)
         return out
