@@ -27,7 +27,7 @@ from titan_grpo.sync.transports.channel import (
     open_listener,
     proof,
 )
-from titan_grpo.sync.transports.range_server import RangeServer
+from titan_grpo.sync.transports.range_server import GREET_S, RangeServer
 
 LOOPBACK = "127.0.0.1"
 SOON_S = 60.0
@@ -268,6 +268,21 @@ def test_a_source_that_is_closed_opens_no_port(server: RangeServer) -> None:
     for host in (LOOPBACK, "127.0.0.2"):
         with pytest.raises(TransferFailed, match="is closed"):
             server.listen(host)
+
+
+@pytest.mark.parametrize("further", [0, 64, 1000])
+def test_a_reader_of_a_version_that_is_over_is_refused_at_once_however_many_hosts_had_parts_of_it(
+    image: SharedImage, further: int
+) -> None:
+    server = RangeServer(expects=True)
+    source = place(server, image)
+    for ticket in (source.ticket, *(place(server, image).ticket for _ in range(further))):
+        server.revoke(ticket)
+    start = time.monotonic()
+    with pytest.raises(TransferFailed, match="no longer served"):
+        read(source, 0, 1)
+    assert time.monotonic() - start < GREET_S / 2
+    server.close()
 
 
 @pytest.mark.parametrize("address", ["10.0..5", "a" * 64, "0.0.0.0", "::"])

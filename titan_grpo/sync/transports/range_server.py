@@ -49,8 +49,9 @@ ANSWER_BYTES = 1 << 20
 
 READ_BYTES = 64 << 10
 
-RETIRED = 64
-"""Number of revoked tickets that are remembered."""
+RETIRED = 4096
+"""Number of revoked tickets that are remembered. A receiver revokes one per trainer host with each
+version, and the last versions' readers may still come."""
 
 REST_S = 1.0
 """Back-off after accept() fails (EMFILE), in seconds."""
