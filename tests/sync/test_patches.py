@@ -230,3 +230,17 @@ def test_auto_makes_patches_where_versions_take_long_and_all_patches_are_less_th
     seen = Deliveries(WeightSync(), manifest, int)
     seen.came("b", 1 << 30, 90.0)
     assert not seen.patches_wanted()
+
+
+def test_patches_that_were_too_large_for_the_link_are_tried_again_the_later_the_larger() -> None:
+    def versions_without(share: float) -> int:
+        seen.made(share)
+        return next(n for n in range(100) if seen.patches_wanted())
+
+    manifest = Manifest.build([("a", "bfloat16", (1 << 29,))], 4 << 20)
+    seen = Deliveries(WeightSync(delta="auto"), manifest, int, relays=True)
+    for number in range(8):
+        seen.came(str(number), manifest.total_bytes, 90.0)
+    assert [versions_without(share) for share in (0.1, 0.13, 0.2, 0.25)] == [0, 1, 5, 7]
+    assert versions_without(0.01) == 0
+    assert all(seen.patches_wanted() for _ in range(100))

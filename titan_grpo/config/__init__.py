@@ -66,9 +66,10 @@ class WeightSync:
     """Send patches of the changed elements instead of whole versions to servers that hold an
     earlier version (staged, tcp). Each trainer host makes the patches of its part and sends them to
     each server. auto: only while the slowest server's whole version takes four times as long as
-    making a patch (about 1 s per GiB of a part); with relay, only while the patches for all servers
-    are smaller together than one version. Blocks that a patch does not reproduce exactly are read
-    from the version."""
+    making a patch (about 1 s per GiB of a part), as its last whole version took: with patches, its
+    first one after it connected; with relay, only while the patches for all servers are smaller
+    together than one version (one is tried again after some versions). Blocks that a patch does not
+    reproduce exactly are read from the version."""
 
     relay: bool = True
     """Let servers on other hosts than the trainer's read a version from each other while they

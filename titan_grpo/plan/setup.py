@@ -190,7 +190,8 @@ class Setup:
 
     def patches_wanted(self, slowest_s: float) -> bool:
         """Return whether to make a patch of the next version. ``slowest_s``: the slowest server's
-        seconds for a whole version."""
+        seconds for a whole version. Patches that are too large for the link are never tried here,
+        as their size does not change."""
         if self.same_host or not self.patch_bytes(1):
             return False
         link_share = self.servers * self.patch_share if self.relays else 0.0

@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 WANTED = "patches"
 """Key in rank 0's store: "1" if patches pay off, as measured by its lanes."""
 
+FADES = 0.9
+"""Factor of a patch's size for each version for which it was too large: the larger the patches for
+all servers were, the later the next one is tried."""
+
 
 class Patches:
     """The last patches of a host's part, which receivers read in place of the part. For one thread.
@@ -130,10 +134,13 @@ class Deliveries:
         self._share = share
 
     def patches_wanted(self) -> bool:
-        """Return whether to make a patch of the next version."""
+        """Return whether to make a patch of the next version. Call it once per version."""
         with self._lock:
             slowest_s = max(self._whole_s.values(), default=0.0)
             link_share = self._share * len(self._whole_s) if self._relays else 0.0
+        if link_share > 1:
+            # Only a patch shows what patches would take now, and none is made of this version.
+            self._share *= FADES
         return worth_making(self._mode, slowest_s, self._part_bytes, link_share)
 
 
