@@ -32,7 +32,6 @@ from titan_grpo.config import WIRE_BYTES, sends_adapters
 from titan_grpo.errors import AlertStop, StorageError, SyncError, UnhealthyError
 from titan_grpo.observe import names, terminal
 from titan_grpo.observe.run_lock import held
-from titan_grpo.sync.transports.broadcast import limit_nccl_opening
 from titan_grpo.titan import compat
 from titan_grpo.titan.data import BatchLoader, Share, TextMixin
 from titan_grpo.titan.modules import (
@@ -418,8 +417,6 @@ def run(job_config: Any, build: Callable[[Any], GRPOTrainer] = GRPOTrainer) -> N
     folder = Path(job_config.job.dump_folder)
     with held(folder) if os.environ["RANK"] == "0" else nullcontext():
         init_logger()
-        if job_config.weight_sync.transport == "nccl":
-            limit_nccl_opening(job_config.weight_sync.connect_deadline_s)
         try:
             with ExitStack() as ends:
                 trainer = build(job_config)

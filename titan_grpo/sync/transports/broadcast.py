@@ -319,8 +319,9 @@ def limit_nccl_opening(open_s: float) -> None:
     """Have torch give up a non-blocking NCCL initialisation after ``open_s`` seconds, in place of
     30 minutes.
 
-    Call it before the process's first NCCL group: torch reads the variable once, at the first use.
-    A user's value stays. Blocking groups, as torchtitan's, ignore it.
+    torch reads the variable once, at the process's first NCCL group. Here that is the first
+    transport's: sync and receiver processes have no other groups, and start without the trainer's
+    TORCH_NCCL variables (subprocesses.helper_environment).
     """
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(open_s)))
 
@@ -351,7 +352,7 @@ class NcclTransport(Transport):
     def __init__(self, store: dist.Store, rank: int, size: int, options: TransportOptions) -> None:
         """Connect all ranks. Raises TransferFailed if one is missing past the deadline, or the
         device has no memory left. ``options.device``: "cuda" or "cuda:N"."""
-        limit_nccl_opening(options.timeout_s)  # for a process without an earlier NCCL group
+        limit_nccl_opening(options.timeout_s)
         name = options.device if options.device.startswith("cuda") else "cuda"
         self._device = (
             torch.device(name) if ":" in name else torch.device("cuda", torch.cuda.current_device())
