@@ -63,7 +63,8 @@ def deadlines_of(config: WeightSync, nbytes: int, forwarded: bool) -> Deadlines:
         answers_s = 2 * answer_s(call_s)
         pause_s = RENEW_S + call_s + transfer_s + answers_s + config.backoff_max_s
     if forwarded or config.apply == "streamed":
-        # The whole connection: stock SGLang's routes do not renew either.
+        # The whole connection: rank 0's calls do not renew, and a stock server's one call for its
+        # parameters' checksums may take longer than a call's deadline.
         greet_s = 3 * config.connect_deadline_s + lane.step_s(lane.Phase.CONNECTING, call_s)
     else:
         # One call, then a wait without calls: for the receiver's answer and the communicator, or
