@@ -216,6 +216,22 @@ def test_only_the_first_mark_has_the_time_of_the_patches() -> None:
     link.close()
 
 
+def test_all_links_send_one_copy_of_the_manifest() -> None:
+    manifest = Manifest.build([("a", "bfloat16", (10,))], 4096)
+    config = WeightSync(bucket_bytes=4096, progress_deadline_s=0.05)
+    queued = []
+    for epoch in (1, 2):
+        link = LaneLink("run", epoch, manifest, LinkOptions(config, "tcp", LOOPBACK))
+        link.open()
+        with pytest.raises(TransferFailed, match="waiting for the receiver"):
+            link.send_manifest()  # no receiver comes
+        queued.append([part.obj for part in link._opened().out])
+        link.close()
+    first, second = queued
+    assert manifest.to_json().encode() in first
+    assert [body for body in first if any(body is other for other in second)] == [manifest.encoded]
+
+
 def server_info(tp_size: int) -> dict[str, int]:
     return {"tp_size": tp_size, "pp_size": 1, "dp_size": 1, "nnodes": 1}
 

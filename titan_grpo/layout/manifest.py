@@ -240,7 +240,12 @@ class Manifest:
     def digest(self) -> str:
         """Hash of the canonical JSON, 32 hex characters: equal digests mean the same names, dtypes,
         shapes, offsets, block size and parts."""
-        return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(self.encoded, digest_size=16).hexdigest()
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The canonical JSON as bytes: one object for all connections that send it."""
+        return self.to_json().encode()
 
     @cached_property
     def _by_name(self) -> dict[str, TensorSpec]:

@@ -256,7 +256,7 @@ class LaneLink:
     def send_manifest(self, moved: Moved | None = None) -> Staged:
         """Send the manifest and wait until the receiver has memory for an image of that size. Each
         bucket of memory has a deadline; ``moved`` gets the bytes made so far."""
-        self._post(Order(MANIFEST_NUMBER, "manifest", 0, ""), self._manifest.to_json().encode())
+        self._post(Order(MANIFEST_NUMBER, "manifest", 0, ""), self._manifest.encoded)
         return self._moving(MANIFEST_NUMBER, moved, 0)
 
     def send(
