@@ -216,7 +216,7 @@ def test_a_killed_pause_guard_is_replaced_with_all_that_is_open(
     assert wait_until(lambda: first.status() == psutil.STATUS_ZOMBIE, WAIT_S)
     guard.observe(passing("http://127.0.0.1:9", Point.PAUSE))
     guard.observe(passing("http://127.0.0.1:9", Point.RESUMED))
-    assert (guard.restarts, guard.pid != first.pid) == (1, True)
+    assert guard.pid != first.pid
     second = psutil.Process(guard.pid)
     guard.close()  # with a server still paused: as after a lane that was aborted
     second.wait(WAIT_S)
@@ -260,11 +260,12 @@ def test_a_pause_guard_that_still_loads_is_not_replaced_and_one_that_hangs_is(
     for url in urls:
         guard.know(url, API_KEY)
         guard.observe(passing(url, Point.GREET))
-    assert (guard.restarts, guard.pid) == (0, first.pid)
+    assert guard.pid == first.pid
     monkeypatch.setattr(pause_guard, "STUCK_S", 0.5)
     threading.Event().wait(0.6)
     guard.observe(passing(urls[0], Point.PAUSE))
-    assert (guard.restarts, first.status()) == (1, psutil.STATUS_ZOMBIE)
+    assert guard.pid != first.pid
+    assert first.status() == psutil.STATUS_ZOMBIE
     psutil.Process(guard.pid).kill()
     guard.close()
 

@@ -7,7 +7,6 @@ thread may be in two processes.
 """
 
 import os
-import select
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -26,6 +25,7 @@ from titan_grpo.protocol import image_slots
 from titan_grpo.protocol.image_slots import SlotTable
 from titan_grpo.protocol.messages import Label, Patch, RangeSource, new_run_id
 from titan_grpo.runkey import Key
+from titan_grpo.subprocesses import readable
 from titan_grpo.sync.publisher import copied_key
 from titan_grpo.sync.transports.broadcast import LOOPBACK, host_store, join_store, store_errors
 from titan_grpo.sync.transports.channel import open_listener
@@ -211,10 +211,8 @@ class Reserved:
         """Wait up to ``timeout_s`` seconds for a slot, taken by ``take`` if given, else by
         ``self.take``. For the end of a run only."""
         deadline, take = time.monotonic() + timeout_s, take or self.take
-        poll = select.poll()
-        poll.register(self._read, select.POLLIN)
         while (slot := take()) is None and (left_s := deadline - time.monotonic()) > 0:
-            poll.poll(left_s * 1000.0)
+            readable(left_s, self._read)
         return slot
 
     def close(self) -> None:

@@ -75,10 +75,7 @@ def deadlines_of(config: WeightSync, nbytes: int, forwarded: bool) -> Deadlines:
 
 
 class PauseGuard:
-    """Starts the process and forwards lane events to it. One per run.
-
-    ``restarts``: number of replacements of the process.
-    """
+    """Starts the process and forwards lane events to it. One per run."""
 
     def __init__(self, link: LinkOptions, log: Path, deadlines: Deadlines) -> None:
         """``log``: file that the process appends to."""
@@ -104,7 +101,6 @@ class PauseGuard:
         """When the socket last took bytes (monotonic clock)."""
         self._restarted_s = -RESTART_S
         self._closed = False
-        self.restarts = 0
         with self._lock:
             self._start()
 
@@ -201,7 +197,6 @@ class PauseGuard:
             self._killed.append(self._process)
             logger.warning("process %s, the pause guard, ended or hung: starting another", self.pid)
         self._restarted_s = time.monotonic()
-        self.restarts += 1
         self._drop()
         self._start()
 
