@@ -14,7 +14,7 @@ from titan_grpo.config import WeightSync
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.sglang import SglangControl
 from titan_grpo.engines.sglang_stock import StockRoutes
-from titan_grpo.errors import ConfigError, ServerRefused, TransferFailed
+from titan_grpo.errors import ConfigError, PeerError, ServerRefused, TransferFailed
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Kind, Staged
 from titan_grpo.sync.link import LaneLink, LinkOptions
@@ -164,6 +164,14 @@ def test_a_store_carries_texts_of_any_length_and_keeps_nothing_of_one_that_is_de
     put_text(host, "digests", "a" * count)
     delete_text(host, "digests")
     assert host.num_keys() == before
+
+
+@pytest.mark.parametrize("value", ["", "one", b"0 \xff"])
+def test_a_value_that_is_no_text_in_pieces_is_its_writers_error(value: str | bytes) -> None:
+    host = host_store(LOOPBACK)
+    host.set("digests", value)
+    with pytest.raises(PeerError, match="digests in the store must be a text in pieces"):
+        get_text(host, "digests")
 
 
 def test_joining_a_store_that_is_gone_names_its_address() -> None:

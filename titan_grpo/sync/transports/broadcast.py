@@ -29,7 +29,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from titan_grpo.errors import ConfigError, TransferFailed
+from titan_grpo.errors import ConfigError, PeerError, TransferFailed
 from titan_grpo.protocol.messages import RANGES
 from titan_grpo.sync.transports.channel import open_listener
 
@@ -121,10 +121,13 @@ def put_text(store: dist.TCPStore, key: str, text: str) -> None:
 
 
 def get_text(store: dist.TCPStore, key: str) -> str:
-    """Return what ``put_text`` has set; it must be there."""
-    others, _, first = store.get(key).partition(b" ")
-    numbers = range(1, int(others) + 1)
-    return (first + b"".join(store.get(f"{key}/{number}") for number in numbers)).decode()
+    """Return what ``put_text`` has set; it must be there. Raises PeerError for anything else."""
+    others, _, first = (found := store.get(key)).partition(b" ")
+    try:
+        numbers = range(1, int(others) + 1)
+        return (first + b"".join(store.get(f"{key}/{number}") for number in numbers)).decode()
+    except ValueError as error:  # not a number, or not UTF-8
+        raise PeerError(f"{key} in the store must be a text in pieces: {found[:80]!r}") from error
 
 
 def delete_text(store: dist.TCPStore, key: str) -> None:
