@@ -1,9 +1,12 @@
 """vLLM's interface as data: what is asked, what is read, what is refused."""
 
+import ast
 import base64
 import io
 import json
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,15 +30,34 @@ ANSWER = {
 }
 
 
-def test_a_generation_request_leaves_no_sampling_default_to_the_model_directory() -> None:
+def defaults_of_completions(vllm_python: str) -> Iterator[str]:
+    """What the installed vLLM takes from generation_config.json if a completion names it not."""
+    (source,) = (
+        Path(vllm_python)
+        .parents[1]
+        .glob("lib/python3*/site-packages/vllm/entrypoints/openai/completion/protocol.py")
+    )
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.AnnAssign) and "_DEFAULT_SAMPLING_PARAMS" in ast.dump(node.target):
+            assert node.value is not None
+            yield from ast.literal_eval(node.value)
+
+
+def test_a_generation_request_leaves_no_sampling_default_to_the_model_directory(
+    vllm_python: str,
+) -> None:
     body = vllm.generate([1, 2], Sampling(4, 0.7, 9, "run/@3"), 1.0).json
-    assert {k: body[k] for k in ("top_k", "top_p", "min_p", "repetition_penalty")} == {
+    named = {k: body.get(k) for k in defaults_of_completions(vllm_python)}
+    assert named == {
+        "temperature": 0.7,
         "top_k": -1,
         "top_p": 1.0,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
     }
-    assert (body["seed"], body["cache_salt"], body["temperature"]) == (9, salt("run/@3"), 0.7)
+    assert (body["seed"], body["cache_salt"]) == (9, salt("run/@3"))
 
 
 def test_a_stop_text_is_looked_for_among_special_tokens_too_as_sglang_does() -> None:

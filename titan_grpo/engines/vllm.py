@@ -42,6 +42,17 @@ COMPLETIONS = "/v1/completions"
 RENDER, DERENDER = "/v1/chat/completions/render", "/v1/chat/completions/derender"
 FINISH = "/finish_weight_update"
 BAD_REQUEST = 400
+PLAIN = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""What a request must name to sample from plain softmax: vLLM takes the rest from the model's
+generation_config.json and ``--override-generation-config``."""
+
 QUERY_S = 10.0
 """Longest deadline of a query that the engine answers without work, in seconds."""
 
@@ -100,20 +111,13 @@ def resume(timeout_s: float) -> Call[None]:
 
 
 def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) -> Call[Sampled]:
-    """See Dialect.
-
-    top_k, top_p, min_p and the repetition penalty are sent explicitly: vLLM's defaults come from
-    the model's generation_config.json, and the sampling distribution would not be the trainer's.
-    The answer has the version of each token from vLLM 0.33 on; 0.32 ignores the option.
-    """
+    """See Dialect. The answer has the version of each token from vLLM 0.33 on; 0.32 ignores the
+    option."""
     body: dict[str, Any] = {
         "prompt": list(prompt_ids),
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
+        **PLAIN,
         "ignore_eos": sampling.ignore_eos,
         "logprobs": 0,
         # vLLM looks for stop texts in this text, SGLang in one with special tokens.
