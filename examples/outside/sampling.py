@@ -11,6 +11,11 @@ TOKENS = 12
 DIGITS = range(21, 31)
 """Token ids of the digits in the quickstart's model."""
 
+PLAIN = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+PLAIN |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""The trainer recomputes the whole softmax; vLLM would take what is not named from the model's
+generation_config.json."""
+
 
 def ask(url, body=None):
     """(status, JSON) of a POST of ``body``, or of a GET without one."""
@@ -35,7 +40,8 @@ def version_of(server):
 def sample(server):
     """One completion: its token ids, the log-probability of each, and the share of digits."""
     asked = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 1.0, "logprobs": 0}
-    choice = ask(f"{server}/v1/completions", asked | {"return_token_ids": True})[1]["choices"][0]
+    asked |= {"return_token_ids": True, **PLAIN}
+    choice = ask(f"{server}/v1/completions", asked)[1]["choices"][0]
     tokens = choice["token_ids"]
     reward = sum(token in DIGITS for token in tokens) / len(tokens)
     return tokens, choice["logprobs"]["token_logprobs"], reward

@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import json
+import runpy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,22 @@ def test_generate_is_a_completion_whose_tokens_come_by_their_ids() -> None:
         "logprobs": [[[{"7": -0.5}], [{"8": -1.0}]]] * 2,
         "prompt_logprobs": [None, {"6": -2.0}],
     }
+
+
+def test_generate_samples_from_the_whole_softmax_unless_a_request_names_something_else() -> None:
+    """vLLM would take the rest from the model's generation_config.json."""
+    inner = Inner({"choices": [CHOICE]})
+    asked = {"prompt": "a", "temperature": 0.5, "min_p": 0.1, "top_p": None}
+    ask(WeightsMiddleware(inner), "POST", "/generate", asked)
+    [(_, body)] = inner.came
+    assert (body["temperature"], body["min_p"], body["top_k"], body["top_p"]) == (0.5, 0.1, -1, 1.0)
+    ask(WeightsMiddleware(inner), "POST", "/generate", {"prompt": "a"})
+    assert inner.came[1][1].items() >= {"temperature": 1.0, **vllm.PLAIN}.items()
+
+
+def test_the_example_of_an_environment_samples_from_the_whole_softmax(root: Path) -> None:
+    example = runpy.run_path(str(root / "examples" / "outside" / "sampling.py"))
+    assert example["PLAIN"] == vllm.PLAIN
 
 
 @pytest.mark.parametrize(

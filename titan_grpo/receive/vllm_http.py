@@ -8,6 +8,7 @@ server with several HTTP processes (``--api-server-count``): only one would see 
   with 501.
 * ``POST /generate``: a prompt as text or as token ids, answered with lists of
   ``{token id: log-probability}``, as by vLLM's former demo server; Atropos's server class uses it.
+  Without options it samples from the whole softmax.
 * If versions are adapters (``lora.sync = "adapter"``), a request gets the adapter that is newest
   when it arrives, whatever model it names.
 * ``GET /generate`` is answered with 405, which shows the doctor that the middleware is installed.
@@ -39,7 +40,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from titan_grpo.engines.vllm import LORA_ROUTES, MIDDLEWARE, allowed_rank
+from titan_grpo.engines.vllm import LORA_ROUTES, MIDDLEWARE, PLAIN, allowed_rank
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import adapter_config, layer_of
 from titan_grpo.protocol.messages import Label
@@ -276,16 +277,19 @@ def completed(body: bytes, salt: str, adapter: str) -> bytes:
 
 def completion_body(request: dict[str, Any]) -> dict[str, Any]:
     """Turn a body for ``/generate`` into one for ``COMPLETIONS``; other fields have equal names.
+    What it does not name is off, as in the demo server, and not as the model's files have it.
 
-    >>> completion_body({"prompt": {"prompt_token_ids": [5]}, "max_tokens": 2})["prompt"]
-    [5]
+    >>> body = completion_body({"prompt": {"prompt_token_ids": [5]}, "top_p": 0.9})
+    >>> body["prompt"], body["top_p"], body["top_k"], body["temperature"]
+    ([5], 0.9, -1, 1.0)
     """
     prompt = request["prompt"] if "prompt" in request else request["prompt_token_ids"]
     if isinstance(prompt, dict):
         prompt = prompt["prompt_token_ids"]
     # Only the sampled token's log-probability: for others the answer has texts instead of ids.
     asked = {"prompt": prompt, "logprobs": 0, "return_token_ids": True, "stream": False}
-    return {k: v for k, v in request.items() if k != "prompt_token_ids"} | asked
+    named = {k: v for k, v in request.items() if k != "prompt_token_ids" and v is not None}
+    return {"temperature": 1.0, **PLAIN, **named, **asked}
 
 
 def generate_answer(answer: dict[str, Any]) -> dict[str, Any]:
