@@ -1,10 +1,17 @@
 """What of [parallelism] is refused in one line: degrees, stages and experts that do not come out,
-at which torchtitan would stop every rank with a traceback."""
+at which torchtitan would stop every rank with a traceback. Rows fit the degrees that are let in."""
 
 import pytest
 
+from tests.rigs.jobs import job
 from tests.titan.conftest import Parse
+from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.errors import ConfigError
+from titan_grpo.titan import compat
+
+compat.prepare()
+
+from titan_grpo.titan.rank0 import batch_options  # noqa: E402 - torchtitan after its preparation
 
 UNTIED = "--model.flavor=grpo_tiny_untied"
 
@@ -131,3 +138,13 @@ def test_parallel_degrees_are_checked_against_the_number_of_ranks(
         return
     with pytest.raises(ConfigError, match=message):
         parse("", *arguments, world_size=ranks)
+
+
+@pytest.mark.parametrize("degree", [1, 3, 8, 16])
+def test_the_ranks_that_share_a_row_get_equal_parts_of_it(degree: int) -> None:
+    split = {"tensor_parallel_degree": degree}
+    config = job(parallelism=split, training={"seq_len": 96, "local_batch_size": 1})
+    layout = batch_options(config, TokenCost(), 126).layout
+    lengths = {layout.shape([length])[1] for length in range(1, 97)}
+    assert [length for length in lengths if length % degree or length % 8] == []
+    assert max(lengths) == 96

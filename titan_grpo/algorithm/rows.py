@@ -61,8 +61,8 @@ class Layout:
     """Input token at padded positions: any valid one (causal attention, padding on the right)."""
 
     pad_multiple: int = 8
-    """Padded lengths are multiples of this (fewer shapes, and divisible by the tensor-parallel
-    degree)."""
+    """Padded lengths are multiples of this: fewer shapes. It must be a multiple of the
+    tensor-parallel degree, whose ranks share the positions of a row."""
 
     pack: bool = False
     """Put several sequences in one row; false: one padded row per sequence."""

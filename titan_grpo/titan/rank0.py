@@ -77,6 +77,7 @@ def batch_options(
     return BatchOptions(
         token_budget=grpo.token_budget or training.local_batch_size * training.seq_len,
         max_len=training.seq_len,
+        pad_multiple=math.lcm(8, job_config.parallelism.tensor_parallel_degree),
         pack=grpo.pack_sequences,
         routes=routes,
         grpo=grpo,
