@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit, urlunsplit
 
-from titan_grpo.config.task import ENGINE, Rules, TaskKeys, broken, task_rules
+from titan_grpo.config.task import (
+    ENGINE,
+    LEAST_TEMPERATURE,
+    Rules,
+    TaskKeys,
+    broken,
+    task_rules,
+)
 from titan_grpo.errors import ConfigError
 
 LAUNCH = "launch"
@@ -444,6 +451,9 @@ def _sampling(r: Rollout) -> Rules:
     yield share > 0 and r.max_staleness == 0, "max_stale_token_share", rule
     whole = "(engines give log-probabilities of what is left after a truncation or before it, the"
     whole += " trainer those of the whole distribution: every ratio would be biased)"
+    least = LEAST_TEMPERATURE
+    rule = f"{least} or greater (below it vLLM samples at {least}, and the trainer would not)"
+    yield r.temperature < least, "temperature", rule
     yield r.top_p != 1, "top_p", f"1 {whole}"
     yield r.top_k != -1, "top_k", f"-1 {whole}"
     yield not all(r.stop), "stop", "without an empty text (it would end every completion at once)"
@@ -459,7 +469,6 @@ def _sampling(r: Rollout) -> Rules:
         "max_completion_tokens",
         "max_concurrent_requests",
         "launch_count",
-        "temperature",
         "request_timeout_s",
         "batch_timeout_s",
     ):

@@ -188,6 +188,9 @@ def _agent_rules(r: TaskKeys) -> Rules:
     yield r.chat_template == TEXT, "chat_template", rule
 
 
+LEAST_TEMPERATURE = 0.01
+"""vLLM samples at this one where a request names a smaller one, other than 0."""
+
 EVALUATION_MARGIN_S = 30.0
 """Seconds that an evaluation's process may take beyond its own deadline."""
 
@@ -264,7 +267,9 @@ def evaluation_rules(e: Evaluation) -> Rules:
     rule = "greater than 0 with a task of a class, whose prompts have no end"
     yield not (e.rows or e.reward or e.agent), "rows", rule
     yield e.samples < 1, "samples", "1 or more"
-    yield not 0 <= e.temperature < float("inf"), "temperature", "0 or greater, and finite"
+    sampled = LEAST_TEMPERATURE <= e.temperature < float("inf")
+    rule = f"0 or at least {LEAST_TEMPERATURE} (vLLM would sample at that instead), and finite"
+    yield e.temperature != 0 and not sampled, "temperature", rule
     yield not isfinite(e.pass_reward), "pass_reward", "a finite number"
     yield e.max_completion_tokens < 0, "max_completion_tokens", "0 (rollout's) or greater"
     rule = f"numbers from 1 to samples ({e.samples}): pass@k needs k completions of a prompt"
