@@ -87,6 +87,11 @@ UNTIED = "--model.flavor=grpo_tiny_untied"
             "--model.name=llama3 --parallelism.tensor_parallel_degree=2 --lora.rank=1",
             "lora.rank must be at least parallelism.tensor_parallel_degree \\(2; .* got 1",
         ),
+        ("--training.seq_len=65", "training.seq_len must be a multiple of 2, twice .*, got 65"),
+        (
+            "--training.seq_len=66 --parallelism.tensor_parallel_degree=2",
+            "training.seq_len must be a multiple of 4, twice .*, got 66",
+        ),
         ("--grpo.router_replay", "grpo.router_replay must be false with a model without experts"),
         (
             "--parallelism.context_parallel_degree=2",

@@ -98,8 +98,8 @@ def read(
     _derive(config, given)
     if not config.lora.rank and any(key.startswith("lora.") for key in given):
         refuse([f"lora.rank must be 1 or greater with a section [lora], got {config.lora.rank}"])
-    own = compat.upstream().violations(config)
-    refuse([*rules.violations(config, on_cpu, world_size), *own])
+    refuse(rules.violations(config, on_cpu, world_size))
+    refuse(compat.upstream().violations(config))
     refuse(_model_violations(config))
     resolve_aliases(config.grpo)
     notes += inert(config, given)

@@ -101,6 +101,12 @@ def violations(config: Any) -> list[str]:
             "at least profiling.profiler_warmup (0 or more) and profiler_active (1 or more) steps"
             f" together ({f.profiler_warmup} and {f.profiler_active})",
         ),
+        (
+            config.training.seq_len % (2 * split) != 0,
+            "training.seq_len",
+            f"a multiple of {2 * split}, twice parallelism.tensor_parallel_degree (0.2.2 takes no"
+            " other length)",
+        ),
     )
     return broken("", config, rules)
 
