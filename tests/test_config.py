@@ -216,6 +216,7 @@ def test_k1_is_a_term_of_the_loss_only_where_every_token_is_of_the_policy_itself
         ({}, "clip_ratio_lower_bound", "the ratio is 1 by construction"),
         ({}, "clip_ratio_upper_bound", "the ratio is 1 by construction"),
         ({"rollout_is_level": "geometric"}, "policy_ratio_type", "the ratio is 1 by"),
+        ({"rollout_is_threshold": 0.0}, "policy_ratio_type", "the ratio is 1 by"),
         ({"policy_loss": "sapo"}, "sapo_tau_neg", "the ratio is 1 by construction"),
         ({"policy_loss": "cispo"}, "clip_ratio_upper_bound", "policy against engine"),
         ({"policy_loss": "cispo"}, "rollout_is_threshold", "policy against engine"),
@@ -275,6 +276,9 @@ def test_servers_read_from_each_other_only_where_they_read_ranges(
         (GRPO(proximal_logprobs="interpolate"), "clip_ratio_upper_bound"),
         # One ratio per sequence spreads the tokens' weights over it, also where its value is 1.
         (GRPO(policy_ratio_type="sequence"), "policy_ratio_type"),
+        (GRPO(rollout_is_threshold=0.0, kl_in_reward=True, kl_beta=0.1), "policy_ratio_type"),
+        (GRPO(rollout_is_level="geometric", top_entropy_share=0.2), "policy_ratio_type"),
+        (GRPO(rollout_is_level="sequence", m2_threshold=0.04), "policy_ratio_type"),
         (GRPO(policy_loss="cispo"), "cispo_weight_max"),
     ],
 )

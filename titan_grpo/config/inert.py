@@ -67,9 +67,14 @@ def _policy(g: GRPO, r: Rollout) -> Iterator[Row]:
         g.proximal_logprobs == "recompute"
         or (g.proximal_logprobs == "interpolate" and r.max_staleness == 0)
     )
-    # A sequence ratio of 1 still spreads its gradient over the sequence, which matters where token
-    # weights differ.
-    spread = g.rollout_is_level == "token" and g.rollout_is_threshold > 0
+    # A sequence ratio of 1 still spreads its gradient over the sequence, which matters where the
+    # tokens of a sequence have different weights or advantages.
+    spread = (
+        (g.rollout_is_level == "token" and g.rollout_is_threshold > 0)
+        or (g.kl_in_reward and g.kl_beta > 0)
+        or g.top_entropy_share < 1
+        or g.m2_threshold > 0
+    )
     rule = (
         "the ratio is 1 by construction, since the one optimizer step of a batch starts at the"
         " policy that it is measured against; take grpo.num_microbatches or num_epochs > 1, or"
