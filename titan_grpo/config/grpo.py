@@ -321,10 +321,10 @@ def _bounds(g: GRPO) -> Rules:
         "overlong_cache_share",
         "ref_model_ema",
         "onpolicy_logp_threshold",
-        "rollout_is_threshold_lower",
     ):
         yield not 0 <= getattr(g, name) <= 1, name, "in [0, 1]"
-    yield not 0 <= g.rollout_is_veto_threshold < 1, "rollout_is_veto_threshold", "in [0, 1)"
+    for name in ("rollout_is_veto_threshold", "rollout_is_threshold_lower"):
+        yield not 0 <= getattr(g, name) < 1, name, "in [0, 1) (1 would cut on-policy tokens)"
     yield g.token_staleness_limit < -1, "token_staleness_limit", "-1 (off) or greater"
     yield g.token_budget < 0, "token_budget", "0 (derived) or greater"
     rule = "0 (off) or at least 1 (a smaller one would cut on-policy tokens)"
@@ -350,6 +350,12 @@ def _combinations(g: GRPO) -> Rules:
         g.rollout_is_threshold_lower > 0 and g.rollout_is_mode == "truncate",
         "rollout_is_threshold_lower",
         '0 unless grpo.rollout_is_mode is "mask" (truncation has no lower bound)',
+    )
+    yield (
+        g.rollout_is_threshold == 1 and g.rollout_is_mode == "mask",
+        "rollout_is_threshold",
+        '0 (off) or greater than 1 with grpo.rollout_is_mode = "mask" (each on-policy token has a'
+        " weight near 1, and those above it would be cut)",
     )
 
 
