@@ -113,6 +113,7 @@ def test_the_weights_of_the_docstring_example(
         ("bad_logprob", completion((7, 8), logprobs=(-1e39, -1.0))),
         ("bad_token", completion((7, 100))),
         ("bad_token", completion((2**31, 7))),
+        ("bad_token", completion((7, IGNORE_INDEX))),
         ("bad_reward", completion((7, 8), reward=math.nan)),
         ("bad_reward", completion((7, 8), reward=-1.7e308)),
     ],
@@ -130,8 +131,9 @@ def test_a_defective_completion_takes_its_group_out_and_no_other(
         assert torch.equal(tensor, without[name]), name
 
 
-def test_a_prompt_with_a_token_that_the_model_lacks_takes_its_group_out() -> None:
-    groups = [group(completion()), group(completion(), prompt=(5, 100), index=1)]
+@pytest.mark.parametrize("lacking", [100, -3])
+def test_a_prompt_with_a_token_that_the_model_lacks_takes_its_group_out(lacking: int) -> None:
+    groups = [group(completion()), group(completion(), prompt=(5, lacking), index=1)]
     batch = plan(groups, 1, replace(OPTIONS, vocabulary=100))
     assert (batch.sequences, batch.dropped) == (1, {"bad_token": 1})
     with pytest.raises(DataError, match="'bad_token': 1"):

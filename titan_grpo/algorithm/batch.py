@@ -192,9 +192,11 @@ def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], di
 def _defect(prompt: Prompt, completion: Completion, options: BatchOptions) -> str:
     if fault := defect(prompt, completion):
         return fault
-    # Groups from outside may have any id. On a GPU, one past the vocabulary ends the process.
-    if max(max(prompt.token_ids), max(completion.token_ids)) >= options.vocabulary:
-        return "bad_token"
+    # Groups from outside and from files may have any id. On a GPU, one past the vocabulary ends the
+    # process; a negative one may be IGNORE_INDEX, with which the token would not be trained on.
+    for ids in (prompt.token_ids, completion.token_ids):
+        if min(ids) < 0 or max(ids) >= options.vocabulary:
+            return "bad_token"
     tokens = len(prompt.token_ids) + len(completion.token_ids)
     routed = not options.routes or whole_routes(completion.routes, tokens, options.routes)
     return "" if routed else "no_routes"
