@@ -110,3 +110,10 @@ def test_the_overlong_penalty_begins_in_the_cache_and_is_whole_at_the_limit() ->
     equal = [Scored(1.0, 80, 80), Scored(1.0, 80, 100)]
     assert not has_spread(equal, GROUP, 100)
     assert has_spread(equal, options, 100)
+
+
+@pytest.mark.parametrize("percent", [7, 14, 28, 55, 56])
+def test_a_share_of_the_limit_is_rounded_up_only_where_it_is_no_whole_number(percent: int) -> None:
+    share, cache = GRPO(overlong_cache_share=percent / 100), GRPO(overlong_cache_tokens=percent)
+    for tokens in (100 - percent, 101 - percent, 99):
+        assert overlong_penalty(tokens, share, 100) == overlong_penalty(tokens, cache, 100)

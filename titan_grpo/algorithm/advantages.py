@@ -16,6 +16,7 @@ by length):
 
 import math
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import NamedTuple
 
 from titan_grpo.config import GRPO
@@ -80,7 +81,9 @@ def overlong_penalty(tokens: int, grpo: GRPO, longest: int) -> float:
 
     Example: L_max 100, L_cache 20: 80 tokens 0, 90 tokens -0.5, 100 tokens -1.
     """
-    cache = grpo.overlong_cache_tokens or math.ceil(grpo.overlong_cache_share * longest)
+    # Decimal: in binary 0.07 * 100 is a little more than 7, and would be rounded up to 8.
+    share = Decimal(str(grpo.overlong_cache_share))
+    cache = grpo.overlong_cache_tokens or math.ceil(share * longest)
     over = tokens - (longest - cache)
     return -grpo.overlong_penalty * min(max(over / cache, 0.0), 1.0) if cache else 0.0
 
