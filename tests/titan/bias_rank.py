@@ -1,8 +1,8 @@
 """One rank that trains an MoE whose load balancing bias has a name in its checkpoint, and publishes
 it: ``bias_rank.py RANK PORT FOLDER``. Not a test module itself.
 
-Prints one JSON line: layer -> the largest number of the trained bias, the type that it has in the
-image, and whether the image has its very numbers.
+Prints one JSON line: layer -> whether the bias is what it was before two steps, the type that it
+has in the image, and whether the image has its very numbers.
 """
 
 import json
@@ -28,15 +28,22 @@ def main(rank: int, port: str, folder: Path) -> None:
     )
     trainer = GRPOTrainer(job_of(rank, 1, port, *job))
     trainer.controller = None  # which has started nothing yet
+    biases = {
+        name.split(".")[1]: buffer
+        for name, buffer in trainer.whole.named_buffers()
+        if name.endswith(".moe.expert_bias")
+    }
+    # Not zero, as a checkpoint's.
+    began = {layer: torch.linspace(-0.01, 0.01, len(bias)) for layer, bias in biases.items()}
+    for layer, bias in biases.items():
+        bias.copy_(began[layer])
     train_to(trainer, 2)
     held, found = published(trainer), {}
     tensors = {spec.name: spec for spec in trainer.sync.plan.manifest.tensors}
-    for name, buffer in trainer.whole.named_buffers():
-        if name.endswith(".moe.expert_bias"):
-            layer = name.split(".")[1]
-            spec = tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
-            sent = held[spec.offset : spec.offset + spec.nbytes].view(torch.float32)
-            found[layer] = [buffer.abs().max().item(), spec.dtype, torch.equal(sent, buffer)]
+    for layer, bias in biases.items():
+        spec = tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
+        sent = held[spec.offset : spec.offset + spec.nbytes].view(torch.float32)
+        found[layer] = [torch.equal(bias, began[layer]), spec.dtype, torch.equal(sent, bias)]
     print(json.dumps(found))
     trainer.close()
     dist.destroy_process_group()

@@ -26,8 +26,8 @@ def disable_unexported_buffers(model_args: Any, adapter: Any) -> None:
     """Turn off an MoE's load balancing bias, with a warning, if the model's StateDictAdapter cannot
     export it. Changes the arguments in place.
 
-    The bias changes routing during training. An engine without it would sample from another model
-    than the trained one, and no digest would show that.
+    The bias changes routing. An engine without it would sample from another model than the trained
+    one, and no digest would show that.
     """
     moe = getattr(model_args, "moe_args", None)
     if (

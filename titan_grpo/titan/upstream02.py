@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torchtitan.components.optimizer import build_optimizers
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
@@ -174,6 +175,9 @@ def _register(job_config: Any, make_loader: Callable[[int], Any]) -> Any:
         "build_dataloader_fn": build_loader,
         "build_tokenizer_fn": None,
         "build_validator_fn": None,
+        # Without the hook that moves an MoE's load balancing bias: it counts padding, empty
+        # micro-batches and passes without gradient like tokens that are trained on.
+        "build_optimizers_fn": build_optimizers,
     }
     if job_config.parallelism.pipeline_parallel_degree > 1:
         torchtitan_pipeline_metrics.apply()
