@@ -1,9 +1,10 @@
 """What a training step says of itself: its loss is the sum of its terms, whatever it is trained on,
-and what it counts, it counts once.
+and what it counts, it counts once. And the passes over the model that it makes.
 
 The model is a table: the logits after a token are that token's row.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -61,20 +62,27 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def step_of(grpo: GRPO, version: int = 0) -> dict[str, float]:
+def step_of(grpo: GRPO, version: int = 0, passes: Counter[str] | None = None) -> dict[str, float]:
     """The metrics of one training step on GROUPS at a version, and on TEXT if the job mixes text
-    in."""
+    in. ``passes`` counts the forward passes of each model."""
     rollout = Rollout(servers=["http://a:1"], max_completion_tokens=4)
     config = job(grpo=grpo, rollout=rollout, training={"local_batch_size": 2, "seq_len": 8})
     torch.manual_seed(0)
     model, reference = (torch.nn.Embedding(WORDS, WORDS) for _ in range(2))
+
+    def logits(of: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if passes is not None:
+            passes["policy" if of is model else "reference"] += 1
+        found: torch.Tensor = of(batch["input"])
+        return found
+
     trainer: Any = SimpleNamespace(
         job_config=config,
         pipeline=None,
         policy=model,
         model_parts=[model],
         device=torch.device("cpu"),
-        logits=lambda model, batch: model(batch["input"]),
+        logits=logits,
         computing=nullcontext,
         optimizers=torch.optim.SGD(model.parameters(), lr=0.01),
         lr_schedulers=SimpleNamespace(step=lambda: None),
@@ -89,7 +97,8 @@ def step_of(grpo: GRPO, version: int = 0) -> dict[str, float]:
         build_dataloader_fn=lambda **given: [({"input": TEXT[0]}, TEXT[1])] * 9,
     )
     text = TextMixin(spec, config, 1, 0) if grpo.ptx_mixin_batchsize else None
-    stepper = Stepper(trainer, reference, PackedAttention(), RouterReplay(), text)
+    second = reference if grpo.kl_beta else None
+    stepper = Stepper(trainer, second, PackedAttention(), RouterReplay(), text)
     outcome = stepper.run(iter(pairs), batch.steps, version, False)
     assert outcome.taken == outcome.steps, outcome.unhealthy
     return loss_values(reduce_metrics(outcome, trainer.parallel_dims))
@@ -121,3 +130,23 @@ def test_tokens_and_sequences_count_once_however_many_passes_a_step_makes() -> N
     for values in (once, twice):
         assert (values["rollout/trained_tokens"], values["rollout/trained_sequences"]) == (24, 8)
     assert twice["policy/logprob_mean"] == pytest.approx(once["policy/logprob_mean"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("grpo", "policy", "reference"),
+    [
+        (GRPO(), 4, 0),
+        (GRPO(kl_beta=0.1, num_epochs=3, proximal_logprobs="rollout"), 12, 4),
+        (GRPO(num_microbatches=4), 4 + 3, 0),
+        (GRPO(num_epochs=2), 8 + 4, 0),
+        (GRPO(num_microbatches=4, top_entropy_share=0.5), 4 + 4, 0),
+    ],
+    ids=["one step", "a reference", "minibatches", "epochs", "entropies beside the minibatches"],
+)
+def test_a_step_reads_a_model_that_does_not_change_once(
+    grpo: GRPO, policy: int, reference: int
+) -> None:
+    # GROUPS make four micro-batches, for one optimizer step or for four.
+    passes: Counter[str] = Counter()
+    step_of(grpo, passes=passes)
+    assert passes == Counter(policy=policy, reference=reference)

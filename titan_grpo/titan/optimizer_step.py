@@ -8,7 +8,7 @@ stay unchanged.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -144,17 +144,22 @@ class Stepper:
         )
 
     def _prepare(self, minibatches: Sequence[Sequence[Loaded]]) -> None:
-        """Add the inputs that the unchanged policy computes: ``old_logprobs`` for optimizer steps
-        after the first, and the ``high_entropy`` mask. Collective."""
+        """Add the inputs that do not change within a batch: ``ref_logprobs``; of the policy before
+        the first optimizer step ``old_logprobs`` for those after it, and the ``high_entropy`` mask.
+        Collective."""
         g, t = self._grpo, self._t
-        if g.proximal_logprobs == "recompute":
-            for minibatch in minibatches if g.num_epochs > 1 else minibatches[1:]:
-                self._add("old_logprobs", minibatch, token_logprobs)
-        if g.top_entropy_share == 1:
-            return
-        for minibatch in minibatches:
-            # the entropy does not depend on the labels
-            self._add("entropy", minibatch, lambda logits, _, *rest: token_entropy(logits, *rest))
+        for number, minibatch in enumerate(minibatches):
+            readers: dict[str, Reader] = {}
+            if g.proximal_logprobs == "recompute" and (number > 0 or g.num_epochs > 1):
+                readers["old_logprobs"] = token_logprobs
+            if g.top_entropy_share < 1:
+                # the entropy does not depend on the labels
+                readers["entropy"] = lambda logits, _, *rest: token_entropy(logits, *rest)
+            self._add(t.policy, minibatch, readers)
+            if self._reference is not None:
+                self._add(self._reference, minibatch, {"ref_logprobs": token_logprobs})
+            if "entropy" not in readers:
+                continue
             here = [
                 inputs["entropy"][labels.to(t.device) != IGNORE_INDEX]
                 for inputs, labels in minibatch
@@ -168,8 +173,9 @@ class Stepper:
         Collective."""
         device = self._t.device
         moments = []
-        before = self._before(self._t.policy, minibatch, token_logprobs)
-        for now, (inputs, labels) in zip(before, minibatch, strict=True):
+        self._add(self._t.policy, minibatch, {"logprobs": token_logprobs})
+        for inputs, labels in minibatch:
+            now = inputs.pop("logprobs")
             engine, advantages = (inputs[x].to(device) for x in ("rollout_logprobs", "advantages"))
             ignored = labels.to(device) == IGNORE_INDEX
             moments.append(second_moments(now, engine, advantages).masked_fill(ignored, 0))
@@ -260,14 +266,11 @@ class Stepper:
         versions."""
         t = self._t
         batch = self._batch(inputs, labels, version, own)
-        reference = None
-        if self._reference is not None:
-            [reference] = self._before(self._reference, [(inputs, labels)], token_logprobs)
         with self._using(inputs):
             logits = t.logits(t.policy, batch)
             # Before the backward: there checkpointed layers route a second time.
             routed = self._replay.take_metrics()
-            loss, metrics = self._loss(logits, batch, reference)
+            loss, metrics = self._loss(logits, batch)
             del logits
             loss.backward()
         return loss.detach(), metrics | routed
@@ -284,7 +287,7 @@ class Stepper:
             yield
 
     def _loss(
-        self, logits: torch.Tensor, batch: dict[str, torch.Tensor], reference: torch.Tensor | None
+        self, logits: torch.Tensor, batch: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, Metrics]:
         g, labels = self._grpo, batch["labels"]
         logprobs = token_logprobs(logits, labels, self._temperature, CHUNK_TOKENS)
@@ -297,7 +300,8 @@ class Stepper:
         if g.logit_loss_weight:
             mean_square = logit_mean_square(logits, CHUNK_TOKENS)
         terms = LogitTerms(entropy, mean_square)
-        return grpo_loss(logprobs, batch, g, reference, batch.get("old_logprobs"), terms)
+        reference, old = batch.get("ref_logprobs"), batch.get("old_logprobs")
+        return grpo_loss(logprobs, batch, g, reference, old, terms)
 
     def _pipelined(
         self, pipeline: Pipeline, minibatch: Sequence[Loaded], version: int, own: int | None
@@ -306,14 +310,11 @@ class Stepper:
         stage computes loss and metrics and shares them with the others."""
         device = self._t.device
         batches = [self._batch(*loaded, version, own) for loaded in minibatch]
-        references: Sequence[torch.Tensor | None] = [None] * len(batches)
-        if self._reference is not None:
-            references = self._before(self._reference, minibatch, token_logprobs)
         losses: list[torch.Tensor] = []
         made: list[Metrics] = []
 
         def loss_of(logits: torch.Tensor, number: int) -> torch.Tensor:
-            loss, metrics = self._loss(logits, batches[number], references[number])
+            loss, metrics = self._loss(logits, batches[number])
             losses.append(loss.detach())
             made.append(metrics)
             return loss
@@ -333,33 +334,35 @@ class Stepper:
             self._first = FirstBatch(first["input"], first["labels"], first["sequence"], logprobs)
         return loss.to(device), [unpack(metric_names, sums.to(device), maxima.to(device))]
 
-    def _add(self, name: str, minibatch: Sequence[Loaded], read: Reader) -> None:
-        for (inputs, _), values in zip(
-            minibatch, self._before(self._t.policy, minibatch, read), strict=True
-        ):
-            inputs[name] = values
+    def _add(
+        self, model: torch.nn.Module, minibatch: Sequence[Loaded], readers: Mapping[str, Reader]
+    ) -> None:
+        """Add to each micro-batch's inputs what ``readers`` read from the model's current logits,
+        without gradient, by name, in one pass (none without readers). Collective: every rank has
+        the same number of micro-batches."""
+        if not readers:
+            return
+        t = self._t
 
-    def _before(
-        self, model: torch.nn.Module, minibatch: Sequence[Loaded], read: Reader
-    ) -> list[torch.Tensor]:
-        """Apply ``read`` to the model's current logits, without gradient; return [R, L] for each
-        micro-batch. Collective: every rank has the same number of micro-batches."""
-        t, out = self._t, []
+        def read(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            rest = labels, self._temperature, CHUNK_TOKENS
+            return torch.stack([each(logits, *rest) for each in readers.values()], -1)
+
         if isinstance(model, Pipeline):
             known = [labels.to(t.device) for _, labels in minibatch]
             ids = torch.stack([inputs["input"] for inputs, _ in minibatch]).to(t.device)
             with t.computing():
-                return list(
-                    model.read(ids, lambda x, k: read(x, known[k], self._temperature, CHUNK_TOKENS))
-                )
-        for inputs, labels in minibatch:
-            needed = ("input", "positions", "labels")
-            given = {"labels": labels, **inputs}
-            batch = {name: given[name].to(t.device) for name in needed if name in given}
-            with torch.no_grad(), self._using(inputs):
-                logits = t.logits(model, batch)
-                out.append(read(logits, batch["labels"], self._temperature, CHUNK_TOKENS))
-        return out
+                found = list(model.read(ids, lambda x, k: read(x, known[k]), len(readers)))
+        else:
+            found = []
+            for inputs, labels in minibatch:
+                needed = ("input", "positions", "labels")
+                given = {"labels": labels, **inputs}
+                batch = {name: given[name].to(t.device) for name in needed if name in given}
+                with torch.no_grad(), self._using(inputs):
+                    found.append(read(t.logits(model, batch), batch["labels"]))
+        for (inputs, _), values in zip(minibatch, found, strict=True):
+            inputs |= dict(zip(readers, values.unbind(-1), strict=True))
 
     def _text_forward_backward(self, made: Sequence[Metrics]) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the gradients of the optimizer step's plain text. Return this rank's shares of its

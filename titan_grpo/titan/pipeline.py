@@ -20,7 +20,7 @@ from torch.nn import functional
 from titan_grpo.algorithm.rows import IGNORE_INDEX
 
 OfLogits = Callable[[torch.Tensor, int], torch.Tensor]
-"""(logits [R, L, V] of a micro-batch, its number) -> its loss, or [R, L] of each token."""
+"""(logits [R, L, V] of a micro-batch, its number) -> its loss, or [R, L, values] of each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class _Reader(torch.nn.Module):
         self._part, self._of_logits, self._number = part, of_logits, 0
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, L, width] -> [R, L]. Called for the micro-batches in order."""
+        """[R, L, width] -> [R, L, values]. Called for the micro-batches in order."""
         self._number += 1
         return self._of_logits(self._part(hidden), self._number - 1)
 
@@ -90,17 +90,18 @@ class Pipeline(torch.nn.ModuleList):
         self._loss.clear()
 
     @torch.no_grad()
-    def read(self, ids: torch.Tensor, read: OfLogits) -> torch.Tensor:
+    def read(self, ids: torch.Tensor, read: OfLogits, values: int) -> torch.Tensor:
         """Apply ``read`` to each micro-batch's logits, without gradients; return float32
-        [micro-batches, R, L] on every rank. Collective."""
+        [micro-batches, R, L, values] on every rank. Collective."""
         out: torch.Tensor | None = self._schedule(ids, False, read).step(*self._arguments(ids))
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 # a forward without backward leaves parameters gathered
                 module.reshard()
+        shape = *ids.shape, values
         if out is None:
-            out = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
-        out = out.float().view(ids.shape).contiguous()
+            out = torch.empty(shape, dtype=torch.float32, device=ids.device)
+        out = out.float().view(shape).contiguous()
         dist.broadcast(out, self._source, group=self._group)
         return out
 
