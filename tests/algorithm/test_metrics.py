@@ -3,6 +3,7 @@ as cut, and when a step may be taken. That a step is skipped on every rank:
 tests/e2e/test_recorded_runs.py."""
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -57,6 +58,22 @@ def test_topr_counts_as_cut_only_the_weights_that_its_bound_changes() -> None:
     found = topr_weights(differences, torch.zeros(4, 2), advantages, spans)
     assert found.weight[:, 0].tolist() == pytest.approx([1, 1, 1, math.exp(-0.8)])
     assert found.cut.tolist() == [[False] * 2, [False] * 2, [True] * 2, [False] * 2]
+
+
+@pytest.mark.parametrize("loss", ["cispo", "topr"])
+def test_the_ratio_of_a_loss_against_the_engine_is_to_the_engine(
+    loss: Literal["cispo", "topr"],
+) -> None:
+    rollout = torch.tensor([[-1.0, -2.0]])
+    batch = {
+        "labels": torch.tensor([[1, 2]]),
+        "weights": torch.full((1, 2), 0.5),
+        "advantages": torch.ones(1, 2),
+        "rollout_logprobs": rollout,
+    }
+    metrics = grpo_loss(rollout + math.log(3), filled(batch), GRPO(policy_loss=loss))[1]
+    found = [metrics[name].item() for name in ("ratio_tokens_sum", "ratio_max")]
+    assert found == pytest.approx([6, 3])
 
 
 BAD = (math.nan, math.inf, -math.inf)

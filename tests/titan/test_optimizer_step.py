@@ -140,8 +140,13 @@ def test_tokens_and_sequences_count_once_however_many_passes_a_step_makes() -> N
         (GRPO(num_microbatches=4), 4 + 3, 0),
         (GRPO(num_epochs=2), 8 + 4, 0),
         (GRPO(num_microbatches=4, top_entropy_share=0.5), 4 + 4, 0),
+        (GRPO(num_microbatches=4, policy_loss="cispo"), 4, 0),
+        (GRPO(num_microbatches=4, policy_loss="topr"), 4, 0),
     ],
-    ids=["one step", "a reference", "minibatches", "epochs", "entropies beside the minibatches"],
+    ids=[
+        *("one step", "a reference", "minibatches", "epochs", "entropies beside the minibatches"),
+        *("CISPO has no proximal policy", "TOPR has no proximal policy"),
+    ],
 )
 def test_a_step_reads_a_model_that_does_not_change_once(
     grpo: GRPO, policy: int, reference: int

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from titan_grpo.config.grpo import GRPO
+from titan_grpo.config.grpo import AGAINST_ENGINE, GRPO
 
 LOG_RATIO_LIMIT = 20.0
 """Bound of log-ratios, on both sides, before the exponential (e^20 = 4.9e8). A clamped log-ratio
@@ -258,7 +258,7 @@ class Policy(NamedTuple):
     """To be maximised, with gradient; not weighted yet."""
     importance: Weights
     ratio: torch.Tensor
-    """Policy to proximal policy, with gradient."""
+    """What the loss bounds: policy to proximal policy; for cispo and topr to the engine."""
 
     def without(self, tokens: torch.Tensor) -> "Policy":
         """Return a copy with weight 0 at these tokens, which count as cut."""
@@ -284,7 +284,8 @@ def policy_objective(
     which corrects for both at once.
     """
     level = grpo.policy_ratio_type if grpo.policy_loss == "clip" else "token"
-    ratio = policy_ratio(logprobs, old, spans, level)
+    base = rollout if grpo.policy_loss in AGAINST_ENGINE else old
+    ratio = policy_ratio(logprobs, base, spans, level)
     low, high = grpo.clip_ratio_lower_bound, grpo.clip_ratio_upper_bound
     match grpo.policy_loss:
         case "clip":

@@ -142,8 +142,11 @@ MEANING: dict[str, str] = {
     GRAD_NORM: "norm of the gradient before clipping",
     LEARNING_RATE: "learning rate of the step's optimizer steps",
     KL: "mean KL estimate to the reference model, nats per token",
-    RATIO_MEAN: "mean importance ratio of the tokens that are left in the loss",
-    RATIO_MAX: "largest importance ratio",
+    RATIO_MEAN: (
+        "mean ratio of the policy to the proximal policy (with cispo and topr: to the engine), of"
+        " the tokens that are left in the loss"
+    ),
+    RATIO_MAX: "largest of those ratios",
     CLIP_FRACTION: "share of tokens whose ratio was clipped",
     CLIPPED_LOW: "share of tokens with a negative advantage and a ratio below the lower bound",
     CLIPPED_HIGH: "share of tokens with a positive advantage and a ratio above the upper bound",

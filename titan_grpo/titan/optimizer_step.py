@@ -31,6 +31,7 @@ from titan_grpo.algorithm.loss import (
 )
 from titan_grpo.algorithm.objective import least_left_out, second_moments
 from titan_grpo.algorithm.rows import IGNORE_INDEX
+from titan_grpo.config.grpo import AGAINST_ENGINE
 from titan_grpo.titan.data import TextMixin, text_weight
 from titan_grpo.titan.modules import PackedAttention, RouterReplay
 from titan_grpo.titan.pipeline import Loaded, Pipeline, alike
@@ -148,9 +149,10 @@ class Stepper:
         the first optimizer step ``old_logprobs`` for those after it, and the ``high_entropy`` mask.
         Collective."""
         g, t = self._grpo, self._t
+        proximal = g.proximal_logprobs == "recompute" and g.policy_loss not in AGAINST_ENGINE
         for number, minibatch in enumerate(minibatches):
             readers: dict[str, Reader] = {}
-            if g.proximal_logprobs == "recompute" and (number > 0 or g.num_epochs > 1):
+            if proximal and (number > 0 or g.num_epochs > 1):
                 readers["old_logprobs"] = token_logprobs
             if g.top_entropy_share < 1:
                 # the entropy does not depend on the labels
