@@ -5,7 +5,7 @@ The model is a table: the logits after a token are that token's row.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -34,6 +34,7 @@ from titan_grpo.titan.rank0 import batch_options  # noqa: E402
 from titan_grpo.titan.step_records import loss_values  # noqa: E402
 
 WORDS = 6
+TABLE, REFERENCE = torch.randn(2, WORDS, WORDS, generator=torch.Generator().manual_seed(0))
 TEXT = torch.tensor([[0, 1, 2, 3], [4, 5, 0, 1]]), torch.tensor([[1, 2, 3, 4], [5, 0, 1, -100]])
 GROUPS = [
     Group(
@@ -62,13 +63,20 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def step_of(grpo: GRPO, version: int = 0, passes: Counter[str] | None = None) -> dict[str, float]:
-    """The metrics of one training step on GROUPS at a version, and on TEXT if the job mixes text
+def step_of(
+    grpo: GRPO,
+    version: int = 0,
+    groups: Sequence[Group] = GROUPS,
+    passes: Counter[str] | None = None,
+) -> dict[str, float]:
+    """The metrics of one training step on groups at a version, and on TEXT if the job mixes text
     in. ``passes`` counts the forward passes of each model."""
     rollout = Rollout(servers=["http://a:1"], max_completion_tokens=4)
     config = job(grpo=grpo, rollout=rollout, training={"local_batch_size": 2, "seq_len": 8})
-    torch.manual_seed(0)
-    model, reference = (torch.nn.Embedding(WORDS, WORDS) for _ in range(2))
+    model, reference = (
+        torch.nn.Embedding.from_pretrained(table.clone(), freeze=False)
+        for table in (TABLE, REFERENCE)
+    )
 
     def logits(of: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if passes is not None:
@@ -89,7 +97,7 @@ def step_of(grpo: GRPO, version: int = 0, passes: Counter[str] | None = None) ->
         checkpointer=SimpleNamespace(maybe_wait_for_staging=lambda: None),
         parallel_dims=SimpleNamespace(get_optional_mesh=lambda name: None, ep_enabled=False),
     )
-    batch = plan(GROUPS, 1, batch_options(config, TokenCost(), WORDS))
+    batch = plan(groups, 1, batch_options(config, TokenCost(), WORDS))
     (mine,) = batch.micro_batches()
     pairs = [({"input": each.pop("inputs"), **each}, each.pop("labels")) for each in mine]
     spec = SimpleNamespace(
@@ -155,3 +163,30 @@ def test_a_step_reads_a_model_that_does_not_change_once(
     passes: Counter[str] = Counter()
     step_of(grpo, passes=passes)
     assert passes == Counter(policy=policy, reference=reference)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "masked"),
+    [({}, 0), ({"token_staleness_limit": 0}, 1), ({"neg_scaler": 0.0}, 1)],
+    ids=["none", "by their age", "by an advantage of 0"],
+)
+def test_m2po_bounds_the_second_moment_of_the_tokens_in_the_policy_term(
+    left_out: dict[str, Any], masked: int
+) -> None:
+    # One token of 0.09, and nine older ones of 1e-4 with a negative advantage: together below 0.04.
+    logprob = torch.log_softmax(TABLE[1], -1)[2].item()
+
+    def group(number: int, version: int, better: float, worse: float) -> Group:
+        logprobs = {1.0: logprob - better, 0.0: logprob + worse}
+        return Group(
+            Prompt(number, (0, 1)),
+            tuple(
+                Completion((2,), (engine,), "stop", version, version, "s", reward=reward)
+                for reward, engine in logprobs.items()
+            ),
+        )
+
+    groups = [group(0, 1, 0.3, 0.0), *(group(n, 0, 0.0, 0.01) for n in range(1, 10))]
+    grpo = GRPO(m2_threshold=0.04, rollout_is_threshold=0.0, **left_out)
+    values = step_of(grpo, version=1, groups=groups)
+    assert values["importance/cut_fraction"] == masked / 20

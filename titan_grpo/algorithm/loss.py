@@ -85,27 +85,19 @@ def grpo_loss(
             )
     rollout = batch["rollout_logprobs"]
     labelled = batch["labels"] != IGNORE_INDEX
-    kept = labelled
-    if 0 < grpo.onpolicy_logp_threshold < 1:
-        kept = labelled & (logprobs.detach().exp() >= grpo.onpolicy_logp_threshold)
-    if grpo.token_staleness_limit >= 0:
-        kept = kept & (batch["staleness"] <= grpo.token_staleness_limit)
-    spans = Spans(kept, batch["sequence"])
-    weights = batch["weights"].masked_fill(~kept, 0)
-    advantages = batch["advantages"]
-    scaled = advantages * grpo.pos_scaler, advantages * grpo.neg_scaler
-    advantages = torch.where(advantages > 0, *scaled)
+    spans = kept_tokens(logprobs, batch, grpo)
+    weights = batch["weights"].masked_fill(~spans.mask, 0)
+    advantages = token_advantages(logprobs, batch, spans, grpo, ref_logprobs)
 
     observed = {}
     if ref_logprobs is not None and grpo.kl_in_reward:
         observed["kl"] = kl_estimate(logprobs, ref_logprobs, "k1")
-        advantages = advantages - grpo.kl_beta * kl_returns(logprobs, ref_logprobs, spans)
     elif ref_logprobs is not None:
         observed["kl"] = kl_term(logprobs, ref_logprobs, rollout, grpo.kl_estimator_type)
     old = _proximal(logprobs, batch, grpo) if old_logprobs is None else old_logprobs
     policy = policy_objective(logprobs, old, rollout, advantages, spans, grpo)
     if (outside := batch.get("outside_m2")) is not None:
-        policy = policy.without(outside & kept)
+        policy = policy.without(outside & spans.mask)
 
     terms = {"policy": -policy.importance.weight * policy.objective}
     if (high_entropy := batch.get("high_entropy")) is not None:
@@ -131,6 +123,34 @@ def grpo_loss(
         metrics |= _token_metrics(logprobs, batch, labelled, spans)
         metrics |= _ratio_metrics(policy, advantages, spans, grpo)
     return loss, metrics
+
+
+def kept_tokens(logprobs: torch.Tensor, batch: MicroBatch, grpo: GRPO) -> Spans:
+    """Return the completion tokens that ``onpolicy_logp_threshold`` and ``token_staleness_limit``
+    leave in every term, ratio and weight."""
+    kept = batch["labels"] != IGNORE_INDEX
+    if 0 < grpo.onpolicy_logp_threshold < 1:
+        kept = kept & (logprobs.detach().exp() >= grpo.onpolicy_logp_threshold)
+    if grpo.token_staleness_limit >= 0:
+        kept = kept & (batch["staleness"] <= grpo.token_staleness_limit)
+    return Spans(kept, batch["sequence"])
+
+
+def token_advantages(
+    logprobs: torch.Tensor,
+    batch: MicroBatch,
+    spans: Spans,
+    grpo: GRPO,
+    ref_logprobs: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the advantage of each token in the loss: scaled by its sign, and with
+    ``kl_in_reward`` less the KL from the token on. No gradient."""
+    advantages = batch["advantages"]
+    scaled = advantages * grpo.pos_scaler, advantages * grpo.neg_scaler
+    advantages = torch.where(advantages > 0, *scaled)
+    if ref_logprobs is None or not grpo.kl_in_reward:
+        return advantages
+    return advantages - grpo.kl_beta * kl_returns(logprobs, ref_logprobs, spans)
 
 
 def _proximal(logprobs: torch.Tensor, batch: MicroBatch, grpo: GRPO) -> torch.Tensor:

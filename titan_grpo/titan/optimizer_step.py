@@ -24,9 +24,11 @@ from titan_grpo.algorithm.loss import (
     accumulate,
     flags,
     grpo_loss,
+    kept_tokens,
     pack,
     reasons,
     summarize,
+    token_advantages,
     unpack,
 )
 from titan_grpo.algorithm.objective import least_left_out, second_moments
@@ -170,19 +172,21 @@ class Stepper:
             for inputs, _ in minibatch:
                 inputs["high_entropy"] = inputs.pop("entropy") >= least
 
-    def _bound_second_moment(self, minibatch: Sequence[Loaded]) -> None:
+    def _bound_second_moment(
+        self, minibatch: Sequence[Loaded], version: int, own: int | None
+    ) -> None:
         """Add the ``outside_m2`` mask: the tokens that M2PO leaves out under the current policy.
         Collective."""
-        device = self._t.device
-        moments = []
+        g, moments = self._grpo, []
         self._add(self._t.policy, minibatch, {"logprobs": token_logprobs})
         for inputs, labels in minibatch:
-            now = inputs.pop("logprobs")
-            engine, advantages = (inputs[x].to(device) for x in ("rollout_logprobs", "advantages"))
-            ignored = labels.to(device) == IGNORE_INDEX
-            moments.append(second_moments(now, engine, advantages).masked_fill(ignored, 0))
+            now, batch = inputs.pop("logprobs"), self._batch(inputs, labels, version, own)
+            spans = kept_tokens(now, batch, g)
+            advantages = token_advantages(now, batch, spans, g, batch.get("ref_logprobs"))
+            moment = second_moments(now, batch["rollout_logprobs"], advantages)
+            moments.append(moment.masked_fill(~spans.mask, 0))
         everywhere = self._of_all_ranks([moment.flatten() for moment in moments])
-        least = least_left_out(everywhere, self._grpo.m2_threshold)
+        least = least_left_out(everywhere, g.m2_threshold)
         for (inputs, _), moment in zip(minibatch, moments, strict=True):
             inputs["outside_m2"] = moment >= least
 
@@ -207,7 +211,7 @@ class Stepper:
         """Take one optimizer step; return (gradient norm, reasons why it was skipped)."""
         t = self._t
         if self._grpo.m2_threshold:
-            self._bound_second_moment(minibatch)
+            self._bound_second_moment(minibatch, version, own)
         t.optimizers.zero_grad()
         loss = torch.zeros((), device=t.device)
         made: list[Metrics] = []
