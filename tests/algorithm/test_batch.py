@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.algorithm.loss_inputs import filled
 from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import BatchOptions, plan
+from titan_grpo.algorithm.loss import LogitTerms, grpo_loss
 from titan_grpo.algorithm.rows import IGNORE_INDEX
 from titan_grpo.config import GRPO
 from titan_grpo.errors import ConfigError, DataError
@@ -189,6 +191,21 @@ def test_a_completion_with_its_advantage_taken_away_still_counts_for_its_group()
     left_out = replace(completion((7, 8), reward=0.0), zero_advantage=True)
     mb = only_micro_batch([group(completion((7, 8), reward=1.0), left_out)])
     assert mb["advantages"].round().tolist() == [[1, 1, 1, 0, 0, 0, 0, 0], [0] * 8]
+
+
+def test_no_term_of_the_loss_trains_on_a_completion_whose_advantage_was_taken_away() -> None:
+    left_out = replace(completion((7, 8), reward=0.0), zero_advantage=True)
+    mb = only_micro_batch([group(completion((7, 8), reward=1.0), left_out)])
+    logprobs = torch.full((2, 8), -1.0, requires_grad=True)
+    terms = LogitTerms(2.0 * logprobs, logprobs.square())
+    grpo = GRPO(kl_beta=0.1, entropy_loss_weight=0.1, logit_loss_weight=0.1)
+    loss, _ = grpo_loss(logprobs, filled(mb), grpo, torch.full((2, 8), -2.0), None, terms)
+    loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[0].count_nonzero() == 2
+    assert logprobs.grad[1].tolist() == [0] * 8
+    # The other's weight does not change: half of the step's two sequences, over two tokens.
+    assert mb["weights"][0].unique().tolist() == [0, 0.25]
 
 
 def test_the_reward_of_an_episode_counts_once_however_many_sequences_it_has() -> None:

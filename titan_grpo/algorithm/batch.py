@@ -207,7 +207,8 @@ def _weighted(rows: Sequence[Row], options: BatchOptions) -> list[Row]:
 
     token: 1 / tokens of the step (DAPO). sequence: 1 / (sequences * the row's tokens) (GRPO).
     constant: 1 / (sequences * longest) (Dr.GRPO). Example, rows of 1 and 3 tokens: token 1/4 each;
-    sequence 1/2 and 1/6; constant with longest = 10: 1/20 each.
+    sequence 1/2 and 1/6; constant with longest = 10: 1/20 each. A ``zero_advantage`` row counts in
+    the divisors and has weight 0: the KL and entropy terms would train on it too.
     """
     if options.grpo.mask_truncated and rows[0].completion.finish_reason == "length":
         # ``_rows`` keeps a truncated row only if every row of the step is truncated.
@@ -219,7 +220,10 @@ def _weighted(rows: Sequence[Row], options: BatchOptions) -> list[Row]:
             divisors = [len(rows) * row.completion.num_sampled for row in rows]
         case "constant":
             divisors = [len(rows) * options.longest] * len(rows)
-    return [replace(row, weight=1 / div) for row, div in zip(rows, divisors, strict=True)]
+    return [
+        replace(row, weight=0.0 if row.completion.zero_advantage else 1 / div)
+        for row, div in zip(rows, divisors, strict=True)
+    ]
 
 
 def _cuts(shares: Sequence[Sequence[Row]], options: BatchOptions) -> list[list[list[Row]]]:
