@@ -127,7 +127,7 @@ def test_a_defective_completion_takes_its_group_out_and_no_other(
     options = replace(OPTIONS, vocabulary=100)
     batch = plan([group(*good), group(*good, bad, index=1)], 1, options)
     assert batch.dropped == {reason: 1, "group_of_defective": 2}
-    assert batch.sequences == 2
+    assert batch.rows[0].cuts == (2,)
     without = only_micro_batch([group(*good)])
     for name, tensor in batch.micro_batches()[0][0].items():
         assert torch.equal(tensor, without[name]), name
@@ -137,7 +137,7 @@ def test_a_defective_completion_takes_its_group_out_and_no_other(
 def test_a_prompt_with_a_token_that_the_model_lacks_takes_its_group_out(lacking: int) -> None:
     groups = [group(completion()), group(completion(), prompt=(5, lacking), index=1)]
     batch = plan(groups, 1, replace(OPTIONS, vocabulary=100))
-    assert (batch.sequences, batch.dropped) == (1, {"bad_token": 1})
+    assert (batch.rows[0].cuts, batch.dropped) == ((1,), {"bad_token": 1})
     with pytest.raises(DataError, match="'bad_token': 1"):
         plan(groups[1:], 1, replace(OPTIONS, vocabulary=100))
 
@@ -159,7 +159,7 @@ def test_a_step_of_truncated_completions_alone_is_one_without_a_gradient() -> No
         grpo = GRPO(mask_truncated=True, loss_normalization=normalization)
         options = replace(OPTIONS, grpo=grpo, longest=4)
         batch = plan([group(*cut)], 1, options)
-        assert batch.sequences == 2
+        assert batch.rows[0].cuts == (2,)
         assert not batch.micro_batches()[0][0]["weights"].any()
 
 
@@ -169,7 +169,6 @@ def test_an_overlong_completion_is_left_out_but_its_reward_counts_in_the_mean() 
     assert batch.micro_batches()[0][0]["advantages"][0, :3].tolist() == pytest.approx(
         [1.0] * 3, abs=1e-5
     )
-    assert batch.tokens == 2
 
 
 def test_what_the_policy_did_not_sample_is_context_only() -> None:
@@ -180,7 +179,6 @@ def test_what_the_policy_did_not_sample_is_context_only() -> None:
     batch = plan([group(turns, completion((3,), reward=0.0))], 1, options)
     [mb] = batch.micro_batches()[0]
     x = IGNORE_INDEX
-    assert batch.tokens == 3
     assert mb["inputs"][0].tolist() == [5, 6, 7, 8, 1, 1, 1, 1]
     assert mb["labels"][0].tolist() == [x, 7, x, 9, x, x, x, x]
     assert mb["rollout_logprobs"][0].tolist() == [0, -1, 0, -2, 0, 0, 0, 0]

@@ -258,7 +258,7 @@ def test_a_group_with_a_completion_without_routes_is_left_out_and_counted() -> N
     without = Group(Prompt(1, (5,)), (completion(routes_of(2, 3)), completion(b"")))
     cut = Group(Prompt(2, (5,)), (completion(routes_of(1, 3)), completion(routes_of(2, 4))))
     batch = plan([whole, without, cut], 1, BatchOptions(64, 32, routes=4))
-    assert batch.sequences == 2
+    assert batch.rows[0].cuts == (2,)
     assert batch.dropped == {"no_routes": 2, "group_of_defective": 2}
     assert "routes" not in plan([without], 1, BatchOptions(64, 32)).micro_batches()[0][0]
 

@@ -137,6 +137,20 @@ def test_a_completion_that_ran_over_a_commit_is_on_kept_kv_only_where_a_commit_l
     assert found == [0.5, 0.0]
 
 
+def test_the_mean_length_is_that_of_all_episodes_however_few_are_trained_on() -> None:
+    def sampled(tokens: int, finish: str, episode: int = -1) -> Completion:
+        ids, logprobs = (5,) * tokens, (-1.0,) * tokens
+        return Completion(ids, logprobs, finish, 5, 5, "s", float(tokens), episode=episode)
+
+    lengths = (2, "stop"), (10, "length"), (10, "length"), (2, "stop")
+    alone = Group(Prompt(0, (1,)), tuple(sampled(*each) for each in lengths))
+    parts = Group(Prompt(1, (1,)), (sampled(2, "stop", 1), sampled(3, "stop", 1)))
+    options = BatchOptions(token_budget=64, max_len=32, grpo=GRPO(mask_truncated=True))
+    for made, mean in (alone, 6.0), (parts, 5.0):
+        values = group_values([made], plan([made], 1, options), version=5, kv_kept=False)
+        assert values[names.COMPLETION_TOKENS] == mean
+
+
 def test_the_mean_reward_is_that_of_all_that_was_made_for_a_step_filtered_groups_too() -> None:
     taken = [group(0, 1.0, 1.0), group(1, 0.5, 1.5)]
     assert reward_values(taken)[names.REWARD] == 1.0

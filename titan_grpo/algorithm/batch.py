@@ -66,10 +66,6 @@ class Batch:
     steps: tuple[int, ...]
     """Number of micro-batches of each optimizer step: the first ``steps[0]`` of every rank belong
     to the first step, and so on."""
-    sequences: int
-    """Rows that are trained on."""
-    tokens: int
-    """Sampled completion tokens in them."""
     loads: tuple[int, ...]
     """Input tokens of each rank, without padding."""
     work: tuple[float, ...]
@@ -139,8 +135,6 @@ def plan(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> Batc
     return Batch(
         rows=[compact(cuts, layout) for cuts in ranks],
         steps=tuple(steps),
-        sequences=len(rows),
-        tokens=sum(row.completion.num_sampled for row in rows),
         loads=tuple(sum(row.length for cut in cuts for row in cut) for cuts in ranks),
         work=tuple(work),
         dealt_work=tuple(dealt_work),

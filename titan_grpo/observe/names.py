@@ -168,7 +168,10 @@ MEANING: dict[str, str] = {
         "share of completion tokens that grpo.onpolicy_logp_threshold and"
         " grpo.token_staleness_limit leave in the loss"
     ),
-    COMPLETION_TOKENS: "mean length of a completion, tokens",
+    COMPLETION_TOKENS: (
+        "mean number of sampled tokens of a completion (of agents: of an episode), with those that"
+        " are not trained on"
+    ),
     TRAINED_TOKENS: "completion tokens that the step trained on, each once",
     TRAINED_SEQUENCES: "completions that it trained on",
     GENERATED: (

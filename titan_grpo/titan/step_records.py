@@ -131,19 +131,20 @@ def reward_values(groups: Sequence[Group], left_out: Sequence[float] = ()) -> di
 def group_values(
     groups: Sequence[Group], batch: Batch, version: int, kv_kept: bool
 ) -> dict[str, float]:
-    """Return the metrics of a step's groups and batch; staleness is in versions. ``kv_kept``:
-    running requests keep their KV across a commit."""
+    """Return the metrics of a step's groups and batch; staleness is in versions, lengths are of
+    whole episodes. ``kv_kept``: running requests keep their KV across a commit."""
     completions = [c for g in groups for c in g.completions]
     staleness = [version - g.version for g in groups]
     spans = [span for c in completions for span in c.token_spans]
     token_ages = sum((version - made_by) * tokens for made_by, tokens in spans)
+    episodes = [each for g in groups for each in by_episode(g.completions)[0]]
     kept = [kv_kept and c.version_first < c.version_last for c in completions]
     return {
         names.STALENESS: statistics.fmean(staleness),
         names.KEPT_KV: statistics.fmean(kept),
         names.STALENESS_MAX: float(max(staleness)),
         names.STALENESS_TOKENS: token_ages / max(sum(tokens for _, tokens in spans), 1),
-        names.COMPLETION_TOKENS: batch.tokens / batch.sequences,
+        names.COMPLETION_TOKENS: statistics.fmean(each.tokens for each in episodes),
         names.WORK_CV: variation(batch.work),
         names.WORK_CV_DEALT: variation(batch.dealt_work),
         names.BATCH_FILL: batch.fill,
