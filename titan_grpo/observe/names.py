@@ -139,7 +139,7 @@ MEANING: dict[str, str] = {
     KL_LOSS: "the part of the KL term, grpo.kl_beta included",
     ENTROPY_LOSS: "the part of the entropy, grpo.entropy_loss_weight included",
     LOGIT_LOSS: "the part of the logits, grpo.logit_loss_weight included",
-    GRAD_NORM: "norm of the gradient before clipping",
+    GRAD_NORM: "norm of the gradient before clipping, the largest of a step's optimizer steps",
     LEARNING_RATE: "learning rate of the step's optimizer steps",
     KL: "mean KL estimate to the reference model, nats per token",
     RATIO_MEAN: (
@@ -147,7 +147,10 @@ MEANING: dict[str, str] = {
         " the tokens that are left in the loss"
     ),
     RATIO_MAX: "largest of those ratios",
-    CLIP_FRACTION: "share of tokens whose ratio was clipped",
+    CLIP_FRACTION: (
+        "share of tokens whose ratio was past its bound: the sum of the next two, without those"
+        " that only grpo.clip_ratio_dual bounds"
+    ),
     CLIPPED_LOW: "share of tokens with a negative advantage and a ratio below the lower bound",
     CLIPPED_HIGH: "share of tokens with a positive advantage and a ratio above the upper bound",
     ENTROPY: "mean entropy of the policy's next-token distribution, nats",
