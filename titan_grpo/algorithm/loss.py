@@ -236,16 +236,16 @@ def _ratio_metrics(policy: Policy, advantages: torch.Tensor, spans: Spans, grpo:
     """Return metrics of ratio and importance weight per token (a sequence's value counts for each
     of its tokens), and how often they were cut: the ratio only in losses that clip it, and where it
     is past its bound in the advantage's direction."""
-    clips = grpo.policy_loss in ("clip", "gmpo")
-    below = (policy.ratio < 1 - grpo.clip_ratio_lower_bound) & (advantages < 0) & spans.mask
-    above = (policy.ratio > 1 + grpo.clip_ratio_upper_bound) & (advantages > 0) & spans.mask
+    clipped = spans.mask & (grpo.policy_loss in ("clip", "gmpo"))
+    below = clipped & (policy.ratio < 1 - grpo.clip_ratio_lower_bound) & (advantages < 0)
+    above = clipped & (policy.ratio > 1 + grpo.clip_ratio_upper_bound) & (advantages > 0)
     ratio = policy.ratio.masked_fill(~spans.mask, 0)
     weight = policy.importance.weight.masked_fill(~spans.mask, 0)
     return {
         "ratio_tokens_sum": ratio.sum().double(),
         "ratio_max": ratio.max().double(),
-        "clipped_low_tokens_sum": (below if clips else below & False).sum().double(),
-        "clipped_high_tokens_sum": (above if clips else above & False).sum().double(),
+        "clipped_low_tokens_sum": below.sum().double(),
+        "clipped_high_tokens_sum": above.sum().double(),
         "importance_tokens_sum": weight.sum().double(),
         "importance_max": weight.max().double(),
         "importance_capped_tokens_sum": policy.importance.cut.sum().double(),
