@@ -166,8 +166,8 @@ def test_a_store_carries_texts_of_any_length_and_keeps_nothing_of_one_that_is_de
     assert host.num_keys() == before
 
 
-@pytest.mark.parametrize("value", ["", "one", b"0 \xff"])
-def test_a_value_that_is_no_text_in_pieces_is_its_writers_error(value: str | bytes) -> None:
+@pytest.mark.parametrize("value", ["", "one"])
+def test_a_value_that_is_no_text_in_pieces_is_its_writers_error(value: str) -> None:
     host = host_store(LOOPBACK)
     host.set("digests", value)
     with pytest.raises(PeerError, match="digests in the store must be a text in pieces"):
