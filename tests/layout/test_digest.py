@@ -1,6 +1,10 @@
 """Hashes of blocks, fingerprints, and digests of content: equal for equal values however they lie
 in memory, different for anything that differs."""
 
+import os
+import tracemalloc
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -55,6 +59,21 @@ def test_a_key_changes_every_hash_and_the_published_vector_says_how() -> None:
     )
     assert all(a != b for a, b in zip(plain, keyed, strict=True))
     assert fingerprint("m", plain) != fingerprint("m", keyed)
+
+
+@pytest.mark.parametrize("hashing", [Hashing("xxh3"), Hashing("blake3", Key(bytes(32)))])
+def test_a_block_in_pieces_has_the_hash_of_its_bytes_and_is_not_copied(hashing: Hashing) -> None:
+    """A tensor that lies on several hosts has its blocks in pieces."""
+    block = memoryview(os.urandom(4 << 20))
+    cuts = [len(block) * piece // 9 for piece in range(10)]
+    pieces = [block[low:high] for low, high in pairwise(cuts)]
+    whole = hashing.block([block])
+    tracemalloc.start()
+    try:
+        assert hashing.block(pieces) == whole
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_hash_that_takes_no_key_is_refused_with_one() -> None:
