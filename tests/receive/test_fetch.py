@@ -4,13 +4,14 @@ the trainer hashed."""
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 
 from titan_grpo.errors import TransferFailed
 from titan_grpo.layout.image import Hashing, SharedImage
-from titan_grpo.layout.manifest import Manifest
+from titan_grpo.layout.manifest import Manifest, Part
 from titan_grpo.protocol.messages import RangeSource, marks
 from titan_grpo.receive import fetch as module
 from titan_grpo.receive.fetch import Content, Fetch, Open, RangeReader, TcpReader
@@ -226,6 +227,39 @@ def test_a_block_that_was_bad_is_not_named_where_the_range_failed_for_another_re
     fetch = site.fetch(lambda: Hooked(lying(), lie_once), threads=1)
     assert fetch.error == "planted: gone"
     assert fetch.bad_block == -1
+
+
+def test_a_thread_stays_with_a_host_so_a_version_of_many_hosts_costs_few_connections() -> None:
+    """Before, once one part had ended, threads changed the part after most ranges, until each had
+    connections to all hosts."""
+    hosts = 16
+    ends = [BLOCK * end for end in (0, 5, *range(26, 16 * 20 + 1, 21))]
+    parts = [Part((extent,)) for extent in pairwise(ends)]
+    manifest = Manifest.build([("a", "uint8", (ends[-1],))], BLOCK).with_parts(parts)
+    good = torch.randint(0, 256, (manifest.total_bytes,), dtype=torch.uint8)
+    hashing = Hashing("xxh3")
+    content = Content(manifest, hashing.blocks(good.numpy().data, manifest), hashing)
+    server, in_step = RangeServer(), threading.Barrier(hosts)
+    opened: list[str] = []
+    at = "127.0.0.1", server.listen("127.0.0.1")
+
+    def wait(offset: int) -> None:
+        in_step.wait(SOON_S)
+
+    def open_(ticket: str) -> RangeReader:
+        opened.append(ticket)
+        reader = TcpReader(RangeSource(*at, ticket), None, SOON_S)
+        return Hooked(reader, wait)
+
+    tickets = [server.grant(good.numpy().data, None, None, part) for part in parts]
+    sources = {part: [partial(open_, ticket)] for part, ticket in enumerate(tickets)}
+    with SharedImage.create(manifest.total_bytes, "test fetch") as image:
+        fetch = Fetch(image, content, sources, BLOCK)
+        fetch.run(4, SOON_S, (), lambda _: None)
+        assert fetch.error == ""
+        assert torch.equal(image.tensor(), good)
+    server.close()
+    assert hosts <= len(opened) <= 2 * hosts
 
 
 def test_a_fetch_without_a_source_says_so(site: Site) -> None:

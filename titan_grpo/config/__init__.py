@@ -52,7 +52,9 @@ class WeightSync:
     apply = "streamed"; never nccl."""
 
     connections: int = 4
-    """TCP connections over which one server reads a version (transport = "tcp")."""
+    """TCP connections over which one server reads a version at a time (transport = "tcp"); with
+    more trainer hosts, one to each. When a host has sent its part, its connection stays idle and
+    one more is made to another host."""
 
     min_rate: int = 50 << 20
     """Least acceptable rate of a transfer, in bytes per second: its deadline is lane_deadline_s

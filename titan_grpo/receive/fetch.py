@@ -313,7 +313,7 @@ class Fetch:
         self._turn = threading.Condition()
         self._left = [_ranges(manifest, part, step) for part in range(len(manifest.parts))]
         self._reading = [0] * len(self._left)
-        """Number of threads that read a range of each part."""
+        """Number of threads whose last range was of each part, those that wait excluded."""
         self._count = sum(map(len, self._left))
         self._arrived = 0
         self._others = frozenset[Open]() if relaying is None else relaying.others
@@ -365,8 +365,10 @@ class Fetch:
     def _work(self) -> None:
         """Fetch one range after the other (a thread's main function)."""
         readers: dict[Open, RangeReader] = {}
+        last = None
         try:
-            while (range_ := self._take()) is not None:
+            while (range_ := self._take(last)) is not None:
+                last = range_.part
                 try:
                     self._range(range_, readers)
                 except _RangeLost as lost:
@@ -378,10 +380,15 @@ class Fetch:
             for reader in readers.values():
                 reader.close()
 
-    def _take(self) -> _Range | None:
+    def _take(self, last: int | None) -> _Range | None:
         """Return the next range, of the part with the fewest readers: no host's link is idle while
-        its part has ranges left. None: this thread is done."""
+        its part has ranges left. ``last``: the part of this thread's last range, which it prefers:
+        each other part costs a connection. None: this thread is done."""
         with self._turn:
+            # Not when the range is done: a part would seem to have no reader between two ranges, so
+            # threads would change parts until each had connections to all of them.
+            if last is not None:
+                self._reading[last] -= 1
             # Wait until all has arrived: another thread may give its range back.
             self._turn.wait_for(
                 lambda: self.error or any(self._left) or self._arrived == self._total,
@@ -389,7 +396,7 @@ class Fetch:
             )
             parts = [part for part, ranges in enumerate(self._left) if ranges]
             if not self.error and parts:
-                part = min(parts, key=lambda p: (self._reading[p], -len(self._left[p])))
+                part = min(parts, key=lambda p: (self._reading[p], p != last, -len(self._left[p])))
                 self._reading[part] += 1
                 return self._left[part].popleft()
             self._running -= 1
@@ -470,7 +477,6 @@ class Fetch:
         if self._relaying is not None:
             self._relaying.arrived(range_.part, range_.start, range_.stop)
         with self._turn:
-            self._reading[range_.part] -= 1
             before, self._arrived = self._arrived, self._arrived + range_.stop - range_.start
             if self._relaying is not None:
                 marked = before // self._bucket_bytes < self._arrived // self._bucket_bytes
