@@ -430,3 +430,27 @@ def test_groups_of_a_server_that_left_are_made_elsewhere_at_once_and_cost_their_
     client.set_server(ServerState(leaving.url, 1, True, "1"))
     after = [c for group in client.next_batch(2, PER_STEP, 60) for c in group.completions]
     assert {(c.server, c.version_first) for c in after} == {(leaving.url, 1)}
+
+
+def test_the_counts_of_a_server_end_with_it_and_begin_anew_when_it_comes_back(
+    start: StartClient, completion_server: MakeServer
+) -> None:
+    """Before, each server of a run's life had its metrics and its place in every checkpoint."""
+    server, client = completion_server(), start()
+
+    def counted() -> dict[str, int]:
+        return {n: c for n, c in client.counters().items() if server.url in n}
+
+    client.set_server(ServerState(server.url, 0, True, "0"))
+    client.next_batch(0, PER_STEP, 60)
+    before = counted()[f"tokens.{server.url}"]
+    assert before >= PER_STEP * GROUP * 4
+    assert not any(server.url in name for name in client.state()["counters"])
+    client.remove_server(server.url)
+    assert client.in_flight(60.0) == {}  # what the worker sent before it knew has come
+    assert counted() == {}
+    client.set_server(ServerState(server.url, 1, True, "1"))
+    client.next_batch(1, PER_STEP, 60)
+    client.next_batch(2, PER_STEP, 60)  # version 0 is too old for it: it was sampled just now
+    counters = client.counters()
+    assert 0 < counters[f"tokens.{server.url}"] <= counters["tokens"] - before

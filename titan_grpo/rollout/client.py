@@ -180,6 +180,8 @@ class RolloutClient:
         """Remove a server from the run; its groups are made elsewhere. Any thread; never blocks."""
         with self._changed:
             self._servers.pop(url, None)
+            for counters in (self._own, self._theirs):
+                messages.forget(counters, url)
             self._transport.send(messages.ServerLeft(url))
 
     def drain(self, url: str, within_s: float) -> None:
@@ -371,21 +373,22 @@ class RolloutClient:
 
     def counters(self) -> dict[str, int]:
         """Return the counts so far, those before a resume included: ``consumed_groups``,
-        ``unversioned_groups``, ``requests``, ``tokens``, ``tokens.<url>`` of one server,
-        ``commits``, requests ``in_flight_at_commits``, ``outages``, ``interrupted``, ``skipped``,
-        ``moved`` (groups whose server left or was drained), ``resumed`` (completions that went on
-        from ``resumed_tokens`` tokens), ``dropped.<reason>``, ``thrown_tokens``, completions by
-        length as ``made.<n>`` and ``trained.<n>`` (messages.length_range), ``sessions_lost``,
-        ``late_answers``; and now: ``in_flight.<url>`` requests, ``ready`` groups."""
+        ``unversioned_groups``, ``requests``, ``tokens``, ``tokens.<url>`` of one server since it
+        joined, ``commits``, requests ``in_flight_at_commits``, ``outages``, ``interrupted``,
+        ``skipped``, ``moved`` (groups whose server left or was drained), ``resumed`` (completions
+        that went on from ``resumed_tokens`` tokens), ``dropped.<reason>``, ``thrown_tokens``,
+        completions by length as ``made.<n>`` and ``trained.<n>`` (messages.length_range),
+        ``sessions_lost``, ``late_answers``; and now: ``in_flight.<url>`` requests, ``ready``
+        groups."""
         with self._changed:
             both = Counter(self._own)
             both.update(self._theirs)
             return {**both, "ready": len(self._ready)}
 
     def state(self) -> dict[str, Any]:
-        """Return a JSON-able state for an exact resume (``RolloutSpec.state``). Call it at a step
-        boundary."""
-        counts = messages.totals(self.counters())
+        """Return a JSON-able state for an exact resume (``RolloutSpec.state``), without the counts
+        of single servers: they may be gone by then. Call it at a step boundary."""
+        counts = {n: c for n, c in self.counters().items() if not messages.server_of(n)}
         del counts["ready"]
         with self._changed:
             return {"cursor": self._cursor.state(), "counters": counts}
@@ -430,19 +433,26 @@ class RolloutClient:
                     elif not future.done():
                         future.set_result(message)
                 case messages.GroupDone(ticket, _, counters):
-                    self._theirs.update(counters)
+                    self._count(counters)
                     self._ready[ticket.index] = message
                     self._drop_stale((ticket.index,))
                 case messages.LeftOut(index, rewards, counters):
-                    self._theirs.update(counters)
+                    self._count(counters)
                     self._cursor.use(index)
                     self._left_out += rewards
                 case messages.Event(text, counters, skipped):
-                    self._theirs.update(counters)
+                    self._count(counters)
                     if skipped is not None:
                         self._cursor.use(skipped)
                     logger.warning("rollout: %s", text)
             self._changed.notify_all()
+
+    def _count(self, counters: Mapping[str, int]) -> None:
+        # A message on its way when a server left still names it.
+        for name, n in counters.items():
+            url = messages.server_of(name)
+            if not url or url in self._servers:
+                self._theirs[name] = n
 
     def _resync(self, lost: SessionLost) -> None:
         with self._changed:

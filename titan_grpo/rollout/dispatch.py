@@ -213,7 +213,8 @@ class Dispatcher:
         unused = sum(part.num_sampled for part in run.parts) - tokens
         self._counts.add("thrown_tokens", unused)
         self._counts.add("tokens", tokens)
-        self._counts.add(f"tokens.{url}", tokens)
+        if not run.server.left:
+            self._counts.add(messages.TOKENS + url, tokens)
         self._counts.made(group.completions)
         if whole:
             self._durations.took(group, asyncio.get_running_loop().time() - run.began_s)
@@ -275,6 +276,7 @@ class Dispatcher:
         """Cancel the groups of a server that left the run, then close its driver."""
         if (server := self._servers.pop(url, None)) is not None:
             server.left = True
+        self._counts.forget(url)
         tasks = [t for t, run in self._running.items() if run.server.left and run.server.url == url]
         for task in tasks:
             task.cancel()
@@ -385,7 +387,8 @@ class Dispatcher:
             self._counts.add("in_flight_at_commits", self._load(state.url))
 
     def _note_load(self, url: str) -> None:
-        self._counts.set(messages.IN_FLIGHT + url, self._load(url))
+        if url in self._servers:
+            self._counts.set(messages.IN_FLIGHT + url, self._servers[url].in_flight)
 
     def _load(self, url: str) -> int:
         """Return the requests in flight on a server; 0 for one that is not in the run."""

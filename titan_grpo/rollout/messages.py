@@ -188,6 +188,26 @@ IN_FLIGHT = "in_flight."
 """Prefix of the counters of requests in flight, before a server's URL. These are current values,
 not totals, so they are neither summed nor saved."""
 
+TOKENS = "tokens."
+"""Prefix of the counters of tokens, before the URL of the server that sampled them."""
+
+
+def server_of(counter: str) -> str:
+    """Return the URL of the one server that a counter is of, or "".
+
+    >>> server_of("tokens.http://a:1"), server_of("tokens"), server_of("made.64")
+    ('http://a:1', '', '')
+    """
+    kind, _, rest = counter.partition(".")
+    return rest if kind + "." in (IN_FLIGHT, TOKENS) else ""
+
+
+def forget(counters: dict[str, int], url: str) -> None:
+    """Remove the counters of a server that left: every server of a run's life would have a metric,
+    and a place in each checkpoint."""
+    for prefix in (IN_FLIGHT, TOKENS):
+        counters.pop(prefix + url, None)
+
 
 class Counters:
     """Counts by name. A message carries only those changed since the last one: with a thousand
@@ -205,6 +225,11 @@ class Counters:
         """Set a count."""
         self._counts[name] = count
         self._changed.add(name)
+
+    def forget(self, url: str) -> None:
+        """Remove the counts of a server that left; if it comes back they begin at 0."""
+        forget(self._counts, url)
+        self._changed &= self._counts.keys()
 
     def made(self, completions: Iterable[Completion]) -> None:
         """Count completions by length (``length_range``)."""

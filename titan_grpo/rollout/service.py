@@ -104,6 +104,8 @@ class Session:
             self._inbox = inbox
             for message in taken:
                 self._worker.send(message)
+                if isinstance(message, messages.ServerLeft):
+                    messages.forget(self.counters, message.url)
             return self._inbox.have
 
     def poll(self, have: int, wait_s: float) -> frames.Post:
