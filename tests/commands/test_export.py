@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import Metadata
 
 from tests.rigs.interpreter import python
 from tests.rigs.jobs import job as plain_job
@@ -19,8 +20,9 @@ from tests.rigs.trainer_handle import wait_until
 from titan_grpo import cli
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, StorageError
+from titan_grpo.layout.infer import infer_layout
 from titan_grpo.sync.lanes import SyncOptions
-from titan_grpo.titan.export import checkpoint_of, checkpoints_in
+from titan_grpo.titan.export import Stored, checkpoint_of, checkpoints_in, hf_tensors
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.hf_files import copy_assets, save_version, write_adapter, write_weights
 from titan_grpo.titan.tiny import Kind, write_tiny_model
@@ -137,6 +139,26 @@ def test_a_version_is_found_by_what_its_checkpoint_names_not_by_the_step(tmp_pat
     assert [checkpoint_of(tmp_path, version) for version in (5, 6, 9)] == [five, seven, alone]
     with pytest.raises(ConfigError, match=r"it has 5, 6 \(step-7\), 6 \(step-8\), 9;"):
         checkpoint_of(tmp_path, 7)
+
+
+def test_the_metadata_is_read_once_for_all_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It grows with the ranks of the run: before, DCP read it again for each parameter."""
+    shapes = {f"p{i}": (4, 4) for i in range(20)}
+    kept = {name: torch.rand(shape) for name, shape in shapes.items()}
+    dcp.save(dict(kept), checkpoint_id=tmp_path / "kept", no_dist=True)
+    reads, read = [], dcp.FileSystemReader.read_metadata
+
+    def counted(self: dcp.FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
+        reads.append(self)
+        return read(self, *args, **kwargs)
+
+    monkeypatch.setattr(dcp.FileSystemReader, "read_metadata", counted)
+    layout = infer_layout(dict, shapes)
+    found = dict(hf_tensors(Stored(tmp_path / "kept"), layout, dict, torch.float32, set(), {}))
+    assert all(torch.equal(found[name], kept[name]) for name in shapes)
+    assert len(reads) == 1
 
 
 def test_a_job_that_names_no_servers_is_exported_too(

@@ -5,7 +5,7 @@ import math
 import re
 import shlex
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -288,13 +288,11 @@ def _loaded(config: Any) -> set[str]:
     return rules.saved_parts(config) - {"model", *config.checkpoint.exclude_from_loading}
 
 
-def _check_text(config: Any, checkpoint: Path, ranks: int | None) -> None:
-    from titan_grpo.titan.export import names_in
-
+def _check_text(config: Any, checkpoint: Path, names: Set[str], ranks: int | None) -> None:
     # torchtitan has one place in the text per data-parallel rank, and cannot share them anew
     if ranks is None or "text" not in _loaded(config):
         return
-    saved = sum(name.startswith("text.dp_rank_") for name in names_in(checkpoint))
+    saved = sum(name.startswith("text.dp_rank_") for name in names)
     if saved != (now := rules.data_parallel_ranks(config, ranks)):
         raise ConfigError(
             "the number of data-parallel ranks must stay the same where the text of"
@@ -306,7 +304,7 @@ def _check_text(config: Any, checkpoint: Path, ranks: int | None) -> None:
 def _check_start(config: Any, folder: Path, ranks: int | None) -> None:
     """Check what a run begins with whose checkpoint ``folder`` is not there."""
     # not at the top: it imports torch.distributed.checkpoint
-    from titan_grpo.titan.export import lacking
+    from titan_grpo.titan.export import Stored, lacking
 
     keys, start = config.checkpoint, config.checkpoint.initial_load_path
     if keys.load_step != -1:
@@ -325,17 +323,18 @@ def _check_start(config: Any, folder: Path, ranks: int | None) -> None:
         )
     if keys.initial_load_model_only:
         return
-    if missing := lacking(Path(start), _loaded(config)):
+    names = Stored(start).names()
+    if missing := lacking(names, _loaded(config)):
         raise ConfigError(
             "checkpoint.initial_load_model_only must be true, got false:"
             f" {start} was saved without {', '.join(missing)}"
         )
-    _check_text(config, Path(start), ranks)
+    _check_text(config, Path(start), names, ranks)
 
 
 def _check_newest(config: Any, folder: Path, ranks: int | None) -> None:
     """Check the checkpoint in ``folder`` that a run goes on from."""
-    from titan_grpo.titan.export import PREFIX, checkpoints_in, lacking, names_in
+    from titan_grpo.titan.export import PREFIX, Stored, checkpoints_in, lacking
 
     keys, loaded = config.checkpoint, _loaded(config)
     if keys.load_step == -1 and (odd := _taken_for_steps(folder)):
@@ -356,18 +355,22 @@ def _check_newest(config: Any, folder: Path, ranks: int | None) -> None:
             " from random weights: remove the folder"
         )
 
-    def lacks(step: int) -> list[str]:
-        # torchtitan loads the weights alone of step 0.
-        return lacking(complete[step], loaded) if step else []
+    names: Set[str] = Stored(complete[step]).names() if step in complete else set()
 
-    missing = lacks(step) if step in complete else ["train_state"]
+    def lacks(step: int, names: Set[str]) -> list[str]:
+        # torchtitan loads the weights alone of step 0.
+        return lacking(names, loaded) if step else []
+
+    missing = lacks(step, names) if step in complete else ["train_state"]
     if missing and "train_state" not in missing:
         raise ConfigError(
             f"checkpoint.exclude_from_loading must have {', '.join(missing)} too, got"
             f" {keys.exclude_from_loading}: {complete[step]} was saved without"
         )
     if missing:
-        others = [each for each in complete if not lacks(each)]
+        others = [
+            each for each, place in complete.items() if not lacks(each, Stored(place).names())
+        ]
         if keys.load_step != -1:
             raise ConfigError(
                 "checkpoint.load_step must be the step of a complete checkpoint of a GRPO run,"
@@ -382,10 +385,10 @@ def _check_newest(config: Any, folder: Path, ranks: int | None) -> None:
             f" checkpoint.initial_load_path{hf}"
         )
     newest = complete[step]
-    if reason := compat.other_saver(names_in(newest), compat.require_torchtitan()):
+    if reason := compat.other_saver(names, compat.require_torchtitan()):
         raise ConfigError(f"{newest} {reason}")
     if step:
-        _check_text(config, newest, ranks)
+        _check_text(config, newest, names, ranks)
 
 
 def _taken_for_steps(folder: Path) -> list[str]:
