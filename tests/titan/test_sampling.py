@@ -1,6 +1,7 @@
 """What a step is made of: dynamic sampling, and how long other ranks wait for it."""
 
 import math
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from titan_grpo.algorithm.batch import BatchOptions, plan
+from titan_grpo.algorithm.rows import MicroBatch
 from titan_grpo.config import GRPO, Evaluation, JobConfig, Rollout, WeightSync
 from titan_grpo.config.task import EVALUATION_MARGIN_S
 from titan_grpo.errors import DataError
@@ -22,6 +24,8 @@ compat.prepare()
 from titan_grpo.titan.data import (  # noqa: E402 - patches first
     BatchLoader,
     RunStopped,
+    Share,
+    pickled_shares,
     text_weight,
     varied_groups,
 )
@@ -196,6 +200,30 @@ def test_the_loaders_group_outlasts_a_start_and_a_sync_and_carries_an_error_of_r
         assert isinstance(caught.value.__cause__, RuntimeError)
     finally:
         dist.destroy_process_group()
+
+
+class Counted(list[MicroBatch]):
+    """Micro-batches that note when they are pickled."""
+
+    def __init__(self, name: str, pickles: list[str]) -> None:
+        self.name, self.pickles = name, pickles
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        self.pickles.append(self.name)
+        return str, (self.name,)
+
+
+def test_what_several_ranks_get_is_pickled_once() -> None:
+    """Before, rank 0 pickled a share for each rank: with 512 ranks it held up every step."""
+    pickles: list[str] = []
+    ranks = [Counted(name, pickles) for name in ("first", "second")]
+    shares = pickled_shares(Share(slot=3), ranks, [0, 0, 1, 1])
+    assert pickles == ["first", "second"]
+    read = [pickle.loads(each) for each in shares]
+    assert [(each.slot, each.microbatches) for each in read] == [
+        *[(3, "first")] * 2,
+        *[(3, "second")] * 2,
+    ]
 
 
 def test_the_waits_for_a_large_version_have_the_time_of_its_bytes() -> None:

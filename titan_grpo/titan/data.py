@@ -7,6 +7,7 @@ from which each rank builds the same tensors. The scatter has its own gloo group
 rollouts may be longer than torchtitan's training timeout.
 """
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -97,6 +98,15 @@ StepWork = tuple[Share, Sequence[list[MicroBatch] | Rows]]
 """Rank 0's work for a step: the share without micro-batches, and these by data-parallel rank."""
 
 
+def pickled_shares(
+    share: Share, ranks: Sequence[list[MicroBatch] | Rows], dp_ranks: Sequence[int]
+) -> list[bytes]:
+    """Return the share of each rank, ``dp_ranks`` by rank. Each data-parallel index is pickled
+    once: with TP, EP or pipeline stages it has many ranks."""
+    pickled = [pickle.dumps(replace(share, microbatches=each)) for each in ranks]
+    return [pickled[index] for index in dp_ranks]
+
+
 class RunStopped(TitanGrpoError):
     """Error of rank 0 that ends the run; raised on every rank with the same text."""
 
@@ -134,20 +144,20 @@ class BatchLoader(BaseDataLoader):
 
         Collective over all ranks; the ranks other than 0 wait here for the rollouts.
         """
-        shares: list[Share] | None = None
+        shares: list[bytes] | None = None
         failure: Exception | None = None
         if prepare is not None:
             try:
-                share, ranks = prepare()
-                shares = [replace(share, microbatches=ranks[n]) for n in self._dp_ranks]
+                shares = pickled_shares(*prepare(), self._dp_ranks)
             except Exception as error:  # noqa: BLE001 - raised below, on every rank
                 # Scatter the error, a bug too: without it the other ranks would wait until rank 0
                 # has closed everything, and end by a lost connection.
                 failure = error
-                shares = [Share(error=f"{type(error).__name__}: {error}") for _ in self._dp_ranks]
+                text = f"{type(error).__name__}: {error}"
+                shares = [pickle.dumps(Share(error=text))] * len(self._dp_ranks)
         received: list[Any] = [None]
         dist.scatter_object_list(received, shares, src=0, group=self.group)
-        mine: Share = received[0]
+        mine: Share = pickle.loads(received[0])
         if mine.error:
             raise RunStopped(mine.error) from failure
         self.state = mine.state
