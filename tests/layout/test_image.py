@@ -12,6 +12,7 @@ import pytest
 
 from tests.rigs.interpreter import python
 from titan_grpo.errors import ConfigError, ProtocolError, SyncError
+from titan_grpo.layout import image as module
 from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.memory import available_memory
 
@@ -89,6 +90,34 @@ def test_a_descriptor_that_became_another_file_is_refused() -> None:
 def test_an_image_that_the_machine_can_not_hold_is_refused_before_it_is_made() -> None:
     with pytest.raises(ConfigError, match="the weight image huge needs"):
         SharedImage.create(available_memory() * 2, "huge")
+
+
+def test_memory_that_others_take_meanwhile_ends_the_allocation_before_the_oom_killer_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers that start together on a host each find the same memory free."""
+    piece = 1 << 20
+    monkeypatch.setattr(module, "PIECE_BYTES", piece)
+    monkeypatch.setattr(module, "PIECES_PER_CHECK", 2)
+    (tmp_path / "memory.max").write_text(str(8 * piece))
+    usage = tmp_path / "memory.current"
+    usage.write_text("0")
+    # The cgroup of a container, as the kernel shows it.
+    monkeypatch.setattr(available_memory, "__defaults__", (Path("/proc"), tmp_path))
+    made: list[int] = []
+
+    def others_take(nbytes: int) -> None:
+        made.append(nbytes)
+        usage.write_text(str(nbytes + 2 * piece))
+
+    SharedImage.create(6 * piece, "fits", made=others_take).close()
+    made.clear()
+    usage.write_text("0")
+    said = f"the rest of the weight image late needs {6 * piece} bytes .* available are {4 * piece}"
+    with pytest.raises(ConfigError, match=said):
+        SharedImage.create(8 * piece, "late", made=others_take)
+    assert made == [piece, 2 * piece]
+    assert not has_descriptor("late")
 
 
 def test_an_image_that_a_limit_of_the_process_forbids_is_refused_with_the_remedy() -> None:

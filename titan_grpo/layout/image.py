@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -33,6 +32,9 @@ MADV_POPULATE_READ = 22
 PIECE_BYTES = 64 << 20
 """Bytes that one thread allocates at a time."""
 
+PIECES_PER_CHECK = 32
+"""Pieces that are allocated between two looks at the memory that is left: 2 GiB."""
+
 MOST_THREADS = 8
 """Most threads that allocate memory: more do not zero pages faster."""
 
@@ -48,10 +50,12 @@ def _make_pages(
     extents: Sequence[Extent],
     made: Made = lambda _: None,
     reserve: int | None = None,
+    what: str = "",
 ) -> None:
     """Allocate and map these whole pages, on several threads. Otherwise a fault for each page would
     make the first copy several times as long as later ones. ``reserve``: a memfd whose pages are
-    not allocated yet. Raises OSError if there is no memory for it."""
+    not allocated yet; ``what`` they are for. Raises OSError or ConfigError if there is no memory
+    for it."""
     base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 
     def make(piece: Extent) -> int:
@@ -70,10 +74,17 @@ def _make_pages(
         for at in range(start, stop, PIECE_BYTES)
     ]
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)), max(1, len(pieces)))
+    left, done = sum(stop - start for start, stop in pieces), 0
     pool = ThreadPoolExecutor(threads, "memory")
     try:
-        for done in accumulate(pool.map(make, pieces)):
-            made(done)
+        for first in range(0, len(pieces), PIECES_PER_CHECK):
+            if reserve is not None:
+                # Not once before all: servers that start together on a host each find the same
+                # memory free, and the OOM killer would end an engine.
+                require_memory(left - done, what)
+            for nbytes in pool.map(make, pieces[first : first + PIECES_PER_CHECK]):
+                done += nbytes
+                made(done)
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -169,14 +180,14 @@ class SharedImage:
         if nbytes < 1:
             raise ValueError(f"an image must have 1 byte or more, got {nbytes}")
         extents = ((0, nbytes),) if extents is None else extents
-        pages = _pages(extents, nbytes)
-        require_memory(sum(stop - start for start, stop in pages), f"the weight image {label}")
+        pages, what = _pages(extents, nbytes), f"the weight image {label}"
+        require_memory(sum(stop - start for start, stop in pages), what)
         fd = -1
         try:
             fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, nbytes)
             mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
-            _make_pages(mapped, pages, made, fd)
+            _make_pages(mapped, pages, made, fd, f"the rest of {what}")
             # Seal it: shrinking the file would make other mappings fault with SIGBUS.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             address = ImageAddress(os.getpid(), fd, nbytes, os.fstat(fd).st_ino)
@@ -187,7 +198,7 @@ class SharedImage:
                 os.close(fd)
             if isinstance(error, OSError):
                 raise ConfigError(
-                    f"the weight image {label} must have {nbytes} bytes of shared memory, which the"
+                    f"{what} must have {nbytes} bytes of shared memory, which the"
                     f" kernel refuses ({error}): there is no room for a version; raise the limits"
                     " of this process (ulimit -a: -v, -f and -n) or of its container"
                 ) from error
