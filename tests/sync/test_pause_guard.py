@@ -362,20 +362,24 @@ def test_a_lease_covers_one_call_or_a_whole_step_where_another_process_makes_the
     staged = WeightSync(commit_deadline_s=4.0, backoff_max_s=3.0)
     streamed = replace(staged, lane_deadline_s=8.0, min_rate=64, apply="streamed")
     rest_s = RENEW_S + 2 * ANSWER_S + 3.0
-    assert deadlines_of(staged, 0, forwarded=False).pause_s == 4.0 + rest_s
-    assert deadlines_of(streamed, 64, forwarded=False).pause_s == 4.0 + 9.0 + rest_s
-    assert deadlines_of(staged, 0, forwarded=True).pause_s == RENEW_S + 5 * 4.0
-    assert deadlines_of(streamed, 64, forwarded=True).pause_s == RENEW_S + 5 * 4.0 + 9.0
+    assert deadlines_of(staged, 0, 0, forwarded=False).pause_s == 4.0 + rest_s
+    assert deadlines_of(streamed, 64, 0, forwarded=False).pause_s == 4.0 + 9.0 + rest_s
+    assert deadlines_of(staged, 0, 0, forwarded=True).pause_s == RENEW_S + 5 * 4.0
+    assert deadlines_of(streamed, 64, 0, forwarded=True).pause_s == RENEW_S + 5 * 4.0 + 9.0
 
 
 def test_a_connections_lease_covers_its_longest_silence() -> None:
-    """One call, the receiver's answer and the communicator; or the next bucket of memory."""
-    quick = WeightSync(commit_deadline_s=4.0, connect_deadline_s=10.0, backoff_max_s=3.0)
+    """One call, the receiver's answer and the communicator; or the manifest and the first bucket of
+    memory."""
+    quick = WeightSync(
+        commit_deadline_s=4.0, connect_deadline_s=10.0, progress_deadline_s=2.0, backoff_max_s=3.0
+    )
     rest_s = RENEW_S + 4.0 + 2 * 3.0
-    assert deadlines_of(quick, 0, forwarded=False).greet_s == rest_s + 2 * 10.0
+    assert deadlines_of(quick, 0, 0, forwarded=False).greet_s == rest_s + 2 * 10.0
     slow = replace(quick, bucket_bytes=1 << 30, min_rate=1 << 20, progress_deadline_s=5.0)
-    assert deadlines_of(slow, 0, forwarded=False).greet_s == rest_s + 5.0 + 1024.0
-    assert deadlines_of(quick, 0, forwarded=True).greet_s == 3 * 10.0 + 10 * 4.0 + 2 * 3.0
+    first_s = 10.0 + 3.0 + 5.0 + 1024.0
+    assert deadlines_of(slow, 0, 3 << 20, forwarded=False).greet_s == rest_s + first_s
+    assert deadlines_of(quick, 0, 0, forwarded=True).greet_s == 3 * 10.0 + 10 * 4.0 + 2 * 3.0
 
 
 def test_a_refused_epoch_is_its_own_only_if_it_is_in_force() -> None:

@@ -224,9 +224,23 @@ def test_only_the_first_mark_has_the_time_of_the_patches() -> None:
     link.close()
 
 
+def test_a_receiver_may_take_longer_for_the_manifest_than_for_a_bucket() -> None:
+    manifest = Manifest.build([("a", "bfloat16", (10,))], 4096)
+    config = WeightSync(bucket_bytes=4096, progress_deadline_s=0.2, min_rate=1 << 40)
+    link = LaneLink("run", 1, manifest, LinkOptions(config, "tcp", LOOPBACK))
+    hello = link.open()
+    receiver = ReceiverChannel((hello.host, hello.port), hello.ticket, None, SOON_S, lambda _: None)
+    answer = Staged(0, 0, True, "").to_json().encode()
+    timer = threading.Timer(1.0, receiver.send, (Kind.STAGED, 0, answer))
+    timer.start()
+    assert link.send_manifest().ok
+    timer.join()
+    link.close()
+
+
 def test_all_links_send_one_copy_of_the_manifest() -> None:
     manifest = Manifest.build([("a", "bfloat16", (10,))], 4096)
-    config = WeightSync(bucket_bytes=4096, progress_deadline_s=0.05)
+    config = WeightSync(bucket_bytes=4096, progress_deadline_s=0.05, connect_deadline_s=0.05)
     queued = []
     for epoch in (1, 2):
         link = LaneLink("run", epoch, manifest, LinkOptions(config, "tcp", LOOPBACK))

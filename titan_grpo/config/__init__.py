@@ -131,8 +131,9 @@ class WeightSync:
     one, else this host's address on the route to it."""
 
     connect_deadline_s: float = 60.0
-    """Deadline for a server's receiver to join its lane, in seconds. The receiver allocates memory
-    for a version after that, with progress_deadline_s as the deadline of each bucket."""
+    """Deadline for a server's receiver to join its lane, in seconds, and after that for it to read
+    the list of tensors (plus its bytes at min_rate). The receiver then allocates memory for a
+    version, with progress_deadline_s as the deadline of each bucket."""
 
     lane_deadline_s: float = 120.0
     """Deadline of one transfer, from its first byte to the receiver's digests, in seconds; the time

@@ -192,7 +192,7 @@ class SyncLanes:
         self._complete = -1
         log, forwarded = recorder.run_dir / "pause_guard.log", options.make_control is not None
         deadlines = options.guard_deadlines or deadlines_of(
-            config, pool.manifest.total_bytes, forwarded
+            config, pool.manifest.total_bytes, len(pool.manifest.encoded), forwarded
         )
         self.guard = PauseGuard(link, log, deadlines) if options.guarded else None
         self.slots = slots or ImageSlots(config.slots)

@@ -254,8 +254,9 @@ class LaneLink:
         return joined
 
     def send_manifest(self, moved: Moved | None = None) -> Staged:
-        """Send the manifest and wait until the receiver has memory for an image of that size. Each
-        bucket of memory has a deadline; ``moved`` gets the bytes made so far."""
+        """Send the manifest and wait until the receiver has memory for an image of that size. The
+        manifest has a deadline, then each bucket of memory; ``moved`` gets the bytes made so far.
+        """
         self._post(Order(MANIFEST_NUMBER, "manifest", 0, ""), self._manifest.encoded)
         return self._moving(MANIFEST_NUMBER, moved, 0)
 
@@ -330,13 +331,16 @@ class LaneLink:
         """Wait for the receiver's marks, then return its answer; it comes early if the receiver
         gives up. Raises TransferFailed if a mark is late: receiver or network stands still."""
         config, deadline = self._options.config, time.monotonic() + self._transfer_s
-        within_s = config.progress_deadline_s + config.bucket_bytes / config.min_rate
-        patched_s = 0.0
-        if patch_bytes:
-            patched_s = (patch_bytes + self._manifest.total_bytes) / config.min_rate
+        within_s = config.progress_deadline_s + config.moving_s(config.bucket_bytes)
+        before_s = 0.0  # what comes before the first mark
+        if number == MANIFEST_NUMBER:
+            # All lanes may send it at once, and each receiver reads it whole.
+            before_s = config.connect_deadline_s + config.moving_s(len(self._manifest.encoded))
+        if patch_bytes:  # all patches arrive and are applied
+            before_s = config.moving_s(patch_bytes + self._manifest.total_bytes)
         for mark in marks(self._manifest.total_bytes, config.bucket_bytes):
-            wait_s = min(within_s + patched_s, max(0.0, deadline - time.monotonic()))
-            patched_s = 0.0  # all patches arrive and are applied before the first mark
+            wait_s = min(within_s + before_s, max(0.0, deadline - time.monotonic()))
+            before_s = 0.0
             what = f"waiting for the receiver to have byte {mark} of transfer {number}"
             frame = self._take(number, (Kind.MOVED, Kind.STAGED), wait_s, what)
             if frame.kind is Kind.STAGED:

@@ -52,9 +52,12 @@ def transfer_in_load_s(config: WeightSync, nbytes: int) -> float:
     return config.transfer_s(nbytes) if config.apply == "streamed" else 0.0
 
 
-def deadlines_of(config: WeightSync, nbytes: int, forwarded: bool) -> Deadlines:
-    """Return how long a lane may be silent in a commit of ``nbytes``, and while it connects.
-    ``forwarded``: rank 0 makes its calls, and only protocol points renew the lease."""
+def deadlines_of(
+    config: WeightSync, nbytes: int, manifest_bytes: int, forwarded: bool
+) -> Deadlines:
+    """Return how long a lane may be silent in a commit of ``nbytes``, and while it connects and
+    sends a manifest of ``manifest_bytes``. ``forwarded``: rank 0 makes its calls, and only protocol
+    points renew the lease."""
     call_s, transfer_s = config.commit_deadline_s, transfer_in_load_s(config, nbytes)
     if forwarded:
         pause_s = RENEW_S + lane.step_s(lane.Phase.LOADING, call_s, transfer_s)
@@ -65,12 +68,14 @@ def deadlines_of(config: WeightSync, nbytes: int, forwarded: bool) -> Deadlines:
     if forwarded or config.apply == "streamed":
         # The whole connection: rank 0's calls do not renew, and a stock server's one call for its
         # parameters' checksums may take longer than a call's deadline.
-        greet_s = 3 * config.connect_deadline_s + lane.step_s(lane.Phase.CONNECTING, call_s)
+        waits_s = 3 * config.connect_deadline_s + config.moving_s(manifest_bytes)
+        greet_s = waits_s + lane.step_s(lane.Phase.CONNECTING, call_s)
     else:
         # One call, then a wait without calls: for the receiver's answer and the communicator, or
-        # for the next bucket of its memory.
+        # for the manifest and the first bucket of its memory.
         bucket_s = config.progress_deadline_s + config.moving_s(config.bucket_bytes)
-        greet_s = RENEW_S + call_s + max(2 * config.connect_deadline_s, bucket_s)
+        first_s = config.connect_deadline_s + config.moving_s(manifest_bytes) + bucket_s
+        greet_s = RENEW_S + call_s + max(2 * config.connect_deadline_s, first_s)
     return Deadlines(pause_s, greet_s + 2 * config.backoff_max_s)  # with the rest after a failure
 
 
