@@ -12,10 +12,13 @@ from titan_grpo.layout.image import Hashing
 from titan_grpo.layout.manifest import (
     ALIGNMENT,
     ITEM_BYTES,
+    MOST_IN_ALL,
     Manifest,
     Part,
     buckets,
+    extents_of,
     fused,
+    joined,
     names_problem,
     parts_of,
 )
@@ -103,10 +106,16 @@ def broken(**changes: object) -> str:
         broken(tensors=None),
         broken(block_bytes="x"),
         broken(parts=[]),
-        broken(parts=[[[0, 256]]]),
-        broken(parts=[[[0, 512]], [[256, 768]]]),
-        broken(parts=[[[256, 768], [0, 256]]]),
-        broken(parts=[[["a", 768]]]),
+        broken(format=2),
+        broken(parts=[[[0, 256, 0, 1]]]),
+        broken(parts=[[[0, 512, 0, 1]], [[256, 512, 0, 1]]]),
+        broken(parts=[[[256, 512, 0, 1], [0, 256, 0, 1]]]),
+        broken(parts=[[["a", 768, 0, 1]]]),
+        broken(parts=[[[0, 256, 256, 3]]]),
+        broken(parts=[[[0, 256, 512, 2]], [[256, 256, 7, 1]]]),
+        broken(parts=[[[0, 256, 0, 2], [256, 512, 0, 1]]]),
+        broken(parts=[[[0, 768, 0, 1], [768, 1, 1, 0]]]),
+        broken(parts=[[[0, 768, 0, 1], [0, 1, 2, 1 << 60]]]),
     ],
 )
 def test_a_manifest_from_the_network_is_checked(text: str) -> None:
@@ -259,6 +268,42 @@ def test_the_blocks_of_all_parts_are_every_byte_once(owners: list[int], block_by
     image = memoryview(bytes(i % 251 for i in range(cut.total_bytes)))
     each = [Hashing("xxh3").blocks(image, cut, part) for part in range(3)]
     assert sum(each, ()) == Hashing("xxh3").blocks(image, cut)
+
+
+def test_a_manifest_is_small_though_every_host_has_a_piece_of_every_tensor() -> None:
+    """As of an MoE model whose experts are cut by columns."""
+    hosts, piece = 64, 256
+    manifest = Manifest.build(
+        [(f"experts.{i}.weight", "uint8", (hosts, piece)) for i in range(1000)], 4 << 20
+    )
+    written = [
+        [
+            (start, start + piece)
+            for start in range(piece * host, manifest.total_bytes, hosts * piece)
+        ]
+        for host in range(hosts)
+    ]
+    cut = manifest.with_parts(parts_of(written, manifest.total_bytes, ALIGNMENT))
+    assert len(cut.to_json()) < 1_000_000
+    assert Manifest.from_json(cut.to_json()) == cut
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
+def test_the_runs_of_parts_give_their_extents(owners: list[int]) -> None:
+    parts = [
+        Part(joined((8 * i, 8 * i + 8) for i, owner in enumerate(owners) if owner == host))
+        for host in range(3)
+    ]
+    assert [tuple(each) for each in extents_of([part.runs for part in parts])] == [
+        part.extents for part in parts
+    ]
+
+
+def test_more_extents_than_a_process_can_read_are_refused_with_the_remedy() -> None:
+    half = MOST_IN_ALL // 2
+    hosts = [[(0, 1, 2, half)], [(1, 1, 2, half + 1)]]
+    with pytest.raises(ConfigError, match=f"{MOST_IN_ALL} .* are {MOST_IN_ALL + 1}: .*replicate"):
+        extents_of(hosts)
 
 
 def test_a_range_of_a_part_is_in_several_places() -> None:

@@ -12,7 +12,7 @@ from titan_grpo.layout.infer import Layout, Shape, matrix_shape, progression
 from titan_grpo.layout.manifest import ITEM_BYTES, Extent, Manifest, joined, whole_pages
 
 MOST_EXTENTS = 1 << 20
-"""Most extents of one host: each has an entry in the manifest, and a system call when sent."""
+"""Most extents of one host: each has a system call when sent. See manifest.MOST_IN_ALL too."""
 
 Chunk = tuple[Shape, Shape]
 """Offsets and sizes of a box within a parameter's full shape."""

@@ -19,7 +19,7 @@ from titan_grpo.engines.http import addresses_towards
 from titan_grpo.errors import ConfigError, SyncError
 from titan_grpo.layout.image import KEYED, Hashing, ImageAddress, SharedImage, open_memfd
 from titan_grpo.layout.infer import Layout, ToHF, infer_layout, strip_prefixes
-from titan_grpo.layout.manifest import ALIGNMENT, Extent, Manifest, parts_of
+from titan_grpo.layout.manifest import ALIGNMENT, Manifest, Part, Run, extents_of, parts_of
 from titan_grpo.layout.memory import require_memory
 from titan_grpo.layout.plan import (
     Chunk,
@@ -281,35 +281,37 @@ def plan_writes(
     if len(plan.hosts) == 1:
         return plan
     # Every rank could compute its host's extents: only the leader does.
-    extents: Sequence[Extent] = ()
+    runs: Sequence[Run] = ()
     if part >= 0 and rank == plan.leaders[part]:
-        extents = _host_extents(layout, manifest, plan.hosts[part], held, assigned)
+        runs = _host_part(layout, manifest, plan.hosts[part], held, assigned).runs
     written: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(written, extents)
-    hosts = [written[leader] for leader in plan.leaders]
+    dist.all_gather_object(written, runs)
+    hosts = extents_of([written[leader] for leader in plan.leaders])
     return replace(
         plan, manifest=manifest.with_parts(parts_of(hosts, manifest.total_bytes, ALIGNMENT))
     )
 
 
-def _host_extents(
+def _host_part(
     layout: Layout,
     manifest: Manifest,
     ranks: Sequence[int],
     held: Sequence[Mapping[str, Chunk]],
     assigned: Sequence[Collection[str]],
-) -> tuple[Extent, ...]:
-    """Return the extents of an image that these ranks write. Merging their boxes first leaves far
-    fewer rows to list."""
+) -> Part:
+    """Return the extents of an image that these ranks write, without the padding after them.
+    Merging their boxes first leaves far fewer rows to list."""
     boxes: dict[str, list[Chunk]] = {}
     for rank in ranks:
         for fqn in assigned[rank]:
             boxes.setdefault(fqn, []).append(held[rank][fqn])
-    return written_extents(
-        op
-        for fqn, of in boxes.items()
-        for box in merged(of)
-        for op in copy_ops(layout, manifest, fqn, *box)
+    return Part(
+        written_extents(
+            op
+            for fqn, of in boxes.items()
+            for box in merged(of)
+            for op in copy_ops(layout, manifest, fqn, *box)
+        )
     )
 
 
