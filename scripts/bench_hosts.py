@@ -75,6 +75,7 @@ from titan_grpo.engines.server import make_control
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.lane import LaneEvent, Point
+from titan_grpo.protocol.marks import marks
 from titan_grpo.sync.host import HostSync
 from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.titan.tiny import TinyShape, write_tiny_model
@@ -237,7 +238,7 @@ class Lead:
         self._o, self._whole, self._scores = options, whole, Scores()
         urls = self._urls = options["urls"]
         engine = dict(zip(urls, options["engines"], strict=True))
-        killer = Killer(sync.plan.manifest.total_bytes // config.bucket_bytes // 3)
+        killer = Killer(len(marks(sync.plan.manifest.total_bytes, config.bucket_bytes)) // 3)
         self._killer, self._recorder = killer, Recorder(options["folder"])
         made = SyncOptions(
             urls=urls,

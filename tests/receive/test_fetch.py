@@ -9,12 +9,16 @@ from itertools import pairwise
 import pytest
 import torch
 
+from titan_grpo.config import WeightSync
 from titan_grpo.errors import TransferFailed
 from titan_grpo.layout.image import Hashing, SharedImage
 from titan_grpo.layout.manifest import Manifest, Part
-from titan_grpo.protocol.messages import RangeSource, marks
+from titan_grpo.protocol.marks import mark_bytes, marks
+from titan_grpo.protocol.messages import Kind, RangeSource, Staged
 from titan_grpo.receive import fetch as module
 from titan_grpo.receive.fetch import Content, Fetch, Open, RangeReader, TcpReader
+from titan_grpo.sync.link import LaneLink, LinkOptions
+from titan_grpo.sync.transports.channel import ReceiverChannel
 from titan_grpo.sync.transports.range_server import RangeServer
 
 BLOCK, BLOCKS = 4096, 24
@@ -79,6 +83,37 @@ def test_a_version_arrives_and_every_mark_is_passed_in_order(site: Site, threads
     assert (fetch.error, fetch.bad_block) == ("", -1)
     assert site.whole()
     assert site.marks == list(marks(site.manifest.total_bytes, 4 * BLOCK))
+
+
+def test_a_transfer_has_few_marks_however_large_it_is() -> None:
+    total, bucket = 2 << 40, 64 << 20
+    found = marks(total, bucket)
+    assert len(found) <= 512
+    assert found[-1] == total
+    assert {after - before for before, after in pairwise((0, *found))} == {
+        mark_bytes(total, bucket)
+    }
+    assert mark_bytes(total, bucket) % bucket == 0
+    assert marks(3 * bucket + 1, bucket) == (bucket, 2 * bucket, 3 * bucket, 3 * bucket + 1)
+
+
+def test_a_lane_waits_for_a_mark_as_long_as_its_bytes_may_take() -> None:
+    """Of several buckets, where a bucket's time and progress_deadline_s are less."""
+    bucket, rate = 4096, 1 << 16
+    manifest = Manifest.build([("a", "uint8", (512 * 256 * bucket,))], bucket)
+    config = WeightSync(
+        block_bytes=bucket, bucket_bytes=bucket, progress_deadline_s=0.2, min_rate=rate
+    )
+    link = LaneLink("run", 1, manifest, LinkOptions(config, "tcp", "127.0.0.1"))
+    hello = link.open()
+    at = hello.host, hello.port
+    receiver = ReceiverChannel(at, hello.ticket, None, SOON_S, lambda _: None)
+    answer = Staged(1, 1, True, "").to_json().encode()
+    timer = threading.Timer(0.7, receiver.send, (Kind.STAGED, 1, answer))
+    timer.start()
+    assert link._moving(1, None, 0).ok
+    timer.join()
+    link.close()
 
 
 def test_a_bucket_is_whole_ranges_so_its_mark_waits_for_no_byte_after_it(site: Site) -> None:

@@ -19,7 +19,8 @@ from titan_grpo.config import WeightSync
 from titan_grpo.errors import TitanGrpoError, TransferFailed
 from titan_grpo.layout.image import Hashing, SharedImage, fingerprint
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.messages import Joined, RangeSource, marks
+from titan_grpo.protocol.marks import marks
+from titan_grpo.protocol.messages import Joined, RangeSource
 from titan_grpo.receive.fetch import (
     NOWHERE,
     BesideReader,

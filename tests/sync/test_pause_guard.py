@@ -378,7 +378,7 @@ def test_a_connections_lease_covers_its_longest_silence() -> None:
     assert deadlines_of(quick, 0, 0, forwarded=False).greet_s == rest_s + 2 * 10.0
     slow = replace(quick, bucket_bytes=1 << 30, min_rate=1 << 20, progress_deadline_s=5.0)
     first_s = 10.0 + 3.0 + 5.0 + 1024.0
-    assert deadlines_of(slow, 0, 3 << 20, forwarded=False).greet_s == rest_s + first_s
+    assert deadlines_of(slow, 1, 3 << 20, forwarded=False).greet_s == rest_s + first_s
     assert deadlines_of(quick, 0, 0, forwarded=True).greet_s == 3 * 10.0 + 10 * 4.0 + 2 * 3.0
 
 

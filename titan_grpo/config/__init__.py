@@ -61,8 +61,9 @@ class WeightSync:
     plus its bytes at this rate."""
 
     progress_deadline_s: float = 10.0
-    """Cancel a tcp transfer that moves no bytes for this long plus the time of one bucket at
-    min_rate, in seconds, so that a stalled server does not hold an image that others need."""
+    """Cancel a tcp transfer that moves no bytes for this long plus the time of one bucket (or of
+    1/512 of the version, if that is more) at min_rate, in seconds, so that a stalled server does
+    not hold an image that others need."""
 
     delta: Literal["auto", "on", "off"] = "off"
     """Send patches of the changed elements instead of whole versions to servers that hold an
@@ -133,7 +134,7 @@ class WeightSync:
     connect_deadline_s: float = 60.0
     """Deadline for a server's receiver to join its lane, in seconds, and after that for it to read
     the list of tensors (plus its bytes at min_rate). The receiver then allocates memory for a
-    version, with progress_deadline_s as the deadline of each bucket."""
+    version, with progress_deadline_s as the deadline of each such piece."""
 
     lane_deadline_s: float = 120.0
     """Deadline of one transfer, from its first byte to the receiver's digests, in seconds; the time

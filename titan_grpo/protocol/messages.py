@@ -8,13 +8,13 @@ receiver opens to the address in the Hello::
     JOINED          <- Joined
                                             BLOB           <- the manifest's JSON, once
                                             ORDER 0        <- Order(op="manifest")
-    MOVED 0         <- staged: once per bucket of the image's memory that was made
+    MOVED 0         <- staged: at each mark (protocol.marks) of the image's memory that was made
     STAGED 0        <- Staged
                                             BLOB           <- raw block digests, concatenated
                                             ORDER n        <- Order(op="receive", sources)
                  (RANGES: the receiver reads ranges from the sources;
                   other transports: both broadcast the image, bucket by bucket, from image to image)
-    MOVED n         <- once per bucket that has arrived, in order (RANGES)
+    MOVED n         <- once the bytes up to each mark have arrived, in order (RANGES)
     STAGED n        <- Staged
                     (the lane commits: POST /update_weights {"update_info": Commit})
     APPLIED n       <- Applied
@@ -137,15 +137,6 @@ def new_run_id(unix_s: float) -> str:
     '0000000003e8-'
     """
     return f"{int(unix_s * 1000):012x}-{secrets.token_hex(4)}"
-
-
-def marks(total_bytes: int, bucket_bytes: int) -> tuple[int, ...]:
-    """Return where each bucket of a transfer ends, in bytes.
-
-    >>> marks(10, 4)
-    (4, 8, 10)
-    """
-    return (*range(bucket_bytes, total_bytes, bucket_bytes), total_bytes)
 
 
 Positive = Annotated[int, Meta(ge=1)]

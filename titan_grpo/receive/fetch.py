@@ -263,15 +263,15 @@ def _ranges(manifest: Manifest, part: int, nbytes: int) -> deque[_Range]:
     )
 
 
-def range_bytes(block_bytes: int, bucket_bytes: int) -> int:
-    """Return the bytes of one range: whole blocks, at most RANGE_BYTES (or one block). A bucket is
-    whole ranges, so that its mark is reached as soon as it has arrived.
+def range_bytes(block_bytes: int, mark_bytes: int) -> int:
+    """Return the bytes of one range: whole blocks, at most RANGE_BYTES (or one block). Between two
+    marks are whole ranges, so that a mark is reached as soon as its bytes have arrived.
 
     >>> range_bytes(1 << 20, 64 << 20) >> 20, range_bytes(1 << 20, 10 << 20) >> 20
     (4, 2)
     """
     blocks = max(1, RANGE_BYTES // block_bytes)
-    while bucket_bytes // block_bytes % blocks:
+    while mark_bytes // block_bytes % blocks:
         blocks -= 1
     return blocks * block_bytes
 
@@ -297,19 +297,19 @@ class Fetch:
         image: SharedImage,
         content: Content,
         sources: Mapping[int, Sequence[Open]],
-        bucket_bytes: int,
+        mark_bytes: int,
         patched: Collection[int] = (),
         relaying: Relaying | None = None,
     ) -> None:
-        """``sources``: of each part, in order of preference. ``bucket_bytes``: between two marks.
+        """``sources``: of each part, in order of preference. ``mark_bytes``: between two marks.
         ``patched``: parts that were patched: read only ranges whose blocks differ."""
         self._patched, self._relaying = patched, relaying
         self._buffer, self._content, self._sources = image.buffer, content, sources
         manifest = content.manifest
-        step = range_bytes(manifest.block_bytes, bucket_bytes)
+        step = range_bytes(manifest.block_bytes, mark_bytes)
         if relaying is not None:
             step = manifest.block_bytes
-        self._total, self._bucket_bytes = manifest.total_bytes, bucket_bytes
+        self._total, self._mark_bytes = manifest.total_bytes, mark_bytes
         self._turn = threading.Condition()
         self._left = [_ranges(manifest, part, step) for part in range(len(manifest.parts))]
         self._reading = [0] * len(self._left)
@@ -479,7 +479,7 @@ class Fetch:
         with self._turn:
             before, self._arrived = self._arrived, self._arrived + range_.stop - range_.start
             if self._relaying is not None:
-                marked = before // self._bucket_bytes < self._arrived // self._bucket_bytes
+                marked = before // self._mark_bytes < self._arrived // self._mark_bytes
                 self._relaying.patience.came(range_.stop - range_.start, marked)
             self._turn.notify_all()
 

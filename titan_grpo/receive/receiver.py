@@ -23,6 +23,7 @@ from titan_grpo.errors import ConfigError, PeerError, TitanGrpoError, TransferFa
 from titan_grpo.layout.image import Hashing, ImageAddress, SharedImage, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import server
+from titan_grpo.protocol.marks import mark_bytes, marks
 from titan_grpo.protocol.messages import (
     NIXL,
     RANGES,
@@ -34,7 +35,6 @@ from titan_grpo.protocol.messages import (
     Order,
     RangeSource,
     Staged,
-    marks,
 )
 from titan_grpo.protocol.patches import leading_from
 from titan_grpo.receive.fetch import (
@@ -324,7 +324,7 @@ class Receiver:
         self, order: Order, text: bytes | bytearray, channel: ReceiverChannel
     ) -> Staged:
         """Check the manifest and allocate the image. Allocation takes minutes for large models:
-        each bucket is reported to the lane."""
+        each mark is reported to the lane."""
         manifest = Manifest.from_json(text.decode())
         if manifest.digest != self._hello.manifest_digest:
             raise PeerError(
@@ -386,7 +386,7 @@ class Receiver:
             self._step(server.Spent())
 
     def _fetch(self, order: Order, digests: bytes | bytearray, channel: ReceiverChannel) -> Staged:
-        """Read the version from its sources, and report each arrived bucket to the lane."""
+        """Read the version from its sources, and report each mark to the lane."""
         hello, began = self._hello, time.monotonic()
         image, manifest = self._reserve(order, streamed=False)
         content = self._content(order, digests, manifest)
@@ -404,13 +404,13 @@ class Receiver:
             arrived = sharing.arrived if sharing is not None else lambda *_: None
             relaying = Relaying(frozenset(others), arrived, patience)
         sources = self._opens(order, others, manifest)
-        fetch = Fetch(image, content, sources, hello.bucket_bytes, patched, relaying)
-        ahead = marks(manifest.total_bytes, hello.bucket_bytes)
+        total, bucket = manifest.total_bytes, hello.bucket_bytes
+        fetch = Fetch(image, content, sources, mark_bytes(total, bucket), patched, relaying)
 
         def moved(_: int) -> None:
             channel.send(Kind.MOVED, order.number)
 
-        fetch.run(hello.connections, hello.timeout_s, ahead, moved)
+        fetch.run(hello.connections, hello.timeout_s, marks(total, bucket), moved)
         if fetch.error and sharing is not None:
             sharing.end()
         return replace(

@@ -23,6 +23,7 @@ from titan_grpo.errors import (
 from titan_grpo.layout.image import KEYED, Hashing, ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import lane
+from titan_grpo.protocol.marks import mark_bytes, marks
 from titan_grpo.protocol.messages import (
     FORMAT,
     RANGES,
@@ -36,7 +37,6 @@ from titan_grpo.protocol.messages import (
     Patch,
     RangeSource,
     Staged,
-    marks,
 )
 from titan_grpo.protocol.patches import leading_from
 from titan_grpo.runkey import EpochKeys, Key
@@ -255,7 +255,7 @@ class LaneLink:
 
     def send_manifest(self, moved: Moved | None = None) -> Staged:
         """Send the manifest and wait until the receiver has memory for an image of that size. The
-        manifest has a deadline, then each bucket of memory; ``moved`` gets the bytes made so far.
+        manifest has a deadline, then each mark of the memory; ``moved`` gets the bytes made so far.
         """
         self._post(Order(MANIFEST_NUMBER, "manifest", 0, ""), self._manifest.encoded)
         return self._moving(MANIFEST_NUMBER, moved, 0)
@@ -331,14 +331,15 @@ class LaneLink:
         """Wait for the receiver's marks, then return its answer; it comes early if the receiver
         gives up. Raises TransferFailed if a mark is late: receiver or network stands still."""
         config, deadline = self._options.config, time.monotonic() + self._transfer_s
-        within_s = config.progress_deadline_s + config.moving_s(config.bucket_bytes)
+        total, bucket = self._manifest.total_bytes, config.bucket_bytes
+        within_s = config.progress_deadline_s + config.moving_s(mark_bytes(total, bucket))
         before_s = 0.0  # what comes before the first mark
         if number == MANIFEST_NUMBER:
             # All lanes may send it at once, and each receiver reads it whole.
             before_s = config.connect_deadline_s + config.moving_s(len(self._manifest.encoded))
         if patch_bytes:  # all patches arrive and are applied
-            before_s = config.moving_s(patch_bytes + self._manifest.total_bytes)
-        for mark in marks(self._manifest.total_bytes, config.bucket_bytes):
+            before_s = config.moving_s(patch_bytes + total)
+        for mark in marks(total, bucket):
             wait_s = min(within_s + before_s, max(0.0, deadline - time.monotonic()))
             before_s = 0.0
             what = f"waiting for the receiver to have byte {mark} of transfer {number}"

@@ -20,6 +20,7 @@ import msgspec
 from titan_grpo.config import WeightSync
 from titan_grpo.protocol import lane
 from titan_grpo.protocol.lane import LaneEvent, Point
+from titan_grpo.protocol.marks import mark_bytes
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.subprocesses import helper_environment, start_module, wait_process
 from titan_grpo.sync.link import LinkOptions, answer_s
@@ -72,9 +73,10 @@ def deadlines_of(
         greet_s = waits_s + lane.step_s(lane.Phase.CONNECTING, call_s)
     else:
         # One call, then a wait without calls: for the receiver's answer and the communicator, or
-        # for the manifest and the first bucket of its memory.
-        bucket_s = config.progress_deadline_s + config.moving_s(config.bucket_bytes)
-        first_s = config.connect_deadline_s + config.moving_s(manifest_bytes) + bucket_s
+        # for the manifest and the first mark of its memory.
+        mark_s = config.moving_s(mark_bytes(nbytes, config.bucket_bytes))
+        before_s = config.connect_deadline_s + config.moving_s(manifest_bytes)
+        first_s = before_s + config.progress_deadline_s + mark_s
         greet_s = RENEW_S + call_s + max(2 * config.connect_deadline_s, first_s)
     return Deadlines(pause_s, greet_s + 2 * config.backoff_max_s)  # with the rest after a failure
 
