@@ -250,6 +250,13 @@ def test_the_image_is_pinned_before_the_first_version_is_sent_and_once_in_an_epo
     assert pins.noted[-1] == "unpin"
 
 
+def test_the_manifest_is_hashed_before_the_first_commit_and_not_in_its_pause(noted: Site) -> None:
+    attach(noted)
+    assert noted.side._mapping is not None
+    mapped = noted.side._mapping[1].result(WAIT_S)
+    assert "digest" in vars(mapped.manifest)
+
+
 def test_what_replaces_no_receiver_moves_no_mapping_into_the_pause_of_the_next_commit(
     pins: Pins, noted: Site
 ) -> None:

@@ -200,6 +200,8 @@ class Mapped:
         self.accepted = False
         with SharedImage.attach(ImageAddress.from_json(grant["manifest"])) as text:
             self.manifest = Manifest.from_json(bytes(text.buffer).decode())
+        # Here, before a commit's pause: it takes a second with millions of extents.
+        self.digest = self.manifest.digest
         self.image = SharedImage.attach(ImageAddress.from_json(grant["image"]))
         whole = [] if grant["streamed"] else tensor_views(self.image.tensor(), self.manifest)
         self.tensors = list(whole)
@@ -403,9 +405,8 @@ class EngineSide:
                     self._unmap()
                     return
                 mapped.accepted = True
-            found = mapped.manifest.digest
-            if found != (wanted := commit.manifest_digest):
-                raise PeerError(f"the manifest must have digest {wanted}, got {found}")
+            if mapped.digest != (wanted := commit.manifest_digest):
+                raise PeerError(f"the manifest must have digest {wanted}, got {mapped.digest}")
             attempt.mapped = mapped
             if grant["streamed"]:
                 ring = mapped.image.tensor()
