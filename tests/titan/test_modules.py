@@ -3,10 +3,13 @@ sequence, replayed routes, logits in float32."""
 
 import random
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from tests.rigs.present import present
 from tests.rigs.tiny_model import loaded
@@ -188,6 +191,27 @@ def test_other_routes_are_the_ones_that_forward_and_backward_use(tokens: torch.T
     assert moe.router.gate.weight.grad.abs().sum() > 0
     assert metrics == {"routes_differ_sum": 23, "replayed_sum": 24}
     assert not torch.allclose(logits, model(tokens))
+
+
+def test_a_layer_that_recomputes_selected_operations_takes_its_routes_again(
+    tokens: torch.Tensor,
+) -> None:
+    plain: Any = loaded("qwen3_moe")
+    model: Any = loaded("qwen3_moe")
+    routes = (chosen(model, tokens) + 1) % 8
+    # as torchtitan does with activation_checkpoint.mode = "selective"
+    saved = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    for name, layer in model.layers.items():
+        model.layers[name] = checkpoint_wrapper(layer, context_fn=saved)
+    found = []
+    for each in (plain, model):
+        replay = RouterReplay()
+        replay.install(each)
+        with replay.using(routes, CPU):
+            each(tokens).logsumexp(-1).sum().backward()
+            metrics = replay.take_metrics()
+        found.append([*(present(p.grad) for p in each.parameters()), *metrics.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_where_a_row_has_no_routes_the_trainers_own_stand(tokens: torch.Tensor) -> None:

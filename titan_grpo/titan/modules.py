@@ -144,8 +144,11 @@ class RouterReplay:
         """Set the routes of one micro-batch. Run its forward and backward inside (checkpointed
         layers route again in the backward). ``routes``: int16 [R, L, layers * experts of a token],
         -1 for the trainer's own choice; None: its own choice everywhere."""
-        self._routes = None if routes is None else routes.flatten(0, 1).to(device).long()
-        self._differs = None
+        if routes is not None:
+            self._routes = routes.flatten(0, 1).to(device).long()
+            # Not None until the first layer: with selective checkpointing a layer must recompute
+            # the operations of its forward, and no other.
+            self._differs = torch.zeros_like(self._routes[:, 0], dtype=torch.bool)
         try:
             yield
         finally:
@@ -165,7 +168,7 @@ class RouterReplay:
     def _replay(self, layer: int, router: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Replace a router's expert bias by one per token with which only the replayed experts can
         win. A forward pre-hook."""
-        if self._routes is None:
+        if self._routes is None or self._differs is None:
             return None
         x, bias = given[0], given[1] if len(given) > 1 else None
         top_k = router.top_k
@@ -173,7 +176,7 @@ class RouterReplay:
         with torch.no_grad():
             own = type(router).forward(router, x, bias)[1].flatten(0, -2)
             differs = (own.sort(-1).values != wanted.sort(-1).values).any(-1)
-            self._differs = differs if self._differs is None else self._differs | differs
+            self._differs = differs | self._differs
             replayed = wanted >= 0
             chosen = x.new_zeros((len(wanted), router.num_experts), dtype=torch.float32)
             chosen.scatter_add_(1, wanted.clamp(min=0), replayed.float() * CHOSEN)
