@@ -45,8 +45,24 @@ def ask(root: Path, python03: str) -> Callable[[Path, str], Any]:
 
 QUICK = Path("titan_grpo/titan/recipes/quickstart_cpu.toml").resolve()
 
+REFUSED = {
+    "--parallelism.expert_tensor_parallel_degree=2": "parallelism.expert_tensor_parallel_degree",
+    "--parallelism.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
+    "--grpo.ptx_mixin_batchsize=32": "grpo.ptx_mixin_batchsize",
+    "--activation_checkpoint.mode=memory_budget": "activation_checkpoint.mode",
+    "--model.name=deepseek_v3": "model.name",
+    "--parallelism.pipeline_parallel_degree=2 --model.flavor=grpo_tiny_untied": (
+        "parallelism.pipeline_parallel_degree"
+    ),
+    "--checkpoint.keep_latest_k=-1": "keep_latest_k cannot be negative",
+    "--checkpoint.last_save_in_hf --checkpoint.no-last_save_model_only": "last_save_in_hf requires",
+    "--parallelism.context_parallel_load_balancer=": "load_balancer cannot be an empty string",
+}
+"""What 0.3 does not take -> words of the message."""
+
 FOUND = f"""
 import json
+import os
 from math import prod
 import torch
 from titan_grpo.titan import compat
@@ -83,17 +99,16 @@ kinds = {{type(each.attention.inner_attention).__qualname__
          for each in upstream03.get_spec("qwen3").model_args["0.6B"].config.layers}}
 made = upstream03.translated(JobConfig())
 said = []
-for option in ("--parallelism.expert_tensor_parallel_degree=2",
-               "--parallelism.enable_async_tensor_parallel", "--grpo.ptx_mixin_batchsize=32",
-               "--activation_checkpoint.mode=memory_budget", "--model.name=deepseek_v3",
-               "--parallelism.pipeline_parallel_degree=2 --model.flavor=grpo_tiny_untied"):
+for option in {REFUSED!r}:
     try:
         parse(["--job.config_file", {str(QUICK)!r}, *option.split()])
         said.append("")
     except ConfigError as error:
         said.append(str(error))
+start = parse(["--job.config_file", {str(QUICK)!r}, "--checkpoint.initial_load_path=model"])
+start = upstream03.translated(start)["checkpoint"].initial_load_path == os.path.abspath("model")
 graphs, backend = made["training"].disable_cuda_graphs, made["parallelism"].spmd_backend
-print(json.dumps([parts, [sorted(kinds), graphs, backend], said]))
+print(json.dumps([parts, [sorted(kinds), graphs, backend], said, start]))
 """
 
 
@@ -116,18 +131,18 @@ def test_attention_is_plain_causal_attention_and_cuda_graphs_are_off(found: Any)
     assert found[1] == [["ScaledDotProductAttention.Config"], True, "partial_dtensor"]
 
 
-def test_what_has_no_counterpart_or_was_never_run_is_refused_by_its_name(found: Any) -> None:
-    keys = (
-        "parallelism.expert_tensor_parallel_degree",
-        "parallelism.enable_async_tensor_parallel",
-        "grpo.ptx_mixin_batchsize",
-        "activation_checkpoint.mode",
-        "model.name",
-        "parallelism.pipeline_parallel_degree",
-    )
-    for text, key in zip(found[2], keys, strict=True):
-        assert text.startswith(f"{key} must be"), text
-        assert "torchtitan 0.3" in text
+@pytest.mark.parametrize("option", REFUSED)
+def test_what_03_cannot_run_is_refused_by_its_name_in_one_line(found: Any, option: str) -> None:
+    text = found[2][list(REFUSED).index(option)]
+    assert REFUSED[option] in text
+    assert "torchtitan 0.3" in text
+    assert "\n" not in text
+
+
+def test_a_relative_path_of_first_weights_is_one_of_the_folder_that_the_run_starts_in(
+    found: Any,
+) -> None:
+    assert found[3]
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -317,12 +318,15 @@ OURS = {
 
 
 def translated(config: Any) -> dict[str, Any]:
-    """Return a job's keyword arguments of Trainer.Config, without the model and the loader."""
+    """Return a job's keyword arguments of Trainer.Config, without the model and the loader. Raises
+    ValueError for values that 0.3's sections do not take."""
     out = {}
     for section, (name, kind) in COUNTERPARTS.items():
         known = {f.name for f in fields(kind)}
-        values = vars(getattr(config, section))
-        out[name] = kind(**{key: value for key, value in values.items() if key in known})
+        values = {k: v for k, v in vars(getattr(config, section)).items() if k in known}
+        if start := values.get("initial_load_path"):
+            values["initial_load_path"] = str(Path(start).absolute())  # 0.3 takes no other
+        out[name] = kind(**values)
     # Our loss has shapes that change from step to step.
     out["training"].disable_cuda_graphs = True
     # The sync needs sharded weights as DTensors; 0.3's default leaves tensor-parallel ones plain.
@@ -465,7 +469,13 @@ def violations(config: Any) -> list[str]:
         (attrgetter(key)(config) not in values, key, f"{' or '.join(map(repr, values))}{why}")
         for key, values, why in allowed
     ]
-    return broken("", config, rules) + _without_counterpart(config)
+    if found := broken("", config, rules) + _without_counterpart(config):
+        return found
+    try:
+        translated(config)
+    except ValueError as error:  # from the checks of 0.3's own sections
+        return [f"torchtitan 0.3 does not take this job: {error} Change that, or take 0.2.2"]
+    return []
 
 
 def _without_counterpart(config: Any) -> list[str]:
