@@ -79,6 +79,9 @@ def test_a_first_checkpoint_that_is_not_there_is_refused_before_the_model_is_mad
         jobconfig.check_files(config)
     save(tmp_path, 3)
     jobconfig.check_files(config)
+    save(tmp_path, 3, "attention.qkv_linear.wq")
+    with pytest.raises(ConfigError, match=r"step-3 was saved with torchtitan 0\.3, and 0\.2\.2"):
+        jobconfig.check_files(config)
 
 
 def test_a_checkpoint_folder_without_a_complete_checkpoint_is_refused(

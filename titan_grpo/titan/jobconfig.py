@@ -301,6 +301,11 @@ def _check_text(config: Any, checkpoint: Path, names: Set[str], ranks: int | Non
         )
 
 
+def _check_saver(checkpoint: Path, names: Set[str]) -> None:
+    if reason := compat.other_saver(names, compat.require_torchtitan()):
+        raise ConfigError(f"{checkpoint} {reason}")
+
+
 def _check_start(config: Any, folder: Path, ranks: int | None) -> None:
     """Check what a run begins with whose checkpoint ``folder`` is not there."""
     # not at the top: it imports torch.distributed.checkpoint
@@ -321,9 +326,10 @@ def _check_start(config: Any, folder: Path, ranks: int | None) -> None:
             "checkpoint.initial_load_path must be a folder with a checkpoint of torchtitan (or of"
             f" Hugging Face files with initial_load_in_hf), got {start!r}"
         )
+    names = Stored(start).names()
+    _check_saver(Path(start), names)
     if keys.initial_load_model_only:
         return
-    names = Stored(start).names()
     if missing := lacking(names, _loaded(config)):
         raise ConfigError(
             "checkpoint.initial_load_model_only must be true, got false:"
@@ -385,8 +391,7 @@ def _check_newest(config: Any, folder: Path, ranks: int | None) -> None:
             f" checkpoint.initial_load_path{hf}"
         )
     newest = complete[step]
-    if reason := compat.other_saver(names, compat.require_torchtitan()):
-        raise ConfigError(f"{newest} {reason}")
+    _check_saver(newest, names)
     if step:
         _check_text(config, newest, names, ranks)
 
