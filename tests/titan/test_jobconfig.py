@@ -177,6 +177,10 @@ def test_no_bound_on_the_gradient_norm_is_infinity(parse: Parse) -> None:
         ),
         ("--model.converters=quantize.linear.float8", "model.converters must be empty"),
         (
+            "--experimental.custom_args_module=mine",
+            "custom_args_module must be empty .*, got 'mine'",
+        ),
+        (
             "--grpo.pack_sequences --compile.enable",
             "compile.enable must be false with grpo.pack_sequences",
         ),

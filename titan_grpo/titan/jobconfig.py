@@ -79,7 +79,7 @@ def read(
     on_cpu = None if world_size is None else here_on_cpu
     args, table = list(argv), load_toml(argv)
     given = given_keys(args, table)
-    if not {"job.custom_config_module", "experimental.custom_args_module"} & given:
+    if "job.custom_config_module" not in given:
         args += ["--job.custom_config_module", OURS]
     config = load(compat.upstream().SECTIONS, args, table)
     r = config.rollout

@@ -494,6 +494,11 @@ def _unsupported(config: Any) -> Rules:
         "empty (the trainer would compute in another precision than the servers sample in, and"
         " converted parameters are not the ones that an engine loads)",
     )
+    yield (
+        bool(config.experimental.custom_args_module),
+        "experimental.custom_args_module",
+        "empty (an older name of torchtitan's for job.custom_config_module: set that)",
+    )
     yield config.comm.mode != "default", "comm.mode", '"default" (the others move no data)'
 
 

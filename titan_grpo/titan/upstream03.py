@@ -301,7 +301,7 @@ COUNTERPARTS: dict[str, tuple[str, Any]] = {
 TRANSLATED = {
     "optimizer": ("name", "lr", "beta1", "beta2", "eps", "weight_decay", "implementation"),
     "activation_checkpoint": ("mode", "preserve_rng_state", "determinism_check", "debug"),
-    "experimental": ("custom_args_module",),
+    "experimental": (),
 }
 """Supported keys of other sections; the rest of these sections has no counterpart."""
 
