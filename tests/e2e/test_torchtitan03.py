@@ -54,6 +54,9 @@ REFUSED = {
     "--parallelism.pipeline_parallel_degree=2 --model.flavor=grpo_tiny_untied": (
         "parallelism.pipeline_parallel_degree"
     ),
+    "--model.flavor=grpo_tiny_moe --parallelism.tensor_parallel_degree=2": (
+        "parallelism.expert_parallel_degree must be greater than 1 where grpo_tiny_moe has experts"
+    ),
     "--checkpoint.keep_latest_k=-1": "keep_latest_k cannot be negative",
     "--checkpoint.last_save_in_hf --checkpoint.no-last_save_model_only": "last_save_in_hf requires",
     "--parallelism.context_parallel_load_balancer=": "load_balancer cannot be an empty string",
@@ -135,7 +138,7 @@ def test_attention_is_plain_causal_attention_and_cuda_graphs_are_off(found: Any)
 def test_what_03_cannot_run_is_refused_by_its_name_in_one_line(found: Any, option: str) -> None:
     text = found[2][list(REFUSED).index(option)]
     assert REFUSED[option] in text
-    assert "torchtitan 0.3" in text
+    assert "0.3" in text
     assert "\n" not in text
 
 

@@ -45,7 +45,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.profiler import Profiler
 from torchtitan.trainer import Trainer
 
-from titan_grpo.config.task import broken
+from titan_grpo.config.task import Rule, broken
 from titan_grpo.titan import lora
 from titan_grpo.titan.engine import Built
 from titan_grpo.titan.flavors import disable_unexported_buffers
@@ -469,6 +469,7 @@ def violations(config: Any) -> list[str]:
         (attrgetter(key)(config) not in values, key, f"{' or '.join(map(repr, values))}{why}")
         for key, values, why in allowed
     ]
+    rules += _of_model(config)
     if found := broken("", config, rules) + _without_counterpart(config):
         return found
     try:
@@ -476,6 +477,23 @@ def violations(config: Any) -> list[str]:
     except ValueError as error:  # from the checks of 0.3's own sections
         return [f"torchtitan 0.3 does not take this job: {error} Change that, or take 0.2.2"]
     return []
+
+
+def _of_model(config: Any) -> list[Rule]:
+    """Return the rules over the job's model, none if 0.3 does not have it: ``model_of`` says so."""
+    name, flavor = config.model.name, config.model.flavor
+    if name not in TINY or flavor not in (known := get_spec(name).model_args):
+        return []
+    args, split = known[flavor], config.parallelism.tensor_parallel_degree
+    return [
+        (
+            args.moe_enabled and split > 1 and config.parallelism.expert_parallel_degree == 1,
+            "parallelism.expert_parallel_degree",
+            f"greater than 1 where {flavor} has experts and parallelism.tensor_parallel_degree is"
+            f" {split} (0.3 cuts a micro-batch's rows among these ranks, and its backward fails"
+            " where they do not come out)",
+        ),
+    ]
 
 
 def _without_counterpart(config: Any) -> list[str]:
