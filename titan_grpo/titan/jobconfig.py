@@ -99,7 +99,7 @@ def read(
     if not config.lora.rank and any(key.startswith("lora.") for key in given):
         refuse([f"lora.rank must be 1 or greater with a section [lora], got {config.lora.rank}"])
     refuse(rules.violations(config, on_cpu, world_size))
-    refuse(compat.upstream().violations(config))
+    refuse(compat.upstream().violations(config, on_cpu is True))
     refuse(_model_violations(config))
     resolve_aliases(config.grpo)
     notes += inert(config, given)

@@ -518,9 +518,3 @@ def _on_cpu(config: Any) -> Rules:
         '["sglang"] with grpo.router_replay on CPU (vLLM sends the experts of each token on a GPU'
         " only)",
     )
-    yield (
-        config.model.name == "qwen3" and config.parallelism.tensor_parallel_degree > 1,
-        "parallelism.tensor_parallel_degree",
-        "1 for qwen3 on CPU (torch has no sharding rule for the CPU's attention kernel; llama3"
-        " works)",
-    )

@@ -57,14 +57,21 @@ def separate_qkv(args: Any) -> None:
     """Do nothing: q, k and v already have a projection each."""
 
 
-def violations(config: Any) -> list[str]:
-    """Return a job's settings that 0.2.2 cannot run, as "key must be rule (why), got value"."""
+def violations(config: Any, on_cpu: bool) -> list[str]:
+    """Return a job's settings that 0.2.2 cannot run, as "key must be rule (why), got value".
+    ``on_cpu``: training runs on the CPU."""
     p, split = config.parallelism, config.parallelism.tensor_parallel_degree
     a, f = config.activation_checkpoint, config.profiling
     uncompiled = not (config.compile.enable and "model" in config.compile.components)
     compiled = "with compile.enable, and model in compile.components"
     traced = f.profiler_warmup + f.profiler_active
     rules = (
+        (
+            on_cpu and config.model.name == "qwen3" and split > 1,
+            "parallelism.tensor_parallel_degree",
+            "1 for qwen3 on CPU (torch has no sharding rule for the CPU's attention kernel; llama3"
+            " works, and 0.3 does)",
+        ),
         (
             p.expert_tensor_parallel_degree not in (1, split),
             "parallelism.expert_tensor_parallel_degree",

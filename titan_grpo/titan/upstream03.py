@@ -455,7 +455,7 @@ class Engine(Built, Trainer):
         return made
 
 
-def violations(config: Any) -> list[str]:
+def violations(config: Any, on_cpu: bool) -> list[str]:
     """Return a job's settings that 0.3 cannot run, as "key must be rule (why), got value"."""
     never = "never run with torchtitan 0.3; take 0.2.2"
     allowed: tuple[tuple[str, tuple[Any, ...], str], ...] = (
