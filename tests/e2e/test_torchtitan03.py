@@ -205,6 +205,12 @@ SPLIT: dict[str, tuple[Kind, int, str, str]] = {
     "LoRA": ("qwen3", 2, "--lora.rank=4", ""),
     "LoRA, TP": ("llama3", 2, f"--lora.rank=4 {TP}", ""),
     "qwen3, TP": ("qwen3", 2, "", TP),
+    "MoE, TP and EP, router replay": (
+        "qwen3_moe",
+        2,
+        "--grpo.router_replay",
+        f"{TP} --parallelism.expert_parallel_degree=2",
+    ),
 }
 """(model, ranks, keys, keys that 0.2.2 cannot run on a CPU: it has one rank without them)."""
 

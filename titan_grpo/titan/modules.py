@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 
 from titan_grpo.algorithm.loss import Metrics
@@ -174,14 +174,20 @@ class RouterReplay:
         top_k = router.top_k
         wanted = self._routes[:, layer * top_k : (layer + 1) * top_k]
         with torch.no_grad():
-            own = type(router).forward(router, x, bias)[1].flatten(0, -2)
+            own = type(router).forward(router, x, bias)[1]
+            # torchtitan 0.3 has DTensors here under tensor parallelism.
+            own = (own.full_tensor() if isinstance(own, DTensor) else own).flatten(0, -2)
             differs = (own.sort(-1).values != wanted.sort(-1).values).any(-1)
             self._differs = differs | self._differs
             replayed = wanted >= 0
-            chosen = x.new_zeros((len(wanted), router.num_experts), dtype=torch.float32)
+            chosen = torch.zeros(len(wanted), router.num_experts, device=wanted.device)
             chosen.scatter_add_(1, wanted.clamp(min=0), replayed.float() * CHOSEN)
             # The scores' shape: [R * L, experts] in torchtitan 0.2.2, [R, L, experts] in 0.3.
             chosen = chosen.view(*x.shape[:-1], router.num_experts)
+            if isinstance(x, DTensor):
+                mesh = x.device_mesh
+                each = [Replicate()] * mesh.ndim
+                chosen = DTensor.from_local(chosen, mesh, each, run_check=False)
         return x, chosen if bias is None else chosen + bias
 
 
