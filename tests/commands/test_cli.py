@@ -48,16 +48,15 @@ def test_help_is_help_and_works_without_torch_and_without_an_engine() -> None:
 def test_ctrl_c_ends_a_command_without_a_word(tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     os.mkfifo(job)
-    with (
-        subprocess.Popen(
-            [sys.executable, "-m", "titan_grpo.cli", "plan", str(job)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        ) as planning,
-        job.open("w"),
-    ):  # opens as the command does, which then waits for the text
-        planning.send_signal(signal.SIGINT)
+    with subprocess.Popen(
+        [sys.executable, "-m", "titan_grpo.cli", "plan", str(job)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as planning:
+        with job.open("w"):  # opens as the command does, which then waits for the text
+            planning.send_signal(signal.SIGINT)
+        # The text ends: a signal that came just before the command began to wait is seen then.
         said, _ = planning.communicate(timeout=WAIT_S)
     assert (planning.returncode, said) == (130, "")
 
