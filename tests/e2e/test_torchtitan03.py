@@ -57,6 +57,10 @@ REFUSED = {
     "--model.flavor=grpo_tiny_moe --parallelism.tensor_parallel_degree=2": (
         "parallelism.expert_parallel_degree must be greater than 1 where grpo_tiny_moe has experts"
     ),
+    "--training.seq_len=1048576": "training.seq_len must be at most",
+    "--parallelism.tensor_parallel_degree=32 --training.seq_len=64": (
+        "parallelism.tensor_parallel_degree must be a divisor of the attention heads"
+    ),
     "--checkpoint.keep_latest_k=-1": "keep_latest_k cannot be negative",
     "--checkpoint.last_save_in_hf --checkpoint.no-last_save_model_only": "last_save_in_hf requires",
     "--parallelism.context_parallel_load_balancer=": "load_balancer cannot be an empty string",
