@@ -153,7 +153,7 @@ def test_a_relative_path_of_first_weights_is_one_of_the_folder_that_the_run_star
 
 
 @pytest.mark.long
-def test_the_fence_is_before_each_optimizer_step_where_nothing_is_saved(
+def test_a_trainer_on_03_fences_each_optimizer_step_counts_tokens_once_and_saves_its_job(
     ask: Callable[[Path, str], Any], tmp_path: Path
 ) -> None:
     write_tiny_model("qwen3", tmp_path / "model", seed=1)
@@ -164,6 +164,7 @@ def test_the_fence_is_before_each_optimizer_step_where_nothing_is_saved(
         "--checkpoint.no-enable",
         "--checkpoint.no-initial_load_in_hf",
         "--grpo.num_microbatches=2",
+        "--job.save_config_file=job.json",
     ]
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     rank["MASTER_PORT"] = str(free_port())
@@ -183,10 +184,13 @@ trainer.sync.fence = lambda: (order.append("fence"), fence())
 trainer.optimizers.step = lambda: (order.append("step"), step())
 train_to(trainer, 2)
 trainer.close()
-print(json.dumps([order, os.path.exists("run/checkpoint")]))
+counted = trainer.ntokens_seen / trainer.metrics_processor.ntokens_since_last_log
+print(json.dumps([order, os.path.exists("run/checkpoint"), counted]))
 """,
     )
-    assert found == [["fence", "step"] * 4, False]
+    assert found[:2] == [["fence", "step"] * 4, False]
+    assert found[2] == 1, "a token is seen once per step, in however many passes"
+    assert json.loads((tmp_path / "run/job.json").read_text())["grpo"]["num_microbatches"] == 2
 
 
 TP = "--parallelism.tensor_parallel_degree=2"

@@ -27,8 +27,9 @@ class Built:
 
     model_parts: list[torch.nn.Module]
     device: torch.device
+    ntokens_seen: int
     post_dataloading_process: Any
-    """Set by torchtitan, like the two before it."""
+    """Set by torchtitan, like the three before it."""
 
     def _complete(self) -> None:
         config = self.job_config
@@ -45,8 +46,11 @@ class Built:
     def logits(self, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         """Return logits [R, L, V] of "input" [R, L], with "positions" if the batch has them."""
         given = {name: batch[name] for name in ("input", "positions") if name in batch}
-        # 0.2.2 returns further arguments in two tables, 0.3 in one.
+        # 0.2.2 returns further arguments in two tables, 0.3 in one. 0.3 also counts the tokens of
+        # each pass here: its Engine counts those of a batch once, as 0.2.2 does.
+        seen = self.ntokens_seen
         inputs, _, *tables = self.post_dataloading_process(given, batch["labels"])
+        self.ntokens_seen = seen
         further = {name: value for table in tables for name, value in table.items()}
         logits: torch.Tensor = model(inputs, **further)
         return logits

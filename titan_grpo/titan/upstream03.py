@@ -5,9 +5,9 @@
 and settings that were never run with 0.3. Models are 0.3's own, with plain causal attention.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -394,6 +394,17 @@ def _init_and_shard_adapter(layer: Any) -> None:
     layer._sharding_config = replace(sharding, state_shardings={**cut, **added})
 
 
+@dataclass(kw_only=True, slots=True)
+class _Config(Trainer.Config):
+    """Configuration of 0.3's trainer that shows the job which it was made of."""
+
+    job: Any
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the job's sections: 0.3's lack ours, in W&B and job.save_config_file."""
+        return asdict(self.job)
+
+
 class Engine(Built, Trainer):
     """torchtitan 0.3's trainer, built from a job."""
 
@@ -412,8 +423,9 @@ class Engine(Built, Trainer):
             separate_qkv(self.model_args)
             model_spec = replace(model_spec, parallelize_fn=self._with_adapters)
         super().__init__(
-            Trainer.Config(
+            _Config(
                 **translated(job_config),
+                job=job_config,
                 model_spec=model_spec,
                 # Required by Trainer, never called.
                 loss=CrossEntropyLoss.Config(),
@@ -440,6 +452,12 @@ class Engine(Built, Trainer):
         rank."""
         context: AbstractContextManager[Any] = self.train_context()
         return context
+
+    def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
+        """Yield batches as torchtitan does, and count their tokens (see ``logits``)."""
+        for batch in super().batch_generator(data_iterable):
+            self.ntokens_seen += batch[1].numel()
+            yield batch
 
     def _parallelized(self, model: torch.nn.Module) -> torch.nn.Module:
         c = self.config
