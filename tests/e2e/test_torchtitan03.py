@@ -193,6 +193,33 @@ print(json.dumps([order, os.path.exists("run/checkpoint"), counted]))
     assert json.loads((tmp_path / "run/job.json").read_text())["grpo"]["num_microbatches"] == 2
 
 
+@pytest.mark.long
+def test_the_learning_rate_of_a_resumed_run_is_the_one_that_its_step_takes(
+    ask: Callable[[Path, str], Any], tmp_path: Path
+) -> None:
+    write_tiny_model("qwen3", tmp_path / "model", seed=1)
+    keys = [f"--model.hf_assets_path={tmp_path / 'model'}", f"--job.dump_folder={tmp_path}/run"]
+    rates = []
+    for steps, rate in ((1, 1e-3), (2, 5e-3)):
+        port, arguments = str(free_port()), [*keys, f"--optimizer.lr={rate}"]
+        code = f"""
+import json
+from tests.titan.pipeline_rank import job_of, train_to
+from titan_grpo.titan.trainer import GRPOTrainer
+trainer = GRPOTrainer(job_of(0, 1, {port!r}, *{arguments}))
+trainer.controller = None
+trainer.checkpointer.load(-1)
+said, taken, step = trainer.learning_rate(), [], trainer.optimizers.step
+adam = trainer.optimizers.optimizers[0]
+trainer.optimizers.step = lambda: (taken.append(adam.param_groups[0]["lr"]), step())
+train_to(trainer, {steps})
+trainer.close()
+print(json.dumps([said, *taken]))
+"""
+        rates.append(ask(QUICK.parents[3], code))
+    assert rates == [[5e-4, 5e-4], [1e-3, 1e-3]]
+
+
 TP = "--parallelism.tensor_parallel_degree=2"
 
 SPLIT: dict[str, tuple[Kind, int, str, str]] = {

@@ -232,7 +232,7 @@ class GRPOTrainer(Engine):
         begin = time.perf_counter()
         share = self._fetch()
         fetched = time.perf_counter()
-        learning_rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        learning_rate = self.learning_rate()
         collapsed = self.controller is not None and self.controller.collapsed
         outcome = self._stepper.run(data_iterator, share.steps, self.version, collapsed)
         trained = time.perf_counter()
@@ -248,6 +248,11 @@ class GRPOTrainer(Engine):
             self._record(self.controller, metrics, outcome, clock, learning_rate)
         self._judge(outcome)
         self._obey_alerts()
+
+    def learning_rate(self) -> float:
+        """Return the rate of the next optimizer step. It is read from the optimizer: torchtitan 0.3
+        loads a checkpoint's rate there, and a scheduler that has the job's."""
+        return float(self.optimizers.optimizers[0].param_groups[0]["lr"])
 
     def _wait_committed(self) -> None:
         """Wait until the servers hold the version (synchronous mode). Collective."""
