@@ -53,6 +53,8 @@ def test_ctrl_c_ends_a_command_without_a_word(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # Also where the tests run in the background of a shell, which has them ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as planning:
         with job.open("w"):  # opens as the command does, which then waits for the text
             planning.send_signal(signal.SIGINT)
