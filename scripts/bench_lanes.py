@@ -12,10 +12,11 @@ guard) may have 1024 descriptors each (``ulimit -n``). They are counted with one
 of them: a figure per server is the difference over the number of the others. The ticker sleeps for
 a millisecond on the main thread again and again: before there is a sync, and while another thread
 publishes versions. The pause of a commit is that of servers whose load takes next to no time: what
-is left are calls, which the lanes make in one process and the stubs answer in one. With ``--pin``
-the threads of rank 0's own process have the last core for themselves, in both measurements, and the
-stubs, the sync process and its pause guard have the others: a trainer's servers are on other hosts,
-and its host has more cores than its ranks.
+is left are calls, which the lanes make in one process and the stubs answer in one. The stubs take
+only what the trainer's processes leave of the cores, as servers on other hosts would (SCHED_IDLE).
+With ``--pin`` the threads of rank 0's own process have the last core for themselves, in both
+measurements, and the stubs, the sync process and its pause guard have the others: a trainer's host
+has more cores than its ranks.
 """
 
 import argparse
@@ -99,6 +100,8 @@ def serve(count: int) -> None:
     """The servers' process: print the URLs, serve until it is killed."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    # No server on another host would take anything from the trainer's cores.
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     torch.set_num_threads(1)
     https = []
     for _ in range(count):
@@ -235,7 +238,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--versions", type=int, default=20, help="published, one a second")
     parser.add_argument("--window", type=float, default=60.0, help="seconds in which all is idle")
     parser.add_argument("--pin", action="store_true", help="rank 0's process on the last core")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.servers < 2:
+        parser.error(
+            f"--servers must be 2 or more, got {options.servers}: one is compared with all"
+        )
+    return options
 
 
 def main(argv: list[str]) -> int:

@@ -48,6 +48,7 @@ from titan_grpo.commands.processes import stop_on_sigterm
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.server import ServerControl, make_control
+from titan_grpo.layout.memory import available_memory
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.receive.commit import tensor_views
@@ -59,6 +60,9 @@ from titan_grpo.verify.recording import content_digest, tensor_digest
 RANKS = 2
 MEMCPY_BYTES = 256 << 20
 """Of the buffer that memcpy reads again and again: far over any cache."""
+
+PROCESSES_MIB = 2048
+"""Of ranks, sync process, receiver and what memcpy and the raw socket use."""
 
 LAYERS, COLUMNS = 16, 4096
 WAIT_S = 120.0
@@ -130,17 +134,32 @@ class Weights(torch.nn.Module):
             raise SystemExit(
                 f"--mib {options.mib} must leave {RANKS} or more rows for each of {LAYERS} layers"
             )
-        generator = torch.Generator().manual_seed(7)
+        # Without memory: whole, in each rank, they would take more than all that is measured.
         self.layers = torch.nn.ParameterList(
-            torch.nn.Parameter(torch.randn(rows, COLUMNS, generator=generator))
-            for _ in range(LAYERS)
+            torch.nn.Parameter(torch.empty(rows, COLUMNS, device="meta")) for _ in range(LAYERS)
         )
+
+    def fill(self, rank: int) -> None:
+        """Make this rank's shards and give them values."""
+        self.to_empty(device="cpu")
+        generator = torch.Generator().manual_seed(rank)
+        with torch.no_grad():
+            for p in self.layers:
+                p.to_local().normal_(generator=generator)
 
     def change(self) -> None:
         """Other values, as an optimizer step makes them; nothing of it is measured."""
         with torch.no_grad():
             for p in self.layers:
                 p.to_local().mul_(1.01)
+
+
+def memory_mib(options: argparse.Namespace) -> int:
+    """What all processes need together: masters, slots, the server's staging image, in a server on
+    another host its own tensors, and the processes themselves."""
+    images = WeightSync().slots + 1 + (options.hosts == "two")
+    masters = 4 / WIRE_BYTES[options.wire_dtype]
+    return int(options.mib * (images + masters)) + PROCESSES_MIB
 
 
 class RawSocket:
@@ -281,6 +300,7 @@ def rounds(options: argparse.Namespace, role: Role, space: Host | None) -> list[
     mesh = init_device_mesh("cpu", (RANKS,))
     model = Weights(options)
     fully_shard(model, mesh=mesh)
+    model.fill(rank)
     config = WeightSync(
         wire_dtype=options.wire_dtype,
         bind_host=space.switch if space else "",
@@ -420,6 +440,14 @@ def run_ranks(argv: list[str], folder: str, url: str, host: tuple[str, ...]) -> 
 def main(argv: list[str]) -> int:
     """Start the server's host and the ranks, wait, report."""
     options = parse(argv)
+    if (need := memory_mib(options)) > (have := available_memory() >> 20):
+        print(
+            f"bench_sync: --mib {options.mib} in {options.wire_dtype} needs {need} MiB of memory,"
+            f" {have} are available: it would be killed; use fewer MiB, or --wire-dtype float32,"
+            " whose masters are smaller",
+            file=sys.stderr,
+        )
+        return 2
     stop_on_sigterm()  # its namespace and its switch would outlive it
     with contextlib.ExitStack() as stack:
         folder, url = stack.enter_context(tempfile.TemporaryDirectory()), ""
