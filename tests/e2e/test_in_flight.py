@@ -1,4 +1,4 @@
-"""A version is committed under 64 running requests of the rollout process, on a real vLLM: none is
+"""A version is committed under 60 running requests of the rollout process, on a real vLLM: none is
 lost, none made twice."""
 
 import json
@@ -22,7 +22,8 @@ from titan_grpo.rollout.messages import RolloutSpec
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 API_KEY_VARIABLE = "TITAN_GRPO_TEST_IN_FLIGHT_KEY"
-PROMPTS, GROUP, TOKENS, BEFORE, AFTER = 4, 16, 400, 40, 41
+PROMPTS, GROUP, TOKENS, BEFORE, AFTER = 4, 15, 400, 40, 41
+"""60 requests: the server runs 64 at once, and one more has to begin beside them."""
 SPEC = RolloutSpec(
     model_dir="",
     base_version=BEFORE,
@@ -85,7 +86,7 @@ class Witness(Proxy):
 
 
 def bounds_of_all(client: RolloutClient) -> list[tuple[int, int]]:
-    """Versions of the 64 completions, which are all there are."""
+    """Versions of the 60 completions, which are all there are."""
     groups = client.next_batch(BEFORE, PROMPTS, WAIT_S)
     completions = [c for group in groups for c in group.completions]
     assert sorted(group.prompt.index for group in groups) == list(range(PROMPTS))
@@ -100,7 +101,7 @@ def bounds_of_all(client: RolloutClient) -> list[tuple[int, int]]:
     return [(c.version_first, c.version_last) for c in completions]
 
 
-def test_an_update_under_64_running_requests_loses_none_and_makes_none_twice(
+def test_an_update_under_60_running_requests_loses_none_and_makes_none_twice(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(API_KEY_VARIABLE, site.access.api_key)
