@@ -400,7 +400,7 @@ class Receiver:
         sharing, relaying = self._sharing if order.serve else None, None
         if sharing is not None:
             sharing.begin(image, manifest, order.serve)
-        if others or sharing is not None:  # a server that serves nobody may read from others
+        if others or sharing is not None:  # a server without readers may read from others
             arrived = sharing.arrived if sharing is not None else lambda *_: None
             relaying = Relaying(frozenset(others), arrived, patience)
         sources = self._opens(order, others, manifest)

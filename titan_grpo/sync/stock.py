@@ -175,7 +175,7 @@ class StockLink:
             self._drop()
             group, self._group = self._group, ""
             if group:
-                # After a failed transfer: SGLang keeps a group until it is told, one per retry.
+                # SGLang keeps a failed transfer's group until it is destroyed: one per retry.
                 with suppress(PeerError):
                     self._routes.destroy_group(
                         group, answer_s(self._options.config.commit_deadline_s)
