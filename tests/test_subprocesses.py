@@ -21,6 +21,7 @@ from tests.rigs.census import in_group
 from titan_grpo.runkey import KEY_VARIABLE
 from titan_grpo.subprocesses import (
     Guarded,
+    _shared_memory,
     end,
     helper_environment,
     start_module,
@@ -111,19 +112,25 @@ HANGING = (
     "import signal, os; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(),"
     " flush=True); signal.pause()"
 )
+# Its name is no text, nor is that of a file that it maps. Any process on the host may be so.
+NO_TEXT = (
+    "import ctypes, mmap, os; ctypes.CDLL(None).prctl(15, b'\\xff', 0, 0, 0);"
+    " file = os.memfd_create('\\udcff'); os.truncate(file, 1); mapped = mmap.mmap(file, 1);"
+)
 PARENT = (
-    f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HANGING!r}],"
+    f"import subprocess, sys; subprocess.run([sys.executable, '-c', {NO_TEXT + HANGING!r}],"
     " start_new_session=True)"
 )
 
 
-def test_a_grandchild_in_a_session_of_its_own_ends_too() -> None:
+def test_a_grandchild_in_a_session_of_its_own_ends_too_whatever_its_name() -> None:
     process = subprocess.Popen(
         python(PARENT), stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stdout is not None
     with process.stdout:
         grandchild = psutil.Process(int(process.stdout.readline()))
+    assert _shared_memory(lambda group: group == grandchild.pid) == set()
     end(process, 10.0)
     assert process.returncode == -signal.SIGTERM
     assert psutil.wait_procs([grandchild], timeout=END_S)[1] == []

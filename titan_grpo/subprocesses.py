@@ -279,8 +279,9 @@ def _descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            # The name in brackets may hold anything; the parent is the second field after it.
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            # The name in brackets may hold anything, no text even: another user's process must not
+            # keep this one's alive. The parent is the second field after it.
+            parent = int(stat.read_bytes().rpartition(b")")[2].split()[1])
             children.setdefault(parent, []).append(int(stat.parent.name))
     out: list[int] = []
     pending = list(children.get(pid, ()))
@@ -304,8 +305,8 @@ def _shared_memory(in_group: Callable[[int], bool]) -> set[int]:
         with suppress(OSError):
             if in_group(os.getpgid(int(maps.parent.name))):
                 # address, permissions, offset, device, inode, path
-                lines = (line.split(None, 5) for line in maps.read_text().splitlines())
-                out |= {int(f[4]) for f in lines if f[-1].startswith(f"{SHARED_MEMORY}/")}
+                lines = (line.split(None, 5) for line in maps.read_bytes().splitlines())
+                out |= {int(f[4]) for f in lines if f[-1].startswith(b"%b/" % bytes(SHARED_MEMORY))}
     return out
 
 

@@ -147,8 +147,9 @@ def test_a_rank_that_writes_nothing_makes_an_empty_copy() -> None:
 
 def test_the_runtime_library_is_found_where_torch_loaded_it(tmp_path: Path) -> None:
     maps = tmp_path / "maps"
-    maps.write_text(
-        "7f00-7f01 r-xp 00000000 08:01 12    /lib/a b/libcudart.so.12\n7f02-7f03 rw-p 0 00:00 0\n"
+    maps.write_bytes(
+        b"7f00-7f01 r-xp 00000000 08:01 12    /lib/a b/libcudart.so.12\n7f02-7f03 rw-p 0 00:00 0\n"
+        b"7f04-7f05 r--p 0 08:01 13 /no text \xff\n"
     )
     assert loaded_library("libcudart", maps) == "/lib/a b/libcudart.so.12"
     assert loaded_library("libnone", maps) is None

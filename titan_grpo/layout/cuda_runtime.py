@@ -85,7 +85,8 @@ class CudaRuntime:
 def loaded_library(name: str, maps: Path = Path("/proc/self/maps")) -> str | None:
     """Return the path of the mapped shared library ``name``; None if it is not mapped. A wheel may
     put a hash into the file name: libcudart-1b2c3d4e.so.12."""
-    for line in maps.read_text().splitlines():
+    # The path of another file that is mapped may be no text.
+    for line in maps.read_text(errors="surrogateescape").splitlines():
         path = line.partition("/")[2]
         if Path(path).name.startswith((name + ".so", name + "-")):
             return "/" + path
