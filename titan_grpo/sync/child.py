@@ -167,8 +167,8 @@ class Performer:
         self._pipe.receive()
 
     def exit(self) -> None:
-        """End the process."""
-        self._pipe.close()
+        """End the process, after the rank has been sent why."""
+        self._pipe.close(END_S)
         logging.shutdown()
         os._exit(0)
 
