@@ -320,22 +320,24 @@ def test_a_trainer_with_many_open_files_has_a_pause_guard_too_which_gives_up_a_s
     assert "http://127.0.0.1:9 did not answer in 2 tries" in (tmp_path / "log").read_text()
 
 
-def test_a_pause_guard_on_a_host_without_a_free_thread_goes_on_and_tries_again(
+@pytest.mark.timeout(60)
+def test_a_pause_guard_of_many_servers_on_a_host_without_a_free_thread_goes_on_and_tries_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ours, theirs = socket.socketpair()
     deadlines = {"pause_s": 60.0, "greet_s": 60.0, "tries": 3, "first_s": 0.01}
     access = {"bind_host": "", "call_s": 1.0, "join_s": 1.0, "run_key": ""}
     lines: list[dict[str, object]] = [{"op": "start", "deadlines": deadlines, "access": access}]
-    urls = "http://127.0.0.1:9", "http://127.0.0.1:10"
+    # More than its wake-ups of itself that a socket holds.
+    urls = [f"http://127.0.0.1:{port}" for port in range(1, 400)]
     lines += [{"op": "event", "event": passing(url, Point.PAUSE)} for url in urls]
     ours.sendall(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     ours.close()  # as a trainer that ends
     with no_free_thread():
         GuardProcess(theirs, os.getppid()).run()
-    for url in urls:
-        assert f"{url} cannot be recovered now: can't start new thread" in caplog.text
-        assert f"{url} did not answer in 3 tries" in caplog.text
+    said = set(caplog.messages)
+    assert said >= {f"{url} cannot be recovered now: can't start new thread" for url in urls}
+    assert said >= {f"{url} did not answer in 3 tries: it may be paused" for url in urls}
 
 
 def test_a_slow_commit_whose_calls_all_end_in_time_is_not_fenced(tmp_path: Path) -> None:

@@ -155,6 +155,8 @@ class GuardProcess:
         self._cancels: dict[str, threading.Event] = {}
         self._results: queue.SimpleQueue[pause_guard.Event] = queue.SimpleQueue()
         self._wake_read, self._wake_write = socket.socketpair()
+        # A few hundred bytes fill it, and the one thread that reads it writes too.
+        self._wake_write.setblocking(False)
 
     def run(self) -> None:
         """Run until the trainer has ended and no server is open."""
@@ -275,7 +277,8 @@ class GuardProcess:
     def _end(self, result: pause_guard.Event) -> None:
         """Hand the result of a recovery to the main thread, and wake it."""
         self._results.put(result)
-        self._wake_write.send(b".")
+        with suppress(BlockingIOError):  # full: it wakes already
+            self._wake_write.send(b".")
 
 
 def _pidfd(pid: int) -> int:
