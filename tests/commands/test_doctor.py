@@ -146,12 +146,20 @@ def test_a_receiver_that_never_calls_back_is_reported_by_the_deadline() -> None:
     assert "the deadline of 3.0 s passed" in found.errors["joined"]
 
 
-@pytest.mark.parametrize(("apply", "status"), [("staged", "problem"), ("streamed", "warning")])
+@pytest.mark.parametrize(
+    ("apply", "transport", "status"),
+    [
+        ("staged", "auto", "problem"),
+        ("streamed", "auto", "warning"),
+        ("streamed", "nccl", "problem"),
+    ],
+)
 def test_an_sglang_without_our_plugin_is_a_problem_only_for_a_job_that_cannot_use_it(
-    apply: str, status: str, job: list[str], capsys: pytest.CaptureFixture[str]
+    apply: str, transport: str, status: str, job: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    job += [f"--weight_sync.apply={apply}", f"--weight_sync.transport={transport}"]
     with http_server(SGLANG) as (url, _):
-        cli.main([*job, f"--rollout.servers={url}", f"--weight_sync.apply={apply}"])
+        cli.main([*job, f"--rollout.servers={url}"])
     [said] = [line for line in capsys.readouterr().out.splitlines() if "server plugin" in line]
     assert said.split()[0] == status
 

@@ -14,9 +14,16 @@ from titan_grpo.config import WeightSync
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.sglang import SglangControl
 from titan_grpo.engines.sglang_stock import StockRoutes
-from titan_grpo.errors import ConfigError, PeerError, ServerRefused, TransferFailed
+from titan_grpo.errors import (
+    ConfigError,
+    PeerError,
+    ServerRefused,
+    ServerUnfit,
+    TransferFailed,
+)
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Kind, Staged
+from titan_grpo.runkey import Key
 from titan_grpo.sync.link import LaneLink, LinkOptions
 from titan_grpo.sync.probe import ask_receiver
 from titan_grpo.sync.stock import StockLink
@@ -274,6 +281,22 @@ def test_a_server_that_refuses_a_group_is_the_reason_that_it_was_not_opened() ->
         link.offer(1, 1, [], "")
     link.close()
     board.close()
+
+
+@pytest.mark.parametrize(
+    ("transport", "key", "words"),
+    [("gloo", Key.generate(), "has a run key"), ("nccl", None, "transport is nccl")],
+)
+def test_a_stock_server_that_can_never_serve_a_run_is_unfit_before_its_first_group(
+    transport: str, key: Key | None, words: str
+) -> None:
+    access = ServerAccess("http://127.0.0.1:9", SOON_S)
+    options = LinkOptions(WeightSync(), transport, LOOPBACK, run_key=key)
+    manifest = Manifest.build([("a", "bfloat16", (10,))], 4096)
+    link = StockLink("run", 1, manifest, options, StockRoutes(access))
+    with pytest.raises(ServerUnfit, match=words):
+        link.join(SglangControl(access), SOON_S)
+    link.close()
 
 
 @pytest.mark.parametrize("commits", [True, False])

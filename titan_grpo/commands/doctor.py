@@ -125,7 +125,7 @@ def wanted(
     out.servers += [url for url in dict.fromkeys(own) if url not in out.servers]
     options = servers.Options(rank, config.grpo.router_replay)
     reads = engines_read_calls(rollout)
-    streamed = config.weight_sync.apply == "streamed"
+    streamed = out.sync.apply == "streamed" and out.sync.transport != "nccl"
     out.needs = Needs(options, tokens, reads, streamed)
     return out, host.ok("configuration", "valid")
 

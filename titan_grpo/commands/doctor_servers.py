@@ -94,7 +94,7 @@ class Needs:
     tool_calls: bool = False
     """Whether servers must parse tool calls in what they sample."""
     streamed: bool = False
-    """weight_sync.apply = "streamed", which an SGLang without our plugin takes too."""
+    """weight_sync.apply = "streamed" without NCCL, which an SGLang without our plugin takes too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ def _plugin(facts: ServerFacts, streamed: bool) -> Finding:
             if streamed:
                 text += ", so it stands still for each transfer, and checks no digest"
                 return warning(subject, text, remedy + admin)
-            without = '; without it weight_sync.apply must be "streamed"'
+            without = '; without it weight_sync.apply must be "streamed", and transport "auto"'
             return problem(subject, text, remedy + without + admin)
         text = f"{url}: weight-transfer backend is {facts.backend or error}"
         return problem(subject, text, remedy)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from titan_grpo.engines.server import ServerControl
 from titan_grpo.engines.sglang_stock import Announced, Group, StockRoutes
-from titan_grpo.errors import PeerError, ServerRefused, TransferFailed
+from titan_grpo.errors import PeerError, ServerUnfit, TransferFailed
 from titan_grpo.layout.manifest import Manifest, TensorSpec, buckets, names_problem
 from titan_grpo.protocol.messages import UNUSABLE, Applied, Joined, Staged
 from titan_grpo.sync.link import LinkOptions, Moved, answer_s
@@ -60,12 +60,20 @@ class StockLink:
     def join(self, control: ServerControl, timeout_s: float) -> Joined:
         """Read the workers and the label; return an answer with no version held. ``intact`` comes
         from the label. Its version is ignored, because a restarted server accepts a label without
-        an update: every connection sends a whole version. Raises ServerRefused with a run key,
-        and as ``world_size``."""
+        an update: every connection sends a whole version. Raises ServerUnfit with a run key or
+        NCCL, and as ``world_size``."""
         if self._options.run_key is not None:
-            raise ServerRefused(
+            raise ServerUnfit(
                 f"{control.url}: this run has a run key, and a server without our plugin can"
                 " neither prove it nor ask for it: install titan_grpo there, or run without a key"
+            )
+        if self._options.transport == "nccl":
+            # torch opens its communicator with the first broadcast, which we announce only over an
+            # open one.
+            raise ServerUnfit(
+                f"{control.url}: weight_sync.transport is nccl, which a server without our plugin"
+                " does not open before its first tensor comes: install titan_grpo there, or use"
+                ' transport = "auto"'
             )
         self._workers = self._routes.workers(timeout_s)
         self._intact = control.label() != UNUSABLE
@@ -90,10 +98,7 @@ class StockLink:
         # On another thread: the server answers when all ranks are there, and this is the last one.
         joining = beside(lambda: self._routes.init_group(group, timeout_s), "join", self.cancel)
         # The server's torch nests the prefixes like this, and looks for rank 0 there.
-        device = "cuda" if o.transport == "nccl" else "cpu"
-        store = dist.PrefixStore(
-            f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, host))
-        )
+        store = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, host)))
         options = TransportOptions(timeout_s, o.bind_host, o.config.bucket_bytes, o.device)
         try:
             transport = open_transport(o.transport, store, TRAINER_RANK, size, options)
