@@ -6,13 +6,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.rigs.present import present
 from titan_grpo.config import WeightSync
 from titan_grpo.layout import delta
 from titan_grpo.layout.manifest import Manifest, Part
 from titan_grpo.observe import names
 from titan_grpo.protocol.messages import Patch, RangeSource
 from titan_grpo.sync.images import ImagePool
-from titan_grpo.sync.patches import Deliveries, Patches
+from titan_grpo.sync.patches import Deliveries, Patches, is_wanted, say_wanted
 from titan_grpo.sync.publisher import Announcer, Copy
 from titan_grpo.sync.transports.range_server import RangeServer
 
@@ -85,6 +86,16 @@ def test_other_hosts_make_patches_once_rank_0s_lanes_have_seen_that_they_are_wor
     r.deliver(4)
     assert spared(r) - before > 0.99 * IMAGE
     assert loaded(r, "a") == {0.0, 4.0}
+
+
+def test_a_sync_process_takes_back_that_patches_are_worth_it_as_the_one_before_it_had_seen(
+    rig: MakeRig,
+) -> None:
+    r = rig("a", delta="auto", hosts=2, started=False)
+    say_wanted(present(r.pool.hashed), True)
+    r.start()
+    r.deliver(0)
+    assert not is_wanted(present(r.pool.hashed), r.config)
 
 
 @pytest.mark.long

@@ -175,8 +175,8 @@ class SyncLanes:
         relays = config.relay and link.transport == TCP
         spared = partial(recorder.count, names.SPARED_BYTES)
         self._deliveries = Deliveries(config, pool.manifest, spared, relays)
-        self._wanted = False
-        """Last value of "patches are wanted" sent to the other hosts."""
+        self._wanted: bool | None = None
+        """Last value of "patches are wanted" sent to the other hosts; None: by another process."""
         relayed = partial(recorder.count, names.RELAYED_BYTES)
         self.relay = Relay(relays, relayed, config.zones, 1 + len(options.leaders))
         link = replace(link, source=self._source, deliveries=self._deliveries, relay=self.relay)
