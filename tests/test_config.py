@@ -146,6 +146,7 @@ def found(section: GRPO | Rollout | WeightSync) -> list[str]:
         (DRAINING, {"max_staleness": 2}, "0 or 1 unless"),
         (DRAINING, {"source": "push"}, "in_flight_weight_updates must be true with rollout.source"),
         (WeightSync(), {"slots": 1}, "2 or more"),
+        (WeightSync(), {"slots": 257}, "at most 256"),
         (WeightSync(), {"block_bytes": 5000}, "a positive multiple of 4096"),
         (WeightSync(), {"bucket_bytes": 5000}, "a positive multiple of"),
         (WeightSync(), {"backoff_max_s": 0.1}, "at least"),

@@ -194,6 +194,9 @@ class WeightSync:
         return self.startup_deadline_s + self.moving_s(nbytes)
 
 
+MOST_SLOTS = 256
+"""Bound of weight_sync.slots: a slot's number travels as one byte (sync.images.Reserved)."""
+
 LONGEST_S = 500_000.0
 """Longest deadline, in seconds. A wait may add up four of them, and the system's longest wait is
 2^31 ms."""
@@ -312,6 +315,7 @@ def _weight_sync(w: WeightSync) -> Rules:
     yield w.min_rate < 1, "min_rate", "1 or more (bytes per second)"
     yield w.max_lag < 0, "max_lag", "0 (never) or greater"
     yield w.slots < 2, "slots", "2 or more (one is written while another is sent)"
+    yield w.slots > MOST_SLOTS, "slots", f"at most {MOST_SLOTS} (each is a whole version)"
     yield w.backoff_max_s < w.backoff_s, "backoff_max_s", "at least weight_sync.backoff_s"
 
 
