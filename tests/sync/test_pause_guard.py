@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -30,21 +31,30 @@ from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from tests.rigs.server_handle import ServerProcess, served
 from tests.rigs.threads import no_free_thread
 from tests.rigs.trainer_handle import wait_until
+from tests.sync.conftest import MakeRig
 from tests.sync.guarded_trainer import digest
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
 from titan_grpo.engines.http import Call, ignore, resolve_bind_host
 from titan_grpo.errors import PeerError
 from titan_grpo.protocol.lane import LaneEvent, Point
-from titan_grpo.protocol.messages import UNUSABLE, Joined, Label
-from titan_grpo.protocol.pause_guard import Deadlines
+from titan_grpo.protocol.messages import UNUSABLE, Joined, Label, new_run_id
+from titan_grpo.protocol.pause_guard import Deadlines, Recover
 from titan_grpo.protocol.recovery import Relabel
 from titan_grpo.runkey import Key
 from titan_grpo.sync import pause_guard
 from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.sync.link import ANSWER_S, LinkOptions
 from titan_grpo.sync.pause_guard import RENEW_S, PauseGuard, deadlines_of
-from titan_grpo.sync.pause_guard_main import Access, GuardProcess, fence, steps, superseded
+from titan_grpo.sync.pause_guard_main import (
+    Access,
+    GuardProcess,
+    SupersededError,
+    fence,
+    recover,
+    steps,
+    superseded,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = Path(__file__).parent / "guarded_trainer.py"
@@ -385,15 +395,42 @@ def test_a_connections_lease_covers_its_longest_silence() -> None:
 
 
 def test_a_refused_epoch_is_its_own_only_if_it_is_in_force() -> None:
-    def refused(run: str, epoch: int) -> Joined:
+    def refused(run: str, epoch: int, final: bool = False) -> Joined:
         force: dict[str, Any] = {"run_in_force": run, "epoch_in_force": epoch, "term_in_force": 1}
-        return Joined(False, "no", "", 1, "", -1, "", True, **force)
+        return Joined(False, "no", "", 1, "", -1, "", True, final=final, **force)
 
     assert superseded(refused("0001-ab", 3), "0001-ab", 3) == ""
-    assert superseded(refused("0001-ab", 3), "0001-ab", 1) == "epoch 3 of run 0001-ab"
-    assert superseded(refused("0001-ab", 3), "0001-aa", 3) == "epoch 3 of run 0001-ab"
+    assert superseded(refused("0001-ab", 3), "0001-ab", 1) == "epoch 3 of run 0001-ab has it"
+    assert superseded(refused("0001-ab", 3), "0001-aa", 3) == "epoch 3 of run 0001-ab has it"
+    assert superseded(refused("", 0), "0001-ab", 3) == "no"
     with pytest.raises(PeerError, match="no"):
-        superseded(refused("", 0), "0001-ab", 3)
+        superseded(refused("", 0, final=True), "0001-ab", 3)
+
+
+def test_the_pause_guard_of_a_run_that_was_refused_leaves_the_live_runs_commit_alone(
+    rig: MakeRig,
+) -> None:
+    paused, goes_on = threading.Event(), threading.Event()
+
+    def watch(event: LaneEvent) -> None:
+        if event.point is Point.LABEL and event.version == 2:
+            paused.set()
+            assert goes_on.wait(WAIT_S)
+
+    run = rig("a", watch=watch)
+    run.deliver(1)
+    run.publish(2)
+    assert paused.wait(WAIT_S)
+    due = Recover("a", new_run_id(time.time() + 60), 1, doubtful=True, number=1)
+    access = Access("127.0.0.1", call_s=WAIT_S, join_s=WAIT_S, run_key="")
+    taken = f"the live run {run.pool.run_id} has this server"
+    try:
+        with pytest.raises(SupersededError, match=taken):
+            recover(DirectControl(run.servers["a"]), access, due, threading.Event())
+    finally:
+        goes_on.set()
+    run.everyone(2)
+    assert run.server_set.take_error() is None
 
 
 def test_a_label_of_the_run_on_a_server_without_a_version_is_another_servers() -> None:

@@ -59,13 +59,15 @@ class Access:
 
 
 def superseded(joined: Joined, run_id: str, epoch: int) -> str:
-    """Return the epoch in force instead of ours; empty if ours is. Raises PeerError for any other
-    refusal. A repeated hello is refused because its own epoch is in force: that is ours."""
+    """Return why another epoch than ours is in force; empty if ours is. Raises PeerError for any
+    other refusal. A repeated hello is refused because its own epoch is in force: that is ours."""
     if joined.ok or (joined.run_in_force, joined.epoch_in_force) == (run_id, epoch):
         return ""
-    if not joined.run_in_force:
+    if joined.final:
         raise PeerError(joined.error)
-    return f"epoch {joined.epoch_in_force} of run {joined.run_in_force}"
+    if not joined.run_in_force:  # of a live run, which a refusal does not name
+        return joined.error
+    return f"epoch {joined.epoch_in_force} of run {joined.run_in_force} has it"
 
 
 def fence(control: ServerControl, access: Access, run_id: str, epoch: int) -> Joined:
@@ -83,6 +85,9 @@ def fence(control: ServerControl, access: Access, run_id: str, epoch: int) -> Jo
         epoch=epoch,
         transport=TCP,
         age_s=time.monotonic() - access.started_s,
+        # A lane that connects is watched too. If the server refused it for a live run, what is
+        # paused there is that run's commit.
+        take_over=False,
     )
 
 
@@ -126,7 +131,7 @@ def recover(
     epoch = due.epoch + 1
     joined = fence(control, access, due.run_id, epoch)
     if newer := superseded(joined, due.run_id, epoch):
-        raise SupersededError(f"{newer} has it")
+        raise SupersededError(newer)
     held = joined.held
     needed = steps(control, joined, due.run_id)
     for step in needed:
