@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.rigs.board import Board
+from tests.rigs.sockets import descriptors_left
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.sglang import SglangControl
@@ -39,6 +40,7 @@ from titan_grpo.sync.transports.broadcast import (
     put_text,
 )
 from titan_grpo.sync.transports.channel import ReceiverChannel
+from titan_grpo.sync.transports.range_server import RangeServer
 
 LOOPBACK = "127.0.0.1"
 needs_two_gpus = pytest.mark.skipif(
@@ -229,6 +231,18 @@ def test_only_the_first_mark_has_the_time_of_the_patches() -> None:
         link._moving(0, None, int(LONG_S) * config.min_rate)
     assert time.monotonic() - start < SOON_S
     link.close()
+
+
+def test_a_link_whose_store_cannot_be_hosted_leaves_no_channel_at_the_source() -> None:
+    manifest = Manifest.build([("a", "bfloat16", (10,))], 4096)
+    source = RangeServer()
+    source.listen(LOOPBACK)
+    link = LaneLink("run", 1, manifest, LinkOptions(WeightSync(), "gloo", LOOPBACK, source=source))
+    with descriptors_left(0), pytest.raises(ConfigError, match="there is none left"):
+        link.open()
+    link.close()
+    assert source._channels == {}
+    source.close()
 
 
 def test_a_receiver_may_take_longer_for_the_manifest_than_for_a_bucket() -> None:

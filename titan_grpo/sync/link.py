@@ -162,13 +162,13 @@ class LaneLink:
         is not an address of this host."""
         o, config = self._options, self._options.config
         channel = self._source.channel(o.bind_host, self._key, self._ended)
-        if o.transport not in RANGES:
-            self._store = host_store(o.bind_host)
         with self._lock:
             self._channel = channel
             aborted = self._aborted  # an abort before this line found no channel to abort
         if aborted:
             channel.abort()
+        if o.transport not in RANGES:
+            self._store = host_store(o.bind_host)
         hello = Hello(
             run_id=self._run_id,
             epoch=self._epoch,
