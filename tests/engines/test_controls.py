@@ -186,6 +186,13 @@ def test_dropping_kv_is_believed_only_where_the_engine_says_that_it_did(
         sglang.drop_kv()
 
 
+def test_dropping_kv_reaches_the_cache_behind_vllms_own(board: Board, vllm: VllmControl) -> None:
+    """Requests that were put back would get the KV of the old weights from there."""
+    board.routes = {"POST /reset_prefix_cache": lambda _: (200, {"success": True})}
+    vllm.drop_kv()
+    assert board.queries == ["reset_running_requests=true&reset_external=true"]
+
+
 @pytest.mark.parametrize("answer", [{"success": False}, {}])
 def test_a_vllm_that_does_not_say_that_it_dropped_kv_is_refused(
     board: Board, vllm: VllmControl, answer: dict[str, bool]

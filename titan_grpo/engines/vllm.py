@@ -342,11 +342,13 @@ class VllmControl:
         self._run(pause(self._deadline_s))
 
     def drop_kv(self) -> None:
-        """Put running requests back into the queue with their tokens, and empty the prefix cache. A
+        """Put running requests back into the queue with their tokens, and empty the prefix cache,
+        with the one behind it (--kv-offloading-size): they would get their KV back from there. A
         vLLM without this reset answers 200 without "success", which raises ServerRefused too."""
-        path, running = "/reset_prefix_cache", {"reset_running_requests": "true"}
+        path = "/reset_prefix_cache"
+        both = {"reset_running_requests": "true", "reset_external": "true"}
         parse = partial(want, key="success", kind=bool, path=path)
-        if not self._run(Call("POST", path, self._deadline_s, parse, params=running)):
+        if not self._run(Call("POST", path, self._deadline_s, parse, params=both)):
             raise ServerRefused(
                 f"{self._driver.url}: vLLM did not throw its KV cache away: {NOT_RECOMPUTED}"
             )
