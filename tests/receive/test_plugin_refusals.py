@@ -65,6 +65,9 @@ def problem(parallel=None, quantization=None, device="cuda", **options):
     config.model_config.quantization = quantization
     return problem_of(config)
 
+def kv(connector, **options):
+    return {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": options}
+
 def fields(model, **options):
     return essential(LoadedModel(configured(model, **options).model_config, "", False).config)
 
@@ -107,6 +110,13 @@ print(json.dumps({
     "online": problem(quantization="fp8_per_tensor"),
     "online, cpu": problem(quantization="fp8_per_tensor", device="cpu"),
     "awq": problem(quantization="awq"),
+    "offloaded": problem(cpu_offload_gb=1),
+    "prefetched": problem(offload_group_size=2),
+    "kv of the salt": problem(kv_transfer_config=kv("OffloadingConnector")),
+    "kv by tokens": problem(kv_transfer_config=kv("LMCacheConnectorV1")),
+    "kv by tokens too": problem(
+        kv_transfer_config=kv("MultiConnector", connectors=[kv("HF3FSKVConnector")])
+    ),
     "raw": problem(logprobs_mode=EngineArgs.logprobs_mode),
     "logits": problem(logprobs_mode="processed_logits"),
     "adapters": adapters(enable_lora=True, max_lora_rank=16),
@@ -243,7 +253,8 @@ def test_vllm_refuses_what_a_reload_or_a_temperature_would_make_wrong_and_nothin
     assert "/v1/completions" in salted
     assert salted <= SALTED, "these would be answered with prefixes of older weights"
     fine = [name for name, problem in found.items() if not problem]
-    assert fine == ["plain", "ngram", "experts", "own processes", "online", "adapters"]
+    plain = ["plain", "ngram", "experts", "own processes", "online"]
+    assert fine == [*plain, "kv of the salt", "adapters"]
     assert "start it with --max-lora-rank 16" in found["adapters, low rank"]
     assert "start it with --enable-lora --max-lora-rank 16" in found["adapters, no lora"]
     assert "awq cannot be made anew from whole weights" in found["awq"]
@@ -256,6 +267,10 @@ def test_vllm_refuses_what_a_reload_or_a_temperature_would_make_wrong_and_nothin
         assert "start it with --logprobs-mode processed_logprobs" in found[name]
     assert "--enable-eplb" in found["eplb"]
     assert "draft_model would keep its old draft weights" in found["draft"]
+    for name in ("offloaded", "prefetched"):
+        assert "without --cpu-offload-gb and --offload-group-size" in found[name]
+    for name in ("kv by tokens", "kv by tokens too"):
+        assert "from prefixes of older weights" in found[name]
 
 
 def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore(

@@ -47,6 +47,10 @@ NO_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Speculative methods that propose tokens without weights of their own."""
 
 
+BY_TOKENS = ("LMCacheConnectorV1", "HF3FSKVConnector", "ExampleConnector")
+"""KV connectors that find blocks by their tokens alone. The others of vLLM that keep blocks hash
+the salt with them."""
+
 ONLINE = (
     "online",
     "fp8",
@@ -96,6 +100,19 @@ def problem_of(vllm_config: Any) -> str:
         return (
             f"quantisation {quantization} cannot be made anew on a CPU, whose weights are packed"
             " once: serve the unquantised model"
+        )
+    # Layers that are prefetched would get their old weights back at the next step.
+    offload = vllm_config.offload_config
+    if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
+        return (
+            "vLLM's reload is not made for weights in the CPU's memory: start the server without"
+            " --cpu-offload-gb and --offload-group-size"
+        )
+    kv = vllm_config.kv_transfer_config
+    if kv is not None and (found := [name for name in BY_TOKENS if kv.has_connector(name)]):
+        return (
+            f"{found[0]} finds KV by tokens alone, so answers would go on from prefixes of older"
+            " weights: use another connector (of LMCache, LMCacheMPConnector)"
         )
     if parallel.enable_eplb:
         return (
