@@ -140,6 +140,7 @@ from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.environ import envs
+from sglang.srt.lora.layers import BaseLayerWithLoRA
 from sglang.srt.server_args import ServerArgs
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import essential
@@ -161,6 +162,19 @@ def derived():
     layer = torch.nn.Linear(2, 2)
     layer._derived_weight_cache_error = "the layer keeps a copy"
     return model_problem(torch.nn.ModuleDict({"layer": layer}))
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w13_weight = torch.nn.Parameter(torch.zeros(2, 4, 2))
+
+def wrapped(layer):
+    return model_problem(torch.nn.ModuleDict({"layer": BaseLayerWithLoRA(layer, None)}))
+
+def offloaded():
+    args = ServerArgs(sys.argv[1], custom_weight_loader=[LOADER])
+    args.offload_group_size = 2  # set late, as below
+    return compatibility(args)
 
 def cached():
     args = ServerArgs(sys.argv[1], custom_weight_loader=[LOADER])
@@ -194,6 +208,9 @@ print(json.dumps({
     "cached": cached(),
     "original": original(),
     "derived": derived(),
+    "offloaded": offloaded(),
+    "wrapped": wrapped(torch.nn.Linear(2, 2)),
+    "wrapped experts": wrapped(Experts()),
     "adapters": SglangModel.__new__(SglangModel).refuses(adapters),
     "experts": problem(tp_size=2, ep_size=2),
     "replicas": problem(dp_size=2),
@@ -281,7 +298,9 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
     assert found.pop("routes") == [False, True]
     assert found.pop("quantised") == ["", "w8a8_int8"]
     fine = [name for name, problem in found.items() if not problem]
-    assert fine == ["plain", "experts", "unquantised", "restores"]
+    assert fine == ["plain", "wrapped", "experts", "unquantised", "restores"]
+    assert "layer.base_layer.w13_weight would keep its old value" in found["wrapped experts"]
+    assert "without --offload-group-size" in found["offloaded"]
     assert 'send merged weights (lora.sync = "merged")' in found["adapters"]
     assert "start one server per replica" in found["replicas"]
     for name in ("pipeline", "hosts"):

@@ -285,6 +285,11 @@ def compatibility(args: Any) -> str:
             " the server without --enable-eplb, --ep-num-redundant-experts and"
             " --init-expert-location"
         )
+    if args.offload_group_size > 0:
+        return (
+            "layers that are prefetched from the CPU's memory would be computed with old weights"
+            " after a load: start the server without --offload-group-size"
+        )
     if args.weight_cache_mode != "off":
         return (
             "other engines serve the same memory of weights: start the server without a weight"
@@ -326,16 +331,25 @@ LOADED_OVER = tuple(f"sglang.srt.layers.quantization.{name}" for name in ("unqua
 
 def model_problem(model: torch.nn.Module) -> str:
     """Return why this model cannot be reloaded, or "": a value is cached that is derived from its
-    weights, or a layer repacks its weights after a load and cannot restore them before the next.
+    weights, a wrapper for adapters hides weights from the loader, or a layer repacks its weights
+    after a load and cannot restore them before the next.
 
     SGLang makes the first check at every update; its result does not change after the start.
-    For the second, SGLang calls restore_weights_before_loading when an update begins. Only the
+    A wrapper has the weight and bias of what it wraps under their own names, but not the weights of
+    experts: SGLang's loader would pass over them in silence.
+    For the last, SGLang calls restore_weights_before_loading when an update begins. Only the
     class that repacks, or a subclass, can restore: its bases lack the method or do nothing in it.
     """
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
     if derived := weight_updater._unsupported_derived_weight_cache_error(model):
         return str(derived)
+    if hidden := next((name for name, _ in model.named_parameters() if ".base_layer." in name), ""):
+        return (
+            f"{hidden} would keep its old value: start the server without --enable-lora and"
+            " --lora-paths, or with --lora-target-modules that leave experts and quantised layers"
+            " out"
+        )
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if method is None or type(method).__module__ in LOADED_OVER:
