@@ -123,11 +123,14 @@ def test_what_asks_the_server_goes_without_the_admin_key() -> None:
 
 
 ALONE = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "nnodes": 1}
+ALONE |= {"tokenizer_worker_num": 1, "offload_group_size": -1}
 
 
-@pytest.mark.parametrize("key", ["pp_size", "dp_size", "nnodes"])
-def test_a_server_without_our_plugin_that_has_other_workers_is_unfit(key: str) -> None:
-    with pytest.raises(ServerUnfit, match=f"this one has {key} 2"):
+@pytest.mark.parametrize("key", [key for key in ALONE if key != "tp_size"])
+def test_a_server_that_a_version_would_not_reach_whole_is_unfit_without_our_plugin(
+    key: str,
+) -> None:
+    with pytest.raises(ServerUnfit, match=f"must have {key} [01] at most, this one has 2"):
         sglang_stock.world_size(1.0).parse({**ALONE, key: 2})
 
 

@@ -14,7 +14,7 @@ from tests.rigs.sockets import descriptors_left
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.sglang import SglangControl
-from titan_grpo.engines.sglang_stock import StockRoutes
+from titan_grpo.engines.sglang_stock import MOST, StockRoutes
 from titan_grpo.errors import (
     ConfigError,
     PeerError,
@@ -276,7 +276,7 @@ def test_all_links_send_one_copy_of_the_manifest() -> None:
 
 
 def server_info(tp_size: int) -> dict[str, int]:
-    return {"tp_size": tp_size, "pp_size": 1, "dp_size": 1, "nnodes": 1}
+    return {"tp_size": tp_size, **MOST}
 
 
 def test_a_server_that_refuses_a_group_is_the_reason_that_it_was_not_opened() -> None:

@@ -31,20 +31,28 @@ class Announced:
     shapes: Sequence[Sequence[int]]
 
 
+MOST = {"pp_size": 1, "dp_size": 1, "nnodes": 1, "tokenizer_worker_num": 1, "offload_group_size": 0}
+"""Option of a server -> its largest value that we take.
+
+The first three: SGLang gives a worker the rank of a group that its tensor parallel rank says, so
+the group would never be complete, and each attempt would stop generation for its deadline. Of
+several tokenizer workers only the one that gets the call has the new label. Layers that are
+prefetched are computed with old weights."""
+
+
 def world_size(timeout_s: float) -> Call[int]:
     """Return the number of the server's workers, all of them tensor parallel. Raises ServerUnfit
-    for others: SGLang gives a worker the rank of a group that its tensor parallel rank says, so the
-    group would never be complete, and each attempt would stop generation for its deadline."""
+    for a server that a version would not reach whole (``MOST``)."""
     path = "/server_info"
 
     def parse(answer: Any) -> int:
         size: int = want(answer, "tp_size", int, path, secret=True)
-        for key in ("pp_size", "dp_size", "nnodes"):
-            if (found := want(answer, key, int, path, secret=True)) > 1:
+        for key, most in MOST.items():
+            if (found := want(answer, key, int, path, secret=True)) > most:
                 raise ServerUnfit(
-                    f"a server without our plugin must have tensor-parallel workers on one host"
-                    f" alone, this one has {key} {found}: not all of it would get the weights;"
-                    " start it without, one server per replica"
+                    f"a server without our plugin's routes must have {key} {most} at most, this one"
+                    f" has {found}: not all of it would get a version and its label; start it"
+                    " without that option, one server per replica"
                 )
         return size
 
