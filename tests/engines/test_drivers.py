@@ -72,6 +72,13 @@ def test_a_port_without_a_server_is_unreachable_and_named() -> None:
         assert f"{dead}: GET /health" in str(error)
 
 
+def test_an_ipv6_address_without_a_port_is_not_read_as_one_with_it() -> None:
+    for error in both("http://[2001:db8::1]/base", vllm.health(0.3)):
+        assert isinstance(error, ServerUnreachable)
+        assert "http://[2001:db8::1]/base: GET /health got no answer" in str(error)
+        assert "gaierror" not in str(error), "it was looked up as a name"
+
+
 def test_a_server_that_never_answers_is_unreachable_within_the_deadline(board: Board) -> None:
     board.silent = {"GET /is_paused"}
     for error in both(board.url, vllm.is_paused(timeout_s=0.3)):

@@ -269,6 +269,10 @@ def required_key(environ: Mapping[str, str], setting: str, variable: str) -> str
     return key
 
 
+PORTS = {"http": 80, "https": 443}
+"""Ports of URLs without one."""
+
+
 def two_names(urls: Iterable[str]) -> str:
     """Return two different URLs of one server as text, or "" if there are none. ``urls`` are in the
     form of ``server_url``; exact repetitions are ignored.
@@ -280,7 +284,7 @@ def two_names(urls: Iterable[str]) -> str:
     for url in urls:
         parts = urlsplit(url)
         host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
-        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        port = parts.port or PORTS[parts.scheme]
         if (first := found.setdefault((host, port, parts.path), url)) != url:
             return f"{first} and {url}"
     return ""

@@ -82,12 +82,12 @@ class Exchange:
 class Connections:
     """Pool of at most ``most`` connections to one server; each carries one request at a time."""
 
-    def __init__(self, host: str, port: int | None, tls: ssl.SSLContext | None, most: int) -> None:
-        """``port``: None for the scheme's own. ``tls``: for https; None for http."""
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, most: int) -> None:
+        """``tls``: for https; None for http."""
         self._tls = tls
-        self._host, self._port = host, port or (443 if tls else 80)
+        self._host, self._port = host, port
         name = f"[{host}]" if ":" in host else host.encode("idna").decode()
-        self._name = name if port is None else f"{name}:{port}"
+        self._name = name if port == (443 if tls else 80) else f"{name}:{port}"
         self.room = asyncio.Semaphore(most)
         """Hold it for each ``ask``, outside of the request's deadline."""
         self._idle: deque[tuple[float, Exchange]] = deque()

@@ -17,7 +17,7 @@ from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
 import msgspec
 
-from titan_grpo.config.rollout import is_loopback
+from titan_grpo.config.rollout import PORTS, is_loopback
 from titan_grpo.engines.connections import BROKEN, KEEPALIVE_S, Connections, Exchange
 from titan_grpo.errors import ConfigError, ServerRefused, ServerUnfit, ServerUnreachable
 from titan_grpo.subprocesses import readable
@@ -168,7 +168,8 @@ class _Driver:
     def __init__(self, base_url: str, api_key: str, admin_key: str) -> None:
         self.url, at = public_url(base_url), urlsplit(base_url)
         self._api_key, self._admin_key = api_key, admin_key
-        self._host, self._port = at.hostname or "", at.port
+        # Not None: http.client would look for a port in an IPv6 address.
+        self._host, self._port = at.hostname or "", at.port or PORTS[at.scheme]
         self._path = quote(at.path.rstrip("/"), safe=PATH_CHARACTERS)
         self._tls = _tls(*map(os.environ.get, CA_VARIABLES)) if at.scheme == "https" else None
 
