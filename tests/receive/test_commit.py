@@ -133,6 +133,22 @@ def test_an_engine_that_loads_beside_its_weights_keeps_its_version_if_a_load_fai
     assert "planted failure" in report.error
 
 
+def test_a_version_that_is_loaded_beside_the_weights_makes_an_engine_intact_again(
+    site: Site,
+) -> None:
+    """It was not if its workers lost each other before they knew what comes."""
+    w = Weights(1.0)
+    link = site.connect(w)
+    site.engine.breaks_at = "b"
+    assert not site.deliver(link, 1, 1, w).intact
+    site.engine.in_place, site.engine.breaks_at = False, ""
+    staged = link.send(2, 2, w.image, w.digests, w.fingerprint)
+    report = site.side.commit(link.commit(staged).to_dict())
+    assert report is not None
+    assert (report.ok, report.intact) == (True, True)
+    assert link.wait_applied(2, 60.0).ok
+
+
 def test_workers_that_lose_each_other_report_an_engine_that_is_not_intact(team: TeamSite) -> None:
     w = Weights(1.0)
     link = team.connect(w)

@@ -352,7 +352,8 @@ class EngineSide:
             error=attempt.error,
             final=attempt.final,
             load_s=attempt.load_s,
-            intact=ok if attempt.touched else held is None or held.intact,
+            # A version beside the weights touches none.
+            intact=ok or (not attempt.touched and (held is None or held.intact)),
         )
         self._report(commit, report)
         return report
