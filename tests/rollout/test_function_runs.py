@@ -97,6 +97,32 @@ def test_an_error_reaches_the_trainer_while_another_call_ignores_its_cancellatio
         started(STUBBORN).next_batch(0, 2, 60)
 
 
+CARELESS = """
+import asyncio
+import gc
+
+async def note():
+    raise OSError("the log is gone")
+
+async def reward(completions, answer):
+    forgotten = asyncio.ensure_future(note())
+    await asyncio.wait([forgotten])
+    del forgotten
+    gc.collect()
+    # As a session of aiohttp does that is not closed.
+    asyncio.get_running_loop().call_exception_handler({"message": "Unclosed client session"})
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.mark.e2e
+def test_what_a_function_leaves_behind_in_the_loop_does_not_end_the_run(
+    started: StartClient,
+) -> None:
+    groups = started(CARELESS).next_batch(0, 2, 60)
+    assert [[c.reward for c in group.completions] for group in groups] == [[1.0, 1.0]] * 2
+
+
 LINES = 10
 """Most that a user writes for an own reward on own rows in the model's chat template."""
 

@@ -328,7 +328,14 @@ class Agents:
         episode.begun = True
         task = self._loop.create_task(self._function(self._task.function, episode))
         self._running[episode.key] = task
-        task.add_done_callback(lambda _: self._running.pop(episode.key, None))
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._running[episode.key]
+            if not task.cancelled():
+                # no deadline: it has ended; a bug of ours ends the process from this callback
+                task.result()
+
+        task.add_done_callback(ended)
 
     def late(self, episode: Episode) -> None:
         """End an episode that had its time."""

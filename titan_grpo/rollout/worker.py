@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from titan_grpo.config.rollout import read_key
 from titan_grpo.engines.http import AsyncDriver
@@ -43,12 +44,7 @@ class Worker:
         """Serve until Stop, a closed connection (the trainer is gone) or an error; return the exit
         code."""
         self._loop = asyncio.get_running_loop()
-        # asyncio only logs a bug in a callback: the trainer would then wait until its deadline.
-        self._loop.set_exception_handler(
-            lambda _loop, context: self._fail(
-                context.get("exception") or RuntimeError(context["message"])
-            )
-        )
+        self._loop.set_exception_handler(self._uncaught)
         self._pipe.start()
         threading.Thread(target=self._read, name="read", daemon=True).start()
         # no deadline: ends by Stop, an error, or the trainer's end (`_read` turns it into Stop)
@@ -71,6 +67,16 @@ class Worker:
             self._send(_failed(self._error))
         self._pipe.close(EXIT_GRACE_S)
         return 1 if self._error is not None else 0
+
+    def _uncaught(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "handle" in context:
+            # A callback, which is ours. asyncio would only log a bug in it: the trainer would wait
+            # until its deadline.
+            self._fail(context["exception"])
+        else:
+            # A user's, and no reason to end the run: the error of a task that nobody awaited, say,
+            # or a session of aiohttp that was not closed.
+            loop.default_exception_handler(context)
 
     def begin(self, spec: RolloutSpec) -> None:
         """Start with the spec: the trainer's first call."""
