@@ -118,7 +118,7 @@ def test_an_answer_that_no_engine_could_read_is_kept_and_read_by_the_next(
 ) -> None:
     seen: list[Any] = []
     again: list[str] = []
-    first = reads(codec, CODER, status=500)
+    first = reads(codec, CODER, status=503)
     then = reads(codec, "two")
 
     def second(body: dict[str, Any]) -> tuple[int, Any]:
@@ -132,6 +132,15 @@ def test_an_answer_that_no_engine_could_read_is_kept_and_read_by_the_next(
     assert again == [f"<bos>user: hello\nassistant:{CODER}<eos>\ntool: 2\nassistant:"]
     (completion,) = group.completions
     assert (completion.version_first, completion.version_last) == (3, 4)
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_a_call_on_which_the_engines_parser_fails_is_no_call(
+    group_of: GroupOf, codec: TextCodec, status: int
+) -> None:
+    seen: list[Any] = []
+    group_of(caller(seen), [reads(codec, CODER, status=status)], tool_parser=None)
+    assert seen == [("stop", CODER, [])]
 
 
 def breaks(text: str) -> NoReturn:

@@ -3,6 +3,7 @@ a completion."""
 
 import asyncio
 import json
+import logging
 import secrets
 import sys
 import time
@@ -14,7 +15,7 @@ from itertools import count
 
 from titan_grpo.config.task import OUTSIDE
 from titan_grpo.engines.generation import ToolCalls
-from titan_grpo.engines.http import AsyncDriver
+from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.engines.server import dialect
 from titan_grpo.errors import DataError, PeerError
 from titan_grpo.rollout.agents import Agents, Call, Episode, Trajectory
@@ -44,6 +45,13 @@ from titan_grpo.samples import (
     context,
     spans_from,
 )
+
+logger = logging.getLogger(__name__)
+
+UNREADABLE = frozenset({400, 500})
+"""Status codes with which an engine answers if its parser itself fails on a malformed call. That is
+no outage: each further server would fail in the same way, and the prompt would be given up, so that
+the policy never learnt from it."""
 
 TURN_ENDS = frozenset(("stop", "length"))
 """Finish reasons that end a turn: all, since only its agent ends an episode."""
@@ -262,7 +270,13 @@ class AgentSampler(Sampler):
             self._parser_names[where] = name
         name, tools = self._parser_names[where], call.request.tools
         asked = engine.parse_tool_calls(name, ids, codec.spell(ids), tools, within_s)
-        content, calls = await job.driver.run(asked)
+        try:
+            content, calls = await job.driver.run(asked)
+        except HttpRefused as error:
+            if error.status not in UNREADABLE:
+                raise
+            logger.warning("a malformed call of a tool is none: %s", error)
+            return text, []
         made = _as_json(calls)
         return (content, made) if made else (text, [])
 
