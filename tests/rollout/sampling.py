@@ -24,13 +24,16 @@ class Letters:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
 
+    spell = decode
+
     def chat(self, said: Any, tools: Any = None) -> tuple[int, ...]:
         """No task that is tested with these tokens has messages."""
         raise NotImplementedError
 
 
-def sampler_of(task: str, model_dir: str, group_size: int, max_tokens: int) -> Sampler:
-    spec = RolloutSpec(model_dir=model_dir, group_size=group_size, max_completion_tokens=max_tokens)
+def sampler_of(task: str, model_dir: str, group_size: int, max_tokens: int, *stops: str) -> Sampler:
+    sizes = {"group_size": group_size, "max_completion_tokens": max_tokens}
+    spec = RolloutSpec(model_dir=model_dir, stop=list(stops), **sizes)
     codec: Codec = Letters() if task == "calculator" else TextCodec(model_dir)
     return Sampler(spec, TaskRunner(load_task(task, TaskOptions()), codec, spec))
 

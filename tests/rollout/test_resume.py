@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.rigs.present import present
-from tests.rollout.conftest import MakeServer
+from tests.rollout.conftest import MakeServer, answer, piece
 from tests.rollout.sampling import holding, sample, sampler_of
 from titan_grpo.engines.generation import Sampled
 from titan_grpo.errors import PeerError
@@ -52,6 +52,26 @@ def test_however_often_it_is_cut_a_completion_keeps_all_tokens_its_versions_and_
         if made:
             assert (part.version_first, part.version_last) == (min(versions), max(versions))
             assert [version for version, n in part.token_spans for _ in range(n)] == of_tokens
+
+
+@pytest.mark.parametrize("breaks", [1, 2])
+def test_a_stop_over_a_break_ends_the_completion_with_its_last_token(
+    completion_server: MakeServer, breaks: int
+) -> None:
+    sampler, parts = sampler_of("calculator", "", 1, BUDGET, "]==", "END"), [NO_TOKENS]
+    texts = "no [E", *"N"[: breaks - 1], "END] yet"[breaks:]
+    for attempt, text in enumerate(texts[:-1]):
+        torn = completion_server()
+        torn.behaviour = lambda _, text=text: (200, iter([piece(list(map(ord, text)))]))
+        with pytest.raises(PeerError):
+            sample(sampler, parts, holding(torn.url, 3 + attempt), attempt)
+    last, ids = completion_server(), list(map(ord, texts[-1]))
+    # It does not find what began in the prompt that it got.
+    last.behaviour = lambda _: answer(ids, [-1.0] * len(ids), "length")
+    (completion,) = sample(sampler, parts, holding(last.url, 3 + breaks), breaks).completions
+    assert "".join(map(chr, completion.token_ids)) == "no [END"
+    assert (completion.finish_reason, len(completion.logprobs)) == ("stop", len("no [END"))
+    assert completion.token_spans[-1] == (3 + breaks, 3 - breaks)
 
 
 FINISHED = Completion((1, 2), (-1.0, -1.0), "stop", 3, 4, "")

@@ -4,7 +4,7 @@ in, tokens out. Pure."""
 import hashlib
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -36,6 +36,20 @@ class Sampled:
     versions: tuple[VersionSpan, ...] = ()
     retractions: int | None = None
     routes: bytes = field(default=b"", repr=False)
+
+    def first(self, count: int, finish_reason: str) -> "Sampled":
+        """Return the first ``count`` tokens with their versions, and ``finish_reason``."""
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            logprobs=self.logprobs[:count],
+            finish_reason=finish_reason,
+            versions=tuple(
+                (label, start, min(end, count))
+                for label, start, end in self.versions
+                if start < count
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,16 +237,9 @@ class Answer:
 
     def sampled(self, count: int, finish_reason: str) -> Sampled:
         """Return the first ``count`` tokens with their versions, and ``finish_reason``."""
-        spans = tuple(
-            (label, start, min(end, count)) for label, start, end in self._versions if start < count
-        )
-        return Sampled(
-            tuple(self._token_ids[:count]),
-            tuple(self._logprobs[:count]),
-            finish_reason,
-            spans,
-            self._retractions,
-        )
+        ids, logprobs = tuple(self._token_ids), tuple(self._logprobs)
+        whole = Sampled(ids, logprobs, "", self._versions, self._retractions)
+        return whole.first(count, finish_reason)
 
     def _add(self, at: int, part: Sampled) -> None:
         have = self.count

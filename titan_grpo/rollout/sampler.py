@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -181,25 +181,26 @@ class Sampler:
         )
         engine, token_ids = dialect(server.state.engine), (*ask.prompt_ids, *part.token_ids)
 
-        def added(sampled: Sampled, last: int | None) -> Completion:
+        def added(sampled: Sampled, last: int | None) -> str:
+            """Append the answer to its part; return its finish reason."""
             if last is None:
                 # The ledger lost the server's version meanwhile, so the weights that sampled the
                 # tokens are unknown. The prompt is not at fault: this must not spend its drops.
                 raise Interrupted(f"the version of {server.url} became unknown")
+            sampled = self._stopped(sampled, part, ask)
             answer = versioned(sampled, label, first, last, spec.kv_recomputed)
             if answer is None:
                 raise GroupDropped("version_unknown")
             if spec.kv_recomputed and kv_survived(sampled):
                 raise GroupDropped("kv_kept")
-            return self._added(ask, part, answer)
+            job.parts[sample] = self._added(ask, part, answer)
+            return sampled.finish_reason
 
         if not spec.stream_completions or spec.router_replay:
             # No stream: engines send routes at an answer's end (vLLM not in a stream at all), so
             # the pieces of a broken stream would lack them.
             call = engine.generate(token_ids, sampling, spec.request_timeout_s)
-            sampled = await job.driver.run(call)
-            job.parts[sample] = added(sampled, server.newest)
-            return sampled.finish_reason
+            return added(await job.driver.run(call), server.newest)
         stream = engine.stream(token_ids, sampling, spec.request_timeout_s)
         tokens = TokenStream(stream, server)
         try:
@@ -207,14 +208,22 @@ class Sampler:
         except (PeerError, asyncio.CancelledError):
             # Keep the tokens before the break. If they are unfit, the retry starts without them.
             with suppress(GroupDropped, Interrupted):
-                job.parts[sample] = added(tokens.kept(), tokens.version)
+                added(tokens.kept(), tokens.version)
             raise
         sampled, last = tokens.sampled(tokens.count, tokens.finish_reason), server.newest
         if last is None:
             # The same if the ledger lost the server's version before the answer's end.
             sampled, last = tokens.kept(), tokens.version
-        job.parts[sample] = added(sampled, last)
-        return sampled.finish_reason
+        return added(sampled, last)
+
+    def _stopped(self, sampled: Sampled, part: Completion, ask: Ask) -> Sampled:
+        """Return an answer up to the stop text that it completes from the end of ``part``: an
+        engine looks for stops in its own answer alone, so it misses one over a break."""
+        flags, ids = part.sampled, part.token_ids
+        turn = ids[len(flags) - flags[::-1].index(False) :] if False in flags else ids
+        stops = *self._stops[0], *ask.stop
+        count = tokens_to_stop(self._runner.spell, turn, sampled.token_ids, stops)
+        return sampled if count is None else sampled.first(count, "stop")
 
     def _added(self, ask: Ask, part: Completion, answer: Completion) -> Completion:
         budget = self._spec.room(ask.prompt_ids)
@@ -297,6 +306,31 @@ def went_on(part: Completion, answer: Completion, budget: int) -> Completion:
         full = len(after.token_ids) >= budget
         after = replace(after, finish_reason="length" if full else "")
     return after
+
+
+def tokens_to_stop(
+    spell: Callable[[Sequence[int]], str],
+    before: Sequence[int],
+    more: Sequence[int],
+    stops: Sequence[str],
+) -> int | None:
+    """Return how many tokens of ``more`` complete a stop text that begins in ``before``; None if
+    there is no such text.
+
+    >>> tokens_to_stop(lambda ids: "".join(map(chr, ids)), b"a;", b";b;;", [";;"])
+    1
+    """
+    longest = max(map(len, stops), default=0)
+    # Four tokens a character at most, the bytes of its UTF-8: these hold all of a stop but its end.
+    before = before[-4 * longest :] if longest > 1 else ()
+    known = len(spell(before)) if before else 0
+    for count in range(1, len(more) + 1 if before else 0):
+        text = spell((*before, *more[:count]))
+        if any(text.find(stop, max(0, known + 1 - len(stop))) >= 0 for stop in stops):
+            return count
+        if len(text) >= known + longest - 1:
+            break
+    return None
 
 
 def answered(part: Completion, answer: Sequence[int] | None, budget: int) -> Completion:

@@ -54,6 +54,10 @@ class Codec(Protocol):
         """Return the text of token ids, without special tokens."""
         ...
 
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        ...
+
     def chat(
         self, said: str | Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> tuple[int, ...]:
@@ -189,6 +193,7 @@ class TaskRunner:
     ) -> None:
         """``accept``: filter of finished groups; None keeps all."""
         self._task, self._codec, self._keys, self._accept = task, codec, keys, accept
+        self.spell = codec.spell
         self._ahead: dict[int, tuple[Prompt, array[int]] | TaskFailed] = {}
         self._places = asyncio.Semaphore(keys.task_concurrency)
         # Not asyncio.to_thread: its executor has few threads on a small machine.
