@@ -123,6 +123,28 @@ def test_what_a_function_leaves_behind_in_the_loop_does_not_end_the_run(
     assert [[c.reward for c in group.completions] for group in groups] == [[1.0, 1.0]] * 2
 
 
+SLOW = """
+import asyncio
+
+another = asyncio.Event()
+
+async def reward(completions, answer):
+    if answer[0] == 1:
+        await another.wait()
+    another.set()
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.mark.e2e
+def test_a_group_that_waits_for_its_rewards_holds_no_place_at_its_server(
+    started: StartClient,
+) -> None:
+    client = started(SLOW, max_concurrent_requests=2)
+    assert len(client.next_batch(0, 2, 20)) == 2
+    assert set(client.in_flight(60).values()) == {0}
+
+
 LINES = 10
 """Most that a user writes for an own reward on own rows in the model's chat template."""
 

@@ -7,7 +7,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from heapq import heappop, heappush
@@ -123,7 +123,12 @@ class AgentSampler(Sampler):
         await self._agents.close()
 
     async def group(
-        self, ticket: Ticket, parts: list[Completion], server: Server, driver: AsyncDriver
+        self,
+        ticket: Ticket,
+        parts: list[Completion],
+        server: Server,
+        driver: AsyncDriver,
+        sampled: Callable[[], None] = lambda: None,
     ) -> Group:
         """See Sampler.group. ``parts`` grows if an episode has several trajectories."""
         prompt = self._runner.prompt(ticket.index)
@@ -131,6 +136,7 @@ class AgentSampler(Sampler):
         try:
             episodes = self._agents.take(ticket.index, parts)
             await at_once([self._serve(job, episode) for episode in episodes])
+            sampled()
             group = await self._accepted(self._group(job, episodes))
         except (PeerError, Interrupted, asyncio.CancelledError):
             raise  # Keep the episodes: they resume with the group.

@@ -50,6 +50,8 @@ class Running:
     server: Server
     version: int
     began_s: float
+    sampled: bool = False
+    """Whether its requests are over: the server has no part in its rewards."""
     drained: bool = False
     """Whether the deadline of a drain cancelled it."""
 
@@ -201,7 +203,9 @@ class Dispatcher:
         whole = not any(part.token_ids for part in run.parts)
         self._counts.add("requests", sum(not part.finish_reason for part in run.parts))
         try:
-            group = await self._sampler.group(run.ticket, run.parts, run.server, self._drivers[url])
+            group = await self._sampler.group(
+                run.ticket, run.parts, run.server, self._drivers[url], lambda: self._free(run)
+            )
         finally:
             # Each of the task's answers since the start led to one more request. There are fewer if
             # an agent's episode began again.
@@ -224,17 +228,25 @@ class Dispatcher:
         self._skips_in_a_row = self._too_long_in_a_row = self._lost_in_a_row = 0
         self._task_errors.append(False)
 
+    def _free(self, run: Running) -> None:
+        """Take a group off its server once its requests are over."""
+        if not run.sampled:
+            run.sampled = True
+            run.server.in_flight -= self._spec.group_size
+            self._note_load(run.server.url)
+            self._answer_drains(run.server.url)
+            self._pump_soon()
+
     def _ended(self, task: asyncio.Task[None]) -> None:
         run = self._running.pop(task)
-        run.server.in_flight -= self._spec.group_size
-        self._note_load(run.server.url)
+        # As long as it was sampled, it moves with its server.
+        moved = run.drained or (run.server.left and not run.sampled)
+        self._free(run)
         if self._closing:
             return
-        self._answer_drains(run.server.url)
         ticket, url = run.ticket, run.server.url
         # no deadline: the task has ended (this is its done callback)
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        moved = run.server.left or run.drained
         match error:
             case None:
                 run.server.succeeded()
@@ -277,7 +289,7 @@ class Dispatcher:
         if (server := self._servers.pop(url, None)) is not None:
             server.left = True
         self._counts.forget(url)
-        tasks = [t for t, run in self._running.items() if run.server.left and run.server.url == url]
+        tasks = [t for t, run in self._on(url) if run.server.left]
         for task in tasks:
             task.cancel()
         driver = self._drivers.pop(url, None)
@@ -295,10 +307,17 @@ class Dispatcher:
     def _end_drain(self, drain: messages.Drain) -> None:
         """Cancel what still runs on the server at the drain's deadline."""
         if drain.number in self._drains:
-            for task, run in self._running.items():
-                if run.server.url == drain.url:
-                    run.drained = True
-                    task.cancel()
+            for task, run in self._on(drain.url):
+                run.drained = True
+                task.cancel()
+
+    def _on(self, url: str) -> list[tuple[asyncio.Task[None], Running]]:
+        """Return the groups with requests on a server."""
+        return [
+            (task, run)
+            for task, run in self._running.items()
+            if run.server.url == url and not run.sampled
+        ]
 
     def _answer_drains(self, url: str) -> None:
         if not self._load(url):

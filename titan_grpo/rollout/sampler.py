@@ -109,10 +109,16 @@ class Sampler:
         """Free what is kept between a group's attempts: nothing here."""
 
     async def group(
-        self, ticket: Ticket, parts: list[Completion], server: Server, driver: AsyncDriver
+        self,
+        ticket: Ticket,
+        parts: list[Completion],
+        server: Server,
+        driver: AsyncDriver,
+        sampled: Callable[[], None] = lambda: None,
     ) -> Group:
         """Finish the completions of ``parts`` in place (their tokens stay there after an error),
-        reward them and return the group.
+        reward them and return the group. ``sampled``: called once the server is not needed any
+        more, before the rewards.
 
         Raises PeerError if the server fails (the other requests are cancelled), Interrupted if it
         aborts completions or its version becomes unknown, GroupDropped if the result is unfit
@@ -126,6 +132,7 @@ class Sampler:
         await at_once([self._finish(job, sample) for sample in range(len(parts))])
         if cut := sum(not part.finished for part in parts):
             raise Interrupted(f"{server.url} cut {cut} of {len(parts)} completions short")
+        sampled()
         self._check(prompt, parts)
         rewards = await self._runner.rewards(prompt, parts)
         rewarded = zip(parts, rewards, strict=True)
