@@ -73,6 +73,14 @@ def test_what_the_user_gives_is_not_derived(parse: Parse) -> None:
             "[checkpoint]\ninitial_load_in_hf = true\n",
             "checkpoint.enable must be true with checkpoint.initial_load_in_hf",
         ),
+        (
+            "[checkpoint]\nenable = true\nlast_save_in_hf = true\nlast_save_model_only = false\n",
+            "checkpoint.last_save_model_only must be true, or left out, with last_save_in_hf",
+        ),
+        (
+            "[checkpoint]\nenable = true\ninitial_load_in_hf_quantized = true\n",
+            "checkpoint.initial_load_in_hf_quantized must be false without initial_load_in_hf",
+        ),
         ("[validation]\nenable = true\n", "validation.enable must be false"),
         ("[model.x]\n", "model.x is not a key"),
         (

@@ -424,6 +424,17 @@ def _checkpoint(config: Any, on_cpu: bool) -> Rules:
         "true with initial_load_in_hf (HF files hold weights only)",
     )
     yield (
+        c.enable and c.initial_load_in_hf_quantized and not c.initial_load_in_hf,
+        "checkpoint.initial_load_in_hf_quantized",
+        "false without initial_load_in_hf (it says how those files are stored)",
+    )
+    yield (
+        c.enable and c.last_save_in_hf and not c.last_save_model_only,
+        "checkpoint.last_save_model_only",
+        "true, or left out, with last_save_in_hf (HF files hold weights only: torchtitan would end"
+        " after the last step without a checkpoint of it)",
+    )
+    yield (
         c.create_seed_checkpoint,
         "checkpoint.create_seed_checkpoint",
         "false (make the seed checkpoint with torchtitan.train)",
