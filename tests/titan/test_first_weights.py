@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.titan.conftest import Parse
-from titan_grpo.errors import ConfigError
+from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.titan import jobconfig
 
 
@@ -104,6 +104,25 @@ def test_a_checkpoint_folder_without_a_complete_checkpoint_is_refused(
             jobconfig.check_files(config)
     with pytest.raises(ConfigError, match=r"step-4 was saved with torchtitan 0\.3, and 0\.2\.2"):
         jobconfig.check_files(config)
+
+
+def test_a_damaged_checkpoint_is_named_before_the_model_is_made(
+    parse: Parse, tmp_path: Path, model: Path
+) -> None:
+    keys = ["--checkpoint.enable", f"--job.dump_folder={tmp_path}"]
+    config = parse("", *keys, f"--model.hf_assets_path={model}")
+    for step in (2, 4):
+        save(tmp_path, step, version=step)
+    newest = tmp_path / "checkpoint/step-4"
+    (newest / "__0_0.distcp").unlink()
+    with pytest.raises(DataError, match=r"step-4 is a damaged .*: __0_0\.distcp is missing; move"):
+        jobconfig.check_files(config)
+    for content in (b"", b"\x80\x04torn", b"N."):
+        (newest / ".metadata").write_bytes(content)
+        with pytest.raises(DataError, match=r"step-4 is a damaged .*: \.metadata cannot be read"):
+            jobconfig.check_files(config)
+    newest.rename(tmp_path / "damaged")
+    jobconfig.check_files(config)
 
 
 def test_a_moving_reference_may_be_left_out_when_a_run_is_loaded(parse: Parse) -> None:

@@ -7,6 +7,7 @@ Names and layout come from the model's own state dict adapter, as in a weight sy
 
 import copy
 import math
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -50,10 +51,27 @@ class Stored(dcp.FileSystemReader):
         return str(self.path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata, as DCP asks for it."""
+        """Return the metadata, as DCP asks for it. Raises DataError if the checkpoint is
+        damaged."""
         if self._metadata is None:
-            self._metadata = super().read_metadata(*args, **kwargs)
+            self._metadata = self._whole(*args, **kwargs)
         return self._metadata
+
+    def _whole(self, *args: Any, **kwargs: Any) -> Metadata:
+        try:
+            metadata = super().read_metadata(*args, **kwargs)
+            named = {place.relative_path for place in metadata.storage_data.values()}
+        except Exception as error:  # noqa: BLE001 - a damaged pickle raises almost anything
+            damage = f".metadata cannot be read ({type(error).__name__}: {error})"
+        else:
+            lost = sorted(named - set(os.listdir(self.path)))
+            if not lost:
+                return metadata
+            damage = f"{lost[0]} is missing"
+        raise DataError(
+            f"{self} is a damaged checkpoint, and nothing can be loaded from it: {damage}; move it"
+            " out of its folder to go on from the one before it, or name another"
+        )
 
     def names(self) -> Set[str]:
         """Return the names of all that the checkpoint holds."""

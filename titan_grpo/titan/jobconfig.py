@@ -221,6 +221,7 @@ def check_files(
 
     Raises:
         ConfigError: the first problem, with the key that names the file.
+        DataError: the checkpoint to go on from is damaged.
     """
     folder = Path(config.model.hf_assets_path)
     if not folder.is_dir():
