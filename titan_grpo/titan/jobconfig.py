@@ -1,11 +1,13 @@
 """From the command line to one checked JobConfig: named algorithms, derived values, the rules, and
 the files that a run opens."""
 
+import json
 import math
 import re
 import shlex
 import shutil
 from collections.abc import Collection, Mapping, Sequence, Set
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -211,9 +213,9 @@ RANDOM = (
 def check_files(
     config: Any, environ: Mapping[str, str] | None = None, ranks: int | None = None
 ) -> list[str]:
-    """Check the files that the run opens: tokenizer and weights in ``model.hf_assets_path``, the
-    task's data, a replayed record, the servers file, the run key, the alerts' command, the
-    checkpoint folder. Return notes for the start.
+    """Check the files that the run opens: tokenizer and weights in ``model.hf_assets_path``, other
+    weights that it reads, the task's data, a replayed record, the servers file, the run key, the
+    alerts' command, the checkpoint folder. Return notes for the start.
 
     Args:
         environ: the run's environment variables: a run key, a SLURM host list.
@@ -232,15 +234,7 @@ def check_files(
     for name in ("tokenizer.json", "config.json"):
         if not (folder / name).is_file():
             raise ConfigError(f"model.hf_assets_path must contain {name}, got {str(folder)!r}")
-    _, args = model_of(config.model.name, config.model.flavor)
-    if found := rules.other_model(config.model.flavor, args, essential(read_config(folder))):
-        raise ConfigError(found)
-    weights = config.checkpoint.initial_load_path or str(folder)
-    if config.checkpoint.initial_load_in_hf and not any(Path(weights).glob("*.safetensors")):
-        raise ConfigError(
-            "checkpoint.initial_load_in_hf needs *.safetensors files in the directory, got"
-            f" {weights!r}"
-        )
+    _check_models(config)
     rollout = config.rollout
     # A remote controller has the task's files on its own host.
     here = rollout.source == "task" and not rollout.replay_path and rollout.controller == "local"
@@ -262,6 +256,44 @@ def check_files(
     starts = not config.checkpoint.enable or _check_checkpoints(config, ranks)
     load_keys = config.checkpoint.initial_load_in_hf or config.checkpoint.initial_load_path
     return [RANDOM] if starts and not load_keys else []
+
+
+def _check_models(config: Any) -> None:
+    """Check config.json, and the files of weights that are read, in each folder of a model."""
+    keys, grpo = config.checkpoint, config.grpo
+    folders = [(rules.ASSETS, "")]
+    if keys.initial_load_in_hf:
+        key = "checkpoint.initial_load_path" if keys.initial_load_path else rules.ASSETS
+        folders.append((key, "checkpoint.initial_load_in_hf"))
+    if grpo.kl_beta > 0:
+        key = "grpo.reference_model" if grpo.reference_model else rules.ASSETS
+        folders.append((key, "grpo.kl_beta"))
+    _, args = model_of(config.model.name, config.model.flavor)
+    for key, reader in folders:
+        place = Path(attrgetter(key)(config))
+        if found := rules.other_model(
+            key, config.model.flavor, args, essential(read_config(place))
+        ):
+            raise ConfigError(found)
+        if reader and (lost := _lost_weights(place)):
+            raise ConfigError(
+                f"{reader} needs *.safetensors files in the directory of {key}, {str(place)!r} has"
+                f" {lost}"
+            )
+
+
+def _lost_weights(folder: Path) -> str:
+    """Return what a folder of safetensors files lacks, or ""."""
+    there = {path.name for path in folder.glob("*.safetensors")}
+    if not there:
+        return "none"
+    if not (folder / INDEX).is_file():
+        return ""
+    try:
+        named = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"an unreadable {INDEX} ({type(error).__name__}: {error})"
+    return f"no {lost[0]}, which its {INDEX} names" if (lost := sorted(named - there)) else ""
 
 
 def _check_checkpoints(config: Any, ranks: int | None) -> bool:

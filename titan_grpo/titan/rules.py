@@ -232,6 +232,8 @@ def stages_violation(parallelism: Any, model_args: Any) -> str:
     return ""
 
 
+ASSETS = "model.hf_assets_path"
+
 TORCHTITANS = {
     "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads",
@@ -242,17 +244,22 @@ TORCHTITANS = {
 """Attribute of torchtitan's model arguments -> the field of receive.checkpoint.essential."""
 
 
-def other_model(flavor: str, model_args: Any, fields: Mapping[str, Any]) -> str:
-    """Return why a flavor is not the model of a config.json with these ``fields``, or "". Loading
-    compares the shapes later."""
+def other_model(key: str, flavor: str, model_args: Any, fields: Mapping[str, Any]) -> str:
+    """Return why a flavor is not the model of the config.json with these ``fields`` in the folder
+    that ``key`` names, or "". Loading compares the shapes later."""
     ours = {theirs: getattr(model_args, name, None) for name, theirs in TORCHTITANS.items()}
     if getattr(model_args, "rope_scaling_args", None) is not None:
         ours["rope.rope_type"] = "llama3"  # torchtitan's llama3 always scales
     given = {name: value for name, value in ours.items() if value is not None}
     found = difference(given, fields)
+    so = (
+        "servers would sample from another policy than is trained"
+        if key == ASSETS
+        else "the trainer would compute with other settings than those of the weights"
+    )
     return found and (
-        f"model.flavor must be the model of model.hf_assets_path, {flavor!r} is another one:"
-        f" servers would sample from another policy than is trained; config.json has {found}"
+        f"model.flavor must be the model of {key}, {flavor!r} is another one: {so}; config.json has"
+        f" {found}"
     )
 
 
