@@ -103,6 +103,18 @@ def test_servers_that_came_or_left_in_the_middle_of_a_long_history_are_known(
     assert follower.state.held == {"d": None}
 
 
+def test_the_last_commits_of_a_history_are_known_that_is_hardly_longer_than_both_its_ends(
+    tmp_path: Path,
+) -> None:
+    line = '["value", "sync/send_s", 0.25]\n'
+    count = 2 * live.TAIL_BYTES // len(line)
+    end = '["commit", "a", 9]\n'
+    (tmp_path / "history.jsonl").write_text(f'["process"]\n["server", "a"]\n{line * count}{end}')
+    follower = Follower(tmp_path)
+    follower.read()
+    assert follower.state.held == {"a": 9}
+
+
 def follower_of(folder: Path, made: Made) -> Follower:
     make_run(folder, made)
     follower = Follower(folder)

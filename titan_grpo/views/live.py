@@ -98,8 +98,10 @@ class Tail:
             return []
         file.seek(0)
         out: list[bytes] = file.readlines(TAIL_BYTES)
-        while self._always and file.tell() < size - TAIL_BYTES:
-            out += [x for x in file.readlines(TAIL_BYTES) if x.startswith(self._always)]
+        # Not past where the end begins, whose lines are all wanted.
+        while self._always and (left := size - TAIL_BYTES - file.tell()) > 0:
+            lines = file.readlines(min(left, TAIL_BYTES))
+            out += [line for line in lines if line.startswith(self._always)]
         if not self._always:
             file.seek(size - TAIL_BYTES)
             # no deadline: this reads a file up to the end of a line.
