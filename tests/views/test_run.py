@@ -203,6 +203,23 @@ def test_servers_of_a_process_are_out_of_the_run_when_it_is_resumed_on_others(
     assert (first[50], first[-1], second[50], second[-1]) == (0, -1, -1, 0)
 
 
+def test_a_server_is_not_behind_versions_that_a_resumed_run_has_yet_to_make_again(
+    tmp_path: Path,
+) -> None:
+    for first, last, clock in ((0, 50, Clock(0.0)), (30, 80, Clock(100.0))):
+        recorder = Recorder(tmp_path, clock=clock)
+        for version in range(first, last):
+            clock.now += 1.0
+            recorder.add_span("train", clock.now - 1, clock.now, TRAINER, step=version + 1)
+            recorder.record_span(names.DIGEST_S, clock.now, clock.now, "sealer", version=version)
+            recorder.record_span(names.COMMIT_S, clock.now, clock.now, url_of(0), version=version)
+        recorder.close()
+    trace = read_trace(tmp_path / "trace.json")
+    assert published(trace)[1].tolist() == [*range(50), *range(30, 80)]
+    assert figures(trace, url_of(0)).lag == 0.0
+    assert set(timeline(trace)["rows"][1]["behind"]) == {-1, 0}
+
+
 def test_an_evaluation_that_held_a_server_and_the_waits_meanwhile_are_counted(
     tmp_path: Path,
 ) -> None:

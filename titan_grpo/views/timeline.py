@@ -62,13 +62,16 @@ class ServerFigures:
 
 def published(trace: Trace) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """Return when the trainer made each version, also without a free slot: (times, versions),
-    rising."""
+    rising within a process: a resumed one makes those again that came after its checkpoint."""
     sealed = trace.of("sealer", names.DIGEST_S)
     skipped = [(i.time_s, i.version) for i in trace.instants if i.name == "version skipped"]
     times = np.concatenate([sealed.start, [t for t, _ in skipped]])
     versions = np.concatenate([sealed.number, [v for _, v in skipped]]).astype(np.int64)
     order = np.argsort(times, kind="stable")
-    return times[order], np.maximum.accumulate(versions[order]) if times.size else versions
+    times, versions = times[order], versions[order]
+    for each in np.split(versions, np.searchsorted(times, trace.ends, side="right")):
+        np.maximum.accumulate(each, out=each)
+    return times, versions
 
 
 def held(trace: Trace, url: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
