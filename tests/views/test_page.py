@@ -1,6 +1,7 @@
 """What the page holds."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -95,19 +96,26 @@ def test_clocks_of_runs_start_anywhere(tmp_path: Path) -> None:
     assert url_of(0).endswith(a["timeline"]["rows"][1]["name"])
 
 
+def with_evaluations(folder: Path, *found: tuple[int, float, float | None]) -> Recorder:
+    """A run of 11 steps, and evaluations: (version, reward, lower end of its interval)."""
+    common = {"name": "test", "server": "http://a:1", "prompts": 4, "samples": 1, "passed": {}}
+    common |= {"tokens": {"value": 5.0, "low": 4.0, "high": 6.0}, "refused": 0, "seconds": 1.0}
+    recorder = Recorder(folder)
+    for step in range(1, 12):
+        recorder.step(step, {names.REWARD: 0.5, names.VERSION: step - 1})
+    for version, reward, low in found:
+        ends = {"low": low, "high": None if low is None else 1.0}
+        recorder.evaluated(common | {"version": version, "reward": {"value": reward, **ends}})
+    return recorder
+
+
 @pytest.mark.parametrize("finished", [False, True], ids=["goes on", "has ended"])
 def test_an_evaluation_has_a_chart_with_its_confidence_interval(
     tmp_path: Path, finished: bool
 ) -> None:
-    found = {"name": "test", "server": "http://a:1", "prompts": 4, "samples": 1, "passed": {}}
-    found |= {"tokens": {"value": 5.0, "low": 4.0, "high": 6.0}, "refused": 0, "seconds": 1.0}
-    recorder = Recorder(tmp_path)
-    for step in range(1, 12):
-        recorder.step(step, {names.REWARD: 0.5, names.VERSION: step - 1})
     # Version 0 again: a resumed run repeats what it has lost.
-    for version, reward, low in ((0, 0.9, 0.0), (4, 0.6, 0.0), (0, 0.2, 0.0), (8, 0.4, None)):
-        ends = {"low": low, "high": None if low is None else 1.0}
-        recorder.evaluated(found | {"version": version, "reward": {"value": reward, **ends}})
+    found = ((0, 0.9, 0.0), (4, 0.6, 0.0), (0, 0.2, 0.0), (8, 0.4, None))
+    recorder = with_evaluations(tmp_path, *found)
     if finished:
         write_report(recorder, "run", "async")
     else:
@@ -118,6 +126,15 @@ def test_an_evaluation_has_a_chart_with_its_confidence_interval(
     assert curve["mean"][:6] == [0.2, 0.3, 0.4, 0.5, 0.6, 0.55], "placed at the version's step"
     assert (curve["mean"][8], curve["low"][8], curve["high"][8]) == (0.4, 0.4, 0.4)
     assert (curve["low"][0], curve["high"][4], curve["high"][9]) == (0, 1, None)
+
+
+@pytest.mark.parametrize("versions", [(11,), (0, 11), (0, 10, 11)], ids=str)
+def test_the_evaluation_of_a_runs_last_version_is_at_its_last_step(
+    tmp_path: Path, versions: tuple[int, ...]
+) -> None:
+    with_evaluations(tmp_path, *((version, version / 11, 0.0) for version in versions)).close()
+    (curve,) = page.page_data(read_run(tmp_path), numbers)["charts"][-1]["curves"]
+    assert curve["mean"][-1] == 1.0
 
 
 @pytest.mark.parametrize(

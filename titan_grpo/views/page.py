@@ -174,16 +174,18 @@ def _chart(
 
 def _evaluations(run: Run, bounds: npt.NDArray[np.int64]) -> Iterator[dict[str, Any]]:
     """Yield a chart per evaluation: its figures, with confidence intervals, at the steps that began
-    from the evaluated versions, and straight lines between."""
+    from the evaluated versions, and straight lines between. A version that is newer than that of
+    every step, as a run's last one, is at the last step, and an older one at the first."""
     places = np.array([row.get(names.VERSION, row["step"] - 1) for row in run.rows], dtype=float)
     for name, curves in evaluated(run).items() if run.rows else ():
         shown = []
         for what, points in curves.items():
-            versions = np.array(list(points), dtype=float)
-            inside = (places >= versions[0]) & (places <= max(versions[-1], places[0]))
+            at = {min(max(v, places[0]), places[-1]): point for v, point in points.items()}
+            versions = np.array(list(at))
+            inside = (places >= versions[0]) & (places <= versions[-1])
             mean, low, high = (
                 rounded(band(np.where(inside, np.interp(places, versions, c), np.nan), bounds).mean)
-                for c in zip(*points.values(), strict=True)
+                for c in zip(*at.values(), strict=True)
             )
             text = "mean over prompts with its 95 % confidence interval; in between a straight line"
             shown.append({"label": what, "mean": mean, "low": low, "high": high, "meaning": text})
