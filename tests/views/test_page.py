@@ -154,3 +154,14 @@ def test_the_page_says_how_far_the_run_is(
         with held(tmp_path):
             pass
     assert page.page_data(read_run(tmp_path), page.decoder([]))["state"] == state
+
+
+def test_a_run_that_is_resumed_has_not_ended_early_while_it_loads(tmp_path: Path) -> None:
+    make_run(tmp_path, Made(steps=2, ended_by="SIGTERM"))
+    for path in tmp_path.iterdir():
+        os.utime(path, (1e9, 1e9))
+    with held(tmp_path):
+        assert page.page_data(read_run(tmp_path), numbers)["state"] == (
+            "not finished when this page was made"
+        )
+    assert page.page_data(read_run(tmp_path), numbers)["state"] == "ended early"

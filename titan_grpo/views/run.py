@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe.recorder import read_history, read_metrics
-from titan_grpo.observe.run_lock import lives
+from titan_grpo.observe.run_lock import LOCK, lives
 from titan_grpo.observe.schema import Evaluated, ShownStep, Summary, decoded
 
 BLOCK_BYTES = 1 << 18
@@ -229,8 +229,10 @@ _SAMPLE, _EVENT = msgspec.json.Decoder(ShownStep), msgspec.json.Decoder(_Event)
 
 def summary_of(folder: Path) -> Path | None:
     """Return the path of a run's summary.json; None if it is missing or of an earlier process:
-    older than the last step, or than history.jsonl, which a recorder touches at its start."""
-    summary, later = folder / "summary.json", ("metrics.jsonl", "history.jsonl")
+    older than the last step, than history.jsonl, which a recorder touches at its start, or than the
+    lock of a process that lives: it may be loading yet."""
+    summary, later = folder / "summary.json", ["metrics.jsonl", "history.jsonl"]
+    later += [LOCK] if lives(folder) else []
     with suppress(FileNotFoundError):
         written = summary.stat().st_mtime
         files = [folder / name for name in later if (folder / name).is_file()]
