@@ -3,9 +3,11 @@ spans of the recorder in the OpenTelemetry SDK, whose own exporter keeps them.""
 
 import json
 import re
+import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,12 +19,20 @@ from opentelemetry.sdk.trace.export import (
     SpanExportResult,
 )
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
+from opentelemetry.sdk.trace.sampling import (
+    ALWAYS_OFF,
+    ALWAYS_ON,
+    DEFAULT_OFF,
+    ParentBasedTraceIdRatio,
+    Sampler,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.rigs.present import present
 from titan_grpo.observe import dashboards, names
 from titan_grpo.observe.recorder import PENDING_LIMIT, Recorder, read_metrics
+
+EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 
 
 def traced(folder: Path, processor: SpanProcessor) -> Recorder:
@@ -147,18 +157,59 @@ def test_spans_that_the_collector_did_not_take_are_counted_at_the_end(
     assert traces.close(60).startswith(f"{lost} of 6 spans are not at the collector")
 
 
-@pytest.mark.parametrize(("sampler", "taken"), [(ALWAYS_ON, 1), (ALWAYS_OFF, 0)])
+HALF = ParentBasedTraceIdRatio(0.5)
+
+
+@pytest.mark.parametrize(
+    ("disabled", "sampler", "least", "most"),
+    [
+        ("", ALWAYS_ON, 200, 200),
+        ("", ALWAYS_OFF, 0, 0),
+        ("", DEFAULT_OFF, 0, 0),
+        ("", HALF, 50, 150),
+        ("true", ALWAYS_ON, 0, 0),
+    ],
+)
 def test_spans_that_the_collector_took_or_sampling_left_out_are_not_missing(
-    sampler: Sampler, taken: int
+    monkeypatch: pytest.MonkeyPatch, disabled: str, sampler: Sampler, least: int, most: int
 ) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", disabled)
     kept = InMemorySpanExporter()
     exporter: Any = dashboards.Counted(kept)
     provider = TracerProvider(sampler, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     traces = dashboards.Traces(provider, "run", 0.0, exporter)
+    for step in range(100):
+        for name in ("rollout wait", "train"):
+            traces.span(name, 1.0, 2.0, "main thread", {"step": step})
+    assert traces.close(60) == ""
+    spans = kept.get_finished_spans()
+    assert least <= len(spans) <= most
+    assert len(spans) == 2 * len({span.context.trace_id for span in spans}), "a trace is whole"
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "name"),
+    [
+        ("OTEL_SERVICE_NAME", "", "titan_grpo"),
+        ("OTEL_SERVICE_NAME", "mine", "mine"),
+        ("OTEL_RESOURCE_ATTRIBUTES", "team=a,service.name=mine", "mine"),
+    ],
+)
+def test_a_service_has_the_name_that_the_environment_gives_it(
+    monkeypatch: pytest.MonkeyPatch, variable: str, text: str, name: str
+) -> None:
+    kept = InMemorySpanExporter()
+    # In place of the exporter's package, which is not installed for tests.
+    package = ModuleType(EXPORTER)
+    vars(package)["OTLPSpanExporter"] = lambda: kept
+    monkeypatch.setitem(sys.modules, EXPORTER, package)
+    monkeypatch.setenv(variable, text)
+    environment = {variable: text, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
+    traces = present(dashboards.traces_of(environment, "run", 0.0))
     traces.span("train", 1.0, 2.0, "main thread", {"step": 1})
     assert traces.close(60) == ""
-    assert len(kept.get_finished_spans()) == taken
+    assert [s.resource.attributes["service.name"] for s in kept.get_finished_spans()] == [name]
 
 
 def test_an_exporter_that_raises_is_named_and_the_recorder_goes_on(tmp_path: Path) -> None:

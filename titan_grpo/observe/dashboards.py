@@ -83,6 +83,7 @@ def _families(values: Mapping[str, float | None]) -> Iterable[Any]:
 
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+ATTRIBUTES = "OTEL_RESOURCE_ATTRIBUTES"
 
 
 class Counted:
@@ -139,9 +140,11 @@ class Traces:
         if kind:
             text = f"{self._run} {self._begun} {kind} {args[kind]}"
             number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=24).digest())
-            root = trace.SpanContext(
-                number >> 64, number & (2**64 - 1) or 1, True, trace.TraceFlags(1)
-            )
+            trace_id = number >> 64
+            # Samplers that ask the parent leave a trace out, or take it, as they would its root.
+            taken = self._provider.sampler.should_sample(None, trace_id, name).decision.is_sampled()
+            flags = trace.TraceFlags(taken)
+            root = trace.SpanContext(trace_id, number & (2**64 - 1) or 1, True, flags)
             context = trace.set_span_in_context(trace.NonRecordingSpan(root))
         plain = (str, int, float, bool)
         shown = {k: v if isinstance(v, plain) else str(v) for k, v in args.items()}
@@ -149,8 +152,9 @@ class Traces:
         span = self._tracer.start_span(
             name, context, attributes=attributes, start_time=self._ns(start_s)
         )
+        # One that records nothing is OTEL_SDK_DISABLED's.
+        self._made += span.is_recording() and span.get_span_context().trace_flags.sampled
         span.end(self._ns(stop_s))
-        self._made += span.get_span_context().trace_flags.sampled
 
     def close(self, deadline_s: float) -> str:
         """Export the rest and shut the provider down. Returns why spans are missing, else ""."""
@@ -188,9 +192,9 @@ def traces_of(env: Mapping[str, str], run: str, clock_s: float) -> Traces | None
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
         return None
-    name = env.get("OTEL_SERVICE_NAME") or "titan_grpo"
+    named = env.get("OTEL_SERVICE_NAME") or "service.name=" in env.get(ATTRIBUTES, "")
+    resource = Resource.create({} if named else {"service.name": "titan_grpo"})
     # Not again at the process's end, which would wait for a collector that is gone: close() does.
-    resource = Resource.create({"service.name": name})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     exporter: Any = Counted(OTLPSpanExporter())
     provider.add_span_processor(BatchSpanProcessor(exporter))
