@@ -11,7 +11,7 @@ from tests.rigs.present import present
 from titan_grpo.commands import doctor_host
 from titan_grpo.commands.doctor_host import RANGES, Gpu
 from titan_grpo.commands.doctor_servers import Needs, Options, ServerFacts, server
-from titan_grpo.config import WeightSync
+from titan_grpo.config import Rollout, WeightSync
 from titan_grpo.patches.versions import numbers
 from titan_grpo.protocol.messages import Joined
 
@@ -180,14 +180,15 @@ FREE, USED = doctor_host.Gpu(80 * GIB, 80 * GIB), doctor_host.Gpu(10 * GIB, 80 *
         ([FREE, FREE], [1, 2], ["problem", "ok", "ok"], "[2], this host has 0 to 1"),
         ([FREE, FREE], [0, 1], ["problem", "ok", "ok"], "torchrun's first rank"),
         ([USED, FREE], [1], ["warning", "ok"], "10.0 GiB of 80.0 GiB free"),
-        ([FREE, USED], [1], ["ok", "problem"], "the model has 16.0 GiB"),
+        ([FREE, USED], [1], ["ok", "problem"], "the server's part of the model has 16.0 GiB"),
+        ([FREE, USED, FREE], [1, 2], ["ok", "warning", "ok"], "10.0 GiB of 80.0 GiB free"),
         (["busy", FREE], [1], ["problem", "ok"], "GPU 0 cannot be used: busy"),
     ],
 )
 def test_gpus_of_ranks_and_of_launched_servers_are_told_apart(
     found: list[Gpu | str], launched: list[int], statuses: list[str], words: str
 ) -> None:
-    findings = doctor_host.gpus(found, launched, 16 * GIB)
+    findings = doctor_host.gpus(found, Rollout(launch_gpus=launched), 16 * GIB)
     assert [finding.status for finding in findings] == statuses
     assert words in " ".join(finding.text for finding in findings)
 

@@ -49,3 +49,21 @@ def test_a_job_that_names_no_servers_is_evaluated_on_the_one_that_is_named(
     words = ["--model.hf_assets_path", str(write_tiny_model("qwen3", tmp_path / "model", seed=1))]
     assert cli.main(["evaluate", "--server", gone, "--job.config_file", str(job), *words]) == 1
     assert f"titan-grpo evaluate: ServerUnreachable: {gone}" in capsys.readouterr().err
+
+
+def test_the_server_that_is_started_has_the_gpus_of_the_jobs_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python, said = tmp_path / "python", tmp_path / "said"
+    python.write_text(f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES $*" >{said}\nexit 1\n')
+    python.chmod(0o755)
+    job = tmp_path / "job.toml"
+    launched = ['servers = ["launch"]', f'launch_python = "{python}"']
+    launched += ["launch_count = 2", "launch_gpus = [4, 5, 6, 7]"]
+    job.write_text(JOB.replace('servers = ["http://127.0.0.1:9"]', "\n".join(launched)))
+    model = str(write_tiny_model("qwen3", tmp_path / "model", seed=1))
+    words = ["--job.config_file", str(job), "--model.hf_assets_path", model]
+    assert cli.main(["evaluate", *words]) == 1
+    assert "ended with exit code 1" in capsys.readouterr().err
+    assert said.read_text().startswith("4,5 ")
+    assert "--tensor-parallel-size 2" in said.read_text()

@@ -146,7 +146,7 @@ def machine(want: Wanted, env: Mapping[str, str]) -> Iterator[Finding]:
     version_bytes = want.adapters * width or model_bytes
     yield host.memory(available_memory(), version_bytes, want.sync.slots)
     gpus = host.found_gpus()
-    yield from host.gpus(gpus, want.rollout.launch_gpus, model_bytes)
+    yield from host.gpus(gpus, want.rollout, model_bytes)
     yield host.shared_memory(host.shm_size(), len(gpus))
     if (deadlines := host.first_version(version_bytes, want.sync)) is not None:
         yield deadlines

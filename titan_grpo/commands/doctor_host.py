@@ -16,7 +16,8 @@ from typing import Literal
 
 import msgspec
 
-from titan_grpo.config import WeightSync
+from titan_grpo.config import Rollout, WeightSync
+from titan_grpo.config.rollout import gpus_each
 from titan_grpo.engines import sglang, vllm
 from titan_grpo.errors import ConfigError
 from titan_grpo.patches.versions import numbers
@@ -225,10 +226,12 @@ class Gpu:
     total: int
 
 
-def gpus(found: Sequence[Gpu | str], launched: Sequence[int], nbytes: int | None) -> list[Finding]:
+def gpus(found: Sequence[Gpu | str], rollout: Rollout, nbytes: int | None) -> list[Finding]:
     """Check this host's GPUs: those of launched servers and those of torchrun's ranks, which count
-    up from 0. A text in ``found``: why that GPU cannot be used. ``nbytes``: size of a version.
-    Memory in use belongs to other processes."""
+    up from 0. A text in ``found``: why that GPU cannot be used. ``nbytes``: size of a version, of
+    which each GPU of a server holds a part. Memory in use belongs to other processes."""
+    launched = rollout.launch_gpus
+    part = None if nbytes is None else nbytes // max(1, gpus_each(rollout))
     if not found:
         text = "torch sees none: the trainer and launched servers run on the CPU"
         if launched:
@@ -257,9 +260,11 @@ def gpus(found: Sequence[Gpu | str], launched: Sequence[int], nbytes: int | None
             out.append(problem("gpus", f"GPU {number} cannot be used: {gpu}", remedy))
             continue
         text = f"GPU {number}: {mib(gpu.free)} of {mib(gpu.total)} free"
-        if nbytes is not None and gpu.free < nbytes and number in launched:
-            remedy = "end what runs there, or give a server several GPUs (launch_count)"
-            out.append(problem("gpus", f"{text}, the model has {mib(nbytes)}", remedy))
+        if part is not None and gpu.free < part and number in launched:
+            remedy = "end what runs there, or give a server more GPUs (a smaller launch_count)"
+            out.append(
+                problem("gpus", f"{text}, the server's part of the model has {mib(part)}", remedy)
+            )
         elif gpu.free < gpu.total * FREE_SHARE:
             remedy = "nvidia-smi shows whose it is; a rank or a server there may run out of memory"
             out.append(warning("gpus", text, remedy))

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from titan_grpo.commands.processes import require_file
 from titan_grpo.config import sends_adapters
-from titan_grpo.config.rollout import LAUNCH, is_loopback
+from titan_grpo.config.rollout import LAUNCH, gpus_each, is_loopback
 from titan_grpo.errors import ConfigError
 from titan_grpo.plan.setup import Setup
 from titan_grpo.titan.jobfile import read_config, read_toml
@@ -163,7 +163,7 @@ def of_job(path: Path, env: Mapping[str, str], servers: int | None = None) -> di
     }
     launched = rollout.launch_count * len(rollout.launch_engines)
     if rollout.servers == [LAUNCH]:
-        out["server_gpus"] = max(1, len(rollout.launch_gpus) // launched)
+        out["server_gpus"] = max(1, gpus_each(rollout))
     try:
         local = tuple(f"http://127.0.0.1:{port}" for port in range(1, launched + 1))
         urls = known_servers(rollout, env, local).urls

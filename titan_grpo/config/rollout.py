@@ -376,6 +376,15 @@ def known_gpus(r: Rollout) -> int:
     return 0 if others else len(r.launch_gpus)
 
 
+def gpus_each(r: Rollout) -> int:
+    """Return the number of GPUs of each launched server; 0 without ``launch_gpus``.
+
+    >>> gpus_each(Rollout(launch_gpus=[4, 5, 6, 7], launch_count=2)), gpus_each(Rollout())
+    (2, 0)
+    """
+    return len(r.launch_gpus) // (r.launch_count * len(r.launch_engines))
+
+
 def _sources(r: Rollout) -> Rules:
     rule = 'a URL such as http://host:8000 with source = "atropos"'
     yield r.source == "atropos" and not _host(r.atropos_url), "atropos_url", rule

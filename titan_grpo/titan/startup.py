@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_grpo.config import LAUNCH, Rollout, WeightSync, engines_read_calls, sends_adapters
-from titan_grpo.config.rollout import required_key
+from titan_grpo.config.rollout import gpus_each, required_key
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.observe.report import write_whole
 from titan_grpo.observe.terminal import waiting
@@ -59,8 +59,7 @@ def launched(
     }
     key = run_key or Key.generate()
     limit = read_config(model_dir).get("max_position_embeddings")
-    gpus = rollout.launch_gpus
-    each = len(gpus) // (rollout.launch_count * len(rollout.launch_engines))
+    gpus, each = rollout.launch_gpus, gpus_each(rollout)
 
     def devices(number: int) -> dict[str, str]:
         """A server's environment; without GPUs of its own it would use the trainer's first one."""
