@@ -153,6 +153,7 @@ def test_the_script_of_one_box_is_one_and_starts_a_job(root: Path, tmp_path: Pat
 
 SRUN = """#!/usr/bin/env bash
 # In place of Slurm's: the command of each task, as that task would run it, goes into a file.
+trap '' TERM  # Slurm's would end its tasks
 for word in "$@"; do case "$word" in --ntasks-per-node=*) tasks="${word#*=}";; esac; done
 for SLURM_LOCALID in $(seq 0 $((tasks - 1))); do
     export SLURM_LOCALID
@@ -168,7 +169,11 @@ PRINTS = '#!/usr/bin/env bash\necho "$0 $* hosts=$SERVER_HOSTS"\n'
     ("environment", "serve", "hosts"),
     [
         (
-            {"SLURM_JOB_NODELIST_HET_GROUP_1": "s[1-2]", "SLURM_JOB_NUM_NODES_HET_GROUP_0": "2"},
+            {
+                "SLURM_JOB_NODELIST_HET_GROUP_1": "s[1-2]",
+                "SLURM_JOB_NUM_NODES_HET_GROUP_0": "2",
+                "SLURM_JOB_NUM_NODES_HET_GROUP_1": "2",
+            },
             "--het-group=1",
             "s[1-2]",
         ),
@@ -183,7 +188,6 @@ def test_the_slurm_script_starts_a_torchrun_and_two_servers_on_each_host(
     programs = {
         "bin/srun": SRUN,
         "bin/scontrol": "#!/usr/bin/env bash\nprintf '%s\\n' t1 t2 s1 s2\n",
-        "bin/scancel": "#!/usr/bin/env bash\n",
         ".venv/bin/torchrun": PRINTS,
         ".venv-vllm/bin/vllm": PRINTS,
     }
@@ -209,7 +213,8 @@ def test_the_slurm_script_starts_a_torchrun_and_two_servers_on_each_host(
     (trainer,) = (each for each in said if "torchrun" in each)
     assert all(serve in each for each in servers)
     assert sorted(re.findall(r"--port (\d+)", "".join(servers))) == ["8000", "8001"]
-    assert "--gpus-per-task=4" in servers[0]
+    assert {"--ntasks=4", "--ntasks-per-node=2", "--gpus-per-task=4"} <= set(servers[0].split())
+    assert {"--ntasks=2", "--ntasks-per-node=1", "--gpus-per-node=8"} <= set(trainer.split())
     assert "--tensor-parallel-size 4" in servers[0]
     assert '--weight-transfer-config {"backend":"titan_grpo"}' in servers[0]
     assert "--nnodes 2 --nproc_per_node 8" in trainer

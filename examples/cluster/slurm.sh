@@ -4,9 +4,10 @@
 # Edit the partition, the numbers of hosts, MODEL and the two environments. The TOML file is the one that titan-grpo init writes.
 # One group of hosts does too (delete the lines from "hetjob" on, and ask for 4 nodes): the last SERVER_NODES of them serve.
 #SBATCH --job-name=titan_grpo
-#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8
+# Whole hosts: without --exclusive a host's ranks would share the one core of a task.
+#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --mem=0
 #SBATCH hetjob
-#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8
+#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --mem=0
 set -euo pipefail
 MODEL="${MODEL:-$PWD/assets/Qwen3-0.6B}"
 PORT=8000                             # of the first server of a host; the others' count up
@@ -21,7 +22,7 @@ SERVER_GPUS=$((GPUS / PER_HOST))      # its tensor parallelism
 
 listed() { (IFS=, && echo "$*"); }
 if [ -n "${SLURM_JOB_NODELIST_HET_GROUP_1:-}" ]; then
-    trainers="$SLURM_JOB_NUM_NODES_HET_GROUP_0"
+    trainers="$SLURM_JOB_NUM_NODES_HET_GROUP_0" SERVER_NODES="$SLURM_JOB_NUM_NODES_HET_GROUP_1"
     export SERVER_HOSTS="$SLURM_JOB_NODELIST_HET_GROUP_1"
     train=(--het-group=0) serve=(--het-group=1)
 else
@@ -35,21 +36,24 @@ else
 fi
 
 # Servers and trainer share one secret, so no other process writes weights.
-key="$(mktemp -p "$HOME" .titan_grpo_key.XXXXXX)"
-trap 'rm -f "$key"' EXIT
+key="$(mktemp -p "$HOME" .titan_grpo_key.XXXXXX)" servers=""
+# The servers end with the trainer, and the job's state is that of the trainer: scancel would make it CANCELLED.
+trap 'rm -f "$key"; [ -z "$servers" ] || kill "$servers" 2>/dev/null || true' EXIT
 python3 -c 'import secrets; print(secrets.token_hex(32))' >"$key"
 export TITAN_GRPO_RUN_KEY_FILE="$key" MODEL PORT SERVER_GPUS
 
-VLLM_SERVER_DEV_MODE=1 srun "${serve[@]}" --ntasks-per-node="$PER_HOST" --gpus-per-task="$SERVER_GPUS" --export=ALL \
+# --ntasks each time: the allocation's number is in the environment, and Slurm would take that, and ignore the one per node.
+VLLM_SERVER_DEV_MODE=1 srun "${serve[@]}" --ntasks=$((SERVER_NODES * PER_HOST)) --ntasks-per-node="$PER_HOST" \
+    --gpus-per-task="$SERVER_GPUS" --export=ALL \
     bash -c 'exec .venv-vllm/bin/vllm serve "$MODEL" \
     --host 0.0.0.0 --port $((PORT + SLURM_LOCALID)) --tensor-parallel-size "$SERVER_GPUS" --logprobs-mode processed_logprobs \
     --weight-transfer-config "{\"backend\":\"titan_grpo\"}" \
     --middleware titan_grpo.receive.vllm_http.WeightsMiddleware' &
+servers=$!
 
 # One torchrun on each trainer host. They meet at the first, on which Slurm runs this script.
-srun "${train[@]}" --ntasks-per-node=1 --gpus-per-node="$GPUS" --export=ALL .venv/bin/torchrun --nnodes "$trainers" --nproc_per_node "$GPUS" \
+srun "${train[@]}" --ntasks="$trainers" --ntasks-per-node=1 --gpus-per-node="$GPUS" --export=ALL \
+    .venv/bin/torchrun --nnodes "$trainers" --nproc_per_node "$GPUS" \
     --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$(hostname):29500" -m titan_grpo.train \
     --job.config_file train.toml --model.hf_assets_path "$MODEL" \
     --rollout.servers_slurm SERVER_HOSTS --rollout.servers_port $PORT --rollout.servers_per_host "$PER_HOST"
-# The end of the trainer is the end of the job: Slurm ends the servers.
-scancel "$SLURM_JOB_ID"
