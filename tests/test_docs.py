@@ -118,6 +118,7 @@ def test_the_kubernetes_manifest_starts_a_job_that_is_one(root: Path, tmp_path: 
     (tmp_path / "train.toml").write_text(JOB)
     arguments = [a.replace("/assets/train.toml", str(tmp_path / "train.toml")) for a in arguments]
     job = jobconfig.parse(arguments)
+    assert trainer["workingDir"] == "/assets", "where train.toml is, and so its rewards and data"
     mounts = {each["mountPath"]: each for each in trainer["volumeMounts"]}
     folder = str(Path(job.rollout.servers_file).parent)
     assert "subPath" not in mounts[folder], "such a file is never replaced"
