@@ -94,7 +94,8 @@ def likely_cause(last: Mapping[str, float], quantised: Mapping[str, str]) -> str
     fresh, old = last.get(names.gap("lag", 0)), last.get(names.gap("lag", math.inf))
     old = last.get(names.gap("lag", 2), old)
     old = last.get(names.gap("lag", 1), old)
-    if old is not None and (fresh or 0.0) < min(LEAST_GAP, old / GREW):
+    # Without tokens of the trainer's own version nothing shows that these would not differ too.
+    if fresh is not None and old is not None and fresh < min(LEAST_GAP, old / GREW):
         return (
             "only tokens of older versions differ, so it is what the policy learnt since: a lower"
             " rollout.max_staleness or a lower learning rate makes it smaller"
@@ -121,6 +122,12 @@ def likely_cause(last: Mapping[str, float], quantised: Mapping[str, str]) -> str
         return (
             "mostly at tokens that the engine finds unlikely: logits in float32 on both sides"
             " (grpo.fp32_lm_head and the server's switch for it)"
+        )
+    if fresh is None and old is not None:
+        return (
+            "no token is of the trainer's own version, so it may be what the policy learnt since, or"
+            " other types, kernels or sampling parameters on the server (titan-grpo verify compares"
+            " them)"
         )
     return (
         "everywhere alike: other types, kernels or sampling parameters on the server (titan-grpo"
