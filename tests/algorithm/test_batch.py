@@ -208,7 +208,7 @@ def test_no_term_of_the_loss_trains_on_a_completion_whose_advantage_was_taken_aw
 
 def test_the_reward_of_an_episode_counts_once_however_many_sequences_it_has() -> None:
     won, lost = completion((7, 8), reward=1.0), completion((7, 8), reward=0.0)
-    parts = [replace(lost, episode=1)] * 3
+    parts = [replace(lost, episode=0)] * 3
     mb = only_micro_batch([group(won, *parts)])
     # Counted three times, the failure would make the success worth 1.73, and cost 0.58 itself.
     firsts = mb["advantages"][:, 1].tolist()
@@ -308,8 +308,9 @@ def test_ranks_without_rows_get_an_all_masked_micro_batch() -> None:
 
 
 def test_a_budget_without_room_for_the_longest_row_is_refused() -> None:
-    with pytest.raises(ConfigError, match="32 tokens, got 16"):
-        replace(OPTIONS, token_budget=16)
+    assert replace(OPTIONS, token_budget=32).max_len == 32
+    with pytest.raises(ConfigError, match="32 tokens, got 31"):
+        replace(OPTIONS, token_budget=31)
 
 
 a_completion = st.builds(

@@ -32,8 +32,13 @@ def test_a_page_has_the_runs_curves_findings_waits_and_timeline(tmp_path: Path) 
     texts = [text for _, text in data["findings"]]
     assert any(text.startswith("10.0.0.1:8000's transfers take 5 times as long") for text in texts)
     assert [row["name"] for row in data["timeline"]["rows"]][:2] == ["trainer", "10.0.0.0:8000"]
-    assert data["waits"][0][:2] == ["trainer", "rollouts"]
-    assert data["waits"][0][3] == pytest.approx(0.1)
+    assert data["tiles"][3:6] == [["reward", "0.21 → 0.75"], ["servers", "3"], ["commits", "53"]]
+    trainer, _, paused, sent, *_ = data["waits"]
+    assert (trainer[:2], trainer[3]) == (["trainer", "rollouts"], pytest.approx(0.1))
+    # 21 commits of 30 ms each.
+    loading = ["10.0.0.0:8000", "loading a version (generation stands still)", 0.63]
+    assert paused[:3] == loading
+    assert sent[:2] == ["versions for 10.0.0.0:8000", "their transfer (generation goes on)"]
 
 
 def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path) -> None:

@@ -95,9 +95,8 @@ def _mended(parts: list[list[int]], costs: Sequence[float], equal_counts: bool) 
     """
     cost = costs.__getitem__
     loads = [sum(map(cost, part)) for part in parts]
-    enough = (1 + EVEN_ENOUGH) * sum(loads) / max(len(loads), 1)
-    if max(loads) > enough:
-        parts = [sorted(part, key=cost) for part in parts]
+    enough = (1 + EVEN_ENOUGH) * sum(loads) / len(loads)
+    parts = [sorted(part, key=cost) for part in parts]
     for _ in range(4 * len(parts)):
         heavy = max(range(len(parts)), key=loads.__getitem__)
         if loads[heavy] <= enough:
