@@ -18,6 +18,7 @@ from titan_grpo.engines.generation import Sampling
 from titan_grpo.engines.http import AsyncDriver, Call, Sink
 from titan_grpo.errors import PeerError
 from titan_grpo.protocol.messages import ServerState
+from titan_grpo.rollout.dispatch import worth_keeping
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.sampler import GroupDropped, Interrupted, Sampler, TokenStream
 from titan_grpo.samples import NO_TOKENS, Completion, whole_routes
@@ -131,6 +132,47 @@ def test_what_came_before_the_ledger_lost_the_servers_version_goes_on_elsewhere(
     assert (parts[0].token_ids, parts[0].version_last, parts[0].finished) == ((7, 8), 3, False)
 
 
+@pytest.mark.parametrize("mix", [True, False])
+def test_what_a_drain_cancels_is_of_the_old_version_alone(
+    completion_server: MakeServer, model_dir: str, mix: bool
+) -> None:
+    server, committing = completion_server(), threading.Event()
+
+    def speak(_: dict[str, Any]) -> tuple[int, Iterator[bytes]]:
+        def pieces() -> Iterator[bytes]:
+            yield server.piece([7])
+            committing.wait(WAIT_S)
+            yield server.piece([8])
+            server.released.wait(WAIT_S)
+
+        return 200, pieces()
+
+    server.behaviour = speak
+    parts = [NO_TOKENS]
+    sampler = sampler_of("digits", model_dir, 1, TOKENS)
+    sampler._spec = replace(sampler._spec, in_flight_weight_updates=mix)
+
+    async def cancelled() -> None:
+        driver, state = Telling(server.url), holding(server.url, 3)
+        running = asyncio.create_task(sampler.group(Ticket(0), parts, state, driver))
+        async with asyncio.timeout(WAIT_S):
+            await driver.came.wait()
+            driver.came.clear()
+            state.state = msgspec.structs.replace(state.state, accepting=False, committing=4)
+            committing.set()
+            await driver.came.wait()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await driver.close()
+
+    asyncio.run(cancelled())
+    (part,) = parts
+    assert (part.token_ids, part.version_first, part.version_last) == ((7, 8), 3, 4 if mix else 3)
+    # Unless it may mix, it goes on only where the old version still is.
+    assert worth_keeping(parts, 3, 3, mix) == (part,)
+    assert worth_keeping(parts, 4, 3, mix) == (part if mix else NO_TOKENS,)
+
+
 class Told:
     """A sink, and an event that it took a piece."""
 
@@ -162,7 +204,7 @@ class Telling(AsyncDriver):
 
 def test_what_came_after_the_ledger_lost_track_is_not_kept() -> None:
     server = holding("http://a", 3)
-    stream = TokenStream(vllm.stream([1], Sampling(9), 1.0), server)
+    stream = TokenStream(vllm.stream([1], Sampling(9), 1.0), lambda: server.newest)
     assert (stream.kept().token_ids, stream.version) == ((), None)
     for version, tokens in ((3, [5]), (4, [6, 7]), (None, [8])):
         server.state = msgspec.structs.replace(server.state, version=version)
@@ -172,7 +214,7 @@ def test_what_came_after_the_ledger_lost_track_is_not_kept() -> None:
 
 
 def test_an_answer_that_only_lacked_its_last_line_is_kept_as_finished() -> None:
-    stream = TokenStream(vllm.stream([1], Sampling(9), 1.0), holding("http://a", 3))
+    stream = TokenStream(vllm.stream([1], Sampling(9), 1.0), lambda: 3)
     stream.take(piece([5, 6], "stop"))
     assert (stream.whole, stream.kept().finish_reason) == (True, "stop")
 

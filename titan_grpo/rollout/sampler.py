@@ -203,13 +203,18 @@ class Sampler:
             job.parts[sample] = self._added(ask, part, answer)
             return sampled.finish_reason
 
+        def newest() -> int | None:
+            # Without updates in flight, no request runs over a commit: at COMMITTING the server
+            # first finishes, or loses, those that it has.
+            return server.newest if spec.in_flight_weight_updates else server.state.version
+
         if not spec.stream_completions or spec.router_replay:
             # No stream: engines send routes at an answer's end (vLLM not in a stream at all), so
             # the pieces of a broken stream would lack them.
             call = engine.generate(token_ids, sampling, spec.request_timeout_s)
-            return added(await job.driver.run(call), server.newest)
+            return added(await job.driver.run(call), newest())
         stream = engine.stream(token_ids, sampling, spec.request_timeout_s)
-        tokens = TokenStream(stream, server)
+        tokens = TokenStream(stream, newest)
         try:
             await job.driver.stream(stream.call, tokens)
         except (PeerError, asyncio.CancelledError):
@@ -217,7 +222,7 @@ class Sampler:
             with suppress(GroupDropped, Interrupted):
                 added(tokens.kept(), tokens.version)
             raise
-        sampled, last = tokens.sampled(tokens.count, tokens.finish_reason), server.newest
+        sampled, last = tokens.sampled(tokens.count, tokens.finish_reason), newest()
         if last is None:
             # The same if the ledger lost the server's version before the answer's end.
             sampled, last = tokens.kept(), tokens.version
@@ -256,9 +261,10 @@ class TokenStream(Answer):
     before that moment stay valid: ``kept``, sampled by ``version`` or older (None: no pieces).
     """
 
-    def __init__(self, call: StreamedCall, server: Server) -> None:
+    def __init__(self, call: StreamedCall, newest: Callable[[], int | None]) -> None:
+        """``newest``: returns the newest version that the server may serve now; None: unknown."""
         super().__init__(call)
-        self._server, self._count = server, 0
+        self._newest, self._count = newest, 0
         self.version: int | None = None
 
     def take(self, chunk: bytes) -> None:
@@ -272,8 +278,8 @@ class TokenStream(Answer):
         self._note()
 
     def _note(self) -> None:
-        if self._server.newest is not None and self.count:
-            self._count, self.version = self.count, self._server.newest
+        if (newest := self._newest()) is not None and self.count:
+            self._count, self.version = self.count, newest
 
     def kept(self) -> Sampled:
         """Return the valid tokens of a broken stream; all of them, with the finish reason, if only
