@@ -95,7 +95,8 @@ class WorkerKeys(TaskKeys):
     in_flight_weight_updates: bool = True
     """true: commit a version while requests run; they continue on it. false: a server first
     finishes its running requests and gets no new ones, while other servers go on. No completion
-    then has two versions."""
+    then has two versions; one that is broken off begins again where the weights are others, so long
+    ones are rarer in training: give weight_sync.drain_deadline_s their time."""
 
     consume: Literal["started", "ready", "freshest"] = "started"
     """Groups that a step takes. started: those of the next prompts in order; the step waits for the
@@ -108,8 +109,8 @@ class WorkerKeys(TaskKeys):
     """Largest number of requests in flight on one server."""
 
     request_timeout_s: float = 300.0
-    """Deadline of one generation request, in seconds. With stream_completions: longest time without
-    data from its answer."""
+    """Deadline of one generation request, in seconds. If its answer is streamed (stream_completions,
+    without grpo.router_replay): longest time without data from it."""
 
     stream_completions: bool = True
     """Receive completions in pieces of 32 tokens: after a broken connection they continue on
