@@ -10,6 +10,7 @@ and remedy.
     |-- DataError              a rollout or a data file is malformed
     |-- TaskError              the user's task or reward function raised, more often than allowed
     |-- UnhealthyError         NaN, too large a gradient, rewards that say nothing
+    |-- RunStopped             rank 0 ended the run, as the other ranks say it
     |-- StorageError           a file of the run cannot be written: the disk is full, or read-only
     |-- AlertStop              a threshold of alerts.stop was crossed
     |-- SyncError              a background sync failed; raised or logged at a step boundary
@@ -50,6 +51,10 @@ class TaskError(TitanGrpoError):
 class UnhealthyError(TitanGrpoError):
     """The numbers of a training step are bad, and the configuration says to stop the run. Raised on
     every rank."""
+
+
+class RunStopped(TitanGrpoError):
+    """Rank 0's error that ends the run, on every other rank: its type and text."""
 
 
 class StorageError(TitanGrpoError):

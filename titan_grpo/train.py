@@ -83,6 +83,7 @@ def main(argv: list[str]) -> int:
     from titan_grpo.errors import (
         ConfigError,
         DataError,
+        RunStopped,
         StorageError,
         TaskError,
         TitanGrpoError,
@@ -96,6 +97,10 @@ def main(argv: list[str]) -> int:
     except (ConfigError, DataError, UpstreamError) as error:
         refuse(str(error), os.environ)
         return 2
+    except RunStopped as error:
+        # What rank 0 prints when it has closed everything, which this rank must not cut short.
+        refuse(str(error), os.environ)
+        return 1
     except (StorageError, TaskError) as error:
         print_error(f"rank {rank}: {error}")
         return 1

@@ -28,6 +28,20 @@ def test_a_checkpoint_that_is_being_written_is_whole_when_the_run_has_ended_by_a
 
 
 @pytest.mark.e2e
+def test_what_rank_0_alone_knows_ends_the_other_ranks_with_its_words(tmp_path: Path) -> None:
+    """Before, they ended by a lost connection: hundreds of tracebacks around the one line."""
+    task = "--rollout.task=no.such.module:Task"
+    words = str(free_port()), "--weight_sync.min_rate=1", str(free_port()), task
+    script = Path(__file__).with_name("refused_rank.py")
+    said = [json.loads(s.splitlines()[-1]) for s in run_ranks(script, 4, str(tmp_path), *words)]
+    for first, second in (said[:2], said[2:]):
+        assert first[0] == "ConfigError"
+        assert second == ["RunStopped", f"ConfigError: {first[1]}"]
+    assert "min_rate" in said[0][1]
+    assert "no.such.module" in said[2][1]
+
+
+@pytest.mark.e2e
 @pytest.mark.long
 def test_the_other_ranks_wait_for_commits_in_a_group_that_outlasts_rank_0(tmp_path: Path) -> None:
     script = Path(__file__).with_name("committed_rank.py")

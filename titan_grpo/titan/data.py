@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from titan_grpo.algorithm.advantages import by_episode, has_spread
 from titan_grpo.algorithm.batch import BatchOptions
 from titan_grpo.algorithm.rows import MicroBatch, Rows, attention_rows, build
-from titan_grpo.errors import ConfigError, ProtocolError, TitanGrpoError
+from titan_grpo.errors import ConfigError, ProtocolError, RunStopped
 from titan_grpo.samples import Group, defect
 from titan_grpo.titan.rules import rank0_waits_s
 
@@ -107,8 +107,30 @@ def pickled_shares(
     return [pickled[index] for index in dp_ranks]
 
 
-class RunStopped(TitanGrpoError):
-    """Error of rank 0 that ends the run; raised on every rank with the same text."""
+Result = TypeVar("Result")
+
+
+def on_rank0(work: Callable[[], Result] | None, group: dist.ProcessGroup) -> Result:
+    """Return on every rank what ``work`` returns on rank 0; the other ranks pass None, and wait for
+    it. If it raises, rank 0 raises that error and every other rank RunStopped. Collective."""
+    said: list[Any] = [None, ""]
+    failure: Exception | None = None
+    if work is not None:
+        try:
+            said[0] = work()
+        except Exception as error:  # noqa: BLE001 - raised below, on every rank
+            # Sent, a bug too: otherwise the other ranks would wait until rank 0 has closed
+            # everything, and end by a lost connection.
+            failure, said[1] = error, _text(error)
+    dist.broadcast_object_list(said, src=0, group=group)
+    if said[1]:
+        raise failure or RunStopped(said[1])
+    found: Result = said[0]
+    return found
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class BatchLoader(BaseDataLoader):
@@ -139,8 +161,8 @@ class BatchLoader(BaseDataLoader):
         return max(self._dp_ranks) + 1
 
     def fetch(self, prepare: Callable[[], StepWork] | None) -> Share:
-        """Return this rank's share of one step. Rank 0 passes ``prepare``; if that raises, every
-        rank raises RunStopped.
+        """Return this rank's share of one step. Rank 0 passes ``prepare``; if that raises, it is as
+        in ``on_rank0``.
 
         Collective over all ranks; the ranks other than 0 wait here for the rollouts.
         """
@@ -150,16 +172,13 @@ class BatchLoader(BaseDataLoader):
             try:
                 shares = pickled_shares(*prepare(), self._dp_ranks)
             except Exception as error:  # noqa: BLE001 - raised below, on every rank
-                # Scatter the error, a bug too: without it the other ranks would wait until rank 0
-                # has closed everything, and end by a lost connection.
                 failure = error
-                text = f"{type(error).__name__}: {error}"
-                shares = [pickle.dumps(Share(error=text))] * len(self._dp_ranks)
+                shares = [pickle.dumps(Share(error=_text(error)))] * len(self._dp_ranks)
         received: list[Any] = [None]
         dist.scatter_object_list(received, shares, src=0, group=self.group)
         mine: Share = pickle.loads(received[0])
         if mine.error:
-            raise RunStopped(mine.error) from failure
+            raise failure or RunStopped(mine.error)
         self.state = mine.state
         work = mine.microbatches
         self._queue = build(work) if isinstance(work, Rows) else list(work)

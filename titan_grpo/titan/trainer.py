@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from titan_grpo.errors import AlertStop, StorageError, SyncError, UnhealthyError
 from titan_grpo.observe import names, terminal
 from titan_grpo.observe.run_lock import held
 from titan_grpo.titan import compat
-from titan_grpo.titan.data import BatchLoader, Share, TextMixin
+from titan_grpo.titan.data import BatchLoader, Result, Share, TextMixin, on_rank0
 from titan_grpo.titan.modules import (
     PackedAttention,
     RouterReplay,
@@ -87,11 +89,14 @@ class GRPOTrainer(Engine):
         cost = token_cost(self.model_args, self.whole)
         model_dir = str(job_config.model.hf_assets_path)
         self.controller: Controller | None = None
-        if dist.get_rank() == 0:
+
+        def control() -> None:
             width = route_width(self.model_parts[0]) if self._grpo.router_replay else 0
             on_cpu = self.device.type == "cpu"
             options = batch_options(job_config, cost, self.model_args.vocab_size, width)
             self.controller = Controller(job_config, model_dir, nbytes, on_cpu, options)
+
+        on_rank0(control if dist.get_rank() == 0 else None, self.loader.group)
         staged = self.pipeline is not None
         self.weights = Stages(self.model_parts, self.whole) if staged else self.whole
         self.sync = TrainerSync(
@@ -172,48 +177,56 @@ class GRPOTrainer(Engine):
             return
         published = self._published == self.version or self._publish_now(self.version)
         self.sync.fence()
-        if self.controller is not None:
+
+        def finish(controller: Controller) -> None:
             if not published:
-                self.controller.warn(
+                controller.warn(
                     f"no slot became free for version {self.version}, the last: every image is"
                     " still being sent, and the servers keep an older one; raise weight_sync.slots"
                 )
-            values = self.controller.finish(self.version, self._published)
+            values = controller.finish(self.version, self._published)
             self.metrics_processor.logger.log(values, self.step)
+
         # The other hosts' images must live until rank 0 has flushed the last version from them.
-        dist.barrier(group=self.loader.group)
+        self._on_rank0(finish)
+
+    def _on_rank0(self, work: Callable[[Controller], Result]) -> Result:
+        """Return what ``work`` returns on rank 0, or raise its error there and RunStopped on every
+        other rank. Collective."""
+        controller = self.controller
+        return on_rank0(
+            None if controller is None else partial(work, controller), self.loader.group
+        )
 
     def _start(self) -> None:
         """Start rank 0's controller and the weight sync, then publish the version that training
         starts from. Runs in the first step: the checkpoint is loaded, no rollout has begun."""
         self._started = True
-        controller = self.controller
-        if controller is not None:
+
+        def start(controller: Controller) -> None:
             assert self.sync.pool is not None
             worker = controller.start(
                 self.version, self.loader.state, self.sync.pool, self.device, self.sync.plan
             )
             self.sync.start(worker.publish)
-        else:
+
+        if self.controller is None:
             self.sync.start()
+        self._on_rank0(start)
         if not self._publish_now(self.version):
             raise SyncError(
                 f"no slot became free for version {self.version}, the first: the sync process ended"
                 " as it began; see its messages above"
             )
-        if controller is not None:
-            controller.wait_first_commit(self.version)
+        self._on_rank0(lambda controller: controller.wait_first_commit(self.version))
 
     def _publish_now(self, version: int) -> bool:
         """Publish ``version`` at the start or the end, waiting for a slot on rank 0. Return whether
         one became free. Collective."""
-        chosen: list[Any] = [None]
-        if self.controller is not None:
-            chosen = [self.controller.wait_slot()]
-        dist.broadcast_object_list(chosen, src=0, group=self.loader.group)
-        if chosen[0] is not None:
-            self._publish(version, chosen[0])
-        return chosen[0] is not None
+        slot = self._on_rank0(Controller.wait_slot)
+        if slot is not None:
+            self._publish(version, slot)
+        return slot is not None
 
     def _publish(self, version: int, slot: int) -> None:
         start = time.perf_counter()
@@ -224,8 +237,8 @@ class GRPOTrainer(Engine):
     def train_step(
         self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]
     ) -> None:
-        """Fetch, take the optimizer steps, publish and record. Raises UnhealthyError, AlertStop or
-        RunStopped on every rank alike."""
+        """Fetch, take the optimizer steps, publish and record. Raises UnhealthyError and AlertStop
+        on every rank alike, and rank 0's errors as ``on_rank0`` does."""
         if not self._started:
             self._start()
         self._blocked_s = 0.0
@@ -257,11 +270,9 @@ class GRPOTrainer(Engine):
     def _wait_committed(self) -> None:
         """Wait until the servers hold the version (synchronous mode). Collective."""
         begin = time.perf_counter()
-        if self.controller is not None:
-            self.controller.wait_committed(self.version)
         # In the loader's group, whose deadline has the version's bytes. A checkpoint's collectives
         # have torchtitan's, which may be shorter than rank 0's wait.
-        dist.barrier(group=self.loader.group)
+        self._on_rank0(lambda controller: controller.wait_committed(self.version))
         self._blocked_s += time.perf_counter() - begin
 
     def _make_version(self, outcome: Outcome, slot: int | None) -> None:
@@ -348,20 +359,19 @@ class GRPOTrainer(Engine):
         0. Collective if any threshold is configured."""
         if not self.job_config.alerts.stop:
             return
-        said: list[Any] = [self.controller.stopped_by if self.controller is not None else ""]
-        dist.broadcast_object_list(said, src=0, group=self.loader.group)
-        if not said[0]:
+        reason = self._on_rank0(attrgetter("stopped_by"))
+        if not reason:
             return
         keys = self.job_config.checkpoint
         if not keys.enable or keys.load_only:
             why = "load_only" if keys.enable else "enable"
-            raise AlertStop(f"step {self.step}: {said[0]}; nothing is saved (checkpoint.{why})")
+            raise AlertStop(f"step {self.step}: {reason}; nothing is saved (checkpoint.{why})")
         # Saved as torchtitan's last step: this step is over on every rank. But whole, whatever the
         # job asks of the run's end: a restart needs optimizer, version and data cursor.
         self.checkpointer.last_save_in_hf = self.checkpointer.last_save_model_only = False
         self.checkpointer.save(self.step, last_step=True)
         raise AlertStop(
-            f"step {self.step}: {said[0]}; the checkpoint of this step is saved, and training with"
+            f"step {self.step}: {reason}; the checkpoint of this step is saved, and training with"
             f" job.dump_folder = {self.job_config.job.dump_folder!r} and without that alert goes"
             " on from it"
         )
