@@ -224,6 +224,16 @@ def test_a_missing_api_key_variable_exits_with_2_and_one_line(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "host:8000", "ftp://host:8000", "http://h/?q"])
+def test_a_server_that_is_no_url_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--server", url]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "titan-grpo doctor: a server must be a URL such as http://host:8000, without user, query"
+        f" and fragment, got {url!r}\n",
+    )
+
+
 def test_the_engine_interpreter_is_asked_for_its_plugin() -> None:
     answer = doctor_host.engine_answer(sys.executable)
     assert isinstance(answer, dict)

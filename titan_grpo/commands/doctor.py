@@ -22,7 +22,7 @@ from titan_grpo.config import (
     engines_read_calls,
     sends_adapters,
 )
-from titan_grpo.config.rollout import read_key
+from titan_grpo.config.rollout import read_key, server_url
 from titan_grpo.engines.http import resolve_bind_host
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.layout.memory import available_memory
@@ -88,7 +88,7 @@ def wanted(
     named = {"vllm": args.engine_python, "sglang": args.sglang_python}
     keys = {"api_key_env": args.api_key_env, "admin_key_env": args.admin_key_env}
     out = Wanted(
-        list(args.server),
+        [server_url(url) for url in args.server],
         {engine: python for engine, python in named.items() if python},
         Rollout(**keys, max_concurrent_requests=0),
     )
