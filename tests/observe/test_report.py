@@ -8,7 +8,7 @@ import pytest
 from titan_grpo.errors import DataError
 from titan_grpo.observe import names, report, schema
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.observe.report import describe, ends, write_whole
+from titan_grpo.observe.report import describe, duration, ends, write_whole
 
 SERVERS = ("http://127.0.0.1:8000", "http://127.0.0.1:8001")
 
@@ -177,9 +177,14 @@ def test_the_progress_line_shows_step_reward_staleness_blocked_time_and_versions
     }
     line = report.progress_line(12, 60, metrics, {"http://127.0.0.1:8000/": 11, "http://b:1": None})
     assert (
-        line == "step 12/60  reward 0.431  stale 1  blocked 2.1 ms  step 612.0 ms  gap -  versions"
+        line == "step 12/60  reward 0.431  stale 1  blocked 2.1 ms  step 612 ms  gap -  versions"
         " 127.0.0.1:8000=11 b:1=?"
     )
+
+
+def test_durations_read_well() -> None:
+    found = [duration(s) for s in (None, 0.0123, 1.5, 99.96, 125, 7260)]
+    assert found == ["-", "12.3 ms", "1.5 s", "1 min 40 s", "2 min 5 s", "2 h 1 min"]
 
 
 def test_a_file_that_a_full_disk_does_not_take_is_named_and_nothing_of_it_is_left(

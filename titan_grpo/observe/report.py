@@ -185,11 +185,21 @@ def plot_rewards(metrics: Path, out: Path) -> bool:
     return True
 
 
-def seconds(value: float | None) -> str:
-    """Format a duration: ``0.0123 -> "12.3 ms"``, ``1.5 -> "1.50 s"``, None -> "-"."""
-    if value is None:
+def duration(seconds: float | None) -> str:
+    """Format a duration; None -> "-".
+
+    Example: 0.0123 -> "12.3 ms", 1.5 -> "1.5 s", 125 -> "2 min 5 s", 7260 -> "2 h 1 min".
+    """
+    if seconds is None:
         return "-"
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 99.95:
+        return f"{seconds:.3g} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def number(value: float | None, form: str = ".4g") -> str:
@@ -240,7 +250,7 @@ def final_table(summary: Mapping[str, Any]) -> str:
     for key in _TIMES:
         if s[key]["median"] is None:
             continue
-        figures = f"median {seconds(s[key]['median'])}, p95 {seconds(s[key]['p95'])}"
+        figures = f"median {duration(s[key]['median'])}, p95 {duration(s[key]['p95'])}"
         rows.append((f"{key.removesuffix('_s')} time", figures))
     for key in _SPREADS:
         figures = f"mean {number(s[key]['mean'])}, max {number(s[key]['max'])}"
@@ -277,15 +287,15 @@ def progress_line(
 
     Example (one line)::
 
-        step 12/60  reward 0.431  stale 1  blocked 2.1 ms  step 612.0 ms  gap 0.003
+        step 12/60  reward 0.431  stale 1  blocked 2.1 ms  step 612 ms  gap 0.003
         versions 127.0.0.1:8000=11
     """
     parts = [
         f"step {step:>{len(str(last_step))}}/{last_step}",
         f"reward {number(metrics.get(names.REWARD), '.3f')}",
         f"stale {number(metrics.get(names.STALENESS_MAX))}",
-        f"blocked {seconds(metrics.get(names.BLOCKED_S))}",
-        f"step {seconds(metrics.get(names.STEP_S))}",
+        f"blocked {duration(metrics.get(names.BLOCKED_S))}",
+        f"step {duration(metrics.get(names.STEP_S))}",
         f"gap {number(metrics.get(names.LOGPROB_GAP), '.3f')}",
     ]
     return "  ".join(parts) + held_by(versions)

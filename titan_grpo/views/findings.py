@@ -10,6 +10,7 @@ import numpy as np
 from titan_grpo.observe import names
 from titan_grpo.observe.alerts import GREW, LEAST_GAP, ON_POLICY_GAP, likely_cause
 from titan_grpo.observe.names import short
+from titan_grpo.observe.report import duration
 from titan_grpo.views.run import Run, columns, in_order
 from titan_grpo.views.timeline import ServerFigures, figures
 
@@ -119,21 +120,6 @@ def findings(facts: Facts) -> list[Finding]:
     """Apply every rule; bad findings come first."""
     found = [finding for rule in RULES for finding in rule(facts)]
     return sorted(found, key=lambda finding: ("bad", "note", "good").index(finding.level))
-
-
-def duration(seconds: float) -> str:
-    """Format a duration for a sentence.
-
-    Example: 0.0123 -> "12 ms", 1.5 -> "1.5 s", 125 -> "2 min 5 s", 7260 -> "2 h 1 min".
-    """
-    if seconds < 0.9995:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 99.95:
-        return f"{seconds:.3g} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def percent(share: float) -> str:

@@ -16,10 +16,10 @@ from rich.text import Text
 from titan_grpo.observe import names
 from titan_grpo.observe.names import short
 from titan_grpo.observe.recorder import ENTRY, row_of
-from titan_grpo.observe.report import held_by, number
+from titan_grpo.observe.report import duration, held_by, number
 from titan_grpo.observe.run_lock import lives
 from titan_grpo.observe.schema import decoded
-from titan_grpo.views.findings import duration, percent
+from titan_grpo.views.findings import percent
 from titan_grpo.views.run import band, edges, in_order, summary_of
 
 TAIL_BYTES = 1 << 22

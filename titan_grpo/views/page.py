@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from titan_grpo.observe import names
 from titan_grpo.observe.names import short
+from titan_grpo.observe.report import duration
 from titan_grpo.observe.schema import ShownStep
-from titan_grpo.views.findings import Facts, duration, facts_of, findings, percent
+from titan_grpo.views.findings import Facts, facts_of, findings, percent
 from titan_grpo.views.run import Array, Run, band, columns, edges
 from titan_grpo.views.timeline import timeline
 
