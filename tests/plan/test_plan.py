@@ -261,6 +261,14 @@ def test_readers_of_both_slots_cost_versions_and_a_third_slot_brings_them_back()
     assert Simulation(two).run().skipped > Simulation(three).run().skipped
 
 
+def test_a_run_that_skipped_every_version_for_its_next_step_goes_on_once_a_slot_is_free() -> None:
+    """Two slow servers that read different versions hold both slots meanwhile."""
+    wide = replace(SMALL, trainer_link_gbit=800.0, source_gb_s=100.0, step_s=0.8, groups=1)
+    late = replace(wide, servers=8, slow=0.5, slow_factor=0.1, dying=0.5, restart_s=5.0)
+    minutes = [Simulation(replace(late, hours=n / 60)).run().steps for n in (2, 4)]
+    assert minutes[1] > 1.5 * minutes[0]
+
+
 def test_transfers_past_their_deadline_never_start_the_run() -> None:
     sync = WeightSync(relay=False, lane_deadline_s=1.0, min_rate=1_000_000_000)
     setup = replace(SMALL, servers=20, sync=sync)

@@ -1,4 +1,4 @@
-"""What a trainer waits for at the end of a run, and of a step in sync mode."""
+"""What a trainer waits for at the end of a run, of a step in sync mode, and before a step."""
 
 import json
 from concurrent.futures import Future
@@ -50,6 +50,16 @@ def test_the_other_ranks_wait_for_commits_in_a_group_that_outlasts_rank_0(tmp_pa
         for s in run_ranks(script, 2, str(free_port()), str(tmp_path))
     ]
     assert min(waited) > 5
+
+
+@pytest.mark.e2e
+def test_versions_that_no_slot_was_free_for_are_skipped_until_rollouts_would_wait_for_ever(
+    tmp_path: Path,
+) -> None:
+    """Servers hold version 0, and groups for the trainer at version 2 need version 1 or 2."""
+    script = Path(__file__).with_name("skipped_rank.py")
+    (said,) = run_ranks(script, 1, str(free_port()), str(tmp_path))
+    assert json.loads(said.splitlines()[-1]) == [0, 0, 2]
 
 
 @pytest.mark.parametrize("written", [True, False])

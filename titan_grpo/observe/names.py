@@ -254,7 +254,7 @@ MEANING: dict[str, str] = {
     SYNC_FAILURES: (
         "errors of lanes: failed connections (each attempt counts), looks, transfers and commits"
     ),
-    SKIPPED_VERSIONS: "versions that were not published because no slot was free",
+    SKIPPED_VERSIONS: "versions for which no slot was free after their step",
     DIGEST_MISMATCHES: (
         "transfers that ended at a block with a wrong digest (a block that was right when read"
         " again is not counted), and loads of a wrong fingerprint"

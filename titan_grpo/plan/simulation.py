@@ -20,7 +20,7 @@ from titan_grpo.plan.network import TRAINER, Network
 from titan_grpo.plan.patches import Patches
 from titan_grpo.plan.setup import Setup
 from titan_grpo.protocol import admission, image_slots, lane, recovery, relay
-from titan_grpo.protocol.admission import Admission
+from titan_grpo.protocol.admission import Admission, too_stale
 from titan_grpo.protocol.image_slots import SlotTable
 
 RANKS = frozenset({0})
@@ -139,7 +139,7 @@ class Simulation:
         fresh enough for it; 0 if no server was idle for want of that version."""
         self._spare: set[int] = set()
         # Trainer.
-        self._version = 0
+        self._version = self._published = 0
         self._idle_since: float | None = 0.0
         self._first_step: float | None = None
         self.result = Result()
@@ -319,6 +319,10 @@ class Simulation:
         for action in self._step_slots(image_slots.Reserve(tuple(self._waiting.values()))):
             if isinstance(action, image_slots.Promise):
                 self._reserved = action.slot
+                # As GRPOTrainer._catch_up: the trainer waits for groups that no server may begin.
+                starved = too_stale(self._published, self._version, self._s.max_staleness)
+                if starved and self._idle_since is not None:
+                    self._publish(self._version)
 
     def _pin(self, server: _Server) -> None:
         n = server.number
@@ -334,10 +338,11 @@ class Simulation:
 
     def _publish(self, version: int) -> None:
         slot, self._reserved = self._reserved, None
-        self._reached[version] = self._now
+        self._reached.setdefault(version, self._now)
         if slot is None:
             self.result.skipped += self._first_step is not None
             return
+        self._published = version
         self.result.published += self._first_step is not None
         self._step_slots(image_slots.Write(slot, version, RANKS))
         self._reserve()

@@ -20,7 +20,8 @@ that holds 11. A server left behind at 9 may start places 0..3 only (one stale a
 ``urgency`` orders the admitted groups; which groups a step takes does not depend on it.
 
 Nothing starves: a server that holds the trainer's version t may start all places of the trainer's
-batch and of the next ``max_staleness`` batches. Where steps take any finished groups
+batch and of the next ``max_staleness`` batches, and the trainer publishes version t before it waits
+if every version that may start its batch was skipped. Where steps take any finished groups
 (``consume = "ready"``), groups overtake each other, so the bound is checked again at use
 (``too_stale``, or by token: ``Completion.fresh_enough``).
 """

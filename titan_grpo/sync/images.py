@@ -209,7 +209,7 @@ class Reserved:
 
     def wait(self, timeout_s: float, take: Callable[[], int | None] | None = None) -> int | None:
         """Wait up to ``timeout_s`` seconds for a slot, taken by ``take`` if given, else by
-        ``self.take``. For the end of a run only."""
+        ``self.take``."""
         deadline, take = time.monotonic() + timeout_s, take or self.take
         while (slot := take()) is None and (left_s := deadline - time.monotonic()) > 0:
             readable(left_s, self._read)

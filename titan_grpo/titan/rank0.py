@@ -252,8 +252,8 @@ class Controller:
         return server
 
     def wait_slot(self) -> int | None:
-        """Wait for a slot for a version that must not be skipped (the first, the last), as long as
-        a server may keep one; None if none became free."""
+        """Wait for a slot for a version that must not be skipped (the first, the last, one that
+        rollouts cannot do without), as long as a server may keep one; None if none became free."""
         return self.worker.slots.wait_reserved(
             sync_waits_s(self._job, self.worker.manifest.total_bytes)
         )

@@ -34,6 +34,7 @@ from titan_grpo.config import WIRE_BYTES, sends_adapters
 from titan_grpo.errors import AlertStop, StorageError, SyncError, UnhealthyError
 from titan_grpo.observe import names, terminal
 from titan_grpo.observe.run_lock import held
+from titan_grpo.protocol.admission import too_stale
 from titan_grpo.titan import compat
 from titan_grpo.titan.data import BatchLoader, Result, Share, TextMixin, on_rank0
 from titan_grpo.titan.modules import (
@@ -221,12 +222,20 @@ class GRPOTrainer(Engine):
         self._on_rank0(lambda controller: controller.wait_first_commit(self.version))
 
     def _publish_now(self, version: int) -> bool:
-        """Publish ``version`` at the start or the end, waiting for a slot on rank 0. Return whether
-        one became free. Collective."""
+        """Publish ``version`` between two steps, waiting for a slot on rank 0. Return whether one
+        became free. Collective."""
         slot = self._on_rank0(Controller.wait_slot)
         if slot is not None:
             self._publish(version, slot)
         return slot is not None
+
+    def _catch_up(self) -> None:
+        """Publish the version, once a slot is free, if every version that could make this step's
+        groups was skipped: none of them has begun, and none ever would. Collective."""
+        rollout = self.job_config.rollout
+        late = too_stale(self._published, self.version, rollout.max_staleness)
+        if late and not rollout.replay_path:
+            self._publish_now(self.version)
 
     def _publish(self, version: int, slot: int) -> None:
         start = time.perf_counter()
@@ -243,6 +252,7 @@ class GRPOTrainer(Engine):
             self._start()
         self._blocked_s = 0.0
         begin = time.perf_counter()
+        self._catch_up()
         share = self._fetch()
         fetched = time.perf_counter()
         learning_rate = self.learning_rate()
