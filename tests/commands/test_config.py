@@ -15,3 +15,5 @@ def test_every_key_is_documented_once() -> None:
 def test_the_configuration_page_is_what_the_command_prints(root: Path) -> None:
     page = (root / "docs" / "configuration.md").read_text()
     assert page == command.page(), "run: titan-grpo config > docs/configuration.md"
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert len(set(rows)) == len(rows), "[[evaluation]] has the task's keys of [rollout]"

@@ -58,12 +58,16 @@ def keys(section: type) -> Iterator[Key]:
 
 
 def page() -> str:
-    """Return the page of all sections."""
-    out = [HEADER]
+    """Return the page of all sections. Keys that a section inherits as an earlier one does have
+    their rows there."""
+    out, shown = [HEADER], set[Key]()
     for name, section in SECTIONS.items():
         out.append(f"## [{name}]\n\n{inspect.getdoc(section)}\n")
         out.append("| key | type | default | meaning |\n|---|---|---|---|")
         for key in keys(section):
+            if key in shown:
+                continue
+            shown.add(key)
             cells = (f"`{key.name}`", f"`{key.type}`", f"`{key.default}`", key.meaning)
             out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         out.append("")
@@ -134,7 +138,11 @@ def _rows(meanings: Mapping[str, str]) -> str:
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Print the page."""
-    parser = argparse.ArgumentParser(prog="titan-grpo config", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="titan-grpo config",
+        description="Print every key of titan_grpo's TOML sections, with type, default and meaning,"
+        " as Markdown.",
+    )
     parser.add_argument(
         "--older", action="store_true", help="print the keys of the older trainer in place of it"
     )

@@ -197,9 +197,10 @@ EVALUATION_MARGIN_S = 30.0
 
 @dataclass
 class Evaluation(TaskKeys):
-    """One evaluation. The task's keys (reward, dataset, prompt, ...) are as in [rollout], and
-    default to its values; a table with its own reward or task takes no dataset, task or prompt from
-    there. accept, min_completion_tokens and task_error_budget have no effect here."""
+    """One evaluation. [rollout]'s keys of the task, which are its last ones, from reward on, are
+    keys here too and default to its values; a table with its own reward or task takes no dataset,
+    task or prompt from there. agent is refused here; accept, min_completion_tokens and
+    task_error_budget have no effect."""
 
     name: str = ""
     """Its metrics are evaluation/NAME/...; allowed: letters, digits, - and _."""
