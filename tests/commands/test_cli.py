@@ -43,6 +43,7 @@ def test_help_is_help_and_works_without_torch_and_without_an_engine() -> None:
         code, shown = json.loads(line)
         assert code == 0, done.stderr
         assert shown.startswith(f"usage: titan-grpo {command}"), shown[:200]
+        assert "``" not in shown, "this is no docstring's markup in a terminal"
 
 
 def test_ctrl_c_ends_a_command_without_a_word(tmp_path: Path) -> None:

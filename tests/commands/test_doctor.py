@@ -77,7 +77,7 @@ def test_servers_that_cannot_be_used_are_each_told_why_and_the_exit_code_is_1(
         "VLLM_SERVER_DEV_MODE=1",
         f"{plain} answers, SGLang 0.5.23",
         "--custom-weight-loader titan_grpo.receive.sglang_plugin.commit",
-        "5 problems",
+        "5 problems, 0 warnings",
     ):
         assert words in said.out
     about = [line for line in said.out.splitlines() if f"{old}:" in line]

@@ -90,6 +90,11 @@ def test_the_summary_of_a_run_keeps_its_schema_and_says_what_happened(recorder: 
     ):
         assert words in table
     assert "no_spread" not in table, "none were dropped for it"
+    twice = {SERVERS[0]: {"committed": [2, 2], "last": 2}}
+    one = {"skipped_versions": 1, "reward_window": 1, "versions_committed": twice}
+    table = report.final_table({**summary, **one})
+    for words in ("1 version skipped", "(first and last step)", "1 version, last 2"):
+        assert words in table
 
 
 def test_a_run_that_died_before_its_first_step_has_a_valid_summary_too(tmp_path: Path) -> None:

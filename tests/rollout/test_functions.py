@@ -387,7 +387,11 @@ def test_a_text_that_is_not_utf8_is_one_line_with_its_row(tmp_path: Path) -> Non
         ("", "./broken_rewards.py:f", "a module's name as in import, no path of a file"),
         ("", "broken_rewards.py:f", "a module's name as in import, no path of a file"),
         ("", ":f", 'must be "package.module:function"'),
-        ("", "broken_rewards:f", r"must be a function, .*broken_rewards\.py has None by that name"),
+        (
+            "",
+            "broken_rewards:f",
+            r"must be a function, .*broken_rewards\.py has nothing by that name",
+        ),
         ("f = 1\n", "broken_rewards:f", "has 1 by that name"),
     ],
 )

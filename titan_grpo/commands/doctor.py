@@ -218,5 +218,6 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     for finding in findings(*parser().parse_known_args(argv), env):
         found[finding.status] += 1
         print(finding.line(), flush=True)
-    print(f"{found['problem']} problems, {found['warning']} warnings")
+    kinds = ("problem", "warning")
+    print(", ".join(f"{found[kind]} {kind}{'s' * (found[kind] != 1)}" for kind in kinds))
     return 1 if found["problem"] else 0

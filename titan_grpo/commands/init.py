@@ -38,7 +38,7 @@ def holds_{column}(completions, {column}):
     return [float(str(wanted).strip() in line) for line, wanted in zip(last, {column}, strict=True)]
 '''
 
-JOB = """# Made by titan-grpo init. Every key of the first four sections: titan-grpo config.
+JOB = """# Made by titan-grpo init. titan-grpo config prints every key of [grpo] and [rollout].
 #
 #   titan-grpo doctor --job.config_file {out}
 #   torchrun --nproc_per_node GPUS -m titan_grpo.train --job.config_file {out}

@@ -145,11 +145,11 @@ def add_tiny_run(
     add = parser.add_argument
     add("--steps", type=int, default=steps, help=f"training steps of a run (default {steps})")
     add("--nproc", type=int, default=2, help="trainer ranks (default 2)")
-    add("--model", default=models[0], choices=models)
+    add("--model", default=models[0], choices=models, help=f"tiny model (default {models[0]})")
     for engine, title in TITLES.items():
         python = engine_python(engine)
         add(f"--{engine}-python", default=python, help=f"interpreter of {title}'s environment")
-    add("--config", default=str(RECIPES / recipe), help="TOML file of a run")
+    add("--config", default=str(RECIPES / recipe), help="recipe of the job, a TOML file")
 
 
 def tiny_run(

@@ -33,7 +33,12 @@ ENGINES: dict[str, tuple[str, ...]] = {
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="titan-grpo quickstart", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="titan-grpo quickstart",
+        description="Train a tiny model beside real servers, without a GPU. scripts/quickstart.sh"
+        " makes the environments first; it takes --torchtitan 0.2|0.3 too.",
+        epilog="Every other argument is the job's, such as --rollout.reward module:function.",
+    )
     add = parser.add_argument
     which = "of the servers (default vllm; with --router-replay sglang)"
     add("--engine", choices=list(ENGINES), help=which)

@@ -1,6 +1,6 @@
-"""``titan-grpo rollouts``: make the rollouts of a run whose trainer is on another host.
+"""Make the rollouts of a run whose trainer is on another host.
 
-The run names this service with ``rollout.controller = "http://host:port"``. It serves one run at a
+The run names this service with rollout.controller = "http://host:port". It serves one run at a
 time; a newer run replaces it. It needs what a rollout process needs: the model's tokenizer, the
 task and its data at the paths that the run names, and the servers' API key in the same environment
 variable.

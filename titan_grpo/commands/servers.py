@@ -15,7 +15,11 @@ COLUMNS = ("url", "standing", "held", "accepting", "in_flight", "last_error")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="titan-grpo servers", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="titan-grpo servers",
+        description="Show, add and remove servers of a running trainer, through the socket in its"
+        " folder.",
+    )
     commands = parser.add_subparsers(dest="do", required=True, metavar="add | remove | list")
     common = argparse.ArgumentParser(add_help=False)
     folder = "directory of the run, its job.dump_folder (default outputs)"

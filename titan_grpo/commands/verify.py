@@ -1,10 +1,10 @@
-"""``titan-grpo verify``: prove with real processes that a server serves the trainer's weights.
+"""Prove with real processes that a server serves exactly the trainer's weights.
 
 Three runs on one real server, vLLM or SGLang: asynchronous with live rollouts, which are recorded;
 then the recording replayed, asynchronously and synchronously. Asserted: (1) at every committed
 version the server's bytes equal the trainer's, (2) no answer mixes versions, and versions never go
 backwards, (3) all runs make the same weights, bit for bit. Exit code 0: no violation; 1: every
-violation is named.
+violation is named. Every argument that is not listed below is a job's.
 """
 
 import argparse

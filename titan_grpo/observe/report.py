@@ -227,13 +227,15 @@ def final_table(summary: Mapping[str, Any]) -> str:
     """Format a summary for the terminal."""
     s = summary
     reward = f"{number(s['reward_first'])} -> {number(s['reward_last'])}"
+    steps, skipped = s["reward_window"], s["skipped_versions"]
+    window = "first and last step" if steps == 1 else f"means of {steps} steps"
     dropped = ", ".join(f"{n} {reason}" for reason, n in s["dropped"].items() if n)
     rows = [
         ("steps", f"{s['steps']}  ({number(s['steps_per_s'])} per second)"),
         *(("ended by", why) for why in [s.get("ended_by")] if why),
         *(("resumed", f"at step {step}") for step in s["resumes"]),
-        ("reward", f"{reward}  (means of {s['reward_window']} steps)"),
-        ("syncs", f"{s['sync_count']} committed, {s['skipped_versions']} versions skipped"),
+        ("reward", f"{reward}  ({window})"),
+        ("syncs", f"{s['sync_count']} committed, {skipped} version{'s' * (skipped != 1)} skipped"),
         ("digest mismatches", str(s["digest_mismatches"])),
         ("sync failures", f"{s['sync_failures']}, {s['quarantines']} quarantines"),
         ("sent", f"{s['sync_bytes'] / 2**20:.1f} MiB to all servers"),
@@ -244,7 +246,8 @@ def final_table(summary: Mapping[str, Any]) -> str:
         rows.append(("skipped optimizer steps", str(skipped)))
     for server, v in s["versions_committed"].items():
         last = "-" if v["last"] is None else v["last"]
-        rows.append((server, f"{len(v['committed'])} versions, last {last}"))
+        count = len(set(v["committed"]))  # a server that restarted commits one again
+        rows.append((server, f"{count} version{'s' * (count != 1)}, last {last}"))
     rows += [(url, f"quantised: {method}") for url, method in s["quantised"].items()]
     rows += [(m["server"], f"{m['event']} at version {m['version']}") for m in s["membership"]]
     for key in _TIMES:

@@ -434,7 +434,7 @@ class TrainerSync:
         tensors = [image.tensor() for image in self._images]
         # Pinning takes seconds per 10 GiB; only rank 0 prints the wait.
         size = sum(tensor.nbytes for tensor in tensors) / 2**30
-        what = f"memory: {len(tensors)} version images, {size:.2f} GiB"
+        what = f"memory: {len(tensors)} version images, {size:.3g} GiB"
         with waiting(what) if dist.get_rank() == 0 else nullcontext():
             snapshotter = Snapshotter(
                 self.plan.ops, tensors, self._device, self._config.bucket_bytes

@@ -330,9 +330,9 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
         ) from error
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
+        found = "nothing" if function is None else f"{function!r:.80}"
         raise ConfigError(
-            f"{key} {path!r} must be a function, {module.__file__} has {function!r:.80} by that"
-            " name"
+            f"{key} {path!r} must be a function, {module.__file__} has {found} by that name"
         )
     return function
 
