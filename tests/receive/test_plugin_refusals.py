@@ -214,6 +214,7 @@ print(json.dumps({
     "adapters": SglangModel.__new__(SglangModel).refuses(adapters),
     "experts": problem(tp_size=2, ep_size=2),
     "replicas": problem(dp_size=2),
+    "attention": problem(tp_size=2, attn_dp_size=2),
     "hosts": problem(nnodes=2, dist_init_addr="127.0.0.1:1"),
     "pipeline": problem(pp_size=2),
     "fields": {model: fields(model) for model in sys.argv[1:]},
@@ -302,7 +303,8 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
     assert "layer.base_layer.w13_weight would keep its old value" in found["wrapped experts"]
     assert "without --offload-group-size" in found["offloaded"]
     assert 'send merged weights (lora.sync = "merged")' in found["adapters"]
-    assert "start one server per replica" in found["replicas"]
+    for name in ("replicas", "attention"):
+        assert "start one server per replica" in found[name]
     for name in ("pipeline", "hosts"):
         assert "tensor parallelism on one host" in found[name]
     for name in ("eplb", "redundant", "placed"):

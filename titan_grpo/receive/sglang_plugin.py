@@ -272,8 +272,12 @@ def compatibility(args: Any) -> str:
     """Return why commits cannot work in a server with these ServerArgs, or ""."""
     from sglang.srt.utils import get_bool_env_var
 
-    if args.dp_size > 1:
-        return "data-parallel replicas behind one URL are not synced: start one server per replica"
+    # SGLang 0.5.21 has no attn_dp_size.
+    if args.dp_size > 1 or getattr(args, "attn_dp_size", 1) > 1:
+        return (
+            "data-parallel replicas, or attention, behind one URL are not synced: start one server"
+            " per replica, without --attn-dp-size"
+        )
     if args.pp_size > 1 or args.nnodes > 1:
         return (
             "pipeline-parallel stages and an engine over several hosts are not synced: use tensor"
