@@ -32,8 +32,12 @@ class Letters:
 
 
 def sampler_of(task: str, model_dir: str, group_size: int, max_tokens: int, *stops: str) -> Sampler:
-    sizes = {"group_size": group_size, "max_completion_tokens": max_tokens}
-    spec = RolloutSpec(model_dir=model_dir, stop=list(stops), **sizes)
+    spec = RolloutSpec(
+        model_dir=model_dir,
+        group_size=group_size,
+        max_completion_tokens=max_tokens,
+        stop=list(stops),
+    )
     codec: Codec = Letters() if task == "calculator" else TextCodec(model_dir)
     return Sampler(spec, TaskRunner(load_task(task, TaskOptions()), codec, spec))
 

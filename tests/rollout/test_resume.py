@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.rigs.present import present
-from tests.rollout.conftest import MakeServer, answer, piece
+from tests.rollout.conftest import Behaviour, MakeServer, answer, piece
 from tests.rollout.sampling import holding, sample, sampler_of
 from titan_grpo.engines.generation import Sampled
 from titan_grpo.errors import PeerError
@@ -54,6 +54,10 @@ def test_however_often_it_is_cut_a_completion_keeps_all_tokens_its_versions_and_
             assert [version for version, n in part.token_spans for _ in range(n)] == of_tokens
 
 
+def breaking_off(text: str) -> Behaviour:
+    return lambda _: (200, iter([piece(list(map(ord, text)))]))
+
+
 @pytest.mark.parametrize("breaks", [1, 2])
 def test_a_stop_over_a_break_ends_the_completion_with_its_last_token(
     completion_server: MakeServer, breaks: int
@@ -62,7 +66,7 @@ def test_a_stop_over_a_break_ends_the_completion_with_its_last_token(
     texts = "no [E", *"N"[: breaks - 1], "END] yet"[breaks:]
     for attempt, text in enumerate(texts[:-1]):
         torn = completion_server()
-        torn.behaviour = lambda _, text=text: (200, iter([piece(list(map(ord, text)))]))
+        torn.behaviour = breaking_off(text)
         with pytest.raises(PeerError):
             sample(sampler, parts, holding(torn.url, 3 + attempt), attempt)
     last, ids = completion_server(), list(map(ord, texts[-1]))
