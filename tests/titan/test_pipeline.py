@@ -15,15 +15,11 @@ pytestmark = pytest.mark.e2e
 TWO_STAGES = "--parallelism.pipeline_parallel_degree=2"
 
 
+HSDP = "--parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=2"
+
 SHARED: dict[Kind, dict[str, tuple[int, str]]] = {
-    "qwen3": {
-        "HSDP": (
-            4,
-            "--parallelism.data_parallel_replicate_degree=2"
-            " --parallelism.data_parallel_shard_degree=2",
-        )
-    },
-    "qwen3_moe": {"EP": (2, "--parallelism.expert_parallel_degree=2")},
+    "qwen3": {"HSDP": (4, HSDP)},
+    "qwen3_moe": {"EP": (2, "--parallelism.expert_parallel_degree=2"), "HSDP": (4, HSDP)},
     "llama3": {"TP": (2, "--parallelism.tensor_parallel_degree=2"), "stages": (2, TWO_STAGES)},
 }
 

@@ -9,7 +9,7 @@ from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import utils
 
-from titan_grpo.patches import torchtitan_gloo_premul
+from titan_grpo.patches import torchtitan_gloo_premul, torchtitan_hsdp_experts
 from titan_grpo.titan import lora
 from titan_grpo.titan.pipeline import Pipeline
 
@@ -34,6 +34,8 @@ class Built:
     def _complete(self) -> None:
         config = self.job_config
         torchtitan_gloo_premul.apply(self.model_parts)
+        if config.parallelism.data_parallel_replicate_degree > 1:
+            torchtitan_hsdp_experts.apply()
         self.whole = self.model_parts[0] if self.pipeline is None else self._on_meta()
         """The whole model; with a pipeline on the meta device."""
         self.policy: torch.nn.Module = self.pipeline or self.whole
