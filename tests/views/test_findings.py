@@ -123,20 +123,24 @@ def test_a_rule_says_what_is_past_its_bound(name: str) -> None:
 
 
 @pytest.mark.parametrize("finished", [False, True], ids=["goes on", "has ended"])
-def test_wrong_bytes_and_dropped_groups_are_known_of_a_run_at_any_time(
+def test_faults_and_dropped_groups_are_known_of_a_run_at_any_time_and_without_its_trace(
     tmp_path: Path, finished: bool
 ) -> None:
     recorder = Recorder(tmp_path)
     recorder.count(names.DIGEST_MISMATCHES, 2)
     recorder.count(names.dropped("stale"), 3)
     recorder.count(names.dropped("no_spread"), 0)
+    recorder.count(names.SKIPPED_VERSIONS, 4)
+    recorder.error("a lane failed")
     recorder.step(1, recorder.since_last())
     if finished:
         write_report(recorder, "run", "async")
     else:
         recorder.close()
+    recorder.trace_path.unlink()
     found = facts_of(read_run(tmp_path))
     assert (found.digest_mismatches, found.dropped) == (2, {"stale": 3, "no_spread": 0})
+    assert (found.skipped_versions, found.errors) == (4, ("a lane failed",))
 
 
 def test_a_sound_run_has_no_complaint_and_one_without_a_step_no_finding() -> None:

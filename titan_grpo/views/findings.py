@@ -73,14 +73,15 @@ def facts_of(run: Run) -> Facts:
     times = (names.STEP_S, names.ROLLOUT_WAIT_S, names.BLOCKED_S)
     steps = [Step(row["step"], *(row.get(name) or 0.0 for name in times)) for row in rows]
     window = max(1, len(run.rows) // 5)
-    skipped = sum(i.name == "version skipped" for i in run.trace.instants)
-    errors = [i.text for i in run.trace.instants if i.name == "error"]
     s = run.summary
     # Without a summary (the run goes on, or was killed) the last step has the totals so far.
-    totals = run.rows[-1] if run.rows else {}
-    mismatches, prefix = int(totals.get(names.DIGEST_MISMATCHES) or 0), names.dropped("")
-    counts = {n.removeprefix(prefix): n for n in totals if n.startswith(prefix)}
-    dropped = {reason: int(totals[name] or 0) for reason, name in counts.items()}
+    totals, prefix = run.rows[-1] if run.rows else {}, names.dropped("")
+    dropped = {
+        n.removeprefix(prefix): int(t or 0) for n, t in totals.items() if n.startswith(prefix)
+    }
+    skipped, mismatches = (
+        int(totals.get(name) or 0) for name in (names.SKIPPED_VERSIONS, names.DIGEST_MISMATCHES)
+    )
     urls = {*run.trace.servers, *(s.versions_committed if s else ())}
     return Facts(
         steps=len(steps),
@@ -96,7 +97,7 @@ def facts_of(run: Run) -> Facts:
         digest_mismatches=s.digest_mismatches if s else mismatches,
         quantised=run.quantised,
         dropped=s.dropped if s else dropped,
-        errors=tuple(s.errors if s else errors),
+        errors=tuple(run.errors),
         ended_by=s.ended_by if s else "",
     )
 

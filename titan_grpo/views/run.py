@@ -138,6 +138,8 @@ class Run:
     resumes: Sequence[int] = ()
     """First step after each resume."""
     evaluations: Sequence[Evaluated] = ()
+    errors: Sequence[str] = ()
+    """Errors that did not stop it."""
 
 
 def read_run(folder: Path) -> Run:
@@ -162,6 +164,7 @@ def read_run(folder: Path) -> Run:
         lives(folder) is False,
         said.resumes,
         said.evaluations,
+        said.errors,
     )
 
 
