@@ -17,7 +17,7 @@ from tests.rigs.threads import no_free_thread
 from tests.rollout.conftest import MakeServer
 from titan_grpo.engines.http import HttpRefused, ServerAccess
 from titan_grpo.engines.server import ASK_S, ServerControl, make_control
-from titan_grpo.engines.sglang_stock import Announced, Group
+from titan_grpo.engines.sglang_stock import MOST, Announced, Group
 from titan_grpo.errors import (
     ProtocolError,
     ServerRefused,
@@ -51,7 +51,7 @@ VLLM: dict[str, Any] = {
 
 STOCK = {
     "GET /model_info": {"weight_version": "default"},
-    "GET /server_info": {"tp_size": 2, "pp_size": 1, "dp_size": 1, "nnodes": 1},
+    "GET /server_info": {"tp_size": 2, **MOST},
     "POST /weights_checker": {"ranks": [{"checksums": {"a": 1, "b": 2}}]},
 } | {
     f"POST /{name}": {}
