@@ -141,6 +141,7 @@ def test_packed_micro_batches_keep_the_budget_if_another_rank_needs_more_of_them
     wanted = len(cut_packed(lengths, 65)) + more
     cuts = cut_packed(lengths, 65, wanted)
     assert sorted(row for cut in cuts for row in cut) == list(range(len(lengths)))
+    assert all(cuts)
     assert max(sum(lengths[row] for row in cut) for cut in cuts) <= 65
     assert len(cuts) == min(wanted, len(lengths))
 

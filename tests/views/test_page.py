@@ -41,6 +41,27 @@ def test_a_page_has_the_runs_curves_findings_waits_and_timeline(tmp_path: Path) 
     assert sent[:2] == ["versions for 10.0.0.0:8000", "their transfer (generation goes on)"]
 
 
+def test_what_commits_and_versions_of_a_server_waited_for_is_listed_if_there_was_any(
+    tmp_path: Path,
+) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.step(1, {names.REWARD: 0.5})
+    for name, stop in (
+        (names.SEND_S, 1.0),
+        (names.DRAIN_S, 0.5),
+        (names.PAUSE_S, 0.25),
+        (names.HELD_S, 2.0),
+    ):
+        recorder.record_span(name, 0.0, stop, "http://a:1", version=1)
+    recorder.close()
+    assert page.page_data(read_run(tmp_path), numbers)["waits"] == [
+        ["a:1", "loading a version (generation stands still)", 0.25, 0.0],
+        ["commits of a:1", "its requests to finish", 0.5, 0.0],
+        ["versions for a:1", "their transfer (generation goes on)", 1.0, 0.0],
+        ["versions for a:1", "evaluations there (generation goes on)", 2.0, 0.0],
+    ], "it held no version: no share of its time"
+
+
 def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     recorder.step(1, {names.REWARD: 0.5, "of/tomorrow": 1.0, names.GRAD_NORM: 2.0})
