@@ -253,6 +253,14 @@ def test_what_is_no_prompt_is_left_to_vllm_and_a_get_shows_that_the_middleware_i
     assert len(inner.came) == 4
 
 
+@pytest.mark.parametrize("body", [{"weight_version": 7}, {"weight_version": []}, [], None])
+def test_what_is_no_label_is_left_to_vllm(body: object) -> None:
+    inner = Inner({"detail": "a string is wanted"}, 422)
+    app = WeightsMiddleware(inner)
+    assert ask(app, "POST", "/finish_weight_update", body)[0] == 422
+    assert inner.came == [("/finish_weight_update", body)]
+
+
 def test_health_generate_has_a_token_generated() -> None:
     inner = Inner({"choices": [CHOICE]})
     assert ask(WeightsMiddleware(inner), "GET", "/health_generate") == (200, {})

@@ -175,9 +175,9 @@ class WeightsMiddleware:
         staged = adapter_folder() / STAGED
         try:
             name = json.loads(body or b"{}").get(key)
-        except (AttributeError, ValueError):
-            return ""
-        if Label.parse(name) is None:
+            if Label.parse(name) is None:
+                return ""
+        except (AttributeError, ValueError):  # vLLM refuses what is no object, or names no text
             return ""
         async with self._loading:
             if not staged.is_dir():
