@@ -144,6 +144,13 @@ def test_bytes_that_are_no_patch_are_the_peers_mistake_or_change_the_image_only(
     assert not memory[-16:].any()
 
 
+def test_bytes_that_are_no_words_are_sent_whole() -> None:
+    nothing = bytes(8)  # no codes, no values
+    delta.apply(nothing, np.zeros(4, np.uint8), Part(((0, 4),)))
+    with pytest.raises(PeerError, match="a chunk of 3 bytes whole"):
+        delta.apply(nothing, np.zeros(3, np.uint8), Part(((0, 3),)))
+
+
 @given(cut=st.integers(0, 10_000), seed=st.integers(0, 100))
 def test_a_patch_that_is_cut_short_or_too_long_is_refused(cut: int, seed: int) -> None:
     base = image(seed, 40_000)

@@ -92,34 +92,36 @@ def broken(**changes: object) -> str:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "message"),
     [
-        "not json",
-        "[]",
-        "{}",
-        broken(extra=1),
-        broken(format=1),
-        broken(tensors=[]),
-        broken(tensors=[["a", "bfloat16", [3, 5], 64]]),
-        broken(tensors=[["a", "bfloat16", [3, 5]]]),
-        broken(tensors=[["a", "bfloat16", 3, 0]]),
-        broken(tensors=None),
-        broken(block_bytes="x"),
-        broken(parts=[]),
-        broken(format=2),
-        broken(parts=[[[0, 256, 0, 1]]]),
-        broken(parts=[[[0, 512, 0, 1]], [[256, 512, 0, 1]]]),
-        broken(parts=[[[256, 512, 0, 1], [0, 256, 0, 1]]]),
-        broken(parts=[[["a", 768, 0, 1]]]),
-        broken(parts=[[[0, 256, 256, 3]]]),
-        broken(parts=[[[0, 256, 512, 2]], [[256, 256, 7, 1]]]),
-        broken(parts=[[[0, 256, 0, 2], [256, 512, 0, 1]]]),
-        broken(parts=[[[0, 768, 0, 1], [768, 1, 1, 0]]]),
-        broken(parts=[[[0, 768, 0, 1], [0, 1, 2, 1 << 60]]]),
+        ("not json", "JSON is malformed"),
+        ("[]", "got `array`"),
+        ("{}", "missing required field"),
+        (broken(extra=1), "unknown field `extra`"),
+        (broken(format=1), "format must be 3, got 1"),
+        (broken(tensors=[]), "at least one tensor"),
+        (
+            broken(tensors=[["a", "bfloat16", [3, 5], 64]], parts=[[[0, 256, 0, 1]]]),
+            "offset of a must be 0, got 64",
+        ),
+        (broken(tensors=[["a", "bfloat16", [3, 5]]]), "array` of length 4"),
+        (broken(tensors=[["a", "bfloat16", 3, 0]]), r"got `int` - at `\$\.tensors"),
+        (broken(tensors=None), "got `null`"),
+        (broken(block_bytes="x"), r"got `str` - at `\$\.block_bytes"),
+        (broken(parts=[]), "the first byte"),
+        (broken(parts=[[[0, 256, 0, 1]]]), "bytes 0 to 256 .* begins at 768"),
+        (broken(parts=[[[0, 512, 0, 1]], [[256, 512, 0, 1]]]), "bytes 0 to 512 .* begins at 256"),
+        (broken(parts=[[[256, 512, 0, 1], [0, 256, 0, 1]]]), "runs of extents in order"),
+        (broken(parts=[[["a", 768, 0, 1]]]), r"got `str` - at `\$\.parts"),
+        (broken(parts=[[[0, 256, 256, 3]]]), "runs of extents in order"),
+        (broken(parts=[[[0, 256, 512, 2]], [[256, 256, 7, 1]]]), "runs of extents in order"),
+        (broken(parts=[[[0, 256, 0, 2], [256, 512, 0, 1]]]), "bytes 0 to 256 .* begins at 0"),
+        (broken(parts=[[[0, 768, 0, 1], [768, 1, 1, 0]]]), "`int` >= 1"),
+        (broken(parts=[[[0, 768, 0, 1], [0, 1, 2, 1 << 60]]]), f"at most {MOST_IN_ALL} pieces"),
     ],
 )
-def test_a_manifest_from_the_network_is_checked(text: str) -> None:
-    with pytest.raises(DataError):
+def test_a_manifest_from_the_network_is_checked(text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         Manifest.from_json(text)
 
 
@@ -237,18 +239,20 @@ def test_padding_belongs_to_the_bytes_before_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "written",
+    ("written", "message"),
     [
-        [[(0, 500)], [(400, 1024)]],
-        [[(0, 500)], [(500, 1024), (500, 1024)]],
-        [[(0, 500)], [(756, 1024)]],
-        [[(0, 500)], [(500, 768)]],
-        [[(1, 1024)], []],
-        [[], []],
+        ([[(0, 500)], [(400, 1024)]], "host 0 writes bytes 0 to 500 .* begins at 400"),
+        ([[(0, 500)], [(500, 1024), (500, 1024)]], "host 1 writes bytes 500 to 1024 .* at 500"),
+        ([[(0, 500)], [(756, 1024)]], "host 0 writes bytes 0 to 500 .* begins at 756"),
+        ([[(0, 500)], [(500, 768)]], "host 1 writes bytes 500 to 768 .* begins at 1024"),
+        ([[(1, 1024)], []], "the first byte"),
+        ([[], []], "the first byte"),
     ],
 )
-def test_bytes_that_no_host_or_two_write_are_refused(written: list[list[tuple[int, int]]]) -> None:
-    with pytest.raises(ConfigError):
+def test_bytes_that_no_host_or_two_write_are_refused(
+    written: list[list[tuple[int, int]]], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         parts_of(written, 1024, 256)
 
 
