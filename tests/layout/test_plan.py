@@ -9,8 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_grpo.errors import ConfigError
+from titan_grpo.layout import plan as module
 from titan_grpo.layout.infer import Layout, infer_layout
-from titan_grpo.layout.plan import Chunk, CopyOp, assign_writers, chunk_of, copy_ops, written_pages
+from titan_grpo.layout.plan import (
+    Chunk,
+    CopyOp,
+    assign_writers,
+    chunk_of,
+    copy_ops,
+    written_extents,
+    written_pages,
+)
 
 
 def permuted(shape: tuple[int, ...], order: list[int]) -> Layout:
@@ -174,3 +183,30 @@ def test_every_byte_that_is_written_is_in_one_extent_and_no_page_is_in_two(
         first, width = one.dest_offset, one.num_cols * torch.bfloat16.itemsize
         last = first + (one.num_rows - 1) * one.dest_row_stride + width
         assert sum(start <= first and last <= stop for start, stop in extents) == 1
+
+
+SMALL = st.tuples(st.integers(0, 300), st.integers(0, 5), st.integers(0, 40), st.integers(0, 20))
+
+
+@given(st.lists(SMALL, max_size=6))
+def test_the_extents_of_a_part_are_its_bytes_and_no_others(
+    sizes: list[tuple[int, int, int, int]],
+) -> None:
+    ops = [op(offset, rows, cols * 2 + gap, cols) for offset, rows, gap, cols in sizes]
+    extents = written_extents(ops)
+    starts = [
+        (o.dest_offset + row * o.dest_row_stride, o) for o in ops for row in range(o.num_rows)
+    ]
+    written = {start + byte for start, one in starts for byte in range(2 * one.num_cols)}
+    assert {byte for extent in extents for byte in range(*extent)} == written
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(extents))
+
+
+def test_a_host_whose_part_is_in_too_many_pieces_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MOST_EXTENTS", 3)
+    assert len(written_extents([op(0, 3, 64, 4)])) == 3
+    assert written_extents([op(0, 4, 8, 4)]) == ((0, 32),), "whole rows are one"
+    with pytest.raises(ConfigError, match=r"at most 3 pieces .*\(at w\): .* group on one host"):
+        written_extents([op(0, 4, 64, 4)])
