@@ -307,6 +307,14 @@ def test_ranks_without_rows_get_an_all_masked_micro_batch() -> None:
     assert batch.fill == 3 / 24
 
 
+def test_a_minibatch_of_which_no_row_is_left_is_no_optimizer_step() -> None:
+    options = replace(OPTIONS, grpo=GRPO(num_microbatches=2))
+    too_long = group(completion(tuple(range(10, 50))))
+    batch = plan([group(completion()), too_long], 2, options)
+    assert (batch.steps, batch.dropped) == ((1,), {"too_long": 1})
+    assert [len(rank) for rank in batch.micro_batches()] == [1, 1]
+
+
 def test_a_budget_without_room_for_the_longest_row_is_refused() -> None:
     assert replace(OPTIONS, token_budget=32).max_len == 32
     with pytest.raises(ConfigError, match="32 tokens, got 31"):

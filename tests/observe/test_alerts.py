@@ -125,6 +125,7 @@ def test_each_threshold_has_the_action_of_its_key() -> None:
 @pytest.mark.parametrize(
     ("section", "rule"),
     [
+        (Alerts(warn=["loss/kl"]), "alerts.warn must be like"),
         (Alerts(run=["loss/kl > 1"]), "alerts.command must be set where alerts.run is"),
         (Alerts(command="mail me"), "alerts.command must be set where alerts.run is"),
         (Alerts(run=["loss/kl > 1"], command="mail 'me"), "alerts.command must be words"),

@@ -1,5 +1,6 @@
 import json
 import os
+import select
 import threading
 import tracemalloc
 from collections import Counter
@@ -213,6 +214,18 @@ def test_a_disk_that_hangs_does_not_hold_up_the_caller(tmp_path: Path) -> None:
         recorder.step(step, {names.REWARD: 0.0})
     assert recorder.close(deadline_s=0.1)
     reader = os.open(tmp_path / "trace.json", os.O_RDONLY)  # lets the recorder's thread end
+    os.close(reader)
+
+
+def test_what_a_step_has_written_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "trace.json")
+    reader = os.open(tmp_path / "trace.json", os.O_RDONLY | os.O_NONBLOCK)
+    recorder = Recorder(tmp_path)
+    recorder.instant("of the first step")
+    recorder.step(1, {names.REWARD: 1.0})
+    assert select.select([reader], [], [], 20.0)[0], "it is not kept until the end"
+    assert b"of the first step" in os.read(reader, 1 << 16)
+    recorder.close()
     os.close(reader)
 
 

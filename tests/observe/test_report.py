@@ -107,6 +107,28 @@ def test_a_run_that_died_before_its_first_step_has_a_valid_summary_too(tmp_path:
     assert "server gone" in report.final_table(summary)
 
 
+def test_the_table_has_skipped_optimizer_steps_and_evaluations_if_there_were_any(
+    tmp_path: Path,
+) -> None:
+    recorder = Recorder(tmp_path)
+    assert "evaluation" not in (
+        table := report.final_table(report.summarize(recorder, "r", "sync"))
+    )
+    assert "skipped optimizer steps" not in table
+    recorder.count(names.UNHEALTHY_STEPS, 2)
+    figure = {"value": 0.25, "low": 0.0, "high": 1.0}
+    recorder.evaluated(
+        {"name": "held_out", "version": 4, "server": "http://a:1", "prompts": 4, "samples": 2}
+        | {"reward": figure, "passed": {"2": figure | {"value": 0.5}}, "tokens": figure}
+        | {"refused": 0, "seconds": 1.0}
+    )
+    table = report.final_table(report.write_report(recorder, "r", "sync"))
+    lines = [line.split(maxsplit=3) for line in table.splitlines()]
+    assert ["skipped", "optimizer", "steps", "2"] in lines
+    found = [line for line in table.splitlines() if line.startswith("evaluation held_out")]
+    assert [line.split(maxsplit=2)[2] for line in found] == ["version 4: reward 0.25, pass@2 0.5"]
+
+
 def test_the_table_of_a_run_with_many_errors_shows_their_number_and_the_last(
     tmp_path: Path,
 ) -> None:
