@@ -411,6 +411,7 @@ def test_the_example_of_the_documentation_is_a_task(root: Path) -> None:
     assert TaskRunner(task, codec, TaskKeys()).multi_turn
     assert codec.decode(asyncio.run(task.turn(prompt, [low], codec))) == " too low. Again: "
     assert asyncio.run(task.turn(prompt, [low, Turn((2,), False, "?"), right], codec)) is None
+    assert asyncio.run(task.turn(prompt, [Turn((1,), True, "²")], codec)) is None
     assert task.episode_reward(prompt, [right]) == 1.0
 
 
