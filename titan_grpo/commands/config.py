@@ -86,7 +86,7 @@ computes. The keys of `summary.json` are in `titan_grpo/observe/schema.py`.
 * `titan-grpo watch RUN` and `titan-grpo report RUN` read the run's files.
 * TensorBoard and W&B: torchtitan's `metrics.enable_tensorboard` and `metrics.enable_wandb`. Both
   also get the completions of `rollout.sample_every`, as a table named `completions` (TensorBoard:
-  among the texts).
+  among the texts). If one of them fails, the run warns and goes on.
 * Prometheus: `dashboards.metrics_address = "host:port"`; rank 0 answers `GET /metrics` with the
   last step's line. A rollout service (`titan-grpo rollouts`) answers at its own address, with its
   own key, with what its rollouts counted. `reward/mean` is `titan_grpo_reward_mean`,
