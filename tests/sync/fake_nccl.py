@@ -35,18 +35,10 @@ class ProcessGroupNCCL:
     Options = Options
     ends: ClassVar[list[str]] = []
     """Why torch's monitor would end this process."""
-    constructing = 0
-    most_at_once = 0
-    on_construction: Callable[[], object] = staticmethod(lambda: None)
     on_abort: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
-        kind = type(self)
-        kind.constructing += 1
-        kind.most_at_once = max(kind.most_at_once, kind.constructing)
-        kind.on_construction()
         self._watchdog = os.environ.get("TORCH_NCCL_BLOCKING_WAIT") != "1"
-        kind.constructing -= 1
         self._store, self._rank, self._options = store, rank, options
         self._connected = self._aborted = False
         self._count = 0

@@ -1,6 +1,6 @@
 """One end of an NCCL lane: ``nccl_end.py RANK PORT SCENARIO``. Not a test module itself.
 
-Rank 0 has a training group beside it, as a trainer has. Both ends share one GPU: NCCL takes two
+Rank 0 has a group of its own beside it, which must live on. Both ends share one GPU: NCCL takes two
 ranks on it for a mistake, unless they are on two hosts, which NCCL_HOSTID says.
 """
 
@@ -27,19 +27,16 @@ def tell(**facts: Any) -> None:
 
 def main(rank: int, port: int, scenario: str) -> None:
     os.environ |= {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+    deadline_s = 3.0 if scenario == "absent" else 60.0
     os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] = str(HEARTBEAT_S)
+    # torch reads it once, and the other group is the first one
+    os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(round(deadline_s))
     import torch
     import torch.distributed as dist
 
     from titan_grpo.errors import TransferFailed
-    from titan_grpo.sync.transports.broadcast import (
-        NcclTransport,
-        TransportOptions,
-        limit_nccl_opening,
-    )
+    from titan_grpo.sync.transports.broadcast import NcclTransport, TransportOptions
 
-    deadline_s = 3.0 if scenario == "absent" else 60.0
-    limit_nccl_opening(deadline_s)
     one = torch.ones(1, device="cuda")
     if rank == 0:
         # as torchtitan makes it: without a device_id, which would make it non-blocking

@@ -10,7 +10,7 @@ most of the device. torch gives each process group a watchdog that ends the proc
 lost, and with it all lanes. So these groups have none (TORCH_NCCL_BLOCKING_WAIT): ``wait`` checks
 for errors itself, and raises them. NCCL's blocking initialisation waits for a missing peer forever,
 even when aborted. So it is non-blocking (``ncclConfig_t.blocking = 0``), and torch ends it past a
-deadline (limit_nccl_opening).
+deadline (prepare_nccl).
 """
 
 import logging
@@ -49,17 +49,12 @@ PIECE = 1 << 20
 """Most characters of a value in a store: torch's store closes the connection on which a value over
 8 MiB comes."""
 
-BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-
 ABORT_S = 5.0
 """Seconds that ``close`` waits for NCCL's abort."""
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-_environment = threading.Lock()
-"""Guards the process's environment: concurrent lanes would restore each other's value."""
 
 
 @contextmanager
@@ -318,34 +313,16 @@ def _reap(group: dist.ProcessGroupGloo | None, work: dist.Work, timeout_s: float
     ).start()
 
 
-def limit_nccl_opening(open_s: float) -> None:
-    """Have torch give up a non-blocking NCCL initialisation after ``open_s`` seconds, in place of
-    30 minutes.
+def prepare_nccl(open_s: float) -> None:
+    """Have torch make NCCL groups without a watchdog, and give up a non-blocking initialisation
+    after ``open_s`` seconds, in place of 30 minutes.
 
-    torch reads the variable once, at the process's first NCCL group. Here that is the first
-    transport's: sync and receiver processes have no other groups, and start without the trainer's
-    TORCH_NCCL variables (subprocesses.helper_environment).
+    It applies to all groups of the process. Sync and receiver processes have lanes' alone, and
+    start without the trainer's TORCH_NCCL variables (subprocesses.helper_environment).
     """
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # read by each group
+    # read by the first one
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(open_s)))
-
-
-@contextmanager
-def no_watchdog() -> Iterator[None]:
-    """Create process groups without a watchdog inside the ``with`` block; their ``wait`` raises
-    errors.
-
-    The group's constructor reads the variable; it is restored for later training groups.
-    """
-    with _environment:
-        before = os.environ.get(BLOCKING_WAIT)
-        os.environ[BLOCKING_WAIT] = "1"
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[BLOCKING_WAIT]
-            else:
-                os.environ[BLOCKING_WAIT] = before
 
 
 class NcclTransport(Transport):
@@ -355,7 +332,7 @@ class NcclTransport(Transport):
     def __init__(self, store: dist.Store, rank: int, size: int, options: TransportOptions) -> None:
         """Connect all ranks. Raises TransferFailed if one is missing past the deadline, or the
         device has no memory left. ``options.device``: "cuda" or "cuda:N"."""
-        limit_nccl_opening(options.timeout_s)
+        prepare_nccl(options.timeout_s)
         name = options.device if options.device.startswith("cuda") else "cuda"
         self._device = (
             torch.device(name) if ":" in name else torch.device("cuda", torch.cuda.current_device())
@@ -371,8 +348,7 @@ class NcclTransport(Transport):
         nccl.config.min_ctas = 1
         nccl.config.max_ctas = MAX_CTAS
         try:
-            with no_watchdog():
-                self._group = dist.ProcessGroupNCCL(store, rank, size, nccl)
+            self._group = dist.ProcessGroupNCCL(store, rank, size, nccl)
             with torch.cuda.device(self._device):
                 self._stream = torch.cuda.Stream(self._device)
                 self._bucket = torch.empty(
