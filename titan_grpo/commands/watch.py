@@ -101,7 +101,8 @@ def _check(args: argparse.Namespace, run: "Follower") -> int:
         raise ConfigError(f"--stalled must be greater than 0, got {args.stalled:g}")
     path = args.run / "metrics.jsonl"
     ended = run.ended()
-    rows = read_metrics(path) if path.is_file() else []
+    # Only what is compared: all of a long run with many servers is gigabytes.
+    rows = read_metrics(path, [each.metric for each in thresholds]) if path.is_file() else []
     if not rows:
         print(f"{args.run} has no step yet")
         return 1
