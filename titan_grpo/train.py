@@ -81,12 +81,14 @@ def main(argv: list[str]) -> int:
     """Run one rank. Return 0 after training, 2 for a refused configuration, 1 for another error of
     ours. Errors are printed in one line."""
     from titan_grpo.errors import (
+        AlertStop,
         ConfigError,
         DataError,
         RunStopped,
         StorageError,
         TaskError,
         TitanGrpoError,
+        UnhealthyError,
         UpstreamError,
     )
     from titan_grpo.observe.terminal import print_error
@@ -97,8 +99,9 @@ def main(argv: list[str]) -> int:
     except (ConfigError, DataError, UpstreamError) as error:
         refuse(str(error), os.environ)
         return 2
-    except RunStopped as error:
-        # What rank 0 prints when it has closed everything, which this rank must not cut short.
+    except (RunStopped, AlertStop, UnhealthyError) as error:
+        # Every rank ends by it. Rank 0 prints it when it has closed everything: torchrun would end
+        # it in the middle of that if another rank of its host ended now.
         refuse(str(error), os.environ)
         return 1
     except (StorageError, TaskError) as error:

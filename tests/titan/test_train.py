@@ -19,13 +19,33 @@ def test_another_rank_says_what_it_alone_knows(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "titan-grpo: rank 9: no such file\n"
 
 
-def test_another_rank_is_ended_before_it_says_what_the_first_one_said() -> None:
-    code = "import sys; from titan_grpo.train import refuse; print('here', flush=True)\n"
-    code += "refuse('no such model', {'RANK': '1', 'LOCAL_RANK': '1'})"
+ENDED_BY = """
+import os, sys
+from titan_grpo import errors, train
+def run(argv):
+    print("here", flush=True)
+    raise getattr(errors, argv[0])("why")
+train._run = run
+os.environ |= {"RANK": "1", "LOCAL_RANK": "1"}
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("error", ["ConfigError", "RunStopped", "AlertStop", "UnhealthyError"])
+def test_a_rank_that_ends_as_all_do_leaves_the_first_one_the_time_to_close_and_to_say_why(
+    error: str,
+) -> None:
+    """Before, torchrun ended rank 0 in the middle of its closing, as soon as another rank had
+    ended by an alert."""
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", ENDED_BY, error],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "here\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
     process.terminate()
     assert process.communicate(timeout=20) == ("", "")
