@@ -63,13 +63,12 @@ def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
     return max(0, min(rooms))
 
 
-def require_memory(nbytes: int, what: str, available: int | None = None) -> None:
-    """Raise ConfigError if ``nbytes`` for ``what`` are not available now (``available``: measured
-    unless given).
+def require_memory(nbytes: int, what: str) -> None:
+    """Raise ConfigError if ``nbytes`` for ``what`` are not available now.
 
     Check before the run: a page without memory is a SIGBUS or the OOM killer in mid-step.
     """
-    have = available_memory() if available is None else available
+    have = available_memory()
     if nbytes > have:
         raise ConfigError(
             f"{what} needs {nbytes} bytes of host memory ({nbytes / 2**30:.2f} GiB), available are"
