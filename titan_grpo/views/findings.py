@@ -42,7 +42,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Input of the rules. Excludes the first step of each process, which compiles and connects."""
+    """Input of the rules. Its times exclude the first step of each process, which compiles and
+    connects."""
 
     steps: int = 0
     step_s: float = 0.0
