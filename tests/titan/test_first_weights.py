@@ -1,6 +1,7 @@
 """Which weights a run begins with: what of [checkpoint] is refused or noted before torchtitan would
 load others without a word."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.titan.conftest import Parse
 from titan_grpo.errors import ConfigError, DataError
-from titan_grpo.titan import jobconfig
+from titan_grpo.titan import jobconfig, tiny
 
 
 def save(dump_folder: Path, step: int, name: str = "attention.wq", **trained: int) -> None:
@@ -189,3 +190,27 @@ def test_the_start_says_that_weights_are_random_and_only_then(
     assert jobconfig.check_files(parse("", *enabled, "--checkpoint.initial_load_in_hf")) == []
     save(tmp_path, 2, version=2)
     assert jobconfig.check_files(parse("", *enabled)) == []
+
+
+@pytest.mark.parametrize("key", ["grpo.reference_model", "checkpoint.initial_load_path"])
+def test_a_reference_and_first_weights_of_another_model_or_not_there_are_refused_by_their_key(
+    parse: Parse, tmp_path: Path, model: Path, key: str
+) -> None:
+    place = tmp_path / "other"
+    hf = "--checkpoint.enable --checkpoint.initial_load_in_hf --grpo.kl_beta=0.1"
+    config = parse("", f"--model.hf_assets_path={model}", f"--{key}={place}", *hf.split())
+    with pytest.raises(ConfigError, match=rf"safetensors files in the directory of {key}, .* none"):
+        jobconfig.check_files(config)
+    tiny.write_tiny_model("qwen3", place)
+    jobconfig.check_files(config)
+    index = place / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "b.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"has no b\.safetensors, which its model.* names"):
+        jobconfig.check_files(config)
+    index.write_text("torn")
+    with pytest.raises(ConfigError, match="has an unreadable model"):
+        jobconfig.check_files(config)
+    settings = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(settings | {"rope_theta": 5e6}))
+    with pytest.raises(ConfigError, match=rf"the model of {key}, .* other settings than .*theta"):
+        jobconfig.check_files(config)

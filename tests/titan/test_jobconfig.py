@@ -350,30 +350,6 @@ def test_files_that_the_run_needs_are_named_when_missing(
         jobconfig.check_files(parse(hf, f"--model.hf_assets_path={tmp_path}/nowhere"))
 
 
-@pytest.mark.parametrize("key", ["grpo.reference_model", "checkpoint.initial_load_path"])
-def test_a_reference_and_first_weights_of_another_model_or_not_there_are_refused_by_their_key(
-    parse: Parse, tmp_path: Path, model: Path, key: str
-) -> None:
-    place = tmp_path / "other"
-    hf = "--checkpoint.enable --checkpoint.initial_load_in_hf --grpo.kl_beta=0.1"
-    config = parse("", f"--model.hf_assets_path={model}", f"--{key}={place}", *hf.split())
-    with pytest.raises(ConfigError, match=rf"safetensors files in the directory of {key}, .* none"):
-        jobconfig.check_files(config)
-    tiny.write_tiny_model("qwen3", place)
-    jobconfig.check_files(config)
-    index = place / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "b.safetensors"}}))
-    with pytest.raises(ConfigError, match=r"has no b\.safetensors, which its model.* names"):
-        jobconfig.check_files(config)
-    index.write_text("torn")
-    with pytest.raises(ConfigError, match="has an unreadable model"):
-        jobconfig.check_files(config)
-    settings = json.loads((place / "config.json").read_text())
-    (place / "config.json").write_text(json.dumps(settings | {"rope_theta": 5e6}))
-    with pytest.raises(ConfigError, match=rf"the model of {key}, .* other settings than .*theta"):
-        jobconfig.check_files(config)
-
-
 @pytest.mark.parametrize(
     ("kind", "changed", "words"),
     [
