@@ -102,7 +102,7 @@ def test_a_server_that_shows_another_label_than_that_of_its_weights_is_caught(be
     bench.judge_servers(found, mark)
     assert found.violations == []
     victim = bench.site.victim
-    bench.hold(found)
+    bench.hold(found.case.point)
     assert wait_until(lambda: any(s.label for s in victim.instance.samples(mark.t)), SETTLE_S)
     victim.proxy.script(
         Act.REWRITE, "/finish_weight_update", {"weight_version": f"{trainer.run_id}:0:planted"}

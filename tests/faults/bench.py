@@ -140,11 +140,11 @@ class Bench:
         event = trainer.await_event(match, SETTLE_S)
         return None if event is None else float(event["t"])
 
-    def hold(self, result: Result, point: Point | None = None) -> Event:
-        """Hold the victim's lane at the case's point, or another one; what it says there."""
-        trainer, point = self.trainer, point or result.case.point
+    def hold(self, point: Point, occurrence: int = 1) -> Event:
+        """Hold the victim's lane at that passing of the point; what it says there."""
+        trainer = self.trainer
         since = trainer.mark()
-        trainer.tell("hold", self.site.victim.url, point, result.case.occurrence)
+        trainer.tell("hold", self.site.victim.url, point, occurrence)
         at = trainer.await_event(lambda e: e["event"] == "held_at", REACH_S, since)
         if at is None:
             trainer.tell("forget")

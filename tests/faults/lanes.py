@@ -91,7 +91,7 @@ def perform(bench: Bench, result: Result, spare: Instance | None = None) -> None
     before = bench.window()
     mark = bench.mark()
     told = case.kind is Kind.LENGTH and case.point is Point.BEGIN
-    bench.hold(result, Point.GREET if told else None)
+    bench.hold(Point.GREET if told else case.point, case.occurrence)
     struck_s = time.monotonic()
     struck = STRIKES[case.who, case.kind](Scene(bench, case, trainer, spare))
     result.violations += struck.violations
@@ -260,9 +260,14 @@ def _other(scene: Scene) -> Struck:
     own = seat.swap(spare)
     scene.trainer.tell("go")
     scene.bench.run_on(time.monotonic() + max(REJECT_S, scene.bench.deadline_s))
+    wrong = _noticed(scene)
+    # Not while the lane takes a commit back: the server that it has paused would be this one again,
+    # in the commit that the fault met, and it would get the other's label and be resumed.
+    scene.bench.hold(Point.GREET)
     taken = [c for c in spare.commits[had:] if c.ok]
-    wrong = [f"another model was given version {c.version}" for c in taken] + _noticed(scene)
+    wrong += [f"another model was given version {c.version}" for c in taken]
     seat.swap(own)
+    scene.trainer.tell("go")
     return Struck(time.monotonic(), violations=wrong)
 
 

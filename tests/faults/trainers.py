@@ -65,7 +65,7 @@ def _released(bench: Bench, result: Result, since_s: float) -> None:
 def _kill(bench: Bench, result: Result) -> None:
     trainer = bench.trainer
     mark = bench.mark()
-    bench.hold(result)
+    bench.hold(result.case.point, result.case.occurrence)
     trainer.kill()
     killed_s = time.monotonic()
     bench.end_run()
@@ -87,7 +87,7 @@ def _freeze(bench: Bench, result: Result) -> None:
     trainer = bench.trainer
     before = bench.window()
     mark = bench.mark()
-    bench.hold(result)
+    bench.hold(result.case.point, result.case.occurrence)
     trainer.signal(signal.SIGSTOP)
     frozen_s = time.monotonic()
     try:
@@ -110,7 +110,7 @@ def _sync(bench: Bench, result: Result) -> None:
     killed = result.case.kind is Kind.KILL
     before = bench.window()
     mark = bench.mark()
-    bench.hold(result)
+    bench.hold(result.case.point, result.case.occurrence)
     pid, since, struck_s = trainer.sync_pid, trainer.mark(), time.monotonic()
     send(pid, signal.SIGKILL if killed else signal.SIGSTOP)
     trainer.tell("go")
@@ -140,7 +140,7 @@ def _sync(bench: Bench, result: Result) -> None:
 def _zombie(bench: Bench, result: Result) -> None:
     zombie = bench.trainer
     mark = bench.mark()
-    bench.hold(result)
+    bench.hold(result.case.point, result.case.occurrence)
     zombie.signal(signal.SIGSTOP)
     bench.put_in_force(None)
     try:
@@ -180,7 +180,7 @@ def _late(bench: Bench, result: Result) -> None:
 def _end(bench: Bench, result: Result) -> None:
     trainer, victim, witness = bench.trainer, bench.site.victim, bench.site.witness
     mark = bench.mark()
-    bench.hold(result)
+    bench.hold(result.case.point, result.case.occurrence)
     engine = victim.instance.engine_pid()
     send(engine, signal.SIGSTOP)
     try:
