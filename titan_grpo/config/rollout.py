@@ -109,8 +109,8 @@ class WorkerKeys(TaskKeys):
     """Largest number of requests in flight on one server."""
 
     request_timeout_s: float = 300.0
-    """Deadline of one generation request, in seconds. If its answer is streamed (stream_completions,
-    without grpo.router_replay): longest time without data from it."""
+    """Deadline of one generation request, in seconds. If its answer is streamed
+    (stream_completions, without grpo.router_replay): longest time without data from it."""
 
     stream_completions: bool = True
     """Receive completions in pieces of 32 tokens: after a broken connection they continue on

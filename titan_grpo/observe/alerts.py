@@ -125,9 +125,9 @@ def likely_cause(last: Mapping[str, float], quantised: Mapping[str, str]) -> str
         )
     if fresh is None and old is not None:
         return (
-            "no token is of the trainer's own version, so it may be what the policy learnt since, or"
-            " other types, kernels or sampling parameters on the server (titan-grpo verify compares"
-            " them)"
+            "no token is of the trainer's own version, so it may be what the policy learnt since,"
+            " or other types, kernels or sampling parameters on the server (titan-grpo verify"
+            " compares them)"
         )
     return (
         "everywhere alike: other types, kernels or sampling parameters on the server (titan-grpo"
