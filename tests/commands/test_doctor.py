@@ -343,10 +343,10 @@ def test_a_job_that_sends_adapters_is_judged_by_their_size(
 ) -> None:
     model = write_tiny_model("qwen3", tmp_path / "model", seed=0)
     job += [f"--rollout.servers=http://127.0.0.1:{free_port()}", "--lora.rank=2"]
-    job += [f"--model.hf_assets_path={model}", "--weight_sync.slots=512"]
+    job += [f"--model.hf_assets_path={model}", "--weight_sync.slots=256"]
     needs = []
     for sync in ("merged", "adapter"):
         cli.main([*job, f"--lora.sync={sync}"])
-        (found,) = re.findall(r"512 version images need (\d+) MiB", capsys.readouterr().out)
+        (found,) = re.findall(r"256 version images need (\d+) MiB", capsys.readouterr().out)
         needs.append(int(found))
     assert 0 < needs[1] < needs[0] / 4
