@@ -2,13 +2,16 @@
 mistakes are said."""
 
 import asyncio
+import json
 import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from tests.rollout.rows import SUMS, write_rows
 from titan_grpo.config.rollout import WorkerKeys
@@ -141,6 +144,25 @@ def test_a_prompt_is_made_of_columns_with_a_system_message_and_tools(
     )
     shown = [codec.decode(made.prompt(i, codec).token_ids) for i in range(2)]
     assert shown == ["<s>S.<u>Q: 2+2 {x}['g']:", "<s>S.<u>Q: 3+3 {x}['f']:"]
+
+
+def test_tools_and_calls_of_a_row_in_arrow_have_no_keys_of_other_rows(
+    codec: TextCodec, tmp_path: Path
+) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{{ messages | tojson }}{{ tools | tojson }}")
+    rows = []
+    for name in "ab":
+        call = {"function": {"name": name, "arguments": {name: 1}}}
+        said = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]
+        result = {"role": "tool", "content": "1"}
+        tool = {"function": {"name": name, "parameters": {"properties": {name: {"type": "int"}}}}}
+        rows.append({"messages": [*said, result], "tools": [tool]})
+    keys = WorkerKeys(dataset=str(tmp_path / "rows.parquet"), dataset_shuffle=False)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), keys.dataset)
+    made = FunctionTask(keys, [Reward("right_or_wrong", right_or_wrong)], open_rows(keys))
+    for number, row in enumerate(rows):
+        shown = codec.decode(made.prompt(number, codec).token_ids)
+        assert shown == json.dumps(row["messages"]) + json.dumps(row["tools"])
 
 
 def right_or_wrong(completions: list[str]) -> list[float]:

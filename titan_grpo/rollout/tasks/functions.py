@@ -47,6 +47,9 @@ REWARDING = ("reward", "group_reward", "episode_reward")
 MESSAGES, TEXTS = "messages", "prompt"
 """Columns of the prompt without ``rollout.prompt``. Either may hold texts or lists of messages."""
 
+RENDERED = (MESSAGES, TEXTS, "tools")
+"""Columns that a template renders as they are."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reward:
@@ -127,6 +130,7 @@ class FunctionTask:
         unless ``dataset_shuffle`` is false. The payload is the row's number in the dataset."""
         number, system_prompt = self.rows.number(index), self._keys.system_prompt
         row = self.rows[number]
+        row |= {name: without_nulls(row[name]) for name in RENDERED if name in row}
         try:
             said = self._said(row)
             if system_prompt:
@@ -257,6 +261,18 @@ class _Filled(Formatter):
         if value is None:
             raise ValueError(f"{field_name} has no value (null)")
         return value, first
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a row's value without keys of null: Arrow gives every object of a column all keys that
+    any has, and a template would write them. Pure.
+
+    >>> without_nulls([{"a": {"b": None, "c": [None, 1]}}])
+    [{'a': {'c': [None, 1]}}]
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return list(map(without_nulls, value)) if isinstance(value, list) else value
 
 
 def with_system(said: Any, system_prompt: str) -> list[Any]:
