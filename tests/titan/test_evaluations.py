@@ -189,6 +189,24 @@ def test_an_evaluation_for_which_no_thread_starts_keeps_no_server_and_begins_lat
     assert versions(recorder) == [1]
 
 
+def test_an_evaluation_whose_next_try_finds_no_free_thread_is_over_for_those_who_wait(
+    begin: Begin, completion_server: MakeServer
+) -> None:
+    server = completion_server()
+    server.behaviour = server.hang
+    one, lanes, _, recorder = begin(every=4)
+    one.set_server(held(server, 0))
+    wait_requests(server, 1)
+    waiting = threading.Thread(target=one.wait_idle)
+    waiting.start()
+    with no_free_thread():
+        the_process().kill()
+        waiting.join(30.0)
+    assert not waiting.is_alive()
+    assert lanes.calls[-1] == ("go on", server.url)
+    assert len(recorder.series(names.HELD_S)) == 1
+
+
 @pytest.mark.parametrize(
     ("reward", "dataset", "said"),
     [

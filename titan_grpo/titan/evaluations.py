@@ -276,7 +276,9 @@ class Evaluations:
         """Let the lane of an evaluation's server go on, unless another one runs there."""
         if any(t.running is not None and t.running.url == run.url for t in self._tables):
             return
-        since, now = self._kept_since.pop(run.url), self._recorder.now()
+        since, now = self._kept_since.pop(run.url, None), self._recorder.now()
+        if since is None:  # it goes on already: no thread was free for this try
+            return
         if run.url not in self.own:  # an evaluation-only server delays no rollout
             self._recorder.record_span(names.HELD_S, since, now, run.url, version=run.version)
         self._go_on(run.url)
