@@ -319,7 +319,7 @@ def test_a_server_restarted_before_its_label_is_not_given_it_although_it_would_t
     assert len(strike.times(Point.BEGIN)) == 2, "the second time to the server that came back"
     assert len(strike.times(Point.HELD)) == 1
     assert r.recorder.history().commits == {"a": [1]}
-    assert "setlabel failed" in str(r.server_set.take_error())
+    assert "set label failed" in str(r.server_set.take_error())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ thread only as a latched record.
 """
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -237,7 +238,7 @@ class ServerLane:
                 known = self._refused(str(error), final)
             # Latch a final refusal once: it lasts until the server restarts.
             if not (final and known):
-                what = type(work).__name__.lower()
+                what = re.sub(r"\B([A-Z])", r" \1", type(work).__name__).lower()
                 self._latch(f"{what} failed: {error}", getattr(error, "block", None))
             return table.Failed()
         raise AssertionError(f"the lane table asked for {work!r}, which no lane performs")
