@@ -9,9 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from tests.rollout.rows import SUMS, write_rows
 from titan_grpo.config.rollout import WorkerKeys
@@ -158,7 +156,7 @@ def test_tools_and_calls_of_a_row_in_arrow_have_no_keys_of_other_rows(
         tool = {"function": {"name": name, "parameters": {"properties": {name: {"type": "int"}}}}}
         rows.append({"messages": [*said, result], "tools": [tool]})
     keys = WorkerKeys(dataset=str(tmp_path / "rows.parquet"), dataset_shuffle=False)
-    parquet.write_table(pyarrow.Table.from_pylist(rows), keys.dataset)
+    pytest.importorskip("datasets").Dataset.from_list(rows).to_parquet(keys.dataset)
     made = FunctionTask(keys, [Reward("right_or_wrong", right_or_wrong)], open_rows(keys))
     for number, row in enumerate(rows):
         shown = codec.decode(made.prompt(number, codec).token_ids)
