@@ -45,13 +45,15 @@ def _seeded(
     return seed
 
 
-def _rollouts(name: str, breaks: str, versions: int, faults: int = 1) -> Callable[[Step], Step]:
+def _rollouts(name: str, breaks: str, tables: Tables, versions: int, faults: int = 1) -> None:
+    BUGS.append(Bug(name, breaks, lambda: explore_rollouts(2, versions, tables, faults=faults)))
+
+
+def _admitted(name: str, breaks: str, versions: int, faults: int = 1) -> Callable[[Step], Step]:
     """The step below, in place of the admission table's."""
 
     def seed(step: Step) -> Step:
-        tables = Tables(admission=step)
-        find = lambda: explore_rollouts(2, versions, tables, faults=faults)  # noqa: E731
-        BUGS.append(Bug(name, breaks, find))
+        _rollouts(name, breaks, Tables(admission=step), versions, faults)
         return step
 
     return seed
@@ -218,13 +220,13 @@ def _leaves_paused(*found: Any) -> tuple[Any, ...]:
     return tuple(step for step in settle(*found) if isinstance(step, Relabel))
 
 
-@_rollouts("one group more than the bound may start", "rule 8", 3)
+@_admitted("one group more than the bound may start", "rule 8", 3)
 def _one_too_many(a: admission.Admission, e: Any) -> Admitted:
     after, actions = admission.step(replace(a, max_staleness=a.max_staleness + 1), e)
     return replace(after, max_staleness=a.max_staleness), actions
 
 
-@_rollouts(
+@_admitted(
     "a prompt that was given up keeps its place",
     "rule 8: every place is trained, given up and counted, or on its way",
     3,
@@ -233,6 +235,14 @@ def _given_up_prompts_keep_their_places(a: admission.Admission, e: Any) -> Admit
     return (a, ()) if isinstance(e, admission.GiveUp) else admission.step(a, e)
 
 
-@_rollouts("a group that made no version counts", "rule 8: nothing starves", 1, 2)
+@_admitted("a group that made no version counts", "rule 8: nothing starves", 1, 2)
 def _what_made_no_version_counts(a: admission.Admission, e: Any) -> Admitted:
     return (a, ()) if isinstance(e, admission.Unversioned) else admission.step(a, e)
+
+
+_rollouts(
+    "what was skipped is never published",
+    "rule 8: nothing starves",
+    Tables(catches_up=False),
+    2,
+)

@@ -22,12 +22,14 @@ Made = tuple[int, int]
 
 
 class State(NamedTuple):
-    """``waiting``: prompts to be started; ``held``: what each server holds; ``trained`` groups are
-    those of the prompts below ``next`` that are nowhere else. Sorted."""
+    """``held``: what each server holds; ``published``: the newest version that had a slot;
+    ``waiting``: prompts to be started; ``trained`` groups are those of the prompts below ``next``
+    that are nowhere else. Sorted."""
 
     admission: Admission
     version: int
     held: tuple[int, ...]
+    published: int = 0
     faults: int = 0
     next: int = 0
     waiting: tuple[int, ...] = ()
@@ -85,12 +87,20 @@ def _moves(s: State, versions: int, t: Tables) -> Iterator[tuple[str, State]]:
         gone = failed._replace(admission=admission, given_up=given_up)
         yield f"prompt {prompt} is given up, and counted", gone
     for held in sorted(set(s.held)):
-        if held < s.version:
+        if held < s.published:
             at = s.held.index(held)
-            servers = tuple(sorted((*s.held[:at], *s.held[at + 1 :], s.version)))
-            yield f"a server goes from v{held} to v{s.version}", s._replace(held=servers)
+            servers = tuple(sorted((*s.held[:at], *s.held[at + 1 :], s.published)))
+            yield f"a server goes from v{held} to v{s.published}", s._replace(held=servers)
+    if (caught_up := _catch_up(s, t)) != s:
+        yield f"v{s.version}, which was skipped, is published before its step", caught_up
     if s.version < versions:
         yield from _train(s, t)
+
+
+def _catch_up(s: State, t: Tables) -> State:
+    """See GRPOTrainer._catch_up."""
+    late = t.catches_up and too_stale(s.published, s.version, s.admission.max_staleness)
+    return s._replace(published=s.version) if late else s
 
 
 def _train(s: State, t: Tables) -> Iterator[tuple[str, State]]:
@@ -109,7 +119,9 @@ def _train(s: State, t: Tables) -> Iterator[tuple[str, State]]:
     ready = tuple(made for made in s.ready if made[0] not in taken)
     trained = tuple(sorted((*s.trained, *taken)))
     after = s._replace(admission=admission, ready=ready, trained=trained)
-    yield "the trainer uses a batch", after._replace(version=s.version + 1)
+    made = after._replace(version=s.version + 1)
+    yield "the trainer uses a batch", made._replace(published=made.version)
+    yield "the trainer uses a batch, and no slot is free for what it makes", made
     admission, _ = t.admission(admission, Unversioned(len(taken)))
     skipped = after._replace(admission=admission, faults=s.faults + 1)
     yield "a batch makes no version", skipped
@@ -133,7 +145,9 @@ def _check(s: State, t: Tables) -> None:
 
 def _progress(s: State, t: Tables) -> None:
     """With every server up to date and nothing more failing, the trainer gets its next step."""
-    settled, version = s._replace(held=(s.version,)), s.version
+    settled = _catch_up(s, t)
+    version = settled.published
+    settled = settled._replace(held=(version,))
     try:
         while len(settled.unused) < s.admission.per_step:
             settled = _admit(settled, version, t)
@@ -141,17 +155,18 @@ def _progress(s: State, t: Tables) -> None:
             if prompt in settled.unused[: s.admission.per_step]:
                 settled = _start(settled, prompt, version, t)
     except ProtocolError as error:
-        raise Violation(f"the trainer at {version} is starved: {error}") from error
+        raise Violation(f"the trainer at {s.version} is starved: {error}") from error
     settled = settled._replace(ready=tuple(sorted((*settled.ready, *settled.running))), running=())
     if not any(True for _ in _train(settled, t)):
-        raise Violation(f"the trainer at {version} waits for ever for {settled.unused}")
+        raise Violation(f"the trainer at {s.version} waits for ever for {settled.unused}")
 
 
 def explore_rollouts(
     servers: int, versions: int, tables: Tables | None = None, faults: int = 1
 ) -> Result:
     """Every reachable state of admission, servers and groups: two of these a step, which may be one
-    version old. A fault is a group that fails or is given up, or a step that makes no version."""
+    version old. A fault is a group that fails or is given up, or a step that makes no version; that
+    no slot is free for a version is none."""
     t = tables or Tables()
     return search_from(
         State(Admission(0, 2, 1), 0, (0,) * servers),

@@ -18,6 +18,7 @@ Step = Callable[[Any, Any], Any]
 class Tables:
     """What production runs on. ``same_slot``: all ranks publish to the slot that travels with the
     batch. ``ping``: a lane asks the receiver of its epoch for a sign of life after the read-back.
+    ``catches_up``: a trainer publishes before a step whose groups no published version may make.
     """
 
     boundary: Step = image_slots.step
@@ -28,6 +29,7 @@ class Tables:
     settle: Callable[..., tuple[Any, ...]] = settle
     same_slot: bool = True
     ping: bool = True
+    catches_up: bool = True
     clocks_behind: bool = False
 
     @classmethod
