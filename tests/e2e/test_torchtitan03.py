@@ -62,7 +62,6 @@ REFUSED = {
         "parallelism.tensor_parallel_degree must be a divisor of the attention heads"
     ),
     "--checkpoint.keep_latest_k=-1": "keep_latest_k cannot be negative",
-    "--checkpoint.last_save_in_hf --checkpoint.no-last_save_model_only": "last_save_in_hf requires",
     "--parallelism.context_parallel_load_balancer=": "load_balancer cannot be an empty string",
 }
 """What 0.3 does not take -> words of the message."""
