@@ -12,6 +12,8 @@ from contextlib import asynccontextmanager, suppress
 
 import h11
 
+from titan_grpo.config.rollout import PORTS
+
 READ_BYTES = 64 << 10
 
 KEEPALIVE_S = 1.0
@@ -87,7 +89,7 @@ class Connections:
         self._tls = tls
         self._host, self._port = host, port
         name = f"[{host}]" if ":" in host else host.encode("idna").decode()
-        self._name = name if port == (443 if tls else 80) else f"{name}:{port}"
+        self._name = name if port == PORTS["https" if tls else "http"] else f"{name}:{port}"
         self.room = asyncio.Semaphore(most)
         """Hold it for each ``ask``, outside of the request's deadline."""
         self._idle: deque[tuple[float, Exchange]] = deque()

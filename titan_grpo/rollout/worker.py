@@ -74,8 +74,8 @@ class Worker:
             # until its deadline.
             self._fail(context["exception"])
         else:
-            # A user's, and no reason to end the run: the error of a task that nobody awaited, say,
-            # or a session of aiohttp that was not closed.
+            # A user's, and no reason to end the run: the error of a task that is not awaited, or a
+            # session of aiohttp that is not closed.
             loop.default_exception_handler(context)
 
     def begin(self, spec: RolloutSpec) -> None:
