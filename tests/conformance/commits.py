@@ -40,9 +40,6 @@ BUCKET_BYTES = 256 << 10
 PREFIX = 140
 """Tokens of a prompt that an engine keeps: more than a block of its cache (vLLM on a CPU: 128)."""
 
-NUMBER = 1
-"""Of the only transfer of each lane."""
-
 CANDIDATES = 300
 """Sequences among which the clearest are looked for (Reference.clearest)."""
 
@@ -85,7 +82,7 @@ class Sender:
         self.options = LinkOptions(config, "tcp", "127.0.0.1", run_key=run_key)
         self.folder = folder / self.run_id
         self.joined: Joined | None = None
-        self.epoch = 0
+        self.epoch = self.number = 0
 
     def make(self, seed: int, rename: Callable[[str], str] = str) -> tuple[Weights, Path]:
         """Weights to send, and the directory that says what they compute."""
@@ -101,7 +98,7 @@ class Sender:
     @contextmanager
     def link(self, weights: Weights) -> Iterator[LaneLink]:
         """A lane of the next epoch that has joined."""
-        self.epoch += 2  # the odd ones are the pause guard's
+        self.epoch, self.number = self.epoch + 2, 0  # the odd ones are the pause guard's
         link = LaneLink(self.run_id, self.epoch, weights.manifest, self.options)
         try:
             self.joined = link.join(self.control, STEP_S)
@@ -117,7 +114,8 @@ class Sender:
         """The transfer alone: the receiver has the version, and the server still serves what it
         served. ``moved``: see LaneLink.send."""
         content = weights.image, weights.digests, weights.fingerprint
-        staged = link.send(NUMBER, version, *content, moved)
+        self.number += 1
+        staged = link.send(self.number, version, *content, moved)
         assert staged.ok, staged.error
         return staged
 
@@ -127,7 +125,7 @@ class Sender:
         self.control.pause()
         paused()
         self.control.load(link.commit(staged).to_dict())
-        return link.wait_applied(NUMBER, STEP_S)
+        return link.wait_applied(staged.number, STEP_S)
 
     def apply(
         self, link: LaneLink, staged: Staged, label: str, paused: Callable[[], object] = bool
@@ -198,6 +196,17 @@ def the_server_computes_what_was_committed_also_the_second_time(e: EngineUnderTe
             assert trainer.sync(version, version) == path
             assert trainer.control.label() == trainer.label(version)
             assert difference(e, path) <= MAX_DIFFERENCE
+
+
+def the_server_computes_each_version_of_one_lane(e: EngineUnderTest) -> None:
+    """The plugin learns what the first load does, and may repeat it without the engine's loader."""
+    with sender(e) as trainer:
+        made = [trainer.make(seed) for seed in (5, 6, 7)]
+        with trainer.link(made[0][0]) as link:
+            for version, (weights, path) in enumerate(made, 1):
+                applied = trainer.commit(link, weights, version)
+                assert applied.ok, applied.error
+                assert difference(e, path) <= MAX_DIFFERENCE
 
 
 def requests_run_over_a_commit_and_none_is_lost(e: EngineUnderTest) -> None:
@@ -446,6 +455,7 @@ def a_restarted_server_is_seen_as_one(e: EngineUnderTest) -> None:
 
 CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
     the_server_computes_what_was_committed_also_the_second_time,
+    the_server_computes_each_version_of_one_lane,
     requests_run_over_a_commit_and_none_is_lost,
     requests_are_answered_between_any_two_buckets_of_a_transfer,
     a_new_version_reuses_nothing_of_the_prefixes_of_an_older_one,

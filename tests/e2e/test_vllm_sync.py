@@ -3,6 +3,7 @@ also in two tensor-parallel workers, not without the patch for its CPU reload, a
 pause. And what our middleware adds: the two routes that Atropos asks for."""
 
 import json
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ from tests.conformance.engine import (
 )
 from tests.conformance.reference import Reference
 from tests.e2e.conftest import Site
+from tests.rigs import vllm_unpacked
 from titan_grpo.engines.http import Call, HttpRefused, SyncDriver, ignore
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.runkey import EpochKeys, Key
@@ -84,6 +86,17 @@ def test_a_server_of_each_architecture_computes_what_was_committed(
     with served(kind, vllm_python, tmp_path) as e:
         commits.the_server_computes_what_was_committed_also_the_second_time(e)
         commits.a_version_with_a_tensor_that_the_model_has_not_is_refused_whole(e)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.long)])
+def test_layers_that_compute_with_weights_as_they_are_loaded_get_them_by_copies(
+    kind: Kind, vllm_python: str, tmp_path: Path
+) -> None:
+    """As layers do on GPUs, through vLLM's own reload."""
+    with served(kind, vllm_python, tmp_path, env=vllm_unpacked.install(tmp_path / "plugin")) as e:
+        commits.the_server_computes_each_version_of_one_lane(e)
+    log = (tmp_path / "server.log").read_text()
+    assert re.findall("the next versions are loaded by the ([0-9]+) copies", log)
 
 
 @pytest.mark.long

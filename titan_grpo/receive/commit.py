@@ -21,6 +21,7 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Applied, Attach, Commit, Hello, reply_address
 from titan_grpo.receive.checkpoint import CheckpointNames, difference, essential
 from titan_grpo.receive.process import ReceiverHandle
+from titan_grpo.receive.replay import OWN_LOADER, Copies, learn
 from titan_grpo.receive.window import Tensors, WindowReader
 from titan_grpo.runkey import Key, find_run_key
 from titan_grpo.subprocesses import when_ended
@@ -116,6 +117,10 @@ class Engine:
     in_place = True
     """Whether a load changes the weights that are served: one that fails leaves them half-way."""
 
+    def filled(self) -> torch.nn.Module | None:
+        """The module that a load fills, if that may be plain copies (see receive.replay)."""
+        return None
+
     def refuses(self, manifest: Manifest) -> str:
         """Return why these tensors are not this model's, or "". Changes no weight."""
         return ""
@@ -198,6 +203,8 @@ class Mapped:
         """Map the granted memory, and pin it for copies to ``device``. Raises SyncError if the
         receiver is gone, DataError if the manifest is invalid."""
         self.accepted = False
+        self.copies: Copies | str | None = None
+        """What a load does; a text: why that is no copies; None: not known yet."""
         with SharedImage.attach(ImageAddress.from_json(grant["manifest"])) as text:
             self.manifest = Manifest.from_json(bytes(text.buffer).decode())
         # Here, before a commit's pause: it takes a second with millions of extents.
@@ -215,6 +222,12 @@ class Mapped:
         if self._unpin is not None:
             self._unpin()
             self._unpin = None
+
+
+def _described(copies: Copies | str) -> str:
+    if isinstance(copies, str):
+        return f"the engine's own loader: {copies}"
+    return f"the {len(copies.pairs)} copies of this load"
 
 
 def _release(mapping: Future[Mapped]) -> None:
@@ -238,6 +251,7 @@ class EngineSide:
         it. ``run_key``: serve only trainers that prove it."""
         self._engine, self._workers, self._problem = engine, workers, problem
         self._device = WorkerDevice()
+        self._own_loader = os.environ.get(OWN_LOADER) == "1"
         self._mapping: tuple[dict[str, Any], Future[Mapped]] | None = None
         """A grant and its mapping. It is made and pinned while the engine generates, before the
         first commit: both take seconds for large models. It is kept between the commits of an
@@ -423,11 +437,11 @@ class EngineSide:
             self._device.settle()
             attempt.touched, start = self._engine.in_place, time.monotonic()
             try:
-                self._engine.load(self._counted(tensors, attempt))
+                self._fill(self._counted(tensors, attempt), attempt)
             finally:
-                attempt.load_s = time.monotonic() - start
                 # The receiver may overwrite the image after this: finish all copies from it.
                 self._device.settle()
+                attempt.load_s = time.monotonic() - start
             if attempt.loaded != (wanted := len(attempt.mapped.manifest.tensors)):
                 attempt.error = f"the engine loaded {attempt.loaded} of {wanted} tensors"
         except Exception as failure:  # noqa: BLE001 - raising would end the engine
@@ -436,6 +450,23 @@ class EngineSide:
             # If this worker failed alone, the others may have changed weights.
             if attempt.reader is None or not attempt.reader.broken:
                 attempt.touched = self._engine.in_place
+
+    def _fill(self, tensors: Tensors, attempt: Attempt) -> None:
+        """Repeat what the first load of this mapping did, if that was plain copies; else have the
+        engine load."""
+        mapped, model = attempt.mapped, self._engine.filled()
+        assert mapped is not None
+        known = mapped.copies
+        own = self._own_loader or attempt.reader is not None
+        if own or model is None or isinstance(known, str):
+            self._engine.load(tensors)
+        elif known is not None and known.fit(model):
+            all(True for _ in tensors)
+            known.repeat()
+        else:
+            sources = [tensor for _, tensor in mapped.tensors]
+            mapped.copies = learn(lambda: self._engine.load(tensors), model, sources)
+            log.info("the next versions are loaded by %s", _described(mapped.copies))
 
     def _counted(self, tensors: Tensors, attempt: Attempt) -> Tensors:
         for name, tensor in tensors:

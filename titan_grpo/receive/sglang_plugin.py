@@ -380,6 +380,11 @@ class SglangModel(LoadedModel):
         super().__init__(config, config.model_path, sends_routes(scheduler.server_args))
         self._runner = scheduler.tp_worker.model_runner
 
+    def filled(self) -> torch.nn.Module | None:
+        """See Engine. A quantised layer is computed from its weights."""
+        model: torch.nn.Module = self._runner.model
+        return None if self.quantization else model
+
     def refuses(self, manifest: Manifest) -> str:
         """See Engine. SGLang ignores unknown names and reports success: refuse everything if there
         is no checkpoint to compare them with."""

@@ -156,6 +156,10 @@ class VllmModel(LoadedModel):
         self._owner, self._repair = owner, repair
         self._writes = get_world_group().rank_in_group == 0
 
+    def filled(self) -> torch.nn.Module | None:
+        """See Engine. A quantised layer is computed from its weights."""
+        return self._owner.model if self.in_place and not self.quantization else None
+
     def refuses(self, manifest: Manifest) -> str:
         lora = self._owner.vllm_config.lora_config
         # An adapter is loaded beside the weights: if it cannot be written, the old one is whole.
