@@ -40,21 +40,14 @@ def _keep_experts(self: Any, layer: Any) -> None:
 
 
 def _apply_experts(
-    self: Any,
-    output: torch.Tensor,
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    *_: Any,
-    **__: Any,
+    self: Any, output: torch.Tensor, hidden_states: torch.Tensor, *places: Any, **names: Any
 ) -> None:
     """Each expert by itself: gate and up projection, SiLU, down projection."""
+    given = dict(zip(("w1", "w2", "topk_weights", "topk_ids"), places, strict=False)) | names
+    chosen = given["topk_ids"]
     output.zero_()
-    for expert in topk_ids.unique().tolist():
-        rows, places = (topk_ids == expert).nonzero(as_tuple=True)
-        gate, up = functional.linear(hidden_states[rows], w1[expert]).chunk(2, -1)
-        down = functional.linear(functional.silu(gate) * up, w2[expert])
-        weight = topk_weights[rows, places, None].to(down.dtype)
-        output.index_add_(0, rows, down * weight)
+    for expert in chosen.unique().tolist():
+        rows, at = (chosen == expert).nonzero(as_tuple=True)
+        gate, up = functional.linear(hidden_states[rows], given["w1"][expert]).chunk(2, -1)
+        down = functional.linear(functional.silu(gate) * up, given["w2"][expert])
+        output.index_add_(0, rows, down * given["topk_weights"][rows, at, None].to(down.dtype))

@@ -244,7 +244,10 @@ MEANING: dict[str, str] = {
         " as the lane sees it, seconds"
     ),
     PAUSE_S: "generation stood still on one server, seconds",
-    LOAD_S: "the engine's own loader at work within that pause, seconds",
+    LOAD_S: (
+        "the engine's own loader, or the copies that repeat its first load, at work within that"
+        " pause, seconds"
+    ),
     SYNC_S: "publish to verified commit on one server, seconds",
     HELD_S: "evaluations kept a server of rollouts on its version, seconds",
     SYNC_COUNT: "commits on all servers",

@@ -495,9 +495,9 @@ class Applied(Message, frozen=True):
 
     ``intact``: the engine holds one whole version: the new one if ``ok``, otherwise the old one.
     Not intact: the load failed half-way; keep the server paused until a commit succeeds.
-    ``loaded``: number of tensors; ``load_s``: seconds in the engine's own loader, part of
-    ``apply_s``. Streamed, the receiver adds the seconds of its own work, ``receive_s`` and
-    ``verify_s``, and ``bad_block``, the first block that differs (-1: none).
+    ``loaded``: number of tensors; ``load_s``: seconds in the engine's own loader, or of the copies
+    that repeat it, part of ``apply_s``. Streamed, the receiver adds the seconds of its own work,
+    ``receive_s`` and ``verify_s``, and ``bad_block``, the first block that differs (-1: none).
     """
 
     number: int
