@@ -305,6 +305,18 @@ def test_large_tensors_are_compared_piece_by_piece(model: Model, version: Checkp
     assert not copies.differ(three_rows)
 
 
+def test_what_cannot_be_followed_ends_no_load(model: Model, version: Checkpoint) -> None:
+    """A sparse tensor has no memory that could be watched."""
+
+    def load() -> None:
+        model.load(version)
+        torch.eye(2).to_sparse().coalesce()
+
+    why = learn(load, model, version.sources)
+    assert isinstance(why, str)
+    assert "cannot be followed" in why
+
+
 def test_a_load_that_fails_is_no_load(model: Model, version: Checkpoint) -> None:
     def load() -> None:
         model.load(version)

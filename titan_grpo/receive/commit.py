@@ -461,8 +461,8 @@ class EngineSide:
         if own or model is None or isinstance(known, str):
             self._engine.load(tensors)
         elif known is not None and known.fit(model):
-            all(True for _ in tensors)
             known.repeat()
+            all(True for _ in tensors)
         else:
             sources = [tensor for _, tensor in mapped.tensors]
             mapped.copies = learn(lambda: self._engine.load(tensors), model, sources)

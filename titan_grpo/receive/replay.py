@@ -24,6 +24,10 @@ from torch.utils._pytree import tree_leaves
 OWN_LOADER = "TITAN_GRPO_OWN_LOADER"
 """Environment variable of a server: with 1, every version goes through the engine's own loader."""
 
+UNSEEN = RuntimeError, AttributeError
+"""Raised for tensors without memory of their own, for operators without a schema, and where a
+device has no memory left to compare in."""
+
 COMPARED = 64 << 20
 """On a full GPU there is no room for a large tensor twice."""
 
@@ -64,10 +68,13 @@ def learn(
     is). Return the copies that it consists of, or why there are none."""
     with torch.no_grad(), _Watch(model, sources) as watch:
         load()
-    with torch.no_grad():
-        found: Copies | str = watch.copies(model)
-        if isinstance(found, Copies) and found.differ():
-            return "parameters differ from what was copied into them"
+    try:
+        with torch.no_grad():
+            found: Copies | str = watch.copies(model)
+            if isinstance(found, Copies) and found.differ():
+                return "parameters differ from what was copied into them"
+    except UNSEEN as error:  # the load went well
+        return f"the copies cannot be checked: {error}"
     return found
 
 
@@ -205,7 +212,10 @@ class _Watch(TorchDispatchMode):
     ) -> object:
         out = func(*args, **(kwargs or {}))
         if not self._problem:
-            self._problem = self._seen(func, args, kwargs, out)
+            try:
+                self._problem = self._seen(func, args, kwargs, out)
+            except UNSEEN as error:  # raising would break a load that goes well
+                self._problem = f"{func} cannot be followed: {error}"
         return out
 
     def _seen(self, func: Any, args: Any, kwargs: Any, out: Any) -> str:
