@@ -3,6 +3,7 @@ out."""
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,9 @@ class Model(nn.Module):
         self.gates = made(2, HIDDEN)
         self.embedding = made(PADDED, HIDDEN)
         self.norm = made(HIDDEN, dtype=torch.float32)
-        self.derived = torch.empty(0)
+        self.bias: torch.Tensor
+        self.register_buffer("bias", torch.zeros(HIDDEN, dtype=torch.bfloat16))
+        self.derived = self.constant = torch.empty(0)
 
     def load(self, version: Checkpoint) -> None:
         """As an engine's loader does it."""
@@ -77,6 +80,8 @@ class Model(nn.Module):
         self.norm.data.copy_(loaded["norm"])
         self.gates.data.copy_(loaded["norm"])
         self.gates.data.copy_(self.gates.data)
+        self.bias.copy_(loaded["norm"])
+        self.constant = torch.empty(4).zero_()
 
     def load_by_layer(self, version: Checkpoint) -> None:
         """As vLLM reloads: into new memory, which takes the place of the last layer's."""
@@ -91,8 +96,9 @@ class Model(nn.Module):
 
     @property
     def content(self) -> list[list[int]]:
-        """The bytes of all parameters."""
-        return [p.detach().flatten().view(torch.uint8).tolist() for p in self.parameters()]
+        """The bytes of all parameters and buffers."""
+        tensors = [*self.parameters(), *self.buffers()]
+        return [t.detach().flatten().view(torch.uint8).tolist() for t in tensors]
 
 
 @pytest.fixture
@@ -122,6 +128,7 @@ def test_copies_give_the_bytes_that_the_loader_gives(
     repeated = model.content
     for parameter in model.parameters():
         parameter.data[..., :2] = 7.0
+    model.bias.zero_()
     load(version)
     assert repeated == model.content
     assert copies.fit(model)
@@ -151,6 +158,33 @@ def test_memory_that_is_given_back_and_used_again_is_other_memory(
     assert learn(load, model, version.sources) == "qkv is not filled by copies alone"
 
 
+def test_a_copy_that_is_kept_beside_the_parameters_is_found(
+    model: Model, version: Checkpoint
+) -> None:
+    def load() -> None:
+        model.load(version)
+        model.derived = torch.empty(8, HIDDEN, dtype=torch.bfloat16)
+        model.derived.copy_(version.tensors["q"])
+        model.qkv.data[:8].copy_(model.derived)
+
+    why = "1 tensors are loaded that are neither parameters nor buffers"
+    assert learn(load, model, version.sources) == why
+
+
+def test_memory_that_only_a_cycle_holds_is_given_back(model: Model, version: Checkpoint) -> None:
+    class Layer:
+        pass
+
+    def load() -> None:
+        layer: Any = Layer()
+        layer.itself, layer.memory = layer, torch.empty(8, HIDDEN, dtype=torch.bfloat16)
+        layer.memory.copy_(version.tensors["q"])
+        model.load(version)
+        model.qkv.data[:8].copy_(layer.memory)
+
+    assert isinstance(learn(load, model, version.sources), Copies)
+
+
 def test_memory_that_is_used_again_is_not_what_was_copied_on(
     model: Model, version: Checkpoint
 ) -> None:
@@ -175,6 +209,20 @@ def scaled(model: Model, version: Checkpoint) -> None:
 
 def scaled_afterwards(model: Model, version: Checkpoint) -> None:
     model.norm.data.mul_(2)
+
+
+def scaled_on_the_way(model: Model, version: Checkpoint) -> None:
+    memory = torch.empty(HIDDEN, dtype=torch.bfloat16)
+    memory.copy_(version.tensors["norm"])
+    memory.mul_(2)
+    model.norm.data.copy_(memory)
+
+
+def mixed_on_the_way(model: Model, version: Checkpoint) -> None:
+    memory = torch.empty(8, HIDDEN, dtype=torch.bfloat16)
+    memory.copy_(version.tensors["q"])
+    memory[:2].copy_(torch.ones(2, HIDDEN))
+    model.qkv.data[:8].copy_(memory)
 
 
 def derived(model: Model, version: Checkpoint) -> None:
@@ -234,6 +282,14 @@ def copied_as_bytes(model: Model, version: Checkpoint) -> None:
     model.norm.data.view(torch.uint8).copy_(version.memory[: 4 * HIDDEN])
 
 
+def written_back(model: Model, version: Checkpoint) -> None:
+    version.tensors["q"].copy_(torch.zeros(8, HIDDEN))
+
+
+def cleared(model: Model, version: Checkpoint) -> None:
+    version.tensors["q"].zero_()
+
+
 def left_half(model: Model, version: Checkpoint) -> None:
     blank = nn.Parameter(torch.zeros_like(model.o), requires_grad=False)
     blank.data[:8].copy_(version.tensors["o"][:8, 4:])
@@ -257,6 +313,8 @@ def behind_torch(model: Model, version: Checkpoint) -> None:
     [
         (scaled, "aten.mul.Tensor computes with weights"),
         (scaled_afterwards, "aten.mul_.Tensor computes with weights"),
+        (scaled_on_the_way, "aten.mul_.Tensor computes with weights"),
+        (mixed_on_the_way, "something else is copied into weights"),
         (derived, "aten.clone.default computes with weights"),
         (read_as_a_number, "aten._local_scalar_dense.default computes with weights"),
         (filled_with_an_element, "aten.fill_.Tensor computes with weights"),
@@ -268,6 +326,8 @@ def behind_torch(model: Model, version: Checkpoint) -> None:
         (copied_within, "something else is copied into weights"),
         (left_a_gap, "norm is not filled by copies alone"),
         (copied_as_bytes, "norm is not filled by copies alone"),
+        (written_back, "the loaded tensors are written to"),
+        (cleared, "the loaded tensors are written to"),
         (left_half, "o is not filled by copies alone"),
         (on_a_thread, "norm is not filled by copies alone"),
         (behind_torch, "parameters differ from what was copied into them"),

@@ -6,10 +6,12 @@ vLLM reloads 310 tensors (1.1 GiB) on an H200 in 0.12 s, of which the bytes take
 of experts has tens of thousands of tensors.
 
 ``learn`` records the copies of one load. They are repeated only if they prove to be all that the
-load did: nothing computes with a weight, copies fill every parameter without a gap, and each has
-the bytes that its copies give it. Otherwise every version goes through the engine's own loader.
+load did: nothing computes with a weight, nothing keeps one but the parameters (and buffers), copies
+fill these without a gap, and each has the bytes that its copies give it. Otherwise every version
+goes through the engine's own loader.
 """
 
+import gc
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -66,7 +69,7 @@ def learn(
 ) -> Copies | str:
     """Call ``load``, which fills ``model`` from ``sources`` (views of memory that stays where it
     is). Return the copies that it consists of, or why there are none."""
-    with torch.no_grad(), _Watch(model, sources) as watch:
+    with torch.no_grad(), _Watch(sources) as watch:
         load()
     try:
         with torch.no_grad():
@@ -104,7 +107,9 @@ def _pieces(
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """Return what names the tensor's memory as long as a weak reference to it lives: an address
+    would soon name other memory."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _in_memory(value: Any) -> bool:
@@ -112,13 +117,14 @@ def _in_memory(value: Any) -> bool:
 
 
 NEW = "aten::empty_like", "aten::zeros_like", "aten::new_empty", "aten::new_empty_strided"
+"""They read no more of a tensor than its shape."""
 
 
 class _Kind(Enum):
-    """Of an operation. FILL writes a constant: what it pads keeps its value. NEW makes memory, and
-    reads no more of its argument than the shape."""
+    """Of an operation. FILL writes a constant: what it pads keeps its value. HARMLESS ones make
+    views or new memory."""
 
-    VIEW, COPY, FILL, NEW, OTHER = range(5)
+    HARMLESS, COPY, FILL, OTHER = range(4)
 
 
 @cache
@@ -128,11 +134,9 @@ def _kind(func: Any) -> _Kind:
         return _Kind.COPY
     if func in (aten.fill_.Scalar, aten.zero_.default):
         return _Kind.FILL
-    if func.name().partition(".")[0] in NEW:
-        return _Kind.NEW
-    if returned and not func._schema.is_mutable and all(r.alias_info for r in returned):
-        return _Kind.VIEW
-    return _Kind.OTHER
+    views = returned and not func._schema.is_mutable and all(r.alias_info for r in returned)
+    new = func.name().partition(".")[0] in NEW
+    return _Kind.HARMLESS if views or new else _Kind.OTHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +156,9 @@ class _Write:
 class _Blocks:
     """Writes to one storage. None overlaps another: the later one has replaced it."""
 
-    def __init__(self) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """``tensor``: any view of it."""
+        self._memory = StorageWeakRef(tensor.untyped_storage())
         self._starts = list[int]()
         self._writes = dict[int, _Write]()
 
@@ -176,9 +182,10 @@ class _Blocks:
         insort(self._starts, write.start)
 
     @property
-    def loaded(self) -> bool:
-        """Whether one is no constant."""
-        return any(write.source is not None for write in self._writes.values())
+    def kept(self) -> bool:
+        """Whether there is still something in it that was loaded."""
+        loaded = any(write.source is not None for write in self._writes.values())
+        return loaded and not self._memory.expired()
 
 
 def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -195,16 +202,13 @@ class _Watch(TorchDispatchMode):
     """Sees every operation of the thread that enters it, and records what it writes.
 
     Loaders also fill memory of their own and copy that on (vLLM: into the tensors that its CUDA
-    graphs know), so the writes to every storage are kept until that memory is given back.
+    graphs know), so the writes to every storage are recorded.
     """
 
-    def __init__(self, model: torch.nn.Module, sources: Sequence[torch.Tensor]) -> None:
+    def __init__(self, sources: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sources = {_storage(s) for s in sources if _in_memory(s)}
-        tensors = [*model.parameters(), *model.buffers()]
-        self._model = {_storage(t) for t in tensors if _in_memory(t)}
         self._blocks: dict[int, _Blocks] = {}
-        self._passed_on = set[int]()
         self._problem = ""
 
     def __torch_dispatch__(
@@ -213,28 +217,24 @@ class _Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not self._problem:
             try:
-                self._problem = self._seen(func, args, kwargs, out)
+                self._problem = self._seen(func, args, kwargs)
             except UNSEEN as error:  # raising would break a load that goes well
                 self._problem = f"{func} cannot be followed: {error}"
         return out
 
-    def _seen(self, func: Any, args: Any, kwargs: Any, out: Any) -> str:
+    def _seen(self, func: Any, args: Any, kwargs: Any) -> str:
         """Record an operation. Return why the load is not one of copies, or ""."""
-        if (kind := _kind(func)) is _Kind.VIEW:
+        if (kind := _kind(func)) is _Kind.HARMLESS:
             return ""
+        if kind is not _Kind.OTHER and _storage(args[0]) in self._sources:
+            return "the loaded tensors are written to"
         if kind is _Kind.COPY:
             return self._copied(args[0], args[1])
         if kind is _Kind.FILL:
             return self._wrote(args[0], None)
         given = {_storage(t) for t in tree_leaves((args, kwargs)) if _in_memory(t)}
-        known = self._sources | self._model | self._blocks.keys()
-        if kind is _Kind.OTHER and not given.isdisjoint(known):
+        if not given.isdisjoint(self._sources | self._blocks.keys()):
             return f"{func} computes with weights"
-        for made in tree_leaves(out):
-            # New memory may lie where other memory was written to and given back.
-            if _in_memory(made) and (storage := _storage(made)) not in given:
-                self._blocks.pop(storage, None)
-                self._passed_on.discard(storage)
         return ""
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> str:
@@ -247,7 +247,7 @@ class _Watch(TorchDispatchMode):
             return self._moved(target, source, self._blocks[origin])
         if origin == storage and _view(source) == _view(target):
             return ""  # onto itself
-        if storage in self._model or storage in self._blocks:
+        if storage in self._blocks:
             return "something else is copied into weights"
         return ""
 
@@ -258,8 +258,14 @@ class _Watch(TorchDispatchMode):
             return "a block is written with gaps"
         source = source if source is None else source.expand(target.shape)
         write = _Write(_span(target)[0], target.shape, target.dtype, source)
-        self._blocks.setdefault(_storage(target), _Blocks()).put(write)
+        self._of(target).put(write)
         return ""
+
+    def _of(self, tensor: torch.Tensor) -> _Blocks:
+        """Return the writes to a tensor's memory."""
+        if (storage := _storage(tensor)) not in self._blocks:
+            self._blocks[storage] = _Blocks(tensor)
+        return self._blocks[storage]
 
     def _moved(self, target: torch.Tensor, source: torch.Tensor, blocks: _Blocks) -> str:
         """Record for ``target`` the writes that filled ``source``."""
@@ -270,28 +276,26 @@ class _Watch(TorchDispatchMode):
         writes = blocks.between(begin, end)
         if any(w.start < begin or w.end > end for w in writes):
             return "a part of a block is copied on"
-        moved = self._blocks.setdefault(_storage(target), _Blocks())
+        moved = self._of(target)
         # What ``source`` had from nowhere is unknown in ``target`` too.
         moved.forget(first, last)
         for w in writes:
             moved.put(_Write(w.start - begin + first, w.shape, w.dtype, w.source))
-        self._passed_on.add(_storage(source))
         return ""
 
     def copies(self, model: torch.nn.Module) -> Copies | str:
         """Return the load's copies, or why it is more than those. Call it after the load."""
         if self._problem:
             return self._problem
-        left = {at for at, blocks in self._blocks.items() if blocks.loaded} - self._passed_on
         tensors = dict[str, torch.Tensor](model.named_parameters())
-        tensors |= {name: b for name, b in model.named_buffers() if _storage(b) in left}
+        tensors |= {name: b for name, b in model.named_buffers() if self._of(b).kept}
         pairs = list[tuple[torch.Tensor, torch.Tensor]]()
         for name, tensor in tensors.items():
             begin, end = _span(tensor)
             if not tensor.is_contiguous():
                 return f"{name} has gaps"
             at = begin
-            for w in self._blocks.get(_storage(tensor), _Blocks()).between(begin, end):
+            for w in self._of(tensor).between(begin, end):
                 if w.start != at or w.dtype != tensor.dtype:
                     break
                 at = w.end
@@ -301,7 +305,9 @@ class _Watch(TorchDispatchMode):
                     pairs.append((block.view(w.shape), w.source))
             if at != end:
                 return f"{name} is not filled by copies alone"
-            left.discard(_storage(tensor))
-        if left:
-            return f"{len(left)} tensors are loaded that are neither parameters nor buffers"
+        others = self._blocks.keys() - {_storage(tensor) for tensor in tensors.values()}
+        if any(self._blocks[at].kept for at in others):
+            gc.collect()  # a cycle may hold what is no longer used
+        if left := sum(self._blocks[at].kept for at in others):
+            return f"{left} tensors are loaded that are neither parameters nor buffers"
         return Copies(pairs, _addresses(model))
