@@ -109,7 +109,7 @@ def engine_row(engine: str, version: str) -> Row:
         try:
             path = overlay(engine, version, Path(folder) / "overlay")
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (path, before)))
-            found = measure(engine, "qwen3", 1, Path(folder))
+            found = measure(engine, "qwen3", Path(folder), {})
         except (RuntimeError, TitanGrpoError, AssertionError, OSError, ValueError) as error:
             said = (str(error).strip() or type(error).__name__).splitlines()
             return Row(name, said[-1][:200], time.monotonic() - began)

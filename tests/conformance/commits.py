@@ -5,7 +5,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -156,6 +156,17 @@ class Sender:
         assert applied.fingerprint == weights.fingerprint
         return path
 
+    def sync_each(self, seeds: Sequence[int]) -> Iterator[Path]:
+        """Commit weights of these seeds, as versions 1, 2, ... over one lane; after each the
+        directory that says what they compute."""
+        made = [self.make(seed) for seed in seeds]
+        with self.link(made[0][0]) as link:
+            for version, (weights, path) in enumerate(made, 1):
+                applied = self.commit(link, weights, version)
+                assert applied.ok, applied.error
+                assert applied.fingerprint == weights.fingerprint
+                yield path
+
 
 @contextmanager
 def sender(e: EngineUnderTest) -> Iterator[Sender]:
@@ -201,12 +212,8 @@ def the_server_computes_what_was_committed_also_the_second_time(e: EngineUnderTe
 def the_server_computes_each_version_of_one_lane(e: EngineUnderTest) -> None:
     """The plugin learns what the first load does, and may repeat it without the engine's loader."""
     with sender(e) as trainer:
-        made = [trainer.make(seed) for seed in (5, 6, 7)]
-        with trainer.link(made[0][0]) as link:
-            for version, (weights, path) in enumerate(made, 1):
-                applied = trainer.commit(link, weights, version)
-                assert applied.ok, applied.error
-                assert difference(e, path) <= MAX_DIFFERENCE
+        for path in trainer.sync_each((5, 6, 7)):
+            assert difference(e, path) <= MAX_DIFFERENCE
 
 
 def requests_run_over_a_commit_and_none_is_lost(e: EngineUnderTest) -> None:
