@@ -56,8 +56,9 @@ def adapters(**options):
     sent = Manifest.build(tensors, 4096)
     return vllm_http.adapter_problem(sent, configured(**options).lora_config, {})
 
-def problem(parallel=None, quantization=None, device="cuda", **options):
+def problem(parallel=None, quantization=None, device="cuda", kind="qwen3", **options):
     config = configured(**options)
+    config.model_config.hf_text_config.model_type = kind
     # set late: a machine without a GPU refuses them
     config.device_config.device_type = device
     for name, value in (parallel or {}).items():
@@ -110,6 +111,7 @@ print(json.dumps({
     "online": problem(quantization="fp8_per_tensor"),
     "online, cpu": problem(quantization="fp8_per_tensor", device="cpu"),
     "awq": problem(quantization="awq"),
+    "gpt_oss": problem(kind="gpt_oss"),
     "offloaded": problem(cpu_offload_gb=1),
     "prefetched": problem(offload_group_size=2),
     "kv of the salt": problem(kv_transfer_config=kv("OffloadingConnector")),
@@ -276,6 +278,7 @@ def test_vllm_refuses_what_a_reload_or_a_temperature_would_make_wrong_and_nothin
     assert "start it with --max-lora-rank 16" in found["adapters, low rank"]
     assert "start it with --enable-lora --max-lora-rank 16" in found["adapters, no lora"]
     assert "awq cannot be made anew from whole weights" in found["awq"]
+    assert "vLLM's loader of gpt_oss gives nothing to its experts" in found["gpt_oss"]
     assert "fp8_per_tensor cannot be made anew on a CPU" in found["online, cpu"]
     assert "start one server per replica" in found["replicas"]
     assert "start the server with --api-server-count 1" in found["frontends"]
@@ -385,3 +388,41 @@ def test_a_token_whose_result_waits_over_a_commit_has_the_version_that_sampled_i
         "chunked": [["v2", 0, 3]],
         "waiting": [["v1", 0, 4], ["v2", 4, 7]],
     }
+
+
+STALE = """
+import torch
+from vllm.model_executor.model_loader.reload import (
+    initialize_layerwise_reload, record_metadata_for_reloading
+)
+from titan_grpo.receive.vllm_plugin import unloaded
+
+def layer():
+    made = torch.nn.Linear(4, 4, bias=False)
+    made.register_buffer("frequencies", torch.ones(4), persistent=False)
+    return made
+
+model = torch.nn.ModuleDict({name: layer() for name in ("right", "stale", "tied", "partial")})
+model["tied"].weight = model["right"].weight
+model["only_buffers"] = torch.nn.BatchNorm1d(4, affine=False)
+model["partial"].bias = torch.nn.Parameter(torch.zeros(4))
+record_metadata_for_reloading(model)
+with torch.no_grad():
+    initialize_layerwise_reload(model)
+    for name in ("right", "partial"):
+        parameter = model[name].weight
+        parameter.weight_loader(parameter, torch.ones(4, 4))
+    model["stale"].weight.copy_(torch.ones(4, 4))  # it is on the meta device
+print("STALE", *unloaded(model))
+"""
+
+
+def test_vllms_plugin_sees_a_loader_that_writes_to_parameters_without_memory(
+    vllm_python: str,
+) -> None:
+    """vLLM's of gpt_oss: it names all parameters as loaded, and the server would compute with the
+    experts that it started with."""
+    done = subprocess.run(
+        [vllm_python, "-c", STALE], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout.splitlines()[-1:] == ["STALE stale"], done.stderr[-2000:]

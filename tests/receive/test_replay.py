@@ -203,6 +203,49 @@ def test_memory_that_is_used_again_is_not_what_was_copied_on(
     assert learn(load, model, version.sources) == why
 
 
+def test_a_parameter_that_is_a_view_of_another_is_filled_with_it(
+    model: Model, version: Checkpoint
+) -> None:
+    """As vLLM keeps the halves of a latent attention's projection."""
+    model.part = nn.Parameter(model.qkv.data[5:11].t(), requires_grad=False)
+    copies = learnt(lambda: model.load(version), model, version)
+    version.fill(1)
+    copies.repeat()
+    wanted = model.qkv.data[5:11].t()
+    assert model.part.data_ptr() == wanted.data_ptr()
+    assert not copies.differ()
+
+
+def test_what_lies_beside_a_parameter_in_its_memory_is_found(
+    model: Model, version: Checkpoint
+) -> None:
+    both = torch.zeros(2 * HIDDEN, dtype=torch.bfloat16)
+
+    def load() -> None:
+        model.load(version)
+        both[:HIDDEN].copy_(version.tensors["norm"])
+        both[HIDDEN:].copy_(version.tensors["norm"])
+        model.norm = nn.Parameter(both[:HIDDEN], requires_grad=False)
+
+    why = "1 tensors are loaded that are neither parameters nor buffers"
+    assert learn(load, model, version.sources) == why
+
+
+def test_a_loader_that_writes_to_what_it_loads_fails(model: Model, version: Checkpoint) -> None:
+    def load() -> None:
+        model.load(version)
+        version.tensors["q"].zero_()
+
+    with pytest.raises(RuntimeError, match="writes to the tensors that it loads"):
+        learn(load, model, version.sources)
+
+
+def test_a_buffer_that_has_moved_fits_no_more(model: Model, version: Checkpoint) -> None:
+    copies = learnt(lambda: model.load(version), model, version)
+    model.bias = model.bias.clone()
+    assert not copies.fit(model)
+
+
 def scaled(model: Model, version: Checkpoint) -> None:
     model.norm.data.copy_(version.tensors["norm"] * 2)
 
@@ -282,12 +325,10 @@ def copied_as_bytes(model: Model, version: Checkpoint) -> None:
     model.norm.data.view(torch.uint8).copy_(version.memory[: 4 * HIDDEN])
 
 
-def written_back(model: Model, version: Checkpoint) -> None:
-    version.tensors["q"].copy_(torch.zeros(8, HIDDEN))
-
-
-def cleared(model: Model, version: Checkpoint) -> None:
-    version.tensors["q"].zero_()
+def strided_alone(model: Model, version: Checkpoint) -> None:
+    apart = torch.empty(HIDDEN, 2)
+    apart[:, :1].copy_(version.tensors["norm"][:, None])
+    model.norm = nn.Parameter(apart[:, 0], requires_grad=False)
 
 
 def left_half(model: Model, version: Checkpoint) -> None:
@@ -326,8 +367,7 @@ def behind_torch(model: Model, version: Checkpoint) -> None:
         (copied_within, "something else is copied into weights"),
         (left_a_gap, "norm is not filled by copies alone"),
         (copied_as_bytes, "norm is not filled by copies alone"),
-        (written_back, "the loaded tensors are written to"),
-        (cleared, "the loaded tensors are written to"),
+        (strided_alone, "a block is written with gaps"),
         (left_half, "o is not filled by copies alone"),
         (on_a_thread, "norm is not filled by copies alone"),
         (behind_torch, "parameters differ from what was copied into them"),

@@ -13,7 +13,7 @@ goes through the engine's own loader.
 
 import gc
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -31,27 +31,35 @@ UNSEEN = RuntimeError, AttributeError
 """Raised for tensors without memory of their own, for operators without a schema, and where a
 device has no memory left to compare in."""
 
+SPOILT = (
+    "the engine's loader writes to the tensors that it loads: other workers, and the next version,"
+    " may get what it wrote"
+)
+
 COMPARED = 64 << 20
 """On a full GPU there is no room for a large tensor twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """What a load does. ``pairs``: (part of a parameter, view of the loaded tensors), in their
-    order. ``addresses``: name of a parameter -> where it was."""
+    """What a load does. ``pairs``: (part of a parameter, view of the loaded tensors).
+    ``addresses``: name of a parameter, or buffer that is loaded -> where it was."""
 
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     addresses: Mapping[str, int]
 
     def fit(self, model: torch.nn.Module) -> bool:
-        """Whether the model's parameters are still where they were."""
-        return self.addresses == _addresses(model)
+        """Whether all of it is still where it was."""
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        return self.addresses.items() <= {name: t.data_ptr() for name, t in tensors}.items()
 
     def repeat(self) -> None:
         """Copy. Copies from pinned memory may still run when this returns."""
         with torch.no_grad():
             for target, source in self.pairs:
-                target.copy_(source, non_blocking=True)
+                # What is gathered or cast goes through memory that torch gives back at once.
+                direct = source.is_contiguous() and source.dtype == target.dtype
+                target.copy_(source, non_blocking=direct)
 
     def differ(self, most: int = COMPARED) -> bool:
         """Whether a byte of a parameter is not what its copies would write. ``most``: bytes that
@@ -68,9 +76,12 @@ def learn(
     load: Callable[[], None], model: torch.nn.Module, sources: Sequence[torch.Tensor]
 ) -> Copies | str:
     """Call ``load``, which fills ``model`` from ``sources`` (views of memory that stays where it
-    is). Return the copies that it consists of, or why there are none."""
+    is). Return the copies that it consists of, or why there are none. Raises RuntimeError if it
+    writes to ``sources``."""
     with torch.no_grad(), _Watch(sources) as watch:
         load()
+    if watch.problem == SPOILT:
+        raise RuntimeError(SPOILT)
     try:
         with torch.no_grad():
             found: Copies | str = watch.copies(model)
@@ -79,10 +90,6 @@ def learn(
     except UNSEEN as error:  # the load went well
         return f"the copies cannot be checked: {error}"
     return found
-
-
-def _addresses(model: torch.nn.Module) -> dict[str, int]:
-    return {name: p.data_ptr() for name, p in model.named_parameters()}
 
 
 def _differ(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -181,11 +188,11 @@ class _Blocks:
         self._writes[write.start] = write
         insort(self._starts, write.start)
 
-    @property
-    def kept(self) -> bool:
-        """Whether there is still something in it that was loaded."""
-        loaded = any(write.source is not None for write in self._writes.values())
-        return loaded and not self._memory.expired()
+    def kept(self, repeated: Container[int] = ()) -> bool:
+        """Whether there is still something in it that was loaded, beside the writes whose ids are
+        ``repeated``."""
+        loaded = (w for w in self._writes.values() if w.source is not None)
+        return any(id(w) not in repeated for w in loaded) and not self._memory.expired()
 
 
 def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -193,9 +200,12 @@ def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of a contiguous tensor in its storage, and the one after the last."""
+    """Return the first byte of a tensor in its storage, and the one after the last."""
     begin = int(tensor.storage_offset()) * tensor.itemsize
-    return begin, begin + tensor.nbytes
+    if tensor.numel() == 0:
+        return begin, begin
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return begin, begin + (1 + sum((n - 1) * step for n, step in steps)) * tensor.itemsize
 
 
 class _Watch(TorchDispatchMode):
@@ -209,17 +219,17 @@ class _Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._sources = {_storage(s) for s in sources if _in_memory(s)}
         self._blocks: dict[int, _Blocks] = {}
-        self._problem = ""
+        self.problem = ""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         out = func(*args, **(kwargs or {}))
-        if not self._problem:
+        if not self.problem:
             try:
-                self._problem = self._seen(func, args, kwargs)
+                self.problem = self._seen(func, args, kwargs)
             except UNSEEN as error:  # raising would break a load that goes well
-                self._problem = f"{func} cannot be followed: {error}"
+                self.problem = f"{func} cannot be followed: {error}"
         return out
 
     def _seen(self, func: Any, args: Any, kwargs: Any) -> str:
@@ -227,7 +237,7 @@ class _Watch(TorchDispatchMode):
         if (kind := _kind(func)) is _Kind.HARMLESS:
             return ""
         if kind is not _Kind.OTHER and _storage(args[0]) in self._sources:
-            return "the loaded tensors are written to"
+            return SPOILT
         if kind is _Kind.COPY:
             return self._copied(args[0], args[1])
         if kind is _Kind.FILL:
@@ -285,29 +295,28 @@ class _Watch(TorchDispatchMode):
 
     def copies(self, model: torch.nn.Module) -> Copies | str:
         """Return the load's copies, or why it is more than those. Call it after the load."""
-        if self._problem:
-            return self._problem
+        if self.problem:
+            return self.problem
         tensors = dict[str, torch.Tensor](model.named_parameters())
-        tensors |= {name: b for name, b in model.named_buffers() if self._of(b).kept}
-        pairs = list[tuple[torch.Tensor, torch.Tensor]]()
+        tensors |= {name: b for name, b in model.named_buffers() if self._of(b).kept()}
+        pairs, repeated = list[tuple[torch.Tensor, torch.Tensor]](), set[int]()
         for name, tensor in tensors.items():
-            begin, end = _span(tensor)
-            if not tensor.is_contiguous():
-                return f"{name} has gaps"
-            at = begin
-            for w in self._of(tensor).between(begin, end):
-                if w.start != at or w.dtype != tensor.dtype:
+            (at, end), whole = _span(tensor), tensor.is_contiguous()
+            begin = at
+            for w in self._of(tensor).between(at, end):
+                # A view of another parameter must lie in what fills that one.
+                if w.dtype != tensor.dtype or w.start > at or (whole and w.start < at):
                     break
                 at = w.end
-                if w.source is not None:
+                if whole and w.source is not None:
                     first = (w.start - begin) // tensor.itemsize
                     block = tensor.detach().view(-1)[first : first + w.shape.numel()]
                     pairs.append((block.view(w.shape), w.source))
-            if at != end:
+                    repeated.add(id(w))
+            if at < end or (whole and at > end):
                 return f"{name} is not filled by copies alone"
-        others = self._blocks.keys() - {_storage(tensor) for tensor in tensors.values()}
-        if any(self._blocks[at].kept for at in others):
+        if any(blocks.kept(repeated) for blocks in self._blocks.values()):
             gc.collect()  # a cycle may hold what is no longer used
-        if left := sum(self._blocks[at].kept for at in others):
+        if left := sum(blocks.kept(repeated) for blocks in self._blocks.values()):
             return f"{left} tensors are loaded that are neither parameters nor buffers"
-        return Copies(pairs, _addresses(model))
+        return Copies(pairs, {name: tensor.data_ptr() for name, tensor in tensors.items()})

@@ -12,10 +12,12 @@ import torch
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from titan_grpo.engines.vllm import LOGPROBS_MODE
 from titan_grpo.errors import TitanGrpoError
@@ -90,6 +92,11 @@ def problem_of(vllm_config: Any) -> str:
             f" {model.logprobs_mode} every weight of the loss would be wrong: start it with"
             f" --logprobs-mode {LOGPROBS_MODE}"
         )
+    if (kind := model.hf_text_config.model_type) == "gpt_oss":
+        return (
+            f"vLLM's loader of {kind} gives nothing to its experts in a reload (see unloaded), and"
+            " they would keep their old weights: serve it with SGLang, on one GPU"
+        )
     quantization = model.quantization
     if quantization not in (None, *ONLINE):
         return (
@@ -146,6 +153,28 @@ def compatibility(vllm_config: Any) -> tuple[bool, str]:
         return False, str(error)
 
 
+def unloaded(model: torch.nn.Module) -> list[str]:
+    """Return the layers to which a layerwise reload has given nothing. Call it before the reload's
+    end, which warns, and puts their old weights back.
+
+    So it is with a loader that copies into parameters that it found by itself (gpt_oss): during a
+    reload these have no memory. What shares another layer's weights, as a tied head does, or is
+    computed from them, as in attention, is not named.
+    """
+    idle, filled = dict[str, set[int]](), set[int]()
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        kept = (
+            info.kernel_tensors[0].values() if info.kernel_tensors else layer._parameters.values()
+        )
+        found = {p.untyped_storage().data_ptr() for p in kept if p is not None and p.numel()}
+        if not info.can_load() or info.load_numel:
+            filled |= found
+        elif info.load_numel_total and not is_deferred_attention_layer(layer):
+            idle[name] = found
+    return [name for name, found in idle.items() if found - filled]
+
+
 class VllmModel(LoadedModel):
     """Engine over vLLM's model."""
 
@@ -189,6 +218,7 @@ class VllmModel(LoadedModel):
             initialize_layerwise_reload(model)
             try:
                 loaded = model.load_weights(tensors)
+                stale = unloaded(model)
             finally:
                 # After a failure too: it restores the tensors of the layers not reached.
                 finalize_layerwise_reload(model, config)
@@ -196,6 +226,11 @@ class VllmModel(LoadedModel):
                 from titan_grpo.patches import vllm_cpu_reload
 
                 vllm_cpu_reload.repair(model)
+        if stale and config.quantization is None:
+            raise RuntimeError(
+                f"vLLM's loader of this model gives nothing to {len(stale)} layers in a reload, and"
+                f" they keep old weights: {', '.join(stale[:4])}"
+            )
         if (
             config.quantization is None
             and loaded is not None
