@@ -94,7 +94,7 @@ def problem_of(vllm_config: Any) -> str:
         )
     if (kind := model.hf_text_config.model_type) == "gpt_oss":
         return (
-            f"vLLM's loader of {kind} gives nothing to its experts in a reload (see unloaded), and"
+            f"vLLM's loader of {kind} gives nothing to its experts in a reload, and"
             " they would keep their old weights: serve it with SGLang, on one GPU"
         )
     quantization = model.quantization
