@@ -224,7 +224,7 @@ def main() -> int:
     }
     for titan, torch in TORCHES:
         rows[f"torchtitan-{titan}-torch-{torch}"] = torch_row, (titan, torch)
-    for engine, (_, versions) in ENGINES.items():
+    for engine, versions in ENGINES.items():
         rows |= {f"{engine}-{v}": (engine_row, (engine, v)) for v in versions}
     parser.add_argument("--only", nargs="+", choices=list(rows), default=list(rows))
     options = parser.parse_args()
