@@ -8,7 +8,8 @@ An engine's row lays its version over the environment that scripts/setup.sh made
 other requirements. vLLM 0.33 has no CPU build in the registry: its row is the Python of its CUDA
 build over the kernels of the environment's CPU build. Then a real server starts with other weights,
 gets two versions through a real lane, and its log-probabilities are compared with transformers' in
-fp32 after each (as in bench_agreement.py). A row of Python imports what a server loads of titan_grpo and needs no torch.
+fp32 after each (as in bench_agreement.py). A row of Python imports what a server loads of
+titan_grpo and needs no torch.
 
 A row of torch trains two ranks for two steps, compares their log-probabilities with those of the
 default environment (.venv), and their image with the export of their checkpoint. It takes the
@@ -88,8 +89,8 @@ def overlay(engine: str, version: str, folder: Path) -> str:
     """Install the version into ``folder``; the PYTHONPATH with which the engine's environment runs
     it: empty where the environment has that version."""
     package, python = ENGINES[engine][version], python_of(engine)
-    asked = "import importlib.metadata as m; print(*(d.version for d in m.distributions(name={!r})))"
-    if version in run(python, "-c", asked.format(package)).split():
+    asked = "from importlib.metadata import distributions as d; print(*(x.version for x in d({})))"
+    if version in run(python, "-c", asked.format(f"name={package!r}")).split():
         return ""
     pip = (python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder))
     run(*pip, f"{package}=={version}")

@@ -12,6 +12,7 @@ from titan_grpo.commands import doctor_host
 from titan_grpo.commands.doctor_host import RANGES, Gpu
 from titan_grpo.commands.doctor_servers import Needs, Options, ServerFacts, server
 from titan_grpo.config import Rollout, WeightSync
+from titan_grpo.observe.run_lock import held
 from titan_grpo.patches.versions import numbers
 from titan_grpo.protocol.messages import Joined
 
@@ -96,7 +97,7 @@ def test_the_oldest_engine_is_that_of_the_packaging_and_of_the_table_of_versions
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     [asked] = extras["optional-dependencies"][engine]
     assert numbers(asked.partition(">=")[2]) == oldest, "pyproject.toml has another"
-    first, *_ = compat.ENGINES[engine][1]
+    first, *_ = compat.ENGINES[engine]
     assert numbers(first)[: len(oldest)] == oldest, "scripts/compat.py has another"
 
 
@@ -133,6 +134,46 @@ def test_memory_counts_every_slot_and_says_whether_fewer_would_fit(
 
 
 GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("writable", "live", "free", "checkpoints", "status", "text"),
+    [
+        (True, False, 100 * GIB, 3, "ok", "100.0 GiB free, 3 checkpoints of 12.0 GiB"),
+        (True, False, 30 * GIB, 3, "warning", "30.0 GiB free, 3 checkpoints of 12.0 GiB"),
+        (True, False, 0, 0, "ok", "0 MiB free"),
+        (False, False, 100 * GIB, 3, "problem", "cannot be written"),
+        (True, True, 100 * GIB, 3, "problem", "that of a live run"),
+    ],
+)
+def test_a_dump_folder_is_writable_nobodys_and_has_room_for_the_checkpoints(
+    writable: bool, live: bool, free: int, checkpoints: int, status: str, text: str
+) -> None:
+    place = doctor_host.Place("out", writable, live, free)
+    found = doctor_host.dump_folder(place, GIB, checkpoints)
+    assert (found.status, text in found.text) == (status, True), found
+
+
+def test_a_dump_folder_is_looked_at_and_not_made(tmp_path: Path) -> None:
+    place = doctor_host.Place.of(tmp_path / "a" / "b")
+    assert place.writable
+    assert not place.live
+    assert place.free > 0
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    assert not doctor_host.Place.of(tmp_path / "file" / "b").writable
+    with held(tmp_path / "run"):
+        assert doctor_host.Place.of(tmp_path / "run").live
+
+
+@pytest.mark.parametrize(
+    ("steps", "interval", "keep", "kept"),
+    [(100, 10, 3, 4), (100, 10, 0, 10), (15, 10, 3, 2), (1000, 500, 10, 2)],
+)
+def test_torchtitan_deletes_the_oldest_checkpoint_after_it_wrote_the_next(
+    steps: int, interval: int, keep: int, kept: int
+) -> None:
+    assert doctor_host.kept_checkpoints(steps, interval, keep) == kept
 
 
 @pytest.mark.parametrize(

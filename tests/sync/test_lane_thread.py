@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -424,12 +425,14 @@ def test_a_lane_whose_connection_cannot_be_closed_goes_on(
 def test_a_server_that_is_away_is_said_once_for_each_time_that_it_is_away(
     rig: MakeRig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    r, failures = rig("a"), 0
+    def counted(failures: int) -> bool:
+        return r.recorder.history().totals.get(names.SYNC_FAILURES, 0) >= failures
+
+    r = rig("a")
     for version in (1, 2):
         r.deliver(version)
         r.servers["a"].go_away()
-        failures += 3
-        r.until(lambda: r.recorder.history().totals.get(names.SYNC_FAILURES, 0) >= failures)
+        r.until(partial(counted, 3 * version))
         r.servers["a"].come_back()
         r.until_held("a", version)
         assert r.server_set.take_error() is not None

@@ -47,6 +47,10 @@ class Wanted:
     model: str = ""
     model_fields: Mapping[str, Any] = field(default_factory=dict)
     """receive.checkpoint.essential of the model's config.json."""
+    dump_folder: Path | None = None
+    """None without a valid job."""
+    checkpoints: int = 0
+    """The most that the run keeps on the disk."""
     adapters: int = 0
     """Elements of a version of adapters alone; 0: a version is a whole model."""
     needs: Needs | None = None
@@ -117,6 +121,10 @@ def wanted(
         out.pythons = {engine: pythons[engine] for engine in rollout.launch_engines} | out.pythons
     out.rollout = replace(rollout, **{name: value for name, value in keys.items() if value})
     out.model, out.sync = config.model.hf_assets_path, config.weight_sync
+    out.dump_folder, saving = Path(config.job.dump_folder), config.checkpoint
+    if saving.enable:
+        kept = saving.interval, saving.keep_latest_k
+        out.checkpoints = host.kept_checkpoints(config.training.steps, *kept)
     rank = 0
     if sends_adapters(config.lora):
         rank, out.adapters = config.lora.rank, adapter_elements(config)
@@ -145,6 +153,8 @@ def machine(want: Wanted, env: Mapping[str, str]) -> Iterator[Finding]:
     model_bytes = None if elements is None else elements * width
     version_bytes = want.adapters * width or model_bytes
     yield host.memory(available_memory(), version_bytes, want.sync.slots)
+    if want.dump_folder is not None:
+        yield host.dump_folder(host.Place.of(want.dump_folder), elements, want.checkpoints)
     gpus = host.found_gpus()
     yield from host.gpus(gpus, want.rollout, model_bytes)
     yield host.shared_memory(host.shm_size(), len(gpus))

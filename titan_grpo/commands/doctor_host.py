@@ -20,6 +20,7 @@ from titan_grpo.config import Rollout, WeightSync
 from titan_grpo.config.rollout import gpus_each
 from titan_grpo.engines import sglang, vllm
 from titan_grpo.errors import ConfigError
+from titan_grpo.observe.run_lock import lives
 from titan_grpo.patches.versions import numbers
 from titan_grpo.receive.checkpoint import checkpoint_shapes
 from titan_grpo.subprocesses import TORCHRUN, run_command
@@ -157,6 +158,58 @@ def memory(available: int, version_bytes: int | None, slots: int) -> Finding:
     here = fewer if 2 * version_bytes <= available else "a host or container with more memory"
     remedy = f"use {here}, or several trainer hosts: each holds its part of the images"
     return warning("memory", text, remedy)
+
+
+CHECKPOINT_BYTES = 12
+"""Of an element in a checkpoint: an fp32 weight and AdamW's two moments."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run's folder, or the nearest one above that exists. ``live``: a run holds it; ``free``:
+    bytes of its file system."""
+
+    folder: str
+    writable: bool
+    live: bool
+    free: int
+
+    @classmethod
+    def of(cls, folder: Path) -> "Place":
+        """Look at a folder, and create nothing."""
+        there = folder.absolute()
+        while not os.path.exists(there):  # Path.exists raises in a folder that cannot be entered
+            there = there.parent
+        writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+        stat = os.statvfs(there)
+        return cls(str(folder), writable, bool(lives(folder)), stat.f_frsize * stat.f_bavail)
+
+
+def dump_folder(place: Place, elements: int | None, checkpoints: int) -> Finding:
+    """Check that a run can write its folder, that no live one does, and that its checkpoints fit.
+    ``elements``: of the model, if known; ``checkpoints``: the most that the run keeps."""
+    subject, text = "dump folder", f"{place.folder!r}, {mib(place.free)} free"
+    if not place.writable:
+        remedy = "choose another job.dump_folder, or give this user the right to write it"
+        return problem(subject, f"{place.folder!r} cannot be written", remedy)
+    if place.live:
+        remedy = "wait for its end, or choose another job.dump_folder"
+        return problem(subject, f"{place.folder!r} is that of a live run", remedy)
+    if elements is None or not checkpoints:
+        return ok(subject, text)
+    each = elements * CHECKPOINT_BYTES
+    text += f", {checkpoints} checkpoint{'s' * (checkpoints > 1)} of {mib(each)} (about)"
+    if checkpoints * each <= place.free:
+        return ok(subject, text)
+    remedy = "make room, or lower checkpoint.keep_latest_k (2 are the least), or raise its interval"
+    return warning(subject, text, remedy)
+
+
+def kept_checkpoints(steps: int, interval: int, keep_latest_k: int) -> int:
+    """Return the most checkpoints of a run that are on the disk at once: torchtitan deletes the
+    oldest after it has written the next. ``keep_latest_k``: 0 keeps all."""
+    made = math.ceil(steps / interval)
+    return min(made, keep_latest_k + 1) if keep_latest_k else made
 
 
 def first_version(nbytes: int | None, sync: WeightSync) -> Finding | None:

@@ -115,9 +115,13 @@ class HostSync(Child):
         self._announcer(version, slot, copy)
 
     def take_error(self) -> SyncError | None:
-        """Return the first error since the last call."""
-        error, self._error = self._error, None
-        return self._announcer.take_error() or error
+        """Return an error that was not returned yet: the announcer's, then the first of the
+        process since its last one."""
+        if error := self._announcer.take_error():
+            return error
+        with self.lock:
+            error, self._error = self._error, None
+        return error
 
     def close(self, timeout_s: float) -> None:
         """End the process, and with it the serving, within ``timeout_s`` seconds."""
@@ -147,7 +151,8 @@ class HostSync(Child):
 
     def failed(self, text: str) -> None:
         """Keep the first error for ``take_error``."""
-        self._error = self._error or SyncError(text)
+        with self.lock:
+            self._error = self._error or SyncError(text)
 
 
 class HostMain(Performer):
