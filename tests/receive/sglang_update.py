@@ -85,6 +85,7 @@ engine = sglang_plugin.SglangModel.__new__(sglang_plugin.SglangModel)  # it want
 engine._runner = runner
 sglang_plugin.plugin.side = Side()  # type: ignore[assignment]
 paused = SimpleNamespace(waiting_queue=[], is_initializing=False, forward_ct=1)
+paused.grammar_manager = SimpleNamespace(grammar_queue=[])
 paused.cur_batch_for_debug = "of the requests that a pause froze"
 watchdog = invariant_checker.create_scheduler_watchdog(cast(Any, paused), 3600.0, soft=True)
 watched = [watchdog.is_active()]
@@ -114,7 +115,7 @@ def update(load_format: str | None, *tensors: bytes) -> str:
 foreign = update(None)
 for tensors in ([], [b"\x80\x02]."], [b"\x80\x02].", b"{}"], [b"7"]):
     update(LOADER, *tensors)
-found = {"answers": answers, "greeted": greeted, "seen": loaded, "foreign": foreign}
+found: dict[str, Any] = {"answers": answers, "greeted": greeted, "seen": loaded, "foreign": foreign}
 
 
 def key(server: str) -> str:
@@ -125,8 +126,22 @@ def key(server: str) -> str:
     return str(request.extra_key)
 
 
+def waits_over_a_commit(queue: list[Any], own: str | None = None) -> list[str]:
+    """The key of a request in this queue, before and after a commit."""
+    request = SimpleNamespace(extra_key=own)
+    sglang_plugin._asked(None, request)
+    queue[:], before = [request], str(request.extra_key)
+    sglang_plugin.commit([b"{}"])
+    queue.clear()
+    return [before, str(request.extra_key)]
+
+
 # Not its text, more than a pipe holds: its end was lost where the reader was slow.
 seen = ["nonsense" if each == NONSENSE[1] else each for each in seen]
 found |= {"refused": [refused, seen], "watched": watched}
 found |= {"keys": [key("one"), key("one"), key("another")]}
+seen = []
+ready, compiled = paused.waiting_queue, paused.grammar_manager.grammar_queue
+queued = {"ready": waits_over_a_commit(ready), "grammar": waits_over_a_commit(compiled)}
+found |= {"queued": queued | {"with its own": waits_over_a_commit(ready, "salt")}}
 print(json.dumps(found))

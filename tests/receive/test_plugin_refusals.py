@@ -28,6 +28,7 @@ VLLM = (
     + """
 import json, sys
 from types import SimpleNamespace
+import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -36,7 +37,10 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import essential
 from titan_grpo.receive import vllm_http
 from titan_grpo.receive.commit import LoadedModel
-from titan_grpo.receive.vllm_plugin import VllmModel, problem_of, sends_routes
+from titan_grpo.receive.vllm_plugin import VllmModel, model_problem, problem_of, sends_routes
+
+class Once(torch.nn.Module):
+    def process_weights_after_loading(self): ...
 
 def configured(model=sys.argv[1], **options):
     options = {"logprobs_mode": "processed_logprobs", **options}
@@ -96,6 +100,15 @@ print(json.dumps({
     "plain": problem(),
     "ngram": problem(speculative_config={"method": "ngram", **tokens}),
     "draft": problem(speculative_config={"method": "draft_model", "model": sys.argv[1], **tokens}),
+    "loose drafts": problem(speculative_config={
+        "method": "ngram", "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 2.0, **tokens,
+    }),
+    "cached": problem(load_format="ipc_cache"),
+    "cached, copied": problem(
+        load_format="ipc_cache", model_loader_extra_config={"mode": "copy"}
+    ),
+    "once": [model_problem(torch.nn.Linear(2, 2)), model_problem(Once())],
     "eplb": problem({"enable_eplb": True}),
     "pipeline": problem(pipeline_parallel_size=2),
     "replicas": problem(data_parallel_size=2),
@@ -183,6 +196,11 @@ def cached():
     args.weight_cache_mode = "daemon"  # set late: a machine without a GPU refuses it
     return compatibility(args)
 
+def replicated():
+    args = ServerArgs(sys.argv[1], custom_weight_loader=[LOADER])
+    args.dcp_replicate_q_proj = True  # set late: it wants several GPUs
+    return compatibility(args)
+
 def original():
     with envs.SGLANG_RETURN_ORIGINAL_LOGPROB.override(True):
         return problem()
@@ -209,6 +227,7 @@ print(json.dumps({
     "draft": problem(speculative_algorithm="EAGLE"),
     "cached": cached(),
     "original": original(),
+    "replicated": replicated(),
     "derived": derived(),
     "offloaded": offloaded(),
     "wrapped": wrapped(torch.nn.Linear(2, 2)),
@@ -268,12 +287,15 @@ def test_vllm_refuses_what_a_reload_or_a_temperature_would_make_wrong_and_nothin
     found = answers(vllm_python, VLLM, tmp_path, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
     assert found.pop("routes") == [False, True]
     assert found.pop("quantised") == ["", "fp8_per_tensor"]
+    once = found.pop("once")
+    assert once[0] == ""
+    assert "Once computes with its weights once" in once[1]
     assert found.pop("in place") == [True, False], "an adapter is loaded beside the weights"
     salted = set(found.pop("salted"))
     assert "/v1/completions" in salted
     assert salted <= SALTED, "these would be answered with prefixes of older weights"
     fine = [name for name, problem in found.items() if not problem]
-    plain = ["plain", "ngram", "experts", "own processes", "online"]
+    plain = ["plain", "ngram", "cached, copied", "experts", "own processes", "online"]
     assert fine == [*plain, "kv of the salt", "adapters"]
     assert "start it with --max-lora-rank 16" in found["adapters, low rank"]
     assert "start it with --enable-lora --max-lora-rank 16" in found["adapters, no lora"]
@@ -288,6 +310,8 @@ def test_vllm_refuses_what_a_reload_or_a_temperature_would_make_wrong_and_nothin
         assert "start it with --logprobs-mode processed_logprobs" in found[name]
     assert "--enable-eplb" in found["eplb"]
     assert "draft_model would keep its old draft weights" in found["draft"]
+    assert "use standard or block" in found["loose drafts"]
+    assert "into the memory of vLLM's weight cache" in found["cached"]
     for name in ("offloaded", "prefetched"):
         assert "without --cpu-offload-gb and --offload-group-size" in found[name]
     for name in ("kv by tokens", "kv by tokens too"):
@@ -314,6 +338,7 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
         assert "--enable-eplb" in found[name]
     assert "other engines serve the same memory" in found["cached"]
     assert "without SGLANG_RETURN_ORIGINAL_LOGPROB" in found["original"]
+    assert "--no-dcp-replicate-q-proj" in found["replicated"]
     assert found["derived"] == "the layer keeps a copy"
     assert "layer (Fp8LinearMethod) is quantised by a method that cannot restore" in found["packs"]
     assert "CompressedTensorsW8A8Fp8MoE" in found["scheme packs"]
@@ -366,6 +391,17 @@ def test_cache_keys_of_one_sglangs_schedulers_agree_and_those_of_two_servers_dif
     """A storage behind the cache would give the one KV of the other's weights."""
     first, second, other = scripts["sglang_update"]["keys"]
     assert first == second != other
+
+
+def test_an_sglangs_requests_that_wait_over_a_commit_go_on_from_no_older_prefix(
+    scripts: Any,
+) -> None:
+    """Also those that wait for their grammar."""
+    queued = dict(scripts["sglang_update"]["queued"])
+    assert queued.pop("with its own") == ["salt", "salt"]
+    assert queued.keys() == {"ready", "grammar"}
+    for before, after in queued.values():
+        assert int(after.split()[-1]) == int(before.split()[-1]) + 1
 
 
 def test_sglangs_watchdog_ends_no_server_that_is_paused_over_a_long_load(scripts: Any) -> None:

@@ -33,6 +33,18 @@ class ModuleEngine(DictEngine):
         super().load(scaled())
 
 
+class WritingEngine(ModuleEngine):
+    """Its loader adds to the tensors that it loads, as SGLang's of Gemma does to norms."""
+
+    def load(self, tensors: Tensors) -> None:
+        def increased() -> Tensors:
+            for name, tensor in tensors:
+                tensor += 1.0
+                yield name, tensor
+
+        super().load(increased())
+
+
 @pytest.fixture
 def engine() -> ModuleEngine:
     return ModuleEngine()
@@ -109,3 +121,23 @@ def test_parameters_that_have_moved_are_loaded_by_the_engine(
         assert site.deliver(link, number, number, Weights(value)).ok
         assert engine.value() == value
     assert engine.loads == 2
+
+
+@pytest.mark.parametrize("told", ["0", "1"])
+def test_a_loader_that_writes_to_what_it_loads_gets_copies(
+    told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the other workers, and receivers that read from this one, would get what it wrote."""
+    monkeypatch.setenv(OWN_LOADER, told)
+    site, staged = Site(engine=WritingEngine()), list[float]()
+
+    def taken(name: str, tensor: torch.Tensor) -> None:
+        staged.append(float(tensor.flatten()[0]))
+
+    site.side.taken = taken  # type: ignore[method-assign]
+    try:
+        assert deliver(site, 1.0, 2.0, 3.0) == [2.0, 3.0, 4.0]
+        assert deliver(site, 4.0, 5.0) == [5.0, 6.0]
+    finally:
+        site.close()
+    assert set(staged) == {1.0, 2.0, 3.0, 4.0, 5.0}

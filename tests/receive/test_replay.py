@@ -3,13 +3,14 @@ out."""
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from titan_grpo.receive.replay import Copies, learn
+from titan_grpo.receive.replay import Copies, Written, differ, learn
 
 HIDDEN, ROWS, PADDED = 16, 30, 32
 SHAPES = {
@@ -213,7 +214,7 @@ def test_a_parameter_that_is_a_view_of_another_is_filled_with_it(
     copies.repeat()
     wanted = model.qkv.data[5:11].t()
     assert model.part.data_ptr() == wanted.data_ptr()
-    assert not copies.differ()
+    assert not differ(copies.pairs)
 
 
 def test_what_lies_beside_a_parameter_in_its_memory_is_found(
@@ -231,13 +232,57 @@ def test_what_lies_beside_a_parameter_in_its_memory_is_found(
     assert learn(load, model, version.sources) == why
 
 
-def test_a_loader_that_writes_to_what_it_loads_fails(model: Model, version: Checkpoint) -> None:
-    def load() -> None:
-        model.load(version)
+def zeroed(version: Checkpoint) -> None:
+    version.tensors["q"].zero_()
+
+
+def increased(version: Checkpoint) -> None:
+    version.tensors["norm"] += 1.0
+
+
+def written_after_a_computation(version: Checkpoint) -> None:
+    (version.tensors["q"] * 2).sum()
+    version.tensors["k"][1:].mul_(3)
+
+
+def written_by_name(version: Checkpoint) -> None:
+    torch.neg(torch.ones(8, HIDDEN, dtype=torch.bfloat16), out=version.tensors["q"])
+
+
+def written_with_others(version: Checkpoint) -> None:
+    torch._foreach_mul_([torch.ones(2), version.tensors["norm"]], 2.0)
+
+
+def written_and_not_said(version: Checkpoint) -> None:
+    with suppress(RuntimeError):
         version.tensors["q"].zero_()
 
-    with pytest.raises(RuntimeError, match="writes to the tensors that it loads"):
-        learn(load, model, version.sources)
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    "write",
+    [
+        zeroed,
+        increased,
+        written_after_a_computation,
+        written_by_name,
+        written_with_others,
+        written_and_not_said,
+    ],
+    ids=lambda write: write.__name__,
+)
+def test_a_loader_is_stopped_before_it_writes_to_what_it_loads(
+    write: Callable[[Checkpoint], None], known: bool, model: Model, version: Checkpoint
+) -> None:
+    before = version.memory.clone()
+
+    def load() -> None:
+        model.load(version)
+        write(version)
+
+    with pytest.raises(Written, match="writes to a tensor that is loaded"):
+        learn(load, model if known else None, version.sources)
+    assert version.memory.equal(before)
 
 
 def test_a_buffer_that_has_moved_fits_no_more(model: Model, version: Checkpoint) -> None:
@@ -349,6 +394,22 @@ def behind_torch(model: Model, version: Checkpoint) -> None:
     model.norm.data.numpy()[3] += 1.0
 
 
+def behind_a_constant(model: Model, version: Checkpoint) -> None:
+    model.norm.data.zero_()
+    model.norm.data.view(torch.int16).numpy()[3] = 1
+
+
+def behind_another_constant(model: Model, version: Checkpoint) -> None:
+    model.norm.data.fill_(0.1)
+    model.norm.data.view(torch.int16).numpy()[3] = 1
+
+
+def whole_in_inference_mode(model: Model, version: Checkpoint) -> None:
+    """Its ``contiguous`` is one operation there, and copies."""
+    with torch.inference_mode():
+        model.derived = version.tensors["o"].t().contiguous()
+
+
 @pytest.mark.parametrize(
     ("beside", "why"),
     [
@@ -371,6 +432,9 @@ def behind_torch(model: Model, version: Checkpoint) -> None:
         (left_half, "o is not filled by copies alone"),
         (on_a_thread, "norm is not filled by copies alone"),
         (behind_torch, "parameters differ from what was copied into them"),
+        (behind_a_constant, "parameters differ from what was copied into them"),
+        (behind_another_constant, "parameters differ from what was copied into them"),
+        (whole_in_inference_mode, "aten.contiguous.default computes with weights"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -400,9 +464,9 @@ def test_large_tensors_are_compared_piece_by_piece(model: Model, version: Checkp
     for row in (0, ROWS - 1):
         kept = model.embedding.data[row].clone()
         model.embedding.data[row, 5] = 100.0
-        assert copies.differ(three_rows)
+        assert differ(copies.pairs, three_rows)
         model.embedding.data[row] = kept
-    assert not copies.differ(three_rows)
+    assert not differ(copies.pairs, three_rows)
 
 
 def test_what_cannot_be_followed_ends_no_load(model: Model, version: Checkpoint) -> None:

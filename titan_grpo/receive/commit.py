@@ -21,7 +21,7 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol.messages import Applied, Attach, Commit, Hello, reply_address
 from titan_grpo.receive.checkpoint import CheckpointNames, difference, essential
 from titan_grpo.receive.process import ReceiverHandle
-from titan_grpo.receive.replay import OWN_LOADER, Copies, learn
+from titan_grpo.receive.replay import Copies, Loading
 from titan_grpo.receive.window import Tensors, WindowReader
 from titan_grpo.runkey import Key, find_run_key
 from titan_grpo.subprocesses import when_ended
@@ -224,12 +224,6 @@ class Mapped:
             self._unpin = None
 
 
-def _described(copies: Copies | str) -> str:
-    if isinstance(copies, str):
-        return f"the engine's own loader: {copies}"
-    return f"the {len(copies.pairs)} copies of this load"
-
-
 def _release(mapping: Future[Mapped]) -> None:
     """Release a mapping that has ended (a callback of its future)."""
     # no deadline: it has ended
@@ -251,7 +245,7 @@ class EngineSide:
         it. ``run_key``: serve only trainers that prove it."""
         self._engine, self._workers, self._problem = engine, workers, problem
         self._device = WorkerDevice()
-        self._own_loader = os.environ.get(OWN_LOADER) == "1"
+        self._loading = Loading(engine.load)
         self._mapping: tuple[dict[str, Any], Future[Mapped]] | None = None
         """A grant and its mapping. It is made and pinned while the engine generates, before the
         first commit: both take seconds for large models. It is kept between the commits of an
@@ -437,7 +431,7 @@ class EngineSide:
             self._device.settle()
             attempt.touched, start = self._engine.in_place, time.monotonic()
             try:
-                self._fill(self._counted(tensors, attempt), attempt)
+                self._fill(tensors, attempt)
             finally:
                 # The receiver may overwrite the image after this: finish all copies from it.
                 self._device.settle()
@@ -452,21 +446,19 @@ class EngineSide:
                 attempt.touched = self._engine.in_place
 
     def _fill(self, tensors: Tensors, attempt: Attempt) -> None:
-        """Repeat what the first load of this mapping did, if that was plain copies; else have the
-        engine load."""
-        mapped, model = attempt.mapped, self._engine.filled()
+        if attempt.reader is not None:
+            self._engine.load(self._counted(tensors, attempt))  # copies, of this worker's own
+            return
+        mapped, filled = attempt.mapped, self._engine.filled()
         assert mapped is not None
-        known = mapped.copies
-        own = self._own_loader or attempt.reader is not None
-        if own or model is None or isinstance(known, str):
-            self._engine.load(tensors)
-        elif known is not None and known.fit(model):
-            known.repeat()
-            all(True for _ in tensors)
-        else:
-            sources = [tensor for _, tensor in mapped.tensors]
-            mapped.copies = learn(lambda: self._engine.load(tensors), model, sources)
-            log.info("the next versions are loaded by %s", _described(mapped.copies))
+        views = mapped.tensors
+
+        def counted() -> Tensors:
+            attempt.loaded = 0
+            return self._counted(iter(views), attempt)
+
+        sources = [tensor for _, tensor in views]
+        mapped.copies = self._loading.run(counted, sources, filled, mapped.copies)
 
     def _counted(self, tensors: Tensors, attempt: Attempt) -> Tensors:
         for name, tensor in tensors:

@@ -9,12 +9,19 @@ of experts has tens of thousands of tensors.
 load did: nothing computes with a weight, nothing keeps one but the parameters (and buffers), copies
 fill these without a gap, and each has the bytes that its copies give it. Otherwise every version
 goes through the engine's own loader.
+
+Some loaders write to the tensors that they load (SGLang's of Gemma adds 1 to its norms). Those lie
+in memory that an engine's workers share, and that is kept for the next version: such a loader gets
+copies of them.
 """
 
 import gc
+import logging
+import os
 from bisect import bisect_left, insort
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -24,6 +31,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from titan_grpo.receive.window import Tensors
+
+log = logging.getLogger(__name__)
+
 OWN_LOADER = "TITAN_GRPO_OWN_LOADER"
 """Environment variable of a server: with 1, every version goes through the engine's own loader."""
 
@@ -31,10 +42,12 @@ UNSEEN = RuntimeError, AttributeError
 """Raised for tensors without memory of their own, for operators without a schema, and where a
 device has no memory left to compare in."""
 
-SPOILT = (
-    "the engine's loader writes to the tensors that it loads: other workers, and the next version,"
-    " may get what it wrote"
-)
+WRITES = "the loader writes to the tensors that it loads, and gets copies of them"
+
+
+class Written(RuntimeError):
+    """A loader was about to write to a tensor that it loads."""
+
 
 COMPARED = 64 << 20
 """On a full GPU there is no room for a large tensor twice."""
@@ -61,35 +74,91 @@ class Copies:
                 direct = source.is_contiguous() and source.dtype == target.dtype
                 target.copy_(source, non_blocking=direct)
 
-    def differ(self, most: int = COMPARED) -> bool:
-        """Whether a byte of a parameter is not what its copies would write. ``most``: bytes that
-        are compared at once."""
-        found: dict[torch.device, torch.Tensor] = {}
-        for target, source in self.pairs:
-            for ours, theirs in _pieces(target, source, most):
-                unequal = _differ(ours, theirs.to(ours.device, ours.dtype))
-                found[ours.device] = found.get(ours.device, unequal) | unequal
-        return any(bool(unequal) for unequal in found.values())
+
+class Loading:
+    """How one engine loads versions: by its own loader, or by the copies of an earlier load."""
+
+    def __init__(self, load: Callable[[Tensors], None]) -> None:
+        """``load``: the engine's own loader."""
+        self._load, self._own = load, os.environ.get(OWN_LOADER) == "1"
+        self._writes: bool | None = None
+        """Whether it writes to the tensors that it loads; None: not known yet."""
+
+    def run(
+        self,
+        tensors: Callable[[], Tensors],
+        sources: Sequence[torch.Tensor],
+        model: torch.nn.Module | None,
+        known: Copies | str | None,
+    ) -> Copies | str:
+        """Load a version. Return what its next one in the same memory is loaded by: copies, or a
+        text, why by the engine's own loader.
+
+        ``tensors``: returns all of them in order; called again if the loader has to begin again.
+        ``sources``: their values, views of memory that stays where it is. ``model``: what they
+        fill; None: unknown. ``known``: what this returned for that memory before.
+        """
+        if self._own:
+            model = None
+        if isinstance(known, Copies) and model is not None and known.fit(model):
+            known.repeat()
+            all(True for _ in tensors())
+            return known
+        if self._writes:
+            self._load((name, tensor.clone()) for name, tensor in tensors())
+            return WRITES
+        if isinstance(known, str) and self._writes is False:
+            self._load(tensors())
+            return known
+        try:
+            found = learn(lambda: self._load(tensors()), model, sources)
+        except Written as written:
+            log.info("%s: %s", written, WRITES)
+            self._writes = True
+            return self.run(tensors, sources, model, known)
+        self._writes = False
+        by = f"the engine's own loader: {found}"
+        if isinstance(found, Copies):
+            by = f"the {len(found.pairs)} copies of this load"
+        log.info("the next versions are loaded by %s", by)
+        return found
 
 
 def learn(
-    load: Callable[[], None], model: torch.nn.Module, sources: Sequence[torch.Tensor]
+    load: Callable[[], None], model: torch.nn.Module | None, sources: Sequence[torch.Tensor]
 ) -> Copies | str:
     """Call ``load``, which fills ``model`` from ``sources`` (views of memory that stays where it
-    is). Return the copies that it consists of, or why there are none. Raises RuntimeError if it
-    writes to ``sources``."""
-    with torch.no_grad(), _Watch(sources) as watch:
-        load()
-    if watch.problem == SPOILT:
-        raise RuntimeError(SPOILT)
+    is). Return the copies that it consists of, or why there are none. Raises Written before it
+    writes to ``sources``, which breaks it off."""
+    watch = _Watch(sources)
+    try:
+        with torch.no_grad(), watch:
+            load()
+    finally:
+        # Whatever a loader makes of an error.
+        if watch.written:
+            raise Written(watch.written)
+    if model is None:
+        return f"{OWN_LOADER} is 1, or what it fills is not known"
     try:
         with torch.no_grad():
             found: Copies | str = watch.copies(model)
-            if isinstance(found, Copies) and found.differ():
+            if isinstance(found, Copies) and differ([*found.pairs, *watch.constants]):
                 return "parameters differ from what was copied into them"
     except UNSEEN as error:  # the load went well
         return f"the copies cannot be checked: {error}"
     return found
+
+
+def differ(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], most: int = COMPARED) -> bool:
+    """Whether a byte of a first tensor is not what a copy of the second would write there.
+    ``most``: bytes that are compared at once."""
+    found: dict[torch.device, torch.Tensor] = {}
+    for target, source in pairs:
+        for ours, theirs in _pieces(target, source, most):
+            unequal = _differ(ours, theirs.to(ours.device, ours.dtype))
+            found[ours.device] = found.get(ours.device, unequal) | unequal
+    return any(bool(unequal) for unequal in found.values())
 
 
 def _differ(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -142,18 +211,30 @@ def _kind(func: Any) -> _Kind:
     if func in (aten.fill_.Scalar, aten.zero_.default):
         return _Kind.FILL
     views = returned and not func._schema.is_mutable and all(r.alias_info for r in returned)
+    # Made of others (torch.Tensor.to), which are seen one by one; in inference mode it comes whole,
+    # and may copy.
+    whole = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
     new = func.name().partition(".")[0] in NEW
-    return _Kind.HARMLESS if views or new else _Kind.OTHER
+    return _Kind.HARMLESS if (views and not whole) or new else _Kind.OTHER
+
+
+@cache
+def _targets(func: Any) -> tuple[tuple[int, str], ...]:
+    """Place and name of the arguments that an operation writes to."""
+    named = enumerate(func._schema.arguments)
+    return tuple((n, a.name) for n, a in named if a.alias_info and a.alias_info.is_write)
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """Of a block of a storage, from byte ``start`` on. ``source``: None for a constant."""
+    """Of a block of a storage, from byte ``start`` on. ``constant``: of one value, which
+    ``source`` has in the block's shape."""
 
     start: int
     shape: torch.Size
     dtype: torch.dtype
-    source: torch.Tensor | None
+    source: torch.Tensor
+    constant: bool = False
 
     @property
     def end(self) -> int:
@@ -191,7 +272,7 @@ class _Blocks:
     def kept(self, repeated: Container[int] = ()) -> bool:
         """Whether there is still something in it that was loaded, beside the writes whose ids are
         ``repeated``."""
-        loaded = (w for w in self._writes.values() if w.source is not None)
+        loaded = (w for w in self._writes.values() if not w.constant)
         return any(id(w) not in repeated for w in loaded) and not self._memory.expired()
 
 
@@ -219,11 +300,16 @@ class _Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._sources = {_storage(s) for s in sources if _in_memory(s)}
         self._blocks: dict[int, _Blocks] = {}
-        self.problem = ""
+        self.problem = self.written = ""
+        self.constants = list[tuple[torch.Tensor, torch.Tensor]]()
+        """Parts of parameters that have one value, and that value in their shape (``copies``)."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
+        if self._writes_to_sources(func, args, kwargs or {}):
+            self.written = f"{func} writes to a tensor that is loaded"
+            raise Written(self.written)
         out = func(*args, **(kwargs or {}))
         if not self.problem:
             try:
@@ -232,16 +318,24 @@ class _Watch(TorchDispatchMode):
                 self.problem = f"{func} cannot be followed: {error}"
         return out
 
+    def _writes_to_sources(self, func: Any, args: Any, kwargs: Any) -> bool:
+        with suppress(*UNSEEN):
+            for place, name in _targets(func):
+                target = args[place] if place < len(args) else kwargs.get(name)
+                if any(_storage(t) in self._sources for t in tree_leaves(target) if _in_memory(t)):
+                    return True
+        return False
+
     def _seen(self, func: Any, args: Any, kwargs: Any) -> str:
         """Record an operation. Return why the load is not one of copies, or ""."""
         if (kind := _kind(func)) is _Kind.HARMLESS:
             return ""
-        if kind is not _Kind.OTHER and _storage(args[0]) in self._sources:
-            return SPOILT
         if kind is _Kind.COPY:
             return self._copied(args[0], args[1])
         if kind is _Kind.FILL:
-            return self._wrote(args[0], None)
+            value = args[1] if len(args) > 1 else 0
+            one = torch.full((), value, dtype=args[0].dtype, device="cpu")
+            return self._wrote(args[0], one, constant=True)
         given = {_storage(t) for t in tree_leaves((args, kwargs)) if _in_memory(t)}
         if not given.isdisjoint(self._sources | self._blocks.keys()):
             return f"{func} computes with weights"
@@ -261,14 +355,13 @@ class _Watch(TorchDispatchMode):
             return "something else is copied into weights"
         return ""
 
-    def _wrote(self, target: torch.Tensor, source: torch.Tensor | None) -> str:
+    def _wrote(self, target: torch.Tensor, source: torch.Tensor, constant: bool = False) -> str:
         if not _in_memory(target):
             return ""
         if not target.is_contiguous():
             return "a block is written with gaps"
-        source = source if source is None else source.expand(target.shape)
-        write = _Write(_span(target)[0], target.shape, target.dtype, source)
-        self._of(target).put(write)
+        start, source = _span(target)[0], source.expand(target.shape)
+        self._of(target).put(_Write(start, target.shape, target.dtype, source, constant))
         return ""
 
     def _of(self, tensor: torch.Tensor) -> _Blocks:
@@ -290,7 +383,7 @@ class _Watch(TorchDispatchMode):
         # What ``source`` had from nowhere is unknown in ``target`` too.
         moved.forget(first, last)
         for w in writes:
-            moved.put(_Write(w.start - begin + first, w.shape, w.dtype, w.source))
+            moved.put(replace(w, start=w.start - begin + first))
         return ""
 
     def copies(self, model: torch.nn.Module) -> Copies | str:
@@ -308,10 +401,11 @@ class _Watch(TorchDispatchMode):
                 if w.dtype != tensor.dtype or w.start > at or (whole and w.start < at):
                     break
                 at = w.end
-                if whole and w.source is not None:
+                if whole:
                     first = (w.start - begin) // tensor.itemsize
                     block = tensor.detach().view(-1)[first : first + w.shape.numel()]
-                    pairs.append((block.view(w.shape), w.source))
+                    filled = self.constants if w.constant else pairs
+                    filled.append((block.view(w.shape), w.source))
                     repeated.add(id(w))
             if at < end or (whole and at > end):
                 return f"{name} is not filled by copies alone"

@@ -140,7 +140,9 @@ def commit(payloads: list[bytes]) -> None:
     with plugin.turn:
         plugin.side.commit(data if isinstance(data, dict) else {})
     before, plugin.commits = unsalted(plugin.commits), plugin.commits + 1
-    for request in plugin.scheduler.waiting_queue:
+    scheduler = plugin.scheduler
+    # The second: requests whose grammar is still compiled.
+    for request in (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue):
         # A retracted request with a still older key keeps it: its KV is recomputed under it.
         if request.extra_key == before:
             request.extra_key = unsalted(plugin.commits)
@@ -293,6 +295,11 @@ def compatibility(args: Any) -> str:
         return (
             "layers that are prefetched from the CPU's memory would be computed with old weights"
             " after a load: start the server without --offload-group-size"
+        )
+    if getattr(args, "dcp_replicate_q_proj", None):
+        return (
+            "decoding would go on with the query projections of the start, of which SGLang keeps"
+            " copies: start the server with --no-dcp-replicate-q-proj"
         )
     if args.weight_cache_mode != "off":
         return (

@@ -59,6 +59,7 @@ SALTED = frozenset(
         "/v1/responses",
         "/v1/messages",
         "/v1/systemone",
+        "/v1/decisions",
         "/inference/v1/generate",
         "/generative_scoring",
         "/invocations",
@@ -256,11 +257,12 @@ async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
 def completed(body: bytes, salt: str, adapter: str) -> bytes:
     """Return a request's body with ``salt``, unless it has one, and with ``adapter`` as its model,
     if there is one. The weights' versions are then not asked for: all tokens are of the adapter.
+    (Without the option, and not with false: some routes refuse options that they do not know.)
 
     >>> completed(b'{"prompt": "a"}', "weights3", "")
     b'{"prompt": "a", "cache_salt": "weights3"}'
     >>> completed(b'{"model": "base", "cache_salt": "x"}', "weights3", "run:4:ab")
-    b'{"model": "run:4:ab", "cache_salt": "x", "return_weight_versions": false}'
+    b'{"model": "run:4:ab", "cache_salt": "x"}'
     """
     try:
         request = json.loads(body)
@@ -271,7 +273,8 @@ def completed(body: bytes, salt: str, adapter: str) -> bytes:
     if not request.get("cache_salt"):
         request["cache_salt"] = salt
     if adapter:
-        request |= {"model": adapter, "return_weight_versions": False}
+        request["model"] = adapter
+        request.pop("return_weight_versions", None)
     return json.dumps(request).encode()
 
 
@@ -289,7 +292,7 @@ def completion_body(request: dict[str, Any]) -> dict[str, Any]:
     # Only the sampled token's log-probability: for others the answer has texts instead of ids.
     asked = {"prompt": prompt, "logprobs": 0, "return_token_ids": True, "stream": False}
     named = {k: v for k, v in request.items() if k != "prompt_token_ids" and v is not None}
-    return {"temperature": 1.0, **PLAIN, **named, **asked}
+    return {"temperature": 1.0, "skip_special_tokens": True, **PLAIN, **named, **asked}
 
 
 def generate_answer(answer: dict[str, Any]) -> dict[str, Any]:

@@ -34,8 +34,10 @@ def register() -> None:
     """Register the backend. Every vLLM process calls this entry point, some more than once."""
     # vLLM's attention on CPUs uses AMX, which a process must request from the kernel. oneDNN does
     # so only for large matrices: without this a first request of few tokens ends in a SIGILL.
-    if torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()
+    # Private in torch, and an error here would end every server.
+    with contextlib.suppress(AttributeError):
+        if torch.cpu._is_amx_tile_supported():
+            torch.cpu._init_amx()
     # the factory refuses a second registration of a name
     with contextlib.suppress(ValueError):
         WeightTransferEngineFactory.register_engine(
@@ -65,6 +67,10 @@ ONLINE = (
 """Quantisations that vLLM's layerwise reload repeats from the loaded weights (see its source,
 model_executor/layers/quantization/online). Only fp8 was tested, on an H200: on a CPU it does not
 start, and a reload of int8 experts fails because the first load has packed their weights."""
+
+
+EXACT = "standard", "block"
+"""Ways to verify drafts that sample from the distribution of the log-probabilities."""
 
 
 def problem_of(vllm_config: Any) -> str:
@@ -131,7 +137,32 @@ def problem_of(vllm_config: Any) -> str:
             f"speculative decoding with {speculative.method} would keep its old draft weights:"
             f" start the server without --speculative-config, or with {', '.join(NO_DRAFT_WEIGHTS)}"
         )
+    if speculative is not None and (way := speculative.rejection_sample_method) not in EXACT:
+        return (
+            f"speculative decoding with rejection_sample_method {way} samples other tokens than its"
+            " log-probabilities say, and every weight of the loss would be wrong: use"
+            f" {' or '.join(EXACT)}"
+        )
+    load = vllm_config.load_config
+    # Its default is the daemon's own memory.
+    copied = (load.model_loader_extra_config or {}).get("mode") == "copy"
+    if load.load_format == "ipc_cache" and not copied:
+        return (
+            "a load would write into the memory of vLLM's weight cache, which other servers serve"
+            " and start from: start the server with another --load-format, or with"
+            """ --model-loader-extra-config '{"mode": "copy"}'"""
+        )
     return ""
+
+
+def model_problem(model: torch.nn.Module) -> str:
+    """Return why a reload would leave this model with old weights, or ""."""
+    if not hasattr(model, "process_weights_after_loading"):
+        return ""
+    return (
+        f"{type(model).__name__} computes with its weights once, after its first load, and vLLM's"
+        " reload does not do it again: serve it with SGLang"
+    )
 
 
 def sends_routes(vllm_config: Any) -> bool:
@@ -250,6 +281,7 @@ class TitanWeightTransferEngine(WeightTransferEngine[dict[str, Any], dict[str, A
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         repair, problem = compatibility(self.vllm_config)
+        problem = problem or model_problem(self.model)
         self._side = start_side(VllmModel(self, repair), get_world_group(), problem)
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
