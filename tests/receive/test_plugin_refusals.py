@@ -31,7 +31,10 @@ from types import SimpleNamespace
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+except ImportError:  # before 0.33
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import essential
