@@ -94,6 +94,13 @@ def deliver(trainer: Any, version: int, tensors: Mapping[str, Any], wait_s: floa
         )
 
 
+def _cell(value: object) -> str:
+    """Return a value as a table shows it; of several all, with a comma between them."""
+    if isinstance(value, tuple):
+        return ",".join(map(_cell, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 class Table:
     """Rows that are printed in columns as they come."""
 
@@ -104,7 +111,7 @@ class Table:
 
     def add(self, row: Mapping[str, Any]) -> None:
         """One more. The names of the first one's values are the head."""
-        cells = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()]
+        cells = [_cell(value) for value in row.values()]
         if not self.rows:
             least = [self._text if isinstance(v, str) else 8 for v in row.values()]
             self._widths = [

@@ -1,8 +1,9 @@
 """vLLM's weight-transfer backend "titan_grpo". vLLM finds it through the entry-point group
 ``vllm.general_plugins``.
 
-Written for vLLM 0.32 and later; tested with 0.32, on CPUs and on an H200. Start the server with
-``--weight-transfer-config '{"backend": "titan_grpo"}'`` and ``VLLM_SERVER_DEV_MODE=1``.
+Written for vLLM 0.32 and later; tested with 0.32, on CPUs and on an H200, and with 0.33 on CPUs.
+Start the server with ``--weight-transfer-config '{"backend": "titan_grpo"}'`` and
+``VLLM_SERVER_DEV_MODE=1``.
 """
 
 import contextlib
