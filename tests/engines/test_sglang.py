@@ -134,6 +134,13 @@ def test_a_server_that_a_version_would_not_reach_whole_is_unfit_without_our_plug
         sglang_stock.world_size(1.0).parse({**ALONE, key: 2})
 
 
+def test_a_server_that_decodes_with_copies_of_old_projections_is_unfit_without_our_plugin() -> None:
+    call = sglang_stock.world_size(1.0)
+    assert call.parse({**ALONE, "dcp_replicate_q_proj": None}) == 1
+    with pytest.raises(ServerUnfit, match="--no-dcp-replicate-q-proj"):
+        call.parse({**ALONE, "dcp_replicate_q_proj": True})
+
+
 def test_the_answer_with_the_keys_in_it_is_never_shown() -> None:
     call = sglang_stock.world_size(1.0)
     assert call.parse({**ALONE, "tp_size": 2, "api_key": "secret"}) == 2

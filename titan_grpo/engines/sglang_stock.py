@@ -39,6 +39,12 @@ the group would never be complete, and each attempt would stop generation for it
 several tokenizer workers only the one that gets the call has the new label. Layers that are
 prefetched are computed with old weights."""
 
+KEEPS_QUERIES = (
+    "decoding would go on with the query projections of the start, of which SGLang keeps copies:"
+    " start the server with --no-dcp-replicate-q-proj"
+)
+"""Why a server with dcp_replicate_q_proj gets no versions. Some models turn it on by themselves."""
+
 
 def world_size(timeout_s: float) -> Call[int]:
     """Return the number of the server's workers, all of them tensor parallel. Raises ServerUnfit
@@ -54,6 +60,9 @@ def world_size(timeout_s: float) -> Call[int]:
                     f" has {found}: not all of it would get a version and its label; start it"
                     " without that option, one server per replica"
                 )
+        # No option of older ones.
+        if answer.get("dcp_replicate_q_proj"):
+            raise ServerUnfit(KEEPS_QUERIES)
         return size
 
     return Call("GET", path, timeout_s, parse)

@@ -31,6 +31,7 @@ import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from titan_grpo.engines.sglang import LOADER
+from titan_grpo.engines.sglang_stock import KEEPS_QUERIES
 from titan_grpo.errors import PeerError, UpstreamError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import has_adapters
@@ -297,10 +298,7 @@ def compatibility(args: Any) -> str:
             " after a load: start the server without --offload-group-size"
         )
     if getattr(args, "dcp_replicate_q_proj", None):
-        return (
-            "decoding would go on with the query projections of the start, of which SGLang keeps"
-            " copies: start the server with --no-dcp-replicate-q-proj"
-        )
+        return KEEPS_QUERIES
     if args.weight_cache_mode != "off":
         return (
             "other engines serve the same memory of weights: start the server without a weight"
