@@ -82,14 +82,17 @@ def test_a_lanes_first_version_is_loaded_and_the_next_ones_are_copied(
 
 
 def computes(engine: ModuleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """aten.mul.Tensor computes with weights"""
     engine.scale = 2.0
 
 
 def says_nothing(engine: ModuleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """what it fills is not known"""
     engine.module = None
 
 
 def is_told_to(engine: ModuleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TITAN_GRPO_OWN_LOADER is 1"""
     monkeypatch.setenv(OWN_LOADER, "1")
 
 
@@ -98,7 +101,10 @@ def test_an_engine_loads_every_version_itself_if_it(
     why: Callable[[ModuleEngine, pytest.MonkeyPatch], None],
     engine: ModuleEngine,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """It says why, once: only the first load is watched."""
+    caplog.set_level("INFO")
     why(engine, monkeypatch)
     site = Site(engine=engine)
     try:
@@ -107,6 +113,8 @@ def test_an_engine_loads_every_version_itself_if_it(
         site.close()
     assert held == [engine.scale * value for value in (1.0, 2.0, 3.0)]
     assert engine.loads == 3
+    [said] = [text for text in caplog.messages if "the next versions are loaded by" in text]
+    assert str(why.__doc__) in said
 
 
 def test_parameters_that_have_moved_are_loaded_by_the_engine(

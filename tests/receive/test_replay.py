@@ -232,6 +232,18 @@ def test_what_lies_beside_a_parameter_in_its_memory_is_found(
     assert learn(load, model, version.sources) == why
 
 
+@pytest.mark.parametrize("value", [0.0, 0.1])
+def test_a_constant_keeps_its_value_and_is_not_copied(
+    value: float, model: Model, version: Checkpoint
+) -> None:
+    def load() -> None:
+        model.load(version)
+        model.norm.data.fill_(value)
+
+    copies = learnt(load, model, version)
+    assert model.norm.data_ptr() not in [target.data_ptr() for target, _ in copies.pairs]
+
+
 def zeroed(version: Checkpoint) -> None:
     version.tensors["q"].zero_()
 

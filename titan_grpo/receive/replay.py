@@ -81,8 +81,8 @@ class Loading:
     def __init__(self, load: Callable[[Tensors], None]) -> None:
         """``load``: the engine's own loader."""
         self._load, self._own = load, os.environ.get(OWN_LOADER) == "1"
-        self._writes: bool | None = None
-        """Whether it writes to the tensors that it loads; None: not known yet."""
+        self._writes = False
+        """Whether it writes to the tensors that it loads."""
 
     def run(
         self,
@@ -107,7 +107,7 @@ class Loading:
         if self._writes:
             self._load((name, tensor.clone()) for name, tensor in tensors())
             return WRITES
-        if isinstance(known, str) and self._writes is False:
+        if isinstance(known, str):
             self._load(tensors())
             return known
         try:
@@ -116,7 +116,6 @@ class Loading:
             log.info("%s: %s", written, WRITES)
             self._writes = True
             return self.run(tensors, sources, model, known)
-        self._writes = False
         by = f"the engine's own loader: {found}"
         if isinstance(found, Copies):
             by = f"the {len(found.pairs)} copies of this load"
