@@ -265,6 +265,15 @@ def written_with_others(version: Checkpoint) -> None:
     torch._foreach_mul_([torch.ones(2), version.tensors["norm"]], 2.0)
 
 
+@torch.library.custom_op("titan_grpo_tests::copy_into", mutates_args={"target"})
+def copy_into(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def written_by_a_kernel_of_the_engine(version: Checkpoint) -> None:
+    copy_into(torch.ones(8, HIDDEN, dtype=torch.bfloat16), version.tensors["q"])
+
+
 def written_and_not_said(version: Checkpoint) -> None:
     with suppress(RuntimeError):
         version.tensors["q"].zero_()
@@ -279,6 +288,7 @@ def written_and_not_said(version: Checkpoint) -> None:
         written_after_a_computation,
         written_by_name,
         written_with_others,
+        written_by_a_kernel_of_the_engine,
         written_and_not_said,
     ],
     ids=lambda write: write.__name__,
