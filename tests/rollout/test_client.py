@@ -137,6 +137,29 @@ def test_a_prompt_that_always_fails_is_skipped_and_the_run_goes_on(
     assert client.state()["cursor"] == {"low": 3, "above": []}  # Two used, one skipped.
 
 
+def test_a_group_that_was_dropped_is_made_again_at_another_server(
+    start: StartClient, completion_server: MakeServer
+) -> None:
+    # Of servers with equal load the lowest URL comes first: the one that refuses all.
+    refusing, good = sorted((completion_server(), completion_server()), key=lambda s: s.url)
+    joined = threading.Event()
+
+    def refuse(body: dict[str, Any]) -> tuple[int, Any]:
+        assert joined.wait(60)
+        return 400, {"message": "my context is shorter"}
+
+    refusing.behaviour = refuse
+    client = start(refusing, max_staleness=0, prompts_per_step=1)
+    refusing.wait_for_requests(GROUP)
+    client.set_server(ServerState(good.url, 0, True, "r:0:f"))
+    assert client.in_flight(60.0) == {refusing.url: GROUP, good.url: 0}
+    joined.set()
+    (group,) = client.next_batch(0, 1, 60)
+    assert {completion.server for completion in group.completions} == {good.url}
+    counters = client.counters()
+    assert (counters["dropped.refused"], "skipped" in counters) == (1, False)
+
+
 def to_the_limit(body: dict[str, Any]) -> tuple[int, Any]:
     count = body["max_tokens"]
     return answer([80] * count, [-3.0] * count)

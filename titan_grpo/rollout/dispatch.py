@@ -333,7 +333,9 @@ class Dispatcher:
         self._throw_away(run.parts)
         ticket = run.ticket.dropped()
         if not last and ticket.drops < MAX_DROPS:
-            self._starts.again(ticket)
+            # Elsewhere, if there is room: the fault may be the server's, and one that fails at once
+            # is always the idlest.
+            self._starts.again(ticket, run.server.url)
             return
         self._skip(ticket)
         allowed = MAX_SKIPS_IN_A_ROW
