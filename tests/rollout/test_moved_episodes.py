@@ -3,19 +3,21 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
 
 from tests.rollout.agents import asking, client_of, says, send, taken, talker
-from tests.rollout.conftest import CompletionServer, MakeServer, SamplerOfAgents
+from tests.rollout.conftest import CompletionServer, MakeServer, SamplerOfAgents, answer
 from tests.rollout.sampling import holding
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import PeerError
 from titan_grpo.rollout.agent_sampler import AgentSampler, Places
 from titan_grpo.rollout.agents import Agents
 from titan_grpo.rollout.codec import TextCodec
-from titan_grpo.rollout.messages import Ticket
+from titan_grpo.rollout.dispatch import Dispatcher
+from titan_grpo.rollout.messages import FromWorker, GroupDone, ServerLeft, Ticket
 from titan_grpo.samples import NO_TOKENS, Completion, Group
 
 pytest.importorskip("openai")
@@ -151,6 +153,59 @@ def test_an_episode_that_begins_again_samples_its_first_answer_anew(
 
     asyncio.run(run())
     assert heard == [["one", "two"], ["three"] * 3]
+
+
+def test_episodes_after_a_drop_on_a_server_that_leaves_at_that_moment_sample_all_anew(
+    sampler_of_agents: SamplerOfAgents, codec: TextCodec, completion_server: MakeServer
+) -> None:
+    leaving, staying = completion_server(), completion_server()
+    speak = says(codec, "old")
+    # The second answer is unfit.
+    leaving.behaviour = lambda body: (
+        speak(body) if len(leaving.bodies) == 1 else answer([7], [None], "stop")
+    )
+    staying.behaviour = says(codec, "new")
+    heard: list[str] = []
+    first_heard = asyncio.Event()
+    dispatcher: Dispatcher
+
+    async def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        number = next(numbers)
+        if number == 1:
+            await first_heard.wait()
+        said: Any = {"role": "user", "content": f"I am {number}"}
+        ask = client_of(base_url, api_key).chat.completions.create
+        reply = await asyncio.to_thread(ask, model="any", messages=[said])
+        heard.append(f"{number} {reply.choices[0].message.content}")
+        if number == 0:
+            first_heard.set()
+            try:
+                await asyncio.Event().wait()
+            finally:  # its group has just been dropped
+                dispatcher.on(ServerLeft(leaving.url))
+                dispatcher.on(holding(staying.url, 0).state)
+        return 1.0
+
+    numbers = count()
+
+    async def run() -> Group:
+        nonlocal dispatcher
+        out, failed = asyncio.Queue[FromWorker](), list[BaseException]()
+        sizes = {"group_size": 2, "prompts_per_step": 1, "max_staleness": 0}
+        async with sampler_of_agents(agent, **sizes) as (sampler, _), asyncio.timeout(60):
+            of, runner = sampler._spec, sampler._runner
+            dispatcher = Dispatcher(of, sampler, runner, out.put_nowait, failed.append, AsyncDriver)
+            dispatcher.on(holding(leaving.url, 0).state)
+            while not isinstance(done := await out.get(), GroupDone):
+                assert not failed
+            await dispatcher.close()
+            assert done.counters["moved"] == 1
+            return done.group
+
+    group = asyncio.run(run())
+    shown = [codec.spell((*group.prompt.token_ids, *c.token_ids)) for c in group.completions]
+    assert sorted(heard) == ["0 old", "2 new", "3 new"]
+    assert shown == [f"<bos>user: I am {n}\nassistant:new<eos>" for n in (2, 3)]
 
 
 def test_a_call_whose_client_has_gone_is_not_sampled_at_the_next_server(

@@ -253,10 +253,16 @@ class Dispatcher:
             case NotAccepted():
                 run.server.succeeded()
                 self._leave_out(run, error)
-            case PeerError() | GroupDropped() | Interrupted() | asyncio.CancelledError() if moved:
-                # The server left the run or was drained for a commit: this costs no budget.
+            # The server left the run or was drained for a commit: this costs no budget.
+            case PeerError() | Interrupted() | asyncio.CancelledError() if moved:
                 self._counts.add("moved")
                 self._settle(ticket.moved(tuple(run.parts)))
+            case GroupDropped() if moved:
+                # Without its tokens: an agent's episodes ended with the group, and new ones would
+                # take what those had sampled for their own.
+                self._counts.add("moved")
+                self._throw_away(run.parts)
+                self._settle(ticket.moved(()))
             case asyncio.CancelledError():
                 self._counts.add("dropped.stale_in_flight")
                 self._report(f"group of prompt {ticket.index} from {url} is too stale: made again")
