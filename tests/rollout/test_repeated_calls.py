@@ -151,6 +151,19 @@ def test_a_repeat_of_an_answered_call_gets_the_same_answer(
     assert [completion.num_sampled for completion in group.completions] == [4] * sequences
 
 
+def test_a_repeat_of_the_last_of_equal_calls_gets_its_answer_and_not_an_older_one(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        answers = [answer_to(asking(base_url, api_key, n)) for n in (None, None, 1)]
+        said = [each["choices"][0]["message"]["content"] for each in answers]
+        assert said == ["one", "two", "two"]
+        return 1.0
+
+    group = group_of(agent, [says(codec, "one", "two")])
+    assert [completion.num_sampled for completion in group.completions] == [4] * 2
+
+
 @pytest.mark.parametrize("over", [False, True], ids=["group running", "group done"])
 def test_a_repeated_reward_is_answered_as_the_first_one(
     sampler_of_agents: SamplerOfAgents, over: bool

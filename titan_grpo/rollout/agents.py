@@ -174,7 +174,8 @@ class Episode:
     def _repeated(self, request: ChatRequest, repeat: bool) -> Call | None:
         """Return the call that an equal one repeats: one that was abandoned; else any, if the
         client says that it repeats one."""
-        equal = [call for call in self.calls.values() if call.request == request]
+        # Newest first: a client repeats its last call, whose answer it may lack.
+        equal = [call for call in reversed(self.calls.values()) if call.request == request]
         equal.sort(key=lambda call: (not call.abandoned, call.answer.done()))
         return equal[0] if equal and (repeat or equal[0].abandoned) else None
 
