@@ -114,6 +114,27 @@ def test_what_breaks_the_schema_is_refused_by_place_rule_and_value(
         parse(encoded(set_at(body(), path, value)))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"groups": [{"policy_version": "3", "prompt_tok', "the body must be JSON: Unterminated"),
+        (
+            b'{"groups": [{"policy_version": "3"}], "x": "\xff"}',
+            "the body must be JSON: 'utf-8'",
+        ),
+        (b'{"groups": ' + b"[" * 100_000, "the body must be JSON: maximum recursion depth"),
+        (b'{"groups": [3], "groups": []}', r"body.groups\[0\]: Expected `object`, got `int`$"),
+    ],
+    ids=["torn", "no text", "deep", "a key twice"],
+)
+def test_what_is_no_json_behind_its_first_fault_is_refused_in_one_line(
+    text: bytes, message: str
+) -> None:
+    with pytest.raises(DataError, match=f"^{message}") as refused:
+        parse(text)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_context_token_needs_no_log_probability() -> None:
     content = set_at(
         set_at(body(), (*COMPLETION, "sampled"), [True, False]),

@@ -128,13 +128,25 @@ def parse(body: bytes) -> list[Incoming]:
     except msgspec.ValidationError as error:
         rule, _, place = str(error).partition(" - at `$")
         place = place.rstrip("`")
-        value: Any = json.loads(body)
-        for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", place):
-            value = value[name or int(index)]
-        raise DataError(f"body{place}: {rule}, got {str(value)[:100]!r}") from error
+        raise DataError(f"body{place}: {rule}{_got(body, place)}") from error
     except msgspec.DecodeError as error:
         raise DataError(f"the body must be JSON: {error}") from error
     return [_incoming(group, f"body.groups[{number}]") for number, group in enumerate(groups)]
+
+
+def _got(body: bytes, place: str) -> str:
+    """Return ", got VALUE" for the value at a place; "" if a key comes twice, and it is not there.
+    Raises DataError if the body is no JSON behind the place."""
+    try:
+        value: Any = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the body must be JSON: {error}") from error
+    try:
+        for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", place):
+            value = value[name or int(index)]
+    except (LookupError, TypeError):
+        return ""
+    return f", got {str(value)[:100]!r}"
 
 
 def _incoming(group: PushedGroup, place: str) -> Incoming:
