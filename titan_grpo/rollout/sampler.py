@@ -165,9 +165,8 @@ class Sampler:
             if not part.waits:
                 return
             silent = not part.token_ids or part.sampled[-1:] == (False,)
-            room = budget - len(part.token_ids)
-            full = part.answers + 1 >= self._spec.max_turns or room < 2
-            answer = None if silent or full else await self._runner.turn(job.prompt, part)
+            over = silent or part.answers + 1 >= self._spec.max_turns
+            answer = None if over else await self._runner.turn(job.prompt, part)
             job.parts[sample] = answered(part, answer, budget)
 
     async def _sample(self, job: Job, sample: int, ask: Ask) -> str:

@@ -1,0 +1,59 @@
+"""How an episode of several turns ends: by its task, or by the run's limits."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.rollout.conftest import MakeServer, answer
+from tests.rollout.sampling import Letters, holding, sample
+from titan_grpo.rollout.messages import RolloutSpec
+from titan_grpo.rollout.sampler import Sampler
+from titan_grpo.rollout.task_runner import Codec, TaskRunner, Turn
+from titan_grpo.samples import NO_TOKENS, Prompt
+
+BUDGET = 10
+
+
+class Dialogue:
+    """A task that answers each turn with two tokens, unless the turn has a full stop."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def prompt(self, index: int, codec: Codec) -> Prompt:
+        return Prompt(index, codec.encode("go"))
+
+    async def turn(
+        self, prompt: Prompt, turns: Sequence[Turn], codec: Codec
+    ) -> Sequence[int] | None:
+        self.asked += 1
+        return None if "." in turns[-1].text else codec.encode("hm")
+
+    async def episode_reward(self, prompt: Prompt, turns: Sequence[Turn]) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("left", range(3))
+@pytest.mark.parametrize(("last", "reason"), [(".", "stop"), ("?", "length")])
+def test_an_episode_without_room_for_its_tasks_answer_ends_by_its_length(
+    completion_server: MakeServer, left: int, last: str, reason: str
+) -> None:
+    server, task = completion_server(), Dialogue()
+    ids = list(Letters().encode("a" * (BUDGET - left - 1) + last))
+    server.behaviour = lambda _: answer(ids, [-1.0] * len(ids), "stop")
+    spec = RolloutSpec(model_dir="", group_size=1, max_completion_tokens=BUDGET)
+    sampler = Sampler(spec, TaskRunner(task, Letters(), spec))
+    (completion,) = sample(sampler, [NO_TOKENS], holding(server.url, 3)).completions
+    assert (completion.token_ids, completion.finish_reason) == (tuple(ids), reason)
+
+
+@pytest.mark.parametrize(("turns", "tokens", "reason"), [(1, 1, "stop"), (8, BUDGET, "length")])
+def test_a_task_is_not_asked_after_the_last_of_the_turns_or_a_turn_that_the_budget_cuts(
+    completion_server: MakeServer, turns: int, tokens: int, reason: str
+) -> None:
+    server, task = completion_server(), Dialogue()
+    server.behaviour = lambda _: answer([97] * tokens, [-1.0] * tokens, reason)
+    spec = RolloutSpec(model_dir="", group_size=1, max_completion_tokens=BUDGET, max_turns=turns)
+    sampler = Sampler(spec, TaskRunner(task, Letters(), spec))
+    (completion,) = sample(sampler, [NO_TOKENS], holding(server.url, 3)).completions
+    assert (completion.finish_reason, task.asked) == (reason, 0)
