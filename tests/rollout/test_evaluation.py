@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from titan_grpo.errors import ConfigError, DataError, PeerError
 from titan_grpo.observe.schema import Estimate, Evaluated
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import evaluation
+from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.evaluation import (
     EvaluationFailed,
     Job,
@@ -33,7 +35,7 @@ from titan_grpo.rollout.evaluation import (
     prepare,
 )
 from titan_grpo.rollout.messages import RolloutSpec
-from titan_grpo.rollout.task_runner import TaskFailed
+from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.samples import Completion, Group, Prompt
 
 ROWS, SAMPLES = 5, 3
@@ -131,6 +133,32 @@ def test_a_server_that_fails_for_a_moment_costs_an_attempt_and_one_that_stays_so
     server.behaviour = lambda body: (503, {"error": "busy"})
     with pytest.raises(PeerError, match=r"prompt \d could not be finished"):
         run(job(), server)
+
+
+def test_prompts_are_asked_while_the_rewards_of_others_are_awaited(
+    job: Callable[..., Job], completion_server: MakeServer
+) -> None:
+    server, narrow = completion_server(), job(concurrent_requests=SAMPLES, timeout_s=20.0)
+
+    async def evaluated() -> Evaluated:
+        loop, all_asked = asyncio.get_running_loop(), asyncio.Event()
+
+        def behaviour(body: dict[str, Any]) -> tuple[int, Any]:
+            if len(server.bodies) == ROWS * SAMPLES:
+                loop.call_soon_threadsafe(all_asked.set)
+            return server.good(body)
+
+        async def reward(*_: object) -> float:
+            await all_asked.wait()
+            return 0.5
+
+        server.behaviour = behaviour
+        task = SimpleNamespace(prompt=lambda index, codec: Prompt(index, (3, index)), reward=reward)
+        runner = TaskRunner(task, TextCodec(narrow.spec.model_dir, narrow.spec), narrow.spec)
+        state = ServerState(server.url, 7, True, "run:7:f", "vllm")
+        return await evaluate(narrow, state, (runner, ROWS), "")
+
+    assert asyncio.run(evaluated()).reward.value == 0.5
 
 
 def test_a_mistake_in_a_reward_function_is_shown_with_its_row(

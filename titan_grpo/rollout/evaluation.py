@@ -13,6 +13,7 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -219,14 +220,10 @@ async def evaluate(job: Job, state: ServerState, prepared: Prepared, api_key: st
     driver, server = AsyncDriver(state.url, api_key, table.concurrent_requests), Server(state)
     places = asyncio.Semaphore(max(1, table.concurrent_requests // table.samples))
     begin = time.monotonic()
-
-    async def prompt(index: int) -> Prompted | None:
-        async with places:
-            return await _group(job, sampler, server, driver, index)
-
+    asked = [_group(job, sampler, server, driver, places, index) for index in range(count)]
     try:
         async with asyncio.timeout(table.timeout_s):
-            found = await at_once([prompt(index) for index in range(count)])
+            found = await at_once(asked)
     except TimeoutError:
         raise EvaluationFailed(
             f"it was not over after {table.timeout_s:g} s (timeout_s): raise that, or lower rows"
@@ -252,40 +249,51 @@ async def evaluate(job: Job, state: ServerState, prepared: Prepared, api_key: st
 
 
 async def _group(
-    job: Job, sampler: Sampler, server: Server, driver: AsyncDriver, index: int
+    job: Job,
+    sampler: Sampler,
+    server: Server,
+    driver: AsyncDriver,
+    places: asyncio.Semaphore,
+    index: int,
 ) -> Prompted | None:
-    """Sample and reward one prompt's completions; return None if the server has no room for it."""
+    """Sample and reward one prompt's completions; return None if the server has no room for it.
+    Each attempt takes one of the server's ``places``, until its requests are over."""
     ticket, parts = Ticket(index), [NO_TOKENS] * job.table.samples
     for attempt in range(1, ATTEMPTS + 1):
-        try:
-            group = await sampler.group(ticket, parts, server, driver)
-        except HttpRefused as error:
-            if error.status in BAD_REQUEST:
+        # no deadline: the evaluation's own one (timeout_s) ends it
+        await places.acquire()
+        with ExitStack() as place:
+            place.callback(places.release)
+            try:
+                # Rewards need no place: the server would stand idle while a judge thinks.
+                group = await sampler.group(ticket, parts, server, driver, place.close)
+            except HttpRefused as error:
+                if error.status in BAD_REQUEST:
+                    return None
+                failure: TitanGrpoError = error
+            except PromptTooLong:
                 return None
-            failure: TitanGrpoError = error
-        except PromptTooLong:
-            return None
-        except GroupDropped as error:
-            if error.reason == "bad_reward":
-                raise DataError(
-                    f"a task's reward must be a number of magnitude {LARGEST_REWARD:g} at most, one"
-                    f" of prompt {index} is not (NaN, or larger): correct the task; the evaluation"
-                    " has no result"
-                ) from error
-            failure, ticket = error, ticket.dropped()
-            parts = [NO_TOKENS] * len(parts)
-        except (PeerError, Interrupted) as error:
-            # Retry with a new seed, from the tokens so far.
-            failure, ticket = error, ticket.moved(tuple(parts))
-        else:
-            version = server.state.version
-            if of_version(group, version):
-                return Prompted.of(group)
-            raise PeerError(
-                f"{server.url} left version {version}: prompt {index} has tokens of another one"
-            )
-        if attempt < ATTEMPTS:
-            await asyncio.sleep(RETRY_S)
+            except GroupDropped as error:
+                if error.reason == "bad_reward":
+                    raise DataError(
+                        f"a task's reward must be a number of magnitude {LARGEST_REWARD:g} at most,"
+                        f" one of prompt {index} is not (NaN, or larger): correct the task; the"
+                        " evaluation has no result"
+                    ) from error
+                failure, ticket = error, ticket.dropped()
+                parts = [NO_TOKENS] * len(parts)
+            except (PeerError, Interrupted) as error:
+                # Retry with a new seed, from the tokens so far.
+                failure, ticket = error, ticket.moved(tuple(parts))
+            else:
+                version = server.state.version
+                if of_version(group, version):
+                    return Prompted.of(group)
+                raise PeerError(
+                    f"{server.url} left version {version}: prompt {index} has tokens of another one"
+                )
+            if attempt < ATTEMPTS:
+                await asyncio.sleep(RETRY_S)
     raise PeerError(f"prompt {index} could not be finished: {failure}")
 
 
