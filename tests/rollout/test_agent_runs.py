@@ -57,6 +57,17 @@ def test_a_run_counts_an_agents_error_and_makes_its_group_again(
     assert client.counters()["dropped.task_error"] == 1
 
 
+def test_an_episode_that_ended_is_in_flight_no_more_while_others_of_its_group_are(
+    run_of_agents: StartClient, codec: TextCodec, completion_server: MakeServer, tmp_path: Path
+) -> None:
+    (tmp_path / "failed").touch()  # none fails
+    engine, speak = completion_server(), says(codec, "one")
+    engine.behaviour = lambda body: (engine.hang if body is engine.bodies[0] else speak)(body)
+    client = run_of_agents(engine, prompts_per_step=1)
+    engine.wait_for_requests(2)
+    assert wait_until(lambda: client.in_flight(60.0) == {engine.url: 1}, 60)
+
+
 THREE_SEQUENCES = """
 import openai
 from pathlib import Path

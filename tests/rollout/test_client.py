@@ -405,6 +405,39 @@ def test_a_prompt_that_is_too_stale_more_often_than_the_drops_of_a_bad_one_is_tr
     server.released.set()
 
 
+def test_a_completion_that_ends_gives_its_slot_to_another_group_while_one_of_its_own_goes_on(
+    start: StartClient, completion_server: MakeServer
+) -> None:
+    server = completion_server()
+    server.behaviour = lambda b: server.hang(b) if b is server.bodies[0] else server.good(b)
+    # One slot more than a group has: the step's other group has room beside the one that hangs.
+    client = start(server, max_staleness=0, max_concurrent_requests=GROUP + 1)
+    server.wait_for_requests(PER_STEP * GROUP)
+    assert wait_until(lambda: client.counters()["ready"] == 1, 60.0)
+    assert client.in_flight(60.0) == {server.url: 1}
+
+
+def test_a_group_that_goes_on_elsewhere_counts_there_for_what_is_not_finished(
+    start: StartClient, completion_server: MakeServer
+) -> None:
+    failing, other = completion_server(), completion_server()
+    fail = threading.Event()
+
+    def behaviour(body: dict[str, Any]) -> tuple[int, Any]:
+        if body is not failing.bodies[0]:
+            return failing.good(body)
+        assert fail.wait(60)
+        return 500, {"error": "engine is dead"}
+
+    failing.behaviour, other.behaviour = behaviour, other.hang
+    client = start(failing, max_staleness=0, prompts_per_step=1)
+    assert wait_until(lambda: client.in_flight(60.0) == {failing.url: 1}, 60.0)
+    client.set_server(ServerState(other.url, 0, True, "r:0:f"))
+    fail.set()
+    other.wait_for_requests(1)
+    assert wait_until(lambda: client.in_flight(60.0) == {failing.url: 0, other.url: 1}, 60.0)
+
+
 def test_the_same_seed_gives_the_same_checked_groups_and_their_record_replays_bit_for_bit(
     start: StartClient, completion_server: MakeServer, tmp_path: Path
 ) -> None:

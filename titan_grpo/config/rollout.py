@@ -106,7 +106,8 @@ class WorkerKeys(TaskKeys):
     freshest, they are taken as they arrive."""
 
     max_concurrent_requests: int = 64
-    """Largest number of requests in flight on one server."""
+    """Largest number of requests in flight on one server. A group starts where there is room for
+    all of its completions; each frees its place when it ends (an episode: when it is over)."""
 
     request_timeout_s: float = 300.0
     """Deadline of one generation request, in seconds. If its answer is streamed

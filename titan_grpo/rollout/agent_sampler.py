@@ -129,13 +129,20 @@ class AgentSampler(Sampler):
         server: Server,
         driver: AsyncDriver,
         sampled: Callable[[], None] = lambda: None,
+        ended: Callable[[], None] = lambda: None,
     ) -> Group:
-        """See Sampler.group. ``parts`` grows if an episode has several trajectories."""
+        """See Sampler.group. ``parts`` grows if an episode has several trajectories; ``ended`` is
+        called for each episode."""
         prompt = self._runner.prompt(ticket.index)
         job = Job(prompt, ticket, parts, server, driver)
+
+        async def serve(episode: Episode) -> None:
+            await self._serve(job, episode)
+            ended()
+
         try:
             episodes = self._agents.take(ticket.index, parts)
-            await at_once([self._serve(job, episode) for episode in episodes])
+            await at_once([serve(episode) for episode in episodes])
             sampled()
             group = await self._accepted(self._group(job, episodes))
         except (PeerError, Interrupted, asyncio.CancelledError):

@@ -50,6 +50,8 @@ class Running:
     server: Server
     version: int
     began_s: float
+    slots: int
+    """Requests that it counts for on its server: one for each completion that has not ended."""
     sampled: bool = False
     """Whether its requests are over: the server has no part in its rewards."""
     drained: bool = False
@@ -186,7 +188,7 @@ class Dispatcher:
         parts = list(self._sampler.still_used(ticket.index, kept))
         self._throw_away([was for was, part in zip(had, parts, strict=True) if part is not was])
         oldest = min([version, *(part.version_first for part in parts if part.token_ids)])
-        run = Running(ticket, parts, server, oldest, loop.time())
+        run = Running(ticket, parts, server, oldest, loop.time(), spec.group_size)
         resumed = [len(p.token_ids) for p in parts if p.token_ids and not p.finished]
         self._counts.add("resumed", len(resumed))
         self._counts.add("resumed_tokens", sum(resumed))
@@ -204,7 +206,12 @@ class Dispatcher:
         self._counts.add("requests", sum(not part.finish_reason for part in run.parts))
         try:
             group = await self._sampler.group(
-                run.ticket, run.parts, run.server, self._drivers[url], lambda: self._free(run)
+                run.ticket,
+                run.parts,
+                run.server,
+                self._drivers[url],
+                lambda: self._free(run),
+                lambda: self._free_one(run),
             )
         finally:
             # Each of the task's answers since the start led to one more request. There are fewer if
@@ -228,11 +235,21 @@ class Dispatcher:
         self._skips_in_a_row = self._too_long_in_a_row = self._lost_in_a_row = 0
         self._task_errors.append(False)
 
+    def _free_one(self, run: Running) -> None:
+        """Free the slot of a completion that ended, or that the group had when it started."""
+        run.slots -= 1
+        run.server.in_flight -= 1
+        self._note_load(run.server.url)
+        spec = self._spec
+        # Only when a group has room: a pump looks at all servers.
+        if run.server.in_flight + spec.group_size <= spec.max_concurrent_requests:
+            self._pump_soon()
+
     def _free(self, run: Running) -> None:
         """Take a group off its server once its requests are over."""
         if not run.sampled:
             run.sampled = True
-            run.server.in_flight -= self._spec.group_size
+            run.server.in_flight -= run.slots
             self._note_load(run.server.url)
             self._answer_drains(run.server.url)
             self._pump_soon()

@@ -115,10 +115,12 @@ class Sampler:
         server: Server,
         driver: AsyncDriver,
         sampled: Callable[[], None] = lambda: None,
+        ended: Callable[[], None] = lambda: None,
     ) -> Group:
         """Finish the completions of ``parts`` in place (their tokens stay there after an error),
-        reward them and return the group. ``sampled``: called once the server is not needed any
-        more, before the rewards.
+        reward them and return the group. ``ended``: called for each completion once its requests
+        are over; at once for one that was finished. ``sampled``: called once the server is not
+        needed any more, before the rewards.
 
         Raises PeerError if the server fails (the other requests are cancelled), Interrupted if it
         aborts completions or its version becomes unknown, GroupDropped if the result is unfit
@@ -129,7 +131,12 @@ class Sampler:
         if self._spec.room(prompt.token_ids) < 1:
             raise PromptTooLong(f"a prompt of {len(prompt.token_ids)} tokens", self._spec)
         job = Job(prompt, ticket, parts, server, driver)
-        await at_once([self._finish(job, sample) for sample in range(len(parts))])
+
+        async def finish(sample: int) -> None:
+            await self._finish(job, sample)
+            ended()
+
+        await at_once([finish(sample) for sample in range(len(parts))])
         if cut := sum(not part.finished for part in parts):
             raise Interrupted(f"{server.url} cut {cut} of {len(parts)} completions short")
         sampled()
