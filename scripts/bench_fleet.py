@@ -18,7 +18,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +35,7 @@ from titan_grpo.rollout.dispatch import Dispatcher
 from titan_grpo.rollout.messages import OnMessage, RolloutSpec, RolloutStopped, Ticket
 from titan_grpo.rollout.sampler import Sampler
 from titan_grpo.rollout.schedule import Server
-from titan_grpo.rollout.task_runner import TaskRunner
+from titan_grpo.rollout.task_runner import TaskRunner, at_once
 from titan_grpo.samples import Completion, Group, Prompt
 
 GROUP, TOKENS = 8, 8
@@ -54,17 +54,33 @@ class Cost:
 
 
 class Timed:
-    """A sampler whose groups take a set time."""
+    """A sampler whose completions take a set time."""
 
     def __init__(self) -> None:
         self._chance = random.Random(1)
 
+    def still_used(self, index: int, parts: Sequence[Completion]) -> Sequence[Completion]:
+        """As Sampler.still_used."""
+        return parts
+
     async def group(
-        self, ticket: Ticket, parts: list[Completion], server: Server, driver: AsyncDriver
+        self,
+        ticket: Ticket,
+        parts: list[Completion],
+        server: Server,
+        driver: AsyncDriver,
+        sampled: Callable[[], None] = lambda: None,
+        ended: Callable[[], None] = lambda: None,
     ) -> Group:
         """As Sampler.group."""
         version = server.state.version or 0
-        await asyncio.sleep(GROUP_S * self._chance.uniform(0.75, 1.25))
+
+        async def finish() -> None:
+            await asyncio.sleep(GROUP_S * self._chance.uniform(0.75, 1.25))
+            ended()
+
+        await at_once([finish() for _ in range(GROUP)])
+        sampled()
         one = Completion((5,) * TOKENS, (-1.0,) * TOKENS, "stop", version, version, server.url, 1.0)
         return Group(Prompt(ticket.index, (3,)), (one,) * GROUP)
 
