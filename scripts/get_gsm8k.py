@@ -40,11 +40,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def write(source: str, split: str, path: Path) -> int:
     """Write one split; how many rows. Raises ConfigError, DataError."""
-    table = open_table(
-        TaskKeys(
-            dataset=source or HUB, dataset_config="" if source else CONFIG, dataset_split=split
-        )
-    )
+    hub = TaskKeys(dataset=HUB, dataset_config=CONFIG, dataset_split=split)
+    table = open_table(TaskKeys(dataset=source) if source else hub)
     if missing := [name for name in COLUMNS if name not in table.column_names]:
         raise DataError(f"{source or HUB} has no column {missing[0]!r}: it is not GSM8K")
     for number, row in enumerate(table):

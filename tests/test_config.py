@@ -31,6 +31,8 @@ PUSHED = replace(ROLLOUT, source="push")
 AGENTS = replace(ROLLOUT, agent="package.module:function")
 FUNCTION = replace(ROLLOUT, reward=["m:f"], dataset="d.jsonl")
 DRAINING = replace(ROLLOUT, max_staleness=1, in_flight_weight_updates=False)
+UNREAD = {"config": "main", "split": "train[9:]", "filter": ["level > 1"], "shuffle": False}
+"""Ends of the dataset_* keys' names -> a value that chooses other rows than the default."""
 
 
 def found(section: GRPO | Rollout | WeightSync) -> list[str]:
@@ -123,6 +125,11 @@ def found(section: GRPO | Rollout | WeightSync) -> list[str]:
         (ROLLOUT, {"min_completion_tokens": 65}, "at most rollout.max_completion_tokens"),
         (ROLLOUT, {"reward": ["m:f"]}, "dataset must be set with rollout.reward"),
         (ROLLOUT, {"dataset": "d.jsonl"}, "empty without rollout.reward"),
+        *(
+            (section, {f"dataset_{name}": value}, "left out without rollout.dataset")
+            for section in (ROLLOUT, replace(ROLLOUT, task="gsm8k", task_path="d"), AGENTS)
+            for name, value in UNREAD.items()
+        ),
         (FUNCTION, {"task": "calculator"}, "left out with rollout.reward"),
         (FUNCTION, {"reward_weights": [1.0, 2.0]}, "empty or one weight for each of the 1"),
         (
@@ -433,6 +440,20 @@ def test_an_evaluation_takes_from_rollout_what_it_leaves_out_but_no_part_of_anot
     agent = Rollout(agent="a:b", dataset="train.jsonl")
     of_agent = Evaluation(**inherited({"name": "x", "task": "digits"}, agent))
     assert (of_agent.agent, of_agent.dataset) == ("", "")
+
+
+def test_an_evaluation_takes_from_rollout_the_rows_keys_of_the_same_dataset_alone() -> None:
+    keys: dict[str, Any] = {f"dataset_{name}": value for name, value in UNREAD.items()}
+    rollout = replace(FUNCTION, dataset="me/sums", **keys)
+
+    def taken(**table: Any) -> dict[str, Any]:
+        found = Evaluation(**inherited({"name": "x", "rows": 1} | table, rollout))
+        assert evaluated(found) == []
+        return {name: value for name in keys if (value := getattr(found, name)) == keys[name]}
+
+    assert taken().keys() == taken(dataset="me/sums").keys() == keys.keys()
+    assert taken(dataset="test.jsonl").keys() == {"dataset_filter", "dataset_shuffle"}
+    assert taken(task="digits") == {}
 
 
 def test_no_deadline_is_longer_than_the_system_waits() -> None:

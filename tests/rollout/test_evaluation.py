@@ -195,6 +195,7 @@ def test_a_reward_that_is_no_number_is_the_tasks_mistake_and_not_tried_again(
         ({"dataset_filter": ["worth > 99"]}, ".dataset '{rows}' has no row that passes"),
         ({"dataset_filter": ["worth > many"]}, ".dataset_filter must compare with a JSON value"),
         ({"dataset_filter": ["size > 9"]}, ".dataset_filter asks for 'size', a column that"),
+        ({"dataset_split": "test"}, ".dataset_split must be "),
         ({"prompt": "{text}"}, ".prompt asks for 'text', a column that"),
         ({"tools": "none.json"}, ".tools must be a JSON file"),
         ({"chat_template": "none.jinja"}, ".chat_template cannot be read"),

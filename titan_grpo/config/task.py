@@ -63,7 +63,8 @@ class TaskKeys:
     """Configuration of a Hub dataset that has several, such as "main"."""
 
     dataset_split: str = "train"
-    """Split of a Hub dataset; "train[:1000]" takes its first 1000 rows."""
+    """Split of the dataset; "train[:1000]" takes its first 1000 rows. Files are one split,
+    "train"."""
 
     dataset_filter: list[str] = field(default_factory=list)
     """Conditions "COLUMN OPERATOR VALUE", such as 'level >= 3' or 'subject in ["algebra",
@@ -149,6 +150,10 @@ class TaskKeys:
         return ROLLOUT
 
 
+OF_DATASET = ("dataset_config", "dataset_split")
+"""Keys that say which part of rollout.dataset is meant: those of one dataset suit no other."""
+
+
 def task_rules(r: TaskKeys) -> Rules:
     """Yield the rules of these keys. Pure."""
     for name in ("task_concurrency", "max_turns", "task_timeout_s"):
@@ -158,6 +163,10 @@ def task_rules(r: TaskKeys) -> Rules:
     rule = 'empty or "package.module:function"'
     yield bool(r.accept) and not all(r.accept.partition(":")), "accept", rule
     yield r.task == "gsm8k" and not r.task_path, "task_path", 'set for task = "gsm8k"'
+    if not r.dataset:
+        unset, rule = TaskKeys(), "left out without rollout.dataset (nothing else reads it)"
+        for name in (*OF_DATASET, "dataset_filter", "dataset_shuffle"):
+            yield getattr(r, name) != getattr(unset, name), name, rule
     if r.agent:
         yield from _agent_rules(r)
         return
@@ -199,8 +208,8 @@ EVALUATION_MARGIN_S = 30.0
 class Evaluation(TaskKeys):
     """One evaluation. [rollout]'s keys of the task, which are its last ones, from reward on, are
     keys here too and default to its values; a table with its own reward or task takes no dataset,
-    task or prompt from there. agent is refused here; accept, min_completion_tokens and
-    task_error_budget have no effect."""
+    task or prompt from there, and one with another dataset no dataset_config and dataset_split.
+    agent is refused here; accept, min_completion_tokens and task_error_budget have no effect."""
 
     name: str = ""
     """Its metrics are evaluation/NAME/...; allowed: letters, digits, - and _."""
@@ -280,7 +289,7 @@ def evaluation_rules(e: Evaluation) -> Rules:
 
 
 TASK_CHOICE = {"reward", "reward_weights", "task", "task_path", "prompt", "system_prompt", "tools"}
-TASK_CHOICE |= {"agent", "dataset", "dataset_config", "dataset_split", "dataset_filter"}
+TASK_CHOICE |= {"agent", "dataset", *OF_DATASET, "dataset_filter", "dataset_shuffle"}
 """Keys that belong to one task: a table with its own reward or task inherits none of them from
 [rollout]."""
 
@@ -292,10 +301,14 @@ def inherited(table: dict[str, Any], rollout: TaskKeys) -> dict[str, Any]:
 
     Example: ``{"name": "test", "dataset": "test.jsonl"}`` gets the rewards of [rollout].
     """
-    own = {"reward", "task"} & table.keys()
+    left_out = {*UNUSED}
+    if {"reward", "task"} & table.keys():
+        left_out |= TASK_CHOICE
+    if table.get("dataset", rollout.dataset) != rollout.dataset:
+        left_out |= {*OF_DATASET}
     taken = {
         name: getattr(rollout, name)
         for name in TaskKeys.__dataclass_fields__
-        if name not in UNUSED and not (own and name in TASK_CHOICE)
+        if name not in left_out
     }
     return taken | table

@@ -19,6 +19,9 @@ from titan_grpo.errors import ConfigError, DataError
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 """Suffix of a file -> builder of ``datasets`` that reads it."""
 
+WHOLE = "train"
+"""Name of the one split that ``datasets`` makes of files."""
+
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
@@ -187,7 +190,7 @@ def open_rows(keys: WorkerKeys) -> Rows:
 def open_table(keys: TaskKeys) -> Any:
     """Return the ``datasets.Dataset`` of files, of a directory, or of the Hugging Face Hub.
 
-    Raises ConfigError if it is not found, DataError if a file cannot be read.
+    Raises ConfigError if it is not found or has no such split, DataError if a file cannot be read.
     """
     # Imported here: the import takes seconds, and most processes of a run need no dataset.
     import datasets  # type: ignore[import-untyped]
@@ -199,12 +202,17 @@ def open_table(keys: TaskKeys) -> Any:
         library.set_verbosity(logging.CRITICAL)
     files, name, key = files_of(keys), keys.dataset, f"{keys.section}.dataset"
     # Escaped: patterns are expanded already, so "[" in a file's name is no pattern.
-    options: dict[str, Any] = {"data_files": list(map(escape, files)), "split": "train"}
+    options: dict[str, Any] = {"data_files": list(map(escape, files)), "split": WHOLE}
     if not files:
         options = {"name": keys.dataset_config or None, "split": keys.dataset_split}
+    elif keys.dataset_config:
+        raise ConfigError(
+            f"{keys.section}.dataset_config must be empty for files ({key} {name!r}), which have no"
+            f" configurations, got {keys.dataset_config!r}"
+        )
     source = BUILDERS[Path(name).suffix.lower()] if files else name
     try:
-        return datasets.load_dataset(source, **options)
+        table = datasets.load_dataset(source, **options)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         if files:
             # The error of ``datasets`` for a file of blank lines.
@@ -220,6 +228,17 @@ def open_table(keys: TaskKeys) -> Any:
     except StopIteration as error:
         # ``datasets`` raises this for an empty file.
         raise DataError(f"{key} {name!r} has no rows") from error
+    if not files or keys.dataset_split == WHOLE:
+        return table
+    try:
+        # After the whole, whose error would be the files': this one can only be the split's.
+        return datasets.load_dataset(source, **(options | {"split": keys.dataset_split}))
+    except ValueError as error:
+        raise ConfigError(
+            f'{keys.section}.dataset_split must be "{WHOLE}" or a part of it such as'
+            f' "{WHOLE}[:1000]" for files ({key} {name!r}), got {keys.dataset_split!r}:'
+            f" {_cause(error)}"
+        ) from error
 
 
 def _bad_line(files: Sequence[str]) -> str:
