@@ -77,6 +77,7 @@ def prepare() -> bool:
         torch_set_timeout,
         torchtitan_async_ep,
         torchtitan_cpu_device,
+        torchtitan_llama3_shards,
         torchtitan_moe_histc,
         torchtitan_slow_imports,
         torchtitan_tied_embeddings,
@@ -92,4 +93,5 @@ def prepare() -> bool:
         on_cpu = torchtitan_cpu_device.apply()
     torchtitan_moe_histc.apply()
     torchtitan_tied_embeddings.apply()
+    torchtitan_llama3_shards.apply()
     return on_cpu
