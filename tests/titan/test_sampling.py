@@ -116,6 +116,32 @@ def test_more_groups_than_asked_for_are_all_kept_and_none_is_asked_for_again() -
     assert asked == [2]
 
 
+@pytest.mark.parametrize(
+    ("size", "flat", "asked", "trained"),
+    [
+        (8, (), [4], [0, 1]),
+        (2, (0, 1, 2), [4, 2], [3, 4, 5, 6, 7, 8, 9, 10, 11]),
+        (32, (), [4], [0]),
+    ],
+)
+def test_groups_from_outside_fill_a_step_by_their_completions(
+    size: int, flat: tuple[int, ...], asked: list[int], trained: list[int]
+) -> None:
+    rewards = [[float(n % 2 and i not in flat) for n in range(size)] for i in range(16)]
+    waiting = [group(i, *each, lengths=(2,) * size) for i, each in enumerate(rewards)]
+    counts: list[int] = []
+
+    def take(count: int) -> list[Group]:
+        counts.append(count)
+        enough = -(-count * 4 // size)
+        out, waiting[:] = waiting[:enough], waiting[enough:]
+        return out
+
+    found = varied_groups(take, lambda count: None, 4, 3, KIND, group_size=4)
+    assert counts == asked
+    assert [g.prompt.index for g in found.groups] == trained
+
+
 def test_the_weight_of_text_is_a_mean_or_one_per_completion_token() -> None:
     assert text_weight(200, 50, 0.5, False) == 0.0025
     assert text_weight(200, 50, 0.5, True) == 0.01

@@ -44,6 +44,7 @@ def varied_groups(
     want: int,
     rounds: int,
     options: BatchOptions,
+    group_size: int = 0,
 ) -> Sampled:
     """Take ``want`` groups with reward spread, replacing the others up to ``rounds`` times. Return
     fewer if that does not suffice (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2).
@@ -56,6 +57,8 @@ def varied_groups(
         take: waits for that many more groups.
         give_places_back: gets the number of groups to replace, before ``take``; without it
             admission would not start others.
+        group_size: of groups from outside, which have any size: as many completions count as one
+            group, and ``take`` counts alike. 0: groups are counted.
     """
 
     def varied(group: Group) -> bool:
@@ -66,12 +69,14 @@ def varied_groups(
 
     kept: list[Group] = []
     flat: list[Group] = []
+    missing = want
     for round_ in range(rounds + 1):
-        taken = take(want - len(kept))
+        taken = take(missing)
         kept += [group for group in taken if varied(group)]
         flat += [group for group in taken if not varied(group)]
-        missing = want - len(kept)
-        # ``missing`` may be negative: groups from outside may be smaller, then ``take`` gives more.
+        completions = sum(len(group.completions) for group in kept)
+        missing = want - (completions // group_size if group_size else len(kept))
+        # It is negative where groups from outside are larger.
         if missing <= 0 or round_ == rounds:
             break
         give_places_back(missing)

@@ -338,7 +338,8 @@ class Controller:
         # A recorded batch is taken whole: nothing replaces its groups without spread.
         rounds = 0 if rollout.replay_path else grpo.dynamic_sampling_rounds
         back = rollouts.used_without_version
-        found = varied_groups(take, back, rollout.prompts_per_step, rounds, self._options)
+        size = 0 if rollout.source == "task" else rollout.group_size
+        found = varied_groups(take, back, rollout.prompts_per_step, rounds, self._options, size)
         self.recorder.count(names.dropped("no_spread"), len(found.left_out))
         return found
 
