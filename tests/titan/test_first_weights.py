@@ -210,6 +210,13 @@ def test_a_reference_and_first_weights_of_another_model_or_not_there_are_refused
     index.write_text("torn")
     with pytest.raises(ConfigError, match="has an unreadable model"):
         jobconfig.check_files(config)
+    index.unlink()
+    weights = place / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:1000])
+    with pytest.raises(ConfigError, match=rf"of {key}, .* a damaged one: .*model\.safetensors"):
+        jobconfig.check_files(config)
+    weights.write_bytes(whole)
     settings = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps(settings | {"rope_theta": 5e6}))
     with pytest.raises(ConfigError, match=rf"the model of {key}, .* other settings than .*theta"):

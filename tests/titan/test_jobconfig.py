@@ -360,6 +360,15 @@ def test_files_that_the_run_needs_are_named_when_missing(
         ("qwen3", {"rope_theta": 1e4}, "rope.rope_theta 10000.0 (the trainer: 1000000"),
         ("qwen3", {"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 (the trainer: 1e-06)"),
         ("llama3", {"rope_scaling": None}, "rope.rope_type 'default' (the trainer: 'llama3')"),
+        ("llama3", {"rope_scaling": tiny.LLAMA3_ROPE | {"factor": 32.0}}, "rope.factor 32.0 (the"),
+        ("qwen3_moe", {"num_experts_per_tok": 4}, "num_experts_per_tok 4 (the trainer: 2)"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False (the trainer: True)"),
+        ("qwen3_moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor 2.5 (the trainer: 1"),
+        ("qwen3", {"tie_word_embeddings": False}, "tie_word_embeddings False (the trainer: True)"),
+        ("llama3", {"tie_word_embeddings": True}, "tie_word_embeddings True (the trainer: False)"),
+        ("qwen3", {"num_experts_per_tok": 2}, "num_experts_per_tok 2 (the trainer: 0)"),
+        ("qwen3", {"num_hidden_layers": 3}, "num_hidden_layers 3 (the trainer: 2)"),
+        ("qwen3", {"hidden_size": 256}, "hidden_size 256 (the trainer: 128)"),
     ],
 )
 def test_a_flavor_that_computes_another_model_than_config_json_is_refused(

@@ -80,7 +80,7 @@ def checkpoint_shapes(folder: Path) -> dict[str, Shape]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise DataError(
             f"{path} must be a file of a safetensors checkpoint, reading it gave {error!r}: tensor"
-            " names cannot be compared; restore the file, the next version reads it again"
+            " names cannot be compared; restore the file, it is read again when it is needed next"
         ) from error
     return shapes
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_grpo.errors import ConfigError
+from titan_grpo.receive.checkpoint import ROPE, difference, essential
 from titan_grpo.titan import compat
-from titan_grpo.titan.rules import attention_violation
+from titan_grpo.titan.rules import ASSETS, attention_violation
 from titan_grpo.titan.tiny import Kind
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,54 @@ def flavor_of(settings: Mapping[str, Any]) -> tuple[str, str]:
     raise ConfigError(
         f"no model of torchtitan has the sizes of config.json (model_type {kind!r}, {shown}): name"
         f" it (--flavor NAME/FLAVOR); sizes of {', '.join(MODELS)} are compared"
+    )
+
+
+COMPUTING = {"head_dim": "head_dim", "norm_eps": "rms_norm_eps", "rope_theta": f"{ROPE}.rope_theta"}
+"""What changes a model's results, in torchtitan's model arguments -> its name in ``essential``."""
+
+ACTIVE = "num_experts_per_tok"
+ROUTING = {"top_k": ACTIVE, "route_norm": "norm_topk_prob", "route_scale": "routed_scaling_factor"}
+"""The same of a layer of experts."""
+
+SCALING = {"scaling_factor": f"{ROPE}.factor"} | {
+    name: f"{ROPE}.{name}"
+    for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+}
+"""The same of scaled rotary embeddings."""
+
+
+def _values(given: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    found = {theirs: getattr(given, ours, None) for ours, theirs in names.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def other_model(key: str, flavor: str, model_args: Any, config: Mapping[str, Any]) -> str:
+    """Return why a flavor is not the model of ``config``, the config.json of the folder that
+    ``key`` names, or ""."""
+    ours = _values(model_args, SIZES | COMPUTING)
+    ours["tie_word_embeddings"] = getattr(model_args, "enable_weight_tying", False)
+    moe = getattr(model_args, "moe_args", None)
+    if moe is not None and getattr(model_args, "moe_enabled", True):
+        # torchtitan 0.3 has these in the router.
+        ours |= _values(getattr(moe, "router", moe), ROUTING)
+    if (scaling := getattr(model_args, "rope_scaling_args", None)) is not None:
+        # torchtitan's llama3 always scales.
+        ours |= {f"{ROPE}.rope_type": "llama3"} | _values(scaling, SCALING)
+    text = config.get("text_config") or config
+    theirs = {name: text[name] for name in SIZES.values() if name in text} | essential(config)
+    if theirs:
+        # A dense model has none: a key of one side only is not compared.
+        ours, theirs = {ACTIVE: 0, **ours}, {ACTIVE: 0, **theirs}
+    found = difference(ours, theirs)
+    so = (
+        "servers would sample from another policy than is trained"
+        if key == ASSETS
+        else "the trainer would compute with other settings than those of the weights"
+    )
+    return found and (
+        f"model.flavor must be the model of {key}, {flavor!r} is another one: {so}; config.json has"
+        f" {found}"
     )
 
 

@@ -16,13 +16,13 @@ from titan_grpo.config.grpo import GRPO, resolve_aliases
 from titan_grpo.config.inert import inert
 from titan_grpo.config.rollout import server_url
 from titan_grpo.config.task import TEXT, Evaluation, TaskKeys, inherited
-from titan_grpo.errors import ConfigError
-from titan_grpo.receive.checkpoint import INDEX, essential
+from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.receive.checkpoint import INDEX, checkpoint_shapes
 from titan_grpo.rollout.codec import ChatTemplate
 from titan_grpo.rollout.tasks.dataset import files_of
 from titan_grpo.runkey import find_run_key
 from titan_grpo.titan import compat, rules
-from titan_grpo.titan.flavors import model_of
+from titan_grpo.titan.flavors import model_of, other_model
 from titan_grpo.titan.jobfile import (
     OURS,
     given_keys,
@@ -271,9 +271,7 @@ def _check_models(config: Any) -> None:
     _, args = model_of(config.model.name, config.model.flavor)
     for key, reader in folders:
         place = Path(attrgetter(key)(config))
-        if found := rules.other_model(
-            key, config.model.flavor, args, essential(read_config(place))
-        ):
+        if found := other_model(key, config.model.flavor, args, read_config(place)):
             raise ConfigError(found)
         if reader and (lost := _lost_weights(place)):
             raise ConfigError(
@@ -287,13 +285,20 @@ def _lost_weights(folder: Path) -> str:
     there = {path.name for path in folder.glob("*.safetensors")}
     if not there:
         return "none"
-    if not (folder / INDEX).is_file():
-        return ""
+    named = there
+    if (folder / INDEX).is_file():
+        try:
+            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            named = set(index["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return f"an unreadable {INDEX} ({type(error).__name__}: {error})"
+    if lost := sorted(named - there):
+        return f"no {lost[0]}, which its {INDEX} names"
     try:
-        named = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"an unreadable {INDEX} ({type(error).__name__}: {error})"
-    return f"no {lost[0]}, which its {INDEX} names" if (lost := sorted(named - there)) else ""
+        checkpoint_shapes(folder)
+    except DataError as error:
+        return f"a damaged one: {error}"
+    return ""
 
 
 def _check_checkpoints(config: Any, ranks: int | None) -> bool:

@@ -2,7 +2,6 @@
 with. Pure."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from titan_grpo.config import LAUNCH, sends_adapters
 from titan_grpo.config.task import Rules, broken
 from titan_grpo.observe import alerts
-from titan_grpo.receive.checkpoint import difference
 
 
 def violations(config: Any, on_cpu: bool | None, ranks: int | None) -> list[str]:
@@ -233,34 +231,6 @@ def stages_violation(parallelism: Any, model_args: Any) -> str:
 
 
 ASSETS = "model.hf_assets_path"
-
-TORCHTITANS = {
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "norm_eps": "rms_norm_eps",
-    "rope_theta": "rope.rope_theta",
-}
-"""Attribute of torchtitan's model arguments -> the field of receive.checkpoint.essential."""
-
-
-def other_model(key: str, flavor: str, model_args: Any, fields: Mapping[str, Any]) -> str:
-    """Return why a flavor is not the model of the config.json with these ``fields`` in the folder
-    that ``key`` names, or "". Loading compares the shapes later."""
-    ours = {theirs: getattr(model_args, name, None) for name, theirs in TORCHTITANS.items()}
-    if getattr(model_args, "rope_scaling_args", None) is not None:
-        ours["rope.rope_type"] = "llama3"  # torchtitan's llama3 always scales
-    given = {name: value for name, value in ours.items() if value is not None}
-    found = difference(given, fields)
-    so = (
-        "servers would sample from another policy than is trained"
-        if key == ASSETS
-        else "the trainer would compute with other settings than those of the weights"
-    )
-    return found and (
-        f"model.flavor must be the model of {key}, {flavor!r} is another one: {so}; config.json has"
-        f" {found}"
-    )
 
 
 def _parallelism(config: Any) -> Rules:
