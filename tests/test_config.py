@@ -67,7 +67,7 @@ def found(section: GRPO | Rollout | WeightSync) -> list[str]:
         (GRPO(), {"rollout_is_veto_threshold": 1.0}, "in [0, 1)"),
         (GRPO(), {"ref_model_ema": 0.9}, "0 while grpo.kl_beta is 0"),
         (GRPO(kl_beta=0.1), {"ref_model_ema": 1.5}, "in [0, 1], got 1.5"),
-        (GRPO(kl_beta=0.1), {"kl_estimator_type": "k1"}, "k2 or k3 (or grpo.kl_in_reward = true)"),
+        (GRPO(kl_beta=0.1), {"kl_estimator_type": "k1"}, "k2 or k3, or grpo.kl_in_reward = true"),
         (GRPO(kl_beta=0.1), {"kl_estimator_type": "abs"}, "k2 or k3"),
         (GRPO(), {"clip_ratio_dual": 1.2}, "0 (off) or greater than 1 +"),
         (GRPO(), {"cispo_weight_max": 0.5}, "1 or greater"),
@@ -213,12 +213,17 @@ def test_on_policy_data_needs_no_correction_but_a_sync_step() -> None:
     assert line.startswith("rollout.max_staleness must be 1 or more with grpo.async_weight_update")
 
 
-def test_k1_is_a_term_of_the_loss_only_where_every_token_is_of_the_policy_itself() -> None:
+def test_k1_is_no_term_of_the_loss_and_abs_only_where_every_token_is_of_the_policy_itself() -> None:
     on_policy, k1 = replace(ROLLOUT, max_staleness=0), GRPO(kl_beta=0.1, kl_estimator_type="k1")
-    assert violations(JobConfig(k1, on_policy)) == []
-    for later in (replace(k1, num_microbatches=2), replace(k1, num_epochs=2)):
+    (line,) = violations(JobConfig(k1, on_policy))
+    assert line.startswith("grpo.kl_estimator_type must be k2 or k3, or grpo.kl_in_reward = true")
+    assert violations(JobConfig(replace(k1, kl_in_reward=True), on_policy)) == []
+    assert violations(JobConfig(replace(k1, kl_beta=0.0), on_policy)) == []
+    distance = replace(k1, kl_estimator_type="abs")
+    assert violations(JobConfig(distance, on_policy)) == []
+    for later in (replace(distance, num_microbatches=2), replace(distance, num_epochs=2)):
         (line,) = violations(JobConfig(later, on_policy))
-        assert line.startswith("grpo.kl_estimator_type must be k2 or k3")
+        assert line.startswith("grpo.kl_estimator_type must be k2 or k3 (or")
 
 
 @pytest.mark.parametrize(

@@ -350,7 +350,8 @@ def kl_term(
     * k2, mse: w * k2, w without gradient: E_q[w log(p / p_ref) grad log p] is the KL's gradient.
 
     Below the limit both have the same gradient, token by token: w log(p / p_ref) grad log p. k1 and
-    abs have no weight; the configuration refuses them where tokens may be of an older policy.
+    abs have no weight; the configuration refuses k1, and abs where tokens may be of an older
+    policy.
     """
     estimate = kl_estimate(logprobs, ref_logprobs, estimator)
     if estimator in ("k1", "abs"):

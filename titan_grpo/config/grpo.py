@@ -75,8 +75,8 @@ class GRPO:
 
     kl_estimator_type: Literal["k1", "k2", "k3", "mse", "abs"] = "k3"
     """KL estimator per token: k1 = -log r, k2 = mse = (log r)^2 / 2, k3 = r - 1 - log r, abs = |log
-    r|, with r = p_ref / p. k2, mse and k3 are weighted by policy / engine; k1 and abs need
-    on-policy data."""
+    r|, with r = p_ref / p. k2, mse and k3 are weighted by policy / engine; abs needs on-policy
+    data; k1 is for kl_in_reward alone."""
 
     kl_in_reward: bool = False
     """Subtract kl_beta times the KL of a token and of all later tokens of its completion from the
@@ -373,16 +373,20 @@ def _with_rollout(g: GRPO, r: Rollout) -> Rules:
     yield g.temperature not in (0, r.temperature), "temperature", rule
     rule = f"at most rollout.max_completion_tokens ({r.max_completion_tokens})"
     yield g.overlong_cache_tokens > r.max_completion_tokens, "overlong_cache_tokens", rule
-    yield (
-        g.kl_beta > 0
-        and not g.kl_in_reward
-        and g.kl_estimator_type in ("k1", "abs")
-        and may_be_off_policy(g, r),
-        "kl_estimator_type",
+    in_loss = g.kl_beta > 0 and not g.kl_in_reward
+    k1 = in_loss and g.kl_estimator_type == "k1"
+    rule = (
+        "k2 or k3, or grpo.kl_in_reward = true (the gradient of k1 is 0 on average, even on tokens"
+        " of the policy itself: the term would do nothing)"
+    )
+    yield k1, "kl_estimator_type", rule
+    rule = (
         "k2 or k3 (or grpo.kl_in_reward = true) unless every token is of the policy itself"
         " (rollout.max_staleness = 0 and one optimizer step per batch): on others the gradient of"
-        " k1 and abs is not the KL's, not even on average",
+        " abs is another one"
     )
+    is_abs = in_loss and g.kl_estimator_type == "abs"
+    yield is_abs and may_be_off_policy(g, r), "kl_estimator_type", rule
     for other, what in ((r.source != "task", "groups from outside"), (r.agent, "agents")):
         rule = f"false with {what} (their tokens come without the experts that computed them)"
         yield g.router_replay and bool(other), "router_replay", rule

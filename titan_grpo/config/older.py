@@ -73,7 +73,9 @@ OLDER: dict[str, Older] = {
         "here it leaves the tokens out of the loss; there, of the metrics",
     ),
     "kl_beta": Older(0.0, "grpo.kl_beta"),
-    "kl_estimator_type": Older("k3", "grpo.kl_estimator_type", "k1 and k2 are further ones"),
+    "kl_estimator_type": Older(
+        "k3", "grpo.kl_estimator_type", "k2 is a further one, and k1 in the reward"
+    ),
     "ref_model_ema": Older(0.0, "grpo.ref_model_ema"),
     "entropy_loss_weight": Older(0.0, "grpo.entropy_loss_weight"),
     "logit_loss_weight": Older(0.0, "grpo.logit_loss_weight"),
