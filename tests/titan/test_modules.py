@@ -313,6 +313,20 @@ def test_logits_are_float32_products_of_what_mixed_precision_gives_the_head(kind
     assert set(model.state_dict()) == names
 
 
+def test_where_autocast_mixes_precision_the_head_has_its_types_and_not_the_optimizers() -> None:
+    model: Any = loaded("llama3")
+    hidden: list[torch.Tensor] = []
+    model.output.register_forward_pre_hook(lambda _m, given: hidden.append(given[0]))
+    compute_head_in_fp32(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(torch.arange(4, 36)[None])
+    assert (hidden[0].dtype, model.output.weight.dtype) == (torch.float32, torch.float32)
+    sent = [x.bfloat16().float() for x in (hidden[0], model.output.weight)]
+    assert torch.equal(logits, torch.nn.functional.linear(*sent))
+    logits.logsumexp(-1).sum().backward()
+    assert model.output.weight.grad.dtype == torch.float32
+
+
 def test_a_last_layer_that_is_no_plain_projection_is_refused() -> None:
     model = torch.nn.Module()
     model.output = torch.nn.Bilinear(2, 2, 2)

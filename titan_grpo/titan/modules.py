@@ -192,12 +192,17 @@ class RouterReplay:
 
 
 def _float32_logits(head: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """[..., dim] -> [..., vocabulary] in float32, from weights in the type that mixed precision
-    gathered."""
-    bias = None if head.bias is None else head.bias.float()
+    """[..., dim] -> [..., vocabulary] in float32, from weights and hidden states in the type of
+    mixed precision."""
+    device = hidden.device.type
+    given = [hidden, head.weight, *([] if head.bias is None else [head.bias])]
+    if torch.is_autocast_enabled(device):
+        # One rank: nothing gathers weights in that type. These are the optimizer's, in float32,
+        # which no server has.
+        given = [each.to(torch.get_autocast_dtype(device)) for each in given]
     # autocast would compute the product in its own type
-    with torch.autocast(hidden.device.type, enabled=False):
-        return functional.linear(hidden.float(), head.weight.float(), bias)
+    with torch.autocast(device, enabled=False):
+        return functional.linear(*(each.float() for each in given))
 
 
 def compute_head_in_fp32(model: torch.nn.Module) -> None:
