@@ -271,3 +271,25 @@ def test_a_lost_server_bounds_versions_until_it_leaves_and_is_named_once() -> No
 
     with closing(Api()) as api:
         asyncio.run(scenario(api))
+
+
+def test_a_sequence_longer_than_a_row_is_dropped_with_the_key_that_has_the_length() -> None:
+    async def scenario(api: Api) -> None:
+        said: asyncio.Queue[FromWorker] = asyncio.Queue()
+        spec = RolloutSpec(model_dir="", source="atropos", atropos_url=api.url, row_tokens=4)
+        source = AtroposSource(spec, said.put_nowait, lambda error: None)
+        longer = {
+            "tokens": [[5, 6, 8, 9, 7], [5, 6, 7, 8]],
+            "masks": [[M, M, 8, 9, 7], [M, M, M, 8]],
+            "inference_logprobs": [[1.0, 1.0, -0.25, -0.5, -1], [1.0, 1.0, 1.0, -2]],
+        }
+        api.batches.append([item(**longer), item()])
+        event, done = [await asyncio.wait_for(said.get(), 20) for _ in range(2)]
+        assert isinstance(event, Event)
+        assert "a sequence has 5 tokens, training.seq_len is 4: " in event.text
+        assert event.counters["dropped.too_long"] == 1
+        assert isinstance(done, GroupDone)
+        await source.close()
+
+    with closing(Api()) as api:
+        asyncio.run(scenario(api))

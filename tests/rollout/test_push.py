@@ -135,6 +135,13 @@ def test_what_is_no_json_behind_its_first_fault_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
+def test_a_row_that_the_trainer_has_no_room_for_is_refused_with_the_key_of_its_length() -> None:
+    assert len(parse(encoded(body()), row_tokens=4)) == 1
+    rule = r"^body.groups\[0\].completions\[0\].tokens must be at most training.seq_len \(3\) .* 4:"
+    with pytest.raises(DataError, match=rule):
+        parse(encoded(body()), row_tokens=3)
+
+
 def test_a_context_token_needs_no_log_probability() -> None:
     content = set_at(
         set_at(body(), (*COMPLETION, "sampled"), [True, False]),

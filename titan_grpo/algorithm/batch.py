@@ -106,6 +106,7 @@ def plan(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> Batc
     if not rows:
         raise DataError(
             f"no completion of this step can be trained on: {len(groups)} groups, dropped {dropped}"
+            " (docs/metrics.md has what each reason means)"
         )
     steps: list[int] = []
     ranks: list[list[list[Row]]] = [[] for _ in range(num_ranks)]

@@ -301,6 +301,7 @@ REASONS: dict[str, str] = {
     "bad_score": "a score of Atropos that is no finite number",
     "no_logprobs": "a group of Atropos without inference_logprobs",
     "images": "a group of Atropos with images",
+    "too_long": "a group of Atropos with a sequence longer than training.seq_len",
     "unknown_version": "a group of Atropos that names a version that does not exist yet",
     "completion_too_long": "completions, not groups: longer than training.seq_len with the prompt",
     "completion_truncated": "completions at the length limit (grpo.mask_truncated)",

@@ -226,6 +226,16 @@ def _completion(item: Item, number: int, start: int, version: int) -> Completion
     )
 
 
+def _check_length(group: Group, row_tokens: int) -> None:
+    longest = len(group.prompt.token_ids) + max(len(c.token_ids) for c in group.completions)
+    if longest > row_tokens:
+        raise Rejected(
+            "too_long",
+            f"a sequence has {longest} tokens, training.seq_len is {row_tokens}: let the"
+            " environment make shorter ones, or raise it",
+        )
+
+
 def _prompt_length(tokens: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> int:
     """Return the number of leading masked tokens that all sequences have in common."""
     length = min(
@@ -364,6 +374,7 @@ class AtroposSource(External):
     def _take(self, item: Mapping[str, Any]) -> None:
         try:
             group = group_of(item, self._age.oldest)
+            _check_length(group, self._spec.row_tokens)
             newest = max([self._trainer_version, *self._versions.values()])
             if group.version > newest:
                 raise Rejected(

@@ -9,7 +9,8 @@ keep them fresh.
 
 ==== ======================================================================================
 202  taken, except for ``duplicates`` groups whose ``id`` was taken before
-400  not JSON, or against the schema: the text names the place, the rule and the value
+400  not JSON, against the schema, or longer than ``training.seq_len``: the text names the
+     place, the rule and the value
 409  made by a version that is too stale for the trainer, or that does not exist yet
 413  more than ``httpd.MAX_BYTES``
 429  enough groups wait for the trainer: retry after ``Retry-After`` seconds
@@ -21,6 +22,7 @@ import asyncio
 import json
 import os
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -120,9 +122,9 @@ class Incoming:
     group: Group
 
 
-def parse(body: bytes) -> list[Incoming]:
-    """Return the groups of a body. Raises DataError with the place in the body, the rule, and the
-    value."""
+def parse(body: bytes, row_tokens: int = sys.maxsize) -> list[Incoming]:
+    """Return the groups of a body, none of a completion that is longer than ``row_tokens`` with its
+    prompt. Raises DataError with the place in the body, the rule, and the value."""
     try:
         groups = msgspec.json.decode(body, type=Body).groups
     except msgspec.ValidationError as error:
@@ -131,7 +133,7 @@ def parse(body: bytes) -> list[Incoming]:
         raise DataError(f"body{place}: {rule}{_got(body, place)}") from error
     except msgspec.DecodeError as error:
         raise DataError(f"the body must be JSON: {error}") from error
-    return [_incoming(group, f"body.groups[{number}]") for number, group in enumerate(groups)]
+    return [_incoming(each, f"body.groups[{n}]", row_tokens) for n, each in enumerate(groups)]
 
 
 def _got(body: bytes, place: str) -> str:
@@ -149,10 +151,15 @@ def _got(body: bytes, place: str) -> str:
     return f", got {str(value)[:100]!r}"
 
 
-def _incoming(group: PushedGroup, place: str) -> Incoming:
+def _incoming(group: PushedGroup, place: str, row_tokens: int) -> Incoming:
     completions = []
     for number, item in enumerate(group.completions):
         _check(item, f"{place}.completions[{number}]")
+        if (length := len(group.prompt_tokens) + len(item.tokens)) > row_tokens:
+            raise DataError(
+                f"{place}.completions[{number}].tokens must be at most training.seq_len"
+                f" ({row_tokens}) with the prompt's, got {length}: make shorter ones, or raise it"
+            )
         completions.append(
             Completion(
                 token_ids=item.tokens,
@@ -338,7 +345,7 @@ class PushSource(External):
                 return self._decide(self._status)
             case "POST", "/groups":
                 try:
-                    incoming = parse(request.body)
+                    incoming = parse(request.body, self._spec.row_tokens)
                 except DataError as error:
                     return Reply(400, {"error": str(error)})
                 return self._decide(lambda: self._take(incoming))
