@@ -2,6 +2,7 @@
 sequence, replayed routes, logits in float32."""
 
 import random
+from array import array
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -285,6 +286,19 @@ def test_a_group_with_a_completion_without_routes_is_left_out_and_counted() -> N
     assert batch.rows[0].cuts == (2,)
     assert batch.dropped == {"no_routes": 2, "group_of_defective": 2}
     assert "routes" not in plan([without], 1, BatchOptions(64, 32)).micro_batches()[0][0]
+
+
+@pytest.mark.parametrize(("expert", "known"), [(7, True), (-1, True), (8, False), (-2, False)])
+def test_a_route_to_an_expert_that_the_model_lacks_takes_its_group_out(
+    expert: int, known: bool
+) -> None:
+    routes = array("h", (0, expert) * 4).tobytes()
+    groups = [
+        Group(Prompt(n, (5,)), (Completion((7, 8), (-1.0, -1.0), "stop", 0, 0, "s", routes=each),))
+        for n, each in enumerate((routes_of(2, 1), routes))
+    ]
+    batch = plan(groups, 1, BatchOptions(64, 32, routes=4, experts=8))
+    assert batch.dropped == ({} if known else {"no_routes": 1})
 
 
 def test_a_dense_model_is_refused() -> None:

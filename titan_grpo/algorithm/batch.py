@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 
+import torch
+
 from titan_grpo.algorithm.advantages import by_episode, step_advantages
 from titan_grpo.algorithm.balance import (
     TokenCost,
@@ -38,6 +40,10 @@ class BatchOptions(Layout):
 
     vocabulary: int = 1 << 31
     """Number of the model's token ids; another id is a defect. Default: what an int32 can hold."""
+
+    experts: int = 1 << 15
+    """Number of experts of a layer; a route to another one is a defect. Default: what an int16 can
+    hold."""
 
     stages: int = 1
     """Pipeline-parallel ranks. With several, the micro-batches of an optimizer step have one shape,
@@ -192,9 +198,15 @@ def _defect(prompt: Prompt, completion: Completion, options: BatchOptions) -> st
     for ids in (prompt.token_ids, completion.token_ids):
         if min(ids) < 0 or max(ids) >= options.vocabulary:
             return "bad_token"
+    if not options.routes:
+        return ""
     tokens = len(prompt.token_ids) + len(completion.token_ids)
-    routed = not options.routes or whole_routes(completion.routes, tokens, options.routes)
-    return "" if routed else "no_routes"
+    if not whole_routes(completion.routes, tokens, options.routes):
+        return "no_routes"
+    # -1 leaves the choice to the trainer; an expert that it lacks would end its forward.
+    experts = torch.frombuffer(bytearray(completion.routes), dtype=torch.int16)
+    known = int(experts.min()) >= -1 and int(experts.max()) < options.experts
+    return "" if known else "no_routes"
 
 
 def _weighted(rows: Sequence[Row], options: BatchOptions) -> list[Row]:

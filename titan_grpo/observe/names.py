@@ -288,7 +288,7 @@ REASONS: dict[str, str] = {
     "refused": "a server refused the request itself (400, 413 or 422): too long for its context?",
     "version_unknown": "tokens under the label of another run",
     "kv_kept": "KV of older weights survived a commit that was to drop it",
-    "no_routes": "an answer without the experts of each token (grpo.router_replay)",
+    "no_routes": "without the experts of each token, or of experts that the model lacks",
     "over_budget": "more tokens than were asked for",
     "unfinished": "an end that is neither a stop nor the length limit",
     "empty_prompt": "no prompt token, or none that all completions share",

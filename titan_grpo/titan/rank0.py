@@ -70,7 +70,7 @@ END_S = 15.0
 
 
 def batch_options(
-    job_config: Any, cost: TokenCost, vocabulary: int, routes: int = 0
+    job_config: Any, cost: TokenCost, vocabulary: int, routes: int = 0, experts: int = 1 << 15
 ) -> BatchOptions:
     """Return how rows are cut, padded and weighted. Raises ConfigError."""
     training, grpo = job_config.training, job_config.grpo
@@ -80,6 +80,7 @@ def batch_options(
         pad_multiple=math.lcm(8, job_config.parallelism.tensor_parallel_degree),
         pack=grpo.pack_sequences,
         routes=routes,
+        experts=experts,
         grpo=grpo,
         longest=job_config.rollout.max_completion_tokens,
         cost=cost,

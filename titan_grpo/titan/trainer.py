@@ -92,9 +92,8 @@ class GRPOTrainer(Engine):
         self.controller: Controller | None = None
 
         def control() -> None:
-            width = route_width(self.model_parts[0]) if self._grpo.router_replay else 0
             on_cpu = self.device.type == "cpu"
-            options = batch_options(job_config, cost, self.model_args.vocab_size, width)
+            options = batch_options(job_config, cost, self.model_args.vocab_size, *self._routed())
             self.controller = Controller(job_config, model_dir, nbytes, on_cpu, options)
 
         on_rank0(control if dist.get_rank() == 0 else None, self.loader.group)
@@ -152,6 +151,12 @@ class GRPOTrainer(Engine):
             staging()
 
         self.checkpointer.maybe_wait_for_staging = fenced
+
+    def _routed(self) -> tuple[int, ...]:
+        """Return the experts of a token over all layers and those of a layer; () without replay."""
+        if not self._grpo.router_replay:
+            return ()
+        return route_width(self.model_parts[0]), self.model_args.moe_args.num_experts
 
     def _save_also(self, name: str, state: Any) -> None:
         # A disabled checkpointer has no ``states``.
