@@ -493,27 +493,6 @@ def test_keys_given_by_arguments_are_found_in_every_spelling_and_those_of_the_fi
     assert jobfile.given_keys(argv, {"h": {"i": 1}}) == {"a.b_c", "a.d", "e.f_g", "h.i"}
 
 
-def test_the_start_says_what_an_algorithm_set_and_what_cannot_act(tmp_path: Path) -> None:
-    path = tmp_path / "job.toml"
-    own = "clip_ratio_dual = 3.0\ngrpo_by_token = true\n"
-    path.write_text(f'{MINIMAL}[grpo]\nalgorithm = "gspo"\n{own}')
-    arguments = ["--job.config_file", str(path), "--grpo.num_microbatches=1"]
-    config, (first, *inert) = jobconfig.read(arguments)
-    assert (config.grpo.num_microbatches, config.grpo.rollout_is_level) == (1, "geometric")
-    assert first.startswith('grpo.algorithm = "gspo" sets policy_loss = "clip", ')
-    assert first.endswith(
-        '; the job itself sets grpo_by_token = true (not loss_normalization = "sequence"),'
-        " num_microbatches = 1 (not 4)"
-    )
-    # With one optimizer step per batch nothing is left of GSPO's clipping.
-    assert {line.partition(" = ")[0] for line in inert} == {
-        "grpo.clip_ratio_dual",
-        "grpo.clip_ratio_lower_bound",
-        "grpo.clip_ratio_upper_bound",
-        "grpo.policy_ratio_type",
-    }
-
-
 def test_a_batch_size_of_torchtitans_is_named_as_without_effect_and_refused_nowhere(
     parse: Parse,
 ) -> None:
@@ -522,28 +501,3 @@ def test_a_batch_size_of_torchtitans_is_named_as_without_effect_and_refused_nowh
     assert line.startswith("training.global_batch_size = 7 has no effect: ")
     # torchtitan stops at 7 on two ranks
     assert config.training.global_batch_size == -1
-
-
-def test_a_key_of_the_job_wins_over_the_algorithms_other_name_of_it(
-    parse: Parse, tmp_path: Path
-) -> None:
-    grpo = parse("", "--grpo.algorithm=dapo", "--grpo.overlong_cache_tokens=8").grpo
-    assert (grpo.overlong_cache_tokens, grpo.overlong_cache_share) == (8, 0.0)
-    assert parse("", "--grpo.algorithm=dapo").grpo.overlong_cache_share == 0.2
-    mine = tmp_path / "mine.toml"
-    mine.write_text("[grpo]\ngrpo_by_token = true\noverlong_cache_tokens = 8\n")
-    keys = ["--grpo.loss_normalization=sequence", "--grpo.overlong_cache_share=0.5"]
-    grpo = parse("", f"--grpo.algorithm={mine}", *keys).grpo
-    assert (grpo.loss_normalization, grpo.overlong_cache_tokens) == ("sequence", 0)
-
-
-def test_a_file_of_ones_own_is_an_algorithm_and_its_types_are_checked(
-    parse: Parse, tmp_path: Path
-) -> None:
-    mine = tmp_path / "mine.toml"
-    mine.write_text("[grpo]\nkl_beta = 1\nnum_epochs = 2\n")
-    config = parse("", f"--grpo.algorithm={mine}")
-    assert (config.grpo.kl_beta, config.grpo.num_epochs) == (1.0, 2)
-    mine.write_text("[grpo]\nnum_epochs = 2.5\n")
-    with pytest.raises(ConfigError, match=r"mine.toml: grpo.num_epochs must be an integer"):
-        parse("", f"--grpo.algorithm={mine}")
