@@ -164,6 +164,40 @@ def test_an_sglang_without_our_plugin_is_a_problem_only_for_a_job_that_cannot_us
     assert said.split()[0] == status
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--model.flavor=debugmodel", "model.flavor must be the model of"),
+        ("--rollout.replay_path=nope.jsonl", "rollout.replay_path must be an existing file"),
+        ("--alerts.command=nopecmd --alerts.run=reward/mean<1", "alerts.command must be a program"),
+        (
+            "--weight_sync.tls_certificate=nope --weight_sync.tls_key=nope",
+            "weight_sync.tls_certificate",
+        ),
+        (
+            "--checkpoint.enable --checkpoint.initial_load_in_hf",
+            "checkpoint.initial_load_in_hf needs *.safetensors files",
+        ),
+        ("", ""),
+    ],
+)
+def test_what_the_run_would_refuse_at_its_start_is_a_problem_and_the_rest_is_looked_at(
+    arguments: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_tiny_model("qwen3", tmp_path / "model", seed=0)
+    if "in_hf" in arguments:
+        (model / "model.safetensors").unlink()
+    job = [f"--model.hf_assets_path={model}", "--model.name=qwen3", "--model.flavor=grpo_tiny"]
+    job += ["--training.seq_len=512", "--rollout.task=digits"]
+    gone = f"http://127.0.0.1:{free_port()}"
+    assert cli.main(["doctor", *job, f"--rollout.servers={gone}", *arguments.split()]) == 1
+    out = capsys.readouterr().out
+    (said,) = [line for line in out.splitlines() if line[9:22] == "configuration"]
+    assert said.startswith("problem" if words else "ok")
+    assert words in said
+    assert f"{gone}: GET /health" in out
+
+
 @pytest.fixture
 def job(root: Path) -> list[str]:
     """A doctor of the quickstart's job."""

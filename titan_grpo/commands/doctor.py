@@ -33,6 +33,8 @@ from titan_grpo.runkey import find_run_key
 LONGEST_S = 3600.0
 """Largest --timeout."""
 
+CORRECT = "correct the TOML file or the command line"
+
 
 @dataclass
 class Wanted:
@@ -114,8 +116,7 @@ def wanted(
             known = known_servers(rollout, env, apart=apart).urls
             out.servers += [url for url in known if url not in out.servers]
     except ConfigError as error:
-        remedy = "correct the TOML file or the command line"
-        return out, host.problem("configuration", str(error), remedy)
+        return out, host.problem("configuration", str(error), CORRECT)
     if launched:
         pythons = {"vllm": rollout.launch_python, "sglang": rollout.launch_sglang_python}
         out.pythons = {engine: pythons[engine] for engine in rollout.launch_engines} | out.pythons
@@ -135,6 +136,11 @@ def wanted(
     reads = engines_read_calls(rollout)
     streamed = out.sync.apply == "streamed" and out.sync.transport != "nccl"
     out.needs = Needs(options, tokens, reads, streamed)
+    try:
+        # Without the data of reward functions: ``doctor_task`` loads them, and says more.
+        jobconfig.check_files(config, env, all_files=False)
+    except (ConfigError, DataError) as error:
+        return out, host.problem("configuration", str(error), CORRECT)
     return out, host.ok("configuration", "valid")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_grpo import config as our_config
+from titan_grpo.config import LAUNCH
 from titan_grpo.config.grpo import GRPO, resolve_aliases
 from titan_grpo.config.inert import inert
 from titan_grpo.config.rollout import server_url
@@ -20,7 +21,8 @@ from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.receive.checkpoint import INDEX, checkpoint_shapes
 from titan_grpo.rollout.codec import ChatTemplate
 from titan_grpo.rollout.tasks.dataset import files_of
-from titan_grpo.runkey import find_run_key
+from titan_grpo.runkey import Key, find_run_key
+from titan_grpo.sync.images import check_certificate
 from titan_grpo.titan import compat, rules
 from titan_grpo.titan.flavors import model_of, other_model
 from titan_grpo.titan.jobfile import (
@@ -211,15 +213,19 @@ RANDOM = (
 
 
 def check_files(
-    config: Any, environ: Mapping[str, str] | None = None, ranks: int | None = None
+    config: Any,
+    environ: Mapping[str, str] | None = None,
+    ranks: int | None = None,
+    all_files: bool = True,
 ) -> list[str]:
     """Check the files that the run opens: tokenizer and weights in ``model.hf_assets_path``, other
     weights that it reads, the task's data, a replayed record, the servers file, the run key, the
-    alerts' command, the checkpoint folder. Return notes for the start.
+    certificate, the alerts' command, the checkpoint folder. Return notes for the start.
 
     Args:
         environ: the run's environment variables: a run key, a SLURM host list.
         ranks: number of trainer ranks; None: unknown.
+        all_files: False: without the data of reward functions, for a caller that loads them.
 
     Raises:
         ConfigError: the first problem, with the key that names the file.
@@ -241,13 +247,15 @@ def check_files(
     for name in ("replay_path", *(("task_path", "tools") if here else ())):
         if (path := getattr(rollout, name)) and not Path(path).is_file():
             raise ConfigError(f"rollout.{name} must be an existing file, got {path!r}")
-    if here:
-        _check_prompts(rollout, str(folder))
-    for table in config.evaluation:
+    tasks = [*([rollout] if here else []), *config.evaluation]
+    for table in tasks if all_files else ():
         _check_prompts(table, str(folder))
     apart = [url for table in config.evaluation for url in table.servers]
     known_servers(rollout, environ or {}, apart=apart)
-    find_run_key(environ or {}, config.weight_sync.run_key_file)
+    run_key = find_run_key(environ or {}, config.weight_sync.run_key_file)
+    # Servers that the run launches get a new key from it.
+    own_key = Key.generate() if rollout.servers == [LAUNCH] else None
+    check_certificate(config.weight_sync, run_key or own_key)
     if (words := shlex.split(config.alerts.command)) and shutil.which(words[0]) is None:
         raise ConfigError(
             f"alerts.command must be a program that is here, got {words[0]!r}: an alert would"
