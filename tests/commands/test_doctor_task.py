@@ -129,6 +129,20 @@ def test_a_class_with_a_wrong_attribute_is_one_line(
     assert problem.startswith(f"problem  task          {said}")
 
 
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("none.jsonl", "rollout.task_path must be an existing file or pattern, got 'none.jsonl'"),
+        ("bare.jsonl", "a column that rollout.task_path 'bare.jsonl' must have; it has prompt"),
+    ],
+)
+def test_the_data_of_gsm8k_are_named_by_the_key_that_is_set_with_the_script_that_makes_them(
+    diagnosis: Callable[..., list[str]], path: str, words: str
+) -> None:
+    (problem,) = diagnosis(task="gsm8k", task_path=path, reward="", dataset="")
+    assert problem.endswith(f"{words} (scripts/get_gsm8k.py makes that file)")
+
+
 def test_an_agent_is_imported_and_shown_its_first_row(
     diagnosis: Callable[..., list[str]], tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from titan_grpo.config.task import TEXT, Evaluation, TaskKeys, inherited
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.receive.checkpoint import INDEX, checkpoint_shapes
 from titan_grpo.rollout.codec import ChatTemplate
+from titan_grpo.rollout.tasks.built_in import GSM8K_SOURCE
 from titan_grpo.rollout.tasks.dataset import files_of
 from titan_grpo.runkey import Key, find_run_key
 from titan_grpo.sync.images import check_certificate
@@ -246,7 +247,8 @@ def check_files(
     here = rollout.source == "task" and not rollout.replay_path and rollout.controller == "local"
     for name in ("replay_path", *(("task_path", "tools") if here else ())):
         if (path := getattr(rollout, name)) and not Path(path).is_file():
-            raise ConfigError(f"rollout.{name} must be an existing file, got {path!r}")
+            source = f" ({GSM8K_SOURCE})" if name == "task_path" and rollout.task == "gsm8k" else ""
+            raise ConfigError(f"rollout.{name} must be an existing file, got {path!r}{source}")
     tasks = [*([rollout] if here else []), *config.evaluation]
     for table in tasks if all_files else ():
         _check_prompts(table, str(folder))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from titan_grpo.config.rollout import WorkerKeys
-from titan_grpo.errors import DataError
+from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.task_runner import Codec, TaskOptions, Turn
 from titan_grpo.rollout.tasks.functions import FunctionTask
 from titan_grpo.samples import Prompt
@@ -140,10 +140,17 @@ def undressed(text: str) -> str:
     return text
 
 
+GSM8K_SOURCE = "scripts/get_gsm8k.py makes that file"
+
+
 def gsm8k(options: TaskOptions) -> FunctionTask:
     """Return a task of GSM8K rows in ``rollout.task_path``, {"question": ..., "answer": "... ####
     42"}, in the model's chat template. Also an example of a task with a reward function."""
     reward = [f"{__name__}:{correct.__name__}"]
-    return FunctionTask.load(
-        WorkerKeys(reward=reward, dataset=options.path, prompt=PROMPT, seed=options.seed)
-    )
+    keys = WorkerKeys(reward=reward, dataset=options.path, prompt=PROMPT, seed=options.seed)
+    try:
+        return FunctionTask.load(keys)
+    except (ConfigError, DataError) as error:
+        # by the key that the user has set
+        text = str(error).replace("rollout.dataset", "rollout.task_path")
+        raise type(error)(f"{text} ({GSM8K_SOURCE})") from error
