@@ -18,8 +18,9 @@ from titan_grpo.rollout.service import Service
         ),
         (
             ["--bind", "10.0.0.1:0", "--key-env", "OTHER"],
-            "--bind must be on loopback while OTHER is empty",
+            "--key-env must name a variable that holds a key, 'OTHER' is empty or not set",
         ),
+        (["--key-env", ""], "--key-env must name a variable that holds a key"),
         (["--lease", "0"], "--lease must be greater than 0, and finite, got 0"),
         (["--lease", "nan"], "--lease must be greater than 0, and finite, got nan"),
         (

@@ -29,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     add, bind = parser.add_argument, "127.0.0.1:8910"
     add("--bind", default=bind, metavar="HOST:PORT", help=f"default {bind}; port 0: any")
     secret = f"variable with the key that trainers must send ({KEY_VARIABLE})"
-    add("--key-env", default=KEY_VARIABLE, metavar="NAME", help=secret)
+    add("--key-env", metavar="NAME", help=secret)
     silent = "a trainer silent for so long loses its session (60)"
     add("--lease", type=float, default=60.0, metavar="SECONDS", help=silent)
     return parser
@@ -39,10 +39,18 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Serve until SIGINT or SIGTERM. Raises ConfigError if the address cannot be bound or needs a
     key."""
     options = _parser().parse_args(argv)
-    place, key = host_and_port(options.bind), read_key(env, options.key_env)
+    named: str | None = options.key_env
+    variable = KEY_VARIABLE if named is None else named
+    place, key = host_and_port(options.bind), read_key(env, variable)
+    if named is not None and not key:
+        raise ConfigError(
+            f"--key-env must name a variable that holds a key, {named!r} is empty"
+            " or not set, and the service would serve without a key: export it, or leave --key-env"
+            " out"
+        )
     if place and not key and not is_loopback(place[0]):
         raise ConfigError(
-            f"--bind must be on loopback while {options.key_env} is empty, got {options.bind}"
+            f"--bind must be on loopback while {variable} is empty, got {options.bind}"
             " (any client could have this host make requests and run tasks); set it to a secret"
             " that the trainer has too (rollout.controller_key_env)"
         )
