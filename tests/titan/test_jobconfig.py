@@ -2,6 +2,7 @@
 line."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -318,6 +319,21 @@ def test_what_a_cpu_cannot_run_is_refused_by_ranks_and_by_no_command_that_only_r
     parse("", *arguments.split())
     with pytest.raises(ConfigError, match="on CPU"):
         parse("", *arguments.split(), world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--grpo.async_weight_update=false"], "Unrecognized options: false; a boolean is a flag"),
+        (["--training.steps=3", "--checkpoint.enable", "True"], "--grpo.no-KEY for false"),
+        (["--grpo.async_weight_updat"], "did you mean --grpo.async-weight-update?"),
+    ],
+)
+def test_a_boolean_with_a_value_is_refused_with_its_flags_and_a_misspelt_one_with_its_name(
+    parse: Parse, arguments: list[str], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        parse("", *arguments)
 
 
 def test_lists_on_the_command_line_have_commas(parse: Parse) -> None:

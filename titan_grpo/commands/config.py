@@ -17,9 +17,10 @@ HEADER = """# Configuration
 The keys that titan_grpo adds to a torchtitan TOML file. A job names them with
 `[job] custom_config_module = "titan_grpo.config"` (the default of `titan_grpo.train`). The command
 line overrides the file: `--grpo.async-weight-update`, `--weight_sync.slots 3`,
-`--rollout.servers http://a:8000,http://b:8000` (lists have commas). A wrong type, an unknown key
-or an impossible combination ends the start with one line and exit code 2 (torchrun itself then
-exits with 1). Keys that end in `_s` are in seconds, at most 500000.
+`--rollout.servers http://a:8000,http://b:8000` (lists have commas). `no-` switches a boolean off:
+`--grpo.no-async-weight-update`; tables are for the file only. A wrong type, an unknown key or an
+impossible combination ends the start with one line and exit code 2 (torchrun itself then exits
+with 1). Keys that end in `_s` are in seconds, at most 500000.
 
 This page is what `titan-grpo config` prints.
 """

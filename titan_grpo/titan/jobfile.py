@@ -42,6 +42,12 @@ _TYPES = {
 }
 
 
+FLAGS = "a boolean is a flag without a value: --grpo.KEY for true, --grpo.no-KEY for false"
+"""Remedy of a boolean with a value on the command line."""
+
+_STRAY = re.compile(r"Unrecognized options: (true|false)\b", re.IGNORECASE)
+
+
 def _section(name: str, keys: Mapping[str, Any]) -> type:
     """Return the dataclass of a table of sections.toml; that file describes its format."""
     members: list[tuple[str, Any, Any]] = []
@@ -172,6 +178,8 @@ def load(base: Any, args: Sequence[str], table: Mapping[str, Any]) -> Any:
         words = one_line(output.getvalue())
         option = re.search(r"--([\w.-]+)", words)
         hint = older.hint(option[1].replace("-", "_")) if option else ""
+        if _STRAY.match(words):
+            hint = FLAGS
         raise ConfigError(f"command line: {words}{hint and '; ' + hint}") from stop
     except (ValueError, TypeError, AssertionError) as error:  # the last: torchtitan's own checks
         raise ConfigError(f"configuration: {one_line(str(error))}") from error
@@ -187,7 +195,7 @@ def one_line(text: str) -> str:
     )
     words = re.split(r" Argument helptext| For full helptext", words, maxsplit=1)[0]
     # Keep only the first suggestion, without the help that follows it.
-    return re.sub(r" Perhaps you meant: (--\S+).*", r"; did you mean \1?", words)
+    return re.sub(r" Perhaps you meant: (--[^\s,]+).*", r"; did you mean \1?", words)
 
 
 def merged(base: Any, custom: Any) -> type:
