@@ -85,6 +85,8 @@ def main(argv: list[str]) -> int:
         ConfigError,
         DataError,
         RunStopped,
+        ServerUnfit,
+        ServerUnreachable,
         StorageError,
         TaskError,
         TitanGrpoError,
@@ -104,7 +106,7 @@ def main(argv: list[str]) -> int:
         # it in the middle of that if another rank of its host ended now.
         refuse(str(error), os.environ)
         return 1
-    except (StorageError, TaskError) as error:
+    except (StorageError, TaskError, ServerUnreachable, ServerUnfit) as error:
         print_error(f"rank {rank}: {error}")
         return 1
     except TitanGrpoError as error:

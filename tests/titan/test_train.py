@@ -49,3 +49,11 @@ def test_a_rank_that_ends_as_all_do_leaves_the_first_one_the_time_to_close_and_t
         process.wait(0.5)
     process.terminate()
     assert process.communicate(timeout=20) == ("", "")
+
+
+@pytest.mark.parametrize("error", ["ServerUnreachable", "ServerUnfit"])
+def test_a_server_that_is_not_there_or_unfit_is_one_line_without_a_traceback(error: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDED_BY, error], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stderr) == (1, "titan-grpo: rank 1: why\n")
