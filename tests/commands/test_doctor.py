@@ -132,6 +132,13 @@ def test_a_vllm_without_our_middleware_is_told_what_it_lacks(status: int, lackin
     assert all("/generate" in each.text and "--middleware titan" in each.remedy for each in said)
 
 
+def test_a_web_server_that_is_no_engine_is_not_told_how_to_start_one() -> None:
+    with http_server({"/health": None, "/version": "<html>"}) as (url, _):
+        (found,) = server(server_facts(url, Access(60)))
+    assert found.text.startswith(f"{url} answers, and neither as vLLM nor as SGLang: /version must")
+    assert found.remedy == "correct rollout.servers: an engine must run there"
+
+
 def test_a_receiver_that_never_calls_back_is_reported_by_the_deadline() -> None:
     answers = {
         "/health": None,

@@ -54,4 +54,5 @@ def test_the_doctor_looks_at_the_service_of_a_job() -> None:
         assert (refused.status, "refused with 401" in refused.text) == ("problem", True)
     finally:
         service.close()
-    assert controller(url, "secret", 60.0).status == "problem"
+    gone = controller(url, "secret", 60.0)
+    assert (gone.status, gone.text.count(url)) == ("problem", 1)

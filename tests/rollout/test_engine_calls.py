@@ -16,7 +16,7 @@ from tests.rigs.sockets import free_port
 from tests.rigs.threads import no_free_thread
 from tests.rollout.conftest import MakeServer
 from titan_grpo.engines.http import HttpRefused, ServerAccess
-from titan_grpo.engines.server import ASK_S, ServerControl, make_control
+from titan_grpo.engines.server import ServerControl, make_control
 from titan_grpo.engines.sglang_stock import MOST, Announced, Group
 from titan_grpo.errors import (
     ProtocolError,
@@ -208,7 +208,7 @@ def test_errors_keep_their_types_and_words(
     with pytest.raises(ProtocolError, match=r"must be one of .*got '__class__'"):
         value_of(client.engine_call(server.url, "__class__", (), CALL_S))
     nobody = client.control("auto", ServerAccess(f"http://127.0.0.1:{free_port()}", CALL_S))
-    with pytest.raises(ServerUnreachable, match=f"got no answer within {ASK_S:g} s"):
+    with pytest.raises(ServerUnreachable, match=r"GET /model_info failed \(Connection"):
         nobody.label()
 
 

@@ -41,6 +41,11 @@ TEXT = "Add 12 and 3.14: was\tist\n\n  <b>größer</b>? 东京, 🙂 </s><|im_en
 """Text on which tokenizers differ: digits, white space, scripts, special tokens of some models."""
 
 
+def named(url: str, text: str) -> str:
+    """Return an error's text with the server's URL before it, once. Pure."""
+    return text if text.startswith(url) else f"{url}: {text}"
+
+
 def controller(url: str, key: str, timeout_s: float, ours: str = FORMAT) -> Finding:
     """Check a rollout service. ``ours``: message format of this end."""
 
@@ -55,7 +60,7 @@ def controller(url: str, key: str, timeout_s: float, ours: str = FORMAT) -> Find
             "start it there: titan-grpo rollouts --bind HOST:PORT, with the key that"
             " rollout.controller_key_env names"
         )
-        return problem("controller", f"{url}: {error}", remedy)
+        return problem("controller", named(url, str(error)), remedy)
     if form != ours:
         remedy = "install the same one at both ends"
         return problem("controller", f"{url} runs another titan_grpo", remedy)
@@ -156,6 +161,11 @@ def server(facts: ServerFacts, needs: Needs | None = None) -> list[Finding]:
     if facts.version and of.too_old(facts.version):
         text = f"{where}: {of.title} {facts.version} is older than {of.oldest}"
         return [problem("server", text, f"install {of.package}: {of.why}")]
+    if facts.version is None and facts.label is None:
+        # Every vLLM tells its version, also one whose routes for weights are closed.
+        reason = errors.get("version", "it tells no version").removeprefix(f"{where}: ")
+        text = f"{where} answers, and neither as vLLM nor as SGLang: {reason}"
+        return [problem("server", text, "correct rollout.servers: an engine must run there")]
     software = f", {of.title} {facts.version}" if facts.version else ""
     out = [ok("server", f"{where} answers{software}")]
     if abs(facts.clock_ahead_s) >= CLOCK_SKEW_S:
@@ -169,7 +179,7 @@ def server(facts: ServerFacts, needs: Needs | None = None) -> list[Finding]:
             )
         )
     if facts.label is None:
-        text = f"{where}: {errors.get('label', 'no RL routes')}"
+        text = named(where, errors.get("label", "no RL routes"))
         return [*out, problem("server routes", text, of.routes)]
     out.append(ok("server routes", f"{where} serves version {facts.label!r}"))
     if facts.paused:

@@ -190,7 +190,7 @@ class _Driver:
     def _check(self, call: Call[Any], status: int, body: bytes) -> None:
         if not 200 <= status < 300:
             kind = KeyRefused if status in (401, 403) else HttpRefused
-            text = body.decode(errors="replace")[:BODY_CHARS]
+            text = " ".join(body.decode(errors="replace")[:BODY_CHARS].split())
             raise kind(
                 f"{self.url}: {call.method} {call.path} was refused with {status}: {text}", status
             )
@@ -206,11 +206,13 @@ class _Driver:
     def _unreachable(
         self, call: Call[Any], error: Exception, began: bool = False
     ) -> ServerUnreachable:
-        cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        what = "broke off, or was silent for" if began else "got no answer within"
-        return ServerUnreachable(
-            f"{self.url}: {call.method} {call.path} {what} {call.timeout_s:g} s ({cause})"
-        )
+        said = " ".join(str(error).split())
+        cause = f"{type(error).__name__}: {said}" if said else type(error).__name__
+        what = "broke off" if began else "failed"
+        if isinstance(error, TimeoutError):
+            what = "was silent for" if began else "got no answer within"
+            what += f" {call.timeout_s:g} s"
+        return ServerUnreachable(f"{self.url}: {call.method} {call.path} {what} ({cause})")
 
 
 class SyncDriver(_Driver):
