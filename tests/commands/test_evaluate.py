@@ -51,6 +51,18 @@ def test_a_job_that_names_no_servers_is_evaluated_on_the_one_that_is_named(
     assert f"titan-grpo evaluate: ServerUnreachable: {gone}" in capsys.readouterr().err
 
 
+def test_an_interpreter_that_is_not_there_is_one_line_before_a_server_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, gone = tmp_path / "job.toml", tmp_path / "gone"
+    job.write_text(JOB)
+    words = ["--model.hf_assets_path", str(write_tiny_model("qwen3", tmp_path / "model", seed=1))]
+    words += [f"--rollout.launch_python={gone}"]
+    assert cli.main(["evaluate", "--job.config_file", str(job), *words]) == 2
+    rule = "rollout.launch_python must be the interpreter of the engine's environment"
+    assert capsys.readouterr().err == f"titan-grpo evaluate: {rule}, {str(gone)!r} is no file\n"
+
+
 def test_the_server_that_is_started_has_the_gpus_of_the_jobs_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -438,6 +438,17 @@ def test_a_command_of_alerts_that_is_not_there_is_refused_before_an_alert_wants_
         jobconfig.check_files(parse("", *keys, "--alerts.command", "not-there --now"))
 
 
+def test_an_interpreter_of_launched_servers_is_a_program_of_rank_0s_host(
+    parse: Parse, model: Path
+) -> None:
+    keys = [f"--model.hf_assets_path={model}", "--rollout.servers=launch"]
+    jobconfig.check_files(parse("", *keys, "--rollout.launch_python=python"))
+    config = parse("", *keys, "--rollout.launch_python=/nope")
+    with pytest.raises(ConfigError, match=r"rollout\.launch_python .* '/nope' is no file"):
+        jobconfig.check_files(config)
+    jobconfig.check_files(config, {"RANK": "8"})
+
+
 def test_servers_of_an_evaluation_are_urls_in_the_form_that_is_compared(parse: Parse) -> None:
     table = '[[evaluation]]\nname = "held_out"\ntask = "digits"\nrows = 1\nservers = ["{url}"]\n'
     (found,) = parse(table.format(url="http://GPU2:8000/"), "--grpo.async_weight_update").evaluation

@@ -22,7 +22,7 @@ from titan_grpo.config import (
     engines_read_calls,
     sends_adapters,
 )
-from titan_grpo.config.rollout import read_key, server_url
+from titan_grpo.config.rollout import PYTHONS, read_key, server_url
 from titan_grpo.engines.http import resolve_bind_host
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.layout.memory import available_memory
@@ -118,8 +118,8 @@ def wanted(
     except ConfigError as error:
         return out, host.problem("configuration", str(error), CORRECT)
     if launched:
-        pythons = {"vllm": rollout.launch_python, "sglang": rollout.launch_sglang_python}
-        out.pythons = {engine: pythons[engine] for engine in rollout.launch_engines} | out.pythons
+        pythons = {engine: getattr(rollout, PYTHONS[engine]) for engine in rollout.launch_engines}
+        out.pythons = pythons | out.pythons
     out.rollout = replace(rollout, **{name: value for name, value in keys.items() if value})
     out.model, out.sync = config.model.hf_assets_path, config.weight_sync
     out.dump_folder, saving = Path(config.job.dump_folder), config.checkpoint
@@ -137,7 +137,7 @@ def wanted(
     streamed = out.sync.apply == "streamed" and out.sync.transport != "nccl"
     out.needs = Needs(options, tokens, reads, streamed)
     try:
-        # Without the data of reward functions: ``doctor_task`` loads them, and says more.
+        # Without the data of reward functions and interpreters: they are tried, which says more.
         jobconfig.check_files(config, env, all_files=False)
     except (ConfigError, DataError) as error:
         return out, host.problem("configuration", str(error), CORRECT)

@@ -16,7 +16,7 @@ import msgspec
 
 from titan_grpo.commands.processes import require_file
 from titan_grpo.config import LAUNCH
-from titan_grpo.config.rollout import read_key, server_url
+from titan_grpo.config.rollout import PYTHONS, read_key, server_url
 from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.launch import Server
 from titan_grpo.engines.server import detect, dialect
@@ -113,15 +113,17 @@ def _server(url: str | None, config: Any, model: str, key: str) -> Iterator[Serv
 @contextmanager
 def _launched(config: Any, model: str, key: str, folder: str) -> Iterator[ServerState]:
     from titan_grpo.titan import compat
+    from titan_grpo.titan.jobconfig import check_python
     from titan_grpo.titan.startup import launched
 
     spec = launched(config, model, compat.prepare(), None, (key, ""))[0]
     sglang = spec.engine == "sglang"
     if not spec.python:
         raise ConfigError(
-            f"rollout.launch_{'sglang_' if sglang else ''}python must be the interpreter of the"
+            f"rollout.{PYTHONS[spec.engine]} must be the interpreter of the"
             " engine's environment, to start a server; or name one that runs: --server URL"
         )
+    check_python(config.rollout, spec.engine)
     label = str(Label("evaluate", 0, "0")) if sglang else ""
     # It serves weights from a directory: no weight transfer, adapters, routes or run key.
     spec = replace(

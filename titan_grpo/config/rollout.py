@@ -24,6 +24,9 @@ from titan_grpo.errors import ConfigError
 LAUNCH = "launch"
 """Value of ``rollout.servers`` that starts servers; all others are URLs."""
 
+PYTHONS = {"vllm": "launch_python", "sglang": "launch_sglang_python"}
+"""Engine -> key of [rollout] with the interpreter of its launched servers."""
+
 
 @dataclass
 class WorkerKeys(TaskKeys):
@@ -336,7 +339,7 @@ def _servers(r: Rollout) -> Rules:
         rule = 'a list of URLs, or ["launch"], unless servers_file or servers_slurm is set'
         yield not (r.servers or r.servers_file or r.servers_slurm), "servers", rule
         return
-    wanted, known = r.launch_engines, {"vllm": "launch_python", "sglang": "launch_sglang_python"}
+    wanted, known = r.launch_engines, PYTHONS
     yield (
         not wanted or len(set(wanted)) != len(wanted) or not set(wanted) <= set(known),
         "launch_engines",

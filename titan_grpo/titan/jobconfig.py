@@ -15,7 +15,7 @@ from titan_grpo import config as our_config
 from titan_grpo.config import LAUNCH
 from titan_grpo.config.grpo import GRPO, resolve_aliases
 from titan_grpo.config.inert import inert
-from titan_grpo.config.rollout import server_url
+from titan_grpo.config.rollout import PYTHONS, Rollout, server_url
 from titan_grpo.config.task import TEXT, Evaluation, TaskKeys, inherited
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.receive.checkpoint import INDEX, checkpoint_shapes
@@ -206,6 +206,17 @@ def _model_violations(config: Any) -> list[str]:
     return []
 
 
+def check_python(rollout: Rollout, engine: str) -> None:
+    """Raise ConfigError if the interpreter of an engine's launched servers is no program here."""
+    name = PYTHONS[engine]
+    path: str = getattr(rollout, name)
+    if shutil.which(path) is None:
+        why = "cannot be executed" if Path(path).is_file() else "is no file"
+        raise ConfigError(
+            f"rollout.{name} must be the interpreter of the engine's environment, {path!r} {why}"
+        )
+
+
 RANDOM = (
     "training starts from random weights: no key of [checkpoint] names others (enable = true with"
     " initial_load_in_hf = true loads those of model.hf_assets_path)"
@@ -226,7 +237,8 @@ def check_files(
     Args:
         environ: the run's environment variables: a run key, a SLURM host list.
         ranks: number of trainer ranks; None: unknown.
-        all_files: False: without the data of reward functions, for a caller that loads them.
+        all_files: False: without the data of reward functions and the interpreters of servers, for
+            a caller that tries them.
 
     Raises:
         ConfigError: the first problem, with the key that names the file.
@@ -249,6 +261,10 @@ def check_files(
         if (path := getattr(rollout, name)) and not Path(path).is_file():
             source = f" ({GSM8K_SOURCE})" if name == "task_path" and rollout.task == "gsm8k" else ""
             raise ConfigError(f"rollout.{name} must be an existing file, got {path!r}{source}")
+    # Rank 0's host alone starts servers.
+    starts_servers = rollout.servers == [LAUNCH] and (environ or {}).get("RANK", "0") == "0"
+    for engine in rollout.launch_engines if all_files and starts_servers else ():
+        check_python(rollout, engine)
     tasks = [*([rollout] if here else []), *config.evaluation]
     for table in tasks if all_files else ():
         _check_prompts(table, str(folder))
