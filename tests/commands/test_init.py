@@ -104,7 +104,9 @@ def test_its_first_reward_looks_at_the_last_line(folder: Path) -> None:
     [
         (["--servers", "a:8000"], "a server must be a URL such as"),
         (["--model", "nowhere"], "--model must be a directory with the model's config.json"),
-        (["--data", "nowhere.jsonl"], "must be an existing file or pattern"),
+        (["--data", "nowhere.jsonl"], "--data must be an existing file or pattern"),
+        (["--data", "empty"], r"--data must be a directory with files of .*, 'empty' has none"),
+        (["--data", "/"], "--data must be a directory of at most 10000 files and folders"),
         (["--servers", ""], "init needs --servers"),
         (["--data", "text.jsonl"], "a column of answer, solution, target, label; .* has text"),
         (
@@ -120,6 +122,7 @@ def test_its_first_reward_looks_at_the_last_line(folder: Path) -> None:
 def test_what_it_cannot_use_is_said_in_one_line_and_nothing_is_written(
     folder: Path, arguments: list[str], message: str
 ) -> None:
+    (folder / "empty").mkdir()
     (folder / "text.jsonl").write_text('{"text": "a"}\n')
     before = sorted(folder.iterdir())
     with pytest.raises(ConfigError, match=message):

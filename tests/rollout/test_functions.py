@@ -386,6 +386,16 @@ def test_a_file_of_another_kind_is_not_looked_for_on_the_hub(tmp_path: Path) -> 
         open_table(TaskKeys(dataset=str(tmp_path / "rows.txt")))
 
 
+def test_a_directory_is_read_where_it_has_rows(tmp_path: Path) -> None:
+    keys = WorkerKeys(dataset=str(tmp_path))
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "readme.md").write_text("rows")
+    with pytest.raises(ConfigError, match=r"rollout\.dataset must be a directory with files of"):
+        open_rows(keys)
+    (tmp_path / "deeper" / "rows.jsonl").write_text('{"prompt": "1"}\n')
+    assert len(open_rows(keys)) == 1
+
+
 def test_a_text_that_is_not_utf8_is_one_line_with_its_row(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes('{"prompt": "a"}\n{"prompt": "\xe9"}\n'.encode("latin-1"))

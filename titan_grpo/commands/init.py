@@ -12,7 +12,7 @@ from typing import Any
 from titan_grpo.config import JobConfig, older
 from titan_grpo.config.rollout import server_url
 from titan_grpo.config.task import TEXT, TaskKeys
-from titan_grpo.errors import ConfigError
+from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.observe.terminal import next_command
 from titan_grpo.rollout.codec import ChatTemplate
 from titan_grpo.rollout.tasks.dataset import open_table
@@ -156,7 +156,7 @@ def new(args: argparse.Namespace, out: Path) -> dict[Path, str]:
         raise ConfigError(
             f"--model must be a directory with the model's config.json, got {args.model!r}"
         )
-    columns = list(open_table(TaskKeys(dataset=args.data)).column_names)
+    columns = _columns(args.data)
     files: dict[Path, str] = {}
     if not args.reward:
         column = _first(ANSWERS, columns)
@@ -197,6 +197,14 @@ def new(args: argparse.Namespace, out: Path) -> dict[Path, str]:
         length=length,
     )
     return {out: text} | files
+
+
+def _columns(data: str) -> list[str]:
+    try:
+        return list(open_table(TaskKeys(dataset=data)).column_names)
+    except (ConfigError, DataError) as error:
+        # by the option that was given
+        raise type(error)(str(error).replace("rollout.dataset", "--data")) from error
 
 
 def _first(names: tuple[str, ...], columns: list[str]) -> str:

@@ -3,6 +3,7 @@
 import json
 import logging
 import operator
+import os
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -21,6 +22,9 @@ BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "c
 
 WHOLE = "train"
 """Name of the one split that ``datasets`` makes of files."""
+
+LARGEST_FOLDER = 10_000
+"""Files and folders of a directory that is taken for a dataset."""
 
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
@@ -174,12 +178,33 @@ def files_of(keys: TaskKeys) -> list[str]:
     if Path(name).suffix.lower() not in BUILDERS or Path(name).is_dir():
         if Path(name).is_file():
             raise ConfigError(f"{key} must be a file of {', '.join(BUILDERS)}, got {name!r}")
+        _check_folder(name, key)
         return []
     # Sorted: the order of prompts must not depend on the order of a directory's entries.
     files = [name] if Path(name).is_file() else sorted(glob(name, recursive=True))
     if not files:
         raise ConfigError(f"{key} must be an existing file or pattern, got {name!r}")
     return files
+
+
+def _check_folder(name: str, key: str) -> None:
+    """Raise ConfigError for a directory without files of rows, or with so many files that
+    ``datasets``, which looks through all of them, would take minutes."""
+    seen, found = 0, False
+    for _, folders, files in os.walk(name):
+        seen += len(folders) + len(files)
+        # Any suffix: a file may be compressed.
+        found |= any(s.lower() in BUILDERS for each in files for s in Path(each).suffixes)
+        if seen > LARGEST_FOLDER:
+            raise ConfigError(
+                f"{key} must be a directory of at most {LARGEST_FOLDER} files and folders, with all"
+                f" below it, {name!r} has more: name the files, such as"
+                f" {str(Path(name) / '*.jsonl')!r}"
+            )
+    if not found and Path(name).is_dir():
+        raise ConfigError(
+            f"{key} must be a directory with files of {', '.join(BUILDERS)}, {name!r} has none"
+        )
 
 
 def open_rows(keys: WorkerKeys) -> Rows:
