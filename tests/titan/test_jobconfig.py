@@ -345,9 +345,14 @@ def test_lists_on_the_command_line_have_commas(parse: Parse) -> None:
     assert rollout.stop_token_ids == [3, 4]
 
 
-def test_several_broken_rules_are_counted(parse: Parse) -> None:
-    with pytest.raises(ConfigError, match=r"\(and 2 more\)$"):
+def test_several_broken_rules_are_all_named_and_many_counted(parse: Parse) -> None:
+    with pytest.raises(ConfigError) as caught:
         parse("[validation]\nenable = true\n", "--optimizer.lr=0", "--training.seq_len=16")
+    for key in ("optimizer.lr", "training.seq_len", "validation.enable"):
+        assert f"{key} must be " in str(caught.value)
+    unknown = [f"key_{number}" for number in range(jobfile.REFUSED + 2)]
+    with pytest.raises(ConfigError, match=r"key_4 is not a key \(and 2 more\)$"):
+        jobfile.refuse([f"{name} is not a key" for name in unknown])
 
 
 def test_files_that_the_run_needs_are_named_when_missing(

@@ -48,6 +48,10 @@ FLAGS = "a boolean is a flag without a value: --grpo.KEY for true, --grpo.no-KEY
 _STRAY = re.compile(r"Unrecognized options: (true|false)\b", re.IGNORECASE)
 
 
+REFUSED = 5
+"""Broken rules that are named in one refusal."""
+
+
 def _section(name: str, keys: Mapping[str, Any]) -> type:
     """Return the dataclass of a table of sections.toml; that file describes its format."""
     members: list[tuple[str, Any, Any]] = []
@@ -134,10 +138,11 @@ def given_keys(args: Sequence[str], table: Mapping[str, Any]) -> set[str]:
 
 
 def refuse(broken: Sequence[str]) -> None:
-    """Raise ConfigError with the first of these lines and the number of others, if there are
-    any."""
+    """Raise ConfigError with the first REFUSED of these lines and the number of others, if there
+    are any."""
     if broken:
-        raise ConfigError(broken[0] + (f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""))
+        more = f" (and {len(broken) - REFUSED} more)" if len(broken) > REFUSED else ""
+        raise ConfigError("; ".join(broken[:REFUSED]) + more)
 
 
 def load(base: Any, args: Sequence[str], table: Mapping[str, Any]) -> Any:
