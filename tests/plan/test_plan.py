@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from titan_grpo.cli import command
+from titan_grpo.commands import plan
 from titan_grpo.commands.plan import of_job
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError
@@ -324,6 +325,11 @@ def test_a_run_that_is_well_gets_no_advice() -> None:
         ({"sync": WeightSync(transport="nccl")}, "weight_sync.transport"),
         ({"sync": WeightSync(apply="streamed")}, "weight_sync.apply"),
         ({"same_host": True, "trainer_hosts": 2}, "same_host is for one trainer host"),
+        (
+            {"servers": 100_000, "hours": 1.0, "step_s": 30.0},
+            "--hours 0.083 is in time, or fewer servers",
+        ),
+        ({"groups": 10**9}, "groups must be at most 1,000,000, got 1,000,000,000"),
     ],
 )
 def test_what_makes_no_sense_or_is_not_simulated_is_refused_by_name(
@@ -456,6 +462,25 @@ def test_a_bad_sizes_file_is_one_line_and_exit_code_2(
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_a_plan_that_takes_longer_says_so_beside_its_result(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["plan", "--servers", "20", "--hours", "0.5"]
+    assert command(words) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(plan, "SAY_S", 0.01)
+    assert command(words) == 0
+    assert capsys.readouterr().err.startswith("simulating 0.5 h of 20 servers")
+
+
+@pytest.mark.parametrize("number", ["1e300", "0", "inf"])
+def test_a_number_that_no_model_has_is_refused(
+    number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["plan", "--model", number]) == 2
+    assert "--model must be 1 to 1e+15 where it is a number" in capsys.readouterr().err
 
 
 def test_a_model_is_a_number_or_torchtitans_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,14 +2,16 @@
 
 import argparse
 import json
+import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from titan_grpo.commands.processes import require_file
+from titan_grpo.commands.processes import print_progress, require_file
 from titan_grpo.config import sends_adapters
 from titan_grpo.config.rollout import LAUNCH, gpus_each, is_loopback
 from titan_grpo.errors import ConfigError
@@ -27,6 +29,13 @@ MACHINES = (
     "step_s",
 )
 """Options that matter most and are in no job's file."""
+
+
+LARGEST_MODEL = 1e15
+"""Parameters."""
+
+SAY_S = 5.0
+"""Seconds of simulation before a line says that it takes longer."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -91,9 +100,10 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     from titan_grpo.plan import report
     from titan_grpo.plan.simulation import Simulation
 
-    result = Simulation(setup).run()
-    found = report.figures(setup, result)
-    changes, then = report.advice(setup, result)
+    with _progress(setup):
+        result = Simulation(setup).run()
+        found = report.figures(setup, result)
+        changes, then = report.advice(setup, result)
     print(report.text(setup, found, changes, then))
     assumed = [f"{name} {getattr(setup, name):g}" for name in MACHINES if name not in given]
     if assumed:
@@ -106,6 +116,22 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         }
         write_whole(args.json, json.dumps(record, indent=1) + "\n")
     return 0
+
+
+@contextmanager
+def _progress(setup: Setup) -> Iterator[None]:
+    """Say what takes so long, once, if the block does."""
+    text = (
+        f"simulating {setup.hours:g} h of {setup.servers} servers, and then settings to change: a"
+        " minute for 1024 servers and 120 steps; --hours and --servers make it shorter"
+    )
+    timer = threading.Timer(SAY_S, print_progress, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def is_job(table: Mapping[str, Any]) -> bool:
@@ -181,10 +207,13 @@ def of_job(path: Path, env: Mapping[str, str], servers: int | None = None) -> di
 def parameters(model: str) -> int:
     """Return a model's number of parameters, from a number, torchtitan's NAME/FLAVOR or a
     config.json."""
-    try:
+    with suppress(ValueError):
+        if not 1 <= float(model) <= LARGEST_MODEL:
+            raise ConfigError(
+                f"--model must be 1 to {LARGEST_MODEL:g} where it is a number of parameters, got"
+                f" {model}"
+            )
         return int(float(model))
-    except (ValueError, OverflowError):
-        pass
     from titan_grpo.titan.flavors import flavor_of, parameters_of
 
     if settings := read_config(model):

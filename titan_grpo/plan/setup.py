@@ -35,6 +35,11 @@ APPLY_RATE = 2 << 30
 """Bytes of an image per second at which a patch is applied (scripts/bench_delta.py)."""
 
 
+LARGEST_RUN = 1_000_000
+"""Largest product of servers and steps of a plan, and of groups and steps; 1024 servers and 120
+steps take 33 to 45 s (docs/measurements.md)."""
+
+
 def _option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
@@ -127,6 +132,18 @@ class Setup:
         for name in ("slow", "slow_factor", "dying", "patch_share"):
             if getattr(self, name) > 1:
                 yield f"{name} is a share and must be 0 to 1, got {getattr(self, name)}"
+        steps = max(1.0, self.hours * 3600 / self.step_s)
+        for name in ("servers", "groups"):
+            count: int = getattr(self, name)
+            if count > LARGEST_RUN:
+                yield f"{name} must be at most {LARGEST_RUN:,}, got {count:,}"
+            elif count * steps > LARGEST_RUN:
+                yield (
+                    f"{name} x steps must be at most {LARGEST_RUN:,}, which takes minutes, got"
+                    f" {count:,} x {steps:,.0f} (hours {self.hours:g}, step_s {self.step_s:g}):"
+                    f" --hours {self.hours * LARGEST_RUN / (count * steps):.2g} is in time, or"
+                    f" fewer {name}"
+                )
         if self.sync.apply != "staged":
             yield (
                 'weight_sync.apply must be "staged": a plan is of images that servers fetch, got'
