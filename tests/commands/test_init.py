@@ -117,6 +117,10 @@ def test_its_first_reward_looks_at_the_last_line(folder: Path) -> None:
         (["--out", "rewards.py"], r"rewards\.py is both --out and the reward function"),
         (["--out", "model/../rewards.py"], "both --out and the reward function"),
         (["--flavor", "qwen3"], "--flavor must be NAME/FLAVOR of torchtitan, got 'qwen3'"),
+        (["--flavor", "qwen3/9T"], "got 'qwen3/9T': model.flavor must be one of .* for qwen3"),
+        (["--flavor", "qwen/0.6B"], "got 'qwen/0.6B': model.name must be"),
+        (["--reward", "foo"], "--reward must be MODULE:FUNCTION, got 'foo'"),
+        (["--reward", "foo:"], "--reward must be MODULE:FUNCTION, got 'foo:'"),
     ],
 )
 def test_what_it_cannot_use_is_said_in_one_line_and_nothing_is_written(

@@ -156,6 +156,8 @@ def new(args: argparse.Namespace, out: Path) -> dict[Path, str]:
         raise ConfigError(
             f"--model must be a directory with the model's config.json, got {args.model!r}"
         )
+    if args.reward and not all(args.reward.partition(":")):
+        raise ConfigError(f"--reward must be MODULE:FUNCTION, got {args.reward!r}")
     columns = _columns(args.data)
     files: dict[Path, str] = {}
     if not args.reward:
@@ -213,14 +215,20 @@ def _first(names: tuple[str, ...], columns: list[str]) -> str:
 
 def _flavor(named: str, settings: Mapping[str, Any]) -> tuple[str, str]:
     """Return torchtitan's name and flavor: as named, or found by the model's sizes."""
+    # Imported here: torchtitan takes seconds, and --help does not need it.
+    from titan_grpo.titan import compat
+    from titan_grpo.titan.flavors import flavor_of, model_of
+
     if named:
         name, slash, flavor = named.partition("/")
         if not slash:
             raise ConfigError(f"--flavor must be NAME/FLAVOR of torchtitan, got {named!r}")
+        compat.prepare()
+        try:
+            model_of(name, flavor)
+        except ConfigError as error:
+            raise ConfigError(f"--flavor must be torchtitan's, got {named!r}: {error}") from error
         return name, flavor
-    # Imported here: torchtitan takes seconds, and --flavor does not need it.
-    from titan_grpo.titan.flavors import flavor_of
-
     return flavor_of(settings)
 
 
