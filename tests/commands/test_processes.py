@@ -98,7 +98,8 @@ def test_a_killed_command_leaves_nothing_of_what_it_ran(tmp_path: Path) -> None:
         (["--out", "file"], "--out must be a new directory, file is a file: name another"),
         (
             ["--out", "new", "--json", "nowhere/result.json"],
-            "--json must be a file that can be written, got 'nowhere/result.json'",
+            "--json must be a file that can be written, got 'nowhere/result.json': there is no"
+            " folder 'nowhere'; make it",
         ),
         (
             ["--out", "new", "--json", "/dev/full"],

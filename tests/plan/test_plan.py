@@ -442,7 +442,8 @@ def test_figures_that_could_not_be_written_are_refused_before_the_plan(
     said = capsys.readouterr()
     assert said.out == ""
     rule = f"--json must be a file that can be written, got {str(out)!r}"
-    assert said.err == f"titan-grpo plan: {rule}\n"
+    why = f"there is no folder {str(out.parent)!r}; make it"
+    assert said.err == f"titan-grpo plan: {rule}: {why}\n"
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,10 @@ def require_file(option: str, path: Path) -> None:
     rule = f"{option} must be a file that can be written, got {str(path)!r}"
     if path.exists() and not path.is_file():
         raise ConfigError(f"{rule}: the file would replace this device, pipe or folder")
-    if not os.access(path.resolve().parent, os.W_OK):
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{rule}: there is no folder {str(path.parent)!r}; make it")
+    if not os.access(folder, os.W_OK):
         raise ConfigError(rule)
 
 
