@@ -41,6 +41,22 @@ def test_figures_that_could_not_be_written_are_refused_before_an_evaluation(
     assert capsys.readouterr().err.startswith(f"titan-grpo evaluate: {rule}")
 
 
+@pytest.mark.parametrize(
+    ("job", "rule"),
+    [
+        (JOB.partition("[[evaluation]]")[0], "the job must have an [[evaluation]] table for"),
+        (JOB, "tables that are asked for, got other; there are held_out"),
+    ],
+)
+def test_a_job_without_the_table_is_told_what_there_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], job: str, rule: str
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(job)
+    assert cli.main(["evaluate", "--name", "other", "--job.config_file", str(path)]) == 2
+    assert rule in capsys.readouterr().err
+
+
 def test_a_job_that_names_no_servers_is_evaluated_on_the_one_that_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,10 +57,15 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     config = jobconfig.parse(rest, calls_servers=False)
     known = [table.name for table in config.evaluation]
     names = args.name or known
-    if not known or set(names) - set(known):
+    if not known:
+        raise ConfigError(
+            "the job must have an [[evaluation]] table for titan-grpo evaluate to run, it has none:"
+            " add one to its TOML file (docs/evaluation.md)"
+        )
+    if set(names) - set(known):
         raise ConfigError(
             "the job must have the [[evaluation]] tables that are asked for, got"
-            f" {', '.join(names) or 'none'}; there are {', '.join(known) or 'none'}"
+            f" {', '.join(names)}; there are {', '.join(known)}"
         )
     server = args.server and server_url(args.server)
     out: Path | None = args.out
