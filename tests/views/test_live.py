@@ -242,6 +242,14 @@ def test_a_watcher_that_starts_first_shows_each_step_and_ends_with_the_run(tmp_p
     assert f"titan-grpo report {run}" in rest
 
 
+def test_a_watcher_of_a_run_without_a_step_says_so_once(tmp_path: Path) -> None:
+    with watching(tmp_path, stdout=subprocess.PIPE, text=True) as watcher:
+        waits = f"{tmp_path} has no step yet: waiting for the first\n"
+        assert present(watcher.stdout).readline() == waits
+        Recorder(tmp_path).step(1, {names.REWARD: 0.5})
+        assert present(watcher.stdout).readline().startswith("step 1  reward 0.5")
+
+
 def test_a_run_that_failed_ends_the_watcher_and_a_check_with_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

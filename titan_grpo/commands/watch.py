@@ -79,6 +79,8 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         else:
             if not args.run.exists():
                 print(f"waiting for {args.run}, which is not there yet", flush=True)
+            elif not (follower.ended() or _has_steps(args.run)):
+                print(f"{args.run} has no step yet: waiting for the first", flush=True)
             _follow(follower, lambda rows: _print_steps(follower, rows), args.interval)
     except KeyboardInterrupt:
         return 130
@@ -164,6 +166,11 @@ def _on_screen(follower: "Follower", console: "Console", interval_s: float) -> N
             lambda _: live.update(screen(name, state, time.monotonic()), refresh=True),
             interval_s,
         )
+
+
+def _has_steps(folder: Path) -> bool:
+    metrics = folder / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
 
 
 def _print_steps(follower: "Follower", rows: list[dict[str, Any]]) -> None:
