@@ -443,6 +443,13 @@ def test_a_command_of_alerts_that_is_not_there_is_refused_before_an_alert_wants_
         jobconfig.check_files(parse("", *keys, "--alerts.command", "not-there --now"))
 
 
+def test_a_record_is_no_directory(parse: Parse, model: Path, tmp_path: Path) -> None:
+    keys = [f"--model.hf_assets_path={model}", f"--rollout.record_path={tmp_path}"]
+    with pytest.raises(ConfigError, match=r"rollout\.record_path must be a file, '/.*' is a dir"):
+        jobconfig.check_files(parse("", *keys))
+    jobconfig.check_files(parse("", keys[0], f"{keys[1]}/new/record.jsonl"))
+
+
 def test_an_interpreter_of_launched_servers_is_a_program_of_rank_0s_host(
     parse: Parse, model: Path
 ) -> None:

@@ -261,6 +261,10 @@ def check_files(
         if (path := getattr(rollout, name)) and not Path(path).is_file():
             source = f" ({GSM8K_SOURCE})" if name == "task_path" and rollout.task == "gsm8k" else ""
             raise ConfigError(f"rollout.{name} must be an existing file, got {path!r}{source}")
+    if rollout.record_path and Path(rollout.record_path).is_dir():
+        raise ConfigError(
+            f"rollout.record_path must be a file, {rollout.record_path!r} is a directory"
+        )
     # Rank 0's host alone starts servers.
     starts_servers = rollout.servers == [LAUNCH] and (environ or {}).get("RANK", "0") == "0"
     for engine in rollout.launch_engines if all_files and starts_servers else ():
