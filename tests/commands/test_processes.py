@@ -122,6 +122,18 @@ def test_a_verification_that_cannot_be_done_is_refused_before_its_runs(
     assert capsys.readouterr().err == f"titan-grpo verify: {rule}\n"
 
 
+@pytest.mark.parametrize("command", ["quickstart", "verify"])
+def test_a_mistake_in_the_job_is_refused_before_anything_is_made_or_started(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new"
+    words = ["--vllm-python", sys.executable, "--out", str(out), "--rollout.group_size", "0"]
+    assert cli.main([command, *words]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"titan-grpo {command}: rollout.group_size must be 2 or more")
+    assert not out.exists()
+
+
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own() -> None:
     name = str(own_folder("verify"))
     assert name.startswith("outputs/verify-20")

@@ -116,6 +116,16 @@ def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
     from titan_grpo.titan.tiny import write_tiny_model
 
     out: Path = options.out
+    arguments = []
+    if options.lora is not None:
+        arguments += ["--lora.rank", str(options.lora), "--optimizer.lr", "1e-2"]
+        arguments += ["--lora.sync", options.lora_sync or "merged"]
+    if options.router_replay:
+        arguments += ["--grpo.router-replay"]
+    mode = "no-async" if options.sync else "async"
+    arguments += [f"--grpo.{mode}-weight-update"]
+    # To refuse mistakes in the arguments before anything is made or started.
+    tiny_run(options, out, [jobconfig.ANY_SERVER], arguments)
     model, server_model = out / "model", out / "server_model"
     # Adapters are limited by the frozen weights: with the smaller embedding, no token can get more
     # than a tenth of the probability.
@@ -145,15 +155,7 @@ def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
     with ServerGroup(specs) as servers:
         names = ", ".join(Path(spec.log_path).stem for spec in specs)
         print_progress(f"starting {names}, about a minute on two cores; logs in {out}/*.log")
-        arguments = []
-        if options.lora is not None:
-            arguments += ["--lora.rank", str(options.lora), "--optimizer.lr", "1e-2"]
-            arguments += ["--lora.sync", options.lora_sync or "merged"]
-        if options.router_replay:
-            arguments += ["--grpo.router-replay"]
-        mode = "no-async" if options.sync else "async"
-        arguments += [f"--grpo.{mode}-weight-update"]
-        # Check the arguments and files while the servers start, to report mistakes at once.
+        # Check the files while the servers start, to report mistakes at once.
         job, command = tiny_run(options, out, servers.urls, arguments)
         jobconfig.check_files(job, env)
         _check_tasks(job, str(model))

@@ -17,6 +17,7 @@ from titan_grpo.engines.launch import Server
 from titan_grpo.errors import ServerUnreachable
 from titan_grpo.observe.report import write_whole
 from titan_grpo.runkey import Key, find_run_key, with_run_key
+from titan_grpo.titan.jobconfig import ANY_SERVER
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify.outcome import (
     START,
@@ -65,6 +66,8 @@ def verify(
     ``kind`` replaces PhaseRuns."""
     began, out = time.monotonic(), options.out
     devices = choose_devices(options.device, torch.cuda.device_count(), options.nproc)
+    # To refuse mistakes in the job before anything is made or started.
+    tiny_run(options, out, [ANY_SERVER], ["--weight_sync.transport", devices.transport])
     model, server_model = out / "model", out / "server_model"
     write_tiny_model(options.model, model, seed=1)
     # Different weights: if the server later serves the trainer's, these came from the sync.
@@ -80,7 +83,6 @@ def verify(
             f"device {devices.kind}, transport {devices.transport}; starting a server:"
             f" {spec.engine}, log in {spec.log_path}"
         )
-        # While the server starts, to report mistakes in the job at once.
         commands = {
             name: phase_runs.command(name, arguments, server.url)
             for name, arguments in phases(out).items()
