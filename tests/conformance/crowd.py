@@ -56,21 +56,25 @@ def prompt(seed: int, count: int = 24) -> list[int]:
 def without_end(folder: Path) -> Path:
     """Have a tiny tied model all but never sample its end token: requests are as long as they may
     be."""
-    return _with_end(folder, -1.5)
+    return _with_end(folder, -12.0)
 
 
 def at_its_end(folder: Path) -> Path:
     """Have a tiny tied model all but always sample its end token: it ends every request."""
-    return _with_end(folder, 3.0)
+    return _with_end(folder, 12.0)
 
 
 def _with_end(folder: Path, along: float) -> Path:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     embedding = tensors["model.embed_tokens.weight"]
-    # What every token has in common, and the end token's row looks along or away from.
-    embedding[:, 0] = 0.25
+    # What every token has in common, and the end token's row looks along or away from. Layers
+    # change little of it.
+    embedding[:, 0] = 1.0
     embedding[EOS, 0] = along
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] = tensors[name] * 0.1
     save_file(tensors, path, metadata={"format": "pt"})
     return folder
 
