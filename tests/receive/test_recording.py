@@ -13,12 +13,12 @@ from titan_grpo.verify.recording import PLUGIN, RecordingSide, install, tensor_d
 
 
 class Loader(DictEngine):
-    """An engine whose load changes the second tensor under its own hands."""
+    """An engine whose second tensor changes under its hands, in a way that it does not see."""
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in tensors:
             if name == "b":
-                tensor.neg_()
+                tensor.numpy()[:] *= -1
 
 
 @pytest.mark.e2e

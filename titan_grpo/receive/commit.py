@@ -245,7 +245,7 @@ class EngineSide:
         it. ``run_key``: serve only trainers that prove it."""
         self._engine, self._workers, self._problem = engine, workers, problem
         self._device = WorkerDevice()
-        self._loading = Loading(engine.load)
+        self._loading = Loading()
         self._mapping: tuple[dict[str, Any], Future[Mapped]] | None = None
         """A grant and its mapping. It is made and pinned while the engine generates, before the
         first commit: both take seconds for large models. It is kept between the commits of an
@@ -457,8 +457,8 @@ class EngineSide:
             attempt.loaded = 0
             return self._counted(iter(views), attempt)
 
-        sources = [tensor for _, tensor in views]
-        mapped.copies = self._loading.run(counted, sources, filled, mapped.copies)
+        sources, load = [tensor for _, tensor in views], self._engine.load
+        mapped.copies = self._loading.run(load, counted, sources, filled, mapped.copies)
 
     def _counted(self, tensors: Tensors, attempt: Attempt) -> Tensors:
         for name, tensor in tensors:

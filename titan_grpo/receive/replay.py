@@ -78,14 +78,14 @@ class Copies:
 class Loading:
     """How one engine loads versions: by its own loader, or by the copies of an earlier load."""
 
-    def __init__(self, load: Callable[[Tensors], None]) -> None:
-        """``load``: the engine's own loader."""
-        self._load, self._own = load, os.environ.get(OWN_LOADER) == "1"
+    def __init__(self) -> None:
+        self._own = os.environ.get(OWN_LOADER) == "1"
         self._writes = False
-        """Whether it writes to the tensors that it loads."""
+        """Whether its loader writes to the tensors that it loads."""
 
     def run(
         self,
+        load: Callable[[Tensors], None],
         tensors: Callable[[], Tensors],
         sources: Sequence[torch.Tensor],
         model: torch.nn.Module | None,
@@ -94,9 +94,10 @@ class Loading:
         """Load a version. Return what its next one in the same memory is loaded by: copies, or a
         text, why by the engine's own loader.
 
-        ``tensors``: returns all of them in order; called again if the loader has to begin again.
-        ``sources``: their values, views of memory that stays where it is. ``model``: what they
-        fill; None: unknown. ``known``: what this returned for that memory before.
+        ``load``: the engine's own loader. ``tensors``: returns all of them in order; called again
+        if the loader has to begin again. ``sources``: their values, views of memory that stays
+        where it is. ``model``: what they fill; None: unknown. ``known``: what this returned for
+        that memory before.
         """
         if self._own:
             model = None
@@ -105,17 +106,17 @@ class Loading:
             all(True for _ in tensors())
             return known
         if self._writes:
-            self._load((name, tensor.clone()) for name, tensor in tensors())
+            load((name, tensor.clone()) for name, tensor in tensors())
             return WRITES
         if isinstance(known, str):
-            self._load(tensors())
+            load(tensors())
             return known
         try:
-            found = learn(lambda: self._load(tensors()), model, sources)
+            found = learn(lambda: load(tensors()), model, sources)
         except Written as written:
             log.info("%s: %s", written, WRITES)
             self._writes = True
-            return self.run(tensors, sources, model, known)
+            return self.run(load, tensors, sources, model, known)
         by = f"the engine's own loader: {found}"
         if isinstance(found, Copies):
             by = f"the {len(found.pairs)} copies of this load"
