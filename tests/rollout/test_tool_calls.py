@@ -83,6 +83,44 @@ def test_calls_of_tools_reach_the_agent_and_go_on_without_being_written_again(
     assert codec.spell(asked[1][len(asked[0]) :]) == f"{text}<eos>\ntool: 2\nassistant:"
 
 
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+WRITTEN = "{{ message.role }}: {{ message.content }}"
+ONE = "{% if message.tool_calls|length > 1 %}{{ raise_exception('one') }}{% endif %}"
+NOT_LAST = "{% if loop.last and message.tool_calls %}{{ raise_exception('last') }}{% endif %}"
+NO_RESULTS = "{% if message.role == 'tool' %}{{ raise_exception('role') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("written", "said", "called"),
+    [
+        (ONE, CALL, 1),
+        (ONE, 2 * CALL, 0),
+        (NOT_LAST, CALL, 1),
+        (NO_RESULTS, CALL, 1),
+    ],
+    ids=["one as by Llama 3", "two as by Llama 3", "never last", "no results"],
+)
+def test_a_call_that_the_template_cannot_write_is_none(
+    group_of: GroupOf, codec: TextCodec, tmp_path: Path, written: str, said: str, called: int
+) -> None:
+    template, seen = tmp_path / "strict.jinja", list[Any]()
+    template.write_text(f"{{% for message in messages %}}{written}{WRITTEN}\n{{% endfor %}}")
+
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        made = client_of(base_url, api_key).chat.completions.create(
+            model="m", messages=[HELLO], tools=[ADD]
+        )
+        seen.append((made.choices[0].message, made.choices[0].finish_reason))
+        return 1.0
+
+    group_of(agent, [says(codec, said)], chat_template=str(template))
+    ((message, reason),) = seen
+    assert len(message.tool_calls or ()) == called
+    assert (reason, message.content) == (("tool_calls", None) if called else ("stop", said))
+
+
 def test_the_engine_reads_calls_in_the_tokens_of_its_answer_without_the_end_token(
     group_of: GroupOf, codec: TextCodec
 ) -> None:

@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
@@ -18,10 +18,10 @@ from titan_grpo.engines.generation import ToolCalls
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.engines.server import dialect
 from titan_grpo.errors import DataError, PeerError
-from titan_grpo.rollout.agents import Agents, Call, Episode, Trajectory
+from titan_grpo.rollout.agents import Agents, Call, Episode, Trajectory, for_template
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.rollout.openai_api import ChatAnswer, Message, tool_call
+from titan_grpo.rollout.openai_api import ChatAnswer, ChatRequest, Message, tool_call
 from titan_grpo.rollout.sampler import (
     ABORTED,
     Ask,
@@ -233,14 +233,16 @@ class AgentSampler(Sampler):
             text = before_stop(text, call.request.stop)
         message: Message = {"role": "assistant", "content": text}
         if call.request.calls:
-            content, calls = await self._read(job, call, ids, text)
-            message["content"] = content
-            if calls:
-                reason = "tool_calls" if reason == "stop" else reason
-                message["tool_calls"] = [
-                    tool_call(f"call_{secrets.token_hex(8)}", name, arguments)
-                    for name, arguments in calls
-                ]
+            content, found = await self._read(job, call, ids, text)
+            calls = [
+                tool_call(f"call_{secrets.token_hex(8)}", name, arguments)
+                for name, arguments in found
+            ]
+            with_calls = message | {"content": content, "tool_calls": calls}
+            if not calls:
+                message["content"] = content
+            elif writable(codec, call.request, with_calls):
+                message, reason = with_calls, "tool_calls" if reason == "stop" else reason
         shown: tuple[tuple[str, float], ...] = ()
         if call.request.logprobs:
             shown = tuple(
@@ -342,6 +344,22 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
     """
     found = [at for at in map(text.find, stops) if at >= 0]
     return text[: min(found, default=len(text))]
+
+
+def writable(codec: TextCodec, request: ChatRequest, message: Message) -> bool:
+    """Return whether the chat template can write an answer with calls: else the agent's next
+    request would be refused. (Llama 3's template refuses a second call in one answer.)"""
+    known = [*map(for_template, (*request.messages, message))]
+    results = [
+        {"role": "tool", "tool_call_id": each["id"], "content": ""}
+        for each in message["tool_calls"]
+    ]
+    # Either is enough: some templates want no answer last, some know no results of tools.
+    for after, ask in (([], False), (results, True)):
+        with suppress(DataError):
+            codec.render([*known, *after], request.tools, ask)
+            return True
+    return False
 
 
 def unended(codec: TextCodec, ids: tuple[int, ...], stops: Sequence[str]) -> tuple[int, ...]:
