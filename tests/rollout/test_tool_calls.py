@@ -121,6 +121,19 @@ def test_a_call_that_the_template_cannot_write_is_none(
     assert (reason, message.content) == (("tool_calls", None) if called else ("stop", said))
 
 
+def test_a_calls_id_is_one_that_mistrals_templates_take(
+    group_of: GroupOf, codec: TextCodec, tmp_path: Path
+) -> None:
+    template, seen = tmp_path / "mistral.jinja", list[Any]()
+    template.write_text(
+        "{% for message in messages %}{% for call in message.tool_calls %}"
+        "{% if call.id|length != 9 %}{{ raise_exception('length 9') }}{% endif %}"
+        f"{{% endfor %}}{WRITTEN}\n{{% endfor %}}"
+    )
+    group_of(caller(seen), [says(codec, CALL, "two")], chat_template=str(template))
+    assert [reason for reason, _, _ in seen] == ["tool_calls", "stop"]
+
+
 def test_the_engine_reads_calls_in_the_tokens_of_its_answer_without_the_end_token(
     group_of: GroupOf, codec: TextCodec
 ) -> None:

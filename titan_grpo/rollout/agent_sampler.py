@@ -234,10 +234,7 @@ class AgentSampler(Sampler):
         message: Message = {"role": "assistant", "content": text}
         if call.request.calls:
             content, found = await self._read(job, call, ids, text)
-            calls = [
-                tool_call(f"call_{secrets.token_hex(8)}", name, arguments)
-                for name, arguments in found
-            ]
+            calls = [tool_call(call_id(), name, arguments) for name, arguments in found]
             with_calls = message | {"content": content, "tool_calls": calls}
             if not calls:
                 message["content"] = content
@@ -344,6 +341,11 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
     """
     found = [at for at in map(text.find, stops) if at >= 0]
     return text[: min(found, default=len(text))]
+
+
+def call_id() -> str:
+    """Return an id for a tool call. Nine letters and digits: Mistral's templates refuse others."""
+    return secrets.token_hex(5)[:9]
 
 
 def writable(codec: TextCodec, request: ChatRequest, message: Message) -> bool:
