@@ -24,6 +24,9 @@ TORCHRUN_NAMES = {*TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE", "OMP_NUM_THREADS"
 TORCHRUN_NAMES |= {"ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"}
 TORCHRUN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "PET_")
 
+PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
+"""Environment variables that name a proxy for http."""
+
 PR_SET_PDEATHSIG = 1
 KILL_S = 5.0
 """Seconds to wait for a process after SIGKILL."""
@@ -43,6 +46,22 @@ def without_torchrun(base: Mapping[str, str]) -> dict[str, str]:
         for name, value in base.items()
         if name not in TORCHRUN_NAMES and not name.startswith(TORCHRUN_PREFIXES)
     }
+
+
+def past_proxies(base: Mapping[str, str], host: str) -> dict[str, str]:
+    """Return the variables that except ``host`` from the proxies that ``base`` names; none if it
+    names no proxy, or excepts the host already. A proxy elsewhere takes a loopback address for its
+    own. Pure.
+
+    >>> past_proxies({"HTTP_PROXY": "http://proxy:3128", "NO_PROXY": "a.b"}, "127.0.0.1")
+    {'no_proxy': 'a.b,127.0.0.1', 'NO_PROXY': 'a.b,127.0.0.1'}
+    """
+    excepted = base.get("no_proxy") or base.get("NO_PROXY") or ""
+    known = {name.strip() for name in excepted.split(",")}
+    if not any(base.get(name) for name in PROXIES) or known & {host, "*"}:
+        return {}
+    # Both: libraries differ in the name that they prefer.
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, (excepted, host))))
 
 
 def helper_environment(base: Mapping[str, str], *dropped: str) -> dict[str, str]:

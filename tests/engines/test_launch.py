@@ -61,6 +61,17 @@ def test_a_run_key_goes_by_environment_in_place_of_any_other_and_is_not_shown(en
     )
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_proxy_is_not_asked_for_the_servers_own_address(engine: str) -> None:
+    spec = ServerSpec("py", "m", "log", engine=engine, port=1)
+    proxy = {"http_proxy": "http://proxy:3128"}
+    assert environment(proxy, spec)["NO_PROXY"] == "127.0.0.1"
+    assert environment(proxy | {"NO_PROXY": "a.b"}, spec)["no_proxy"] == "a.b,127.0.0.1"
+    for known in ("*", "a.b, 127.0.0.1"):
+        assert "NO_PROXY" not in environment(proxy | {"no_proxy": known}, spec)
+    assert not {"NO_PROXY", "no_proxy"} & set(environment({}, spec))
+
+
 def test_our_plugin_and_middleware_are_asked_for_unless_switched_off() -> None:
     asked = {*command(ServerSpec("py", "m", "log", port=1)), *command(sglang_spec())}
     assert {'{"backend": "titan_grpo"}', vllm.MIDDLEWARE, sglang.LOADER} < asked

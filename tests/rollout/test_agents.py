@@ -2,6 +2,7 @@
 trained on, and what an agent sees when something fails."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,9 @@ from titan_grpo.rollout.tasks.agent import AgentRows
 from titan_grpo.titan.tiny import EOS, UNK
 
 openai = pytest.importorskip("openai")
+
+NOBODY = "http://127.0.0.1:9"
+"""A URL at which nothing listens."""
 
 
 def test_six_turns_of_an_unchanged_history_are_one_completion_of_the_engines_own_tokens(
@@ -119,6 +123,18 @@ def test_a_streamed_answer_is_the_same(group_of: GroupOf, codec: TextCodec) -> N
     assert text == "one"
     assert seen[-2].choices[0].finish_reason == "stop"
     assert seen[-1].usage.completion_tokens == group.completions[0].num_sampled == 4
+
+
+def test_an_agent_of_the_run_reaches_it_past_the_environments_proxy(
+    group_of: GroupOf, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Set first, to be restored: the run sets them too.
+    for name, value in (("http_proxy", NOBODY), ("HTTP_PROXY", NOBODY), ("no_proxy", "a.b")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NO_PROXY", "a.b")
+    group = group_of(talker(1), [says(codec, "one")])
+    assert len(group.completions) == 1
+    assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == "a.b,127.0.0.1"
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.observe import terminal
 from titan_grpo.observe.terminal import waiting
 from titan_grpo.runkey import Key, with_run_key
-from titan_grpo.subprocesses import Guarded, without_torchrun
+from titan_grpo.subprocesses import Guarded, past_proxies, without_torchrun
 
 LOG_TAIL = 2000
 """Characters."""
@@ -102,6 +102,8 @@ def environment(base: Mapping[str, str], spec: ServerSpec) -> dict[str, str]:
     public."""
     out = without_torchrun(base) | {"HF_HUB_OFFLINE": "1"}
     out.pop("PYTHONHOME", None)  # it is for our interpreter, not for the engine's
+    # SGLang calls itself once it has started, and ends itself if it gets no answer.
+    out |= past_proxies(out, spec.host)
     if spec.shares_cores:
         # A server that spins takes the cores that the trainer's ranks need.
         out |= {"OMP_NUM_THREADS": str(spec.cpu_threads), "OMP_WAIT_POLICY": "PASSIVE"}

@@ -52,6 +52,7 @@ from titan_grpo.rollout.openai_api import (
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows
 from titan_grpo.samples import NO_TOKENS, Completion
+from titan_grpo.subprocesses import past_proxies
 
 NO_EPISODE = "the API key must be that of a running episode"
 RETRIES = "x-stainless-retry-count"
@@ -284,6 +285,9 @@ class Agents:
         host, _, port = self._server.address.rpartition(":")
         here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
         self.url = f"http://{here}:{port}"
+        if task.function is not None:
+            # Agents' clients read this when they are made.
+            os.environ.update(past_proxies(os.environ, here.strip("[]")))
 
     async def close(self) -> None:
         """End all episodes and stop listening."""
