@@ -10,6 +10,7 @@ import pytest
 from tests.rollout.agents import ADD, HELLO, client_of, says, talker
 from tests.rollout.conftest import Behaviour, GroupOf, answer
 from titan_grpo.errors import DataError
+from titan_grpo.rollout.agents import Agents
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.task_runner import TaskFailed
 from titan_grpo.rollout.tasks.agent import ToolParser
@@ -84,6 +85,23 @@ def test_calls_of_tools_reach_the_agent_and_go_on_without_being_written_again(
 
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize("said", [CALL, CALL.removesuffix("</tool_call>")], ids=["closed", "open"])
+def test_calls_are_found_where_their_marks_are_special_tokens(
+    group_of: GroupOf, model: str, said: str
+) -> None:
+    def marks(codec: TextCodec) -> TextCodec:
+        codec._tokenizer.add_special_tokens(["<tool_call>", "</tool_call>"])
+        return codec
+
+    def look(agents: Agents) -> None:
+        marks(agents.codec)
+
+    codec, seen = marks(TextCodec(model)), list[Any]()
+    assert codec.decode(codec.encode(CALL)) == '{"name": "add", "arguments": {"a": 1}}'
+    group_of(caller(seen), [says(codec, said, "two")], look=look)
+    assert seen == [("tool_calls", None, [("add", '{"a": 1}')]), ("stop", "two", [])]
 
 
 WRITTEN = "{{ message.role }}: {{ message.content }}"

@@ -35,7 +35,7 @@ from titan_grpo.rollout.sampler import (
 )
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner, at_once
-from titan_grpo.rollout.tasks.agent import ToolParser
+from titan_grpo.rollout.tasks.agent import ToolParser, hermes
 from titan_grpo.samples import (
     NO_TOKENS,
     TURN_OVER,
@@ -262,16 +262,20 @@ class AgentSampler(Sampler):
     ) -> tuple[str, list[tuple[str, str]]]:
         """Return the text of an answer without its tool calls, and the tool calls: name and
         arguments as JSON."""
+        codec = self._agents.codec
+        if call.reason == "stop":
+            ids = unended(codec, ids, call.request.stop)
         if self._tool_parser is not None:
             try:
                 content, calls = self._tool_parser(text)
+                # Its marks are special tokens of some models, which the text lacks.
+                marked = self._tool_parser is hermes and not calls
+                if marked and (found := hermes(codec.spell(ids)))[1]:
+                    content, calls = found
                 made = _as_json(calls)
                 return (text, []) if made is None else (str(content), made)
             except (Exception, SystemExit) as error:  # the boundary to a user's code
                 raise TaskFailed("tool_parser", error) from error
-        codec = self._agents.codec
-        if call.reason == "stop":
-            ids = unended(codec, ids, call.request.stop)
         if not ids:
             return text, []
         engine, within_s = dialect(job.server.state.engine), self._spec.request_timeout_s
