@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from titan_grpo.rollout.codec import ChatTemplate
 from titan_grpo.rollout.openai_api import (
     ChatAnswer,
     ChatRequest,
@@ -88,6 +89,17 @@ def test_messages_have_one_form_whatever_a_client_adds() -> None:
     said = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}
     assert plain(said) == {"role": "assistant", "content": "", "tool_calls": [call]}
     assert plain(said | {"tool_calls": [call | {"index": 0}], "audio": None}) == plain(said)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thoughts_in_a_field_of_their_own_reach_the_template(name: str) -> None:
+    said = {"role": "assistant", "content": "4"}
+    assert plain(said | {name: ""}) == said
+    reads = "{% for m in messages %}{{ m.reasoning_content or '' }}>{{ m.reasoning or '' }}"
+    template = ChatTemplate({"default": f"{reads}{{% endfor %}}"}, {}, "x")
+    assert template.render([plain(said | {name: "2+2"})]) == "2+2>2+2"
+    with pytest.raises(Refused, match=r"messages\[0\].reasoning must be a text"):
+        request(messages=[said | {name: ["2+2"]}])
 
 
 @pytest.mark.parametrize(

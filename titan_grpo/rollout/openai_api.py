@@ -33,6 +33,10 @@ IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", 
 """Fields without an effect on sampling."""
 
 
+REASONING = ("reasoning_content", "reasoning")
+"""Names of a message's thoughts: clients send one of them, templates read either."""
+
+
 def _is_tool(tool: Any) -> bool:
     function = tool.get("function") if isinstance(tool, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
@@ -154,7 +158,7 @@ def parse(body: bytes, temperature: float) -> ChatRequest:
 
 def plain(message: Any, place: str = "message") -> Message:
     """Return a message in the canonical form for comparison and the template: role, content as
-    text, and tool_calls, tool_call_id and name if present. Raises Refused.
+    text, and tool_calls, reasoning, tool_call_id and name if present. Raises Refused.
 
     Clients add empty fields (``refusal: null``), and send content as parts of text.
 
@@ -187,6 +191,10 @@ def plain(message: Any, place: str = "message") -> Message:
         raise _refusal(f"{place}.tool_calls", rule, calls) from error
     if called:
         out["tool_calls"] = called
+    if reasoning := next((message[k] for k in REASONING if message.get(k)), None):
+        if not isinstance(reasoning, str):
+            raise _refusal(f"{place}.reasoning", "a text", reasoning)
+        out |= dict.fromkeys(REASONING, reasoning)
     return out | {k: message[k] for k in ("tool_call_id", "name") if message.get(k) is not None}
 
 
