@@ -72,6 +72,11 @@ def test_a_proxy_is_not_asked_for_the_servers_own_address(engine: str) -> None:
     assert not {"NO_PROXY", "no_proxy"} & set(environment({}, spec))
 
 
+def test_a_vllm_wants_no_key_but_the_runs() -> None:
+    spec = ServerSpec("py", "m", "log", port=1)
+    assert "VLLM_API_KEY" not in environment({"VLLM_API_KEY": "another server's"}, spec)
+
+
 def test_our_plugin_and_middleware_are_asked_for_unless_switched_off() -> None:
     asked = {*command(ServerSpec("py", "m", "log", port=1)), *command(sglang_spec())}
     assert {'{"backend": "titan_grpo"}', vllm.MIDDLEWARE, sglang.LOADER} < asked

@@ -383,6 +383,10 @@ LORA_ROUTES = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 """Environment variable that enables vLLM's routes to load and unload adapters."""
 
 
+API_KEY = "VLLM_API_KEY"
+"""Environment variable with the key that vLLM requires of every call."""
+
+
 def allowed_rank(rank: int) -> int:
     """Return the least of LORA_RANKS that is enough; the greatest if none is."""
     return next((allowed for allowed in LORA_RANKS if allowed >= rank), LORA_RANKS[-1])
@@ -433,8 +437,10 @@ def environment(base: Mapping[str, str], spec: "ServerSpec") -> dict[str, str]:
     out |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if spec.lora_rank:
         out[LORA_ROUTES] = "1"
+    # This process's own is for other servers: no call of the run would show it.
+    out.pop(API_KEY, None)
     if spec.api_key:
-        out["VLLM_API_KEY"] = spec.api_key
+        out[API_KEY] = spec.api_key
     if spec.cpu:
         out["VLLM_CPU_KVCACHE_SPACE"] = "1"
     if spec.shares_cores:
