@@ -112,12 +112,13 @@ def test_blocks_of_any_size_read_the_same(tmp_path: Path) -> None:
         assert all(np.array_equal(parts.spans[k].start, s.start) for k, s in whole.spans.items())
 
 
-def test_a_resumed_run_goes_on_where_it_stopped_also_on_a_clock_that_starts_anew(
-    tmp_path: Path,
+@pytest.mark.parametrize("now", [10.0, 1e7], ids=["anew", "a host that is up for longer"])
+def test_a_resumed_run_goes_on_where_it_stopped_also_on_another_clock(
+    tmp_path: Path, now: float
 ) -> None:
     make_run(tmp_path, Made(steps=5, finished=False), Clock(9000.0))
     before = read_trace(tmp_path / "trace.json").seconds
-    make_run(tmp_path, Made(steps=3, first_step=6), Clock(10.0))
+    make_run(tmp_path, Made(steps=3, first_step=6), Clock(now))
     trace = read_run(tmp_path).trace
     train = trace.of(TRAINER, "train")
     assert train.number.tolist() == list(range(1, 9))

@@ -315,7 +315,9 @@ class Recorder:
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_loop, name="recorder", daemon=True)
         self._thread.start()
-        self._put_event({"ph": "M", "name": "process_name", "args": {"name": "rank 0"}})
+        # When its clock was 0: the next process may run on another host, which has another one.
+        named = {"name": "rank 0", "zero_s": time.time() - clock()}
+        self._put_event({"ph": "M", "name": "process_name", "args": named})
         self.add("process")
 
     @contextmanager

@@ -39,6 +39,8 @@ class _Args(msgspec.Struct, gc=False):
     step: int | None = None
     name: str = ""
     message: str = ""
+    zero_s: float | None = None
+    """Of a process: the time at which its clock was 0, in seconds since 1970."""
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -320,17 +322,19 @@ def _assemble(table: Bars, names: list[str], others: list[_Event]) -> Trace:
     tracks: dict[int, tuple[int, str]] = {}
     """Number -> (process, label). Numbers are unique over the processes that appended."""
     points: list[_Event] = []
+    zeros: dict[int, float | None] = {}
     process = -1
     for event in others:
         if event.ph == "i":
             points.append(event)
         elif event.name == "process_name":
             process += 1
+            zeros[process] = event.args.zero_s
         elif event.name == "thread_name":
             tracks[event.tid] = (max(process, 0), event.args.name)
     points = [point for point in points if point.tid in tracks]
     groups = _groups(table, tracks, len(names))
-    shifts, stops = _shifts(tracks, groups, points)
+    shifts, stops = _shifts(tracks, groups, points, zeros)
     found: defaultdict[tuple[str, str], list[Bars]] = defaultdict(list)
     for bars in groups:
         process, label = tracks[int(bars["track"][0])]
@@ -371,13 +375,17 @@ def _spans(parts: list[Bars]) -> Spans:
 
 
 def _shifts(
-    tracks: Mapping[int, tuple[int, str]], groups: list[Bars], points: list[_Event]
+    tracks: Mapping[int, tuple[int, str]],
+    groups: list[Bars],
+    points: list[_Event],
+    zeros: Mapping[int, float | None],
 ) -> tuple[dict[int, float], list[float]]:
     """Return process -> seconds to add to its times, so that the run starts at 0 and time never
     goes back, and when each of these processes ended.
 
     Processes before the last one that started at step 1 belong to an older run and are left out. A
-    resumed run has another clock if its host was restarted.
+    resumed run has another clock on another host, or if its host was restarted; ``zeros`` are the
+    times at which the clocks were 0 (None: a trace of an older version).
     """
     times: defaultdict[int, list[float]] = defaultdict(list)
     """Process -> times, with its first and last among them."""
@@ -394,8 +402,13 @@ def _shifts(
     shifts: dict[int, float] = {}
     stops: list[float] = []
     clock, end = -math.inf, 0.0
+    before: float | None = None
     for process in sorted(p for p in times if p >= first):
         low, high = min(times[process]), max(times[process])
+        zero = zeros.get(process)
+        if before is not None and zero is not None:
+            clock += zero - before
+        before = zero
         if low + clock < end:
             clock = end - low
         shifts[process], end = clock, high + clock
