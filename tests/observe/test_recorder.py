@@ -2,6 +2,7 @@ import json
 import os
 import select
 import threading
+import time
 import tracemalloc
 from collections import Counter
 from pathlib import Path
@@ -239,6 +240,26 @@ def test_a_full_disk_is_one_error_of_the_run_and_the_other_files_are_whole(tmp_p
     assert recorder.history().errors == [error]
     assert "trace.json cannot be written: No space left" in error
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2000
+
+
+def test_a_file_goes_on_once_it_can_be_written_again_and_that_it_could_not_is_said_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, deadline = tmp_path / "samples.jsonl", time.monotonic() + 20
+    path.symlink_to("/dev/full")
+    recorder = Recorder(tmp_path)
+    recorder.sample({"step": 1})
+    recorder.step(1, {names.REWARD: 0.5})
+    while not recorder.history().errors:
+        assert time.monotonic() < deadline
+    path.unlink()
+    path.write_text('{"step": 1, "to')
+    recorder.sample({"step": 2})
+    (error,) = recorder.close()
+    assert path.read_text() == '{"step": 1, "to\n{"step": 2}\n', "and its torn line is ended"
+    assert "samples.jsonl cannot be written: No space left" in error
+    assert recorder.history().errors == [error]
+    assert capsys.readouterr().err == f"titan-grpo| {error}\n"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

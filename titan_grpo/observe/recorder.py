@@ -17,23 +17,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, ValidationError
 
 from titan_grpo.errors import ConfigError
-from titan_grpo.observe import names
+from titan_grpo.observe import names, terminal
 from titan_grpo.observe.dashboards import Traces
+from titan_grpo.observe.output import Output, open_lines, open_trace
 from titan_grpo.observe.schema import Evaluated, decoded
 
 Event = dict[str, Any]
 
 PENDING_LIMIT = 100_000
 """Queue length above which trace events (never metrics) are dropped and counted: a slow disk."""
-
-TAIL_BYTES = 1 << 20
-"""Bytes at the end of an earlier trace in which to find its last event; no event is as long."""
 
 
 def read_metrics(path: Path, only: Collection[str] | None = None) -> list[dict[str, Any]]:
@@ -189,78 +187,6 @@ def read_history(path: Path) -> Histories:
             with suppress(ValueError, TypeError, KeyError, ValidationError):
                 found.add(*decoded(line, ENTRY) or [""])
     return found
-
-
-class _Output:
-    """File of the recorder's thread. After its first error it ignores writes; other files go on."""
-
-    def __init__(self, path: Path, open_file: Callable[[Path], TextIO]) -> None:
-        self._path, self._file = path, None
-        self._last_bytes = 0
-        self.problem = ""
-        with self._noting_errors():
-            self._file = open_file(path)
-
-    @contextmanager
-    def _noting_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.problem = self.problem or f"{self._path} cannot be written: {error.strerror}"
-
-    def write(self, text: str, instead: bool = False) -> None:
-        """Write at the end, or ``instead`` of the last text."""
-        if self._file is not None and not self.problem:
-            with self._noting_errors():
-                if instead:
-                    self._file.flush()
-                    # The file is open for appending: the next write goes to its new end.
-                    self._file.truncate(os.fstat(self._file.fileno()).st_size - self._last_bytes)
-                self._file.write(text)
-                self._last_bytes = len(text.encode())
-
-    def flush(self) -> None:
-        if self._file is not None and not self.problem:
-            with self._noting_errors():
-                self._file.flush()
-
-    def close(self, end: str = "") -> None:
-        self.write(end)
-        if self._file is not None:
-            # close() flushes again, and fails again on a full disk.
-            with self._noting_errors():
-                self._file.close()
-
-
-def _open_lines(path: Path) -> TextIO:
-    """Open a file of JSON lines for appending; end a torn last line first."""
-    torn = False
-    if path.is_file() and path.stat().st_size:
-        with path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            torn = file.read() != b"\n"
-    stream = path.open("a")
-    if torn:
-        stream.write("\n")
-    return stream
-
-
-def _open_trace(path: Path) -> TextIO:
-    """Open a trace so that events can follow those of an earlier process. Cut only its end: the
-    closing bracket or a torn event."""
-    kept = 0
-    if path.is_file() and (size := path.stat().st_size):
-        with path.open("r+b") as file:
-            start = file.seek(max(0, size - TAIL_BYTES))
-            tail = file.read()
-            # Of its own line: a torn event may end with a bracket too, as in "[Errno 104]".
-            closed = tail.rstrip().endswith(b"\n]")
-            end = tail.rfind(b"\n]" if closed else b",\n")
-            kept = start + end if end > 0 else 0
-            file.truncate(kept)
-    stream = path.open("a")
-    stream.write(",\n" if kept else "[\n")
-    return stream
 
 
 class Recorder:
@@ -521,10 +447,10 @@ class Recorder:
 
     def _write_loop(self) -> None:
         outputs = {
-            "trace": _Output(self.trace_path, _open_trace),
-            "metrics": _Output(self.metrics_path, _open_lines),
-            "history": _Output(self._history_path, _open_lines),
-            "samples": _Output(self.run_dir / "samples.jsonl", _open_lines),
+            "trace": Output(self.trace_path, open_trace),
+            "metrics": Output(self.metrics_path, open_lines, again=True),
+            "history": Output(self._history_path, open_lines, again=True),
+            "samples": Output(self.run_dir / "samples.jsonl", open_lines, again=True),
         }
         first = True
         # no deadline: the owner's close() puts None into the queue, and the thread is a daemon.
@@ -542,7 +468,10 @@ class Recorder:
             if kind.endswith("metrics"):
                 # Flush per step, for live readers (a plot, tail -f).
                 for output in outputs.values():
-                    output.flush()
+                    if problem := output.flush():
+                        # At once: the run may go on for days.
+                        terminal.print_status(problem)
+                        self.error(problem)
         outputs["trace"].close("\n]\n")
         for output in list(outputs.values())[1:]:
             output.close()

@@ -1,0 +1,102 @@
+"""The recorder's files: written to their end by its thread, and left out while they cannot be."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+TAIL_BYTES = 1 << 20
+"""Bytes at the end of an earlier trace in which to find its last event; no event is as long."""
+
+
+class Output:
+    """File of the recorder's thread. After an error it ignores writes; other files go on."""
+
+    def __init__(
+        self, path: Path, open_file: Callable[[Path], TextIO], again: bool = False
+    ) -> None:
+        """``again``: after an error open the file anew, once per ``flush``. What was written in
+        between is missing: a full disk must not cost a long run the rest of its curve."""
+        self._path, self._open, self._again = path, open_file, again
+        self._file: TextIO | None = None
+        self._may_open = True
+        self._last_bytes = 0
+        self._said = ""
+        self.problem = ""
+        """The first error; empty without any."""
+        self.write("")
+
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.problem = self.problem or f"{self._path} cannot be written: {error.strerror}"
+            file, self._file, self._last_bytes = self._file, None, 0
+            if file is not None:
+                # It writes again what it has kept, and fails again on a full disk.
+                with suppress(OSError):
+                    file.close()
+
+    def write(self, text: str, instead: bool = False) -> None:
+        """Write at the end, or ``instead`` of the last text."""
+        with self._noting_errors():
+            if self._file is None and self._may_open:
+                self._may_open = False
+                self._file = self._open(self._path)
+            if self._file is None:
+                return
+            if instead:
+                self._file.flush()
+                # The file is open for appending: the next write goes to its new end.
+                self._file.truncate(os.fstat(self._file.fileno()).st_size - self._last_bytes)
+            self._file.write(text)
+            self._last_bytes = len(text.encode())
+
+    def flush(self) -> str:
+        """Write what is kept. Returns the first error, once."""
+        with self._noting_errors():
+            if self._file is not None:
+                self._file.flush()
+        self._may_open = self._again
+        said, self._said = self._said, self.problem
+        return self.problem if self.problem != said else ""
+
+    def close(self, end: str = "") -> None:
+        """Write ``end`` and close the file."""
+        self.write(end)
+        with self._noting_errors():
+            if self._file is not None:
+                self._file.close()
+
+
+def open_lines(path: Path) -> TextIO:
+    """Open a file of JSON lines for appending; end a torn last line first."""
+    torn = False
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            torn = file.read() != b"\n"
+    stream = path.open("a")
+    if torn:
+        stream.write("\n")
+    return stream
+
+
+def open_trace(path: Path) -> TextIO:
+    """Open a trace so that events can follow those of an earlier process. Cut only its end: the
+    closing bracket or a torn event."""
+    kept = 0
+    if path.is_file() and (size := path.stat().st_size):
+        with path.open("r+b") as file:
+            start = file.seek(max(0, size - TAIL_BYTES))
+            tail = file.read()
+            # Of its own line: a torn event may end with a bracket too, as in "[Errno 104]".
+            closed = tail.rstrip().endswith(b"\n]")
+            end = tail.rfind(b"\n]" if closed else b",\n")
+            kept = start + end if end > 0 else 0
+            file.truncate(kept)
+    stream = path.open("a")
+    stream.write(",\n" if kept else "[\n")
+    return stream
