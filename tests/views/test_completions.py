@@ -1,12 +1,16 @@
 """Completions on the page: which ones, and each token with its own text and gap."""
 
+import tracemalloc
 from pathlib import Path
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from titan_grpo.observe.recorder import Recorder
 from titan_grpo.observe.schema import Shown, ShownStep, choose
 from titan_grpo.views.page import completions, decoder, pieces
+from titan_grpo.views.run import TOKENS, read_samples
 
 
 def completion(reward: float = 0.0, gap: float = 0.0, tokens: int = 2) -> Shown:
@@ -78,3 +82,20 @@ def test_of_a_long_run_steps_that_lie_evenly_over_it_are_shown() -> None:
     assert [row["step"] for row in rows] == [1, 5, 9, *range(13, 101, 4)]
     assert len(completions(steps[:1], decoder([]), limit=3)) == 1
     assert completions([], decoder([])) == []
+
+
+def test_of_a_long_run_no_more_completions_are_in_memory_than_are_shown(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    for number in (*range(1, 41), *range(31, 61)):  # resumed from step 30
+        recorder.sample(msgspec.to_builtins(step(number, completion(tokens=TOKENS // 20))))
+    recorder.close()
+    path = tmp_path / "samples.jsonl"
+    tracemalloc.start()
+    try:
+        found = read_samples(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [each.step for each in found] == [*range(1, 61, 3)]
+    assert completions(found, decoder([]))[-1]["step"] == 58
+    assert peak < 3 * path.stat().st_size

@@ -21,6 +21,7 @@ def test_a_run_is_read_as_it_was_recorded(tmp_path: Path) -> None:
     make_run(tmp_path, Made(steps=5, servers=2))
     run = read_run(tmp_path)
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5]
+    assert {name for row in run.rows for name in row if name.startswith("server/")} == set()
     assert run.summary is not None
     assert run.summary.sync_count == 12
     assert run.trace.servers == [url_of(0), url_of(1)]

@@ -34,9 +34,11 @@ PENDING_LIMIT = 100_000
 """Queue length above which trace events (never metrics) are dropped and counted: a slow disk."""
 
 
-def read_metrics(path: Path, only: Collection[str] | None = None) -> list[dict[str, Any]]:
+def read_metrics(
+    path: Path, only: Collection[str] | None = None, without: str | None = None
+) -> list[dict[str, Any]]:
     """Read metrics.jsonl: one row per step in rising order, with step, time_s and the values in
-    ``only`` (None: all).
+    ``only`` (None: all), less those whose names begin with ``without``.
 
     Torn lines are skipped. A repeated step (after a resume, or of a new run in the same folder)
     replaces all rows from that step on.
@@ -48,6 +50,8 @@ def read_metrics(path: Path, only: Collection[str] | None = None) -> list[dict[s
             if (row := row_of(line)) is not None:
                 while rows and rows[-1]["step"] >= row["step"]:
                     rows.pop()
+                if without is not None:
+                    row = {name: row[name] for name in row if not name.startswith(without)}
                 rows.append(row if only is None else _kept(row, only))
     return rows
 

@@ -15,11 +15,8 @@ from titan_grpo.observe.names import short
 from titan_grpo.observe.report import duration
 from titan_grpo.observe.schema import ShownStep
 from titan_grpo.views.findings import Facts, facts_of, findings, percent
-from titan_grpo.views.run import Array, Run, band, columns, edges
+from titan_grpo.views.run import TOKENS, Array, Run, band, columns, edges, every_step, tokens_of
 from titan_grpo.views.timeline import timeline
-
-TOKENS = 60_000
-"""Tokens of completions on a page (1.5 MB); a longer run shows evenly spaced steps."""
 
 PROMPT_TOKENS = 400
 """Tokens shown of a prompt: its last ones."""
@@ -264,9 +261,10 @@ def decoder(folders: Sequence[Path]) -> Decode:
 
 
 def tokenizers_of(run: Run, folder: Path) -> list[Path]:
-    """Return where a run's tokenizer may be: where the run found it, or beside its trained
-    weights."""
-    return [*(Path(step.tokenizer) for step in run.samples[-1:]), folder / "hf"]
+    """Return where a run's tokenizer may be: where the run found it, last first, or beside its
+    trained weights."""
+    found = dict.fromkeys(Path(step.tokenizer) for step in reversed(run.samples))
+    return [*found, folder / "hf"]
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
@@ -296,10 +294,7 @@ def completions(
 
     Steps are thinned evenly to at most ``limit`` tokens; the first step stays.
     """
-    every = 1
-    tokens = [sum(len(c.tokens) for c in step.completions) for step in steps]
-    while len(tokens[::every]) > 1 and sum(tokens[::every]) > limit:
-        every += 1
+    every = every_step([tokens_of(step) for step in steps], limit)
     return [
         {
             "step": step.step,

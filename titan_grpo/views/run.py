@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_grpo.errors import ConfigError
+from titan_grpo.observe.names import SERVER
 from titan_grpo.observe.recorder import read_history, read_metrics
 from titan_grpo.observe.run_lock import LOCK, lives
 from titan_grpo.observe.schema import Evaluated, ShownStep, Summary, decoded
@@ -127,10 +128,11 @@ class Run:
 
     name: str
     rows: list[dict[str, Any]]
-    """Rows of metrics.jsonl, in rising order of steps."""
+    """Rows of metrics.jsonl, in rising order of steps, without values of single servers: these are
+    most of a line, and the page shows servers by the trace."""
     trace: Trace
     samples: list[ShownStep]
-    """Lines of samples.jsonl, in rising order of steps."""
+    """Lines of samples.jsonl, in rising order of steps, as many as a page shows."""
     summary: Summary | None
     """None while the run goes on, and after a kill."""
     quantised: Mapping[str, str] = field(default_factory=dict)
@@ -158,7 +160,7 @@ def read_run(folder: Path) -> Run:
     said = summary or read_history(folder / "history.jsonl").whole()
     return Run(
         folder.resolve().name,
-        read_metrics(metrics) if metrics.is_file() else [],
+        read_metrics(metrics, without=f"{SERVER}/") if metrics.is_file() else [],
         read_trace(trace) if trace.is_file() else Trace(),
         read_samples(folder / "samples.jsonl"),
         summary,
@@ -218,15 +220,45 @@ def band(values: Array, bounds: npt.NDArray[np.int64]) -> Band:
 
 
 def read_samples(path: Path) -> list[ShownStep]:
-    """Read samples.jsonl. As in metrics.jsonl, a repeated step replaces all from that step on, and
-    torn lines are skipped."""
-    out: list[ShownStep] = []
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        if (found := decoded(line, _SAMPLE)) is not None:
-            while out and out[-1].step >= found.step:
-                out.pop()
-            out.append(found)
-    return out
+    """Read samples.jsonl, of a long run only as many steps as a page shows (``every_step``). As in
+    metrics.jsonl, a repeated step replaces all from that step on, and torn lines are skipped."""
+    if not path.is_file():
+        return []
+    known: list[tuple[int, int, int]] = []
+    """Step, its tokens, and where its line begins. All steps of a long run with long completions
+    would be gigabytes."""
+    with path.open("rb") as file:
+        end = 0
+        for line in file:
+            begin, end = end, end + len(line)
+            if (found := decoded(line, _SAMPLE)) is not None:
+                while known and known[-1][0] >= found.step:
+                    known.pop()
+                known.append((found.step, tokens_of(found), begin))
+        lines = []
+        for _, _, begin in known[:: every_step([tokens for _, tokens, _ in known], TOKENS)]:
+            file.seek(begin)
+            # no deadline: this reads a file up to the end of a line.
+            lines.append(file.readline())
+    return [found for line in lines if (found := decoded(line, _SAMPLE)) is not None]
+
+
+TOKENS = 60_000
+"""Tokens of completions on a page (1.5 MB); a longer run shows evenly spaced steps."""
+
+
+def tokens_of(step: ShownStep) -> int:
+    """Return the number of tokens of a step's completions."""
+    return sum(len(c.tokens) for c in step.completions)
+
+
+def every_step(tokens: Sequence[int], limit: int) -> int:
+    """Return the least n for which every n-th step has ``limit`` tokens at most, or is the only
+    one. ``tokens``: those of each step."""
+    every = 1
+    while len(tokens[::every]) > 1 and sum(tokens[::every]) > limit:
+        every += 1
+    return every
 
 
 _SAMPLE, _EVENT = msgspec.json.Decoder(ShownStep), msgspec.json.Decoder(_Event)
