@@ -188,6 +188,40 @@ def test_the_screen_has_the_run_in_figures(tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
+def test_a_step_is_as_old_as_the_file_says_also_for_a_watcher_that_starts_later(
+    tmp_path: Path,
+) -> None:
+    make_run(tmp_path, Made(steps=2, finished=False))
+    an_hour_ago = time.time() - 3600
+    os.utime(tmp_path / "metrics.jsonl", (an_hour_ago, an_hour_ago))
+    follower = Follower(tmp_path)
+    follower.read()
+    assert time.monotonic() - follower.state.last_change == pytest.approx(3600, abs=60)
+    make_run(tmp_path, Made(steps=1, first_step=3, finished=False))
+    follower.read()
+    assert time.monotonic() - follower.state.last_change < 60
+
+
+def test_a_server_is_behind_the_trainer_too_but_not_behind_steps_to_be_made_again(
+    tmp_path: Path,
+) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.committed(url_of(0), 3)
+    recorder.step(1, {names.VERSION: 0.0})
+    recorder.step(12, {names.VERSION: 11.0})
+    recorder.close()
+    follower = Follower(tmp_path)
+    follower.read()
+    assert "10.0.0.0:8000        3       8" in shown(follower.state)
+    recorder = Recorder(tmp_path)  # resumed from step 4, and loading
+    recorder.committed(url_of(0), 4)
+    recorder.close()
+    for state in (follower.state, (again := Follower(tmp_path)).state):
+        follower.read()
+        again.read()
+        assert "10.0.0.0:8000        4       0" in shown(state)
+
+
 def test_before_the_first_step_the_screen_says_what_the_servers_hold(tmp_path: Path) -> None:
     state = State()
     assert "run: no step yet, for 7 s" in shown(state, 7.0)

@@ -4,6 +4,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,13 @@ TAIL_BYTES = 1 << 22
 """Bytes read from the end of a long file that exists when watching starts (the newest lines), and
 as many from its beginning (the servers)."""
 
-MEMBERS = tuple(f'["{kind}"'.encode() for kind in ("process", "server", "member", "first step"))
-"""Beginnings of the lines of history.jsonl that say which servers are in the run: few, and each
-counts, wherever it is."""
+METRICS = "metrics.jsonl"
+
+MEMBERS = tuple(
+    f'["{kind}"'.encode() for kind in ("process", "server", "member", "first step", "resume")
+)
+"""Beginnings of the lines of history.jsonl that say which servers and steps are in the run: few,
+and each counts, wherever it is."""
 
 KEPT_STEPS = 400
 """Rows kept for the screen's means and curves."""
@@ -122,12 +127,20 @@ class State:
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=5))
     own: dict[str, int] = field(default_factory=dict)
     """Servers of the run's last process -> number of commits seen of it."""
+    begun: bool = False
+    """Whether the run's last process has made a step: the rows before it may be made again."""
     last_change: float = field(default_factory=time.monotonic)
 
     @property
     def step(self) -> int:
         """The last step; 0 before the first."""
         return int(self.rows[-1]["step"]) if self.rows else 0
+
+    @property
+    def newest(self) -> int:
+        """The newest version known: of a server, or from which the trainer began its last step."""
+        own = self.rows[-1].get(names.VERSION) if self.rows and self.begun else None
+        return max((int(v) for v in (*self.held.values(), own) if v is not None), default=0)
 
     def add_row(self, row: dict[str, Any]) -> None:
         """Add a line of metrics.jsonl; it replaces all rows from its step on."""
@@ -139,7 +152,7 @@ class State:
         """Apply a line of history.jsonl."""
         match entry:
             case ["process"]:  # it may have other servers than the one before
-                self.held, self.own = {}, {}
+                self.held, self.own, self.begun = {}, {}, False
             case ["server", str(url)] | ["member", str(url), "joined", _]:
                 self.held.setdefault(url, None)
                 self.own.setdefault(url, 0)
@@ -151,7 +164,10 @@ class State:
                 self.held.pop(url, None)
             case ["error", str(message)]:
                 self.errors.append(message)
+            case ["resume", _]:
+                self.begun = True
             case ["first step"]:  # what was before is an older run in the same folder
+                self.begun = True
                 self.errors.clear()
                 self.commits = dict(self.own)
 
@@ -162,7 +178,7 @@ class Follower:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.state = State()
-        self._metrics = Tail(folder / "metrics.jsonl")
+        self._metrics = Tail(folder / METRICS)
         self._history = Tail(folder / "history.jsonl", MEMBERS)
 
     def read(self) -> list[dict[str, Any]]:
@@ -170,12 +186,20 @@ class Follower:
         for line in self._history.lines():
             if (entry := decoded(line, ENTRY)) is not None:
                 self.state.add_entry(entry)
+        first = not self.state.rows
         rows = [row for line in self._metrics.lines() if (row := row_of(line)) is not None]
         for row in rows:
             self.state.add_row(row)
         if rows:
-            self.state.last_change = time.monotonic()
+            # What was there before this command may be hours old.
+            self.state.last_change = time.monotonic() - (self._age_s() if first else 0.0)
         return rows
+
+    def _age_s(self) -> float:
+        """Return how long ago metrics.jsonl was written, by the file system's clock."""
+        with suppress(FileNotFoundError):
+            return max(0.0, time.time() - (self.folder / METRICS).stat().st_mtime)
+        return 0.0
 
     def ended(self) -> bool:
         """Return whether the run is over: its trainer has ended or, if that is unknown
@@ -246,13 +270,12 @@ def _metrics(state: State) -> Table:
 
 
 def _servers(state: State) -> Table:
-    newest = max((v for v in state.held.values() if v is not None), default=0)
     table = Table(box=None, pad_edge=False)
     for title in ("server", "version", "behind", "commits seen"):
         table.add_column(title, justify="left" if title == "server" else "right")
     for url in in_order(state.held):
         version = state.held[url]
-        behind = None if version is None else newest - version
+        behind = None if version is None else state.newest - version
         style = "yellow" if behind is None or behind > 1 else ""
         cells = (short(url), version, behind, state.commits.get(url, 0))
         table.add_row(*("-" if cell is None else str(cell) for cell in cells), style=style)
