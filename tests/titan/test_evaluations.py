@@ -145,8 +145,10 @@ def test_a_version_is_evaluated_where_it_is_due_and_its_server_is_kept_meanwhile
     values = one.take_values()
     assert values["evaluation/digits/version"] == 5
     assert one.take_values() == {}
+    assert one.latest() == values
     one.last(6)
     assert versions(recorder) == [0, 5, 6]
+    assert one.latest()["evaluation/digits/version"] == 6
     assert recorder.history().errors == []
     assert len(recorder.series(names.HELD_S)) == 3, "how long each of them held the server"
     assert rollouts.told == [server.url] * 5

@@ -3,16 +3,19 @@ fail (torchtitan's own TensorBoard, and a disk that is full: the kernel's /dev/f
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import torch
 
 from titan_grpo.algorithm.rows import Layout, Row, build, compact
 from titan_grpo.observe import names
+from titan_grpo.observe.recorder import Recorder
 from titan_grpo.samples import Completion, Group, Prompt
 from titan_grpo.titan import compat
 from titan_grpo.titan.step_records import (
@@ -37,6 +40,8 @@ from torchtitan.components.metrics import (  # noqa: E402
     LoggerContainer,
     TensorBoardLogger,
 )
+
+from titan_grpo.titan.rank0 import Controller  # noqa: E402
 
 A, B = "http://a:8000", "http://b:8000"
 
@@ -248,3 +253,18 @@ def test_completions_are_a_table_of_tensorboards_text_page(tmp_path: Path) -> No
     text = event.tensor_proto.string_val[0].decode()
     row = "| 0.5 | 3 to 4 | http://a:1 | 0.0125 | 2+&#124;3= | 5⏎&lt;i&gt;&#42;x&#42; |"
     assert text.splitlines()[2] == row
+
+
+def test_prometheus_reads_an_evaluation_also_of_a_step_that_no_question_fell_on(
+    tmp_path: Path,
+) -> None:
+    controller: Any = Controller.__new__(Controller)
+    controller.recorder = Recorder(tmp_path)
+    controller._evaluations = SimpleNamespace(latest=lambda: {"evaluation/test/reward": 0.75})
+    controller.recorder.step(7, {"evaluation/test/reward": 0.75})
+    controller.recorder.step(8, {names.REWARD: 0.5})
+    with closing(controller._listen("127.0.0.1:0")) as server:
+        page = urlopen(f"http://{server.address}/metrics", timeout=60).read().decode()
+    assert 'titan_grpo_evaluation_reward{evaluation="test"} 0.75\n' in page
+    assert "titan_grpo_step 8.0\n" in page
+    controller.recorder.close()

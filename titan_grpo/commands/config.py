@@ -89,10 +89,10 @@ computes. The keys of `summary.json` are in `titan_grpo/observe/schema.py`.
   also get the completions of `rollout.sample_every`, as a table named `completions` (TensorBoard:
   among the texts). If one of them fails, the run warns and goes on.
 * Prometheus: `dashboards.metrics_address = "host:port"`; rank 0 answers `GET /metrics` with the
-  last step's line. A rollout service (`titan-grpo rollouts`) answers at its own address, with its
-  own key, with what its rollouts counted. `reward/mean` is `titan_grpo_reward_mean`,
-  `server/HOST:PORT/lag` is `titan_grpo_server_lag{server="HOST:PORT"}`; totals end in `_total`.
-  `docker/grafana.json` is a dashboard of them, for Grafana's import.
+  last step's line and the last values of each evaluation. A rollout service (`titan-grpo rollouts`)
+  answers at its own address, with its own key, with what its rollouts counted. `reward/mean` is
+  `titan_grpo_reward_mean`, `server/HOST:PORT/lag` is `titan_grpo_server_lag{server="HOST:PORT"}`;
+  totals end in `_total`. `docker/grafana.json` is a dashboard of them, for Grafana's import.
 * OpenTelemetry: with `OTEL_EXPORTER_OTLP_ENDPOINT` set, rank 0 also exports the trace's spans
   over HTTP. What belongs to one version, or to one step, is one trace.
 

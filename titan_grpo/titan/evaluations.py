@@ -112,6 +112,7 @@ class Evaluations:
         self._kept_since: dict[str, float] = {}
         """By server: start of the first evaluation that keeps it, on the recorder's clock."""
         self._values: dict[str, float] = {}
+        self._latest: dict[str, float] = {}
         self._threads: list[threading.Thread] = []
         self._closing = self._stopped = self._last = False
         self._changed = threading.Condition()
@@ -169,6 +170,11 @@ class Evaluations:
         with self._changed:
             values, self._values = self._values, {}
         return values
+
+    def latest(self) -> dict[str, float]:
+        """Return the metrics of each evaluation's last result. Any thread."""
+        with self._changed:
+            return dict(self._latest)
 
     def last(self, version: int) -> None:
         """Evaluate the last ``version``, which the servers hold, for tables with at_end. Wait for
@@ -314,7 +320,9 @@ class Evaluations:
             table.running = None
             if isinstance(outcome, Evaluated):
                 table.evaluated, table.tries = outcome.version, 0
-                self._values |= evaluation.metrics(outcome)
+                values = evaluation.metrics(outcome)
+                self._values |= values
+                self._latest |= values
             else:
                 self._try_again(table, run, outcome)
             self._let_go(run)

@@ -239,12 +239,13 @@ class Controller:
         self._rollouts.drain(url, self._job.weight_sync.drain_deadline_s)
 
     def _listen(self, address: str) -> HttpServer:
-        """Serve the last step's metrics to Prometheus."""
+        """Serve the last step's metrics to Prometheus, and the last ones of each evaluation."""
 
         def answer(request: Request) -> Reply:
             if (request.method, request.path) != ("GET", "/metrics"):
                 return Reply(404, {"error": "there is GET /metrics"})
-            row = self.recorder.last_row()
+            # Only one step's line has those of an evaluation, and it may be between two questions.
+            row = self.recorder.last_row() | self._evaluations.latest()
             row.pop("time_s", None)
             return Reply(200, dashboards.page(row), kind=dashboards.CONTENT_TYPE)
 
