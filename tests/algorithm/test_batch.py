@@ -147,6 +147,7 @@ def test_a_truncated_completion_can_be_left_out_but_its_reward_counts() -> None:
     options = replace(OPTIONS, grpo=GRPO(mask_truncated=True))
     batch = plan([group(completion((9,), reward=1.0), cut)], 1, options)
     assert batch.dropped == {"truncated": 1}
+    assert batch.trained == (1,)
     [mb] = batch.micro_batches()[0]
     assert mb["labels"].tolist() == [[IGNORE_INDEX, 9] + [IGNORE_INDEX] * 6]
     assert mb["weights"][0, 1] == 1
@@ -160,6 +161,7 @@ def test_a_step_of_truncated_completions_alone_is_one_without_a_gradient() -> No
         options = replace(OPTIONS, grpo=grpo, longest=4)
         batch = plan([group(*cut)], 1, options)
         assert batch.rows[0].cuts == (2,)
+        assert batch.trained == ()
         assert not batch.micro_batches()[0][0]["weights"].any()
 
 
@@ -177,6 +179,7 @@ def test_what_the_policy_did_not_sample_is_context_only() -> None:
     )
     options = replace(OPTIONS, grpo=GRPO(loss_normalization="sequence"))
     batch = plan([group(turns, completion((3,), reward=0.0))], 1, options)
+    assert batch.trained == (2, 1)
     [mb] = batch.micro_batches()[0]
     x = IGNORE_INDEX
     assert mb["inputs"][0].tolist() == [5, 6, 7, 8, 1, 1, 1, 1]

@@ -57,7 +57,9 @@ def test_dynamic_sampling_shows_both_mean_rewards_and_its_record_trains_the_same
         f"--training.steps={steps}",
     ]
     sampled, again = tmp_path / "sampled", tmp_path / "again"
-    runs.complete(sampled, [site.url], *arguments, f"--rollout.record_path={record}")
+    summary = runs.complete(sampled, [site.url], *arguments, f"--rollout.record_path={record}")
+    lengths = {kind: sum(counts.values()) for kind, counts in summary["lengths"].items()}
+    assert lengths["trained"] == steps * PROMPTS * GROUP < lengths["made"]
     rows, kept = list(read_metrics(sampled / "metrics.jsonl")), recorded(record)
     no_spread = 0.0  # a total of the run
     for row, groups in zip(rows, kept, strict=True):

@@ -113,8 +113,7 @@ def test_a_broken_completion_drops_its_group_which_counts_as_thrown_away(
     assert all(len(c.token_ids) == 4 for g in batch for c in g.completions)
     counters = client.counters()
     assert counters["dropped.bad_logprob"] == 1
-    assert counters["trained.4"] == PER_STEP * GROUP
-    assert counters["made.4"] >= counters["trained.4"]
+    assert counters["made.4"] >= PER_STEP * GROUP
     # The kept tokens; of the last answers, and of those beside them, as many as had come.
     assert 2 <= counters["thrown_tokens"] <= 4 * GROUP
 

@@ -80,6 +80,8 @@ class Batch:
     """The same if groups were dealt in their order, without balancing."""
     padded_tokens: int
     """Rows times padded length, over all micro-batches and ranks."""
+    trained: tuple[int, ...]
+    """Sampled tokens of each completion that is trained on."""
     dropped: dict[str, int]
     """Completions left out, by reason: too_long, truncated, empty_completion, empty_prompt,
     nothing_sampled, length_mismatch, bad_logprob, bad_reward, bad_token, no_routes;
@@ -115,13 +117,16 @@ def plan(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> Batc
             " (docs/metrics.md has what each reason means)"
         )
     steps: list[int] = []
+    trained: list[int] = []
     ranks: list[list[list[Row]]] = [[] for _ in range(num_ranks)]
     work, dealt_work = [0.0] * num_ranks, [0.0] * num_ranks
     for minibatch in range(options.grpo.num_microbatches):
         part = [row for row in rows if row.group % options.grpo.num_microbatches == minibatch]
         if not part:
             continue
-        items = [[row] for row in _weighted(part, options)]
+        weighted = _weighted(part, options)
+        trained += [row.completion.num_sampled for row in weighted if row.weight]
+        items = [[row] for row in weighted]
         if not options.grpo.balance_split_groups:
             of_groups = groupby((row for [row] in items), lambda row: row.group)
             items = [list(group) for _, group in of_groups]
@@ -146,6 +151,7 @@ def plan(groups: Sequence[Group], num_ranks: int, options: BatchOptions) -> Batc
         work=tuple(work),
         dealt_work=tuple(dealt_work),
         padded_tokens=sum(_padded_tokens(cuts, steps, options) for cuts in ranks),
+        trained=tuple(trained),
         dropped=dropped,
     )
 

@@ -35,7 +35,6 @@ from titan_grpo.rollout.messages import (
     RolloutStopped,
     SessionLost,
     WorkerTransport,
-    length_range,
 )
 from titan_grpo.rollout.records import GroupRecorder
 from titan_grpo.samples import Group
@@ -306,8 +305,6 @@ class RolloutClient:
             for item in done:
                 self._cursor.use(item.ticket.index)
             self._own["consumed_groups"] += len(done)
-            for completion in (c for item in done for c in item.group.completions):
-                self._own[f"trained.{length_range(completion.num_sampled)}"] += 1
             self._places += len(done)
             self._transport.send(messages.Used(tuple(chosen)))
         return [item.group for item in done]
@@ -377,7 +374,7 @@ class RolloutClient:
         joined, ``commits``, requests ``in_flight_at_commits``, ``outages``, ``interrupted``,
         ``skipped``, ``moved`` (groups whose server left or was drained), ``resumed`` (completions
         that went on from ``resumed_tokens`` tokens), ``dropped.<reason>``, ``thrown_tokens``,
-        completions by length as ``made.<n>`` and ``trained.<n>`` (messages.length_range),
+        completions by length as ``made.<n>`` (messages.length_range),
         ``sessions_lost``, ``late_answers``; and now: ``in_flight.<url>`` requests, ``ready``
         groups."""
         with self._changed:

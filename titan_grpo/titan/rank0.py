@@ -9,6 +9,7 @@ import shlex
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,7 +35,7 @@ from titan_grpo.receive.checkpoint import essential
 from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
-from titan_grpo.rollout.messages import COUNTED
+from titan_grpo.rollout.messages import COUNTED, length_range
 from titan_grpo.runkey import find_run_key
 from titan_grpo.samples import Group
 from titan_grpo.subprocesses import run_command, without_torchrun
@@ -305,6 +306,8 @@ class Controller:
         rollouts.record(version, groups, whole)
         self._collapse = self._collapse.after([c.reward for g in taken for c in g.completions])
         batch = plan(groups, num_ranks, self._options)
+        for longest, count in Counter(map(length_range, batch.trained)).items():
+            self.recorder.count(names.lengths("trained", str(longest)), count)
         for reason, count in batch.dropped.items():
             self.recorder.count(names.dropped(f"completion_{reason}"), count)
             logger.warning(
@@ -514,7 +517,7 @@ class Controller:
             kind, _, what = name.partition(".")
             if new and kind == "dropped":
                 self.recorder.count(names.dropped(what), new)
-            elif new and kind in ("made", "trained"):
+            elif new and kind == "made":
                 self.recorder.count(names.lengths(kind, what), new)
         for total, name in COUNTED.items():
             if new := now[1].get(name, 0) - before.get(name, 0):
