@@ -1,5 +1,6 @@
 """Thresholds on metrics: how they are read, when they are crossed, and the check from outside."""
 
+import math
 import os
 from pathlib import Path
 
@@ -31,6 +32,13 @@ def test_a_threshold_is_given_when_it_is_crossed_and_again_after_it_ceased_to_ho
     assert crossings("loss/kl < 1", [0.5, 1.0, 0.5]) == [0, 2]
     assert crossings("loss/kl <= 1", [1.0, 1.0]) == [0]
     assert crossings("loss/kl > 1 for 2", [2, None, 2, None, 2]) == [2], "None changes nothing"
+
+
+def test_an_infinite_value_is_above_every_bound_and_nan_changes_nothing() -> None:
+    held = Threshold.parse("optim/grad_norm > 100 for 2", "alerts.warn")
+    for value, count in ((101.0, 1), (math.nan, 1), (math.inf, 2), (math.nan, 2), (1.0, 0)):
+        held = held.after({"optim/grad_norm": value})
+        assert held.held == count
 
 
 def test_every_run_is_told_of_a_gap_on_the_same_weights_with_its_likely_cause() -> None:
