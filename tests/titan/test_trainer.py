@@ -1,4 +1,5 @@
-"""What a trainer waits for at the end of a run, of a step in sync mode, and before a step."""
+"""What a trainer waits for at the end of a run, of a step in sync mode, and before a step. And the
+settings with which it goes on."""
 
 import json
 from concurrent.futures import Future
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.rigs.ranks import run_ranks
 from tests.rigs.sockets import free_port
@@ -14,7 +16,11 @@ from titan_grpo.titan import compat
 
 compat.prepare()
 
-from titan_grpo.titan.trainer import GRPOTrainer  # noqa: E402 - torchtitan after its preparation
+from torchtitan.components.lr_scheduler import build_lr_schedulers  # noqa: E402 - after it
+from torchtitan.components.optimizer import build_optimizers  # noqa: E402
+from torchtitan.config import LRScheduler, Optimizer  # noqa: E402
+
+from titan_grpo.titan.trainer import GRPOTrainer  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("ended_rank.py")
 
@@ -88,3 +94,48 @@ def test_a_checkpoint_that_was_not_written_is_said_and_in_time_for_the_summary_i
     (line,) = [text for text in said if text != "summary"]
     assert line.startswith("the last checkpoint was not written: OSError: [Errno 28] No space left")
     assert said.index(line) == (0 if written else 1)
+
+
+def trainer_of(**keys: Any) -> Any:
+    """A trainer of one small layer, with its optimizer and its schedule of ten steps."""
+    settings = Optimizer(implementation="for-loop", **keys)
+    trainer: Any = GRPOTrainer.__new__(GRPOTrainer)
+    training = SimpleNamespace(steps=10)
+    trainer.job_config = SimpleNamespace(optimizer=settings, training=training)
+    trainer.step = 3
+    trainer.model_parts = [torch.nn.Linear(2, 1)]
+    trainer.optimizers = build_optimizers(trainer.model_parts, settings, None)
+    schedule = LRScheduler(warmup_steps=2, decay_ratio=0.5)
+    trainer.lr_schedulers = build_lr_schedulers(trainer.optimizers, schedule, 10)
+    return trainer
+
+
+def rates(trainer: Any, steps: int) -> list[float]:
+    """The learning rate of each of the next steps."""
+    found = []
+    for _ in range(steps):
+        found.append(trainer.learning_rate())
+        trainer.model_parts[0](torch.ones(2)).sum().backward()
+        trainer.optimizers.step()
+        trainer.lr_schedulers.step()
+    return found
+
+
+def test_a_run_that_goes_on_has_the_settings_of_its_job_from_its_first_step_on() -> None:
+    """Before, they were the checkpoint's to its end: a lower optimizer.lr did nothing."""
+    first = trainer_of(lr=1.0)
+    second = trainer_of(name="Adam", lr=0.25, beta2=0.5, eps=1e-3, weight_decay=0.0)
+    assert rates(first, 3) == [0.5, 1.0, 1.0]
+
+    def load(step: int) -> bool:
+        for name in ("optimizers", "lr_schedulers"):
+            getattr(second, name).load_state_dict(getattr(first, name).state_dict())
+        return step == -1
+
+    checkpointer = SimpleNamespace(load=load, maybe_wait_for_staging=lambda: None)
+    second._hook(checkpointer)
+    assert checkpointer.load()
+    (group,) = second.optimizers.optimizers[0].param_groups
+    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.5), 1e-3, 0.0)
+    assert not group["decoupled_weight_decay"]
+    assert rates(second, 7) == rates(trainer_of(lr=0.25), 10)[3:]

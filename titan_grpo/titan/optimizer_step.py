@@ -8,7 +8,7 @@ stay unchanged.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +93,24 @@ def reduce_metrics(outcome: Outcome, parallel_dims: Any) -> dict[str, float]:
         elif name in ("tokens", "sequences"):
             values[name] /= outcome.passes
     return values
+
+
+def use_settings(optimizers: Iterable[Any], schedules: Iterable[Any], settings: Any) -> None:
+    """Give the optimizers and their learning-rate schedules the numbers of the job's [optimizer].
+
+    A checkpoint that was loaded has put its own in their place: with torchtitan 0.2.2 in both, with
+    0.3 in the optimizers alone.
+    """
+    for optimizer, schedule in zip(optimizers, schedules, strict=True):
+        schedule.base_lrs = [settings.lr] * len(schedule.lr_lambdas)
+        rates = [settings.lr * factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+        schedule._last_lr = rates
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group |= {"lr": rate, "initial_lr": settings.lr, "eps": settings.eps}
+            group |= {"betas": (settings.beta1, settings.beta2)}
+            group |= {"weight_decay": settings.weight_decay}
+            # torch's AdamW is Adam with this.
+            group["decoupled_weight_decay"] = settings.name == "AdamW"
 
 
 class Stepper:

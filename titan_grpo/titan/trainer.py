@@ -44,7 +44,7 @@ from titan_grpo.titan.modules import (
     move_reference,
     route_width,
 )
-from titan_grpo.titan.optimizer_step import Outcome, Stepper, reduce_metrics
+from titan_grpo.titan.optimizer_step import Outcome, Stepper, reduce_metrics, use_settings
 from titan_grpo.titan.pipeline import Pipeline
 from titan_grpo.titan.rank0 import Controller, batch_options
 from titan_grpo.titan.startup import write_failure
@@ -141,8 +141,11 @@ class GRPOTrainer(Engine):
             parts = list(model) if isinstance(model, Pipeline) else model
             self._save_also("reference", ModelWrapper(parts))
         self._stepper = Stepper(self, self.reference, packed, replay, text)
+        self._hook(self.checkpointer)
+
+    def _hook(self, checkpointer: Any) -> None:
         # torchtitan calls this before the parameters change: the place for the fence.
-        staging = self.checkpointer.maybe_wait_for_staging
+        staging, load = checkpointer.maybe_wait_for_staging, checkpointer.load
 
         def fenced() -> None:
             start = time.perf_counter()
@@ -150,7 +153,13 @@ class GRPOTrainer(Engine):
             self._blocked_s += time.perf_counter() - start
             staging()
 
-        self.checkpointer.maybe_wait_for_staging = fenced
+        def loaded(step: int = -1) -> bool:
+            found: bool = load(step)
+            if self.should_continue_training():  # a schedule has no rate past its end
+                use_settings(self.optimizers, self.lr_schedulers, self.job_config.optimizer)
+            return found
+
+        checkpointer.maybe_wait_for_staging, checkpointer.load = fenced, loaded
 
     def _routed(self) -> tuple[int, ...]:
         """Return the experts of a token over all layers and those of a layer; () without replay."""
