@@ -1,5 +1,5 @@
 """What a trainer waits for at the end of a run, of a step in sync mode, and before a step. And the
-settings with which it goes on."""
+settings with which it goes on, and the files that it leaves for Hugging Face."""
 
 import json
 from concurrent.futures import Future
@@ -139,3 +139,14 @@ def test_a_run_that_goes_on_has_the_settings_of_its_job_from_its_first_step_on()
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.5), 1e-3, 0.0)
     assert not group["decoupled_weight_decay"]
     assert rates(second, 7) == rates(trainer_of(lr=0.25), 10)[3:]
+
+
+@pytest.mark.e2e
+def test_the_last_save_for_hugging_face_has_only_names_that_have_values(tmp_path: Path) -> None:
+    """Before, a tied head in the base model's index left a file that nothing can read."""
+    script = Path(__file__).with_name("tied_rank.py")
+    (said,) = run_ranks(script, 1, str(free_port()), str(tmp_path))
+    names, written = json.loads(said.splitlines()[-1])
+    assert names == written
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names

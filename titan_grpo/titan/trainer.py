@@ -111,6 +111,8 @@ class GRPOTrainer(Engine):
                 run_key=self.controller.run_key if self.controller is not None else None,
             ),
         )
+        if job_config.checkpoint.enable and job_config.checkpoint.last_save_in_hf:
+            self._keep_exported(self.checkpointer.sd_adapter)
         self.reference: torch.nn.Module | None = None
         if self._grpo.kl_beta > 0:
             # From disk, not from the policy: a resumed run must have the same reference.
@@ -166,6 +168,15 @@ class GRPOTrainer(Engine):
         if not self._grpo.router_replay:
             return ()
         return route_width(self.model_parts[0]), self.model_args.moe_args.num_experts
+
+    def _keep_exported(self, adapter: Any) -> None:
+        """Let torchtitan write only names that the model exports into Hugging Face files. It takes
+        them from the base model's index, which may have a tied head too, or tables that engines
+        compute: without a value, each makes its file unreadable."""
+        if adapter.fqn_to_index_mapping:
+            names = {tensor.name for tensor in self.sync.plan.layout.tensors}
+            files = adapter.fqn_to_index_mapping.items()
+            adapter.fqn_to_index_mapping = {name: file for name, file in files if name in names}
 
     def _save_also(self, name: str, state: Any) -> None:
         # A disabled checkpointer has no ``states``.
