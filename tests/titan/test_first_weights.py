@@ -107,6 +107,28 @@ def test_a_checkpoint_folder_without_a_complete_checkpoint_is_refused(
         jobconfig.check_files(config)
 
 
+@pytest.mark.parametrize("lost", ["v", "q"])
+def test_adapters_that_a_job_would_leave_in_a_checkpoint_are_named(
+    parse: Parse, tmp_path: Path, model: Path, lost: str
+) -> None:
+    """Before, the run went on without what they had learnt."""
+    names = [f"layers.0.attention.w{part}.lora_{end}" for part in "qv" for end in "ab"]
+    parts = {key: {"of": 0} for key in ("optimizer", "lr_scheduler", "dataloader")}
+    state = {**dict.fromkeys(names, torch.zeros(1)), **parts, "train_state": {"version": 2}}
+    dcp.save(state, checkpoint_id=tmp_path / "checkpoint/step-2", no_dist=True)
+    keys = ["--checkpoint.enable", f"--model.hf_assets_path={model}"]
+    own = [] if lost == "q" else ["--lora.rank=4", "--lora.targets=q_proj"]
+    starts = [[*own, f"--job.dump_folder={tmp_path}"]]
+    if not own:
+        place = f"--checkpoint.initial_load_path={tmp_path}/checkpoint/step-2"
+        starts.append([place, f"--job.dump_folder={tmp_path}/run"])
+    for start in starts:
+        with pytest.raises(ConfigError, match=rf"lora\] must .*step-2 .* no .*\.w{lost}\.lora_a:"):
+            jobconfig.check_files(parse("", *keys, *start))
+    both = ["--lora.rank=4", "--lora.targets=q_proj,v_proj", f"--job.dump_folder={tmp_path}"]
+    assert jobconfig.check_files(parse("", *keys, *both)) == []
+
+
 def test_a_damaged_checkpoint_is_named_before_the_model_is_made(
     parse: Parse, tmp_path: Path, model: Path
 ) -> None:

@@ -374,6 +374,21 @@ def _check_saver(checkpoint: Path, names: Set[str]) -> None:
         raise ConfigError(f"{checkpoint} {reason}")
 
 
+def _check_adapters(config: Any, checkpoint: Path, names: Set[str]) -> None:
+    # torchtitan asks a checkpoint for the model's own parameters, and leaves others in it
+    from titan_grpo.titan.export import skeleton
+    from titan_grpo.titan.lora import adapter_shapes, is_adapter
+
+    own = set(adapter_shapes(skeleton(config)[0])) if config.lora.rank else set()
+    if lost := sorted(set(filter(is_adapter, names)) - own):
+        raise ConfigError(
+            f"[lora] must have the adapters of {checkpoint} (lora.rank, lora.targets), it has no"
+            f" {lost[0]}: what that has learnt would be lost; to go on without it, export the"
+            " merged weights (titan-grpo export) and start from those files"
+            " (checkpoint.initial_load_in_hf)"
+        )
+
+
 def _check_start(config: Any, folder: Path, ranks: int | None) -> None:
     """Check what a run begins with whose checkpoint ``folder`` is not there."""
     # not at the top: it imports torch.distributed.checkpoint
@@ -396,6 +411,7 @@ def _check_start(config: Any, folder: Path, ranks: int | None) -> None:
         )
     names = Stored(start).names()
     _check_saver(Path(start), names)
+    _check_adapters(config, Path(start), names)
     if keys.initial_load_model_only:
         return
     if missing := lacking(names, _loaded(config)):
@@ -460,6 +476,7 @@ def _check_newest(config: Any, folder: Path, ranks: int | None) -> None:
         )
     newest = complete[step]
     _check_saver(newest, names)
+    _check_adapters(config, newest, names)
     if step:
         _check_text(config, newest, names, ranks)
 
