@@ -201,6 +201,19 @@ def test_a_step_to_go_on_from_is_refused_where_no_checkpoints_are(
         jobconfig.check_files(parse("", *keys))
 
 
+def test_the_start_says_that_later_checkpoints_stay_beside_the_one_to_go_on_from(
+    parse: Parse, tmp_path: Path, model: Path
+) -> None:
+    keys = ["--checkpoint.enable", f"--job.dump_folder={tmp_path}"]
+    keys.append(f"--model.hf_assets_path={model}")
+    for step in (2, 4, 6):
+        save(tmp_path, step, version=step)
+    (line,) = jobconfig.check_files(parse("", *keys, "--checkpoint.load_step=2"))
+    assert line.startswith("checkpoint.load_step = 2: each start with this key begins at step 2")
+    assert "one without it goes on from step-6, " in line
+    assert jobconfig.check_files(parse("", *keys, "--checkpoint.load_step=6")) == []
+
+
 def test_the_start_says_that_weights_are_random_and_only_then(
     parse: Parse, tmp_path: Path, model: Path
 ) -> None:

@@ -285,7 +285,7 @@ def check_files(
         )
     starts = not config.checkpoint.enable or _check_checkpoints(config, ranks)
     load_keys = config.checkpoint.initial_load_in_hf or config.checkpoint.initial_load_path
-    return [RANDOM] if starts and not load_keys else []
+    return [RANDOM] if starts and not load_keys else _later(config)
 
 
 def _check_models(config: Any) -> None:
@@ -349,6 +349,22 @@ def _check_checkpoints(config: Any, ranks: int | None) -> bool:
     else:
         _check_newest(config, folder, ranks)
     return starts
+
+
+def _later(config: Any) -> list[str]:
+    """Return a note for checkpoints past that of ``checkpoint.load_step``, if there are any."""
+    from titan_grpo.titan.export import PREFIX, checkpoints_in
+
+    folder = Path(config.job.dump_folder) / config.checkpoint.folder
+    step = config.checkpoint.load_step
+    if not config.checkpoint.enable or step == -1 or max(checkpoints_in(folder)) == step:
+        return []
+    newest = max(checkpoints_in(folder))
+    return [
+        f"checkpoint.load_step = {step}: each start with this key begins at step {step} again, and"
+        f" one without it goes on from {PREFIX}{newest}, of the course that this run leaves; move"
+        f" the checkpoints past step {step} out of {str(folder)!r} and leave the key out"
+    ]
 
 
 def _loaded(config: Any) -> set[str]:
