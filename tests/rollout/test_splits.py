@@ -1,8 +1,9 @@
-"""``rollout.dataset_split`` and ``dataset_config`` with files."""
+"""``rollout.dataset_split`` and ``dataset_config`` with files; directories of other kinds."""
 
 from pathlib import Path
 from typing import Any
 
+import datasets  # type: ignore[import-untyped]
 import pytest
 
 from tests.rollout.rows import SUMS, write_rows
@@ -42,3 +43,11 @@ def test_a_split_or_configuration_that_files_do_not_have_is_one_line_with_key_an
         open_table(TaskKeys(dataset=path, **keys))
     assert f"(rollout.dataset {path!r})" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_directory_of_a_kind_that_datasets_alone_knows_is_read(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"prompt": ["1", "2"]}).save_to_disk(str(tmp_path / "saved"))
+    (table,) = (tmp_path / "saved").glob("*.arrow")
+    (tmp_path / "rows").mkdir()
+    table.rename(tmp_path / "rows" / "train.arrow")
+    assert len(open_rows(WorkerKeys(dataset=str(tmp_path / "rows")))) == 2

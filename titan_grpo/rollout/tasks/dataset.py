@@ -188,23 +188,23 @@ def files_of(keys: TaskKeys) -> list[str]:
 
 
 def _check_folder(name: str, key: str) -> None:
-    """Raise ConfigError for a directory without files of rows, or with so many files that
-    ``datasets``, which looks through all of them, would take minutes."""
-    seen, found = 0, False
+    """Raise ConfigError for a directory with so many files that ``datasets``, which looks through
+    all of them, would take minutes."""
+    seen = 0
     for _, folders, files in os.walk(name):
         seen += len(folders) + len(files)
-        # Any suffix: a file may be compressed.
-        found |= any(s.lower() in BUILDERS for each in files for s in Path(each).suffixes)
         if seen > LARGEST_FOLDER:
             raise ConfigError(
                 f"{key} must be a directory of at most {LARGEST_FOLDER} files and folders, with all"
                 f" below it, {name!r} has more: name the files, such as"
                 f" {str(Path(name) / '*.jsonl')!r}"
             )
-    if not found and Path(name).is_dir():
-        raise ConfigError(
-            f"{key} must be a directory with files of {', '.join(BUILDERS)}, {name!r} has none"
-        )
+
+
+def _has_rows(folder: Path) -> bool:
+    # any suffix: a file may be compressed
+    suffixes = (suffix.lower() for path in folder.rglob("*") for suffix in path.suffixes)
+    return any(suffix in BUILDERS for suffix in suffixes)
 
 
 def open_rows(keys: WorkerKeys) -> Rows:
@@ -247,6 +247,11 @@ def open_table(keys: TaskKeys) -> Any:
             raise DataError(f"{key} {why}") from error
         # Not found, no such configuration or split, or the Hub is unreachable.
         what = "cannot be loaded"
+        if Path(name).is_dir() and not _has_rows(Path(name)):
+            # After ``datasets`` has tried: it reads others too, such as .arrow.
+            raise ConfigError(
+                f"{key} must be a directory with files of {', '.join(BUILDERS)}, {name!r} has none"
+            ) from error
         if not Path(name).is_dir():
             what = f"is no file or folder here, and {what} from the Hub"
         raise ConfigError(f"{key} {name!r} {what}: {_cause(error)}") from error
