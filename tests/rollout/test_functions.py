@@ -5,7 +5,7 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +193,10 @@ def test_plain_functions_run_in_threads_and_all_functions_of_a_group_at_once(
         met.wait()
         return [1.0]
 
-    def second(completions: list[str]) -> list[float]:
+    def second(completions: list[str]) -> Iterator[float]:
+        assert threading.current_thread() is not threading.main_thread()
         met.wait()
-        return [2.0]
+        yield 2.0
 
     async def third(completions: list[str]) -> list[float]:
         assert threading.current_thread() is threading.main_thread()

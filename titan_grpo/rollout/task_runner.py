@@ -7,7 +7,15 @@ import inspect
 import re
 import traceback
 from array import array
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
@@ -408,7 +416,9 @@ async def call(
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(clock.begin)
         try:
-            return asked()
+            answer = asked()
+            # Of ``yield`` or ``map`` the work is still to do: here, not in the loop.
+            return list(answer) if isinstance(answer, Iterator) else answer
         except (StopIteration, SystemExit, KeyboardInterrupt) as error:
             # An asyncio future cannot hold StopIteration: its waiter would wait forever. The other
             # two would end the process.
