@@ -168,7 +168,6 @@ def test_a_packed_micro_batch_has_the_metrics_of_one_with_a_row_per_sequence() -
     assert one.keys() == packed.keys()
     for name in one:
         assert packed[name].item() == pytest.approx(one[name].item(), rel=1e-12), name
-    assert one["sequences_sum"] == len(SEQUENCES)
     assert 0 < one["kept_tokens_sum"] < one["tokens_sum"]
     assert one["vetoed_tokens_sum"] > 0
     assert one["importance_capped_tokens_sum"] > 0

@@ -118,7 +118,6 @@ def test_the_metrics_are_those_of_a_plain_loop() -> None:
     loss, _, metrics = measured(grpo, OPTIONS, 2, old_given=True)
     plain = {
         "tokens": len(gaps),
-        "sequences": 16,
         "loss": loss,
         "policy_loss": loss - 0.2 * np.mean(kls),
         "logprob_gap": np.mean(np.abs(gaps)),

@@ -1,5 +1,5 @@
-"""What a training step says of itself: its loss is the sum of its terms, whatever it is trained on,
-and what it counts, it counts once. And the passes over the model that it makes.
+"""What a training step says of itself: its loss is the sum of its terms, whatever it is trained on.
+And the passes over the model that it makes.
 
 The model is a table: the logits after a token are that token's row.
 """
@@ -133,11 +133,14 @@ def test_means_of_ratio_and_correction_are_over_the_tokens_in_the_loss() -> None
     assert values["importance/mean"] == 1.0
 
 
-def test_tokens_and_sequences_count_once_however_many_passes_a_step_makes() -> None:
-    once, twice = (step_of(GRPO(num_epochs=epochs)) for epochs in (1, 2))
-    for values in (once, twice):
-        assert (values["rollout/trained_tokens"], values["rollout/trained_sequences"]) == (24, 8)
-    assert twice["policy/logprob_mean"] == pytest.approx(once["policy/logprob_mean"], rel=0.1)
+def test_the_staleness_of_tokens_is_of_sampled_ones_however_many_passes_a_step_makes() -> None:
+    flags, spans = (True, False, True), ((0, 2), (1, 1))
+    (group, *_) = GROUPS
+    mixed = [replace(c, sampled=flags, spans=spans) for c in group.completions]
+    groups = [replace(group, completions=tuple(mixed))]
+    for epochs in (1, 2):
+        values = step_of(GRPO(num_epochs=epochs), version=2, groups=groups)
+        assert values["staleness/token_mean"] == 1.5
 
 
 @pytest.mark.parametrize(

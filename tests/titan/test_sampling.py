@@ -148,13 +148,21 @@ def test_the_weight_of_text_is_a_mean_or_one_per_completion_token() -> None:
     assert text_weight(0, 0, 1.0, True) == 1.0
 
 
-def test_staleness_is_of_the_oldest_version_behind_a_group_and_of_each_token_by_itself() -> None:
+def test_staleness_is_of_the_oldest_version_behind_a_group() -> None:
     waited = Completion((5, 6, 7, 8), (-1.0,) * 4, "stop", 3, 5, "s", 1.0, spans=((4, 1), (5, 3)))
     groups = [Group(Prompt(0, (1,)), (waited,))]
     batch = plan(groups, 1, BatchOptions(token_budget=64, max_len=32))
     values = group_values(groups, batch, version=5, kv_kept=True)
     assert (values[names.STALENESS], values[names.STALENESS_MAX]) == (2.0, 2.0)
-    assert values[names.STALENESS_TOKENS] == 0.25
+
+
+def test_a_completion_that_gets_no_gradient_is_not_counted_as_trained() -> None:
+    made = group(0, 1.0, 0.0, 0.5, lengths=(2, 3, 4))
+    *others, last = made.completions
+    groups = [replace(made, completions=(*others, replace(last, zero_advantage=True)))]
+    batch = plan(groups, 1, BatchOptions(token_budget=64, max_len=32))
+    values = group_values(groups, batch, version=0, kv_kept=False)
+    assert (values[names.TRAINED_TOKENS], values[names.TRAINED_SEQUENCES]) == (5, 2)
 
 
 def test_a_completion_that_ran_over_a_commit_is_on_kept_kv_only_where_a_commit_leaves_it() -> None:

@@ -81,11 +81,10 @@ def test_each_server_has_its_version_and_its_lag() -> None:
 
 
 def test_what_the_loss_sums_up_reaches_the_step_under_the_names_of_the_table() -> None:
-    found = {"clipped_low": 0.1, "clipped_high": 0.2, "on_policy_count": 0.0, "tokens": 40.0}
+    found = {"clipped_low": 0.1, "clipped_high": 0.2, "on_policy_count": 0.0}
     values = loss_values(found | {"minus_logprob_max": 7.0, "logprob_max": -0.5})
     assert values[names.CLIP_FRACTION] == pytest.approx(0.3)
     assert (values[names.LOGPROB_MIN], values[names.LOGPROB_MAX]) == (-7.0, -0.5)
-    assert values[names.TRAINED_TOKENS] == 40.0
     assert names.LOGPROB_SEPARATION not in values, "no token has a negative advantage"
     parted = {"better_count": 4, "better_logprob": -2.0, "worse_count": 2, "worse_logprob": -3.0}
     assert loss_values(found | parted)[names.LOGPROB_SEPARATION] == pytest.approx(1.0)

@@ -178,7 +178,7 @@ def _token_metrics(
     metrics = {
         "tokens_sum": labelled.sum().double(),
         "kept_tokens_sum": spans.mask.sum().double(),
-        "sequences_sum": Spans(labelled, spans.sequence).count(),
+        "staleness_tokens_sum": batch["staleness"].masked_fill(~labelled, 0).sum().double(),
         "logprob_tokens_sum": logprobs.masked_fill(~labelled, 0).sum().double(),
         # Extremes are reduced by maximum only, so the least log-probability is stored negated.
         # Without a token both are minus infinity.

@@ -61,12 +61,6 @@ class Spans:
         """Return whether ``flags`` (bool) holds at any counting token of the sequence."""
         return self.total(flags.to(torch.float32)) > 0
 
-    def count(self) -> torch.Tensor:
-        """Return the number of sequences with a counting token, a float64 scalar."""
-        place = torch.where(self.mask, self.sequence + 1, 0).reshape(-1)
-        present = self.mask.new_zeros(self.sequence.numel() + 1, dtype=torch.float64)
-        return present.index_fill(0, place, 1.0)[1:].sum()
-
 
 def interpolated(
     logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, staleness: torch.Tensor

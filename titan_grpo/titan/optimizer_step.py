@@ -51,8 +51,6 @@ class Outcome:
     """Optimizer steps that changed the weights."""
     steps: int
     """Optimizer steps attempted."""
-    passes: int
-    """Passes over the batch."""
     grad_norm: float
     """Largest gradient norm before clipping."""
     unhealthy: tuple[str, ...]
@@ -79,7 +77,7 @@ def least_of_share(values: torch.Tensor, share: float) -> float:
 
 def reduce_metrics(outcome: Outcome, parallel_dims: Any) -> dict[str, float]:
     """Reduce the metrics of a training step over all data-parallel ranks; losses are means over its
-    optimizer steps, tokens and sequences count once. Collective over the batch mesh."""
+    optimizer steps. Collective over the batch mesh."""
     sums, maxima = pack(outcome.metrics)
     mesh = parallel_dims.get_optional_mesh("batch")
     if mesh is not None:
@@ -90,8 +88,6 @@ def reduce_metrics(outcome: Outcome, parallel_dims: Any) -> dict[str, float]:
     for name in values:
         if name in ("loss", "ptx") or name.endswith("_loss"):
             values[name] /= outcome.steps
-        elif name in ("tokens", "sequences"):
-            values[name] /= outcome.passes
     return values
 
 
@@ -157,7 +153,6 @@ class Stepper:
         return Outcome(
             taken=sum(not reasons for _, reasons in found),
             steps=len(found),
-            passes=self._grpo.num_epochs,
             grad_norm=max(norm for norm, _ in found),
             unhealthy=tuple(dict.fromkeys(bad)),
             metrics=accumulate(parts),

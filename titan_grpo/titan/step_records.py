@@ -23,8 +23,7 @@ LOSS_VALUES = {
     names.LOSS: "loss",
     names.LOGPROB: "logprob",
     names.LOGPROB_MAX: "logprob_max",
-    names.TRAINED_TOKENS: "tokens",
-    names.TRAINED_SEQUENCES: "sequences",
+    names.STALENESS_TOKENS: "staleness",
     names.LOGPROB_GAP: "logprob_gap",
     names.LOGPROB_GAP_MAX: "logprob_gap_max",
     names.LOGPROB_DIFFERENCE: "logprob_difference",
@@ -135,16 +134,15 @@ def group_values(
     whole episodes. ``kv_kept``: running requests keep their KV across a commit."""
     completions = [c for g in groups for c in g.completions]
     staleness = [version - g.version for g in groups]
-    spans = [span for c in completions for span in c.token_spans]
-    token_ages = sum((version - made_by) * tokens for made_by, tokens in spans)
     episodes = [each for g in groups for each in by_episode(g.completions)[0]]
     kept = [kv_kept and c.version_first < c.version_last for c in completions]
     return {
         names.STALENESS: statistics.fmean(staleness),
         names.KEPT_KV: statistics.fmean(kept),
         names.STALENESS_MAX: float(max(staleness)),
-        names.STALENESS_TOKENS: token_ages / max(sum(tokens for _, tokens in spans), 1),
         names.COMPLETION_TOKENS: statistics.fmean(each.tokens for each in episodes),
+        names.TRAINED_TOKENS: float(sum(batch.trained)),
+        names.TRAINED_SEQUENCES: float(len(batch.trained)),
         names.WORK_CV: variation(batch.work),
         names.WORK_CV_DEALT: variation(batch.dealt_work),
         names.BATCH_FILL: batch.fill,
