@@ -1,4 +1,5 @@
-"""What the benches share: options, an engine's server, versions that servers must hold, figures."""
+"""What the measuring scripts share: options, an engine's server, versions that servers must hold,
+figures."""
 
 import argparse
 import json

@@ -49,7 +49,7 @@ def test_every_run_is_told_of_a_gap_on_the_same_weights_with_its_likely_cause() 
     for _ in range(3):
         assert crossed == ()
         state, crossed = step(state, values)
-    (said,) = (alerts.told(each, values, {}) for each in crossed)
+    (said,) = (alerts.line_of(each, values, {}) for each in crossed)
     assert said.startswith("logprob_gap/on_policy_mean >= 0.05 for 3 (0.06): it grows along the")
     assert "RoPE scaling" in said
 

@@ -26,7 +26,7 @@ class Letters:
 
     spell = decode
 
-    def chat(self, said: Any, tools: Any = None) -> tuple[int, ...]:
+    def chat(self, messages: Any, tools: Any = None) -> tuple[int, ...]:
         """No task that is tested with these tokens has messages."""
         raise NotImplementedError
 

@@ -94,7 +94,7 @@ def test_a_template_gives_the_tokens_that_transformers_gives(
 
 def test_the_models_own_template_gives_the_tokens_that_transformers_gives(model: str) -> None:
     codec = TextCodec(model)
-    assert codec.chat(TALK[:2]) == reference(model, None, TALK[:2], None, {})
+    assert codec.chat(messages=TALK[:2]) == reference(model, None, TALK[:2], None, {})
     assert codec.chat("hi") == (1, *codec.encode("user: hi\nassistant:"))
 
 

@@ -33,8 +33,8 @@ class WorkerKeys(TaskKeys):
     """Keys that the rollout process gets: how completions are sampled."""
 
     engine: Literal["auto", "vllm", "sglang"] = "auto"
-    """Server software at the URLs. auto: detect it on each server when its lane connects; a fleet
-    may mix both."""
+    """Server software at the URLs. auto: detect it on each server when its lane connects; a run
+    may have both."""
 
     api_key_env: str = ""
     """Environment variable with the servers' API key. Empty: no key is sent."""

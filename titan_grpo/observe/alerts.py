@@ -150,7 +150,7 @@ GAP = Threshold(names.ON_POLICY_GAP, ">=", ON_POLICY_GAP, 3)
 """Threshold that every run watches: trainer and engine differ on the same weights."""
 
 
-def told(crossed: Threshold, metrics: Mapping[str, Any], quantised: Mapping[str, str]) -> str:
+def line_of(crossed: Threshold, metrics: Mapping[str, Any], quantised: Mapping[str, str]) -> str:
     """Return a crossed threshold's text; for a gap with its likely cause (see ``likely_cause``)."""
     if not crossed.metric.startswith(f"{names.GAP}/"):
         return str(crossed)

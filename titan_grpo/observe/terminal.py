@@ -130,11 +130,11 @@ def waiting(
     began, over = time.monotonic(), threading.Event()
     say(f"waiting for {what}")
 
-    def tell() -> None:
+    def repeat() -> None:
         while not over.wait(every_s):
             say(waiting_line(what, time.monotonic() - began, deadline_s))
 
-    thread = threading.Thread(target=tell, name="waiting", daemon=True)
+    thread = threading.Thread(target=repeat, name="waiting", daemon=True)
     thread.start()
     try:
         yield

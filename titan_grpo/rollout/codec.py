@@ -65,7 +65,7 @@ class TextCodec:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def chat(
-        self, said: str | Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+        self, messages: str | Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> tuple[int, ...]:
         """Return the token ids of a prompt: messages in the chat template, up to the start of the
         model's answer. A text is one user message; with rollout.chat_template = "none" it is the
@@ -74,13 +74,14 @@ class TextCodec:
         Raises ConfigError without a template, DataError for messages that it refuses.
         """
         if self._keys.chat_template == TEXT:
-            if not isinstance(said, str):
+            if not isinstance(messages, str):
                 raise DataError(
                     f'prompts must be texts with {self._keys.section}.chat_template = "{TEXT}", got'
-                    f" {said!r:.200}"
+                    f" {messages!r:.200}"
                 )
-            return self.encode(said)
-        messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+            return self.encode(messages)
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
         # The template writes the special tokens itself: encode adds no second <bos>.
         return self.encode(self.render(messages, tools))
 

@@ -67,10 +67,10 @@ class Codec(Protocol):
         ...
 
     def chat(
-        self, said: str | Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+        self, messages: str | Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> tuple[int, ...]:
-        """Return the token ids of a prompt in the model's chat template: ``said`` is a list of
-        messages, or the text of one user message."""
+        """Return the token ids of a prompt in the model's chat template: a list of messages,
+        or the text of one user message."""
         ...
 
 

@@ -169,7 +169,7 @@ class ServerLane:
                         event = table.Stopped()
                     self._state, actions = table.step(self._state, event)
                 for action in actions[:-1]:
-                    self._tell(action)
+                    self._report(action)
                 work = self._idle = actions[-1]
                 if isinstance(work, table.Leave):
                     break
@@ -188,7 +188,7 @@ class ServerLane:
             self._servers.lane_ended(self.url)
         return None
 
-    def _tell(self, action: table.Action) -> None:
+    def _report(self, action: table.Action) -> None:
         match action:
             case table.Release():
                 self._unpin()
@@ -519,7 +519,7 @@ class ServerLane:
                 link.bye(answer_s(self._config.commit_deadline_s))
             except PeerError as error:
                 # Harmless: the next run waits until this one counts as dead.
-                logger.info("%s was not told that this run leaves: %s", self.url, error)
+                logger.info("%s did not answer that this run leaves: %s", self.url, error)
         self._close_link()
         self._control.close()
         self._c.slots.leave(self.url)

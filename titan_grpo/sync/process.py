@@ -135,7 +135,7 @@ class MainSlots:
 
 
 class SyncProcess(Child):
-    """Rank 0's handle of the weight sync, also in benches and tests."""
+    """Rank 0's handle of the weight sync, also in measuring scripts and tests."""
 
     MODULE = "titan_grpo.sync.process"
     NAME = "sync process"

@@ -436,8 +436,8 @@ class ServerSet:
         """Keep the first error until ``take_error`` collects it; count the others. A server's error
         is a fault on its track of the trace."""
         if error.url:
-            told = {"version": error.version, "message": error.cause}
-            self._recorder.instant("sync failure", error.url, **told)
+            details = {"version": error.version, "message": error.cause}
+            self._recorder.instant("sync failure", error.url, **details)
         with self._changed:
             if self._error is None:
                 self._error = error

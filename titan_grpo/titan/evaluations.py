@@ -93,7 +93,7 @@ class Evaluations:
         keep: Callable[[str], None],
         go_on: Callable[[str], None],
     ) -> None:
-        """``spec``: of evaluations on the training fleet (``evaluation_spec``). ``keep``,
+        """``spec``: of evaluations on the training servers (``evaluation_spec``). ``keep``,
         ``go_on``: between these calls a server's lane gets no newer version."""
         self._rollouts, self._recorder = rollouts, recorder
         self._keep, self._go_on = keep, go_on

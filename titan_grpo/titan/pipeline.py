@@ -66,9 +66,9 @@ class Pipeline(torch.nn.ModuleList):
         self._places = [(stage.stage_index, stage.num_stages) for stage in stages]
         self.is_last = any(stage.is_last for stage in stages)
         self._is_first = any(stage.is_first for stage in stages)
-        told: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(told, self.is_last, group=group)
-        self._source = dist.get_global_rank(group, told.index(True))
+        last: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(last, self.is_last, group=group)
+        self._source = dist.get_global_rank(group, last.index(True))
         self._shape: torch.Size | None = None
         self._trained: Any = None
         """The schedule of the last optimizer step; its stages hold buffers of that shape."""

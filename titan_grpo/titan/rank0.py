@@ -438,7 +438,7 @@ class Controller:
         self._watched, crossed = alerts.step(self._watched, values)
         for each in crossed:
             quantised = self.recorder.history().quantised
-            self.warn(f"alert at step {step}: {alerts.told(each, values, quantised)}")
+            self.warn(f"alert at step {step}: {alerts.line_of(each, values, quantised)}")
             if each.action == "stop":
                 self.stopped_by = self.stopped_by or f"alerts.stop {each}"
             elif each.action == "run":

@@ -78,7 +78,7 @@ class _Agent:
         self._others: dict[str, str] = {}
         """Metadata -> name of the remote agent."""
 
-    def knows(self, metadata: str) -> str:
+    def name_of(self, metadata: str) -> str:
         """Under the lock: return the name of the remote agent with this metadata; add it if new."""
         if metadata not in self._others:
             name = self.of.add_remote_agent(base64.b64decode(metadata))
@@ -127,7 +127,7 @@ class NixlReader:
         try:
             self._agent = _reader()
             with self._agent.lock:
-                self._name = self._agent.knows(metadata)
+                self._name = self._agent.name_of(metadata)
         except ConfigError as error:
             raise TransferFailed(str(error)) from error
         except _errors() as error:
