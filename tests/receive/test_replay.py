@@ -1,6 +1,7 @@
 """A load that is plain copies is repeated by them, to the byte; one that is more than that is found
 out."""
 
+import ctypes
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -170,6 +171,21 @@ def test_a_copy_that_is_kept_beside_the_parameters_is_found(
         model.qkv.data[:8].copy_(model.derived)
 
     why = "1 tensors are loaded that are neither parameters nor buffers"
+    assert learn(load, model, version.sources) == why
+
+
+def test_what_an_operator_takes_unseen_from_memory_that_is_then_given_back_is_found(
+    model: Model, version: Checkpoint
+) -> None:
+    """As vLLM packs the linear layers of a CPU without AMX, and drops their weights."""
+
+    def load() -> None:
+        model.load(version)
+        weight = torch.empty(8, HIDDEN, dtype=torch.bfloat16)
+        weight.copy_(version.tensors["q"])
+        model.packed = ctypes.string_at(weight.data_ptr(), weight.nbytes)
+
+    why = "1 tensors are loaded into memory that is gone, and nothing copied them on"
     assert learn(load, model, version.sources) == why
 
 
