@@ -84,11 +84,8 @@ def main(argv: list[str]) -> int:
         AlertStop,
         ConfigError,
         DataError,
+        ProtocolError,
         RunStopped,
-        ServerUnfit,
-        ServerUnreachable,
-        StorageError,
-        TaskError,
         TitanGrpoError,
         UnhealthyError,
         UpstreamError,
@@ -106,12 +103,10 @@ def main(argv: list[str]) -> int:
         # it in the middle of that if another rank of its host ended now.
         refuse(str(error), os.environ)
         return 1
-    except (StorageError, TaskError, ServerUnreachable, ServerUnfit) as error:
-        print_error(f"rank {rank}: {error}")
-        return 1
     except TitanGrpoError as error:
-        traceback.print_exc()
-        print_error(f"rank {rank}: {type(error).__name__}: {error}")
+        if isinstance(error, ProtocolError):  # a bug of ours
+            traceback.print_exc()
+        print_error(f"rank {rank}: {error}")
         return 1
     return 0
 

@@ -17,6 +17,7 @@ from titan_grpo.config.rollout import violations
 from titan_grpo.engines.launch import ServerSpec, command
 from titan_grpo.runkey import Key
 from titan_grpo.titan.startup import (
+    ending,
     launched,
     owner_of,
     registration,
@@ -41,6 +42,7 @@ def test_an_error_of_the_disk_is_found_where_a_library_wrapped_it() -> None:
     of_ranks.failures = {1: (wrapped, None)}  # type: ignore[attr-defined]
     for error in (full, wrapped, of_ranks):
         assert "No space left on device" in write_failure(error, folder)
+        assert ending(error, folder) == write_failure(error, folder)
     of_torch = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
     assert "unexpected pos" in write_failure(of_torch, folder)
     assert "Permission denied" in write_failure(

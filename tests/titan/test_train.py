@@ -51,8 +51,8 @@ def test_a_rank_that_ends_as_all_do_leaves_the_first_one_the_time_to_close_and_t
     assert process.communicate(timeout=20) == ("", "")
 
 
-@pytest.mark.parametrize("error", ["ServerUnreachable", "ServerUnfit"])
-def test_a_server_that_is_not_there_or_unfit_is_one_line_without_a_traceback(error: str) -> None:
+@pytest.mark.parametrize("error", ["ServerUnreachable", "ServerUnfit", "SyncError"])
+def test_an_end_that_is_no_bug_of_ours_is_one_line_without_a_traceback(error: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", ENDED_BY, error], capture_output=True, text=True, timeout=60
     )

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import shlex
-import signal
 import threading
 import time
 from collections import Counter
@@ -48,7 +47,14 @@ from titan_grpo.titan.hf_files import save_version
 from titan_grpo.titan.jobfile import read_config
 from titan_grpo.titan.rules import end_waits_s, sync_waits_s
 from titan_grpo.titan.servers import Membership, known_servers
-from titan_grpo.titan.startup import Rollouts, launched, owner_of, start_rollouts, sync_settings
+from titan_grpo.titan.startup import (
+    Rollouts,
+    ending,
+    launched,
+    owner_of,
+    start_rollouts,
+    sync_settings,
+)
 from titan_grpo.titan.step_records import (
     FirstBatch,
     Row,
@@ -484,7 +490,7 @@ class Controller:
     def close(self, error: BaseException | None = None) -> None:
         """End lanes, rollouts and servers within ``END_S`` and write the report, which names the
         ``error`` that ended the run. Idempotent."""
-        self._ended_by = self._ended_by or ending(error)
+        self._ended_by = self._ended_by or ending(error, self._run_dir)
         self._end = time.monotonic() + END_S
         self._ends.close()
 
@@ -524,22 +530,3 @@ class Controller:
             if new := now[1].get(name, 0) - before.get(name, 0):
                 self.recorder.count(total, new)
         return rollout_values(before, now[1], now[0] - before_s, known_gpus(self._job.rollout))
-
-
-SIGNALLED = 128
-"""Exit code of a process ended by a signal, minus the signal's number."""
-
-
-def ending(error: BaseException | None) -> str:
-    """Return in one line what ended a run; empty for None. A signal arrives as SystemExit
-    (train.py).
-
-    >>> ending(SystemExit(128 + 15)), ending(SystemExit(255)), ending(ValueError("no batch"))
-    ('SIGTERM', 'SystemExit: 255', 'ValueError: no batch')
-    """
-    if error is None:
-        return ""
-    code = error.code if isinstance(error, SystemExit) else None
-    if isinstance(code, int) and code - SIGNALLED in list(signal.Signals):
-        return signal.Signals(code - SIGNALLED).name
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import secrets
+import signal
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -208,3 +209,22 @@ def _refused(error: OSError, folder: Path) -> bool:
         return False
     path = os.path.realpath(os.fsdecode(error.filename))
     return Path(path).is_relative_to(os.path.realpath(folder))
+
+
+SIGNALLED = 128
+"""Exit code of a process ended by a signal, minus the signal's number."""
+
+
+def ending(error: BaseException | None, folder: Path) -> str:
+    """Return in one line what ended the run of a folder; empty for None. A signal arrives as
+    SystemExit (train.py).
+
+    >>> ending(SystemExit(128 + 15), Path()), ending(ValueError("no batch"), Path())
+    ('SIGTERM', 'ValueError: no batch')
+    """
+    if error is None:
+        return ""
+    code = error.code if isinstance(error, SystemExit) else None
+    if isinstance(code, int) and code - SIGNALLED in list(signal.Signals):
+        return signal.Signals(code - SIGNALLED).name
+    return write_failure(error, folder) or f"{type(error).__name__}: {error}".splitlines()[0]
