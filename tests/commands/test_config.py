@@ -1,6 +1,8 @@
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
 from titan_grpo import config
 from titan_grpo.commands import config as command
 
@@ -10,6 +12,11 @@ def test_every_key_is_documented_once() -> None:
         keys = sorted(key.name for key in command.keys(section))
         assert keys == sorted(field.name for field in fields(section))
         assert all(key.meaning for key in command.keys(section))
+
+
+def test_it_prints_one_page_or_the_other() -> None:
+    with pytest.raises(SystemExit):
+        command.run(["--older", "--metrics"], {})
 
 
 def test_the_configuration_page_is_what_the_command_prints(root: Path) -> None:

@@ -121,6 +121,7 @@ def test_its_first_reward_looks_at_the_last_line(folder: Path) -> None:
         (["--flavor", "qwen/0.6B"], "got 'qwen/0.6B': model.name must be"),
         (["--reward", "foo"], "--reward must be MODULE:FUNCTION, got 'foo'"),
         (["--reward", "foo:"], "--reward must be MODULE:FUNCTION, got 'foo:'"),
+        (["--from", "old.toml"], "--from converts a job as it is and would not read --model"),
     ],
 )
 def test_what_it_cannot_use_is_said_in_one_line_and_nothing_is_written(

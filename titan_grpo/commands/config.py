@@ -144,10 +144,9 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         description="Print every key of titan_grpo's TOML sections, with type, default and meaning,"
         " as Markdown.",
     )
-    parser.add_argument(
-        "--older", action="store_true", help="print the keys of the older trainer in place of it"
-    )
-    parser.add_argument("--metrics", action="store_true", help="print every metric in place of it")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--older", action="store_true", help="print the keys of the older trainer in place of it")
+    add("--metrics", action="store_true", help="print every metric in place of it")
     asked = parser.parse_args(argv)
     print(older.page() if asked.older else metrics_page() if asked.metrics else page(), end="")
     return 0

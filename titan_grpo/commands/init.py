@@ -131,6 +131,11 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Write the files and print the next command. Raises ConfigError for mistakes in the input."""
     args = parser().parse_args(argv)
     out = Path(args.out)
+    new_only = [n for n in ("model", "data", "servers", "reward", "flavor") if getattr(args, n)]
+    if args.older and new_only:
+        raise ConfigError(
+            f"--from converts a job as it is and would not read --{new_only[0]}: leave one out"
+        )
     files = {out: converted(args.older) if args.older else ""}
     if not args.older:
         files |= new(args, out)
