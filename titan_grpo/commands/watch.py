@@ -98,9 +98,7 @@ def _check(args: argparse.Namespace, run: "Follower") -> int:
     thresholds = [alerts.Threshold.parse(text, "--alert") for text in args.alert]
     thresholds += _of_job(args.config)
     if not thresholds and args.stalled is None:
-        raise ConfigError("--check needs --stalled, --alert, or a --config that has alerts; got none")
-            "--check needs a threshold (--alert, or of --config) or --stalled, got none"
-        )
+        raise ConfigError("--check needs --stalled, --alert, or alerts in --config: got none")
     if args.stalled is not None and not 0 < args.stalled < float("inf"):
         raise ConfigError(f"--stalled must be greater than 0, got {args.stalled:g}")
     path = args.run / "metrics.jsonl"
