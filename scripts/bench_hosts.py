@@ -176,11 +176,11 @@ def rank_main(options: dict[str, Any]) -> None:
         dist.broadcast_object_list(box, src=0)
         began = time.perf_counter()
         if box[0] is not None:
-            sync.publish(version, box[0])
+            sync.publisher.publish(version, box[0], sync.shards())
         if lead is not None:
             row = lead.lag(version, began + paced) if paced else lead.committed(version, began)
             print(json.dumps(row), flush=True)
-        sync.fence()
+        sync.publisher.fence()
         dist.barrier()
     if options["stop_s"]:
         beside_a_stopped_sync(options, sync, lead, (model, whole), version + 1)
@@ -213,8 +213,8 @@ def beside_a_stopped_sync(
         for each in models:
             each.change()
         if box[0] is not None:
-            sync.publish(at, box[0])
-        sync.fence()
+            sync.publisher.publish(at, box[0], sync.shards())
+        sync.publisher.fence()
         dist.barrier()
         if beside:
             seconds[beside].append(time.perf_counter() - start)

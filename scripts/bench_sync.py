@@ -266,7 +266,7 @@ def one_version(
     dist.broadcast_object_list(box, src=0)
     dist.barrier()
     start = time.perf_counter()
-    sync.publish(version, box[0])
+    sync.publisher.publish(version, box[0], sync.shards())
     copied = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
     figures: dict[str, float] = {}
     if worker is not None and recorder is not None:
@@ -285,7 +285,7 @@ def one_version(
             k: recorder.series(v)[-1] for k, v in series.items()
         }
     dist.all_reduce(copied, dist.ReduceOp.MAX)
-    sync.fence()
+    sync.publisher.fence()
     if figures:
         figures["copy_s"] = copied.item()
         figures["rest_s"] = figures["total_s"] - sum(

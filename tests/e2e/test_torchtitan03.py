@@ -173,13 +173,14 @@ def test_a_trainer_on_03_fences_each_optimizer_step_counts_tokens_once_and_saves
 import json, os
 os.environ |= {rank}
 from tests.titan.pipeline_rank import train_to
+from titan_grpo.sync.publisher import Publisher
 from titan_grpo.titan.jobconfig import parse
 from titan_grpo.titan.trainer import GRPOTrainer
 trainer = GRPOTrainer(parse({arguments}, 1))
 trainer.controller = None
 order = []
-fence, step = trainer.sync.fence, trainer.optimizers.step
-trainer.sync.fence = lambda: (order.append("fence"), fence())
+fence, step = Publisher.fence, trainer.optimizers.step
+Publisher.fence = lambda publisher: (order.append("fence"), fence(publisher))
 trainer.optimizers.step = lambda: (order.append("step"), step())
 train_to(trainer, 2)
 trainer.close()

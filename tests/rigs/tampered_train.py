@@ -46,7 +46,7 @@ class TamperedTrainer(verify_train.VerifyTrainer):
 
     def train_step(self, data_iterator: Any) -> None:
         if self._tamper == Tamper("modes", self.step):
-            self.sync.fence()
+            self.sync.publisher.fence()
             self._flip()
         super().train_step(data_iterator)
 
@@ -58,7 +58,7 @@ class TamperedTrainer(verify_train.VerifyTrainer):
         if tampered:
             # On a device the copy is only enqueued: it must have read the wrong value before that
             # is taken back.
-            self.sync.fence()
+            self.sync.publisher.fence()
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             self._flip()

@@ -80,7 +80,7 @@ def published(rank: int, way: str, hosts: str, folder: Path) -> dict[str, Any]:
                 tensor.add_(version)
         box: list[Any] = [worker.slots.wait_reserved(WAIT_S) if worker else None]
         dist.broadcast_object_list(box, src=0)
-        sync.publish(version, box[0])
+        sync.publisher.publish(version, box[0], sync.shards())
         full = {
             name: (t.full_tensor() if hasattr(t, "full_tensor") else t).to(torch.bfloat16)
             for name, t in named_tensors(model)
@@ -92,7 +92,7 @@ def published(rank: int, way: str, hosts: str, folder: Path) -> dict[str, Any]:
             )
             wanted = adapter.to_hf(full)
             wrong += [f"{version} {n}" for n in wanted if not torch.equal(wanted[n], seen[n])]
-        sync.fence()
+        sync.publisher.fence()
     owned: list[int] = [0] * len(hosts)
     dist.all_gather_object(owned, owned_bytes(sync))
     error = sync.take_error()

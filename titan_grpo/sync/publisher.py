@@ -338,7 +338,10 @@ def local_shards(
 class Publisher:
     """Publishes a rank's shards. Used by the main thread; only ``close`` waits."""
 
-    def __init__(self, snapshotter: Snapshotter, announce: Announce) -> None:
+    def __init__(
+        self, snapshotter: Snapshotter | None = None, announce: Announce = lambda *_: None
+    ) -> None:
+        """``snapshotter``: None for a rank that writes nothing."""
         self._snapshotter = snapshotter
         self._announce = announce
         self._copy: Copy | None = None
@@ -352,8 +355,9 @@ class Publisher:
         Returns when the copy is enqueued on a CUDA device, or done on the CPU: the whole cost of a
         version. Raises as Snapshotter.start.
         """
-        self._copy = self._snapshotter.start(shards, slot)
-        self._announce(version, slot, self._copy)
+        if self._snapshotter is not None:
+            self._copy = self._snapshotter.start(shards, slot)
+            self._announce(version, slot, self._copy)
 
     def fence(self) -> None:
         """Make the current stream, not the host, wait for the last copy. Call it before the
@@ -370,7 +374,8 @@ class Publisher:
 
     def close(self) -> None:
         """Unpin the images."""
-        self._snapshotter.close()
+        if self._snapshotter is not None:
+            self._snapshotter.close()
 
 
 class Announcer:

@@ -151,7 +151,7 @@ class GRPOTrainer(Engine):
 
         def fenced() -> None:
             start = time.perf_counter()
-            self.sync.fence()
+            self.sync.publisher.fence()
             self._blocked_s += time.perf_counter() - start
             staging()
 
@@ -202,7 +202,7 @@ class GRPOTrainer(Engine):
                 terminal.print_status(f"{done}: nothing to train; raise training.steps to go on")
             return
         published = self._published == self.version or self._publish_now(self.version)
-        self.sync.fence()
+        self.sync.publisher.fence()
 
         def finish(controller: Controller) -> None:
             if not published:
@@ -264,7 +264,7 @@ class GRPOTrainer(Engine):
 
     def _publish(self, version: int, slot: int) -> None:
         start = time.perf_counter()
-        self.sync.publish(version, slot)
+        self.sync.publisher.publish(version, slot, self.sync.shards())
         self._published = version
         self._blocked_s += time.perf_counter() - start
 
@@ -287,7 +287,7 @@ class GRPOTrainer(Engine):
         self._make_version(outcome, share.slot)
         metrics = reduce_metrics(outcome, self.parallel_dims)
         # After reduce_metrics, which waits for the device: only then is the fence's time known.
-        self._blocked_s += self.sync.take_fenced_s()
+        self._blocked_s += self.sync.publisher.take_fenced_s()
         self._log(metrics["loss"], outcome, learning_rate)
         if outcome.taken and share.slot is not None and not self._grpo.async_weight_update:
             self._wait_committed()

@@ -21,6 +21,7 @@ from titan_grpo.layout.image import KEYED, Hashing, ImageAddress, SharedImage, o
 from titan_grpo.layout.infer import Layout, ToHF, infer_layout, strip_prefixes
 from titan_grpo.layout.manifest import ALIGNMENT, Manifest, Part, Run, extents_of, parts_of
 from titan_grpo.layout.memory import require_memory
+from titan_grpo.layout.peft import MergedRows
 from titan_grpo.layout.plan import (
     Chunk,
     CopyOp,
@@ -343,7 +344,7 @@ class Meeting:
 
 class TrainerSync:
     """One rank's side of the weight sync. Construction is collective; of the later calls only
-    ``publish`` with merged LoRA is (it gathers the adapters)."""
+    ``shards`` with merged LoRA is (it gathers the adapters)."""
 
     def __init__(
         self,
@@ -364,7 +365,8 @@ class TrainerSync:
         """The images of this host's part; None except on its leader."""
         self._images: tuple[SharedImage, ...] = ()
         # Before the meeting: it calls ``close`` where a host cannot take part.
-        self._publisher: Publisher | None = None
+        self.publisher = Publisher()
+        """Publishes nothing before ``start``, nor on a rank that writes nothing."""
         self._announcer: Announcer | HostSync | None = None
         self._address = here.address or host_address(
             config.bind_host, here.urls, os.environ.get("MASTER_ADDR", "")
@@ -439,7 +441,7 @@ class TrainerSync:
             snapshotter = Snapshotter(
                 self.plan.ops, tensors, self._device, self._config.bucket_bytes
             )
-        self._publisher = Publisher(snapshotter, announce)
+        self.publisher = Publisher(snapshotter, announce)
 
     def _announce(self) -> Announcer | HostSync:
         plan, meetings, config = self.plan, self._meetings, self._config
@@ -453,29 +455,17 @@ class TrainerSync:
         ranks = dist.get_rank(), *plan.others
         return HostSync(self.pool, ranks, hashing, self._address, rank0.hashed, config)
 
-    def publish(self, version: int, slot: int) -> None:
-        """Start the copy of this rank's shards (adapters merged) into ``slot``, or with
-        ``adapters_only`` of its adapters. A rank that writes nothing only joins the gathering."""
+    def shards(self) -> Mapping[str, torch.Tensor | MergedRows]:
+        """Return this rank's shards (adapters merged) of the next version; with ``adapters_only``
+        its adapters."""
         if self._adapters_only:
-            if self._publisher is not None:
-                assert isinstance(self._model, torch.nn.Module)
-                self._publisher.publish(version, slot, adapter_shards(self._model))
-            return
-        merged: dict[str, Any] = {}
+            assert isinstance(self._model, torch.nn.Module)
+            return adapter_shards(self._model)
+        wanted = set(self.plan.ops)
+        merged: dict[str, MergedRows] = {}
         for part in _parts(self._model):
-            merged |= merged_shards(part, set(self.plan.ops))
-        if self._publisher is not None:
-            shards = local_shards(named_tensors(self._model), set(self.plan.ops))
-            self._publisher.publish(version, slot, {**shards, **merged})
-
-    def fence(self) -> None:
-        """Call before the optimizer changes the weights; see Publisher."""
-        if self._publisher is not None:
-            self._publisher.fence()
-
-    def take_fenced_s(self) -> float:
-        """See Publisher."""
-        return 0.0 if self._publisher is None else self._publisher.take_fenced_s()
+            merged |= merged_shards(part, wanted)
+        return {**local_shards(named_tensors(self._model), wanted), **merged}
 
     def take_error(self) -> str:
         """Return and clear the latched error of a rank other than 0, as text; empty if none."""
@@ -487,8 +477,7 @@ class TrainerSync:
         call it after its SyncProcess has ended. Bounded; idempotent."""
         if self._announcer is not None:
             self._announcer.close(timeout_s=5.0)
-        if self._publisher is not None:
-            self._publisher.close()
+        self.publisher.close()
         for image in self._images:
             image.close()
         self._images = ()
