@@ -108,7 +108,6 @@ class EpochKeys:
 
     @classmethod
     def from_hex(cls, data: Mapping[str, str]) -> "EpochKeys":
-        """Decode the result of ``to_hex``."""
         return cls(
             *(
                 Key.parse(data[name], f"the epoch's key for {name}")

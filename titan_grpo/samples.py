@@ -108,7 +108,6 @@ class Completion:
 
     @property
     def finished(self) -> bool:
-        """Whether the completion is complete."""
         return self.finish_reason not in ("", TURN_OVER)
 
     @property

@@ -87,7 +87,6 @@ class Pipe:
         return future.result()
 
     def _answered(self, number: int, value: Any, error: TitanGrpoError | None) -> None:
-        """Complete an ``ask``."""
         future = self._asked.pop(number)
         if error is None:
             future.set_result(value)
@@ -253,7 +252,6 @@ class Server(threading.Thread):
             raise
 
     def run(self) -> None:
-        """Accept until ``close``."""
         while not self._closing.is_set():
             try:
                 # no deadline: close() shuts the socket down, and the thread is a daemon

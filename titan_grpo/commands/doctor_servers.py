@@ -265,7 +265,6 @@ def _plugin(facts: ServerFacts, streamed: bool) -> Finding:
 
 
 def _options(url: str, engine: str, needed: Options, found: Options) -> Iterator[Finding]:
-    """Check a server's options."""
     rank = needed.lora_rank
     enough = f"--enable-lora --max-lora-rank {vllm.allowed_rank(rank)}"
     if rank and engine != vllm.NAME:
@@ -290,7 +289,6 @@ def _options(url: str, engine: str, needed: Options, found: Options) -> Iterator
 
 
 def _tool_calls(facts: ServerFacts) -> Finding:
-    """Check that a server parses tool calls."""
     if error := facts.errors.get("tool_calls", ""):
         remedy = f"do what it says, or set rollout.tool_parser to another than {ENGINE!r}"
         return problem("options", error, remedy)

@@ -372,7 +372,6 @@ def violations(config: Any) -> list[str]:
 
 
 def _evaluations(config: Any) -> Iterator[str]:
-    """Yield the broken rules of the [[evaluation]] tables."""
     tables: list[Evaluation] = config.evaluation
     for table in tables:
         rules = (*evaluation_rules(table), *task_rules(table))

@@ -289,7 +289,6 @@ def violations(grpo: GRPO, rollout: Rollout) -> list[str]:
 
 
 def _bounds(g: GRPO) -> Rules:
-    """Rules of single values."""
     yield not 0 < g.clip_ratio_lower_bound <= 1, "clip_ratio_lower_bound", "in (0, 1]"
     yield g.clip_ratio_upper_bound <= 0, "clip_ratio_upper_bound", "greater than 0"
     for name in ("ptx_scale", "sapo_tau_pos", "sapo_tau_neg"):
@@ -360,7 +359,6 @@ def _combinations(g: GRPO) -> Rules:
 
 
 def _with_rollout(g: GRPO, r: Rollout) -> Rules:
-    """Rules that depend on [rollout]."""
     rule = (
         f"at most rollout.prompts_per_step ({r.prompts_per_step}; a minibatch is made of whole"
         " groups)"

@@ -55,7 +55,6 @@ class Exchange:
             yield bytes(event.data)
 
     async def _event(self) -> object:
-        """Return the next event of h11."""
         while (event := self._http.next_event()) is h11.NEED_DATA:
             # no deadline: the driver's holds for the whole call
             data = await self._reader.read(READ_BYTES)

@@ -329,7 +329,6 @@ class AsyncDriver(_Driver):
     def __init__(
         self, base_url: str, api_key: str = "", max_connections: int = 64, admin_key: str = ""
     ) -> None:
-        """See SyncDriver."""
         super().__init__(base_url, api_key, admin_key)
         self._connections = Connections(self._host, self._port, self._tls, max_connections)
 

@@ -71,7 +71,6 @@ class ServerSpec:
 
     @property
     def url(self) -> str:
-        """Base URL of the server."""
         return f"http://{self.host}:{self.port}"
 
     @property
@@ -192,7 +191,6 @@ class Server:
         self._guarded.signal(number)
 
     def alive(self) -> bool:
-        """Whether the server's process runs."""
         return self._guarded.poll() is None
 
     def stop(self) -> None:
@@ -226,7 +224,6 @@ class ServerGroup:
         return tuple(server.url for server in self._servers)
 
     def start(self) -> None:
-        """Start all of them."""
         for spec in self._specs:
             self._servers.append(Server(spec))
 

@@ -273,7 +273,6 @@ class Manifest:
         return self._first_blocks[-1]
 
     def blocks(self, part: int) -> range:
-        """Return the block numbers of a part."""
         return range(self._first_blocks[part], self._first_blocks[part + 1])
 
     def block(self, index: int) -> list[Extent]:

@@ -99,7 +99,6 @@ class Counted:
         return result
 
     def __getattr__(self, name: str) -> Any:
-        """Return the exporter's other methods."""
         return getattr(self._exporter, name)
 
 

@@ -289,7 +289,6 @@ class Recorder:
         self.add("count", name, amount)
 
     def observe(self, name: str, value: float) -> None:
-        """Add one value to a series."""
         self.add("value", name, float(value))
 
     def committed(self, server: str, version: int) -> None:

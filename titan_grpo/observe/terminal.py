@@ -75,7 +75,6 @@ class Cause:
     _consequence: str = ""
 
     def read(self, line: str) -> None:
-        """Process one line of output."""
         if line.startswith(ERROR):
             # The first rank's error is the cause; the others lose their connection to it.
             self._error = self._error or line.removeprefix(ERROR).strip()

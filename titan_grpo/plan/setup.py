@@ -305,17 +305,14 @@ class Setup:
 
     @cached_property
     def groups_per_step(self) -> int:
-        """See ``groups``."""
         return self.groups or self.servers
 
     @cached_property
     def mean_group_s(self) -> float:
-        """See ``group_s``."""
         return self.group_s or self.step_s / 3
 
     @cached_property
     def groups_at_once(self) -> int:
-        """See ``in_flight``."""
         return self.in_flight or max(1, round(2 * self._busy_with + 0.499))
 
     @property

@@ -149,11 +149,9 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     proof: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-able data."""
         return {name: getattr(self, name) for name in self.__struct_fields__}
 
     def to_json(self) -> str:
-        """Return JSON text on one line."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
@@ -424,7 +422,6 @@ class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def part(self) -> int:
-        """See protocol.patches.Leads."""
         return self.source.part
 
 

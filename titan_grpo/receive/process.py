@@ -130,7 +130,6 @@ class ReceiverProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has exited."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
@@ -296,7 +295,6 @@ class ReceiverHandle:
         self._served().ask({"op": "applied", "applied": report.to_dict()})
 
     def close(self) -> None:
-        """End every process."""
         self._kill_serving()
         self._end_answering(0)
 

@@ -259,13 +259,11 @@ class _Blocks:
         return [self._writes[at] for at in self._starts[first : bisect_left(self._starts, end)]]
 
     def forget(self, begin: int, end: int) -> None:
-        """Drop those."""
         for write in self.between(begin, end):
             del self._writes[write.start]
             del self._starts[bisect_left(self._starts, write.start)]
 
     def put(self, write: _Write) -> None:
-        """Add one."""
         self.forget(write.start, write.end)
         self._writes[write.start] = write
         insort(self._starts, write.start)

@@ -119,7 +119,6 @@ class AgentSampler(Sampler):
         return self._agents.still_used(index, parts)
 
     async def close(self) -> None:
-        """End all episodes."""
         await self._agents.close()
 
     async def group(

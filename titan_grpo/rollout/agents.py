@@ -290,7 +290,6 @@ class Agents:
             os.environ.update(past_proxies(os.environ, here.strip("[]")))
 
     async def close(self) -> None:
-        """End all episodes and stop listening."""
         for index in list(self._groups):
             self.end(index)
         await asyncio.gather(*self._running.values(), return_exceptions=True)

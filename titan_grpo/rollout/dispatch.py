@@ -93,7 +93,6 @@ class Dispatcher:
         self._closing = self._pumping = False
 
     def on(self, message: messages.ToWorker) -> None:
-        """Handle one message from the trainer."""
         match message:
             case ServerState():
                 self._note_commit(message)

@@ -230,7 +230,6 @@ class _Server:
             self._control = None
 
     def close_routes(self, number: int) -> None:
-        """Close the update routes with this number."""
         if (routes := self._routes.pop(number, None)) is not None:
             routes.close()
 
@@ -275,7 +274,6 @@ class RemoteControl:
         return value if method == "stock" else msgspec.convert(value, METHODS[method].result)
 
     def stock(self) -> StockRoutes | None:
-        """See ServerControl."""
         generation = self._client.generation
         number = self._call("stock", generation=generation)
         if number is None:
@@ -283,7 +281,6 @@ class RemoteControl:
         return cast(StockRoutes, RemoteStock(self._client, self.url, generation, number))
 
     def load(self, info: Mapping[str, Any]) -> None:
-        """See ServerControl."""
         self._loaded_in = generation = self._client.generation
         self._call("load", info, generation=generation)
 

@@ -211,7 +211,6 @@ class External:
         """Stop taking groups."""
 
     def on(self, message: messages.ToWorker) -> None:
-        """Handle one message from the trainer."""
         match message:
             case ServerState(url, version) if version is not None:
                 # A server that becomes unknown keeps its last version: perhaps only its lane broke

@@ -54,7 +54,6 @@ class Cursor:
 
     @property
     def used(self) -> int:
-        """Number of used indices."""
         return self.low + len(self._above)
 
     def use(self, index: int) -> None:
@@ -218,11 +217,9 @@ class Counters:
         self._changed: set[str] = set()
 
     def add(self, name: str, count: int = 1) -> None:
-        """Add to a count."""
         self.set(name, self._counts[name] + count)
 
     def set(self, name: str, count: int) -> None:
-        """Set a count."""
         self._counts[name] = count
         self._changed.add(name)
 
@@ -232,7 +229,6 @@ class Counters:
         self._changed &= self._counts.keys()
 
     def made(self, completions: Iterable[Completion]) -> None:
-        """Count completions by length (``length_range``)."""
         for completion in completions:
             self.add(f"made.{length_range(completion.num_sampled)}")
 

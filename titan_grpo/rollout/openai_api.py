@@ -81,7 +81,6 @@ class Refused(TitanGrpoError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
         param, code = self.param or None, self.code or None
         return {"error": {"message": str(self), "type": kind, "param": param, "code": code}}

@@ -120,7 +120,6 @@ class ReplayClient:
         """Ignored: drains return at once."""
 
     def in_flight(self, timeout_s: float = 0.0) -> dict[str, int]:
-        """Return {}: no request is in flight."""
         return {}
 
     def next_batch(self, version: int, count: int, timeout_s: float) -> list[Group]:
@@ -172,11 +171,9 @@ class ReplayClient:
         """Ignored: the groups are recorded already."""
 
     def counters(self) -> dict[str, int]:
-        """Return ``consumed_groups``."""
         return {"consumed_groups": self._consumed}
 
     def state(self) -> dict[str, Any]:
-        """Return the position of the next batch."""
         return {} if self._next is None else {"next_batch": self._next}
 
     def close(self, deadline_s: float = 0.0) -> None:

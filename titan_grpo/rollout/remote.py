@@ -87,7 +87,6 @@ class RemoteTransport:
             self._threads.append(thread)
 
     def send(self, message: messages.ToWorker, within_s: float | None = None) -> None:
-        """See WorkerTransport.send."""
         with self._changed:
             self._put(message, within_s)
             self._changed.notify_all()

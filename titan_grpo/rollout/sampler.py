@@ -274,12 +274,10 @@ class TokenStream(Answer):
         self.version: int | None = None
 
     def take(self, chunk: bytes) -> None:
-        """See Answer."""
         super().take(chunk)
         self._note()
 
     def end(self) -> None:
-        """See Answer."""
         super().end()
         self._note()
 

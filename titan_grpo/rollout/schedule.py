@@ -33,7 +33,6 @@ class Server:
 
     @property
     def url(self) -> str:
-        """URL of the server."""
         return self.state.url
 
     @property

@@ -90,7 +90,6 @@ class Session:
         """Latest counters of the rollout process."""
 
     def start(self) -> None:
-        """Start the rollout process."""
         self._worker.start(self._spec, self._on_message)
 
     def take(self, post: frames.Post) -> int:

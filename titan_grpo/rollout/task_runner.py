@@ -215,7 +215,6 @@ class TaskRunner:
 
     @property
     def stops(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """``stops_of`` the task."""
         return stops_of(self._task)
 
     def prompt(self, index: int) -> Prompt:

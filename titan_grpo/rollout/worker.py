@@ -86,7 +86,6 @@ class Worker:
         self._loop.call_soon_threadsafe(self._load, spec)
 
     def take(self, message: messages.ToWorker) -> None:
-        """Take one message from the trainer."""
         if isinstance(message, messages.EngineCall):
             # Not in the loop: a commit must not wait for a user's reward that blocks the loop.
             self._calls.take(message)

@@ -53,7 +53,6 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Id of the current process."""
         return self._process.pid
 
     def post(self, method: str, *arguments: object) -> None:

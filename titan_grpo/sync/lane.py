@@ -113,21 +113,17 @@ class ServerLane:
 
     @property
     def epoch(self) -> int:
-        """Number of connections so far."""
         return self._state.epoch
 
     def start(self) -> None:
-        """Start; does not wait for the server."""
         # Not at the last lane's end: a stop of that may come later, and this one could not pin.
         self._c.slots.forget(self.url)
         self._wake()
 
     def is_alive(self) -> bool:
-        """Return whether the lane has not ended."""
         return not self._ended.is_set()
 
     def join(self, timeout: float) -> None:
-        """Wait up to ``timeout`` seconds for the end."""
         self._ended.wait(timeout)
 
     def stop(self) -> None:

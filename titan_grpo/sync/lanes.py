@@ -216,7 +216,6 @@ class SyncLanes:
         self._sealer = threading.Thread(target=self._seal_loop, name="sealer", daemon=True)
 
     def start(self) -> None:
-        """Start the sealer."""
         self._sealer.start()
 
     def open_lane(self, url: str, epoch: int) -> ServerLane:

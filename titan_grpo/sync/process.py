@@ -418,7 +418,6 @@ class Main(Performer):
         self.lanes.start()
 
     def open_lane(self, url: str, epoch: int) -> None:
-        """Open and start a server's lane."""
         # Registered before its start: its thread reports under its URL at once.
         lane = self._servers[url] = self.lanes.open_lane(url, epoch)
         lane.start()

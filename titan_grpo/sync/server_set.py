@@ -169,7 +169,6 @@ class ServerSet:
         return "<ServerSet " + ", ".join(f"{u} {e!r}" for u, e in self.entries().items()) + ">"
 
     def start(self) -> None:
-        """Open one lane for each server."""
         with self._changing:
             for url in self.urls:
                 self._open(url)
@@ -330,7 +329,6 @@ class ServerSet:
             self._changed.notify_all()
 
     def entry(self, url: str) -> Entry:
-        """Return one server's line."""
         with self._changed:
             return self._servers[url].entry
 
@@ -344,7 +342,6 @@ class ServerSet:
         return {u: e.held for u, e in self.entries().items() if e.standing is not Standing.GONE}
 
     def lane(self, url: str) -> Lane | None:
-        """Return a server's lane, if it has one."""
         with self._changed:
             return self._servers[url].lane
 

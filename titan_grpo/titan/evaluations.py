@@ -137,7 +137,6 @@ class Evaluations:
     # Called by ServerSet.
 
     def set_server(self, state: ServerState) -> None:
-        """See ServerObserver."""
         if state.url not in self.own:
             self._rollouts.set_server(state)
         with self._changed:
@@ -150,7 +149,6 @@ class Evaluations:
             self._begin(state)
 
     def remove_server(self, url: str) -> None:
-        """See ServerObserver."""
         if url not in self.own:
             self._rollouts.remove_server(url)
         with self._changed:
@@ -160,7 +158,6 @@ class Evaluations:
                     self._break(table.running, f"{url} left the run")
 
     def fail(self, error: TitanGrpoError) -> None:
-        """See ServerObserver."""
         self._rollouts.fail(error)
 
     # Called by rank 0's main thread.
@@ -430,7 +427,6 @@ class _Process:
         return self._connection.recv()
 
     def ended(self) -> bool:
-        """Whether the process has ended."""
         return self._process.poll() is not None
 
     def kill(self) -> None:

@@ -189,7 +189,6 @@ class GRPOTrainer(Engine):
         return {**super().state_dict(), "version": self.version}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
         super().load_state_dict(state_dict)
         self.version = state_dict["version"]
 

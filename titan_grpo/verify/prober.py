@@ -108,7 +108,6 @@ class Prober:
 
     @property
     def probes(self) -> tuple[Probe, ...]:
-        """Answers so far, in order."""
         with self._changed:
             return tuple(self._probes)
 

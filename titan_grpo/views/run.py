@@ -67,7 +67,6 @@ class Spans:
 
     @property
     def total_s(self) -> float:
-        """Sum of the durations."""
         return float((self.stop - self.start).sum())
 
     @property

@@ -293,7 +293,6 @@ class GlooTransport(Transport):
             pending.set()
 
     def close(self) -> None:
-        """See Transport."""
         # Leave an operation in flight to a reaper: the group's destructor would block on it.
         group, work, self._group, self._work = self._group, self._work, None, None
         if work is not None and not work.is_completed():

@@ -68,7 +68,6 @@ class Grant:
         """Number of threads that now use the image or its descriptor."""
 
     def has(self, offset: int, nbytes: int) -> bool:
-        """Return whether these bytes are there."""
         return self._has is None or self._has(offset, nbytes)
 
     def send(self, sock: socket.socket, offset: int, nbytes: int) -> int:
@@ -265,7 +264,6 @@ class Sender:
 
     @property
     def load(self) -> int:
-        """Number of its readers."""
         return self._load
 
     def take(self, reader: Reader) -> None:
