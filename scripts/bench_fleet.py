@@ -60,7 +60,6 @@ class Timed:
         self._chance = random.Random(1)
 
     def still_used(self, index: int, parts: Sequence[Completion]) -> Sequence[Completion]:
-        """As Sampler.still_used."""
         return parts
 
     async def group(
@@ -72,7 +71,6 @@ class Timed:
         sampled: Callable[[], None] = lambda: None,
         ended: Callable[[], None] = lambda: None,
     ) -> Group:
-        """As Sampler.group."""
         version = server.state.version or 0
 
         async def finish() -> None:
@@ -92,7 +90,6 @@ class SameLengths:
     """Of the task runner: every completion is expected to be as long."""
 
     def ahead(self, index: int) -> tuple[Prompt, float]:
-        """As TaskRunner.ahead."""
         return Prompt(index, (3, index)), float(TOKENS)
 
 
@@ -106,7 +103,6 @@ class ThreadTransport:
         """Processor seconds of the thread, once it has ended."""
 
     def start(self, spec: RolloutSpec, on_message: OnMessage) -> None:
-        """As WorkerTransport.start."""
 
         def fail(error: BaseException) -> None:
             on_message(RolloutStopped(f"the dispatcher failed: {error!r}"))
@@ -132,7 +128,6 @@ class ThreadTransport:
         self.busy_s = time.thread_time() - began
 
     def send(self, message: messages.ToWorker, within_s: float | None = None) -> None:
-        """As WorkerTransport.send."""
         self._loop.call_soon_threadsafe(self._dispatcher.on, message)
 
     def close(self, deadline_s: float) -> None:

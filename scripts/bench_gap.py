@@ -41,7 +41,6 @@ Answers = Sequence[tuple[tuple[int, ...], Sampled]]
 
 
 def answers(server: Server, prompts: Sequence[tuple[int, ...]], tokens: int) -> Answers:
-    """What it samples."""
     generate, ask = dialect(server.spec.engine).generate, Sampling(tokens, ignore_eos=True)
     with SyncDriver(server.url) as driver:
         return [(each, driver.run(generate(each, ask, ANSWER_S))) for each in prompts]

@@ -63,7 +63,6 @@ class Listener(threading.Thread):
         self.began = threading.Event()
 
     def run(self) -> None:
-        """Read to the end."""
         events, call = Events(), self._call
         with httpx.stream(
             call.method, self._url + call.path, json=call.json, timeout=STREAM_S, trust_env=False

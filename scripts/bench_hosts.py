@@ -140,7 +140,6 @@ class Weights(torch.nn.Module):
         self._version += 1
 
     def wire(self) -> dict[str, torch.Tensor]:
-        """What servers hold."""
         return self.to_hf({n: p.detach().bfloat16() for n, p in self.named_parameters()})
 
     def digest(self) -> str:
@@ -303,7 +302,6 @@ class Lead:
         return found | ({"moved": apart(now, before)} if before else {})
 
     def close(self) -> None:
-        """End the lanes."""
         self.worker.close()
         self._recorder.close()
 
@@ -317,7 +315,6 @@ class Killer:
         self.version: int | None = None
 
     def passed(self, event: LaneEvent) -> None:
-        """See protocol.lane.Observer."""
         if self.sync is None or event.version != self.version:
             return
         self._passed[event.url] += 1
@@ -361,7 +358,6 @@ def versions(trainers: Sequence[Host], options: argparse.Namespace, role: str) -
 
 
 def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict[str, Any]:
-    """All figures."""
     count = options.trainer_hosts
     hosts = stack.enter_context(Hosts(count + options.receivers)).hosts
     for host in hosts:
@@ -423,7 +419,6 @@ def judged(rows: Sequence[Any]) -> dict[str, Any]:
 
 
 def image_bytes(options: argparse.Namespace, folder: str) -> int:
-    """Of a version."""
     if not options.engine:
         return int(options.mib) << 20
     tensors = load_file(Path(folder) / "model" / "model.safetensors")

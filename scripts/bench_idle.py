@@ -69,7 +69,6 @@ class Window:
 
 
 def arguments(options: argparse.Namespace, url: str, out: Path, controller: str) -> list[str]:
-    """What the recipe becomes."""
     values = {
         "rollout.servers": url,
         "rollout.controller": controller,
@@ -162,7 +161,6 @@ def used(process: psutil.Process) -> tuple[float, int]:
 
 
 def window(processes: dict[str, psutil.Process], seconds: float) -> Window:
-    """Look twice."""
     began, before = time.monotonic(), {role: used(process) for role, process in processes.items()}
     NEVER.wait(seconds)
     took = time.monotonic() - began

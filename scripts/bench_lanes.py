@@ -113,7 +113,6 @@ def serve(count: int) -> None:
 
 @contextmanager
 def stubs(count: int, pinned: bool) -> Iterator[list[str]]:
-    """URLs of running servers."""
     if pinned:
         pin(last=False)
     process = subprocess.Popen(

@@ -81,7 +81,6 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """As printed."""
         words = [f"staleness {self.staleness}", "drained" if self.drained else "in flight"]
         words += [] if self.corrected else ["uncorrected"]
         return ", ".join(words if self.consume == "started" else [*words, self.consume])
@@ -126,7 +125,6 @@ class Rules:
         return Prompt(index, (kind, index, index // KINDS % WORDS), {"kind": kind})
 
     def expected_tokens(self, prompt: Prompt) -> float:
-        """Known here."""
         return tokens_of(prompt.payload["kind"], self._tail)
 
     async def reward(self, prompt: Prompt, text: str, token_ids: Sequence[int]) -> float:
@@ -138,7 +136,6 @@ class Rules:
 
 
 def tokens_of(kind: int, tail: bool) -> int:
-    """Of each completion."""
     return TOKENS * TAIL if tail and kind == KINDS - 1 else TOKENS
 
 
@@ -167,7 +164,6 @@ class Learner:
         self._made()
 
     def _made(self) -> None:
-        """A version exists."""
         logprobs = self._table.detach().double().log_softmax(-1).numpy()
         self._versions.append((logprobs, np.exp(logprobs).cumsum(-1)))
         values = self._exact(np.exp(logprobs))
@@ -187,7 +183,6 @@ class Learner:
     def sample(
         self, sequence: list[int], count: int, version: int, seed: int
     ) -> tuple[list[int], list[float]]:
-        """As timed_rollouts.SampleTokens."""
         logprobs, sums = self._versions[version]
         kind, word, ids, found = sequence[0], sequence[-1], list[int](), list[float]()
         for draw in np.random.default_rng(seed).random(count):
@@ -274,7 +269,6 @@ def run(setting: Setting, seed: int, steps: int, model_dir: str) -> Run:
 
 
 def settings_of(bounds: Sequence[int]) -> list[Setting]:
-    """All lines."""
     found = []
     for tail in (False, True):
         found += [Setting(tail, bound) for bound in bounds]

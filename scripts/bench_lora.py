@@ -121,7 +121,6 @@ class Fleet:
         self.trainer.start()
 
     def send(self, version: int) -> dict[str, float]:
-        """What the version costs."""
         weights, began = self.tensors(version), time.monotonic()
         deliver(self.trainer, version, weights, VERSION_S)
         return {
@@ -138,7 +137,6 @@ class Fleet:
 
 
 def differences(one: Scores, other: Scores) -> list[float]:
-    """Of each token."""
     pairs = zip(chain.from_iterable(one), chain.from_iterable(other), strict=True)
     return [abs(a - b) for a, b in pairs]
 

@@ -129,7 +129,6 @@ class Stopwatch:
         self._at[event.version, event.point] = at_s
 
     def between(self, version: int, first: Point, last: Point) -> float:
-        """Seconds."""
         return self._at[version, last] - self._at[version, first]
 
 

@@ -45,7 +45,6 @@ FRAMES = 1514 / 1448
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Arguments."""
     out = options_of(__doc__)
     out.add_argument("--servers", type=int, default=8)
     out.add_argument("--mib", type=int, default=8, help="bytes of a version, in MiB")
@@ -71,7 +70,6 @@ def limit_link(rate_mbit: float) -> None:
 
 
 def sync_config(delta: Literal["auto", "on", "off"] = "off") -> WeightSync:
-    """Of both runs."""
     # Servers on the trainer's host have no part in relays: the trainer sends to each of them.
     return WeightSync(
         relay=False,

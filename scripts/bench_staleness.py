@@ -45,7 +45,6 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """As printed."""
         return f"{self.bound}" + ("" if self.corrected else " uncorrected")
 
 

@@ -55,7 +55,6 @@ async def one(engine: str, driver: AsyncDriver, seed: int, tokens: int, interval
 
 
 async def round_of(engine: str, server: Server, requests: int, tokens: int, interval: int) -> Cost:
-    """All requests at once."""
     driver = AsyncDriver(server.url, max_connections=requests)
     before, cpu, wall = cpu_seconds(server.group), time.process_time(), time.perf_counter()
     made = await asyncio.gather(

@@ -89,7 +89,6 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """As printed."""
         if self.stale_share:
             return "by token"
         return self.consume if self.lengths_known else "no lengths"
@@ -177,12 +176,10 @@ class ServerThread:
         self._loop.run_forever()
 
     def close(self) -> None:
-        """Answer nothing more."""
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 def least_s(setting: Setting) -> float:
-    """See the module."""
     versions = [0.0]
     durations = [setting.duration_s(index) for index in range(setting.steps * PER_STEP)]
     for step in range(setting.steps):
@@ -193,7 +190,6 @@ def least_s(setting: Setting) -> float:
 
 
 def spec_of(setting: Setting, model_dir: str) -> RolloutSpec:
-    """The run's."""
     return RolloutSpec(
         model_dir=model_dir,
         task="scripts.bench_tails:Tails",
@@ -236,7 +232,6 @@ async def simulated(setting: Setting, spec: RolloutSpec) -> Played:
 
 
 def train(setting: Setting, model_dir: str, process: bool) -> Outcome:
-    """Both runs."""
     spec = spec_of(setting, model_dir)
     alone = in_simulated_time(simulated(setting, spec))
     played = in_processes(setting, spec) if process else alone

@@ -197,7 +197,6 @@ def trainer_python(torchtitan: str, torch: str, folder: Path) -> str:
 
 
 def torch_row(torchtitan: str, torch: str) -> Row:
-    """Install, train, compare."""
     name, began = f"torchtitan-{torchtitan}-torch-{torch}", time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -24,7 +24,6 @@ def comments(text: str) -> int:
 
 
 def main() -> None:
-    """Print the figures."""
     # `| head` ends it without a traceback.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     parser = argparse.ArgumentParser(description=__doc__)

@@ -146,7 +146,6 @@ class DirectDriver(AsyncDriver):
         self._timed = server
 
     async def stream(self, call: Call[Any], sink: Sink) -> None:
-        """As AsyncDriver.stream."""
         async with aclosing(self._timed.events(call.json)) as events:
             async for event in events:
                 sink.take(event)
@@ -213,7 +212,6 @@ class LoopTransport:
         """Set by every message to the client."""
 
     def start(self, spec: RolloutSpec, on_message: OnMessage) -> None:
-        """As WorkerTransport.start."""
         self._on_message = on_message
         runner = TaskRunner(self._task, self._codec, spec)
 
@@ -232,7 +230,6 @@ class LoopTransport:
         """Nothing to end: see ``end``."""
 
     async def end(self) -> None:
-        """Abort all requests."""
         await self.dispatcher.close()
 
     async def drain(self, url: str, number: int) -> None:

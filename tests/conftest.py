@@ -114,7 +114,6 @@ class Source:
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """Root of the checkout."""
     return ROOT
 
 
@@ -134,7 +133,6 @@ def tracked() -> list[Path]:
 
 @pytest.fixture(scope="session")
 def sources(tracked: list[Path]) -> list[Source]:
-    """All Python files, parsed."""
     out = []
     for path in tracked:
         if path.suffix == ".py":

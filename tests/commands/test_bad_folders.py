@@ -16,7 +16,6 @@ ALERT = ("--check", "--alert", "reward/mean > 100")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A finished run."""
     make_run(tmp_path, Made(steps=3))
     return tmp_path
 

@@ -92,7 +92,6 @@ class Sender:
         return self.weights(renamed(path, rename)), path
 
     def weights(self, tensors: Mapping[str, torch.Tensor]) -> Weights:
-        """These, of this run."""
         return Weights(tensors, self.options, self.run_id)
 
     @contextmanager
@@ -197,7 +196,6 @@ def difference(e: EngineUnderTest, folder: Path) -> float:
 
 
 def the_server_computes_what_was_committed_also_the_second_time(e: EngineUnderTest) -> None:
-    """And shows its label."""
     with sender(e) as trainer:
         for version in (1, 2):
             path = trainer.make(version)[1]

@@ -66,12 +66,10 @@ class EngineUnderTest:
 
     @property
     def engine(self) -> str:
-        """Its name."""
         return self.server.spec.engine
 
     @property
     def access(self) -> ServerAccess:
-        """With its keys."""
         spec = self.server.spec
         return ServerAccess(self.server.url, 60.0, None, spec.api_key, spec.admin_key)
 
@@ -100,7 +98,6 @@ class EngineUnderTest:
 
     @property
     def speak(self) -> Dialect:
-        """The engine's calls."""
         return dialect(self.engine)
 
     @contextmanager

@@ -38,7 +38,6 @@ class Steps(Answer):
         self.counts.append(self.count)
 
     def all(self) -> Sampled:
-        """The whole answer."""
         return self.sampled(self.count, self.finish_reason)
 
 

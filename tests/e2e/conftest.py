@@ -105,7 +105,6 @@ class Training:
 
     @property
     def shown(self) -> list[str]:
-        """What a person sees."""
         return [text for line in list(self.lines) if (text := status_of(line)) is not None]
 
     @property
@@ -152,7 +151,6 @@ class Training:
         self.wait_until(lambda: time.monotonic() >= end, seconds)
 
     def finish(self, timeout_s: float = WAIT_S) -> int:
-        """Its exit code."""
         code = self.process.wait(timeout_s)
         self._reader.join(10)
         return code

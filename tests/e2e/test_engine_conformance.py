@@ -36,7 +36,6 @@ def vllm(site: Site, tmp_path_factory: pytest.TempPathFactory) -> EngineUnderTes
 
 @pytest.fixture(scope="module")
 def sglang(sglang_site: Site, tmp_path_factory: pytest.TempPathFactory) -> EngineUnderTest:
-    """The same, of SGLang."""
     folder = tmp_path_factory.mktemp("sglang")
     e = EngineUnderTest(sglang_site.server, folder, restart=sglang_site.restart)
     commits.bring_back(e)

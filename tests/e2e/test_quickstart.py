@@ -60,7 +60,6 @@ def processes(mark: str) -> dict[psutil.Process, str]:
 
 
 def marked(mark: str) -> list[str]:
-    """Their command lines."""
     return list(processes(mark).values())
 
 

@@ -128,7 +128,6 @@ def run(options: argparse.Namespace, cases: Sequence[Case], env: Mapping[str, st
 
 
 def say(text: str) -> None:
-    """Progress."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -166,7 +166,6 @@ class Bench:
     # Judging.
 
     def mark(self) -> Mark:
-        """Now."""
         return Mark(time.monotonic(), {id(i): len(i.commits) for i in self._instances()})
 
     def judge_time(

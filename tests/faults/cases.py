@@ -210,7 +210,6 @@ Place = tuple[Who, Point, Kind]
 
 
 def product() -> Iterator[Place]:
-    """Every combination."""
     yield from ((who, point, kind) for kind in Kind for who in Who for point in Point)
 
 

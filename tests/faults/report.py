@@ -27,7 +27,6 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """In one word."""
         if self.violations:
             return FAILED
         return SKIPPED if self.skipped else PASSED
@@ -103,7 +102,6 @@ def table(results: Sequence[Result]) -> str:
 
 
 def summary(results: Sequence[Result], seconds: float, wanted: int) -> str:
-    """The last line."""
     failed = sum(r.verdict == FAILED for r in results)
     skipped = sum(r.verdict == SKIPPED for r in results)
     torn = sum(

@@ -167,7 +167,6 @@ class Instance:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
         return address_of(self.url)
 
     @property
@@ -181,7 +180,6 @@ class Instance:
             return [s for s in self._samples if s.t >= since_s]
 
     def last(self) -> Sample | None:
-        """What it showed last."""
         with self._lock:
             return self._samples[-1] if self._samples else None
 
@@ -305,7 +303,6 @@ class Seat:
         return before
 
     def close(self) -> None:
-        """End proxy and server."""
         self.proxy.close()
         self.instance.close()
 
@@ -325,7 +322,6 @@ class Runs:
         self._known: dict[tuple[str, int], dict[str, str]] = {}
 
     def register(self, run_id: str, salt: int) -> None:
-        """A run has begun."""
         self._salts[run_id] = salt
 
     def salt(self, run_id: str) -> int | None:
@@ -364,7 +360,6 @@ class Site:
 
     @property
     def seats(self) -> tuple[Seat, Seat]:
-        """Victim and witness."""
         return self.victim, self.witness
 
     def wait_healthy(self, say: Say) -> None:

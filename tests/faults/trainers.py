@@ -30,7 +30,6 @@ work."""
 
 
 def perform(bench: Bench, result: Result) -> None:
-    """Run one case."""
     if result.case.who is Who.SYNC:
         _sync(bench, result)
         return

@@ -41,7 +41,6 @@ class Patch(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Changed elements."""
         return 2 - self.changes.count(0)
 
 
@@ -256,12 +255,10 @@ def _any_before(made: Patch | None, before: Sequence[Patch], room: int) -> tuple
 
 
 def _all(made: Patch | None, before: Sequence[Patch], room: int) -> tuple[Patch, ...]:
-    """However many."""
     return p.kept(made, before, 100)
 
 
 def _whole_chain(staged: int | None, chain: Sequence[Patch]) -> tuple[Patch, ...]:
-    """Whatever is staged."""
     return () if staged is None else tuple(chain)
 
 

@@ -308,7 +308,6 @@ def _reads(choose: Callable[[r.Relays, r.Asked], str | None]) -> Rules:
 
 
 def _first_other(t: r.Relays, e: r.Asked) -> str:
-    """Whatever that one has."""
     return min(url for url in t.nodes if url != e.url)
 
 

@@ -98,7 +98,6 @@ def _moves(s: State, versions: int, t: Tables) -> Iterator[tuple[str, State]]:
 
 
 def _catch_up(s: State, t: Tables) -> State:
-    """See GRPOTrainer._catch_up."""
     late = t.catches_up and too_stale(s.published, s.version, s.admission.max_staleness)
     return s._replace(published=s.version) if late else s
 

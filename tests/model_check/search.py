@@ -65,7 +65,6 @@ class Worlds(NamedTuple):
     servers: Array
 
     def at(self, rows: Array) -> "Worlds":
-        """Those rows."""
         return Worlds(self.spent[rows], self.trainer[rows], self.servers[rows])
 
 

@@ -84,7 +84,6 @@ def test_the_next_command_is_one_that_the_shell_finds(
 
 
 def telling() -> list[threading.Thread]:
-    """The threads of waits."""
     return [thread for thread in threading.enumerate() if thread.name == "waiting"]
 
 

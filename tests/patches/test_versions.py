@@ -47,7 +47,6 @@ def test_an_installed_version_outside_the_range_is_refused_with_the_remedy() -> 
 
 @pytest.fixture
 def patches(root: Path) -> set[str]:
-    """The names of all."""
     folder = root / "patches"
     files = {path.stem for path in folder.glob("*.py")} - {"__init__", "versions"}
     return files | {path.parent.name for path in folder.glob("*/__init__.py")}

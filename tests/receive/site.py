@@ -161,7 +161,6 @@ class Site:
         return link.wait_applied(number, 60.0)
 
     def probe(self, key: Key | None = None) -> Joined:
-        """What a doctor asks."""
         return ask_receiver(self.hello, "127.0.0.1", 60.0, key, transport=PROBE)
 
     def close(self) -> None:

@@ -76,7 +76,6 @@ def team(tmp_path: Path) -> Iterator[TeamSite]:
 
 
 def commit(site: TeamSite, data: dict[str, Any]) -> list[Applied | BaseException]:
-    """Each worker's report."""
     return site.everywhere(lambda side: side.commit(data))
 
 

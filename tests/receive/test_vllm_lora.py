@@ -45,7 +45,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(value: float = 1.0) -> None:
-    """What a commit does."""
     sizes = {"A": (3, 4), "B": (6, 3)}
     image = torch.full((30,), value)
     parts = dict(zip(sizes, image.split([12, 18]), strict=True))

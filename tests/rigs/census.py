@@ -103,7 +103,6 @@ def shm_of(pid: int) -> set[str]:
 
 
 def shm_entries() -> set[str]:
-    """Names in /dev/shm."""
     with suppress(OSError):
         return {entry.name for entry in os.scandir("/dev/shm")}
     return set()

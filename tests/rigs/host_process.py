@@ -69,7 +69,6 @@ class FarHost(HostSync):
         assert self._ready.wait(END_S)
 
     def ready(self) -> None:
-        """The process says so."""
         self._ready.set()
 
 
@@ -77,7 +76,6 @@ class FarMain(HostMain):
     """The process's end."""
 
     def begin(self, b: HostBegin) -> None:
-        """See HostMain."""
         super().begin(b)
         for image in self._pool.images:
             image.address = replace(image.address, pid=0)

@@ -157,7 +157,6 @@ class Proxy:
     def forward(
         self, method: str, target: str, headers: Headers, body: bytes
     ) -> tuple[int, Headers, bytes]:
-        """The server's answer."""
         with self._lock:
             host, port = self._target
         upstream = http.client.HTTPConnection(host, port, timeout=self.upstream_s)

@@ -37,7 +37,6 @@ class BareEngine(Engine):
         self._inspect, self.quantization = inspect, quantization
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """See Engine."""
         for name, tensor in tensors:
             if self._inspect is not None:
                 self._inspect(name, tensor)
@@ -100,7 +99,6 @@ class ReceiverServer:
 
     @property
     def receiver_pid(self) -> int | None:
-        """Its process id."""
         serving = self.receiver._serving if self.receiver is not None else None
         return serving.pid if serving is not None else None
 
@@ -199,48 +197,39 @@ class DirectControl:
         self.url = server.url
 
     def label(self) -> str:
-        """See ServerControl."""
         self._server._check_up()
         return self._server.label
 
     def check_tool_parser(self) -> None:
-        """See ServerControl."""
         if not self._server.reads_tool_calls:
             raise ServerUnfit(f"{self.url} reads no calls of tools")
 
     def greet(self, hello: Mapping[str, Any]) -> None:
-        """See ServerControl."""
         self._server._call(lambda side: side.hello(dict(hello)))
 
     def paused(self) -> bool:
-        """See ServerControl."""
         self._server._check_up()
         return self._server.paused
 
     def pause(self) -> None:
-        """See ServerControl."""
         self._server._set(paused=True)
 
     def drop_kv(self) -> None:
         """There is none."""
 
     def load(self, info: Mapping[str, Any]) -> None:
-        """See ServerControl."""
         self._server._call(lambda side: side.commit(dict(info)))
 
     def finish(self, label: str) -> None:
-        """See ServerControl."""
         self._server._set(label=label)
 
     def stock(self) -> None:
         """Our receiver is there."""
 
     def relabel(self, label: str) -> None:
-        """See ServerControl."""
         self._server._set(label=label)
 
     def resume(self) -> None:
-        """See ServerControl."""
         self._server._set(paused=False)
 
     def close(self) -> None:

@@ -30,5 +30,4 @@ def said(access: ServerAccess, engine: str, salt: str) -> Scores:
 
 
 def apart(one: Scores, other: Scores) -> float:
-    """The largest difference."""
     return max(map(furthest, one, other))

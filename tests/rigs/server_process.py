@@ -54,7 +54,6 @@ class CopiedModel(Engine):
         self.loads = 0
 
     def refuses(self, manifest: Manifest) -> str:
-        """See Engine."""
         return "" if self._shapes is None else coverage_problem(manifest, self._shapes, tied=False)
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:

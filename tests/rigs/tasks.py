@@ -20,12 +20,10 @@ LETTERS = 150
 
 
 def is_slow(index: int) -> bool:
-    """Every tenth prompt."""
     return index % 10 == 9
 
 
 def is_flat(index: int) -> bool:
-    """Every fourth prompt."""
     return index % 4 == 0
 
 
@@ -33,7 +31,6 @@ class Slow(Digits):
     """Digits, where every reward of a slow prompt takes ``SLOW_S`` seconds."""
 
     async def reward(self, prompt: Prompt, text: str, token_ids: Sequence[int]) -> float:
-        """As Digits."""
         if is_slow(prompt.index):
             judged = asyncio.Event()
             asyncio.get_running_loop().call_later(SLOW_S, judged.set)
@@ -63,5 +60,4 @@ class LongPrompts:
         return Prompt(index, codec.encode("".join(chosen)))
 
     async def reward(self, prompt: Prompt, text: str, token_ids: Sequence[int]) -> float:
-        """Number of tokens."""
         return float(len(token_ids))

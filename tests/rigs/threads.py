@@ -9,7 +9,6 @@ import pytest
 
 @contextmanager
 def no_free_thread() -> Iterator[None]:
-    """Let no thread start."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

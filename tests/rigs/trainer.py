@@ -60,7 +60,6 @@ class Trainer:
         self.servers = self.worker.servers
 
     def start(self) -> None:
-        """Sealer and lanes."""
         self.worker.start()
 
     @cached_property

@@ -82,7 +82,6 @@ class TrainerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     @property
@@ -180,7 +179,6 @@ class TrainerProcess:
     # What it is told.
 
     def report(self) -> Event:
-        """The ledger now."""
         self._asked += 1
         number, since = self._asked, self.mark()
         self.tell("report", number)
@@ -218,7 +216,6 @@ class TrainerProcess:
         self._pipe.close()
 
     def said(self, event: Event) -> None:
-        """What the trainer calls."""
         with self._changed:
             self.events.append(event)
             self._changed.notify_all()

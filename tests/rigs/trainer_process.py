@@ -74,7 +74,6 @@ class Settings:
 
     @property
     def config(self) -> WeightSync:
-        """The trainer's section."""
         return WeightSync(
             block_bytes=self.block_bytes,
             bucket_bytes=self.bucket_bytes,
@@ -179,7 +178,6 @@ class SendRecorder(Recorder):
     def add_span(
         self, name: str, start_s: float, stop_s: float, track: str | None = None, **args: Any
     ) -> None:
-        """See Recorder."""
         super().add_span(name, start_s, stop_s, track, **args)
         if name == names.SEND_S and track is not None:
             self._say("send", url=track, seconds=stop_s - start_s)
@@ -192,7 +190,6 @@ class LedgerObserver:
         self._say = say
 
     def set_server(self, state: ServerState) -> None:
-        """See ServerObserver."""
         self._say("server", url=state.url, held=state.version)
 
     def remove_server(self, url: str) -> None:
@@ -229,7 +226,6 @@ class Step:
         self._rounds = max(1, round(seconds / single))
 
     def run(self) -> None:
-        """Compute."""
         value = self._a
         for _ in range(self._rounds):
             value = torch.mm(self._a, value).clamp_(-1.0, 1.0)
@@ -353,7 +349,6 @@ class Run:
     # What the owner calls.
 
     def hold(self, url: str, point: Point, occurrence: int) -> None:
-        """Hold a lane there."""
         self._holder.want(Wanted(url, point, occurrence))
         self._sync.watch_at(url, {point, Point.BEGIN})
 
@@ -392,7 +387,6 @@ class Run:
         )
 
     def stop(self) -> None:
-        """Flush and end."""
         self._stopping.set()
 
 

@@ -59,7 +59,6 @@ class WatchedSync(SyncProcess):
         self._pipe.post("watch_at", *self._points)
 
     def request(self, number: int, what: str, url: str, *arguments: Any) -> None:
-        """See SyncProcess."""
         if what != "passing":
             super().request(number, what, url, *arguments)
             return
@@ -68,12 +67,10 @@ class WatchedSync(SyncProcess):
         threading.Thread(target=work, name=f"watch {url}", daemon=True).start()
 
     def connecting(self, url: str, epoch: int) -> None:
-        """See SyncProcess."""
         self._say("connecting", url=url, sync_pid=self.pid)
         super().connecting(url, epoch)
 
     def cut(self, connections: int) -> None:
-        """So many were cut."""
         self._say("cut", connections=connections)
 
 
@@ -90,11 +87,9 @@ class WatchedMain(Main):
             self._pipe.ask("passing", event.url, event, inner_server(self.lanes.relay))
 
     def watch_at(self, url: str, points: frozenset[Point]) -> None:
-        """See WatchedSync."""
         self._points = url, points
 
     def spoil(self, url: str, offset: int) -> None:
-        """See SpoiledImages."""
         SpoiledImages.spoiled[f"lane {url}"] = offset
 
     def cut(self, pid: int) -> None:

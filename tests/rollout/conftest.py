@@ -151,7 +151,6 @@ class CompletionServer:
 
 @pytest.fixture
 def completion_server() -> Iterator[MakeServer]:
-    """A factory of servers."""
     servers: list[CompletionServer] = []
 
     def make() -> CompletionServer:
@@ -208,7 +207,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def codec(model: str) -> TextCodec:
-    """Of that model."""
     return TextCodec(model)
 
 

@@ -86,7 +86,6 @@ class Engine(Board):
 
 @pytest.fixture
 def engine() -> Iterator[Callable[..., Engine]]:
-    """A factory."""
     made: list[Engine] = []
 
     def make(answers: dict[str, Any] = VLLM) -> Engine:

@@ -56,7 +56,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def job(folder: Path, model_dir: str) -> Callable[..., Job]:
-    """A factory of jobs."""
 
     def make(reward: str = "worth", **keys: Any) -> Job:
         rollout = Rollout(chat_template="none", max_completion_tokens=4)

@@ -80,7 +80,6 @@ class Mistaken(Laborious):
 
 
 async def quickly_played(task: Laborious, steps: int, per_step: int) -> Played:
-    """By the machine's clock."""
     server = TimedServer(1024, 4, lambda _: Work(4, 0.001))
     spec = RolloutSpec(model_dir="", prompts_per_step=per_step, group_size=2, max_staleness=0)
     counting = asyncio.create_task(task.count_turns())

@@ -77,7 +77,6 @@ def run(options: Options, logs: Path) -> tuple[list[Verdict], dict[str, Any]]:
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """For a terminal."""
     width = max(len(v.what) for v in verdicts)
     return "\n".join(
         f"{'ok  ' if v.ok else 'FAIL'}  {v.what:{width}}  {v.figure}  [demanded: {v.demanded}]"

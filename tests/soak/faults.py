@@ -156,7 +156,6 @@ class Injector:
         return bool(self._due) or any(thread.is_alive() for thread in self._restarts.values())
 
     def work(self) -> None:
-        """Do what is due."""
         while self._due and self._due[0].at_s <= time.monotonic():
             due = heapq.heappop(self._due)
             if due.act():

@@ -187,7 +187,6 @@ def judge(seen: Seen) -> list[Verdict]:
 
 
 def record(seen: Seen, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """As JSON."""
     return {
         "passed": all(v.ok for v in verdicts),
         "rows": [asdict(v) for v in verdicts],

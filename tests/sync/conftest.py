@@ -156,7 +156,6 @@ class Rig:
         return control
 
     def start(self) -> None:
-        """Sealer and lanes."""
         self.lanes.start()
         self.server_set.start()
 
@@ -210,7 +209,6 @@ class Rig:
             self.slots.unpin("test")
 
     def flush(self, version: int, timeout_s: float) -> list[str]:
-        """See SyncProcess."""
         self.lanes.seal()
         return self.server_set.flush(version, timeout_s)
 

@@ -37,7 +37,6 @@ class Device:
         self._streams = [self.main]
 
     def stream(self) -> "Stream":
-        """A new one."""
         self._streams.append(Stream(self))
         return self._streams[-1]
 
@@ -72,7 +71,6 @@ class Stream:
         return head.done if isinstance(head, Record) else head is not None
 
     def step(self) -> None:
-        """Do it."""
         head = self.queue.popleft()
         if not isinstance(head, Record):
             head()
@@ -84,12 +82,10 @@ class Stream:
         self.wait_event(event)
 
     def wait_event(self, event: "Event") -> None:
-        """As torch's."""
         if event.newest is not None:
             self.queue.append(event.newest)
 
     def synchronize(self) -> None:
-        """The host waits."""
         self.device.run(lambda: not self.queue)
 
 
@@ -111,7 +107,6 @@ class Event:
         return self.newest is None or self.newest.done
 
     def synchronize(self) -> None:
-        """The host waits."""
         self.device.run(self.query)
 
     def elapsed_time(self, _: "Event") -> float:

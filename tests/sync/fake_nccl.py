@@ -59,7 +59,6 @@ class ProcessGroupNCCL:
         type(self).on_abort()
 
     def vanish(self) -> None:
-        """This rank's process ends."""
         self._store.set(f"gone/{self._rank}", "1")
 
     def _connect(self) -> None:

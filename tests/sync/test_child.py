@@ -16,7 +16,6 @@ class Speaker(Performer):
     """The process's object."""
 
     def begin(self) -> None:
-        """Say all, and end."""
         for word in range(WORDS):
             self._pipe.post("hear", word)
         self.exit()
@@ -36,7 +35,6 @@ class Listener(Child):
         self._run(self.launch(self._config))
 
     def hear(self, word: int) -> None:
-        """Called by the process."""
         self.heard.append(word)
 
     def _begin(self) -> None:

@@ -72,7 +72,6 @@ class Trainer:
         )
 
     def publish(self, slot: int) -> Copy:
-        """Start a copy."""
         return self._snapshotter.start(self._weights, slot)
 
     def wrong_versions(self) -> list[int]:

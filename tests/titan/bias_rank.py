@@ -18,7 +18,6 @@ from titan_grpo.titan.trainer import GRPOTrainer
 
 
 def main(rank: int, port: str, folder: Path) -> None:
-    """See the module's docstring."""
     # Of these files only the tokenizer's are read: the weights are torchtitan's own first ones.
     model = write_tiny_model("qwen3", folder / "model", seed=1)
     job = (

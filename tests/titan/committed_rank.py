@@ -25,7 +25,6 @@ SHORTER_S = 4.0
 
 
 def main(rank: int, port: str, folder: Path) -> None:
-    """See the module's docstring."""
     model = write_tiny_model("qwen3", folder / f"model{rank}", seed=1)
     job = (
         *(f"--model.hf_assets_path={model}", f"--job.dump_folder={folder / 'run'}"),

@@ -48,7 +48,6 @@ class Ended(GRPOTrainer):
 
 
 def main(rank: int, port: str, folder: Path) -> None:
-    """See the module's docstring."""
     model = write_tiny_model("qwen3", folder / "model", seed=1)
     job = (
         *(f"--model.hf_assets_path={model}", f"--job.dump_folder={folder / 'run'}"),

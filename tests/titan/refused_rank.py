@@ -15,7 +15,6 @@ from titan_grpo.titan.trainer import run
 
 
 def main(number: int, folder: Path, *runs: str) -> None:
-    """See the module's docstring."""
     of, rank = divmod(number, 2)
     port, argument = runs[2 * of : 2 * of + 2]
     model = write_tiny_model("qwen3", folder / f"model{number}", seed=1)

@@ -21,7 +21,6 @@ from titan_grpo.titan.trainer import GRPOTrainer
 
 
 def main(rank: int, port: str, folder: Path) -> None:
-    """See the module's docstring."""
     model = write_tiny_model("qwen3", folder / "model", seed=1)
     job = (
         *(f"--model.hf_assets_path={model}", f"--job.dump_folder={folder / 'run'}"),

@@ -31,7 +31,6 @@ def split(model: Path) -> None:
 
 
 def main(rank: int, port: str, folder: Path) -> None:
-    """See the module's docstring."""
     model = write_tiny_model("qwen3", folder / "model", seed=1)
     split(model)
     given = (f"--model.hf_assets_path={model}", f"--job.dump_folder={folder / 'run'}")
