@@ -166,6 +166,15 @@ def test_a_killed_owner_or_guard_takes_the_command_with_it(killed: str) -> None:
         assert psutil.wait_procs([command], timeout=END_S)[1] == []
 
 
+def test_stop_kills_the_children_of_a_command_whose_guard_was_killed(
+    guarded: list[Guarded],
+) -> None:
+    one = ready(HANGING.replace("signal.pause", "os.fork(); signal.pause"), guarded)
+    one.guard.kill()
+    one.stop()
+    assert psutil.wait_procs(in_group(one.group), timeout=END_S)[1] == []
+
+
 def test_a_guard_works_where_its_owner_has_more_than_1024_descriptors_open(
     guarded: list[Guarded],
 ) -> None:

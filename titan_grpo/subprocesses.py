@@ -279,9 +279,11 @@ class Guarded:
         try:
             wait_process(self.guard, self._grace_s + 2 * KILL_S)
         except subprocess.TimeoutExpired:
-            self.signal(signal.SIGKILL)
             self.guard.kill()
             wait_process(self.guard, KILL_S)
+        # The end of a killed guard ends the command, not the command's children.
+        if self.group and self.guard.poll() == -signal.SIGKILL:
+            signal_group(self.group, signal.SIGKILL)
 
 
 def readable(timeout_s: float | None, *fds: int) -> bool:
