@@ -20,7 +20,7 @@ from tests.rigs.present import present
 from tests.rollout.sampling import Letters
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.engines.generation import Sampled, VersionSpan
-from titan_grpo.errors import DataError
+from titan_grpo.errors import DataError, StorageError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import atropos, external
 from titan_grpo.rollout.messages import Cursor
@@ -352,7 +352,7 @@ def test_a_resume_on_a_full_disk_leaves_the_recording_whole(tmp_path: Path) -> N
     # Python ignores SIGXFSZ: a write over the limit fails as on a full disk.
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        with pytest.raises(DataError, match=r"rollout\.record_path .* cannot be written"):
+        with pytest.raises(StorageError, match=r"rollout\.record_path .* cannot be written"):
             GroupRecorder(str(path), 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -15,6 +15,7 @@ from tests.rigs.present import present
 from titan_grpo.config import GRPO, Lora, Rollout
 from titan_grpo.config.rollout import violations
 from titan_grpo.engines.launch import ServerSpec, command
+from titan_grpo.errors import StorageError
 from titan_grpo.runkey import Key
 from titan_grpo.titan.startup import (
     ending,
@@ -49,6 +50,9 @@ def test_an_error_of_the_disk_is_found_where_a_library_wrapped_it() -> None:
         PermissionError(errno.EACCES, "Permission denied", "out/summary.json"), folder
     )
     assert write_failure(ConnectionRefusedError(111, "refused"), folder) == ""
+    ours = StorageError("rollout.record_path elsewhere/rec.jsonl cannot be written")
+    ours.__cause__ = full
+    assert write_failure(ours, folder) == ""
 
 
 @pytest.mark.parametrize(

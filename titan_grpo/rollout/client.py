@@ -311,7 +311,7 @@ class RolloutClient:
 
     def record(self, version: int, groups: Sequence[Group], whole: bool = True) -> None:
         """Write the groups of the step from ``version`` if ``rollout.record_path`` is set
-        (``whole``: see records.Batch). Raises DataError if the file cannot be written."""
+        (``whole``: see records.Batch). Raises StorageError if the file cannot be written."""
         if self._record is not None:
             self._record.write(version, groups, whole)
 

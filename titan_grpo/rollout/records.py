@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from titan_grpo.errors import DataError, TitanGrpoError
+from titan_grpo.errors import DataError, StorageError, TitanGrpoError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.samples import Group
 
@@ -62,12 +62,12 @@ class GroupRecorder:
         finally:
             draft.unlink(missing_ok=True)
 
-    def _unwritable(self, error: OSError) -> DataError:
-        return DataError(f"rollout.record_path {self._path} cannot be written: {error.strerror}")
+    def _unwritable(self, error: OSError) -> StorageError:
+        return StorageError(f"rollout.record_path {self._path} cannot be written: {error.strerror}")
 
     def write(self, version: int, groups: Iterable[Group], whole: bool = True) -> None:
-        """Write one batch and flush it. Raises DataError if a prompt's payload has no JSON form or
-        the file cannot be written."""
+        """Write one batch and flush it. Raises DataError if a prompt's payload has no JSON form,
+        StorageError if the file cannot be written."""
         batch = Batch(version, tuple(groups), whole)
         try:
             # msgspec would write NaN as null. Completions were checked when they were made.

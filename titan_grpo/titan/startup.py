@@ -16,6 +16,7 @@ from typing import Any
 from titan_grpo.config import LAUNCH, Rollout, WeightSync, engines_read_calls, sends_adapters
 from titan_grpo.config.rollout import gpus_each, required_key
 from titan_grpo.engines.launch import ServerSpec
+from titan_grpo.errors import TitanGrpoError
 from titan_grpo.observe.report import write_whole
 from titan_grpo.observe.terminal import waiting
 from titan_grpo.rollout.client import LocalTransport, RolloutClient
@@ -176,9 +177,9 @@ def owner_of(run_dir: Path) -> str:
 
 
 def write_failure(error: BaseException, folder: Path) -> str:
-    """Return one line if the disk caused ``error``, directly or wrapped by a library; else
-    empty."""
-    chain: list[Any] = [error]
+    """Return one line if the disk caused ``error``, directly or wrapped by a library; empty
+    otherwise, and for an error of ours, which says itself what it lacks."""
+    chain: list[Any] = [] if isinstance(error, TitanGrpoError) else [error]
     for each in chain:
         reason, what = "", f"a file of the run could not be written, probably under {str(folder)!r}"
         if isinstance(each, OSError):
