@@ -45,7 +45,7 @@ from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from tests.rigs.server_handle import ServerProcess, served_digest
 from tests.rigs.sockets import certificate
 from titan_grpo.commands.processes import stop_on_sigterm
-from titan_grpo.config import WeightSync
+from titan_grpo.config import WIRE_BYTES, WeightSync
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.server import ServerControl, make_control
 from titan_grpo.layout.memory import available_memory
@@ -69,7 +69,6 @@ WAIT_S = 120.0
 ROLE = "TITAN_GRPO_BENCH"
 """Variable with a rank's Role in JSON."""
 
-WIRE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 REFERENCES = {
     "torchstore_put_and_get_s": 0.24,
     "gloo_alone_share_of_raw_socket": 0.93,

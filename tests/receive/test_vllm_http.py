@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from titan_grpo.engines import vllm
+from titan_grpo.engines.generation import PLAIN
 from titan_grpo.receive.vllm_http import SALTED, UNSALTED, WeightsMiddleware
 
 CHOICE = {
@@ -228,12 +229,12 @@ def test_generate_samples_from_the_whole_softmax_unless_a_request_names_somethin
     [(_, body)] = inner.came
     assert (body["temperature"], body["min_p"], body["top_k"], body["top_p"]) == (0.5, 0.1, -1, 1.0)
     ask(WeightsMiddleware(inner), "POST", "/generate", {"prompt": "a"})
-    assert inner.came[1][1].items() >= {"temperature": 1.0, **vllm.PLAIN}.items()
+    assert inner.came[1][1].items() >= {"temperature": 1.0, **PLAIN}.items()
 
 
 def test_the_example_of_an_environment_samples_from_the_whole_softmax(root: Path) -> None:
     example = runpy.run_path(str(root / "examples" / "outside" / "sampling.py"))
-    assert example["PLAIN"] == vllm.PLAIN
+    assert example["PLAIN"] == PLAIN
 
 
 @pytest.mark.parametrize(

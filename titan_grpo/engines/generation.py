@@ -1,6 +1,7 @@
 """Generation requests and answers of any engine, and streamed answers (server-sent events): bytes
 in, tokens out. Pure."""
 
+import base64
 import hashlib
 import math
 from collections.abc import Callable, Iterable
@@ -52,6 +53,21 @@ class Sampled:
         )
 
 
+PLAIN = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""What a request must name to sample from plain softmax: engines take the rest from the model's
+generation_config.json, or from options of the server."""
+
+QUERY_S = 10.0
+"""Longest deadline of a query that an engine answers without work, in seconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling options of one request. Truncation and penalties (top-k, top-p, ...) are always off:
@@ -76,11 +92,32 @@ class Sampling:
     routes: bool = False
     """Ask for the experts of each token; only unstreamed answers have them."""
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What both engines call alike: the distribution, and what ends a completion."""
+        ends = {"stop": list(self.stop), "stop_token_ids": list(self.stop_token_ids)}
+        given = {name: values for name, values in ends.items() if values}
+        return {"temperature": self.temperature, **PLAIN, "ignore_eos": self.ignore_eos, **given}
+
 
 RETURN_ROUTES = "--enable-return-routed-experts"
 """Option of both engines: record the experts of each token."""
 
 NO_ROUTES = f"start it with {RETURN_ROUTES} (vLLM has that on a GPU only, SGLang on a CPU too)"
+
+
+def routes(text: Any, path: str, form: str, read: Callable[[bytes], Any]) -> bytes:
+    """Return an answer's experts, [tokens, layers, experts of a token] in base64; empty for null.
+    ``read``: returns the array of an engine's ``form``."""
+    if not isinstance(text, str):
+        return b""
+    try:
+        found = read(base64.b64decode(text))
+    except (ValueError, EOFError) as error:
+        raise ServerRefused(
+            f"{path} must send routed_experts as {form} in base64: {error}"
+        ) from error
+    return bytes(found.astype("<u2").tobytes())
 
 
 ToolCalls = list[tuple[str, dict[str, Any]]]

@@ -5,7 +5,6 @@ Calls with ``admin`` go to routes under SGLang's admin key; if one is set, SGLan
 key there, and the admin key on all other routes. ``/server_info`` answers with both keys in clear
 text: keep its content out of messages and logs."""
 
-import base64
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_grpo.engines.generation import (
     INTERVAL,
+    QUERY_S,
     RETURN_ROUTES,
     TOOL_PARSER,
     Piece,
@@ -23,6 +23,7 @@ from titan_grpo.engines.generation import (
     ToolCalls,
     logprob,
     read_ids,
+    routes,
     salt,
     tool_calls,
     version_spans,
@@ -41,9 +42,6 @@ BAD_REQUEST = 400
 LOADER = "titan_grpo.receive.sglang_plugin.commit"
 """Value of ``--custom-weight-loader`` that lets our plugin load weights, and the load format of its
 updates."""
-
-QUERY_S = 10.0
-"""Longest deadline of a query that the engine answers without work, in seconds."""
 
 TOKEN_S = 4.0
 """Seconds to wait for one token from a server without our plugin: without one it counts as paused.
@@ -109,20 +107,9 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
     """
     parameters: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
         "min_new_tokens": 0,
-        "ignore_eos": sampling.ignore_eos,
+        **sampling.options,
     }
-    if sampling.stop:
-        parameters["stop"] = list(sampling.stop)
-    if sampling.stop_token_ids:
-        parameters["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.seed is not None:
         parameters["sampling_seed"] = sampling.seed
     body: dict[str, Any] = {
@@ -238,23 +225,14 @@ def parse_sampled(answer: Any) -> Sampled:
         reason,
         spans,
         _retractions(meta),
-        _routes(meta.get("routed_experts")),
+        routes(meta.get("routed_experts"), GENERATE, "int32", _array),
     )
 
 
-def _routes(text: Any) -> bytes:
-    """Decode base64 of int32 [tokens, layers, experts of a token]; empty for null."""
-    if not isinstance(text, str):
-        return b""
+def _array(data: bytes) -> Any:
     import numpy as np  # imported here: the receiver works without numpy
 
-    try:
-        found = np.frombuffer(base64.b64decode(text), dtype="<i4")
-    except ValueError as error:
-        raise ServerRefused(
-            f"{GENERATE} must send routed_experts as int32 in base64: {error}"
-        ) from error
-    return found.astype("<u2").tobytes()
+    return np.frombuffer(data, dtype="<i4")
 
 
 def _retractions(meta: Mapping[str, Any]) -> int | None:

@@ -3,7 +3,6 @@ plane, and the command that starts a server.
 
 The routes for weights and pauses exist only with ``VLLM_SERVER_DEV_MODE=1``."""
 
-import base64
 import io
 import json
 import sys
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from titan_grpo.config import LORA_RANKS
 from titan_grpo.engines.generation import (
     INTERVAL,
+    QUERY_S,
     RETURN_ROUTES,
     TOOL_PARSER,
     Piece,
@@ -26,6 +26,7 @@ from titan_grpo.engines.generation import (
     VersionSpan,
     logprob,
     read_ids,
+    routes,
     salt,
     tool_calls,
     version_spans,
@@ -42,19 +43,6 @@ COMPLETIONS = "/v1/completions"
 RENDER, DERENDER = "/v1/chat/completions/render", "/v1/chat/completions/derender"
 FINISH = "/finish_weight_update"
 BAD_REQUEST = 400
-PLAIN = {
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-"""What a request must name to sample from plain softmax: vLLM takes the rest from the model's
-generation_config.json and ``--override-generation-config``."""
-
-QUERY_S = 10.0
-"""Longest deadline of a query that the engine answers without work, in seconds."""
 
 
 def _post(path: str, timeout_s: float, body: Any = None, **params: str) -> Call[None]:
@@ -116,19 +104,13 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
     body: dict[str, Any] = {
         "prompt": list(prompt_ids),
         "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        **PLAIN,
-        "ignore_eos": sampling.ignore_eos,
+        **sampling.options,
         "logprobs": 0,
         # vLLM looks for stop texts in this text, SGLang in one with special tokens.
         "skip_special_tokens": False,
         "return_token_ids": True,
         "return_weight_versions": True,
     }
-    if sampling.stop:
-        body["stop"] = list(sampling.stop)
-    if sampling.stop_token_ids:
-        body["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.seed is not None:
         body["seed"] = sampling.seed
     if sampling.cache_salt:
@@ -215,22 +197,14 @@ def parse_sampled(answer: Any) -> Sampled:
     choice = _only_choice(answer)
     sampled = _read(choice, str(choice.get("finish_reason")))
     versions = _adapter(answer, len(sampled.token_ids)) or sampled.versions
-    return replace(sampled, versions=versions, routes=_routes(choice.get("routed_experts")))
+    experts = routes(choice.get("routed_experts"), COMPLETIONS, "a .npy file", _array)
+    return replace(sampled, versions=versions, routes=experts)
 
 
-def _routes(text: Any) -> bytes:
-    """Decode base64 of a .npy file with [tokens, layers, experts of a token]; empty for null."""
-    if not isinstance(text, str):
-        return b""
+def _array(data: bytes) -> Any:
     import numpy as np  # imported here: the receiver works without numpy
 
-    try:
-        found = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ServerRefused(
-            f"{COMPLETIONS} must send routed_experts as a .npy file in base64: {error}"
-        ) from error
-    return found.astype("<u2").tobytes()  # type: ignore[no-any-return]
+    return np.load(io.BytesIO(data), allow_pickle=False)
 
 
 def _adapter(answer: Any, end: int) -> tuple[VersionSpan, ...]:

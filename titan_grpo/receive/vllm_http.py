@@ -40,7 +40,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from titan_grpo.engines.vllm import LORA_ROUTES, MIDDLEWARE, PLAIN, allowed_rank
+from titan_grpo.engines.generation import PLAIN
+from titan_grpo.engines.vllm import COMPLETIONS, LORA_ROUTES, MIDDLEWARE, allowed_rank
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import adapter_config, layer_of
 from titan_grpo.protocol.messages import Label
@@ -50,7 +51,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 
-COMPLETIONS = "/v1/completions"
 SALTED = frozenset(
     {
         COMPLETIONS,

@@ -20,15 +20,13 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from titan_grpo.engines.vllm import LOGPROBS_MODE
+from titan_grpo.engines.vllm import BACKEND, LOGPROBS_MODE
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import has_adapters
 from titan_grpo.receive import vllm_http
 from titan_grpo.receive.commit import LoadedModel, log_to_stderr, start_side
 from titan_grpo.receive.window import Tensors
-
-BACKEND = "titan_grpo"
 
 
 def register() -> None:
