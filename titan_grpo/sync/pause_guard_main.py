@@ -153,7 +153,8 @@ class GuardProcess:
         """``sock``: to the trainer's process, ``parent``."""
         self._sock, self._parent = sock, parent
         self._rest = b""
-        self._state: pause_guard.GuardState | None = None
+        # Until the trainer's first line, which has both.
+        self._state = pause_guard.GuardState(pause_guard.Deadlines(0.0, 0.0))
         self._access = Access("", 0.0, 0.0, "")
         self._keys: dict[str, tuple[str, str]] = {}
         self._clean = False
@@ -174,9 +175,8 @@ class GuardProcess:
             parent = _pidfd(self._parent)
             if parent >= 0:
                 selector.register(parent, selectors.EVENT_READ)
-            while self._state is None or not self._state.done:
-                ended = self._state is not None and self._state.ended
-                due = self._state.due if self._state is not None else None
+            while not self._state.done:
+                ended, due = self._state.ended, self._state.due
                 wait_s = None if due is None else max(0.0, due - time.monotonic())
                 # no deadline: the next due time, a lane's line, a result, or the trainer's end
                 ready = {key.fileobj for key, _ in selector.select(wait_s)}
@@ -185,8 +185,6 @@ class GuardProcess:
                     self._wake_read.recv(READ_BYTES)
                 # The lanes' lines come before the tick: a pause that ended in time is not due.
                 if not ended and (self._read() or parent < 0 or parent in ready):
-                    if self._state is None:
-                        return
                     for source in (self._sock, parent):
                         with suppress(KeyError, ValueError):
                             selector.unregister(source)
@@ -194,8 +192,7 @@ class GuardProcess:
                 while not self._results.empty():
                     # no deadline: the queue is not empty, and only this thread takes from it
                     self._step(self._results.get())
-                if self._state is not None:
-                    self._step(pause_guard.Ticked(time.monotonic()))
+                self._step(pause_guard.Ticked(time.monotonic()))
 
     def _read(self) -> bool:
         """Take all lines that have come; return whether the stream has ended."""
@@ -228,7 +225,6 @@ class GuardProcess:
                 self._clean = True
 
     def _step(self, event: pause_guard.Event) -> None:
-        assert self._state is not None
         self._state, actions = pause_guard.step(self._state, event)
         for action in actions:
             match action:
