@@ -228,16 +228,12 @@ class SharedImage:
         return image or cls(address, mapped, None)
 
     @property
-    def _open_map(self) -> mmap.mmap:
-        if self._map is None:
-            raise ProtocolError("a closed weight image was used")
-        return self._map
-
-    @property
     def buffer(self) -> memoryview:
         """The image as writable bytes, uint8[nbytes]; each access makes a new view of the
         memory."""
-        return memoryview(self._open_map)
+        if self._map is None:
+            raise ProtocolError("a closed weight image was used")
+        return memoryview(self._map)
 
     def tensor(self) -> "torch.Tensor":
         """Return torch.uint8[nbytes] on the CPU that shares the memory."""

@@ -453,8 +453,8 @@ class RolloutClient:
 
     def _resync(self, lost: SessionLost) -> None:
         with self._changed:
-            self._own.update(messages.totals(self._theirs))
-            self._theirs = {}
+            theirs, self._theirs = self._theirs, {}
+            self._own.update({n: c for n, c in theirs.items() if messages.IN_FLIGHT not in n})
             self._lose(
                 "the rollout service lost this run's session while it made the call: its outcome is"
                 " unknown"

@@ -247,11 +247,6 @@ def length_range(tokens: int) -> int:
     return 1 << max(0, tokens - 1).bit_length()
 
 
-def totals(counters: dict[str, int]) -> dict[str, int]:
-    """Return the counters that are totals."""
-    return {name: n for name, n in counters.items() if not name.startswith(IN_FLIGHT)}
-
-
 COUNTED = {
     names.REQUESTS: "requests",
     names.OUTAGES: "outages",

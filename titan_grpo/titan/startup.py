@@ -134,7 +134,9 @@ def start_rollouts(
     )
     transport: WorkerTransport = LocalTransport()
     if rollout.controller != "local":
-        spec, transport = placed(spec), remote_transport(rollout, environ)
+        spec = placed(spec)
+        key = required_key(environ, "controller_key_env", rollout.controller_key_env)
+        transport = RemoteTransport(rollout.controller, key, rollout.controller_deadline_s)
     client = RolloutClient(spec, rollout.record_path, transport)
     with ExitStack() as failed:
         failed.callback(client.close)
@@ -142,13 +144,6 @@ def start_rollouts(
             client.start(sync.startup_deadline_s)
         failed.pop_all()
     return client
-
-
-def remote_transport(rollout: Rollout, environ: Mapping[str, str]) -> WorkerTransport:
-    """Return the transport to ``rollout.controller``. Raises ConfigError if the environment
-    variable for its key is empty, or holds what cannot be sent."""
-    key = required_key(environ, "controller_key_env", rollout.controller_key_env)
-    return RemoteTransport(rollout.controller, key, rollout.controller_deadline_s)
 
 
 def placed(spec: RolloutSpec) -> RolloutSpec:
