@@ -52,6 +52,8 @@ class Model(nn.Module):
     """Fused, sliced (as the second of two workers), padded, cast and repeated parameters; two that
     lie in one block of memory."""
 
+    packed: bytes
+
     def __init__(self) -> None:
         super().__init__()
 
