@@ -260,6 +260,14 @@ def test_what_ends_a_trainer_does_not_end_its_pause_guard_and_its_secrets_stay_h
     assert (tmp_path / "log").read_text() == ""
 
 
+def test_a_log_that_cannot_be_opened_costs_no_pause_guard(tmp_path: Path) -> None:
+    guard = PauseGuard(LINK, tmp_path / "gone" / "log", Deadlines(60.0, 60.0))
+    assert guard.pid is not None
+    process = psutil.Process(guard.pid)
+    guard.close()
+    process.wait(WAIT_S)
+
+
 def test_a_pause_guard_that_still_loads_is_not_replaced_and_one_that_hangs_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

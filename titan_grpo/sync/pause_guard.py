@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -209,7 +209,7 @@ class PauseGuard:
 
     def _start(self) -> None:
         try:
-            with open(self._log, "ab") as log:
+            with self._opened_log() as log:
                 # A session of its own: torchrun and terminals signal the trainer's.
                 self._process, self._sock = start_module(
                     "titan_grpo.sync.pause_guard_main",
@@ -228,6 +228,14 @@ class PauseGuard:
         self._out = bytearray(b"".join(map(_encoded, lines)))
         self._taken_s = time.monotonic()
         self._flush()
+
+    def _opened_log(self) -> IO[bytes]:
+        try:
+            return open(self._log, "ab")
+        # The folder is gone, full or read-only: better no log than no guard.
+        except OSError as error:
+            logger.warning("the pause guard has no log: %s", error)
+            return open(os.devnull, "ab")
 
     def _drop(self) -> None:
         if self._sock is not None:
