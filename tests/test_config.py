@@ -248,7 +248,8 @@ def test_k1_is_no_term_of_the_loss_and_abs_only_where_every_token_is_of_the_poli
         ({}, "dynamic_sampling_rounds", "grpo.dynamic_sampling = false"),
         ({"token_staleness_limit": 2}, "token_staleness_limit", "lets no older token in"),
         ({}, "ptx_scale", "no text is mixed in"),
-        ({"balance_batch": False}, "balance_split_groups", "in their order"),
+        ({"balance_batch": False}, "balance_equal_counts", "in their order"),
+        ({"advantage_normalization": "batch"}, "advantage_baseline", "factor cancels"),
     ],
 )
 def test_a_key_that_was_set_and_cannot_act_is_one_line(
@@ -296,6 +297,8 @@ def test_servers_read_from_each_other_only_where_they_read_ranges(
         (GRPO(rollout_is_level="geometric", top_entropy_share=0.2), "policy_ratio_type"),
         (GRPO(rollout_is_level="sequence", m2_threshold=0.04), "policy_ratio_type"),
         (GRPO(policy_loss="cispo"), "cispo_weight_max"),
+        # Without it whole groups are dealt, with it completions.
+        (GRPO(balance_batch=False), "balance_split_groups"),
     ],
 )
 def test_a_key_that_acts_is_not_named(grpo: GRPO, key: str) -> None:

@@ -96,6 +96,12 @@ def _others(g: GRPO, r: Rollout) -> Iterator[Row]:
     yield g.kl_in_reward, "kl_estimator_type", "with grpo.kl_in_reward the estimator is k1"
     undivided = "grpo.normalize_advantage_std = false: nothing is divided"
     yield not g.normalize_advantage_std, "advantage_normalization", undivided
+    scaled = g.advantage_normalization == "batch" and g.normalize_advantage_std
+    rule = (
+        'grpo.advantage_normalization = "batch" divides by the deviation of the whole step, and'
+        " leave-one-out's factor cancels, since all groups of a task have one size"
+    )
+    yield scaled and r.source == "task", "advantage_baseline", rule
     older = r.max_stale_token_share > 0 and r.consume != "started"
     rule = f"rollout.max_staleness = {r.max_staleness} lets no older token in"
     yield g.token_staleness_limit >= r.max_staleness and not older, "token_staleness_limit", rule
@@ -106,7 +112,7 @@ def _others(g: GRPO, r: Rollout) -> Iterator[Row]:
     no_text = "grpo.ptx_mixin_batchsize = 0: no text is mixed in"
     yield not g.ptx_mixin_batchsize, "ptx_scale ptx_scale_by_tokens", no_text
     dealt = "grpo.balance_batch = false deals groups in their order"
-    yield not g.balance_batch, "balance_equal_counts balance_split_groups", dealt
+    yield not g.balance_batch, "balance_equal_counts", dealt
     first = 'grpo.on_unhealthy = "stop" ends the run at the first such step'
     yield g.on_unhealthy == "stop", "max_unhealthy_steps", first
 

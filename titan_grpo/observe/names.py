@@ -208,7 +208,10 @@ MEANING: dict[str, str] = {
         " other experts than the engine did, in any layer (grpo.router_replay)"
     ),
     WORK_CV: "coefficient of variation of the ranks' work in a step, after balancing",
-    WORK_CV_DEALT: "the same if groups were dealt to the ranks in the order in which they came",
+    WORK_CV_DEALT: (
+        "the same if groups (with grpo.balance_split_groups: completions) were dealt to the ranks"
+        " in the order in which they came"
+    ),
     BATCH_FILL: "share of the tokens that ranks compute which are not padding",
     STALENESS: "mean of trainer version minus the oldest one that a group depends on, versions",
     STALENESS_MAX: "largest staleness of a step, versions",
