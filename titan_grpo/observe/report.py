@@ -232,7 +232,7 @@ def final_table(summary: Mapping[str, Any]) -> str:
     dropped = ", ".join(f"{n} {reason}" for reason, n in s["dropped"].items() if n)
     rows = [
         ("steps", f"{s['steps']}  ({number(s['steps_per_s'])} per second)"),
-        *(("ended by", why) for why in [s.get("ended_by")] if why),
+        *(("ended by", why) for why in [s["ended_by"]] if why),
         *(("resumed", f"at step {step}") for step in s["resumes"]),
         ("reward", f"{reward}  ({window})"),
         ("syncs", f"{s['sync_count']} committed, {skipped} version{'s' * (skipped != 1)} skipped"),

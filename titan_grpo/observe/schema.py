@@ -134,13 +134,13 @@ class Summary(Record):
     differ, training does not see what was sampled."""
     evaluations: list[Evaluated]
     errors: list[str]
-    quantised: dict[str, str] = {}
+    quantised: dict[str, str]
     """Server -> quantisation method of its weights, as its engine reports it, for servers that
-    quantise. Absent in older summaries."""
-    last_step: dict[str, Number] = {}
-    """Last line of metrics.jsonl: each metric by its name (observe/names.py). Empty without a step
-    and in older summaries."""
-    ended_by: str = ""
+    quantise."""
+    last_step: dict[str, Number]
+    """Last line of metrics.jsonl: each metric by its name (observe/names.py). Empty without a
+    step."""
+    ended_by: str
     """Error or signal that ended the run before its last step; else empty."""
 
 
