@@ -22,7 +22,7 @@ from tests.rigs.sockets import free_port
 from tests.rigs.trainer_handle import wait_until
 from tests.rollout.conftest import MakeServer, StartClient
 from titan_grpo.errors import ConfigError
-from titan_grpo.protocol.messages import ServerState
+from titan_grpo.protocol.messages import ServerState, new_run_id
 from titan_grpo.rollout.client import LocalTransport, RolloutClient, RolloutsLate
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
 from titan_grpo.rollout.messages import (
@@ -417,6 +417,22 @@ def test_a_newer_run_replaces_an_older_one_which_stops(
     assert len(newer.next_batch(0, PER_STEP, 60)) == PER_STEP
     newer.close(60)
     assert wait_until(lambda: cluster.run() == "", WAIT_S)
+
+
+def test_a_run_with_its_clock_behind_gets_the_service_when_a_dead_runs_lease_ends(
+    cluster: Cluster,
+) -> None:
+    cluster.lease_s = 5.0
+    cluster.serve()
+    ahead = new_run_id(time.time() + 3600.0)
+    spec = msgspec.to_builtins(cluster.spec, str_keys=True)
+    with cluster.http() as http:
+        http.post("/open", json={"format": FORMAT, "run": ahead, "session": "dead", "spec": spec})
+    assert cluster.run() == ahead
+    with pytest.raises(RolloutStopped, match="another run, started later, has the rollout service"):
+        cluster.client(cluster.transport(deadline_s=0.5)).start(60)
+    cluster.client().start(60)
+    assert "" < cluster.run() < ahead
 
 
 def test_a_wrong_key_and_a_url_of_something_else_are_mistakes_of_the_configuration(

@@ -70,7 +70,7 @@ class RemoteTransport:
         self._changed = threading.Condition()
         """Guards the attributes below."""
         self._inbox, self._outbox = frames.Inbox(""), frames.Outbox("")
-        self._opened = self._closing = False
+        self._opened = self._closing = self._served = False
         self._health = HEALTH
         self._silent_since: float | None = None
         self._threads: list[threading.Thread] = []
@@ -173,7 +173,9 @@ class RemoteTransport:
         except ServerUnreachable as error:
             self._silent(due, error)
         except HttpRefused as error:
-            if error.status >= 500:
+            # 409 at the start: the newer run may be a dead one with a clock ahead of ours, whose
+            # lease ends. A run that had the service was replaced.
+            if error.status >= 500 or (error.status == 409 and not self._served):
                 self._silent(due, error)
             elif error.status == 410:
                 with self._delivering:
@@ -198,6 +200,8 @@ class RemoteTransport:
             if self._silent_since is None:
                 self._silent_since = min(due, now)  # a poll may break off before it is due
             if now - self._silent_since >= self._deadline_s:
+                if isinstance(error, HttpRefused) and error.status == 409:
+                    raise self._refusal(error) from error
                 raise RolloutStopped(
                     f"the rollout service {self._url} was not there for {self._deadline_s:g} s"
                     f" (rollout.controller_deadline_s): {error}. Start it again (titan-grpo"
@@ -228,7 +232,7 @@ class RemoteTransport:
         with self._changed:
             # A poll must return well before the lease ends: the next one renews it.
             self._poll_s = min(self._poll_s, opened.lease_s / 3)
-            self._opened = True
+            self._opened = self._served = True
             self._changed.notify_all()
 
     def _post(self) -> None:
