@@ -38,6 +38,17 @@ def test_a_server_holds_every_version_that_the_hosts_hold_in_parts(tmp_path: Pat
         assert first["total"] <= held <= 2 * first["total"], "the parts' pages, and no others"
 
 
+def test_the_ranks_of_a_host_share_the_conversion_and_map_their_own_pages(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("shares_rank.py")
+    said = [json.loads(out.splitlines()[-1]) for out in run_ranks(script, 2, str(tmp_path))]
+    converted, mapped, sizes, errors = zip(*said, strict=True)
+    assert converted == ([f"{n}.weight" for n in (0, 2, 4)], [f"{n}.weight" for n in (1, 3, 5)])
+    assert mapped[0] == sizes[0], "rank 0 has allocated all of it"
+    assert mapped[1] == sizes[1] / 2
+    assert errors[0] == errors[1]
+    assert "5.weight becomes none" in errors[0]
+
+
 def test_images_that_the_memory_does_not_hold_are_refused_with_the_rank_and_the_size(
     tmp_path: Path,
 ) -> None:
