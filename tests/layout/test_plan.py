@@ -62,6 +62,30 @@ def test_columns_of_a_tensor_parallel_shard_keep_the_full_row_stride() -> None:
     assert (op.dest_offset, op.dest_row_stride, op.num_cols) == (24, 32, 2)
 
 
+def experts(width: int) -> Layout:
+    """Eight experts of (4, ``width``) in one parameter, each an HF tensor."""
+    return infer_layout(
+        lambda s: {f"{n}.hf": each for n, each in enumerate(s["w"])}, {"w": (8, 4, width)}
+    )
+
+
+def test_the_whole_experts_of_a_rank_are_one_copy_and_parts_of_them_one_each() -> None:
+    layout = experts(64)
+    manifest = layout.manifest("bfloat16", 4096)
+    each = 4 * 64 * 2
+    (op,) = copy_ops(layout, manifest, "w", (2, 0, 0), (3, 4, 64))
+    assert op == CopyOp("w", slice(0, 12, 1), 2 * each, 128, 12, 64, "bfloat16")
+    (op,) = copy_ops(layout, manifest, "w", (2, 0, 16), (3, 4, 8))
+    assert op == CopyOp("w", slice(0, 12, 1), 2 * each + 32, 128, 12, 8, "bfloat16")
+    parts = copy_ops(layout, manifest, "w", (2, 1, 0), (3, 2, 64))
+    assert [part.dest_offset for part in parts] == [n * each + 128 for n in (2, 3, 4)]
+
+
+def test_experts_with_padding_between_them_are_a_copy_each() -> None:
+    layout = experts(16)
+    assert len(copy_ops(layout, layout.manifest("bfloat16", 4096), "w", (0, 0, 0), (8, 4, 16))) == 8
+
+
 def test_an_empty_shard_copies_nothing() -> None:
     layout = infer_layout(lambda s: s, {"w": (4, 8)})
     assert copy_ops(layout, layout.manifest("float32", 4096), "w", (4, 0), (0, 8)) == []

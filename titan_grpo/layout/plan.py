@@ -2,7 +2,7 @@
 
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -132,7 +132,8 @@ def copy_ops(
     layout: Layout, manifest: Manifest, fqn: str, offsets: Sequence[int], sizes: Sequence[int]
 ) -> list[CopyOp]:
     """Return the copies that write the box ``offsets, sizes`` of parameter ``fqn`` into an image:
-    one per run of HF rows.
+    one per run of HF rows. Adjacent HF tensors, such as a rank's experts, may share one: each copy
+    costs the main thread about 15 us per version, and two launches on a device.
 
     Worked example: rows ``[0, 2, 1, 3]`` of a ``(4, 8)`` parameter become an HF tensor in bfloat16
     at offset 256, and this rank holds rows 0 and 1: HF row 0 (source 0) and HF row 2 (source 1), so
@@ -144,7 +145,7 @@ def copy_ops(
     local_rows = _local_row_of(shape, offsets, sizes)
     first_col, num_cols = (offsets[-1], sizes[-1]) if len(shape) > 1 else (0, 1)
     cols = matrix_shape(shape)[1]
-    ops = []
+    ops: list[CopyOp] = []
     for tensor in layout.by_fqn[fqn]:
         spec = manifest.spec(tensor.name)
         item = ITEM_BYTES[spec.dtype]
@@ -152,8 +153,25 @@ def copy_ops(
             run = progression(ids)
             rows = ids if run is None else slice(run.start, run.stop, run.step)
             offset = spec.offset + (start * cols + first_col) * item
-            ops.append(CopyOp(fqn, rows, offset, cols * item, ids.numel(), num_cols, spec.dtype))
+            op = CopyOp(fqn, rows, offset, cols * item, ids.numel(), num_cols, spec.dtype)
+            if ops and (both := _joined(ops[-1], op)) is not None:
+                ops[-1] = both
+            else:
+                ops.append(op)
     return ops
+
+
+def _joined(one: CopyOp, other: CopyOp) -> CopyOp | None:
+    """Return two copies of a parameter as one, if the second begins where the first ends, in the
+    shard and in the image."""
+    first, second = one.rows, other.rows
+    if not (isinstance(first, slice) and isinstance(second, slice)):
+        return None
+    adjacent = first.step == second.step == 1 and first.stop == second.start
+    if not adjacent or one.dest_offset + one.num_rows * one.dest_row_stride != other.dest_offset:
+        return None
+    rows = slice(first.start, second.stop, 1)
+    return replace(one, rows=rows, num_rows=one.num_rows + other.num_rows)
 
 
 def _local_row_of(shape: Shape, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
