@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.sync.fake_cuda import Device, Event, Lazy, Stream, fake_cuda
+from tests.sync.fake_cuda import Device, Event, Lazy, Runtime, Stream, fake_cuda
 from titan_grpo.layout.infer import infer_layout
 from titan_grpo.layout.plan import copy_ops
 from titan_grpo.sync.publisher import Copy, CudaCopy, Snapshotter, _CudaSide
@@ -101,6 +101,19 @@ def test_without_one_of_the_waits_some_order_makes_a_wrong_image(
     owner, name, nothing = MISSING[case]
     monkeypatch.setattr(owner, name, nothing)
     assert orders_that_fail(monkeypatch) > 0
+
+
+def test_memory_that_cannot_be_pinned_is_said_once_for_all_of_its_parts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = [torch.zeros(4096, dtype=torch.uint8) for _ in range(100)]
+    with fake_cuda(monkeypatch, seed=0):
+        monkeypatch.setattr(Runtime, "register", lambda *_: "no memory to lock")
+        _CudaSide(parts, torch.device("cpu"), STAGING).close()
+    (said,) = caplog.messages
+    assert said.startswith(
+        "409600 bytes of the weight images could not be pinned (no memory to lock)"
+    )
 
 
 def event(ended: Event, blocking: bool = False, **_: bool) -> Event:

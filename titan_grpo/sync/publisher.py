@@ -250,19 +250,19 @@ class _CudaSide:
             # default priority: the lowest that CUDA has, as training's streams
             self._stream = torch.cuda.Stream(device)
             self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
-            self._pinned = [part for part in parts if self._pin(part)]
-
-    def _pin(self, part: torch.Tensor) -> bool:
-        refusal = self._runtime.register(part.data_ptr(), part.numel())
-        if refusal is not None:
+            found = [
+                (part, self._runtime.register(part.data_ptr(), part.numel())) for part in parts
+            ]
+        self._pinned = [part for part, refusal in found if refusal is None]
+        if refused := [(part.numel(), refusal) for part, refusal in found if refusal is not None]:
+            # One line: a rank has a thousand parts, and all are refused for one reason.
             logger.warning(
-                "%d bytes of a weight image could not be pinned (%s): each snapshot will block the"
-                " trainer for the whole copy, at a fraction of the bus's speed; raise the limit on"
-                " locked memory",
-                part.numel(),
-                refusal,
+                "%d bytes of the weight images could not be pinned (%s): each snapshot will block"
+                " the trainer for the whole copy, at a fraction of the bus's speed; raise the limit"
+                " on locked memory",
+                sum(nbytes for nbytes, _ in refused),
+                refused[0][1],
             )
-        return refusal is None
 
     def start(
         self, plan: Mapping[str, Sequence[_Task]], shards: Mapping[str, torch.Tensor | MergedRows]
