@@ -262,6 +262,22 @@ def test_a_file_goes_on_once_it_can_be_written_again_and_that_it_could_not_is_sa
     assert capsys.readouterr().err == f"titan-grpo| {error}\n"
 
 
+def test_lines_go_on_where_the_folder_of_a_run_was_removed_and_made_again(tmp_path: Path) -> None:
+    folder, deadline = tmp_path / "run", time.monotonic() + 20
+    recorder = Recorder(folder)
+    recorder.step(1, {names.REWARD: 0.5})
+    while not recorder.metrics_path.exists() or not recorder.metrics_path.read_text():
+        assert time.monotonic() < deadline
+    folder.rename(tmp_path / "removed")
+    recorder.step(2, {names.REWARD: 0.5})
+    while not recorder.history().errors:
+        assert time.monotonic() < deadline
+    folder.mkdir()
+    recorder.step(3, {names.REWARD: 0.5})
+    assert "metrics.jsonl cannot be written: No such file" in "".join(recorder.close())
+    assert [row["step"] for row in read_metrics(recorder.metrics_path)] == [3]
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_ended_early_is_an_error_of_the_run(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)

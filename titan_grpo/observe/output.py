@@ -1,5 +1,6 @@
 """The recorder's files: written to their end by its thread, and left out while they cannot be."""
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -59,6 +60,9 @@ class Output:
         with self._noting_errors():
             if self._file is not None:
                 self._file.flush()
+                # Who removes the folder of a live run keeps what is open, and no reader finds it.
+                if not os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path)):
+                    raise FileNotFoundError(errno.ENOENT, "it was replaced")
         self._may_open = self._again
         said, self._said = self._said, self.problem
         return self.problem if self.problem != said else ""
