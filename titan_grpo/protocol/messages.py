@@ -179,17 +179,18 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return self if key is None else msgspec.structs.replace(self, proof=key.proof(self._text()))
 
     def require_proof(self, key: Key | None) -> None:
-        """Raise PeerError unless the writer has this end's key, or neither end has one."""
+        """Raise PeerError unless the writer has this end's key, or neither end has one. The text is
+        shown at either end, so it names both."""
         name = type(self).__name__
         if key is None and self.proof:
             raise PeerError(
-                f"{name} proves a run key and this end has none, so it could prove nothing in"
-                f" return: set {KEY_VARIABLE} or {KEY_FILE_VARIABLE} here too"
+                f"{name} proves a run key and its reader has none, so it could prove nothing in"
+                f" return: set {KEY_VARIABLE} or {KEY_FILE_VARIABLE} there too (servers read Hello)"
             )
         if key is not None and not self.proof:
             raise PeerError(
-                f"{name} carries no proof of the run key, which this end demands: hand the other"
-                f" end the same key ({KEY_VARIABLE} or {KEY_FILE_VARIABLE})"
+                f"{name} carries no proof of the run key, which its reader demands: hand its writer"
+                f" the same key ({KEY_VARIABLE} or {KEY_FILE_VARIABLE}; trainers write Hello)"
             )
         if key is not None and not key.proves(self._text(), self.proof):
             raise PeerError(
