@@ -73,6 +73,12 @@ def problem(parallel=None, quantization=None, device="cuda", kind="qwen3", **opt
     config.model_config.quantization = quantization
     return problem_of(config)
 
+def dense_replica():
+    config = configured(data_parallel_size=2)
+    # as vLLM does in the process of a replica of a model without experts
+    config.parallel_config.reconfigure_for_independent_dp_rank()
+    return problem_of(config)
+
 def kv(connector, **options):
     return {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": options}
 
@@ -115,6 +121,7 @@ print(json.dumps({
     "eplb": problem({"enable_eplb": True}),
     "pipeline": problem(pipeline_parallel_size=2),
     "replicas": problem(data_parallel_size=2),
+    "dense replicas": dense_replica(),
     "frontends": problem({"_api_process_count": 2}),
     "experts": problem({"enable_expert_parallel": True, "tensor_parallel_size": 2}),
     "hosts": problem(
@@ -305,7 +312,8 @@ def test_vllm_refuses_what_a_reload_or_a_temperature_would_make_wrong_and_nothin
     assert "awq cannot be made anew from whole weights" in found["awq"]
     assert "vLLM's loader of gpt_oss gives nothing to its experts" in found["gpt_oss"]
     assert "fp8_per_tensor cannot be made anew on a CPU" in found["online, cpu"]
-    assert "start one server per replica" in found["replicas"]
+    for name in ("replicas", "dense replicas"):
+        assert "start one server per replica" in found[name]
     assert "start the server with --api-server-count 1" in found["frontends"]
     for name in ("pipeline", "hosts", "launcher", "ray"):
         assert "tensor parallelism on one host" in found[name]

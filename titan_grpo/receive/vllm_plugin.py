@@ -75,7 +75,9 @@ EXACT = "standard", "block"
 def problem_of(vllm_config: Any) -> str:
     """Return why commits cannot work in a server with this VllmConfig, or ""."""
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
-    if parallel.data_parallel_size > 1:
+    # Of a dense model's replicas each one's config says that it is alone, but keeps their ports.
+    ports = getattr(parallel, "_data_parallel_master_port_list", ())
+    if parallel.data_parallel_size > 1 or ports:
         return "data-parallel replicas behind one URL are not synced: start one server per replica"
     # --api-server-count, as vLLM's workers know it.
     if (frontends := getattr(parallel, "_api_process_count", 1)) > 1:
