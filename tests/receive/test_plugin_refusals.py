@@ -108,6 +108,7 @@ print(json.dumps({
     "quantised": [said(None), said("fp8_per_tensor")],
     "plain": problem(),
     "ngram": problem(speculative_config={"method": "ngram", **tokens}),
+    "ngram, cpu": problem(speculative_config={"method": "ngram", **tokens}, device="cpu"),
     "draft": problem(speculative_config={"method": "draft_model", "model": sys.argv[1], **tokens}),
     "loose drafts": problem(speculative_config={
         "method": "ngram", "rejection_sample_method": "synthetic",
@@ -321,6 +322,7 @@ def test_vllm_refuses_what_a_reload_or_a_temperature_would_make_wrong_and_nothin
         assert "start it with --logprobs-mode processed_logprobs" in found[name]
     assert "--enable-eplb" in found["eplb"]
     assert "draft_model would keep its old draft weights" in found["draft"]
+    assert "memory that holds no temperature" in found["ngram, cpu"]
     assert "use standard or block" in found["loose drafts"]
     assert "into the memory of vLLM's weight cache" in found["cached"]
     for name in ("offloaded", "prefetched"):

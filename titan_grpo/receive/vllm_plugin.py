@@ -138,6 +138,12 @@ def problem_of(vllm_config: Any) -> str:
             f"speculative decoding with {speculative.method} would keep its old draft weights:"
             f" start the server without --speculative-config, or with {', '.join(NO_DRAFT_WEIGHTS)}"
         )
+    if speculative is not None and vllm_config.device_config.device_type == "cpu":
+        return (
+            "on a CPU, speculative decoding divides logits by memory that holds no temperature, and"
+            " log-probabilities would be of no distribution: start the server without"
+            " --speculative-config"
+        )
     if speculative is not None and (way := speculative.rejection_sample_method) not in EXACT:
         return (
             f"speculative decoding with rejection_sample_method {way} samples other tokens than its"
