@@ -143,6 +143,7 @@ print(json.dumps({
     "kv by tokens too": problem(
         kv_transfer_config=kv("MultiConnector", connectors=[kv("HF3FSKVConnector")])
     ),
+    "kv by FlexKV": problem(kv_transfer_config=kv("FlexKVConnectorV1")),
     "raw": problem(logprobs_mode=EngineArgs.logprobs_mode),
     "logits": problem(logprobs_mode="processed_logits"),
     "adapters": adapters(enable_lora=True, max_lora_rank=16),
@@ -237,6 +238,7 @@ print(json.dumps({
     "placed": problem(init_expert_location="placement.json"),
     "draft": problem(speculative_algorithm="EAGLE"),
     "cached": cached(),
+    "kv by FlexKV": problem(enable_flexkv=True),
     "original": original(),
     "replicated": replicated(),
     "derived": derived(),
@@ -327,7 +329,7 @@ def test_vllm_refuses_what_a_reload_or_a_temperature_would_make_wrong_and_nothin
     assert "into the memory of vLLM's weight cache" in found["cached"]
     for name in ("offloaded", "prefetched"):
         assert "without --cpu-offload-gb and --offload-group-size" in found[name]
-    for name in ("kv by tokens", "kv by tokens too"):
+    for name in ("kv by tokens", "kv by tokens too", "kv by FlexKV"):
         assert "from prefixes of older weights" in found[name]
 
 
@@ -350,6 +352,7 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
     for name in ("eplb", "redundant", "placed"):
         assert "--enable-eplb" in found[name]
     assert "other engines serve the same memory" in found["cached"]
+    assert "start the server without --enable-flexkv" in found["kv by FlexKV"]
     assert "without SGLANG_RETURN_ORIGINAL_LOGPROB" in found["original"]
     assert "--no-dcp-replicate-q-proj" in found["replicated"]
     assert found["derived"] == "the layer keeps a copy"

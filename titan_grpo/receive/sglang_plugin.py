@@ -299,6 +299,11 @@ def compatibility(args: Any) -> str:
         )
     if getattr(args, "dcp_replicate_q_proj", None):
         return KEEPS_QUERIES
+    if getattr(args, "enable_flexkv", False):  # no option of SGLang 0.5.21
+        return (
+            "FlexKV finds KV by tokens alone, so answers would go on from older prefixes:"
+            " start the server without --enable-flexkv"
+        )
     if args.weight_cache_mode != "off":
         return (
             "other engines serve the same memory of weights: start the server without a weight"

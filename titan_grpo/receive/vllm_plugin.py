@@ -50,7 +50,7 @@ NO_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Speculative methods that propose tokens without weights of their own."""
 
 
-BY_TOKENS = ("LMCacheConnectorV1", "HF3FSKVConnector", "ExampleConnector")
+BY_TOKENS = ("LMCacheConnectorV1", "HF3FSKVConnector", "ExampleConnector", "FlexKVConnectorV1")
 """KV connectors that find blocks by their tokens alone. The others of vLLM that keep blocks hash
 the salt with them."""
 
