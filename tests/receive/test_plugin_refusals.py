@@ -29,6 +29,7 @@ VLLM = (
 import json, sys
 from types import SimpleNamespace
 import torch
+from vllm.config import WatermarkConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launchers.app import build_app
 try:
@@ -79,6 +80,11 @@ def dense_replica():
     config.parallel_config.reconfigure_for_independent_dp_rank()
     return problem_of(config)
 
+def watermarked():
+    config = configured()
+    config.watermark_config = WatermarkConfig(key=1)  # set late: it wants a GPU
+    return problem_of(config)
+
 def kv(connector, **options):
     return {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": options}
 
@@ -109,6 +115,7 @@ print(json.dumps({
     "plain": problem(),
     "ngram": problem(speculative_config={"method": "ngram", **tokens}),
     "ngram, cpu": problem(speculative_config={"method": "ngram", **tokens}, device="cpu"),
+    "watermark": watermarked(),
     "draft": problem(speculative_config={"method": "draft_model", "model": sys.argv[1], **tokens}),
     "loose drafts": problem(speculative_config={
         "method": "ngram", "rejection_sample_method": "synthetic",
@@ -208,6 +215,11 @@ def cached():
     args.weight_cache_mode = "daemon"  # set late: a machine without a GPU refuses it
     return compatibility(args)
 
+def watermarked():
+    args = ServerArgs(sys.argv[1], custom_weight_loader=[LOADER])
+    args.enable_watermark = True  # set late: it wants a GPU
+    return compatibility(args)
+
 def replicated():
     args = ServerArgs(sys.argv[1], custom_weight_loader=[LOADER])
     args.dcp_replicate_q_proj = True  # set late: it wants several GPUs
@@ -239,6 +251,7 @@ print(json.dumps({
     "draft": problem(speculative_algorithm="EAGLE"),
     "cached": cached(),
     "kv by FlexKV": problem(enable_flexkv=True),
+    "watermark": watermarked(),
     "original": original(),
     "replicated": replicated(),
     "derived": derived(),
@@ -325,6 +338,7 @@ def test_vllm_refuses_what_a_reload_or_a_temperature_would_make_wrong_and_nothin
     assert "--enable-eplb" in found["eplb"]
     assert "draft_model would keep its old draft weights" in found["draft"]
     assert "memory that holds no temperature" in found["ngram, cpu"]
+    assert "completions of a prompt would be alike" in found["watermark"]
     assert "use standard or block" in found["loose drafts"]
     assert "into the memory of vLLM's weight cache" in found["cached"]
     for name in ("offloaded", "prefetched"):
@@ -353,6 +367,7 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
         assert "--enable-eplb" in found[name]
     assert "other engines serve the same memory" in found["cached"]
     assert "start the server without --enable-flexkv" in found["kv by FlexKV"]
+    assert "completions of a prompt would be alike" in found["watermark"]
     assert "without SGLANG_RETURN_ORIGINAL_LOGPROB" in found["original"]
     assert "--no-dcp-replicate-q-proj" in found["replicated"]
     assert found["derived"] == "the layer keeps a copy"

@@ -316,6 +316,11 @@ def compatibility(args: Any) -> str:
             "log-probabilities must be those after the temperature, and others would make every"
             " weight of the loss wrong: start the server without SGLANG_RETURN_ORIGINAL_LOGPROB"
         )
+    if getattr(args, "enable_watermark", False):
+        return (
+            "a watermark chooses each token by the ones before it, so all completions of a prompt"
+            " would be alike: start the server without --enable-watermark"
+        )
     if LOADER not in (args.custom_weight_loader or []):
         return f"start the server with --custom-weight-loader {LOADER}"
     return ""

@@ -99,6 +99,11 @@ def problem_of(vllm_config: Any) -> str:
             f" {model.logprobs_mode} every weight of the loss would be wrong: start it with"
             f" --logprobs-mode {LOGPROBS_MODE}"
         )
+    if getattr(vllm_config, "watermark_config", None) is not None:
+        return (
+            "a watermark chooses each token by the ones before it, so all completions of a prompt"
+            " would be alike: start the server without --watermark-config"
+        )
     if (kind := model.hf_text_config.model_type) == "gpt_oss":
         return (
             f"vLLM's loader of {kind} gives nothing to its experts in a reload, and"
