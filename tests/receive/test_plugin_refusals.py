@@ -251,6 +251,8 @@ print(json.dumps({
     "draft": problem(speculative_algorithm="EAGLE"),
     "cached": cached(),
     "kv by FlexKV": problem(enable_flexkv=True),
+    "preferred": problem(preferred_sampling_params='{"top_k": 2, "no_stop_trim": true}'),
+    "preferred stop": problem(preferred_sampling_params='{"top_k": 2, "stop_token_ids": [9]}'),
     "watermark": watermarked(),
     "original": original(),
     "replicated": replicated(),
@@ -355,7 +357,7 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
     assert found.pop("routes") == [False, True]
     assert found.pop("quantised") == ["", "w8a8_int8"]
     fine = [name for name, problem in found.items() if not problem]
-    assert fine == ["plain", "wrapped", "experts", "unquantised", "restores"]
+    assert fine == ["plain", "preferred", "wrapped", "experts", "unquantised", "restores"]
     assert "layer.base_layer.w13_weight would keep its old value" in found["wrapped experts"]
     assert "without --offload-group-size" in found["offloaded"]
     assert 'send merged weights (lora.sync = "merged")' in found["adapters"]
@@ -367,6 +369,7 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
         assert "--enable-eplb" in found[name]
     assert "other engines serve the same memory" in found["cached"]
     assert "start the server without --enable-flexkv" in found["kv by FlexKV"]
+    assert "the server's preference of stop_token_ids would" in found["preferred stop"]
     assert "completions of a prompt would be alike" in found["watermark"]
     assert "without SGLANG_RETURN_ORIGINAL_LOGPROB" in found["original"]
     assert "--no-dcp-replicate-q-proj" in found["replicated"]

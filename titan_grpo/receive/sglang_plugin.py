@@ -30,7 +30,8 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from titan_grpo.engines.sglang import LOADER
+from titan_grpo.engines.generation import Sampling
+from titan_grpo.engines.sglang import LOADER, generate
 from titan_grpo.engines.sglang_stock import KEEPS_QUERIES
 from titan_grpo.errors import PeerError, UpstreamError
 from titan_grpo.layout.manifest import Manifest
@@ -321,9 +322,22 @@ def compatibility(args: Any) -> str:
             "a watermark chooses each token by the ones before it, so all completions of a prompt"
             " would be alike: start the server without --enable-watermark"
         )
+    preferred = args.preferred_sampling_params or {}
+    if isinstance(preferred, str):  # SGLang has not checked it yet
+        preferred = json.loads(preferred)
+    if others := sorted(preferred.keys() - NAMED):
+        return (
+            f"the server's preference of {', '.join(others)} would decide which tokens are sampled,"
+            " or end completions: start it without, in --preferred-sampling-params"
+        )
     if LOADER not in (args.custom_weight_loader or []):
         return f"start the server with --custom-weight-loader {LOADER}"
     return ""
+
+
+TEXT = "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"
+NAMED = frozenset((*generate((), Sampling(1), HELLO_S).json["sampling_params"], *TEXT))
+"""What a server may prefer: each of our requests names it, or it decides about the text alone."""
 
 
 def sends_routes(args: Any) -> bool:
