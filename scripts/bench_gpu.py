@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for scripts
 
-from scripts.common import options_of, write_json
+from scripts.common import options_of, positive, write_json
 from titan_grpo.config import WeightSync
 from titan_grpo.layout.cuda_runtime import CudaRuntime
 from titan_grpo.layout.image import Hashing, SharedImage, fingerprint
@@ -315,7 +315,7 @@ def main(argv: list[str]) -> int:
     """Exit code 1 if a figure is not as it should be, 2 without a GPU."""
     parser = options_of(__doc__)
     parser.add_argument("--shapes", default="qwen3_0.6b,llama3_8b", help=", ".join(SHAPES))
-    parser.add_argument("--versions", type=int, default=7, help="of which medians are taken")
+    parser.add_argument("--versions", type=positive, default=7, help="of which medians are taken")
     options = parser.parse_args(argv)
     names = options.shapes.split(",")
     if unknown := set(names) - SHAPES.keys():

@@ -39,7 +39,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import deliver, options_of, write_json
+from scripts.common import deliver, options_of, positive, write_json
 from tests.rigs.census import wakes
 from tests.rigs.server_process import CopiedModel, Server
 from tests.rigs.trainer import Trainer
@@ -233,9 +233,9 @@ def run_trainer(argv: list[str], urls: list[str]) -> dict[str, float]:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = options_of(__doc__)
     parser.add_argument("--servers", type=int, default=256)
-    parser.add_argument("--mib", type=int, default=1, help="bytes of a version, in MiB")
-    parser.add_argument("--versions", type=int, default=20, help="published, one a second")
-    parser.add_argument("--window", type=float, default=60.0, help="seconds in which all is idle")
+    parser.add_argument("--mib", type=positive, default=1, help="bytes of a version, in MiB")
+    parser.add_argument("--versions", type=positive, default=20, help="published, one a second")
+    parser.add_argument("--window", type=positive, default=60, help="seconds in which all is idle")
     parser.add_argument("--pin", action="store_true", help="rank 0's process on the last core")
     options = parser.parse_args(argv)
     if options.servers < 2:

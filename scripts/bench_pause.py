@@ -37,6 +37,7 @@ from scripts.common import (
     deliver,
     on_device,
     options_of,
+    positive,
     python_of,
     serving,
     spread,
@@ -100,18 +101,20 @@ print("ALONE", *llm.apply_model(timed)[0])
 (The bare load_weights cannot load twice on a CPU: the first load packs the matrices.)"""
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: list[str]) -> argparse.Namespace:
     parser = options_of(__doc__)
     parser.add_argument("--engine", choices=ENGINES, required=True)
     parser.add_argument("--shape", choices=sorted(ALL_SHAPES), default="qwen3_0.6b")
-    parser.add_argument("--rounds", type=int, default=5, help="measured ones, after one warm-up")
+    parser.add_argument(
+        "--rounds", type=positive, default=5, help="measured ones, after one warm-up"
+    )
     unpacked = "vLLM on a CPU: keep weights as they are loaded, as on a GPU (see tests/rigs)"
     parser.add_argument("--unpacked", action="store_true", help=unpacked)
     alone = "vLLM: its own reload, without a server"
     parser.add_argument("--alone", action="store_true", help=alone)
     parser.add_argument("--kv", choices=("keep", "recompute"), default="keep")
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="cuda: on the first GPU")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.alone and options.engine != "vllm":
         parser.error("--alone: nothing loads SGLang's model without its server")
     if options.unpacked and (options.engine, options.device) != ("vllm", "cpu"):
@@ -203,9 +206,9 @@ def loads_alone(options: argparse.Namespace, folder: Path) -> list[float]:
     raise SystemExit(f"vLLM could not load the model by itself:\n{done.stderr[-2000:]}")
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     """Measure, print a table, write the JSON."""
-    options = parse()
+    options = parse(argv)
     with tempfile.TemporaryDirectory() as name:
         own = measure(options, Path(name), own=True)
         found = measure(options, Path(name))
@@ -238,4 +241,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

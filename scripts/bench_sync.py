@@ -39,7 +39,7 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import options_of, spread, write_json
+from scripts.common import options_of, positive, spread, write_json
 from tests.faults.netns import Host, Hosts, NotAllowed
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from tests.rigs.server_handle import ServerProcess, served_digest
@@ -100,8 +100,8 @@ MEANING = {
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = options_of(__doc__)
     add = parser.add_argument
-    add("--mib", type=int, default=256, help="bytes of one version on the wire, in MiB")
-    add("--rounds", type=int, default=5, help="measured rounds after one warm-up round")
+    add("--mib", type=positive, default=256, help="bytes of one version on the wire, in MiB")
+    add("--rounds", type=positive, default=5, help="measured rounds after one warm-up round")
     add("--wire-dtype", choices=sorted(WIRE_BYTES), default=WeightSync().wire_dtype)
     add("--hosts", choices=("same", "two"), default="same", help="two: namespaces, needs root")
     add("--tls", action="store_true", help="encrypt (with --hosts two)")

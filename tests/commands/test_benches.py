@@ -1,8 +1,18 @@
 """Options of benches that take minutes: wrong ones end them at once."""
 
+from collections.abc import Callable
+
 import pytest
 
-from scripts import bench_delta, bench_plan, hosts_options
+from scripts import (
+    bench_delta,
+    bench_gpu,
+    bench_lanes,
+    bench_pause,
+    bench_plan,
+    bench_sync,
+    hosts_options,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +49,27 @@ def test_options_of_bench_delta_that_make_no_sense_are_named(
         bench_delta.main(words.split())
     assert ended.value.code == 2
     assert words.split()[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("parse", "words"),
+    [
+        (bench_sync.parse, "--rounds 0"),
+        (bench_sync.parse, "--mib -1"),
+        (bench_lanes.parse, "--versions 0"),
+        (bench_lanes.parse, "--window 0"),
+        (bench_lanes.parse, "--mib 0"),
+        (bench_pause.parse, "--rounds 0 --engine vllm"),
+        (bench_gpu.main, "--versions 0"),
+    ],
+)
+def test_a_bench_that_would_measure_nothing_says_which_option_is_wrong(
+    parse: Callable[[list[str]], object], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(words.split())
+    assert ended.value.code == 2
+    assert f"{words.split()[0]}: must be 1 or more" in capsys.readouterr().err
 
 
 def test_the_plan_beside_a_run_with_patches_has_patches_of_the_runs_size() -> None:

@@ -3,6 +3,7 @@ what happens at the far end."""
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from tests.faults.runner import Launches, Reference, Runner, groups, run_network
 from tests.faults.site import Launch, Site, engineless_launcher, launcher
 from tests.rigs.trainer_process import Settings
 from titan_grpo.cli import guarded
-from titan_grpo.commands.processes import own_folder, stop_on_sigterm
+from titan_grpo.commands.processes import own_folder, require_file, stop_on_sigterm
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify.server import choose_devices
@@ -54,8 +55,12 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     # engineless: for tests of the matrix itself; what passes for a user is a real engine.
     parser.add_argument("--servers", default="real", choices=["real", "engineless"])
     options = parser.parse_args(argv)
-    if options.deadline < 1:
-        raise ConfigError(f"--deadline must be 1 second or more, got {options.deadline:g}")
+    if not 1 <= options.deadline < math.inf:
+        raise ConfigError(
+            f"--deadline must be 1 second or more, and finite, got {options.deadline:g}"
+        )
+    if options.json:
+        require_file("--json", Path(options.json))
     if options.servers == "engineless" and options.engine != "vllm":
         raise ConfigError(
             f"--engine must be vllm with --servers engineless, got {options.engine}: they speak its"

@@ -119,6 +119,8 @@ def test_a_whole_server_is_struck_only_where_its_parts_do_not_end_together() -> 
     [
         (["--faults", "link-lose@extent"], 2, "is no case: no control call is made"),
         (["--faults", "all", "--deadline", "0.1"], 2, "--deadline must be 1 second or more"),
+        (["--faults", "all", "--deadline", "nan"], 2, "and finite, got nan"),
+        (["--faults", "all", "--json", "/none/of.json"], 2, "--json must be a file"),
         (["--faults", "engine-freeze", "--list"], 0, "engine-freeze@load"),
     ],
 )

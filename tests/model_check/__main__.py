@@ -17,6 +17,7 @@ from tests.model_check.rollouts import explore_rollouts
 from tests.model_check.search import Bounds, Explorer
 from tests.model_check.small import Bug, Result
 from titan_grpo.cli import guarded
+from titan_grpo.commands.processes import require_file
 from titan_grpo.errors import ConfigError
 
 LIMITS = {
@@ -61,6 +62,8 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         value = getattr(options, name)
         if not least <= value <= most:
             raise ConfigError(f"--{name} must be from {least} to {most}, got {value}")
+    if options.json is not None:
+        require_file("--json", options.json)
     bounds = Bounds(
         **{name: getattr(options, name) for name in LIMITS},
         streamed=options.streamed,

@@ -98,11 +98,20 @@ def test_an_exploration_that_ran_out_of_time_does_not_pass(
     assert "explored NOT all" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_a_bound_out_of_range_is_a_mistake_of_the_caller(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--servers 0", "--servers must be from 1 to 4, got 0"),
+        ("--json /none/of.json", "--json must be a file that can be written"),
+    ],
+)
+def test_a_wrong_option_is_named_before_anything_is_explored(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert guarded(command.run, ["--servers", "0"], "explore") == 2
-    assert "--servers must be from 1 to 4, got 0" in capsys.readouterr().err
+    assert guarded(command.run, words.split(), "explore") == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert shown.out == ""
 
 
 class LongRun(RuleBasedStateMachine):
