@@ -460,12 +460,13 @@ def test_a_token_whose_result_waits_over_a_commit_has_the_version_that_sampled_i
     }
 
 
-STALE = """
+LOADERS = """
+from types import SimpleNamespace
 import torch
 from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload, record_metadata_for_reloading
 )
-from titan_grpo.receive.vllm_plugin import unloaded
+from titan_grpo.receive.vllm_plugin import VllmModel, unloaded
 
 def layer():
     made = torch.nn.Linear(4, 4, bias=False)
@@ -484,15 +485,50 @@ with torch.no_grad():
         parameter.weight_loader(parameter, torch.ones(4, 4))
     model["stale"].weight.copy_(torch.ones(4, 4))  # it is on the meta device
 print("STALE", *unloaded(model))
+
+class Router(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = torch.nn.ModuleDict({"gate": torch.nn.Linear(4, 4, bias=False)})
+        self.gate = self.experts["gate"]
+
+    def load_weights(self, tensors):
+        for name, tensor in tensors:
+            parameter = self.get_parameter(name)
+            parameter.weight_loader(parameter, tensor)
+        return {"gate.weight"}
+
+router = Router()
+record_metadata_for_reloading(router)
+engine = VllmModel.__new__(VllmModel)  # its constructor wants a worker
+engine.in_place, engine._repair = True, False
+config = SimpleNamespace(quantization=None, dtype=torch.float32)
+engine._owner = SimpleNamespace(model=router, model_config=config)
+engine.load([("gate.weight", torch.ones(4, 4))])
+print("LOADED", *router.gate.weight.unique().tolist())
 """
 
 
+@pytest.fixture(scope="module")
+def loaders(vllm_python: str) -> list[str]:
+    """What the script printed in vLLM's environment."""
+    done = subprocess.run(
+        [vllm_python, "-c", LOADERS], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()[-2:]
+
+
 def test_vllms_plugin_sees_a_loader_that_writes_to_parameters_without_memory(
-    vllm_python: str,
+    loaders: list[str],
 ) -> None:
     """vLLM's of gpt_oss: it names all parameters as loaded, and the server would compute with the
     experts that it started with."""
-    done = subprocess.run(
-        [vllm_python, "-c", STALE], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.stdout.splitlines()[-1:] == ["STALE stale"], done.stderr[-2000:]
+    assert loaders[0] == "STALE stale"
+
+
+def test_vllms_plugin_takes_a_parameter_that_is_loaded_by_one_of_its_names(
+    loaders: list[str],
+) -> None:
+    """As the router of a mixture of experts with --model-impl transformers."""
+    assert loaders[1] == "LOADED 1.0"

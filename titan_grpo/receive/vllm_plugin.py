@@ -256,7 +256,7 @@ class VllmModel(LoadedModel):
             return
         model, config = self._owner.model, self._owner.model_config
         # Before the reload: while it lasts, a tied head has a parameter of its own.
-        expected = {name for name, _ in model.named_parameters()}
+        expected = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
         with torch.no_grad():
             initialize_layerwise_reload(model)
             try:
@@ -274,11 +274,10 @@ class VllmModel(LoadedModel):
                 f"vLLM's loader of this model gives nothing to {len(stale)} layers in a reload, and"
                 f" they keep old weights: {', '.join(stale[:4])}"
             )
-        if (
-            config.quantization is None
-            and loaded is not None
-            and (left := sorted(expected - set(loaded)))
-        ):
+        # A parameter may have several names, as a router beside its experts, and is loaded by one.
+        given = {expected.get(name) for name in loaded or ()}
+        left = sorted(name for name, parameter in expected.items() if parameter not in given)
+        if config.quantization is None and loaded is not None and left:
             raise RuntimeError(f"{len(left)} parameters got no value: {', '.join(left[:4])}")
 
 
