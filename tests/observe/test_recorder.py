@@ -80,7 +80,7 @@ def test_of_each_step_only_what_the_summary_needs_stays_in_memory(tmp_path: Path
     assert described(Recorder(tmp_path)) == (summary, rows), "as a resumed run reads it"
     figures = summary["staleness"], summary["logprob_gap"], summary["logprob_gap_on_policy"]
     assert [figure["max"] for figure in figures] == [1.0] * 3
-    assert summary["generated_tokens_per_s"] == summary["step_s"]["median"] == 0.75
+    assert summary["step_s"]["median"] == 0.75
     assert summary["blocked_s"]["median"] == 0.75
 
 

@@ -165,6 +165,16 @@ def test_a_broken_summary_is_refused_with_its_key_and_rule(
     assert not (tmp_path / "summary.json").exists()
 
 
+def test_the_rate_of_generated_tokens_is_over_the_time_of_the_steps(tmp_path: Path) -> None:
+    now = [0.0]
+    recorder = Recorder(tmp_path, clock=lambda: now[0])
+    for step, (at, rate) in enumerate(((5.0, 7.0), (6.0, 900.0), (15.0, 0.0)), 1):
+        now[0] = at
+        recorder.step(step, {names.REWARD: 0.5, names.GENERATED: rate})
+    recorder.close()
+    assert report.summarize(recorder, "run", "async")["generated_tokens_per_s"] == 90.0
+
+
 def test_the_summary_of_a_resumed_run_describes_the_whole_run(tmp_path: Path) -> None:
     now = iter(float(t) for t in range(1000))
     for first in (1, 4):

@@ -70,7 +70,11 @@ def summarize(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> di
     rows, history = recorder.rows(), recorder.history()
     totals, resumes = history.totals, set(history.resumes)
     # The first step of a process has no predecessor on its clock.
-    intervals = [b["time_s"] - a["time_s"] for a, b in pairwise(rows) if b["step"] not in resumes]
+    steps = [(b["time_s"] - a["time_s"], b) for a, b in pairwise(rows) if b["step"] not in resumes]
+    seconds = sum(step_s for step_s, _ in steps)
+    # By time: the mean of the steps' rates would count a burst in a short step as much as a long
+    # step without one.
+    generated = [s * row[names.GENERATED] for s, row in steps if row.get(names.GENERATED)]
     first, last, window = ends(recorder.series(names.REWARD))
     times = {key: describe(recorder.series(name)) for key, name in _TIMES.items()}
     # Every step consumes the same number of groups: the mean of the steps' means is the mean over
@@ -100,9 +104,9 @@ def summarize(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> di
             for server, event, version in history.membership
         ],
         **{key: int(totals[name]) for key, name in _COUNTS.items()},
-        "generated_tokens_per_s": describe(recorder.series(names.GENERATED))["mean"],
+        "generated_tokens_per_s": sum(generated) / seconds if generated and seconds > 0 else None,
         **{key: {"median": s["median"], "p95": s["p95"]} for key, s in times.items()},
-        "steps_per_s": len(intervals) / sum(intervals) if sum(intervals) > 0 else None,
+        "steps_per_s": len(steps) / seconds if seconds > 0 else None,
         **spreads,
         "dropped": {
             name.removeprefix(prefix): int(n)

@@ -109,7 +109,7 @@ class Summary(Record):
     outages: Count
     """Groups that a failing server interrupted."""
     generated_tokens_per_s: Number
-    """Mean over steps, all servers."""
+    """Mean over the time of those steps that ``steps_per_s`` counts, all servers."""
     blocked_s: MedianP95
     copy_s: MedianP95
     send_s: MedianP95
