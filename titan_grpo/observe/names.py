@@ -216,8 +216,8 @@ MEANING: dict[str, str] = {
     STALENESS: "mean of trainer version minus the oldest one that a group depends on, versions",
     STALENESS_MAX: "largest staleness of a step, versions",
     STALENESS_TOKENS: (
-        "mean over the sampled tokens of the batch of trainer version minus the one that sampled the"
-        " token (where the engine does not name it: the oldest that may have), versions"
+        "mean over the sampled tokens of the batch of trainer version minus the one that sampled"
+        " the token (where the engine does not name it: the oldest that may have), versions"
     ),
     KEPT_KV: (
         "share of the completions that ran over a commit on KV of older weights"
