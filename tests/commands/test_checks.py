@@ -234,6 +234,23 @@ def test_gpus_of_ranks_and_of_launched_servers_are_told_apart(
     assert words in " ".join(finding.text for finding in findings)
 
 
+@pytest.mark.parametrize(
+    ("visible", "launched", "statuses", "words"),
+    [
+        ("0,1", [2, 3], ["ok", "ok"], "GPU 1: 80.0 GiB"),
+        ("2,3", [0, 1], ["ok", "ok"], "GPU 3: 80.0 GiB"),
+        ("2,3", [2], ["problem", "ok", "ok"], "has GPU 2, on which torchrun's first rank"),
+        ("GPU-1f, GPU-2e", [2], ["problem", "ok", "ok"], "[2], this host has 0 to 1"),
+    ],
+)
+def test_launched_servers_may_have_gpus_that_the_trainer_does_not_see(
+    visible: str, launched: list[int], statuses: list[str], words: str
+) -> None:
+    findings = doctor_host.gpus([FREE, FREE], Rollout(launch_gpus=launched), 16 * GIB, visible)
+    assert [finding.status for finding in findings] == statuses
+    assert words in " ".join(finding.text for finding in findings)
+
+
 def test_two_versions_of_nccl_are_a_problem_that_names_both() -> None:
     assert doctor_host.nccl("2.28.9", "2.28.9", "p").status == "ok"
     finding = doctor_host.nccl("2.28.9", "2.27.5", "p")

@@ -162,7 +162,7 @@ def machine(want: Wanted, env: Mapping[str, str]) -> Iterator[Finding]:
     if want.dump_folder is not None:
         yield host.dump_folder(host.Place.of(want.dump_folder), elements, want.checkpoints)
     gpus = host.found_gpus()
-    yield from host.gpus(gpus, want.rollout, model_bytes)
+    yield from host.gpus(gpus, want.rollout, model_bytes, env.get("CUDA_VISIBLE_DEVICES", ""))
     yield host.shared_memory(host.shm_size(), len(gpus))
     if (deadlines := host.first_version(version_bytes, want.sync)) is not None:
         yield deadlines

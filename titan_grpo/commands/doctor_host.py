@@ -279,11 +279,18 @@ class Gpu:
     total: int
 
 
-def gpus(found: Sequence[Gpu | str], rollout: Rollout, nbytes: int | None) -> list[Finding]:
+def gpus(
+    found: Sequence[Gpu | str], rollout: Rollout, nbytes: int | None, visible: str = ""
+) -> list[Finding]:
     """Check this host's GPUs: those of launched servers and those of torchrun's ranks, which count
-    up from 0. A text in ``found``: why that GPU cannot be used. ``nbytes``: size of a version, of
-    which each GPU of a server holds a part. Memory in use belongs to other processes."""
+    up from the first of ``visible`` (CUDA_VISIBLE_DEVICES). A text in ``found``: why that GPU
+    cannot be used. ``nbytes``: size of a version, of which each GPU of a server holds a part.
+    Memory in use belongs to other processes."""
     launched = rollout.launch_gpus
+    named = visible.split(",")
+    # The host's numbers, as launch_gpus has them. Of GPUs that are named by UUID they are unknown.
+    chosen = all(word.strip().isdigit() for word in named)
+    numbers = [int(word) for word in named] if chosen else list(range(len(found)))
     part = None if nbytes is None else nbytes // max(1, gpus_each(rollout))
     if not found:
         text = "torch sees none: the trainer and launched servers run on the CPU"
@@ -291,7 +298,8 @@ def gpus(found: Sequence[Gpu | str], rollout: Rollout, nbytes: int | None) -> li
             return [problem("gpus", text, "leave out rollout.launch_gpus")]
         return [ok("gpus", text)]
     out = []
-    if missing := [number for number in launched if number >= len(found)]:
+    missing = [number for number in launched if number >= len(found)]
+    if missing and not chosen:
         out.append(
             problem(
                 "gpus",
@@ -299,15 +307,15 @@ def gpus(found: Sequence[Gpu | str], rollout: Rollout, nbytes: int | None) -> li
                 "name GPUs of this host (CUDA_VISIBLE_DEVICES hides the others)",
             )
         )
-    if 0 in launched:
+    if numbers[0] in launched:
         out.append(
             problem(
                 "gpus",
-                "rollout.launch_gpus has GPU 0, on which torchrun's first rank trains",
+                f"rollout.launch_gpus has GPU {numbers[0]}, on which torchrun's first rank trains",
                 "give servers the last ones: of 8 GPUs --nproc_per_node 4 and [4, 5, 6, 7]",
             )
         )
-    for number, gpu in enumerate(found):
+    for number, gpu in zip(numbers, found, strict=False):
         if isinstance(gpu, str):
             remedy = "nvidia-smi shows whose it is and its compute mode; end what runs there"
             out.append(problem("gpus", f"GPU {number} cannot be used: {gpu}", remedy))
