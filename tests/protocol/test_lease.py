@@ -15,6 +15,7 @@ def test_a_trainer_whose_requests_come_keeps_the_service_and_a_silent_one_loses_
     assert (repr(free), free.due) == ("<free>", None)
     assert free.renew("a", 19.0) is None
     assert free.renew("", 19.0) is None
+    assert free.close("") is None
     assert free.expire(99.0) is None
 
 

@@ -345,7 +345,7 @@ def _outranked(s: Lane, e: Outranked) -> _Next:
     if s.admitted or not e.earlier:
         # A newer run has the server: do not take it back with a higher term.
         return _rest(s, _UNKNOWN)
-    return _connect(replace(s, term=e.term + 1, entry=_UNKNOWN), None)
+    return _connect(replace(s, term=e.term + 1), None)
 
 
 def _newer(s: Lane, e: Newer) -> _Next:
