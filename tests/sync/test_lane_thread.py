@@ -439,6 +439,14 @@ def test_a_server_that_is_away_is_said_once_for_each_time_that_it_is_away(
         assert caplog.text.count("connect failed: a is away") == version, caplog.text
 
 
+def test_a_server_whose_receiver_does_not_reach_the_trainer_is_said_once(
+    rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    r = rig("a", connect_deadline_s=0.001)
+    r.until(lambda: r.recorder.history().totals.get(names.SYNC_FAILURES, 0) >= 3)
+    assert caplog.text.count("waiting for the server's receiver to connect") == 1, caplog.text
+
+
 def test_a_server_is_not_paused_while_another_one_answers_at_its_url(rig: MakeRig) -> None:
     """The other one holds a version of this run too: the greeted one's before the last."""
     r = rig("a", look_s=3600.0)

@@ -11,6 +11,7 @@ from tests.rigs.receiver_server import ReceiverServer
 from tests.sync.conftest import MakeRig, Rig
 from titan_grpo.engines.server import RolloutNeeds
 from titan_grpo.errors import SyncError
+from titan_grpo.observe import names
 from titan_grpo.protocol.messages import Entry, Standing, new_run_id
 from titan_grpo.runkey import Key
 
@@ -210,14 +211,20 @@ def test_a_later_run_whose_clock_was_behind_and_has_caught_up_gets_the_server(ri
     second(rig, first, run_id=new_run_id(time.time() - 3600)).everyone(1)
 
 
-def test_an_earlier_run_that_comes_after_a_later_one_is_refused(rig: MakeRig) -> None:
+def test_an_earlier_run_that_comes_after_a_later_one_is_refused_and_says_so_once(
+    rig: MakeRig, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     earlier = rig("a", started=False)
     later = rig("a", run_id=new_run_id(time.time() + 1))
     later.deliver(1)
     earlier.servers["a"] = later.servers["a"]
     earlier.start()
     earlier.until(lambda: earlier.server_set.last_error("a") is not None)
-    assert "another run has this server" in str(earlier.server_set.last_error("a"))
+    said = f"another run has this server: run {later.pool.run_id} "
+    assert said in str(earlier.server_set.last_error("a"))
+    earlier.until(lambda: earlier.recorder.history().totals[names.SYNC_FAILURES] >= 3)
+    assert caplog.text.count(said) == 1, caplog.text
+    assert capfd.readouterr().err.count("a refuses this run") == 1
     later.deliver(2)
 
 

@@ -230,9 +230,10 @@ class LaneLink:
         except PeerError as error:
             raise ServerUnfit(str(error)) from error
         if not joined.ok:
-            raise ServerTaken(
-                joined.error, joined.run_in_force, joined.term_in_force, joined.age_in_force_s
-            )
+            run = joined.run_in_force
+            # Without epochs: a lane says a text that it has said before only once.
+            text = f"run {run} started later: end it, or restart the server if it is over"
+            raise ServerTaken(text, run, joined.term_in_force, joined.age_in_force_s)
         self._joined = True
         o, store = self._options, self._store
         o.relay.came(o.url, joined, channel.host)
@@ -446,9 +447,7 @@ class LaneLink:
         self._post(Order(number, "ping", 0, ""))
         answer = self._staged(number, timeout_s)
         if not answer.ok:
-            raise TransferFailed(
-                f"the receiver of epoch {self._epoch} refused a ping: {answer.error}"
-            )
+            raise TransferFailed(f"the receiver refused a ping: {answer.error}")
 
     def bye(self, timeout_s: float) -> None:
         """Send the receiver, if it has joined, that this run leaves the server. Waits for its
@@ -518,7 +517,7 @@ class LaneLink:
 
     def _take(self, number: int, kinds: tuple[Kind, ...], timeout_s: float, what: str) -> Frame:
         """Wait for such a frame. Raises TransferFailed past the deadline, or if the link ends."""
-        return self._opened().take(number, kinds, timeout_s, f"{what} (epoch {self._epoch})")
+        return self._opened().take(number, kinds, timeout_s, what)
 
     def _opened(self) -> LaneChannel:
         if self._channel is None:
