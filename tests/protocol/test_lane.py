@@ -95,6 +95,7 @@ def test_a_server_takes_rollouts_while_it_receives_and_none_while_it_commits() -
     assert repr(L.step(state, L.Failed())[0].entry) == "holds(v3)"
     state, _ = L.step(state, L.Staged(4))
     assert (repr(state.entry), state.entry.accepting) == ("committing(v3 <- v4)", False)
+    assert state.entry.committing == 4
     assert repr(L.step(state, L.Failed())[0].entry) == "unknown(?)", "its commit is in doubt"
 
 

@@ -84,6 +84,18 @@ def test_a_frozen_trainers_server_is_looked_at_again_as_long_as_its_lane_is_sile
     assert step(state, passed(Point.RESUMED, 99))[0].servers == {}
 
 
+def test_after_a_recovery_the_tries_are_counted_anew() -> None:
+    state, _ = drive(passed(Point.PAUSE, 0))
+    results: list[type[Failed | Recovered]] = [Failed, Failed, Recovered, Failed, Failed]
+    for number, result in enumerate(results, start=1):
+        assert state.due is not None
+        now = state.due
+        state, _ = step(state, Ticked(now))
+        state, actions = step(state, result(URL, number, now))
+        assert actions == ()
+    assert GiveUp(URL) in step(step(state, Ticked(99.0))[0], Failed(URL, 6, 99.0))[1]
+
+
 @pytest.mark.parametrize("point", [Point.GREET, Point.PAUSE, Point.CONNECTED, Point.RESUMED])
 def test_a_look_is_called_off_when_the_lane_speaks(point: Point) -> None:
     state, actions = drive(passed(Point.PAUSE, 0), Ticked(3.0), passed(point, 3.5, epoch=4))

@@ -47,7 +47,11 @@ COMMITTING = frozenset(
 
 def wire_epoch(epoch: int) -> int:
     """Return the epoch that messages carry for a lane's ``epoch``-th connection: an even number.
-    Odd numbers belong to the pause guard."""
+    Odd numbers belong to the pause guard.
+
+    >>> wire_epoch(1), wire_epoch(2)
+    (2, 4)
+    """
     return 2 * epoch
 
 

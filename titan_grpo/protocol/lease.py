@@ -40,7 +40,7 @@ class Lease:
         >>> taken, taken.open("run2", "b", 1.0), taken.open("run0", "b", 1.0)
         (<run1 until 10.0, session a>, <run2 until 11.0, session b>, None)
         """
-        if self.session and run < self.run:
+        if run < self.run:  # a free service has none
             return None
         return replace(self, run=run, session=session, until=now + self.lease_s)
 

@@ -30,7 +30,7 @@ def worth_making(mode: str, whole_s: float, part_bytes: float, link_share: float
     the bytes of a patch for each server over those of the version, which the trainer's link carries
     about once.
 
-    >>> [worth_making("auto", s, ENCODE_RATE) for s in (3.0, 5.0)]
+    >>> [worth_making("auto", s, ENCODE_RATE) for s in (4.0, 5.0)]
     [False, True]
     >>> worth_making("auto", 5.0, ENCODE_RATE, 1.2), worth_making("on", 0.0, ENCODE_RATE)
     (False, True)
