@@ -120,7 +120,7 @@ def test_a_live_run_keeps_its_server_and_the_other_one_says_whose_it_is(rig: Mak
 def test_a_run_that_takes_over_gets_the_server_and_the_loser_stops_with_its_name(
     rig: MakeRig, config: dict[str, bool | str]
 ) -> None:
-    first = rig("a", owner="folder")
+    first = rig("a", owner="folder", take_over=False)
     first.deliver(1)
     other = second(rig, first, **config)
     other.everyone(1)

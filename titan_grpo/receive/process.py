@@ -178,22 +178,22 @@ class ReceiverHandle:
         unproven = "" if probe and not hello.proof else _unproven(hello, keys)
         if unproven:
             keys = None
-        refusal, named = problem or unproven, True
+        refusal, aged = problem or unproven, True
         final = bool(refusal)
         if not refusal and not probe:
             if refusal := self._second_name(hello):
                 final = True
             elif refusal := self._occupied(hello):
-                # Do not name the run in force: a lane could retry at once with a higher term,
-                # forever.
-                named = False
+                # Not how old the run in force is: the lane of a younger one would retry at once
+                # with a higher term, forever.
+                aged = False
             else:
                 before, _ = self.state.in_force
                 refusal = self._step(OpenEpoch(hello.run_id, hello.epoch, hello.term))
                 if not refusal and hello.run_id != before:
                     self._started_s = time.monotonic() - hello.age_s
         if refusal or probe:
-            self.answer(hello, refusal, keys if hello.proof else None, final, named)
+            self.answer(hello, refusal, keys if hello.proof else None, final, aged)
             return refusal
         # Before the next one starts: two images may not fit in memory, and only one receiver may
         # answer for an engine. While an image stays mapped, its memory is not freed.
@@ -236,15 +236,14 @@ class ReceiverHandle:
         problem: str,
         keys: EpochKeys | None = None,
         final: bool = False,
-        named: bool = True,
+        aged: bool = True,
     ) -> None:
         """Answer the Hello, without serving it: with ``problem``, or with what the engine holds.
-        ``final``: a retry cannot succeed. ``named``: the answer names the run in force."""
+        ``final``: a retry cannot succeed. ``aged``: the answer says how old the run in force is."""
         first = self._first("answer", hello, problem, keys)
         first["joined"]["final"] = final
-        if not named:
-            hidden = {"run_in_force": "", "epoch_in_force": 0, "term_in_force": 0}
-            first["joined"] |= {**hidden, "age_in_force_s": 0.0}
+        if not aged:
+            first["joined"]["age_in_force_s"] = 0.0
         # Keep those that have not answered yet: their lanes would wait for their deadlines.
         self._end_answering(ANSWERING - 1)
         self._answering.append(ReceiverProcess(first))

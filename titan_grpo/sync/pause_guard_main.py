@@ -65,9 +65,7 @@ def superseded(joined: Joined, run_id: str, epoch: int) -> str:
         return ""
     if joined.final:
         raise PeerError(joined.error)
-    if not joined.run_in_force:  # of a live run, which a refusal does not name
-        return joined.error
-    return f"epoch {joined.epoch_in_force} of run {joined.run_in_force} has it"
+    return joined.error
 
 
 def fence(control: ServerControl, access: Access, run_id: str, epoch: int) -> Joined:
