@@ -34,4 +34,5 @@ def test_each_part_is_patched_from_the_staged_version_or_not_at_all() -> None:
     assert leading_from(2, (*first, *second)) == first[1:]
     assert leading_from(1, (*second, *first)) == first
     assert leading_from(3, (*first, *second)) == second
+    assert leading_from(1, first) == first
     assert leading_from(None, first) == ()
