@@ -12,7 +12,7 @@ version. Before the figures count, one version is compared with the trainer's.
 
 With ``--hosts two`` (needs root) the server is a process behind HTTP with a network and a pid
 namespace of its own: it reads no memory of the trainer, so versions come over TCP, as the raw
-socket's bytes do. fetch_s over socket_s is what that is for: such a server copies every tensor and
+socket's bytes do. socket_s over fetch_s is what that is for: such a server copies every tensor and
 hashes all of them at each call, so commit_s and total_s are its own.
 """
 
@@ -402,8 +402,8 @@ def table(record: dict[str, Any]) -> str:
         "",
         (
             f"goodput {record['goodput_gib_s']:.2f} GiB/s: {record['goodput_share_of_socket']:.2f}"
-            f" of the raw socket, {record['goodput_share_of_memcpy']:.2f} of the memcpy; fetch over"
-            f" socket {record['fetch_share_of_socket']:.2f}"
+            f" of the raw socket, {record['goodput_share_of_memcpy']:.2f} of the memcpy; raw socket"
+            f" / fetch {record['fetch_share_of_socket']:.2f}"
         ),
         f"total is {record['total_over_copy_plus_socket']:.2f} x (copy + raw socket)",
         f"machine: {record['machine']}",
