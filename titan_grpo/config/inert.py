@@ -96,7 +96,7 @@ def _others(g: GRPO, r: Rollout) -> Iterator[Row]:
     yield g.kl_in_reward, "kl_estimator_type", "with grpo.kl_in_reward the estimator is k1"
     undivided = "grpo.normalize_advantage_std = false: nothing is divided"
     yield not g.normalize_advantage_std, "advantage_normalization", undivided
-    scaled = g.advantage_normalization == "batch" and g.normalize_advantage_std
+    scaled = g.advantage_normalization == "batch" and g.advantage_baseline == "leave_one_out"
     rule = (
         'grpo.advantage_normalization = "batch" divides by the deviation of the whole step, and'
         " leave-one-out's factor cancels, since all groups of a task have one size"
