@@ -1,6 +1,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -40,12 +41,22 @@ def test_the_docstring_example() -> None:
 
 
 @pytest.mark.parametrize("options", [GROUP, NONE, BATCH])
-@pytest.mark.parametrize("group", [(), (3.0,), (0.1, 0.1, 0.1), (1e9,) * 7])
+@pytest.mark.parametrize("group", [(), (3.0,), (0.1, 0.1, 0.1), (1e9,) * 7, (0.3, 0.1 + 0.2)])
 def test_a_group_without_differences_has_exact_zeros(
     group: tuple[float, ...], options: GRPO
 ) -> None:
     assert one(group, options) == (0.0,) * len(group)
     assert not has_spread([Scored(r, 5, 5) for r in group], options, LONGEST)
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("options", [GROUP, NONE, BATCH])
+def test_a_reward_that_is_the_mean_of_its_group_is_neither_better_nor_worse(
+    options: GRPO, baseline: Literal["mean", "leave_one_out"]
+) -> None:
+    found = one((0.1, 0.2, 0.3), replace(options, advantage_baseline=baseline))
+    assert found[1] == 0.0
+    assert found[0] == pytest.approx(-found[2])
 
 
 def test_nearly_equal_rewards_are_not_blown_up() -> None:

@@ -26,6 +26,9 @@ from titan_grpo.samples import Completion
 STD_EPSILON = 1e-6
 """Added to a standard deviation, so that nearly equal rewards are not scaled up to 1."""
 
+ROUNDING = 1e-14
+"""Difference from the mean, relative to the largest reward of a group, up to which it is none."""
+
 
 class Scored(NamedTuple):
     """Input of the advantages: one completion or episode."""
@@ -112,7 +115,8 @@ def step_advantages(
     """Return the advantages of every group of a step, in the order given. ``longest``:
     rollout.max_completion_tokens.
 
-    Equal (shaped) rewards, and a group of one, give exact zeros: such a group teaches nothing.
+    Equal (shaped) rewards, and a group of one, give exact zeros: such a group teaches nothing. So
+    does a reward that is its group's mean: M2PO, clip fractions and others ask for the sign.
 
     Example: one group with rewards (1, 0, 0, 1): mean 0.5, deviation 0.5, so (1, -1, -1, 1) up to
     2e-6; without the division (0.5, -0.5, -0.5, 0.5), and with leave-one-out and no division (2/3,
@@ -159,13 +163,15 @@ def _shaped(group: Sequence[Scored], grpo: GRPO, longest: int) -> list[float]:
 
 
 def _centred(rewards: Sequence[float], baseline: str) -> tuple[float, ...]:
-    # Return exact zeros: the rounded mean of equal numbers may differ from them.
-    if not rewards or min(rewards) == max(rewards):
-        return (0.0,) * len(rewards)
+    if not rewards:
+        return ()
     count = len(rewards)
     mean = math.fsum(rewards) / count
-    factor = count / (count - 1) if baseline == "leave_one_out" else 1.0
-    return tuple(factor * (reward - mean) for reward in rewards)
+    factor = count / max(count - 1, 1) if baseline == "leave_one_out" else 1.0
+    # Exact zeros: by rounding alone a reward that is the mean would be better or worse than it.
+    least = ROUNDING * max(map(abs, rewards))
+    differences = (reward - mean for reward in rewards)
+    return tuple(factor * each if abs(each) > least else 0.0 for each in differences)
 
 
 def _root_mean_square(values: Sequence[float]) -> float:
