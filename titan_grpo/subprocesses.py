@@ -28,6 +28,9 @@ PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 """Environment variables that name a proxy for http."""
 
 PR_SET_PDEATHSIG = 1
+SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+"""Number of the system call by machine; libc has no function for it."""
+
 KILL_S = 5.0
 """Seconds to wait for a process after SIGKILL."""
 
@@ -144,6 +147,14 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
     Nothing is sent if the parent ended before this call: compare os.getppid() if that matters.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def use_any_memory() -> None:
+    """Allocate on all NUMA nodes of the host from here on, whatever policy was inherited. Call it
+    before the process has threads."""
+    if (number := SET_MEMPOLICY.get(os.uname().machine)) is not None:
+        # A refusal (by a container) is harmless: there the parent could set no policy either.
+        ctypes.CDLL(None).syscall(number, 0, None, 0)
 
 
 def exit_with_parent(parent: int) -> None:

@@ -1,6 +1,7 @@
 """The receiver process with real senders: what arrives is committed, what goes wrong leaves the
 engine as it was."""
 
+import ctypes
 import ipaddress
 import math
 import os
@@ -8,6 +9,8 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,6 +25,7 @@ from titan_grpo.engines.server import RolloutNeeds
 from titan_grpo.errors import PeerError, ServerUnfit, TransferFailed
 from titan_grpo.protocol.messages import Order
 from titan_grpo.receive.process import LAST_LINE
+from titan_grpo.subprocesses import SET_MEMPOLICY
 from titan_grpo.sync.link import LaneLink
 
 pytestmark = pytest.mark.e2e
@@ -62,6 +66,24 @@ def test_a_version_of_a_hundred_thousand_tensors_reaches_the_engine() -> None:
         assert engine.value() == 3.0
     finally:
         site.close()
+
+
+@over_tcp
+def test_the_receiver_takes_memory_of_all_nodes_though_its_engine_is_bound_to_one(
+    site: Site,
+) -> None:
+    bind, first = 2, ctypes.byref(ctypes.c_ulong(1))
+    set_policy = partial(ctypes.CDLL(None).syscall, SET_MEMPOLICY[os.uname().machine])
+    if set_policy(bind, first, 64):
+        pytest.skip("no memory policy can be set here")
+    try:
+        assert " bind:0 " in Path("/proc/self/numa_maps").read_text()
+        site.connect(Weights(1.0))
+    finally:
+        set_policy(0, None, 0)
+    policies = Path(f"/proc/{site.receiver_pid}/numa_maps").read_text()
+    assert "titan_grpo" in policies
+    assert " bind:" not in policies
 
 
 def broadcast(site: Site, nbytes: int, **config: Any) -> LaneLink:

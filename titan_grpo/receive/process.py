@@ -33,6 +33,7 @@ from titan_grpo.subprocesses import (
     end_with_parent,
     helper_environment,
     start_module,
+    use_any_memory,
     wait_process,
     when_ended,
 )
@@ -455,6 +456,9 @@ def main(sock: socket.socket, parent: int) -> None:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     except OSError as error:
         log.info("the receiver keeps the engine's cores: %s", error)
+    # SGLang binds its workers' memory to the GPU's NUMA node (numactl --membind). A whole model may
+    # not fit there, and the kernel would kill a process of that node, such as the engine.
+    use_any_memory()
     code = 0
     try:
         serve(Channel(sock))
