@@ -137,6 +137,11 @@ def test_posts_are_bounded_and_never_empty() -> None:
     assert sizes == [("of 5.",), ("12", "34"), ("of nine..",)]
 
 
+def test_an_old_acknowledgement_changes_nothing() -> None:
+    outbox = S.Outbox("s").put("a").put("b").put("c").acknowledged(2)
+    assert outbox.acknowledged(1) == outbox
+
+
 def test_an_acknowledgement_of_what_was_never_sent_is_refused() -> None:
     with pytest.raises(ProtocolError, match="2 frames were acknowledged, there are 1"):
         S.Outbox("s").put("a").acknowledged(2)

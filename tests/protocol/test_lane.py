@@ -93,6 +93,7 @@ def test_a_server_takes_rollouts_while_it_receives_and_none_while_it_commits() -
     state, _ = drive(L.Started(), L.Connected(3, True), L.Newer(4))
     assert (repr(state.entry), state.entry.accepting) == ("receiving(v3 <- v4)", True)
     assert repr(L.step(state, L.Failed())[0].entry) == "holds(v3)"
+    assert not drive(L.Started(), L.Connected(None, True), L.Newer(4))[0].entry.accepting
     state, _ = L.step(state, L.Staged(4))
     assert (repr(state.entry), state.entry.accepting) == ("committing(v3 <- v4)", False)
     assert state.entry.committing == 4

@@ -61,6 +61,11 @@ def test_a_server_removed_by_command_stays_away_until_the_file_names_it_anew() -
     assert actions == [Join("a")]
 
 
+def test_a_server_added_and_removed_by_command_is_the_files_afterwards() -> None:
+    members, _ = run(start(urls("a")), Add("b"), Remove("b"), Ended("b"), Listed(urls("b")))
+    assert run(members, Listed(urls("c")))[1] == [Join("c"), Leave("b")]
+
+
 def test_a_server_added_by_command_stays_when_the_file_changes() -> None:
     members, _ = run(start(urls(), urls("a")), Add("x"), Listed(urls("b")))
     assert members.present == urls("b", "x")

@@ -177,6 +177,11 @@ def test_after_a_clean_end_a_server_that_never_joined_is_asked_once() -> None:
     assert state.done
 
 
+def test_after_a_clean_end_a_server_whose_commit_began_gets_all_its_tries() -> None:
+    state, _ = drive(passed(Point.PAUSE, 0), Ended(clean=True, now=1.0), Ticked(1.0))
+    assert step(state, Failed(URL, 1, 1.5))[1] == ()
+
+
 def test_a_silent_server_is_given_up_after_its_tries_with_growing_rests() -> None:
     state, _ = drive(passed(Point.PAUSE, 0), Ended(clean=False, now=0.0))
     rests = []

@@ -32,8 +32,10 @@ def worth_making(mode: str, whole_s: float, part_bytes: float, link_share: float
 
     >>> [worth_making("auto", s, ENCODE_RATE) for s in (4.0, 5.0)]
     [False, True]
-    >>> worth_making("auto", 5.0, ENCODE_RATE, 1.2), worth_making("on", 0.0, ENCODE_RATE)
-    (False, True)
+    >>> [worth_making("auto", 5.0, ENCODE_RATE, share) for share in (1.0, 1.2)]
+    [True, False]
+    >>> worth_making("on", 0.0, ENCODE_RATE), worth_making("off", 5.0, ENCODE_RATE)
+    (True, False)
     """
     pays_off = whole_s > WORTH * part_bytes / ENCODE_RATE and link_share <= 1
     return mode == "on" or (mode == "auto" and pays_off)
