@@ -22,7 +22,7 @@ from titan_grpo.titan.weight_sync import TrainerSync
 
 prepare()  # once for both ranks, which are forked after this
 
-LAYERS, WIDTH = 6, 512
+LAYERS, WIDTH = 6, 1024
 
 
 def mapped_bytes() -> int:

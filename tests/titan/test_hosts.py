@@ -44,7 +44,8 @@ def test_the_ranks_of_a_host_share_the_conversion_and_map_their_own_pages(tmp_pa
     converted, mapped, sizes, errors = zip(*said, strict=True)
     assert converted == ([f"{n}.weight" for n in (0, 2, 4)], [f"{n}.weight" for n in (1, 3, 5)])
     assert mapped[0] == sizes[0], "rank 0 has allocated all of it"
-    assert mapped[1] == sizes[1] / 2
+    # The kernel also maps what is there around a fault: 64 KiB a tensor.
+    assert sizes[1] / 2 <= mapped[1] <= 0.6 * sizes[1]
     assert errors[0] == errors[1]
     assert "5.weight becomes none" in errors[0]
 
