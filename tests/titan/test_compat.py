@@ -1,11 +1,13 @@
 """Which torchtitan is installed: what is too old or too new, and what is the same with each."""
 
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from titan_grpo.titan import compat, jobfile
+from titan_grpo.titan.flavors import model_of
 
 
 @pytest.mark.parametrize(
@@ -22,6 +24,16 @@ def test_the_torchtitan_gate_says_why(version: str | None, reason: str) -> None:
     refusal = compat.refusal(version)
     assert (refusal == "") == (reason == "")
     assert reason in refusal
+
+
+def test_a_model_in_one_file_is_worth_no_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Doctor, plan, evaluate and export would print it before their own."""
+    compat.prepare()
+    spec, args = model_of("qwen3", "debugmodel")
+    spec.state_dict_adapter(args, str(tmp_path))
+    assert caplog.text == ""
 
 
 def test_a_job_is_written_in_the_same_keys_whatever_torchtitan_is_installed() -> None:

@@ -1,6 +1,7 @@
 """Gate to torchtitan: supported versions, and the patches before its first import."""
 
 import importlib
+import logging
 from collections.abc import Collection
 from importlib import metadata
 from typing import Any
@@ -61,6 +62,12 @@ def other_saver(names: Collection[str], version: str) -> str:
     return ""
 
 
+def _has_a_reader(record: logging.LogRecord) -> bool:
+    """Whether a line is not that of each adapter of a model in one file, on how torchtitan would
+    save it: here it never does."""
+    return "Defaulting to saving a single safetensors file" not in str(record.msg)
+
+
 def prepare() -> bool:
     """Check the version and apply all patches that act at import, in the one order that works. Call
     before anything imports torchtitan. Idempotent.
@@ -73,6 +80,7 @@ def prepare() -> bool:
         ProtocolError: torchtitan was imported before.
     """
     three = inside(require_torchtitan(), THREE)
+    logging.getLogger().addFilter(_has_a_reader)
     from titan_grpo.patches import (
         torch_set_timeout,
         torchtitan_async_ep,
