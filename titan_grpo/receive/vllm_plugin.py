@@ -74,7 +74,7 @@ EXACT = "standard", "block"
 
 def problem_of(vllm_config: Any) -> str:
     """Return why commits cannot work in a server with this VllmConfig, or ""."""
-    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    parallel = vllm_config.parallel_config
     # Of a dense model's replicas each one's config says that it is alone, but keeps their ports.
     ports = getattr(parallel, "_data_parallel_master_port_list", ())
     if parallel.data_parallel_size > 1 or ports:
@@ -93,17 +93,6 @@ def problem_of(vllm_config: Any) -> str:
             " launcher, are not synced: use tensor parallelism on one host"
         )
     model = vllm_config.model_config
-    if model.logprobs_mode != LOGPROBS_MODE:
-        return (
-            "log-probabilities must be those after the temperature, and with logprobs mode"
-            f" {model.logprobs_mode} every weight of the loss would be wrong: start it with"
-            f" --logprobs-mode {LOGPROBS_MODE}"
-        )
-    if getattr(vllm_config, "watermark_config", None) is not None:
-        return (
-            "a watermark chooses each token by the ones before it, so all completions of a prompt"
-            " would be alike: start the server without --watermark-config"
-        )
     if (kind := model.hf_text_config.model_type) == "gpt_oss":
         return (
             f"vLLM's loader of {kind} gives nothing to its experts in a reload, and"
@@ -138,6 +127,32 @@ def problem_of(vllm_config: Any) -> str:
             "after a rebalance of experts a reload writes them into the slots of other experts:"
             " start the server without --enable-eplb"
         )
+    load = vllm_config.load_config
+    # Its default is the daemon's own memory.
+    copied = (load.model_loader_extra_config or {}).get("mode") == "copy"
+    if load.load_format == "ipc_cache" and not copied:
+        return (
+            "a load would write into the memory of vLLM's weight cache, which other servers serve"
+            " and start from: start the server with another --load-format, or with"
+            """ --model-loader-extra-config '{"mode": "copy"}'"""
+        )
+    return sampling_problem(vllm_config)
+
+
+def sampling_problem(vllm_config: Any) -> str:
+    """Return why its tokens are not samples of the distribution that they are trained by, or ""."""
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    if model.logprobs_mode != LOGPROBS_MODE:
+        return (
+            "log-probabilities must be those after the temperature, and with logprobs mode"
+            f" {model.logprobs_mode} every weight of the loss would be wrong: start it with"
+            f" --logprobs-mode {LOGPROBS_MODE}"
+        )
+    if getattr(vllm_config, "watermark_config", None) is not None:
+        return (
+            "a watermark chooses each token by the ones before it, so all completions of a prompt"
+            " would be alike: start the server without --watermark-config"
+        )
     if speculative is not None and speculative.method not in NO_DRAFT_WEIGHTS:
         return (
             f"speculative decoding with {speculative.method} would keep its old draft weights:"
@@ -154,15 +169,6 @@ def problem_of(vllm_config: Any) -> str:
             f"speculative decoding with rejection_sample_method {way} samples other tokens than its"
             " log-probabilities say, and every weight of the loss would be wrong: use"
             f" {' or '.join(EXACT)}"
-        )
-    load = vllm_config.load_config
-    # Its default is the daemon's own memory.
-    copied = (load.model_loader_extra_config or {}).get("mode") == "copy"
-    if load.load_format == "ipc_cache" and not copied:
-        return (
-            "a load would write into the memory of vLLM's weight cache, which other servers serve"
-            " and start from: start the server with another --load-format, or with"
-            """ --model-loader-extra-config '{"mode": "copy"}'"""
         )
     return ""
 
