@@ -70,7 +70,6 @@ def every_term(text: Path) -> list[str]:
         "grpo.logit_loss_weight": 0.01,
         "grpo.rollout_is_level": "geometric",
         "grpo.rollout_is_mode": "mask",
-        "grpo.advantage_baseline": "leave_one_out",
         "grpo.advantage_normalization": "batch",
         "grpo.ptx_mixin_batchsize": 4,
         "grpo.ptx_scale": 0.1,

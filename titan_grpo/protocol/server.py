@@ -103,17 +103,16 @@ def _open_epoch(s: EngineState, e: OpenEpoch) -> FenceOutcome:
         # A pause guard sends term 1, whatever its lane's term: its epoch must not lower the term.
         term = max(e.term, s.term) if e.run_id == run else e.term
         return replace(s, in_force=(e.run_id, e.epoch), term=term), ""
-    reason = (
-        f"epoch {e.epoch} of run {e.run_id} (term {e.term}) is not newer than epoch {epoch} of run"
-        f" {run} (term {s.term}), which is in force: "
-    )
-    if e.run_id == run:
-        reason += (
-            "the run's pause guard, or another of its lanes under another name, has the server"
+    if e.run_id != run:
+        # Without epochs: a lane reports a text only once, and its next attempt has another epoch.
+        return s, (
+            f"run {run} (term {s.term}) is in force, and run {e.run_id} is not newer: end run"
+            f" {run}, or restart the server if it is over"
         )
-    else:
-        reason += "a trainer that was replaced, or two trainers with the same server"
-    return s, reason
+    return s, (
+        f"epoch {e.epoch} is not newer than epoch {epoch}, which is in force for run {run}: its"
+        " pause guard, or another of its lanes under another name, has the server"
+    )
 
 
 def _commit_requested(s: EngineState, e: CommitRequested) -> FenceOutcome:

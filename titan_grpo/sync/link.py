@@ -230,10 +230,9 @@ class LaneLink:
         except PeerError as error:
             raise ServerUnfit(str(error)) from error
         if not joined.ok:
-            run = joined.run_in_force
-            # Without epochs: a lane says a text that it has said before only once.
-            text = f"run {run} started later: end it, or restart the server if it is over"
-            raise ServerTaken(text, run, joined.term_in_force, joined.age_in_force_s)
+            raise ServerTaken(
+                joined.error, joined.run_in_force, joined.term_in_force, joined.age_in_force_s
+            )
         self._joined = True
         o, store = self._options, self._store
         o.relay.came(o.url, joined, channel.host)
