@@ -346,6 +346,14 @@ def test_a_server_with_what_the_job_needs_is_ok_and_nothing_needed_is_not_looked
     assert of_options(Options(), Options(0, True)) == []
 
 
+def test_a_server_that_takes_fewer_tokens_than_a_row_is_warned_of() -> None:
+    [(status, line)] = of_options(Options(context=4096), Options(context=1024))
+    assert status == "warning"
+    assert "start it with --max-model-len 4096" in line
+    for enough in (4096, 0):
+        assert of_options(Options(context=4096), Options(context=enough)) == []
+
+
 def test_a_server_that_reads_no_calls_of_tools_is_a_problem_where_agents_need_it() -> None:
     unread = facts(errors={"tool_calls": "u: start it with --enable-scale-out"})
     assert [f for f in server(unread, Needs()) if f.subject == "options"] == []

@@ -346,8 +346,9 @@ def test_both_engines_descriptions_are_read() -> None:
     config = {
         "lora_config": {"max_lora_rank": 16},
         "aux_output_config": {"enable_return_routed_experts": True},
+        "model_config": {"max_model_len": 4096},
     }
-    assert Options.of_server("vllm", {"vllm_config": config}) == Options(16, True)
+    assert Options.of_server("vllm", {"vllm_config": config}) == Options(16, True, 4096)
     assert Options.of_server("vllm", {"vllm_config": {"lora_config": None}}) == Options()
     assert Options.of_server("sglang", {"enable_return_routed_experts": True}) == Options(0, True)
     assert Options.of_server("sglang", None) == Options()

@@ -132,7 +132,7 @@ def wanted(
     out.evaluations = config.evaluation
     own = [url for table in out.evaluations for url in table.servers]
     out.servers += [url for url in dict.fromkeys(own) if url not in out.servers]
-    options = servers.Options(rank, config.grpo.router_replay)
+    options = servers.Options(rank, config.grpo.router_replay, config.training.seq_len)
     reads = engines_read_calls(rollout)
     streamed = out.sync.apply == "streamed" and out.sync.transport != "nccl"
     out.needs = Needs(options, tokens, reads, streamed)

@@ -71,10 +71,12 @@ def controller(url: str, key: str, timeout_s: float, ours: str = FORMAT) -> Find
 @dataclass(frozen=True, slots=True)
 class Options:
     """Options that a job needs or a server has. ``lora_rank``: largest rank of adapters as
-    versions, 0: none. ``routes``: the experts of each token are returned."""
+    versions, 0: none. ``routes``: the experts of each token are returned. ``context``: most tokens
+    of a prompt and its completion, 0: unknown."""
 
     lora_rank: int = 0
     routes: bool = False
+    context: int = 0
 
     @classmethod
     def of_server(cls, engine: str, answer: Any) -> "Options":
@@ -85,8 +87,9 @@ class Options:
         config = found.get("vllm_config")
         config = config if isinstance(config, dict) else {}
         lora, extra = config.get("lora_config") or {}, config.get("aux_output_config") or {}
-        rank = lora.get("max_lora_rank", 0)
-        return cls(int(rank), extra.get("enable_return_routed_experts") is True)
+        model, routes = config.get("model_config") or {}, extra.get("enable_return_routed_experts")
+        rank, context = lora.get("max_lora_rank", 0), model.get("max_model_len", 0)
+        return cls(int(rank), routes is True, int(context))
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +289,13 @@ def _options(url: str, engine: str, needed: Options, found: Options) -> Iterator
         yield problem("options", text, NO_ROUTES)
     elif needed.routes:
         yield ok("options", f"{url} sends the experts of each token")
+    if needed.context > found.context > 0:
+        yield warning(
+            "options",
+            f"{url} ends a completion with its prompt at {found.context} tokens, where"
+            f" training.seq_len takes {needed.context}: long ones would count as truncated",
+            f"start it with --max-model-len {needed.context}, or more",
+        )
 
 
 def _tool_calls(facts: ServerFacts) -> Finding:
