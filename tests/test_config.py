@@ -297,6 +297,14 @@ def test_servers_read_from_each_other_only_where_they_read_ranges(
         # One ratio per sequence spreads the tokens' weights over it, also where its value is 1.
         (GRPO(policy_ratio_type="sequence"), "policy_ratio_type"),
         (GRPO(rollout_is_threshold=0.0, kl_in_reward=True, kl_beta=0.1), "policy_ratio_type"),
+        (
+            GRPO(
+                advantage_baseline="leave_one_out",
+                advantage_normalization="batch",
+                normalize_advantage_std=False,
+            ),
+            "advantage_baseline",
+        ),
         (GRPO(rollout_is_level="geometric", top_entropy_share=0.2), "policy_ratio_type"),
         (GRPO(rollout_is_level="sequence", m2_threshold=0.04), "policy_ratio_type"),
         (GRPO(policy_loss="cispo"), "cispo_weight_max"),

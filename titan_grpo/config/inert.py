@@ -96,12 +96,13 @@ def _others(g: GRPO, r: Rollout) -> Iterator[Row]:
     yield g.kl_in_reward, "kl_estimator_type", "with grpo.kl_in_reward the estimator is k1"
     undivided = "grpo.normalize_advantage_std = false: nothing is divided"
     yield not g.normalize_advantage_std, "advantage_normalization", undivided
-    scaled = g.advantage_normalization == "batch" and g.advantage_baseline == "leave_one_out"
+    scaled = g.normalize_advantage_std and g.advantage_normalization == "batch"
+    cancels = scaled and g.advantage_baseline == "leave_one_out" and r.source == "task"
     rule = (
         'grpo.advantage_normalization = "batch" divides by the deviation of the whole step, and'
         " leave-one-out's factor cancels, since all groups of a task have one size"
     )
-    yield scaled and r.source == "task", "advantage_baseline", rule
+    yield cancels, "advantage_baseline", rule
     older = r.max_stale_token_share > 0 and r.consume != "started"
     rule = f"rollout.max_staleness = {r.max_staleness} lets no older token in"
     yield g.token_staleness_limit >= r.max_staleness and not older, "token_staleness_limit", rule
