@@ -412,6 +412,8 @@ def table(record: dict[str, Any]) -> str:
             " 0.93 of a raw socket"
         ),
     ]
+    if o["hosts"] == "two":
+        lines.append("commit_s and total_s have the stub server's copies and hashes of all tensors")
     return "\n".join(lines)
 
 
