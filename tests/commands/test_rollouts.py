@@ -51,7 +51,10 @@ def test_the_doctor_looks_at_the_service_of_a_job() -> None:
         other = controller(url, "secret", 60.0, "another form")
         assert (other.status, other.text) == ("problem", f"{url} runs another titan_grpo")
         refused = controller(url, "wrong", 60.0)
-        assert (refused.status, "refused with 401" in refused.text) == ("problem", True)
+        assert (refused.status, "set rollout.controller_key_env" in refused.text) == (
+            "problem",
+            True,
+        )
     finally:
         service.close()
     gone = controller(url, "secret", 60.0)

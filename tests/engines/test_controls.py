@@ -155,7 +155,7 @@ def test_without_the_plugin_sglangs_own_calls_end_an_update_and_set_the_label(
     ("routes", "words"),
     [
         ({"POST /init_weight_transfer_engine": 404}, "VLLM_SERVER_DEV_MODE=1"),
-        ({"POST /init_weight_transfer_engine": 401}, "refused with 401"),
+        ({"POST /init_weight_transfer_engine": 401}, r"refused with 401.*set rollout\.api_key_env"),
         ({"POST /init_weight_transfer_engine": 500, **backend(None)}, "--weight-transfer-config"),
         ({"POST /init_weight_transfer_engine": 500, **backend("nccl")}, "its backend is nccl"),
     ],

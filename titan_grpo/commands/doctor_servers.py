@@ -54,7 +54,8 @@ def controller(url: str, key: str, timeout_s: float, ours: str = FORMAT) -> Find
 
     try:
         with SyncDriver(url, key) as driver:
-            form, run = driver.run(Call("GET", "/status", timeout_s, parse))
+            call = Call("GET", "/status", timeout_s, parse, key_from="rollout.controller_key_env")
+            form, run = driver.run(call)
     except PeerError as error:
         remedy = (
             "start it there: titan-grpo rollouts --bind HOST:PORT, with the key that"
@@ -150,11 +151,7 @@ def server(facts: ServerFacts, needs: Needs | None = None) -> list[Finding]:
     after a finding that would explain the next ones."""
     where, errors, of = facts.url, facts.errors, ENGINES[facts.engine]
     if "key" in errors:
-        remedy = (
-            "set rollout.api_key_env (and rollout.admin_key_env for an SGLang with an admin key) to"
-            " variables with its keys"
-        )
-        return [problem("server", errors["key"], remedy)]
+        return [problem("server", errors["key"], "set rollout.api_key_env")]
     if not facts.healthy:
         remedy = (
             "start it, or correct rollout.servers; from another host it must listen on more than"

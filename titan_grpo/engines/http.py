@@ -62,7 +62,8 @@ class Call(Generic[T]):
 
     ``parse`` gets the decoded JSON body, or ``None`` for an empty or non-JSON one, and raises
     ServerRefused (through ``want``) if the answer has another form. ``timeout_s``: the deadline in
-    seconds. ``admin``: send the admin key, if there is one.
+    seconds. ``admin``: send the admin key, if there is one. ``key_from``: settings that name the
+    variables with the key.
     """
 
     method: str
@@ -72,6 +73,9 @@ class Call(Generic[T]):
     params: Mapping[str, str] = field(default_factory=dict)
     json: Any = None
     admin: bool = False
+    key_from: str = (
+        "rollout.api_key_env (and rollout.admin_key_env for an SGLang with an admin key)"
+    )
 
 
 def want(
@@ -191,6 +195,8 @@ class _Driver:
         if not 200 <= status < 300:
             kind = KeyRefused if status in (401, 403) else HttpRefused
             text = " ".join(body.decode(errors="replace")[:BODY_CHARS].split())
+            if status == 401:
+                text += f"; set {call.key_from} to the variable with its key, and export that"
             raise kind(
                 f"{self.url}: {call.method} {call.path} was refused with {status}: {text}", status
             )
