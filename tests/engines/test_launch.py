@@ -49,6 +49,13 @@ def test_torchrun_variables_do_not_reach_the_server(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_trainers_choice_of_allocator_is_not_the_servers(engine: str) -> None:
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    spec = ServerSpec("py", "m", "log", engine=engine, port=1, cpu=False)
+    assert not {*names} & {*environment(dict.fromkeys(names, "expandable_segments:True"), spec)}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_run_key_goes_by_environment_in_place_of_any_other_and_is_not_shown(engine: str) -> None:
     key = Key.generate()
     spec = ServerSpec("py", "m", "log", engine=engine, port=1, run_key=key)

@@ -100,7 +100,10 @@ def environment(base: Mapping[str, str], spec: ServerSpec) -> dict[str, str]:
     """Return the server's environment, from ``base``. It holds the run key: command lines are
     public."""
     out = without_torchrun(base) | {"HF_HUB_OFFLINE": "1"}
-    out.pop("PYTHONHOME", None)  # it is for our interpreter, not for the engine's
+    # For our interpreter and our allocator, not for the engine's: with expandable segments vLLM
+    # refuses a KV connector, and SGLang's memory saver does not start.
+    for name in ("PYTHONHOME", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        out.pop(name, None)
     # SGLang calls itself once it has started, and ends itself if it gets no answer.
     out |= past_proxies(out, spec.host)
     if spec.shares_cores:
