@@ -6,10 +6,10 @@
 #
 # PYTHON=...   the interpreter (default: .venv/bin/python); its torch must be a CUDA build
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-python="${PYTHON:-.venv/bin/python}"
+root="$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)"
+python="${PYTHON:-$root/.venv/bin/python}"
 if ! command -v "$python" >/dev/null; then
     printf 'bench_gpu: no interpreter at %s: name one with a CUDA build of torch and titan_grpo: PYTHON=...\n' "$python" >&2
     exit 2
 fi
-PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m scripts.bench_gpu "$@"
+PYTHONSAFEPATH=1 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m scripts.bench_gpu "$@"

@@ -4,8 +4,8 @@
 #
 #   scripts/explore.sh [--ranks 2] [--servers 2] [--versions 3] [--faults 1] [--streamed] [--no-bugs] [--json PATH] [--help]
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root="$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)"
 # See scripts/test.sh.
 unset PYTHONDONTWRITEBYTECODE
-scripts/setup.sh --only trainer >&2
-exec .venv/bin/python -m tests.model_check "$@"
+"$root/scripts/setup.sh" --only trainer >&2
+exec env PYTHONSAFEPATH=1 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$root/.venv/bin/python" -m tests.model_check "$@"

@@ -6,9 +6,10 @@
 #                         [--lora RANK [--lora-sync merged|adapter]] [--model qwen3_moe [--router-replay]]
 #                         [--torchtitan 0.2|0.3] [--help]
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# No cd, as in the other scripts: paths in arguments are relative to where the user stands.
+root="$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)"
 # Before there is an environment that could say more: help makes none.
-case " $* " in *" --help "* | *" -h "*) [ -x .venv/bin/python ] || { sed -n '2,7s/^# \{0,1\}//p' scripts/quickstart.sh; exit 0; } ;; esac
+case " $* " in *" --help "* | *" -h "*) [ -x "$root/.venv/bin/python" ] || { sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0; } ;; esac
 # See scripts/test.sh.
 unset PYTHONDONTWRITEBYTECODE
 engine=vllm torchtitan=0.2 previous="" arguments=()
@@ -26,9 +27,9 @@ for argument in "$@"; do
 done
 # What is no engine is refused by the command itself, in one line.
 case "$engine" in vllm | sglang) engines="$engine" ;; both) engines=vllm,sglang ;; *) engines="" ;; esac
-scripts/setup.sh --torchtitan "$torchtitan" --only "trainer${engines:+,$engines}" >&2
+"$root/scripts/setup.sh" --torchtitan "$torchtitan" --only "trainer${engines:+,$engines}" >&2
 # This checkout's code, also where an environment is another's.
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-trainer=.venv
-if [ "$torchtitan" = 0.3 ]; then trainer=.venv-titan03; fi
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+trainer="$root/.venv"
+if [ "$torchtitan" = 0.3 ]; then trainer="$root/.venv-titan03"; fi
 exec "$trainer/bin/titan-grpo" quickstart "${arguments[@]+"${arguments[@]}"}"

@@ -4,8 +4,8 @@
 #
 #   scripts/soak.sh [--versions 1000] [--seconds-per-version S] [--fault-every N] [--seed N] [--json PATH] [--help]
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root="$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)"
 # See scripts/test.sh.
 unset PYTHONDONTWRITEBYTECODE
-scripts/setup.sh --only trainer >&2
-exec .venv/bin/python -m tests.soak "$@"
+"$root/scripts/setup.sh" --only trainer >&2
+exec env PYTHONSAFEPATH=1 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$root/.venv/bin/python" -m tests.soak "$@"

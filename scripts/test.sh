@@ -7,7 +7,7 @@
 #            20 s more while mypy has no cache
 #   --long   those tests too that take longest, and those of torchtitan 0.3, whose environment is made
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 # Where it is set (some containers do), Python keeps no compiled code, and set-up leaves compiling to the first import: then each
 # process compiles torch (import: 4.3 s of a core, else 1.8) or vLLM (27 s, else 11) again.
 unset PYTHONDONTWRITEBYTECODE

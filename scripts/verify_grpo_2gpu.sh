@@ -9,9 +9,9 @@
 #                               [--torchtitan 0.2|0.3] [--help]
 #   scripts/verify_grpo_2gpu.sh --faults all|NAMES [--list] [--engine vllm|sglang] [--deadline S] [--json PATH] [--out DIR]
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root="$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)"
 # Before there is an environment that could say more: help makes none.
-case " $* " in *" --help "* | *" -h "*) [ -x .venv/bin/python ] || { sed -n '2,10s/^# \{0,1\}//p' scripts/verify_grpo_2gpu.sh; exit 0; } ;; esac
+case " $* " in *" --help "* | *" -h "*) [ -x "$root/.venv/bin/python" ] || { sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0; } ;; esac
 # See scripts/test.sh.
 unset PYTHONDONTWRITEBYTECODE
 torchtitan=0.2 device=auto previous="" arguments=()
@@ -32,12 +32,12 @@ case "$device" in
     auto) if [ "$gpus" -ge 2 ]; then kind=(--cuda); fi ;;
     cuda) if [ "$gpus" -ge 1 ]; then kind=(--cuda); fi ;;
 esac
-scripts/setup.sh --torchtitan "$torchtitan" "${kind[@]+"${kind[@]}"}" >&2
-trainer=.venv
-if [ "$torchtitan" = 0.3 ]; then trainer=.venv-titan03; fi
+"$root/scripts/setup.sh" --torchtitan "$torchtitan" "${kind[@]+"${kind[@]}"}" >&2
+trainer="$root/.venv"
+if [ "$torchtitan" = 0.3 ]; then trainer="$root/.venv-titan03"; fi
 # This checkout's code, also where an environment is another's.
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 for argument in "$@"; do
-    case "$argument" in --faults | --faults=* | --list) exec "$trainer/bin/python" -m tests.faults "$@" ;; esac
+    case "$argument" in --faults | --faults=* | --list) exec env PYTHONSAFEPATH=1 "$trainer/bin/python" -m tests.faults "$@" ;; esac
 done
 exec "$trainer/bin/titan-grpo" verify "$@"

@@ -333,3 +333,29 @@ def test_the_proof_has_environments_for_the_device_that_it_will_use(
     env = with_gpus(gpus, tmp_path)
     said = said_by(["scripts/verify_grpo_2gpu.sh", *options], checkout, 9, env)
     assert said.split() == ["--torchtitan", "0.2", *["--cuda"] * cuda]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("quickstart", "--out"),
+        ("verify_grpo_2gpu", "--json"),
+        ("verify_grpo_2gpu", "--faults all --json"),
+        ("explore", "--json"),
+        ("soak", "--json"),
+        ("bench_gpu", "--json"),
+    ],
+)
+def test_a_path_in_an_argument_is_relative_to_where_the_user_stands(
+    script: str, arguments: str, checkout: Path, tmp_path: Path
+) -> None:
+    program(checkout / "scripts" / "setup.sh", "")
+    (checkout / ".venv").mkdir()
+    for name in ("python", "titan-grpo"):
+        program(checkout / ".venv" / "bin" / name, 'pwd; echo "$PYTHONPATH" "$*"')
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (link := elsewhere / "link").symlink_to(checkout / "scripts" / f"{script}.sh")
+    where, called = said_by([str(link), *arguments.split(), "here"], elsewhere).splitlines()
+    assert Path(where) == elsewhere
+    assert called.startswith(str(checkout))
+    assert called.endswith("here")
