@@ -404,6 +404,29 @@ def test_a_prompt_that_is_too_stale_more_often_than_the_drops_of_a_bad_one_is_tr
     server.released.set()
 
 
+def test_servers_that_sample_from_another_runs_weights_cost_no_prompt_its_drops(
+    start: StartClient, completion_server: MakeServer
+) -> None:
+    """As those that were taken over or restarted, and of which the ledger does not know it yet."""
+
+    def foreign(body: dict[str, Any]) -> tuple[int, Any]:
+        status, content = answer([5] * 4, [-1.0] * 4)
+        versions = [{"version": "other:3:f", "start": 0, "end": 4}]
+        content["choices"][0]["weight_versions"] = versions
+        return status, content
+
+    client = start(max_staleness=0, prompts_per_step=1, group_size=1)
+    for _ in range(MAX_DROPS):
+        server = completion_server()
+        server.behaviour = foreign
+        client.set_server(ServerState(server.url, 0, True, "r:0:f"))
+        server.wait_for_requests(1)
+    client.set_server(ServerState(completion_server().url, 0, True, "r:0:f"))
+    (group,) = client.next_batch(0, 1, 60)
+    assert group.prompt.index == 0
+    assert client.counters()["dropped.version_unknown"] >= MAX_DROPS
+
+
 def test_a_completion_that_ends_gives_its_slot_to_another_group_while_one_of_its_own_goes_on(
     start: StartClient, completion_server: MakeServer
 ) -> None:

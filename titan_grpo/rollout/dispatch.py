@@ -16,6 +16,7 @@ from titan_grpo.rollout.sampler import (
     GroupDropped,
     Interrupted,
     NotAccepted,
+    OtherWeights,
     PromptTooLong,
     Sampler,
 )
@@ -283,6 +284,10 @@ class Dispatcher:
                 self._counts.add("dropped.stale_in_flight")
                 self._report(f"group of prompt {ticket.index} from {url} is too stale: made again")
                 self._settle(ticket.moved(tuple(run.parts)))
+            case OtherWeights():
+                self._counts.add(f"dropped.{error.reason}")
+                self._throw_away(run.parts)
+                self._server_failed(run, f"{url} used other weights ({error})", ())
             case GroupDropped():
                 self._drop(run, error.reason, str(error), isinstance(error, PromptTooLong))
             case TaskFailed():
@@ -291,10 +296,7 @@ class Dispatcher:
                 self._drop(run, "refused", str(error))
             case PeerError():
                 self._counts.add("outages")
-                loop = asyncio.get_running_loop()
-                loop.call_at(run.server.failed(loop.time()), self._pump)
-                self._report(f"prompt {ticket.index} will be retried: {error}")
-                self._settle(ticket.failed(tuple(run.parts)), avoid=url)
+                self._server_failed(run, str(error), tuple(run.parts))
             case Interrupted():
                 # The engine aborted the requests and is healthy, or the ledger lost the server's
                 # version and so keeps new groups away: no back-off.
@@ -305,6 +307,13 @@ class Dispatcher:
                 self._fail(error)
                 return
         self._pump_soon()
+
+    def _server_failed(self, run: Running, why: str, kept: tuple[Completion, ...]) -> None:
+        """Requeue a group whose server failed, and let the server rest."""
+        loop = asyncio.get_running_loop()
+        loop.call_at(run.server.failed(loop.time()), self._pump)
+        self._report(f"prompt {run.ticket.index} will be retried: {why}")
+        self._settle(run.ticket.failed(kept), avoid=run.server.url)
 
     def _remove(self, url: str) -> None:
         """Cancel the groups of a server that left the run, then close its driver."""

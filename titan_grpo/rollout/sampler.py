@@ -49,6 +49,10 @@ class PromptTooLong(GroupDropped):
         )
 
 
+class OtherWeights(GroupDropped):
+    """The server used weights, or KV, that it must not. The prompt is not at fault."""
+
+
 class NotAccepted(TitanGrpoError):
     """A sound group is left out by the user's filter or the minimum length. It must not be made
     again: sampling until acceptance would bias the data. ``reason``: name of its counter."""
@@ -203,9 +207,9 @@ class Sampler:
             sampled = self._stopped(sampled, part, ask)
             answer = versioned(sampled, label, first, last, spec.kv_recomputed)
             if answer is None:
-                raise GroupDropped("version_unknown")
+                raise OtherWeights("version_unknown")
             if spec.kv_recomputed and kv_survived(sampled):
-                raise GroupDropped("kv_kept")
+                raise OtherWeights("kv_kept")
             job.parts[sample] = self._added(ask, part, answer)
             return sampled.finish_reason
 
