@@ -1,9 +1,11 @@
 """One rank whose run ends by an error while a thread writes its checkpoint: ``ended_rank.py RANK
 PORT FOLDER``. Not a test module itself.
 
-Prints one JSON line: the error, and whether the checkpoint was whole as soon as the run had ended.
+Prints one JSON line: the error, whether the checkpoint was whole as soon as the run had ended, and
+whether its objects are left out of the interpreter's last collection.
 """
 
+import gc
 import json
 import sys
 import threading
@@ -57,7 +59,7 @@ def main(rank: int, port: str, folder: Path) -> None:
         run(job_of(rank, 1, port, *job), Ended)
     except SyncError as error:
         whole = (folder / "run/checkpoint/step-1/.metadata").exists()
-        print(json.dumps([str(error), whole]))
+        print(json.dumps([str(error), whole, gc.get_freeze_count() > 0]))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ A training step that changed no weight (all its optimizer steps were unhealthy) 
 GRPOTrainer overrides train_step, train, the checkpointed state and close.
 """
 
+import gc
 import logging
 import os
 import time
@@ -478,3 +479,7 @@ def run(job_config: Any, build: Callable[[Any], GRPOTrainer] = GRPOTrainer) -> N
             if reason := write_failure(error, folder):
                 raise StorageError(reason) from error
             raise
+        finally:
+            # The interpreter's last collection walks over all of torch, for seconds: the other
+            # ranks and torchrun wait for the end of this process.
+            gc.freeze()
