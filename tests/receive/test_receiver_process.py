@@ -6,6 +6,7 @@ import ipaddress
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -22,7 +23,7 @@ from tests.rigs.present import present
 from tests.rigs.signals import send
 from tests.rigs.trainer_handle import wait_until
 from titan_grpo.engines.server import RolloutNeeds
-from titan_grpo.errors import PeerError, ServerUnfit, TransferFailed
+from titan_grpo.errors import PeerError, ServerRefused, ServerUnfit, TransferFailed
 from titan_grpo.protocol.messages import Order
 from titan_grpo.receive.process import LAST_LINE
 from titan_grpo.subprocesses import SET_MEMPOLICY
@@ -95,6 +96,19 @@ def broadcast(site: Site, nbytes: int, **config: Any) -> LaneLink:
     link._post(Order(1, "receive", 99, weights.fingerprint), b"".join(weights.digests))
     link._connected().broadcast(weights.image[:nbytes], 60.0)
     return link
+
+
+@over_tcp
+def test_a_receiver_that_cannot_be_started_is_said_at_once_and_the_next_one_serves(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/removed/bin/python")
+    link = site.greet(Weights(1.0))
+    monkeypatch.undo()
+    with pytest.raises(ServerRefused, match=r"cannot start a receiver process.*/removed/bin"):
+        link.wait_joined(20.0)
+    assert "Traceback" not in caplog.text
+    assert site.deliver(site.connect(Weights(2.0)), 1, 2, Weights(2.0)).ok
 
 
 @over_tcp

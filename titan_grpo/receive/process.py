@@ -201,7 +201,17 @@ class ReceiverHandle:
         self._kill_serving()
         unmap()
         self._greeting = hello
-        self._serving = ReceiverProcess(self._first("serve", hello, "", keys))
+        try:
+            self._serving = ReceiverProcess(self._first("serve", hello, "", keys))
+        except OSError as error:  # no memory, no process left, no interpreter
+            problem = f"the server's host cannot start a receiver process: {error}"
+            # From here: the lane would wait for its deadline.
+            threading.Thread(
+                target=answer_hello,
+                args=(self._first("answer", hello, problem, keys),),
+                daemon=True,
+            ).start()
+            return problem
         return ""
 
     def _occupied(self, hello: Hello) -> str:
@@ -424,20 +434,33 @@ def respond(receiver: Receiver, message: dict[str, Any]) -> dict[str, Any]:
         return {"ok": False, "error": str(error)}
 
 
-def serve(channel: Channel) -> None:
-    """Serve the engine's requests on the main thread until the engine ends."""
-    first = channel.receive(REPLY_S)
-    if first is None:
-        return
+def made(first: dict[str, Any]) -> Receiver:
+    """Return the receiver of an engine's first message."""
     keys = EpochKeys.from_hex(first["keys"]) if first["keys"] else None
     hello, joined = Hello.from_dict(first["hello"]), Joined.from_dict(first["joined"])
     env = os.environ
     certificate = env.get(CERTIFICATE, ""), env.get(CERTIFICATE_KEY, "")
     place = Place(env.get(RELAY_HOST, ""), env.get(ZONE, ""), certificate)
-    receiver = Receiver(hello, joined, keys, first["device"], place)
-    if first["op"] == "answer":
-        receiver.answer()
+    return Receiver(hello, joined, keys, first["device"], place)
+
+
+def answer_hello(first: dict[str, Any]) -> None:
+    """Answer a hello and serve no epoch (also a thread's main function)."""
+    try:
+        made(first).answer()
+    except TitanGrpoError as error:
+        log.warning("%s", error)
+
+
+def serve(channel: Channel) -> None:
+    """Serve the engine's requests on the main thread until the engine ends."""
+    first = channel.receive(REPLY_S)
+    if first is None:
         return
+    if first["op"] == "answer":
+        answer_hello(first)
+        return
+    receiver = made(first)
     talk = receiver, channel
     threading.Thread(target=converse, args=talk, name="epoch", daemon=True).start()
     while (message := channel.receive(None)) is not None:
