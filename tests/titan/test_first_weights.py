@@ -212,6 +212,9 @@ def test_the_start_says_that_later_checkpoints_stay_beside_the_one_to_go_on_from
     assert line.startswith("checkpoint.load_step = 2: each start with this key begins at step 2")
     assert "one without it goes on from step-6, " in line
     assert jobconfig.check_files(parse("", *keys, "--checkpoint.load_step=6")) == []
+    excluded = "--checkpoint.exclude_from_loading=train_state"
+    (line,) = jobconfig.check_files(parse("", *keys, excluded))
+    assert "begins at step 0 again, and loads step-6 until a later one is there" in line
 
 
 def test_the_start_says_that_weights_are_random_and_only_then(

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.rigs.ranks import run_ranks
 from tests.rigs.sockets import free_port
@@ -20,6 +22,7 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers  # noqa: E402
 from torchtitan.components.optimizer import build_optimizers  # noqa: E402
 from torchtitan.config import LRScheduler, Optimizer  # noqa: E402
 
+from titan_grpo.titan.export import checkpoints_in  # noqa: E402
 from titan_grpo.titan.trainer import GRPOTrainer  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("ended_rank.py")
@@ -134,13 +137,37 @@ def test_a_run_that_goes_on_has_the_settings_of_its_job_from_its_first_step_on()
             getattr(second, name).load_state_dict(getattr(first, name).state_dict())
         return step == -1
 
-    checkpointer = SimpleNamespace(load=load, maybe_wait_for_staging=lambda: None)
+    checkpointer = SimpleNamespace(load=load, maybe_wait_for_staging=None, dcp_save=None)
     second._hook(checkpointer)
     assert checkpointer.load()
     (group,) = second.optimizers.optimizers[0].param_groups
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.5), 1e-3, 0.0)
     assert not group["decoupled_weight_decay"]
     assert rates(second, 7) == rates(trainer_of(lr=0.25), 10)[3:]
+
+
+class Unwritable:
+    """What ends a save in the middle."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise OSError("the disk is full")
+
+
+def test_a_checkpoint_whose_second_writing_broke_off_is_no_whole_one(tmp_path: Path) -> None:
+    """As when a run goes on from an older one (load_step), and dies in that of a later step."""
+
+    def save(state: dict[str, Any], checkpoint_id: str, **_: Any) -> None:
+        dcp.save(state, checkpoint_id=checkpoint_id, no_dist=True)
+
+    checkpointer = SimpleNamespace(load=None, maybe_wait_for_staging=None, dcp_save=save)
+    trainer_of(lr=1.0)._hook(checkpointer)
+    checkpointer.dcp_save({"weight": torch.zeros(9)}, checkpoint_id=f"{tmp_path}/step-2")
+    assert checkpoints_in(tmp_path).keys() == {2}
+    with pytest.raises(CheckpointException, match="the disk is full"):
+        checkpointer.dcp_save(
+            {"weight": torch.ones(9), "other": Unwritable()}, checkpoint_id=f"{tmp_path}/step-2"
+        )
+    assert not checkpoints_in(tmp_path)
 
 
 @pytest.mark.e2e

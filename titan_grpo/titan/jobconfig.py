@@ -352,14 +352,21 @@ def _check_checkpoints(config: Any, ranks: int | None) -> bool:
 
 
 def _later(config: Any) -> list[str]:
-    """Return a note for checkpoints past that of ``checkpoint.load_step``, if there are any."""
+    """Return a note for checkpoints past the step at which the run begins, if there are any."""
     from titan_grpo.titan.export import PREFIX, checkpoints_in
 
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
-    step = config.checkpoint.load_step
-    if not config.checkpoint.enable or step == -1 or max(checkpoints_in(folder)) == step:
-        return []
-    newest = max(checkpoints_in(folder))
+    keys, newest = config.checkpoint, max(checkpoints_in(folder), default=0)
+    if not keys.enable or keys.load_step in (-1, newest):
+        if not (keys.enable and newest and "train_state" in keys.exclude_from_loading):
+            return []
+        return [
+            'checkpoint.exclude_from_loading has "train_state": each start with it begins at step 0'
+            f" again, and loads {PREFIX}{newest} until a later one is there; to go on from that,"
+            " leave it out; to begin with its weights, set another job.dump_folder, and"
+            " checkpoint.initial_load_path"
+        ]
+    step = keys.load_step
     return [
         f"checkpoint.load_step = {step}: each start with this key begins at step {step} again, and"
         f" one without it goes on from {PREFIX}{newest}, of the course that this run leaves; move"

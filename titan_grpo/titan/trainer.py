@@ -36,6 +36,7 @@ from titan_grpo.errors import AlertStop, StorageError, SyncError, UnhealthyError
 from titan_grpo.observe import names, terminal
 from titan_grpo.observe.run_lock import held
 from titan_grpo.protocol.admission import too_stale
+from titan_grpo.receive.checkpoint import INDEX
 from titan_grpo.titan import compat
 from titan_grpo.titan.data import BatchLoader, Result, Share, TextMixin, on_rank0
 from titan_grpo.titan.modules import (
@@ -149,6 +150,7 @@ class GRPOTrainer(Engine):
     def _hook(self, checkpointer: Any) -> None:
         # torchtitan calls this before the parameters change: the place for the fence.
         staging, load = checkpointer.maybe_wait_for_staging, checkpointer.load
+        save = checkpointer.dcp_save
 
         def fenced() -> None:
             start = time.perf_counter()
@@ -162,7 +164,14 @@ class GRPOTrainer(Engine):
                 use_settings(self.optimizers, self.lr_schedulers, self.job_config.optimizer)
             return found
 
+        def saved(states: Any, checkpoint_id: str, *args: Any, **options: Any) -> Any:
+            # Of a course that this run has left: with it, what a crash leaves would count as whole.
+            for name in (".metadata", INDEX):
+                Path(checkpoint_id, name).unlink(missing_ok=True)
+            return save(states, checkpoint_id, *args, **options)
+
         checkpointer.maybe_wait_for_staging, checkpointer.load = fenced, loaded
+        checkpointer.dcp_save = saved
 
     def _routed(self) -> tuple[int, ...]:
         """Return the experts of a token over all layers and those of a layer; () without replay."""
