@@ -45,6 +45,13 @@ def test_metrics_of_micro_batches_add_up_and_maxima_are_maxima() -> None:
     assert unpack(list(metrics), *pack(metrics)) == metrics
 
 
+def test_a_maximum_that_is_not_a_number_is_infinite_for_all_ranks() -> None:
+    """MAX of gloo: max(1, NaN) is 1."""
+    values = {"tokens_sum": 1.0, "gap_max": math.nan, "logprob_max": -math.inf, "ratio_max": 2.0}
+    _, maxima = pack({name: torch.tensor(value) for name, value in values.items()})
+    assert maxima.tolist() == [math.inf, -math.inf, 2.0]
+
+
 def test_metrics_with_different_names_are_refused() -> None:
     with pytest.raises(ProtocolError, match="kl_tokens_sum"):
         accumulate([{"kl_tokens_sum": torch.tensor(0.0)}, {}])

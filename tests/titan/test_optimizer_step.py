@@ -4,6 +4,7 @@ And the passes over the model that it makes.
 The model is a table: the logits after a token are that token's row.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -29,7 +30,7 @@ compat.prepare()
 
 from titan_grpo.titan.data import TextMixin  # noqa: E402 - torchtitan after its preparation
 from titan_grpo.titan.modules import PackedAttention, RouterReplay  # noqa: E402
-from titan_grpo.titan.optimizer_step import Stepper, reduce_metrics  # noqa: E402
+from titan_grpo.titan.optimizer_step import Outcome, Stepper, reduce_metrics  # noqa: E402
 from titan_grpo.titan.rank0 import batch_options  # noqa: E402
 from titan_grpo.titan.step_records import loss_values  # noqa: E402
 
@@ -50,6 +51,7 @@ GROUPS = [
     for number in range(4)
 ]
 """Half of them of version 0, the others of version 1."""
+ONE_RANK = SimpleNamespace(get_optional_mesh=lambda name: None, ep_enabled=False)
 
 
 @pytest.fixture(autouse=True)
@@ -63,14 +65,15 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def step_of(
+def outcome_of(
     grpo: GRPO,
     version: int = 0,
     groups: Sequence[Group] = GROUPS,
     passes: Counter[str] | None = None,
-) -> dict[str, float]:
-    """The metrics of one training step on groups at a version, and on TEXT if the job mixes text
-    in. ``passes`` counts the forward passes of each model."""
+    rate: float = 0.01,
+) -> Outcome:
+    """One training step on groups at a version, and on TEXT if the job mixes text in. ``passes``
+    counts the forward passes of each model."""
     rollout = Rollout(servers=["http://a:1"], max_completion_tokens=4)
     config = job(grpo=grpo, rollout=rollout, training={"local_batch_size": 2, "seq_len": 8})
     model, reference = (
@@ -92,10 +95,10 @@ def step_of(
         device=torch.device("cpu"),
         logits=logits,
         computing=nullcontext,
-        optimizers=torch.optim.SGD(model.parameters(), lr=0.01),
+        optimizers=torch.optim.SGD(model.parameters(), lr=rate),
         lr_schedulers=SimpleNamespace(step=lambda: None),
         checkpointer=SimpleNamespace(maybe_wait_for_staging=lambda: None),
-        parallel_dims=SimpleNamespace(get_optional_mesh=lambda name: None, ep_enabled=False),
+        parallel_dims=ONE_RANK,
     )
     batch = plan(groups, 1, batch_options(config, TokenCost(), WORDS))
     (mine,) = batch.micro_batches()
@@ -107,9 +110,20 @@ def step_of(
     text = TextMixin(spec, config, 1, 0) if grpo.ptx_mixin_batchsize else None
     second = reference if grpo.kl_beta else None
     stepper = Stepper(trainer, second, PackedAttention(), RouterReplay(), text)
-    outcome = stepper.run(iter(pairs), batch.steps, version, False)
+    return stepper.run(iter(pairs), batch.steps, version, False)
+
+
+def step_of(grpo: GRPO, *arguments: Any, **options: Any) -> dict[str, float]:
+    """The metrics of a step (see ``outcome_of``) of which all optimizer steps were taken."""
+    outcome = outcome_of(grpo, *arguments, **options)
     assert outcome.taken == outcome.steps, outcome.unhealthy
-    return loss_values(reduce_metrics(outcome, trainer.parallel_dims))
+    return loss_values(reduce_metrics(outcome, ONE_RANK))
+
+
+def test_a_gradient_norm_that_is_not_a_number_is_the_steps_largest() -> None:
+    outcome = outcome_of(replace(ALL_ON, num_microbatches=2), rate=math.inf)
+    assert (outcome.taken, outcome.steps) == (1, 2)
+    assert math.isnan(outcome.grad_norm)
 
 
 @pytest.mark.parametrize("text", [0, 2])

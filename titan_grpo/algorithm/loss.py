@@ -271,10 +271,12 @@ def accumulate(parts: Sequence[Mapping[str, torch.Tensor]]) -> Metrics:
 
 def pack(metrics: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (sums, maxima): two float64 vectors in sorted order of names, so that two all-reduces
-    are enough for all metrics."""
+    are enough for all metrics. A NaN maximum becomes infinite: gloo passes over NaN of all ranks
+    but the first."""
     sums = [metrics[name] for name in sorted(metrics) if not name.endswith("_max")]
     maxima = [metrics[name] for name in sorted(metrics) if name.endswith("_max")]
-    return torch.stack(sums), torch.stack(maxima)
+    most = torch.stack(maxima)
+    return torch.stack(sums), most.masked_fill(most.isnan(), math.inf)
 
 
 def unpack(names: Sequence[str], sums: torch.Tensor, maxima: torch.Tensor) -> Metrics:

@@ -153,7 +153,8 @@ class Stepper:
         return Outcome(
             taken=sum(not reasons for _, reasons in found),
             steps=len(found),
-            grad_norm=max(norm for norm, _ in found),
+            # torch's: Python's would pass over a NaN that is not the first
+            grad_norm=torch.tensor([norm for norm, _ in found], dtype=torch.float64).max().item(),
             unhealthy=tuple(dict.fromkeys(bad)),
             metrics=accumulate(parts),
             first=self._first,
