@@ -59,7 +59,7 @@ def test_without_a_flush_every_lane_ends_when_it_is_told_to(
     assert [r for r in caplog.records if r.name == server_set.logger.name] == []
 
 
-def test_a_lane_that_does_not_end_is_waited_for_once(rig: MakeRig) -> None:
+def test_a_lane_that_does_not_end_is_waited_for_once_and_the_summary_says_it(rig: MakeRig) -> None:
     r = rig("stuck")
     r.deliver(1)
     r.loaded["stuck"].hold = threading.Event()
@@ -68,6 +68,8 @@ def test_a_lane_that_does_not_end_is_waited_for_once(rig: MakeRig) -> None:
     r.end(within_s=1.0)
     lane = present(r.server_set.lane("stuck"))
     assert lane.is_alive()
+    (said,) = r.recorder.history().errors
+    assert said.startswith("stuck did not answer within 1.0 s of the end")
     start = time.monotonic()
     r.end(within_s=120.0)
     assert time.monotonic() - start < 60.0
