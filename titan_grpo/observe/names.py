@@ -229,10 +229,13 @@ MEANING: dict[str, str] = {
     STEP_S: "a whole step on the main thread, seconds",
     BLOCKED_S: "main thread lost to weight sync, seconds per step",
     ROLLOUT_WAIT_S: "main thread waited for rollouts, seconds per step",
-    TRAIN_S: "forward, backward and optimizer, seconds per step",
+    TRAIN_S: (
+        "forward, backward and optimizer, with the wait for the last version's copy in between"
+        " (which is in time/blocked_s too), seconds per step"
+    ),
     COPY_S: "copy of a rank's shard into the version image, seconds per version",
     DIGEST_S: "hash of all blocks of a version, seconds",
-    CONNECT_S: "opening a lane to a server, seconds",
+    CONNECT_S: "opening a lane to a server, attempts that failed included, seconds",
     SEND_S: "bytes of a version on their way to one server, seconds",
     VERIFY_S: (
         "a server's check of the digests, summed over its fetching threads, mostly while bytes"
