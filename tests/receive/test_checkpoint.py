@@ -95,6 +95,7 @@ def test_a_file_that_is_damaged_is_refused_by_its_name(
 
 QWEN = {
     "model_type": "qwen3",
+    "num_hidden_layers": 28,
     "num_attention_heads": 16,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000,
@@ -137,6 +138,7 @@ def test_the_same_model_in_another_form_does_not_differ(other: dict[str, object]
         ),
         ({**QWEN, "rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 (the trainer: 1e-06)"),
         ({**QWEN, "num_attention_heads": 8}, "num_attention_heads 8"),
+        ({**QWEN, "num_hidden_layers": 27}, "num_hidden_layers 27 (the trainer: 28)"),
         ({**QWEN, "sliding_window": 4096, "use_sliding_window": True}, "sliding_window 4096"),
         (
             {**NEWER, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},

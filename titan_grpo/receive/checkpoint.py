@@ -1,8 +1,9 @@
 """Check that a server's model is the trainer's: the checkpoint's names and shapes, and the fields
 of config.json that change a model's results but not its shapes.
 
-Equal weights under another RoPE scaling, norm or number of active experts are another policy. No
-digest shows that: at joining the server reports the fields in which it differs from the trainer.
+Equal weights under another RoPE scaling, norm or number of active experts are another policy, as
+are fewer layers (an engine's option may say so, and SGLang ignores the others' weights). No digest
+shows that: at joining the server reports the fields in which it differs from the trainer.
 """
 
 import json
@@ -115,6 +116,7 @@ def coverage_problem(manifest: Manifest, wanted: Mapping[str, Shape], tied: bool
 
 FIELDS = (
     "model_type",
+    "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
