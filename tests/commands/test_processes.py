@@ -1,6 +1,7 @@
 """Run a command whose whole tree ends with us, and report its failure in one line."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,15 @@ def test_a_mistake_in_the_job_is_refused_before_anything_is_made_or_started(
     said = capsys.readouterr()
     assert said.err.startswith(f"titan-grpo {command}: rollout.group_size must be 2 or more")
     assert not out.exists()
+
+
+def test_more_servers_than_the_memory_holds_are_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--vllm-python", sys.executable, "--out", str(tmp_path / "new")]
+    assert cli.main(["quickstart", *words, "--servers", "100000"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(r"--servers must be at most \d+ on this machine, got 100000", line)
 
 
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own() -> None:

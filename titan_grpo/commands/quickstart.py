@@ -17,10 +17,14 @@ from titan_grpo.commands.processes import (
 )
 from titan_grpo.engines.launch import ServerGroup, ServerSpec
 from titan_grpo.errors import ConfigError
+from titan_grpo.layout.memory import available_memory
 from titan_grpo.runkey import Key, find_run_key, with_run_key
 
 STARTUP_S = 300.0
 """Seconds per server for all of them to start."""
+
+SERVER_BYTES = 1 << 30
+"""Memory that each server takes at least: vLLM on a CPU 1.6 GiB."""
 
 TINY_STD, LORA_STD = 0.02, 0.1
 """Standard deviation of the tiny model's weights: without and with --lora."""
@@ -77,6 +81,12 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         )
     for engine, path in options.pythons.items():
         require_python(engine, path)
+    fit = max(1, available_memory() // (SERVER_BYTES * len(options.pythons)))
+    if options.servers > fit:
+        raise ConfigError(
+            f"--servers must be at most {fit} on this machine, got {options.servers}: each server"
+            f" takes more than {SERVER_BYTES / 2**30:g} GiB of memory"
+        )
     folder = options.out = Path(options.out)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out must be a new directory, {folder} is a file: name another")
