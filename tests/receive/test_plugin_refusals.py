@@ -27,6 +27,7 @@ VLLM = (
     ROPE
     + """
 import json, sys
+from pathlib import Path
 from types import SimpleNamespace
 import torch
 from vllm.config import WatermarkConfig
@@ -64,14 +65,15 @@ def adapters(**options):
     sent = Manifest.build(tensors, 4096)
     return vllm_http.adapter_problem(sent, configured(**options).lora_config, {})
 
-def problem(parallel=None, quantization=None, device="cuda", kind="qwen3", **options):
+def problem(parallel=None, quantization=None, device="cuda", kind="qwen3", watermark=None,
+            **options):
     config = configured(**options)
     config.model_config.hf_text_config.model_type = kind
     # set late: a machine without a GPU refuses them
     config.device_config.device_type = device
     for name, value in (parallel or {}).items():
         setattr(config.parallel_config, name, value)
-    config.model_config.quantization = quantization
+    config.model_config.quantization, config.watermark_config = quantization, watermark
     return problem_of(config)
 
 def dense_replica():
@@ -80,10 +82,11 @@ def dense_replica():
     config.parallel_config.reconfigure_for_independent_dp_rank()
     return problem_of(config)
 
-def watermarked():
-    config = configured()
-    config.watermark_config = WatermarkConfig(key=1)  # set late: it wants a GPU
-    return problem_of(config)
+def bounded():
+    file = Path(sys.argv[1]).with_name("bounded") / "generation_config.json"
+    file.parent.mkdir()
+    file.write_text('{"max_new_tokens": 3}')
+    return str(file.parent)
 
 def kv(connector, **options):
     return {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": options}
@@ -114,8 +117,16 @@ print(json.dumps({
     "quantised": [said(None), said("fp8_per_tensor")],
     "plain": problem(),
     "ngram": problem(speculative_config={"method": "ngram", **tokens}),
-    "ngram, cpu": problem(speculative_config={"method": "ngram", **tokens}, device="cpu"),
-    "watermark": watermarked(),
+    "ngram, cpu": problem(
+        speculative_config={"method": "ngram", **tokens}, device="cpu", enable_chunked_prefill=False
+    ),
+    "whole, cpu": problem(device="cpu", enable_chunked_prefill=False),
+    "pieces, cpu": problem(device="cpu", enable_chunked_prefill=True),
+    "bounded": problem(override_generation_config={"max_new_tokens": 3}),
+    "bounded, folder": problem(generation_config=bounded()),
+    "defaults": problem(override_generation_config={"temperature": 0.5, "top_k": 2}),
+    "processors": problem(logits_processors=["module:Processor"]),
+    "watermark": problem(watermark=WatermarkConfig(key=1)),
     "draft": problem(speculative_config={"method": "draft_model", "model": sys.argv[1], **tokens}),
     "loose drafts": problem(speculative_config={
         "method": "ngram", "rejection_sample_method": "synthetic",
@@ -323,8 +334,12 @@ def test_vllm_refuses_what_a_reload_or_a_temperature_would_make_wrong_and_nothin
     assert "/v1/completions" in salted
     assert salted <= SALTED, "these would be answered with prefixes of older weights"
     fine = [name for name, problem in found.items() if not problem]
-    plain = ["plain", "ngram", "cached, copied", "experts", "own processes", "online"]
-    assert fine == [*plain, "kv of the salt", "adapters"]
+    plain = ["plain", "ngram", "whole, cpu", "defaults", "cached, copied", "experts"]
+    assert fine == [*plain, "own processes", "online", "kv of the salt", "adapters"]
+    for name in ("bounded", "bounded, folder"):
+        assert "every completion would end at 3 tokens" in found[name]
+    assert "start the server without --logits-processors" in found["processors"]
+    assert "start the server with --no-enable-chunked-prefill" in found["pieces, cpu"]
     assert "start it with --max-lora-rank 16" in found["adapters, low rank"]
     assert "start it with --enable-lora --max-lora-rank 16" in found["adapters, no lora"]
     assert "awq cannot be made anew from whole weights" in found["awq"]

@@ -98,16 +98,21 @@ def problem_of(vllm_config: Any) -> str:
             f"vLLM's loader of {kind} gives nothing to its experts in a reload, and"
             " they would keep their old weights: serve it with SGLang, on one GPU"
         )
-    quantization = model.quantization
+    quantization, device = model.quantization, vllm_config.device_config.device_type
     if quantization not in (None, *ONLINE):
         return (
             f"quantisation {quantization} cannot be made anew from whole"
             f" weights: serve the unquantised model, or one of {', '.join(ONLINE)}"
         )
-    if quantization is not None and vllm_config.device_config.device_type == "cpu":
+    if quantization is not None and device == "cpu":
         return (
             f"quantisation {quantization} cannot be made anew on a CPU, whose weights are packed"
             " once: serve the unquantised model"
+        )
+    if device == "cpu" and vllm_config.scheduler_config.enable_chunked_prefill:
+        return (
+            "on a CPU, a prompt that is computed in pieces for a request with a seed, as all of a"
+            " run's have, ends vLLM: start the server with --no-enable-chunked-prefill"
         )
     # Layers that are prefetched would get their old weights back at the next step.
     offload = vllm_config.offload_config
@@ -147,6 +152,19 @@ def sampling_problem(vllm_config: Any) -> str:
             "log-probabilities must be those after the temperature, and with logprobs mode"
             f" {model.logprobs_mode} every weight of the loss would be wrong: start it with"
             f" --logprobs-mode {LOGPROBS_MODE}"
+        )
+    # Of a folder's generation_config.json this bounds every request, as of this option.
+    chosen = model.generation_config not in ("auto", "vllm")
+    given = model.get_diff_sampling_param() if chosen else model.override_generation_config
+    if most := given.get("max_tokens") or given.get("max_new_tokens"):
+        return (
+            f"every completion would end at {most} tokens, as a truncated one: start the server"
+            " without max_new_tokens in --override-generation-config and --generation-config"
+        )
+    if model.logits_processors:
+        return (
+            "logits processors would decide which tokens are sampled, and the trainer knows nothing"
+            " of them: start the server without --logits-processors"
         )
     if getattr(vllm_config, "watermark_config", None) is not None:
         return (
