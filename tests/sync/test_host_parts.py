@@ -1,8 +1,11 @@
 """Weights cut over two trainer hosts, the second of which is a process at another address: each
 serves its part, and a server gets the whole of one version, or none of it."""
 
+import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from tests.rigs.present import present
 from tests.sync.conftest import MakeRig, Rig
 from titan_grpo.protocol.messages import Hashed, RangeSource, Standing
 from titan_grpo.runkey import Key
+from titan_grpo.sync.host import HostSync
 from titan_grpo.sync.images import hashed_key
 from titan_grpo.sync.transports.broadcast import put_text
 from titan_grpo.titan.hf_files import whole_image
@@ -96,6 +100,16 @@ def test_what_a_killed_sync_process_of_a_host_had_hashed_is_served_by_the_next_o
     run.slots.go_on("a")
     run.everyone(2)
     assert [run.loaded[url].value() for url in "ab"] == [2.0, 2.0]
+
+
+def test_a_hosts_later_errors_are_counted_with_the_first_one() -> None:
+    host: Any = HostSync.__new__(HostSync)  # its constructor starts a process
+    host.lock, host._announcer = threading.RLock(), SimpleNamespace(take_error=lambda: None)
+    host._error, host._further = None, 0
+    for version in (1, 2, 3):
+        host.failed(f"part 1 of version {version}: no")
+    assert str(host.take_error()) == "part 1 of version 1: no (and 2 more since the last step)"
+    assert host.take_error() is None
 
 
 def test_a_host_that_lost_its_connection_to_rank_0_announces_the_next_version_over_another_one(

@@ -1,6 +1,7 @@
 """What a step leaves: its figures, completions with their log-probabilities, and loggers that may
 fail (torchtitan's own TensorBoard, and a disk that is full: the kernel's /dev/full)."""
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -15,6 +16,7 @@ import torch
 
 from titan_grpo.algorithm.rows import Layout, Row, build, compact
 from titan_grpo.observe import names
+from titan_grpo.observe.alerts import Threshold
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.samples import Completion, Group, Prompt
 from titan_grpo.titan import compat
@@ -252,6 +254,22 @@ def test_completions_are_a_table_of_tensorboards_text_page(tmp_path: Path) -> No
     text = event.tensor_proto.string_val[0].decode()
     row = "| 0.5 | 3 to 4 | http://a:1 | 0.0125 | 2+&#124;3= | 5⏎&lt;i&gt;&#42;x&#42; |"
     assert text.splitlines()[2] == row
+
+
+def test_a_value_that_is_infinite_crosses_a_threshold_and_is_in_no_file(tmp_path: Path) -> None:
+    """As the loss of a step that was not taken, which is the one to stop at."""
+    controller: Any = Controller.__new__(Controller)
+    controller.recorder = Recorder(tmp_path)
+    controller.worker = SimpleNamespace(servers=SimpleNamespace(versions=dict))
+    controller._evaluations = SimpleNamespace(own=(), take_values=dict)
+    controller._job = SimpleNamespace(training=SimpleNamespace(steps=9))
+    controller._step_values, controller._taken, controller.stopped_by = {}, (3, []), ""
+    controller._watched = (Threshold.parse(f"{names.LOSS} > 100", "alerts.stop", "stop"),)
+    none = dict.fromkeys(("clipped_low", "clipped_high", "on_policy_count"), 0.0)
+    values = controller.record(7, {"loss": math.inf, **none}, {}, {})
+    assert controller.stopped_by == f"alerts.stop {names.LOSS} > 100 (inf)"
+    assert names.LOSS not in values | controller.recorder.last_row()
+    controller.recorder.close()
 
 
 def test_prometheus_reads_an_evaluation_also_of_a_step_that_no_question_fell_on(

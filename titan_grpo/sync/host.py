@@ -100,6 +100,8 @@ class HostSync(Child):
         self._jobs: dict[int, Job] = {}
         """Slot -> its last job."""
         self._error: SyncError | None = None
+        self._further = 0
+        """Errors of the process after the first one."""
         copy_s = config.transfer_s(pool.manifest.parts[pool.part].nbytes)
         self._announcer = Announcer(ranks[0], pool.store.port, config.connect_deadline_s, copy_s)
         self._begun = True
@@ -116,12 +118,13 @@ class HostSync(Child):
 
     def take_error(self) -> SyncError | None:
         """Return an error that was not returned yet: the announcer's, then the first of the
-        process since its last one."""
+        process since its last one, with the number of those after it."""
         if error := self._announcer.take_error():
             return error
         with self.lock:
-            error, self._error = self._error, None
-        return error
+            error, further = self._error, self._further
+            self._error, self._further = None, 0
+        return None if error is None else error.followed_by(further)
 
     def close(self, timeout_s: float) -> None:
         """End the process, and with it the serving, within ``timeout_s`` seconds."""
@@ -150,8 +153,9 @@ class HostSync(Child):
                 self._jobs[slot] = replace(job, announced=True)
 
     def failed(self, text: str) -> None:
-        """Keep the first error for ``take_error``."""
+        """Keep the first error for ``take_error``, and count the others."""
         with self.lock:
+            self._further += self._error is not None
             self._error = self._error or SyncError(text)
 
 
