@@ -427,4 +427,6 @@ class Announcer:
             # RuntimeError: from CUDA, or from a store that closes. The thread must go on: without
             # it every later version fails at its deadline.
             except (SyncError, PeerError, RuntimeError) as error:
+                # take_error returns the first one only.
+                logger.warning("weight sync: version %d: %s", version, error)
                 self._error = self._error or SyncError(f"rank {self._rank}: {error}")

@@ -444,6 +444,8 @@ class ServerSet:
                 self._error = error
             else:
                 self._further += 1
+                if not error.url:  # a lane logs its own
+                    logger.warning("weight sync: %s", error)
             if error.url in self._servers:
                 self._servers[error.url].error = error
             self._changed.notify_all()
