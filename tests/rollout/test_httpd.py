@@ -2,6 +2,7 @@
 
 import http.client
 import os
+import socket
 import threading
 
 import pytest
@@ -73,6 +74,22 @@ def test_a_post_without_a_length_has_no_body_unless_it_comes_in_chunks(
         assert answer.status == status, answer.read()
     finally:
         connection.close()
+        server.close()
+
+
+def test_a_client_that_waits_to_be_asked_for_its_body_is_asked() -> None:
+    """As curl does with a large one."""
+    server = HttpServer("127.0.0.1:0", "", lambda asked: Reply(200, {"got": len(asked.body)}), "x")
+    host, port = server.address.split(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=20) as client:
+            client.sendall(b"POST / HTTP/1.1\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n")
+            answers = client.makefile("rb")
+            assert answers.readline().startswith(b"HTTP/1.1 100 ")
+            client.sendall(b"abc")
+            answers.readline()
+            assert answers.readline().startswith(b"HTTP/1.1 200 ")
+    finally:
         server.close()
 
 

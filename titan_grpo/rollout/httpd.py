@@ -189,6 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length", 0))
         if length > MAX_BYTES:
             raise _TooLarge
+        self.wfile.flush()  # "100 Continue", for which a client may wait (curl: a second)
         body = self.rfile.read(max(length, 0))
         if self.headers.get("Content-Encoding", "identity").lower() != "gzip":
             return body
