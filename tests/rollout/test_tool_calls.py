@@ -13,7 +13,7 @@ from titan_grpo.errors import DataError
 from titan_grpo.rollout.agents import Agents
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.task_runner import TaskFailed
-from titan_grpo.rollout.tasks.agent import ToolParser
+from titan_grpo.rollout.tasks.agent import ToolParser, hermes
 from titan_grpo.titan.tiny import EOS
 
 openai = pytest.importorskip("openai")
@@ -270,3 +270,22 @@ def test_arguments_of_an_agent_with_a_lone_surrogate_are_refused(
 
     group = group_of(agent, [says(codec, "one")], chat_template=str(template))
     assert len(group.completions) == 1
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"<think>maybe {CALL}</think>So.{CALL}", f"<think>maybe {CALL}</think>So.", 1),
+        (f"or <tool_call>{{</think>\n{CALL}{CALL}", "or <tool_call>{</think>", 2),
+        (f"<think>maybe {CALL}</think>No.", None, 0),
+        (f"<think>maybe {CALL}", None, 0),
+    ],
+    ids=["again outside", "torn inside", "inside alone", "cut off"],
+)
+def test_a_call_that_a_model_drafts_while_it_thinks_is_none(
+    text: str, content: str | None, calls: int
+) -> None:
+    assert hermes(text) == (text if content is None else content, [("add", {"a": 1})] * calls)

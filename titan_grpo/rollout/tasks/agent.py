@@ -84,18 +84,21 @@ _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 def hermes(text: str) -> tuple[str, ToolCalls]:
     """Parse ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, one or more after the
-    text: Hermes, Qwen 2.5 and Qwen 3.
+    text: Hermes, Qwen 2.5 and Qwen 3. What a model drafts while it thinks is no call.
 
     >>> hermes('So.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     ('So.', [('add', {'a': 1})])
     >>> hermes("<tool_call>{broken</tool_call>")
     ('<tool_call>{broken</tool_call>', [])
+    >>> hermes('<think>or <tool_call>{"name": "add"}</tool_call>?</think>No.')[1]
+    []
     """
-    calls = [_call(found) for found in _HERMES.findall(text)]
+    said = text.rpartition("</think>")[2].partition("<think>")[0]
+    calls = [_call(found) for found in _HERMES.findall(said)]
     known = [call for call in calls if call is not None]
     if not known or len(known) < len(calls):
         return text, []
-    return text[: text.index("<tool_call>")].rstrip("\n"), known
+    return text[: text.index("<tool_call>", text.rfind("</think>") + 1)].rstrip("\n"), known
 
 
 def llama3_json(text: str) -> tuple[str, ToolCalls]:
