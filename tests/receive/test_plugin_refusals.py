@@ -221,6 +221,11 @@ def offloaded():
     args.offload_group_size = 2  # set late, as below
     return compatibility(args)
 
+def compiled(device):
+    args = ServerArgs(sys.argv[1], custom_weight_loader=[LOADER])
+    args.device, args.enable_torch_compile = device, True  # set late, as below
+    return compatibility(args)
+
 def cached():
     args = ServerArgs(sys.argv[1], custom_weight_loader=[LOADER])
     args.weight_cache_mode = "daemon"  # set late: a machine without a GPU refuses it
@@ -261,6 +266,8 @@ print(json.dumps({
     "placed": problem(init_expert_location="placement.json"),
     "draft": problem(speculative_algorithm="EAGLE"),
     "cached": cached(),
+    "compiled": compiled("cuda"),
+    "compiled, cpu": compiled("cpu"),
     "kv by FlexKV": problem(enable_flexkv=True),
     "preferred": problem(preferred_sampling_params='{"top_k": 2, "no_stop_trim": true}'),
     "preferred stop": problem(preferred_sampling_params='{"top_k": 2, "stop_token_ids": [9]}'),
@@ -372,7 +379,9 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
     assert found.pop("routes") == [False, True]
     assert found.pop("quantised") == ["", "w8a8_int8"]
     fine = [name for name, problem in found.items() if not problem]
-    assert fine == ["plain", "preferred", "wrapped", "experts", "unquantised", "restores"]
+    plain = ["plain", "compiled", "preferred", "wrapped", "experts"]
+    assert fine == [*plain, "unquantised", "restores"]
+    assert "without --enable-torch-compile" in found["compiled, cpu"]
     assert "layer.base_layer.w13_weight would keep its old value" in found["wrapped experts"]
     assert "without --offload-group-size" in found["offloaded"]
     assert 'send merged weights (lora.sync = "merged")' in found["adapters"]

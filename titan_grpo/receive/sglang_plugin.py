@@ -298,6 +298,12 @@ def compatibility(args: Any) -> str:
             "layers that are prefetched from the CPU's memory would be computed with old weights"
             " after a load: start the server without --offload-group-size"
         )
+    # SGLang freezes these graphs, on CPUs alone (its model_executor/cpu_graph_runner.py).
+    if args.device == "cpu" and args.enable_torch_compile:
+        return (
+            "a graph compiled for CPUs has copies of weights as constants, and would compute with"
+            " these after a load: start the server without --enable-torch-compile"
+        )
     if getattr(args, "dcp_replicate_q_proj", None):
         return KEEPS_QUERIES
     if getattr(args, "enable_flexkv", False):  # no option of SGLang 0.5.21
