@@ -234,12 +234,14 @@ def _check_coverage(fqn: str, shape: Sequence[int], boxes: list[Chunk]) -> None:
 
 
 def _first_overlap(boxes: list[Chunk]) -> tuple[Chunk, Chunk] | None:
-    """Return two boxes that share an element, or None. Boxes are sorted by the first dimension:
-    row shards cost one comparison each."""
-    ordered = sorted(boxes)
+    """Return two boxes that share an element, or None. Boxes are sorted by the dimension with the
+    most offsets: shards along any dimension cost one comparison each."""
+    columns = list(zip(*(offsets for offsets, _ in boxes), strict=True))
+    axis = max(range(len(columns)), key=lambda dim: len({*columns[dim]}), default=0)
+    ordered = sorted(boxes, key=lambda box: box[0][axis : axis + 1])
     for i, (offsets, sizes) in enumerate(ordered):
         for other in ordered[i + 1 :]:
-            if offsets and other[0][0] >= offsets[0] + sizes[0]:
+            if offsets and other[0][axis] >= offsets[axis] + sizes[axis]:
                 break
             dims = zip(offsets, sizes, *other, strict=True)
             if all(o < p + m and p < o + n for o, n, p, m in dims):
