@@ -20,12 +20,15 @@ from tests.conformance.engine import (
     assert_aborted,
     assert_sound,
     furthest,
+    refusal,
     remake,
 )
 from tests.conformance.reference import Reference, Weights, renamed
 from tests.rigs.paced_source import PacedSource
 from titan_grpo.config import WeightSync
+from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.generation import Sampling
+from titan_grpo.engines.http import Call, ignore
 from titan_grpo.engines.server import ServerControl
 from titan_grpo.errors import PeerError, ServerRefused
 from titan_grpo.protocol import pause_guard
@@ -433,6 +436,19 @@ def nobody_without_the_run_key_writes_weights(e: EngineUnderTest) -> None:
         assert thief.control.label() == before
 
 
+GIVE_UP = {
+    vllm.NAME: Call("POST", "/sleep", STEP_S, ignore, params={"level": "2"}),
+    sglang.NAME: Call("POST", "/release_memory_occupation", STEP_S, ignore, json={}, admin=True),
+}
+"""Engine -> the call that takes its weights away, and leaves their label."""
+
+
+def a_server_whose_versions_come_from_a_trainer_gives_no_memory_up(e: EngineUnderTest) -> None:
+    assert "pause generation" in str(refusal(lambda: e.run(GIVE_UP[e.engine])))
+    with e.control() as control:
+        assert not control.paused()
+
+
 def a_restarted_server_is_seen_as_one(e: EngineUnderTest) -> None:
     """It holds the weights that it started with, whatever was committed, and takes no end of an
     update from before."""
@@ -470,6 +486,7 @@ CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
     garbage_is_refused_and_ends_nothing,
     an_update_that_a_dead_trainer_left_open_is_taken_over,
     a_server_whose_trainer_died_in_a_pause_goes_on,
+    a_server_whose_versions_come_from_a_trainer_gives_no_memory_up,
     rollouts_name_the_versions_that_made_them,
 )
 """They leave the server with weights of their own."""

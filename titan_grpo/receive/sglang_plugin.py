@@ -92,6 +92,7 @@ def register() -> None:
     if multiprocessing.parent_process() is None or SOCKET_VARIABLE not in os.environ:
         os.environ[SOCKET_VARIABLE] = secrets.token_hex(16)
         _add_routes()
+        HookRegistry.register(RELEASE, _kept, HookType.AROUND)
     elif "sglang.srt.managers.scheduler" in sys.modules:  # in the detokenizer it is not
         HookRegistry.register(f"{SCHEDULER}.__init__", _scheduler_made, HookType.AFTER)
         HookRegistry.register(f"{SCHEDULER}.handle_generate_request", _asked, HookType.BEFORE)
@@ -101,10 +102,22 @@ def register() -> None:
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 RELABEL = f"{SCHEDULER}.record_weight_version_change"
+RELEASE = (
+    "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.release_memory_occupation"
+)
 UPDATE = (
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     ".update_weights_from_tensor"
 )
+
+
+def _kept(_original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> None:
+    """Refuse to give memory up, in the HTTP process, whose route answers with a raised error."""
+    raise ValueError(
+        "a version would be loaded into memory that the engine has given up, which ends it, and a"
+        " resume brings no weights back, under their label: pause generation (POST"
+        " /pause_generation), or end the server"
+    )
 
 
 def _updated(original: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:

@@ -95,6 +95,14 @@ NOT_PAUSED = (
     " needs a URL of its own"
 )
 
+SLEEPS = frozenset({"/sleep", "/release_kv_cache_memory"})
+"""Routes that take memory away from an engine."""
+
+NO_SLEEP = (
+    "a version would be loaded into memory that a sleeping engine has given up, which ends it, and"
+    " level 2 leaves its label and no weights: pause generation (POST /pause), or end the server"
+)
+
 LABELS = {"/finish_weight_update": "weight_version", "/update_weight_version": "new_version"}
 """Routes that set the label, and the label's key in their bodies. Recovery uses the second, if a
 lane died between load and label."""
@@ -146,6 +154,8 @@ class WeightsMiddleware:
             await self._ask(scope, receive, send, await _body(receive))
         elif path[0] == "POST" and path[1] in UNSALTED:
             await _answer(send, 501, {"error": f"{path[1]} is not served here: {NO_SALT}"})
+        elif path[0] == "POST" and path[1] in SLEEPS:
+            await _answer(send, 409, {"error": NO_SLEEP})
         elif path[0] == "POST" and path[1] in LABELS:
             self._updates += 1
             body = await _body(receive)
