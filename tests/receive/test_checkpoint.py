@@ -79,18 +79,30 @@ def test_a_directory_without_safetensors_gives_nothing(tmp_path: Path) -> None:
     assert checkpoint_shapes(tmp_path) == {}
 
 
-DAMAGED = ["{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "no json"]
+DAMAGED = {
+    "empty": "{}",
+    "list": "[]",
+    "list of names": '{"weight_map": []}',
+    "number": '{"weight_map": {"a": 3}}',
+    "no json": "no json",
+    "too deep": "[" * 10**5,
+    "no text": r'{"weight_map": {"a": "\ud800"}}',
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("model.safetensors", "abc"), *((INDEX, text) for text in DAMAGED)]
+    ("name", "text"),
+    [("model.safetensors", "abc"), *((INDEX, text) for text in DAMAGED.values())],
+    ids=["shard", *DAMAGED],
 )
-def test_a_file_that_is_damaged_is_refused_by_its_name(
+def test_a_file_that_is_damaged_is_refused_by_its_name_in_words_that_can_be_sent(
     tmp_path: Path, name: str, text: str
 ) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(DataError, match=f"{name} must be a file of a safetensors checkpoint"):
+    named = f"{name}|ud800"
+    with pytest.raises(DataError, match=f"({named})' must be a file of a safetensors") as refused:
         checkpoint_shapes(tmp_path)
+    assert str(refused.value).encode()
 
 
 QWEN = {

@@ -64,7 +64,7 @@ class CheckpointNames:
 def checkpoint_shapes(folder: Path) -> dict[str, Shape]:
     """Return names and shapes of all tensors of a checkpoint directory; empty without safetensors
     files. Raises DataError, with the file's name, if one is damaged."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     path = folder / INDEX
     try:
@@ -78,10 +78,12 @@ def checkpoint_shapes(folder: Path) -> dict[str, Shape]:
             with safe_open(path, framework="pt") as file:
                 names = file.keys()
                 shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in names}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except Exception as error:  # whatever reading a damaged file leads to
         raise DataError(
-            f"{path} must be a file of a safetensors checkpoint, reading it gave {error!r}: tensor"
-            " names cannot be compared; restore the file, it is read again when it is needed next"
+            # quoted: a damaged index may name files that no message can
+            f"{str(path)!r} must be a file of a safetensors checkpoint, reading it gave {error!r}:"
+            " tensor names cannot be compared; restore the file, it is read again when it is needed"
+            " next"
         ) from error
     return shapes
 
