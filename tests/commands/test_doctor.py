@@ -167,8 +167,10 @@ def test_an_sglang_without_our_plugin_is_a_problem_only_for_a_job_that_cannot_us
     job += [f"--weight_sync.apply={apply}", f"--weight_sync.transport={transport}"]
     with http_server(SGLANG) as (url, _):
         cli.main([*job, f"--rollout.servers={url}"])
-    [said] = [line for line in capsys.readouterr().out.splitlines() if "server plugin" in line]
+    out = capsys.readouterr().out
+    [said] = [line for line in out.splitlines() if "server plugin" in line]
     assert said.split()[0] == status
+    assert "and --tokenizer-worker-num 1" in out, "a lane says so, and it may be the reason"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ import msgspec
 
 from titan_grpo.config import Rollout, WeightSync
 from titan_grpo.config.rollout import gpus_each
-from titan_grpo.engines import sglang, vllm
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe.run_lock import lives
 from titan_grpo.patches.versions import numbers
@@ -444,7 +443,6 @@ class Software:
     routes: str
     """Remedy for closed routes."""
     resume: str
-    start_with: str
 
     def too_old(self, version: str) -> bool:
         """Whether ``version`` is before ``oldest``."""
@@ -461,7 +459,6 @@ ENGINES = {
         "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and keep it away from networks"
         " you do not trust",
         "resume",
-        vllm.START_WITH,
     ),
     "sglang": Software(
         "SGLang",
@@ -471,7 +468,6 @@ ENGINES = {
         "rollout.launch_sglang_python",
         "set rollout.api_key_env to the variable with its API key, if it has one",
         "continue_generation -H 'Content-Type: application/json' -d '{}'",
-        f"--custom-weight-loader {sglang.LOADER}",
     ),
 }
 

@@ -212,20 +212,14 @@ def _plugin(facts: ServerFacts, streamed: bool) -> Finding:
     subject, url, joined = "server plugin", facts.url, facts.joined
     if facts.backend != vllm.BACKEND:
         error = facts.errors.get("backend", "unknown")
-        remedy = (
-            "pip install titan_grpo in the server's environment and start it with"
-            f" {ENGINES[facts.engine].start_with}"
-        )
-        if facts.engine == "sglang":
+        if facts.engine == sglang.NAME:
             text = f"{url}: our plugin does not answer ({error})"
-            admin = "; a 401 asks for rollout.admin_key_env"
             if streamed:
                 text += ", so it stands still for each transfer, and checks no digest"
-                return warning(subject, text, remedy + admin)
-            without = '; without it weight_sync.apply must be "streamed", and transport "auto"'
-            return problem(subject, text, remedy + without + admin)
+                return warning(subject, text, sglang.NO_PLUGIN)
+            return problem(subject, text, sglang.NO_PLUGIN)
         text = f"{url}: weight-transfer backend is {facts.backend or error}"
-        return problem(subject, text, remedy)
+        return problem(subject, text, vllm.NO_PLUGIN)
     if joined is None:
         return problem(
             subject,

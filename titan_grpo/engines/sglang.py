@@ -54,8 +54,8 @@ guards routes that it lacks with the API key."""
 NO_PLUGIN = (
     "install titan_grpo in the server's environment and start it with --custom-weight-loader"
     f" {LOADER} and --tokenizer-worker-num 1 (the HTTP processes of several workers have no routes"
-    ' of a plugin), or set weight_sync.apply = "streamed"; or the admin key (rollout.admin_key_env)'
-    " is not the server's"
+    ' of a plugin), or set weight_sync.apply = "streamed" (and transport = "auto"); or the admin'
+    " key (rollout.admin_key_env) is not the server's"
 )
 
 

@@ -252,13 +252,11 @@ LOGPROBS_MODE = "processed_logprobs"
 """Log-probabilities of the distribution that is sampled from, after the temperature. vLLM's default
 gives those before it."""
 
-START_WITH = (
-    f'--logprobs-mode {LOGPROBS_MODE} --weight-transfer-config \'{{"backend":"{BACKEND}"}}\''
-    f" --middleware {MIDDLEWARE}"
+NO_PLUGIN = (
+    f"start it with --logprobs-mode {LOGPROBS_MODE} --weight-transfer-config"
+    f' \'{{"backend":"{BACKEND}"}}\' --middleware {MIDDLEWARE}, with titan_grpo installed in its'
+    " environment"
 )
-"""Options, quoted for a shell, that a server needs for our plugin."""
-
-NO_PLUGIN = f"start it with {START_WITH}, with titan_grpo installed in its environment"
 READS_CALLS = ("--enable-scale-out", "--enable-auto-tool-choice")
 """Options with which vLLM parses tool calls in tokens sent to it."""
 
