@@ -1,5 +1,6 @@
-"""Entry point for subprocesses.start_module: ``python -m titan_grpo.run_main MODULE FD PARENT
-ARGUMENTS...`` calls ``MODULE.main`` with the socket, the parent's process id and the arguments.
+"""Entry point for subprocesses.start_module: ``python -m titan_grpo.run_main SIGNALS MODULE FD
+PARENT ARGUMENTS...`` ignores the signals, then calls ``MODULE.main`` with the socket, the parent's
+process id and the arguments.
 
 ``python -m MODULE`` would load the module as ``__main__``, and again under its own name at the
 first import or unpickling: its classes would exist twice.
@@ -11,9 +12,10 @@ import socket
 import sys
 
 if __name__ == "__main__":
+    numbers, name, fd, parent, *arguments = sys.argv[1:]
     # Before loading the module, which takes seconds: Ctrl-C reaches the whole foreground group, and
     # the parent decides when this process ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    name, fd, parent, *arguments = sys.argv[1:]
+    for number in numbers.split(","):
+        signal.signal(int(number), signal.SIG_IGN)
     module = importlib.import_module(name)
     sys.exit(module.main(socket.socket(fileno=int(fd)), int(parent), *arguments))

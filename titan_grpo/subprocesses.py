@@ -37,6 +37,9 @@ KILL_S = 5.0
 GUARD_START_S = 30.0
 SHARED_MEMORY = Path("/dev/shm")
 
+ENDING = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
+"""Signals to a whole process group, or to all processes of a job, that end it."""
+
 Output = int | IO[Any] | None
 """Destination of stdout or stderr, as for subprocess.Popen; None: this process's own."""
 
@@ -85,18 +88,21 @@ def start_module(
     stdout: Output = None,
     stderr: Output = None,
     new_session: bool = False,
+    ignored: Sequence[int] = (signal.SIGINT,),
 ) -> tuple["subprocess.Popen[bytes]", socket.socket]:
     """Start a process that calls ``main(socket, parent, *arguments)`` of a module, with one end of
     a socket pair and this process's id. Return the process and the other end, which the kernel
     closes when this process ends.
 
-    ``new_session``: signals to our group or terminal do not reach the process. Raises OSError.
+    ``new_session``: signals to our group or terminal do not reach the process. ``ignored``: signals
+    that the process ignores, from its start on. Raises OSError.
     """
     # Not inheritable, except by pass_fds: if another child had our end, it would stay open after
     # this process ends, and the new process would wait forever.
     ours, theirs = socket.socketpair()
     ends = str(theirs.fileno()), str(os.getpid())
-    command = [sys.executable, "-m", "titan_grpo.run_main", module, *ends, *arguments]
+    numbers = ",".join(str(int(number)) for number in ignored)
+    command = [sys.executable, "-m", "titan_grpo.run_main", numbers, module, *ends, *arguments]
     try:
         with theirs:  # close our copy: else the child's end would not end the stream
             process = subprocess.Popen(

@@ -1,9 +1,13 @@
 """A process beside a rank that ends by itself: the rank hears why."""
 
+import signal
 import socket
 import threading
+from pathlib import Path
 
+from tests.rigs.trainer_handle import wait_until
 from titan_grpo.config import WeightSync
+from titan_grpo.subprocesses import ENDING
 from titan_grpo.sync.child import Child, Performer, perform
 
 WORDS = 2000
@@ -49,6 +53,27 @@ def test_what_a_process_says_before_it_ends_arrives() -> None:
     listener = Listener()
     assert listener.over.wait(WAIT_S)
     assert listener.heard == list(range(WORDS))
+
+
+def test_a_signal_to_the_trainers_group_does_not_end_a_process_that_still_loads_its_modules() -> (
+    None
+):
+    """torchrun's SIGTERM ended the sync process of a run that had just begun, and summary.json had
+    an error of it."""
+    process, sock = Listener.launch(WeightSync())
+    status = Path(f"/proc/{process.pid}/status")
+
+    def ignored() -> set[int]:
+        (mask,) = (s for s in status.read_text().splitlines() if s.startswith("SigIgn:"))
+        return {number for number in signal.Signals if int(mask.split()[1], 16) >> number - 1 & 1}
+
+    try:
+        assert wait_until(lambda: signal.SIGINT in ignored(), WAIT_S)
+        assert ignored() >= set(ENDING)
+    finally:
+        process.kill()
+        process.wait(WAIT_S)
+        sock.close()
 
 
 def main(sock: socket.socket, parent: int) -> None:

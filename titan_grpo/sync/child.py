@@ -3,7 +3,6 @@ process beside a rank, restarted when it ends, with a pipe to the rank."""
 
 import logging
 import os
-import signal
 import socket
 import subprocess
 import threading
@@ -13,7 +12,13 @@ from typing import ClassVar
 import torch
 
 from titan_grpo.config import WeightSync
-from titan_grpo.subprocesses import exit_with_parent, helper_environment, start_module, wait_process
+from titan_grpo.subprocesses import (
+    ENDING,
+    exit_with_parent,
+    helper_environment,
+    start_module,
+    wait_process,
+)
 from titan_grpo.unix_rpc import Pipe
 
 logger = logging.getLogger(__name__)
@@ -49,7 +54,10 @@ class Child:
     def launch(cls, config: WeightSync) -> Launched:
         """Start a process, which loads its modules and waits. Raises OSError."""
         cuda = {} if config.transport == "nccl" else {"CUDA_VISIBLE_DEVICES": ""}
-        return start_module(cls.MODULE, env=helper_environment(os.environ) | cuda)
+        # A signal to the trainer's process group ends the trainer, whose end ends this process.
+        # Until then the lanes finish their commits.
+        env = helper_environment(os.environ) | cuda
+        return start_module(cls.MODULE, env=env, ignored=ENDING)
 
     @property
     def pid(self) -> int:
@@ -175,10 +183,6 @@ class Performer:
 def perform(sock: socket.socket, parent: int, make: type[Performer]) -> None:
     """Run a sync process until ``parent`` ends."""
     exit_with_parent(parent)
-    # A signal to the trainer's process group ends the trainer, whose end ends this process. Until
-    # then the lanes finish their commits.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="titan_grpo sync %(process)d: %(message)s")
     torch.set_num_threads(1)
     os.nice(NICE)

@@ -22,7 +22,7 @@ from titan_grpo.protocol import lane
 from titan_grpo.protocol.lane import LaneEvent, Point
 from titan_grpo.protocol.marks import mark_bytes
 from titan_grpo.protocol.pause_guard import Deadlines
-from titan_grpo.subprocesses import helper_environment, start_module, wait_process
+from titan_grpo.subprocesses import ENDING, helper_environment, start_module, wait_process
 from titan_grpo.sync.link import LinkOptions, answer_s
 
 logger = logging.getLogger(__name__)
@@ -210,13 +210,15 @@ class PauseGuard:
     def _start(self) -> None:
         try:
             with self._opened_log() as log:
-                # A session of its own: torchrun and terminals signal the trainer's.
+                # A session of its own: torchrun and terminals signal the trainer's. Schedulers
+                # signal every process of a job; this one must continue.
                 self._process, self._sock = start_module(
                     "titan_grpo.sync.pause_guard_main",
                     env=helper_environment(os.environ),
                     stdout=subprocess.DEVNULL,
                     stderr=log,
                     new_session=True,
+                    ignored=ENDING,
                 )
         except OSError as error:
             logger.warning("no pause guard: servers stay paused if this trainer dies: %s", error)

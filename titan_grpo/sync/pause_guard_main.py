@@ -12,7 +12,6 @@ import logging
 import os
 import queue
 import selectors
-import signal
 import socket
 import threading
 import time
@@ -291,9 +290,6 @@ def _pidfd(pid: int) -> int:
 
 def main(sock: socket.socket, parent: int) -> None:
     """Entry point of the process."""
-    # Signals that end the trainer reach its helpers too; this one must continue.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(
         level=logging.INFO, format="titan_grpo pause guard %(process)d %(asctime)s %(message)s"
     )
