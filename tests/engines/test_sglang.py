@@ -134,11 +134,24 @@ def test_a_server_that_a_version_would_not_reach_whole_is_unfit_without_our_plug
         sglang_stock.world_size(1.0).parse({**ALONE, key: 2})
 
 
-def test_a_server_that_decodes_with_copies_of_old_projections_is_unfit_without_our_plugin() -> None:
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dcp_replicate_q_proj": True}, "--no-dcp-replicate-q-proj"),
+        ({"enable_eplb": True}, "--enable-eplb"),
+        ({"enable_flexkv": True}, "--enable-flexkv"),
+        ({"enable_watermark": True}, "--enable-watermark"),
+        ({"speculative_algorithm": "EAGLE"}, "draft model"),
+        ({"preferred_sampling_params": '{"top_k": 5, "bad_words": ["x"]}'}, "of bad_words would"),
+    ],
+)
+def test_a_server_whose_options_spoil_versions_or_samples_is_unfit_without_our_plugin_too(
+    options: dict[str, Any], words: str
+) -> None:
     call = sglang_stock.world_size(1.0)
-    assert call.parse({**ALONE, "dcp_replicate_q_proj": None}) == 1
-    with pytest.raises(ServerUnfit, match="--no-dcp-replicate-q-proj"):
-        call.parse({**ALONE, "dcp_replicate_q_proj": True})
+    assert call.parse({**ALONE, **dict.fromkeys(options), "preferred_sampling_params": None}) == 1
+    with pytest.raises(ServerUnfit, match=words):
+        call.parse({**ALONE, **options})
 
 
 def test_the_answer_with_the_keys_in_it_is_never_shown() -> None:

@@ -216,29 +216,10 @@ class Experts(torch.nn.Module):
 def wrapped(layer):
     return model_problem(torch.nn.ModuleDict({"layer": BaseLayerWithLoRA(layer, None)}))
 
-def offloaded():
+def late(**options):
     args = ServerArgs(sys.argv[1], custom_weight_loader=[LOADER])
-    args.offload_group_size = 2  # set late, as below
-    return compatibility(args)
-
-def compiled(device):
-    args = ServerArgs(sys.argv[1], custom_weight_loader=[LOADER])
-    args.device, args.enable_torch_compile = device, True  # set late, as below
-    return compatibility(args)
-
-def cached():
-    args = ServerArgs(sys.argv[1], custom_weight_loader=[LOADER])
-    args.weight_cache_mode = "daemon"  # set late: a machine without a GPU refuses it
-    return compatibility(args)
-
-def watermarked():
-    args = ServerArgs(sys.argv[1], custom_weight_loader=[LOADER])
-    args.enable_watermark = True  # set late: it wants a GPU
-    return compatibility(args)
-
-def replicated():
-    args = ServerArgs(sys.argv[1], custom_weight_loader=[LOADER])
-    args.dcp_replicate_q_proj = True  # set late: it wants several GPUs
+    for name, value in options.items():
+        setattr(args, name, value)  # late: a machine without (several) GPUs refuses them
     return compatibility(args)
 
 def original():
@@ -265,17 +246,17 @@ print(json.dumps({
     "redundant": problem(ep_num_redundant_experts=2),
     "placed": problem(init_expert_location="placement.json"),
     "draft": problem(speculative_algorithm="EAGLE"),
-    "cached": cached(),
-    "compiled": compiled("cuda"),
-    "compiled, cpu": compiled("cpu"),
+    "cached": late(weight_cache_mode="daemon"),
+    "compiled": late(device="cuda", enable_torch_compile=True),
+    "compiled, cpu": late(device="cpu", enable_torch_compile=True),
     "kv by FlexKV": problem(enable_flexkv=True),
     "preferred": problem(preferred_sampling_params='{"top_k": 2, "no_stop_trim": true}'),
     "preferred stop": problem(preferred_sampling_params='{"top_k": 2, "stop_token_ids": [9]}'),
-    "watermark": watermarked(),
+    "watermark": late(enable_watermark=True),
     "original": original(),
-    "replicated": replicated(),
+    "replicated": late(dcp_replicate_q_proj=True),
     "derived": derived(),
-    "offloaded": offloaded(),
+    "offloaded": late(offload_group_size=2),
     "wrapped": wrapped(torch.nn.Linear(2, 2)),
     "wrapped experts": wrapped(Experts()),
     "adapters": SglangModel.__new__(SglangModel).refuses(adapters),

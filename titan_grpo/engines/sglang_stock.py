@@ -1,10 +1,13 @@
 """SGLang's own weight update over a process group (0.5.21 to 0.5.23), for servers without our
 plugin."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+from titan_grpo.engines.generation import Sampling
 from titan_grpo.engines.http import Call, ServerAccess, ignore, requests, want
 from titan_grpo.errors import ServerRefused, ServerUnfit
 
@@ -39,16 +42,73 @@ the group would never be complete, and each attempt would stop generation for it
 several tokenizer workers only the one that gets the call has the new label. Layers that are
 prefetched are computed with old weights."""
 
-KEEPS_QUERIES = (
-    "decoding would go on with the query projections of the start, of which SGLang keeps copies:"
-    " start the server with --no-dcp-replicate-q-proj"
-)
-"""Why a server with dcp_replicate_q_proj gets no versions. Some models turn it on by themselves."""
+TEXT = "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"
+"""What of a request decides about the text alone."""
+
+
+def options_problem(args: Any) -> str:
+    """Return why a server with these ServerArgs can get no versions, or its answers cannot be
+    trained on; empty if it can. An option that is not there is one of a newer SGLang."""
+    from titan_grpo.engines.sglang import generate  # not at the top: it imports this module
+
+    def has(name: str) -> Any:
+        return getattr(args, name, None)
+
+    if (
+        has("enable_eplb")
+        or has("ep_num_redundant_experts")
+        or has("init_expert_location") not in (None, "trivial")
+    ):
+        return (
+            "a reload writes experts into the slots that they have without load balancing: start"
+            " the server without --enable-eplb, --ep-num-redundant-experts and"
+            " --init-expert-location"
+        )
+    # SGLang freezes these graphs, on CPUs alone (its model_executor/cpu_graph_runner.py).
+    if has("device") == "cpu" and has("enable_torch_compile"):
+        return (
+            "a graph compiled for CPUs has copies of weights as constants, and would compute with"
+            " these after a load: start the server without --enable-torch-compile"
+        )
+    # Some models turn it on by themselves.
+    if has("dcp_replicate_q_proj"):
+        return (
+            "decoding would go on with the query projections of the start, of which SGLang keeps"
+            " copies: start the server with --no-dcp-replicate-q-proj"
+        )
+    if has("enable_flexkv"):
+        return (
+            "FlexKV finds KV by tokens alone, so answers would go on from older prefixes:"
+            " start the server without --enable-flexkv"
+        )
+    if has("weight_cache_mode") not in (None, "off"):
+        return (
+            "other engines serve the same memory of weights: start the server without a weight"
+            " cache (--weight-cache-mode off)"
+        )
+    if has("speculative_algorithm"):
+        return "a speculative draft model would keep its old weights: start the server without one"
+    if has("enable_watermark"):
+        return (
+            "a watermark chooses each token by the ones before it, so all completions of a prompt"
+            " would be alike: start the server without --enable-watermark"
+        )
+    preferred = has("preferred_sampling_params") or {}
+    if isinstance(preferred, str):  # SGLang has not checked it yet
+        preferred = json.loads(preferred)
+    # A request names all that decides about its tokens.
+    named = generate((), Sampling(1), 1.0).json["sampling_params"]
+    if others := sorted({*preferred} - {*named, *TEXT}):
+        return (
+            f"the server's preference of {', '.join(others)} would decide which tokens are sampled,"
+            " or end completions: start it without, in --preferred-sampling-params"
+        )
+    return ""
 
 
 def world_size(timeout_s: float) -> Call[int]:
     """Return the number of the server's workers, all of them tensor parallel. Raises ServerUnfit
-    for a server that a version would not reach whole (``MOST``)."""
+    for a server that a version would not reach whole (``MOST``), and as ``options_problem``."""
     path = "/server_info"
 
     def parse(answer: Any) -> int:
@@ -60,9 +120,8 @@ def world_size(timeout_s: float) -> Call[int]:
                     f" has {found}: not all of it would get a version and its label; start it"
                     " without that option, one server per replica"
                 )
-        # No option of older ones.
-        if answer.get("dcp_replicate_q_proj"):
-            raise ServerUnfit(KEEPS_QUERIES)
+        if problem := options_problem(SimpleNamespace(**answer)):
+            raise ServerUnfit(problem)
         return size
 
     return Call("GET", path, timeout_s, parse)

@@ -30,9 +30,8 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from titan_grpo.engines.generation import Sampling
-from titan_grpo.engines.sglang import LOADER, generate
-from titan_grpo.engines.sglang_stock import KEEPS_QUERIES
+from titan_grpo.engines.sglang import LOADER
+from titan_grpo.engines.sglang_stock import options_problem
 from titan_grpo.errors import PeerError, UpstreamError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import has_adapters
@@ -300,63 +299,21 @@ def compatibility(args: Any) -> str:
             "pipeline-parallel stages and an engine over several hosts are not synced: use tensor"
             " parallelism on one host"
         )
-    if args.enable_eplb or args.ep_num_redundant_experts or args.init_expert_location != "trivial":
-        return (
-            "a reload writes experts into the slots that they have without load balancing: start"
-            " the server without --enable-eplb, --ep-num-redundant-experts and"
-            " --init-expert-location"
-        )
     if args.offload_group_size > 0:
         return (
             "layers that are prefetched from the CPU's memory would be computed with old weights"
             " after a load: start the server without --offload-group-size"
         )
-    # SGLang freezes these graphs, on CPUs alone (its model_executor/cpu_graph_runner.py).
-    if args.device == "cpu" and args.enable_torch_compile:
-        return (
-            "a graph compiled for CPUs has copies of weights as constants, and would compute with"
-            " these after a load: start the server without --enable-torch-compile"
-        )
-    if getattr(args, "dcp_replicate_q_proj", None):
-        return KEEPS_QUERIES
-    if getattr(args, "enable_flexkv", False):  # no option of SGLang 0.5.21
-        return (
-            "FlexKV finds KV by tokens alone, so answers would go on from older prefixes:"
-            " start the server without --enable-flexkv"
-        )
-    if args.weight_cache_mode != "off":
-        return (
-            "other engines serve the same memory of weights: start the server without a weight"
-            " cache (--weight-cache-mode off)"
-        )
-    if args.speculative_algorithm:
-        return "a speculative draft model would keep its old weights: start the server without one"
     if get_bool_env_var("SGLANG_RETURN_ORIGINAL_LOGPROB"):
         return (
             "log-probabilities must be those after the temperature, and others would make every"
             " weight of the loss wrong: start the server without SGLANG_RETURN_ORIGINAL_LOGPROB"
         )
-    if getattr(args, "enable_watermark", False):
-        return (
-            "a watermark chooses each token by the ones before it, so all completions of a prompt"
-            " would be alike: start the server without --enable-watermark"
-        )
-    preferred = args.preferred_sampling_params or {}
-    if isinstance(preferred, str):  # SGLang has not checked it yet
-        preferred = json.loads(preferred)
-    if others := sorted(preferred.keys() - NAMED):
-        return (
-            f"the server's preference of {', '.join(others)} would decide which tokens are sampled,"
-            " or end completions: start it without, in --preferred-sampling-params"
-        )
+    if problem := options_problem(args):
+        return problem
     if LOADER not in (args.custom_weight_loader or []):
         return f"start the server with --custom-weight-loader {LOADER}"
     return ""
-
-
-TEXT = "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"
-NAMED = frozenset((*generate((), Sampling(1), HELLO_S).json["sampling_params"], *TEXT))
-"""What a server may prefer: each of our requests names it, or it decides about the text alone."""
 
 
 def sends_routes(args: Any) -> bool:
