@@ -100,14 +100,24 @@ def broadcast(site: Site, nbytes: int, **config: Any) -> LaneLink:
 
 @over_tcp
 def test_a_receiver_that_cannot_be_started_is_said_at_once_and_the_next_one_serves(
-    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    site: Site,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/removed/bin/python")
     link = site.greet(Weights(1.0))
     monkeypatch.undo()
-    with pytest.raises(ServerRefused, match=r"cannot start a receiver process.*/removed/bin"):
+    with pytest.raises(ServerRefused, match=r"cannot run a receiver process: .*/removed/bin"):
         link.wait_joined(20.0)
     assert "Traceback" not in caplog.text
+    # As when a package in the server's environment is replaced while it runs.
+    (tmp_path / "msgspec.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    link = site.greet(Weights(1.0))
+    monkeypatch.undo()
+    with pytest.raises(ServerRefused, match="it ended by an exception, which is in the server's"):
+        link.wait_joined(60.0)
     assert site.deliver(site.connect(Weights(2.0)), 1, 2, Weights(2.0)).ok
 
 

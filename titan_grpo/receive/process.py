@@ -69,16 +69,17 @@ log = logging.getLogger("titan_grpo.receive")
 class ReceiverProcess:
     """Handle of one receiver process and the channel to it."""
 
-    def __init__(self, first: dict[str, Any]) -> None:
-        """Start the process and send its first message, without waiting for an answer."""
+    def __init__(self, first: dict[str, Any], broken: Callable[[], object] = int) -> None:
+        """Start the process and send its first message, without waiting for an answer. ``broken``
+        is called, in a thread, if the process ends by an exception that it does not catch."""
         # The receiver does not need an allocator that the engine preloads.
         self._process, ours = start_module(
             "titan_grpo.receive.process",
             env=helper_environment(os.environ, "LD_PRELOAD"),
         )
         self.pid = self._process.pid
-        # Reap it when it ends: the next hello may come late, or never.
-        when_ended(self.pid, self._process.poll)
+        # Reap it when it ends: the next hello may come late, or never. 1 is the interpreter's code.
+        when_ended(self.pid, lambda: self._process.poll() == 1 and broken())
         self._channel = Channel(ours)
         self._sent = 0
         self._last_line_s: float | None = None
@@ -201,17 +202,20 @@ class ReceiverHandle:
         self._kill_serving()
         unmap()
         self._greeting = hello
-        try:
-            self._serving = ReceiverProcess(self._first("serve", hello, "", keys))
-        except OSError as error:  # no memory, no process left, no interpreter
-            problem = f"the server's host cannot start a receiver process: {error}"
-            # From here: the lane would wait for its deadline.
-            threading.Thread(
-                target=answer_hello,
-                args=(self._first("answer", hello, problem, keys),),
-                daemon=True,
-            ).start()
+
+        def unable(why: object) -> str:
+            """Answer from here: the lane would wait for its deadline."""
+            problem = f"the server's host cannot run a receiver process: {why}"
+            first = self._first("answer", hello, problem, keys)
+            threading.Thread(target=answer_hello, args=(first,), daemon=True).start()
             return problem
+
+        why = "it ended by an exception, which is in the server's log"
+        try:
+            first = self._first("serve", hello, "", keys)
+            self._serving = ReceiverProcess(first, lambda: unable(why))
+        except OSError as error:  # no memory, no process left, no interpreter
+            return unable(error)
         return ""
 
     def _occupied(self, hello: Hello) -> str:
