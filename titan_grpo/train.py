@@ -14,20 +14,21 @@ SAY_S = 30.0
 
 
 def _stop_on_signals() -> None:
-    """End this rank in the ordinary way at the first SIGTERM or SIGINT: lanes, rollouts and servers
-    are closed."""
-    from titan_grpo.subprocesses import end_with_parent
+    """End this rank in the ordinary way at the first signal that ends a job: lanes, rollouts and
+    servers are closed."""
+    from titan_grpo.subprocesses import ENDING, end_with_parent
 
     # If torchrun is killed, its ranks (each in a session of its own) would go on training.
     end_with_parent(signal.SIGTERM)
 
     def stop(number: int, frame: Any) -> None:
         # torchrun repeats its signals, which would interrupt the closing; it kills after its grace.
-        for each in (signal.SIGTERM, signal.SIGINT):
+        for each in ENDING:
             signal.signal(each, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    for each in (signal.SIGTERM, signal.SIGINT):
+    # SIGHUP too: torchrun hands a terminal's end on, also under nohup.
+    for each in ENDING:
         signal.signal(each, stop)
 
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from titan_grpo.subprocesses import ENDING
 from titan_grpo.train import refuse
 
 
@@ -57,3 +58,28 @@ def test_an_end_that_is_no_bug_of_ours_is_one_line_without_a_traceback(error: st
         [sys.executable, "-c", ENDED_BY, error], capture_output=True, text=True, timeout=60
     )
     assert (ended.returncode, ended.stderr) == (1, "titan-grpo: rank 1: why\n")
+
+
+STOPPED = """
+import threading
+from titan_grpo import train
+train._stop_on_signals()
+print("here", flush=True)
+try:
+    threading.Event().wait(60)
+finally:
+    print("closed")
+"""
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_each_signal_that_ends_a_job_lets_a_rank_close_what_it_has_started(number: int) -> None:
+    """A terminal's end (SIGHUP) left no summary.json."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True, process_group=0
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    process.send_signal(number)
+    assert process.communicate(timeout=20)[0] == "closed\n"
+    assert process.returncode == 128 + number
