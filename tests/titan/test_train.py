@@ -64,8 +64,8 @@ STOPPED = """
 import threading
 from titan_grpo import train
 train._stop_on_signals()
-print("here", flush=True)
 try:
+    print("here", flush=True)
     threading.Event().wait(60)
 finally:
     print("closed")
