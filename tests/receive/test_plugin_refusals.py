@@ -122,6 +122,7 @@ print(json.dumps({
     ),
     "whole, cpu": problem(device="cpu", enable_chunked_prefill=False),
     "pieces, cpu": problem(device="cpu", enable_chunked_prefill=True),
+    "no tokenizer": problem(skip_tokenizer_init=True),
     "bounded": problem(override_generation_config={"max_new_tokens": 3}),
     "bounded, folder": problem(generation_config=bounded()),
     "defaults": problem(override_generation_config={"temperature": 0.5, "top_k": 2}),
@@ -327,6 +328,7 @@ def test_vllm_refuses_what_a_reload_or_a_temperature_would_make_wrong_and_nothin
     for name in ("bounded", "bounded, folder"):
         assert "every completion would end at 3 tokens" in found[name]
     assert "start the server without --logits-processors" in found["processors"]
+    assert "without --skip-tokenizer-init" in found["no tokenizer"]
     assert "start the server with --no-enable-chunked-prefill" in found["pieces, cpu"]
     assert "start it with --max-lora-rank 16" in found["adapters, low rank"]
     assert "start it with --enable-lora --max-lora-rank 16" in found["adapters, no lora"]

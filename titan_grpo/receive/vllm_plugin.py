@@ -98,6 +98,11 @@ def problem_of(vllm_config: Any) -> str:
             f"vLLM's loader of {kind} gives nothing to its experts in a reload, and"
             " they would keep their old weights: serve it with SGLang, on one GPU"
         )
+    if model.skip_tokenizer_init:
+        return (
+            "without a tokenizer vLLM refuses every completion: start the server without"
+            " --skip-tokenizer-init"
+        )
     quantization, device = model.quantization, vllm_config.device_config.device_type
     if quantization not in (None, *ONLINE):
         return (
