@@ -3,6 +3,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,9 +33,11 @@ def says(answer: object) -> Reply:
 
 
 CLOSED: dict[str, object] = {"/health": None, "/version": {"version": "0.32.0"}}
-SGLANG: dict[str, dict[str, str]] = {
+ALONE = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "nnodes": 1}
+ALONE |= {"tokenizer_worker_num": 1, "offload_group_size": -1}
+SGLANG: dict[str, dict[str, Any]] = {
     "/model_info": {"weight_version": "7"},
-    "/server_info": {"version": "0.5.23", "api_key": "its-own-secret"},
+    "/server_info": {"version": "0.5.23", "api_key": "its-own-secret", **ALONE},
 }
 
 
@@ -154,18 +157,25 @@ def test_a_receiver_that_never_calls_back_is_reported_by_the_deadline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("apply", "transport", "status"),
+    ("apply", "transport", "replicas", "status"),
     [
-        ("staged", "auto", "problem"),
-        ("streamed", "auto", "warning"),
-        ("streamed", "nccl", "problem"),
+        ("staged", "auto", 1, "problem"),
+        ("streamed", "auto", 1, "warning"),
+        ("streamed", "auto", 2, "problem"),
+        ("streamed", "nccl", 1, "problem"),
     ],
 )
 def test_an_sglang_without_our_plugin_is_a_problem_only_for_a_job_that_cannot_use_it(
-    apply: str, transport: str, status: str, job: list[str], capsys: pytest.CaptureFixture[str]
+    apply: str,
+    transport: str,
+    replicas: int,
+    status: str,
+    job: list[str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     job += [f"--weight_sync.apply={apply}", f"--weight_sync.transport={transport}"]
-    with http_server(SGLANG) as (url, _):
+    described = SGLANG["/server_info"] | {"dp_size": replicas}
+    with http_server(SGLANG | {"/server_info": described}) as (url, _):
         cli.main([*job, f"--rollout.servers={url}"])
     out = capsys.readouterr().out
     [said] = [line for line in out.splitlines() if "server plugin" in line]

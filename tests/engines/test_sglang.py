@@ -142,6 +142,10 @@ def test_a_server_that_a_version_would_not_reach_whole_is_unfit_without_our_plug
         ({"enable_flexkv": True}, "--enable-flexkv"),
         ({"enable_watermark": True}, "--enable-watermark"),
         ({"speculative_algorithm": "EAGLE"}, "draft model"),
+        (
+            {"json_model_override_args": '{"rms_norm_eps": 1e-3}'},
+            "--json-model-override-args makes",
+        ),
         ({"preferred_sampling_params": '{"top_k": 5, "bad_words": ["x"]}'}, "of bad_words would"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from titan_grpo.commands.doctor_host import ENGINES, Finding, ok, problem, warning
 from titan_grpo.config.task import ENGINE
-from titan_grpo.engines import sglang, vllm
+from titan_grpo.engines import sglang, sglang_stock, vllm
 from titan_grpo.engines.generation import NO_ROUTES
 from titan_grpo.engines.http import (
     Call,
@@ -214,6 +214,8 @@ def _plugin(facts: ServerFacts, streamed: bool) -> Finding:
         error = facts.errors.get("backend", "unknown")
         if facts.engine == sglang.NAME:
             text = f"{url}: our plugin does not answer ({error})"
+            if streamed and (unfit := facts.errors.get("stock", "")):
+                return problem(subject, named(url, unfit), sglang.NO_PLUGIN)
             if streamed:
                 text += ", so it stands still for each transfer, and checks no digest"
                 return warning(subject, text, sglang.NO_PLUGIN)
@@ -419,6 +421,8 @@ class _Questions:
         if paused is not None:
             facts.paused, facts.backend = paused, vllm.BACKEND
             facts.joined = self._greet(sglang.hello)
+        else:
+            self._answer("stock", sglang_stock.world_size(self._s))
 
     def tokens(self) -> list[int] | None:
         """Return the ids of TEXT by the server's tokenizer (``POST /tokenize`` of both engines)."""

@@ -122,6 +122,11 @@ def world_size(timeout_s: float) -> Call[int]:
                 )
         if problem := options_problem(SimpleNamespace(**answer)):
             raise ServerUnfit(problem)
+        if answer.get("json_model_override_args") not in (None, "", "{}"):
+            raise ServerUnfit(
+                "a server without our plugin does not say which model --json-model-override-args"
+                " makes of the trainer's: start it without that option, or with the plugin"
+            )
         return size
 
     return Call("GET", path, timeout_s, parse)
