@@ -85,8 +85,7 @@ def start_module(
     module: str,
     *arguments: str,
     env: Mapping[str, str],
-    stdout: Output = None,
-    stderr: Output = None,
+    outputs: tuple[Output, Output] = (None, None),
     new_session: bool = False,
     ignored: Sequence[int] = (signal.SIGINT,),
 ) -> tuple["subprocess.Popen[bytes]", socket.socket]:
@@ -94,8 +93,8 @@ def start_module(
     a socket pair and this process's id. Return the process and the other end, which the kernel
     closes when this process ends.
 
-    ``new_session``: signals to our group or terminal do not reach the process. ``ignored``: signals
-    that the process ignores, from its start on. Raises OSError.
+    ``outputs``: its stdout and stderr. ``new_session``: signals to our group or terminal do not
+    reach the process. ``ignored``: signals that it ignores, from its start on. Raises OSError.
     """
     # Not inheritable, except by pass_fds: if another child had our end, it would stay open after
     # this process ends, and the new process would wait forever.
@@ -109,8 +108,8 @@ def start_module(
                 command,
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
+                stdout=outputs[0],
+                stderr=outputs[1],
                 pass_fds=[theirs.fileno()],
                 start_new_session=new_session,
             )
@@ -268,8 +267,7 @@ class Guarded:
             "titan_grpo.subprocesses",
             *(str(grace_s), *command),
             env=env,
-            stdout=stdout,
-            stderr=stderr,
+            outputs=(stdout, stderr),
             new_session=True,
         )
         self._owner.settimeout(GUARD_START_S)

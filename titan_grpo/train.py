@@ -43,6 +43,21 @@ def _check_environment() -> None:
         )
 
 
+def restart_notes(environ: Mapping[str, str]) -> list[str]:
+    """Return what the start says of ``torchrun --max-restarts``. Pure.
+
+    With a c10d rendezvous (``--standalone`` too), torch 2.13's torchrun keeps one store: ranks of a
+    restart find the addresses of dead ones there. A static rendezvous looks the same from here.
+    """
+    shared = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not shared or environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return []
+    return [
+        "--max-restarts: with --standalone or --rdzv_backend c10d, restarted ranks cannot connect"
+        " to each other: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+    ]
+
+
 def _run(argv: list[str]) -> None:
     # First: some patches must be applied before torchtitan is imported.
     from titan_grpo.titan.compat import prepare
@@ -54,7 +69,7 @@ def _run(argv: list[str]) -> None:
     world = os.environ.get("WORLD_SIZE", "")
     ranks = int(world) if world.isdigit() else None
     job_config, notes = read(argv, ranks)
-    notes += check_files(job_config, os.environ, ranks)
+    notes += check_files(job_config, os.environ, ranks) + restart_notes(os.environ)
     if os.environ.get("RANK", "0") == "0":
         print_status("\n".join(notes))
     _check_environment()

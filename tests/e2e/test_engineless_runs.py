@@ -1,5 +1,7 @@
-"""Real runs on a server without an engine, whose sync process is killed and stopped."""
+"""Real runs on a server without an engine, whose sync process is killed and stopped, or a rank of
+theirs."""
 
+import json
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -78,3 +80,34 @@ def test_a_run_whose_sync_process_is_killed_takes_all_steps_and_ends_on_the_newe
     assert shown is not None
     assert shown.version == STEPS
     assert any("the sync process ended with exit code -9" in error for error in summary["errors"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_restarts_a_run_whose_rank_is_killed_from_its_last_checkpoint(
+    rank: int, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # docs/cluster.md
+    # Steps so long that the run is not over when its rank is killed.
+    replay = Replay(tmp_path / "replay.jsonl", prompts=8, group=8, tokens=440).write(10)
+    settings = ["--training.seq_len=512", "--checkpoint.interval=2", "--training.steps=10"]
+    node = ("--standalone", "--max-restarts=1")
+    with ServerProcess() as server:
+        with runs.start(
+            tmp_path, [server.url], *replay.arguments, *settings, nproc=2, node=node
+        ) as training:
+            training.wait_step(4)
+            (killed,) = [
+                process
+                for process in psutil.Process(training.process.pid).children()
+                if process.environ().get("RANK") == str(rank)
+            ]
+            killed.kill()
+            assert training.finish() == 0, training.log
+        shown = Label.parse(server.run(served())["visible"][-1][0])
+    assert not any("--max-restarts" in line for line in training.shown)
+    summary = runs.summary(tmp_path)
+    assert (summary["steps"], summary["ended_by"], len(summary["resumes"])) == (10, "", 1)
+    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert {json.loads(row)["step"] for row in rows} == set(range(1, 11))
+    assert shown is not None
+    assert shown.version == 10

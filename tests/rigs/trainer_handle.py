@@ -72,7 +72,7 @@ class TrainerProcess:
                 "tests.rigs.trainer_process",
                 json.dumps(asdict(settings)),
                 env={**env, **few},
-                stderr=file,
+                outputs=(None, file),
             )
         self._pipe = Pipe(sock, self)
         self._pipe.start()

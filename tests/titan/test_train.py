@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from titan_grpo.subprocesses import ENDING
-from titan_grpo.train import refuse
+from titan_grpo.train import refuse, restart_notes
 
 
 def test_a_hosts_first_rank_says_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,3 +83,12 @@ def test_each_signal_that_ends_a_job_lets_a_rank_close_what_it_has_started(numbe
     process.send_signal(number)
     assert process.communicate(timeout=20)[0] == "closed\n"
     assert process.returncode == 128 + number
+
+
+def test_the_start_says_when_ranks_that_torchrun_restarts_could_not_connect() -> None:
+    shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "2"}
+    (note,) = restart_notes(shared)
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in note
+    assert restart_notes(shared | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) == []
+    assert restart_notes(shared | {"TORCHELASTIC_MAX_RESTARTS": "0"}) == []
+    assert restart_notes({}) == []

@@ -215,8 +215,7 @@ class PauseGuard:
                 self._process, self._sock = start_module(
                     "titan_grpo.sync.pause_guard_main",
                     env=helper_environment(os.environ),
-                    stdout=subprocess.DEVNULL,
-                    stderr=log,
+                    outputs=(subprocess.DEVNULL, log),
                     new_session=True,
                     ignored=ENDING,
                 )
