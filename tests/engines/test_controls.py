@@ -168,6 +168,16 @@ def test_a_vllm_that_can_never_take_our_weights_is_unfit_with_the_remedy(
         vllm.greet({})
 
 
+def test_a_vllm_that_would_refuse_every_rollout_is_unfit_before_it_is_taken(
+    board: Board, vllm: VllmControl
+) -> None:
+    """vLLM's control routes ask for no key."""
+    board.routes = {"GET /v1/models": 401, "POST /init_weight_transfer_engine": 200}
+    with pytest.raises(ServerUnfit, match=r"set rollout\.api_key_env"):
+        vllm.greet({})
+    assert board.paths == ["GET /v1/models"]
+
+
 def test_a_vllm_whose_plugin_failed_is_asked_again(board: Board, vllm: VllmControl) -> None:
     board.routes = {"POST /init_weight_transfer_engine": 500, **backend("titan_grpo")}
     with pytest.raises(HttpRefused) as refusal:

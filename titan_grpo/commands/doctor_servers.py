@@ -349,6 +349,8 @@ def server_facts(url: str, access: Access) -> ServerFacts:
     with SyncDriver(url, access.api_key, access.admin_key) as driver:
         try:
             facts.engine = detect(driver, access.timeout_s)
+            if facts.engine == vllm.NAME:
+                driver.run(vllm.models(access.timeout_s))
         except KeyRefused as error:
             facts.errors["key"] = str(error)
             return facts

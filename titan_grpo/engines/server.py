@@ -90,7 +90,7 @@ class ServerControl(Protocol):
         """Return the engine's own update routes if our plugin is missing and weights can be
         streamed over them; else None."""
 
-    @requests(2)
+    @requests(3)
     def greet(self, hello: Mapping[str, Any]) -> None:
         """Send the lane's hello (or attach) to the server's plugin; the receiver joins in the
         background. Raises ServerUnfit if our plugin is missing."""

@@ -31,7 +31,15 @@ from titan_grpo.engines.generation import (
     tool_calls,
     version_spans,
 )
-from titan_grpo.engines.http import NOT_RECOMPUTED, Call, HttpRefused, ServerAccess, ignore, want
+from titan_grpo.engines.http import (
+    NOT_RECOMPUTED,
+    Call,
+    HttpRefused,
+    KeyRefused,
+    ServerAccess,
+    ignore,
+    want,
+)
 from titan_grpo.errors import ServerRefused, ServerUnfit
 from titan_grpo.protocol.messages import Label
 
@@ -59,6 +67,11 @@ def label(timeout_s: float = QUERY_S) -> Call[str]:
     update_weight_version set it."""
     path = "/weight_info"
     return Call("GET", path, timeout_s, lambda a: str(want(a, "weight_version", (str, int), path)))
+
+
+def models(timeout_s: float = QUERY_S) -> Call[None]:
+    """Refused with 401 if the server's API key is another one, unlike the calls of a lane."""
+    return Call("GET", "/v1/models", timeout_s, ignore)
 
 
 def is_paused(timeout_s: float = QUERY_S) -> Call[bool]:
@@ -284,6 +297,11 @@ class VllmControl:
         the missing plugin."""
 
     def greet(self, hello: Mapping[str, Any]) -> None:
+        try:
+            self._run(models(min(QUERY_S, self._deadline_s)))
+        except HttpRefused as error:
+            if isinstance(error, KeyRefused):
+                raise  # only rollouts would be refused, each of them
         try:
             self._run(init_weight_transfer(hello, self._deadline_s))
         except HttpRefused as error:
