@@ -4,7 +4,7 @@ itself at a point.
 ``python guarded_trainer.py '{"url": ..., "folder": ..., "point": "load", "signal": 9, "versions":
 3}'``: the signal comes at that point of version 2, the ``times``-th time it is passed. One line of
 JSON on stdout after each event; ends cleanly when all versions are held. With ``fork`` a child that
-it forked outlives it, until stdin ends.
+it forked outlives it, until stdin ends. ``lease_s``: how long a lane may be silent in a commit.
 """
 
 import json
@@ -30,7 +30,6 @@ from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.verify.recording import content_digest, tensor_digest
 
 SHAPES = {"up": (512, 256), "down": (256, 512)}
-DEADLINES = Deadlines(pause_s=8.0, greet_s=60.0, again_s=0.5)
 WAIT_S = 120.0
 
 
@@ -68,7 +67,7 @@ class GuardedTrainer(Trainer):
             urls=[options["url"]],
             engine=vllm.NAME,
             keys=(options["api_key"], ""),
-            guard_deadlines=DEADLINES,
+            guard_deadlines=Deadlines(options["lease_s"], greet_s=60.0, again_s=0.5),
         )
         manifest = Manifest.build(tensors, config.block_bytes)
         watched = partial(WatchedSync, watch=self.watch, points={self.point})
