@@ -87,13 +87,17 @@ def start(
     )
 
 
-def test_the_reward_rises_beside_both_engines_and_every_promised_file_is_there(
-    runs: Runs, mark: str, tmp_path: Path
+@pytest.mark.parametrize(
+    "engines", [("vllm",), pytest.param(("vllm", "sglang"), marks=pytest.mark.long)], ids="+".join
+)
+def test_the_reward_rises_and_every_promised_file_is_there(
+    engines: tuple[str, ...], runs: Runs, mark: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     run_key = Key.generate()
-    words = ["--engine", "both", "--steps", str(STEPS), "--out", str(out)]
-    # Rewards and rows of their own on both engines, in a run that is there anyway.
+    words = ["--steps", str(STEPS), "--out", str(out)]
+    words += ["--engine", "both"] if len(engines) > 1 else []
+    # Rewards and rows of their own on each engine, in a run that is there anyway.
     recipe = tmp_path / "quickstart.toml"
     recipe.write_text((runs.root / RECIPE).read_text() + EVALUATION)
     words += ["--config", str(recipe)]
@@ -109,7 +113,7 @@ def test_the_reward_rises_beside_both_engines_and_every_promised_file_is_there(
     ]
     assert evaluated == [("own", 0, 4), ("own", STEPS, 4)], summary["errors"]
     assert summary["staleness"]["max"] <= 1
-    assert len(summary["versions_committed"]) == 2, "one server of each engine"
+    assert len(summary["versions_committed"]) == len(engines), "one server of each engine"
     for server in summary["versions_committed"].values():
         assert (server["committed"][0], server["last"]) == (0, STEPS)
     assert len((out / "metrics.jsonl").read_text().splitlines()) == STEPS
@@ -120,8 +124,9 @@ def test_the_reward_rises_beside_both_engines_and_every_promised_file_is_there(
     model = AutoModelForCausalLM.from_pretrained(out / "hf")
     tokens = AutoTokenizer.from_pretrained(out / "hf")("say 123", return_tensors="pt")["input_ids"]
     assert bool(torch.isfinite(model(tokens).logits).all())
-    for log in ("vllm0.log", "sglang0.log"):
-        assert "takes weights from trainers with the run key" in (out / log).read_text()
+    for engine in engines:
+        log = (out / f"{engine}0.log").read_text()
+        assert "takes weights from trainers with the run key" in log
     kept = [path.read_bytes() for path in out.rglob("*") if path.is_file()]
     assert not any(
         shown in text
