@@ -398,6 +398,7 @@ class ServerSet:
     def refused(self, url: str, reason: str, final: bool) -> None:
         """Record a refusal and print a new reason; ``final``: the server refuses until it is
         restarted otherwise."""
+        reason = reason.removeprefix(f"{url}: ")  # some name it, and so does what is printed
         with self._changed:
             server = self._servers[url]
             known = reason == server.refusal
