@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, fo
 from scripts.common import RECIPE, ROOT, keys, options_of, write_json
 from tests.e2e.conftest import Replay
 from tests.rigs.server_handle import ServerProcess
-from titan_grpo.commands.processes import stop_on_sigterm, torchrun
+from titan_grpo.commands.processes import stop_on_signals, torchrun
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.titan.tiny import write_tiny_model
@@ -181,7 +181,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=80, help="versions between two evaluations")
     parser.add_argument("--seconds", type=float, default=2.0, help="of an evaluation")
     options = parser.parse_args()
-    stop_on_sigterm()
+    stop_on_signals()
     with tempfile.TemporaryDirectory() as scratch:
         train(options, Path(scratch))
         stretches = steps_of(Path(scratch) / "run")

@@ -67,7 +67,7 @@ from tests.rigs.interpreter import wrapper
 from tests.rigs.scores import Scores, apart, right, said
 from tests.rigs.server_handle import ServerProcess, served_digest
 from tests.rigs.watched_sync import WatchedSync
-from titan_grpo.commands.processes import stop_on_sigterm
+from titan_grpo.commands.processes import stop_on_signals
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.launch import Server, ServerSpec
@@ -474,7 +474,7 @@ def figures_of(
 def main(argv: Sequence[str]) -> int:
     """Exit code: 2 without the rights, 1 if a server held other bytes."""
     options = parse(__doc__, argv)
-    stop_on_sigterm()  # its namespaces and servers would outlive it
+    stop_on_signals()  # its namespaces and servers would outlive it
     if os.geteuid() != 0:
         print("bench_hosts: hosts are namespaces, which need root: run it as root", file=sys.stderr)
         return 2

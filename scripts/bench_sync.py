@@ -44,7 +44,7 @@ from tests.faults.netns import Host, Hosts, NotAllowed
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from tests.rigs.server_handle import ServerProcess, served_digest
 from tests.rigs.sockets import certificate
-from titan_grpo.commands.processes import stop_on_sigterm
+from titan_grpo.commands.processes import stop_on_signals
 from titan_grpo.config import WIRE_BYTES, WeightSync
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.server import ServerControl, make_control
@@ -449,7 +449,7 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    stop_on_sigterm()  # its namespace and its switch would outlive it
+    stop_on_signals()  # its namespace and its switch would outlive it
     with contextlib.ExitStack() as stack:
         folder, url = stack.enter_context(tempfile.TemporaryDirectory()), ""
         host: tuple[str, ...] = ()

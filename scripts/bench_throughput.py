@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, fo
 from scripts.common import RECIPE, ROOT, Table, keys, options_of, python_of, write_json
 from tests.faults.netns import Host, Hosts, NotAllowed
 from tests.rigs.interpreter import wrapper
-from titan_grpo.commands.processes import run_logged, stop_on_sigterm, torchrun
+from titan_grpo.commands.processes import run_logged, stop_on_signals, torchrun
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.observe import names
@@ -386,7 +386,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> int:
     """Run all, print a table."""
     options = parse()
-    stop_on_sigterm()
+    stop_on_signals()
     with tempfile.TemporaryDirectory() as name:
         try:
             found = measure(options, Path(name))

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from titan_grpo import cli
 from titan_grpo.commands import verify
 from titan_grpo.commands.processes import TrainingFailed, own_folder, run_logged
 from titan_grpo.errors import ConfigError, StorageError
+from titan_grpo.subprocesses import ENDING
 
 
 def python(code: str) -> list[str]:
@@ -54,6 +56,40 @@ def test_a_failure_is_one_line(
     with pytest.raises(error, match=message) as caught:
         run_logged(python(code), tmp_path / "log", os.environ, None)
     assert "\n" not in str(caught.value)
+
+
+IMPATIENT = """
+import threading
+from titan_grpo.commands.processes import in_foreground
+def command():
+    try:
+        print("here", flush=True)
+        threading.Event().wait(60)
+    finally:
+        print("closing", flush=True)
+        print(input(), "closed", flush=True)
+raise SystemExit(in_foreground(command))
+"""
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_a_second_signal_does_not_interrupt_the_end_of_what_was_started(number: int) -> None:
+    """Ctrl-C twice while the quickstart's server loaded: it said that every process had ended, and
+    the server was there for ten seconds more."""
+    process = subprocess.Popen(
+        python(IMPATIENT),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # inherited: of tests in the background Ctrl-C may be ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None
+    for line in ("here\n", "closing\n"):
+        assert process.stdout.readline() == line
+        process.send_signal(number)
+    assert process.communicate("all", timeout=20)[0] == "all closed\n"
+    assert process.returncode == 130
 
 
 def test_a_full_disk_below_the_log_ends_the_run_in_one_line() -> None:

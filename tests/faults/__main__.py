@@ -22,7 +22,7 @@ from tests.faults.runner import Launches, Reference, Runner, groups, run_network
 from tests.faults.site import Launch, Site, engineless_launcher, launcher
 from tests.rigs.trainer_process import Settings
 from titan_grpo.cli import guarded
-from titan_grpo.commands.processes import own_folder, require_file, stop_on_sigterm
+from titan_grpo.commands.processes import own_folder, require_file, stop_on_signals
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify.server import choose_devices
@@ -83,7 +83,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str], env: Mapping[str, str]) -> int:
     """Select the cases, and list or run them."""
-    stop_on_sigterm()
+    stop_on_signals()
     options = _arguments(argv)
     cases = select(options.faults, options.engine)
     if options.list:

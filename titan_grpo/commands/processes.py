@@ -15,7 +15,7 @@ from typing import Any
 
 from titan_grpo.errors import ConfigError, StorageError, TitanGrpoError
 from titan_grpo.observe import terminal
-from titan_grpo.subprocesses import Guarded
+from titan_grpo.subprocesses import ENDING, Guarded
 
 GRACE_S = 20.0
 """Seconds between SIGTERM and SIGKILL, for the trainer to end rollouts, lanes and servers."""
@@ -104,15 +104,26 @@ def print_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def stop_on_sigterm() -> None:
-    """Make SIGTERM raise KeyboardInterrupt, as Ctrl-C does, so that ``finally`` blocks run."""
+def stop_on_signals() -> None:
+    """Make the first signal that ends a job raise KeyboardInterrupt, as Ctrl-C does, so that
+    ``finally`` blocks run, and ignore those after it, which would interrupt these blocks. Signals
+    that are ignored already, as under nohup, stay so."""
+
+    def stop(*_: object) -> None:
+        for each in heard:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    heard = [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        for each in heard:
+            signal.signal(each, stop)
 
 
 def in_foreground(command: Callable[[], int]) -> int:
-    """Run a command that starts processes; return 130 if SIGTERM or Ctrl-C ends it."""
-    stop_on_sigterm()
+    """Run a command that starts processes; return 130 if a signal ends it (see
+    ``stop_on_signals``)."""
+    stop_on_signals()
     try:
         return command()
     except KeyboardInterrupt:
