@@ -11,6 +11,7 @@ from titan_grpo.errors import DataError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.receive.checkpoint import (
     INDEX,
+    CheckpointNames,
     checkpoint_shapes,
     coverage_problem,
     difference,
@@ -88,6 +89,15 @@ DAMAGED = {
     "too deep": "[" * 10**5,
     "no text": r'{"weight_map": {"a": "\ud800"}}',
 }
+
+
+def test_an_engines_own_shards_say_nothing_about_a_checkpoints_names(tmp_path: Path) -> None:
+    """--load-format sharded_state: an index is copied beside them, without its files."""
+    save_file({"qkv_proj": torch.zeros(1)}, tmp_path / "model-rank-0-part-0.safetensors")
+    (tmp_path / INDEX).write_text('{"weight_map": {"q_proj": "model-00001-of-00002.safetensors"}}')
+    names = CheckpointNames(str(tmp_path), None, tied=False)
+    assert names.absent
+    assert names.shapes == {}
 
 
 @pytest.mark.parametrize(

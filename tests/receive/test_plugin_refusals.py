@@ -189,7 +189,7 @@ from sglang.srt.environ import envs
 from sglang.srt.lora.layers import BaseLayerWithLoRA
 from sglang.srt.server_args import ServerArgs
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.receive.checkpoint import essential
+from titan_grpo.receive.checkpoint import CheckpointNames, essential
 from titan_grpo.receive.commit import LoadedModel
 from titan_grpo.receive.sglang_plugin import (
     LOADER, SglangModel, compatibility, model_problem, sends_routes
@@ -233,6 +233,11 @@ adapters = Manifest.build([(name, "bfloat16", (16, 4))], 4096)
 def loaded(model, **options):
     return LoadedModel(ModelConfig.from_server_args(ServerArgs(model, **options)), "", False)
 
+def loaded_names(model):
+    engine = SglangModel.__new__(SglangModel)  # its constructor wants a scheduler
+    engine.names = CheckpointNames(model, None, False)
+    return engine
+
 def fields(model, **options):
     return essential(loaded(model, **options).config)
 
@@ -261,6 +266,7 @@ print(json.dumps({
     "wrapped": wrapped(torch.nn.Linear(2, 2)),
     "wrapped experts": wrapped(Experts()),
     "adapters": SglangModel.__new__(SglangModel).refuses(adapters),
+    "checkpoint": [loaded_names(model).unnamed() for model in (sys.argv[1], "/nowhere")],
     "experts": problem(tp_size=2, ep_size=2),
     "replicas": problem(dp_size=2),
     "attention": problem(tp_size=2, attn_dp_size=2),
@@ -361,6 +367,9 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
     found = answers(sglang_python, SGLANG, tmp_path, PYTHONPATH=paths, SGLANG_USE_CPU_ENGINE="1")
     assert found.pop("routes") == [False, True]
     assert found.pop("quantised") == ["", "w8a8_int8"]
+    there, absent = found.pop("checkpoint")
+    assert there == ""
+    assert "/nowhere holds no checkpoint" in absent
     fine = [name for name, problem in found.items() if not problem]
     plain = ["plain", "compiled", "preferred", "wrapped", "experts"]
     assert fine == [*plain, "unquantised", "restores"]

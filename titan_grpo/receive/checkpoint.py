@@ -47,14 +47,21 @@ class CheckpointNames:
         """``model``: directory or hub name. ``tied``: embedding and head are one matrix."""
         self.model, self._revision, self._tied = model, revision, tied
 
+    @property
+    def absent(self) -> bool:
+        """Whether there are no safetensors files with them. An engine's own shards (--load-format
+        sharded_state) have its own names, and an index beside them is of other files."""
+        found = checkpoint_folder(self.model, self._revision).glob("*.safetensors")
+        return all(path.name.startswith("model-rank-") for path in found)
+
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:
-        """Names and shapes; empty without safetensors files. Raises DataError if the checkpoint is
+        """Names and shapes; empty if they are absent. Raises DataError if the checkpoint is
         damaged."""
-        shapes = checkpoint_shapes(checkpoint_folder(self.model, self._revision))
-        if not shapes:
-            log.info("names are not compared: no safetensors files at %s", self.model)
-        return shapes
+        if self.absent:
+            log.info("names are not compared: no checkpoint in safetensors files at %s", self.model)
+            return {}
+        return checkpoint_shapes(checkpoint_folder(self.model, self._revision))
 
     def problem(self, manifest: Manifest) -> str:
         """See coverage_problem; also empty if the checkpoint has no safetensors files."""

@@ -274,7 +274,8 @@ def _scheduler_made(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) 
     plugin.scheduler = scheduler
     model, args = scheduler.tp_worker.model_runner.model, scheduler.server_args
     problem = compatibility(args) or model_problem(model) or experts_problem(args)
-    plugin.side = start_side(SglangModel(scheduler), scheduler.tp_group, problem)
+    engine = SglangModel(scheduler)
+    plugin.side = start_side(engine, scheduler.tp_group, problem or engine.unnamed())
     rank = scheduler.tp_group.rank_in_group
     try:
         Server(_address(rank), plugin.hello).start()
@@ -398,13 +399,17 @@ class SglangModel(LoadedModel):
                 "SGLang takes no adapters as versions: send merged weights (lora.sync ="
                 ' "merged"), or serve with vLLM'
             )
-        if not self.names.shapes:
-            return (
-                f"SGLang ignores names it does not know, and {self.names.model} holds no"
-                " safetensors files to check them against: start the server from a directory with"
-                " the model's weights"
-            )
-        return self.names.problem(manifest)
+        return self.unnamed() or self.names.problem(manifest)
+
+    def unnamed(self) -> str:
+        """Return why names cannot be compared, or ""."""
+        if not self.names.absent:
+            return ""
+        return (
+            f"SGLang ignores names it does not know, and {self.names.model} holds no checkpoint of"
+            " safetensors files to check them against (an engine's own shards are none): start the"
+            " server from a directory with the model's weights"
+        )
 
     def load(self, tensors: Tensors) -> None:
         """See Engine. SGLang restores repacked weights as an update begins, and repacks them as it
