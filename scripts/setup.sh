@@ -9,7 +9,7 @@
 # --cuda: of a machine with NVIDIA GPUs. Each environment takes the CUDA torch that its packages ask for (several GB each).
 # Later calls keep to it without the option, as the other scripts make them; for a CPU again, remove the environments.
 #
-# Needs python 3.11 or newer (with venv), git and a C compiler. Done once: a stamp in each environment holds the hash
+# Needs python 3.11 or newer (with venv) and git. Done once: a stamp in each environment holds the hash
 # of what it was made from, so a second call returns at once, and an interrupted one is taken up again. An environment
 # that is a link belongs to another checkout and is used as it is. What pip says is in ENVIRONMENT/setup.log.
 # PYTHON=...           the interpreter to start from

@@ -47,6 +47,9 @@ from titan_grpo.verify.server import Devices, server_spec
 API_KEY, API_KEY_VARIABLE = "the-engines-own-key", "TITAN_GRPO_TEST_API_KEY"
 ADMIN_KEY, ADMIN_KEY_VARIABLE = "the-admins-own-key", "TITAN_GRPO_TEST_ADMIN_KEY"
 KEYS = {API_KEY_VARIABLE: API_KEY, ADMIN_KEY_VARIABLE: ADMIN_KEY}
+COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""Environment variable with the folder of what torch compiles."""
+
 WAIT_S = 400.0
 """Deadline of what a run must come to, in seconds: nothing takes nearly as long, whoever shares the
 cores."""
@@ -373,7 +376,9 @@ def site(
 ) -> Iterator[Site]:
     """A real vLLM server. It records every commit beside its log (verify.site.recorded)."""
     folder = tmp_path_factory.mktemp("site")
-    with running(shared(vllm_python, folder, "vllm", tool_calls=True)) as found:
+    spec = shared(vllm_python, folder, "vllm", tool_calls=True)
+    env = {**spec.env, COMPILED_VARIABLE: str(folder / "compiled")}
+    with running(replace(spec, env=env)) as found:
         yield found
 
 

@@ -26,7 +26,7 @@ from tests.conformance.engine import (
     remake,
 )
 from tests.conformance.reference import Reference
-from tests.e2e.conftest import Site
+from tests.e2e.conftest import COMPILED_VARIABLE, Site
 from tests.rigs import vllm_unpacked
 from titan_grpo.engines.http import Call, HttpRefused, SyncDriver, ignore
 from titan_grpo.engines.launch import Server, ServerSpec
@@ -118,6 +118,13 @@ def test_two_tensor_parallel_workers_load_their_halves_refuse_together_and_show_
                 seen += process.cmdline()
         for secret in (RUN_KEY, keys.messages, keys.blocks):
             assert not any(secret.hex() in text for text in seen)
+
+
+def test_a_launched_server_answers_without_compiling_anything(site: Site) -> None:
+    """It needs no compiler then, and its first request takes no 10 s."""
+    site.assert_serves()
+    compiled = Path(site.server.spec.env[COMPILED_VARIABLE])
+    assert [path for path in compiled.rglob("*") if path.is_file()] == []
 
 
 def test_a_server_that_is_not_paused_takes_no_weights(site: Site, tmp_path: Path) -> None:

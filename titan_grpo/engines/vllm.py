@@ -433,6 +433,10 @@ def environment(base: Mapping[str, str], spec: "ServerSpec") -> dict[str, str]:
         out[API_KEY] = spec.api_key
     if spec.cpu:
         out["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        # Without it vLLM compiles one small function of the sampler in the first request, eager or
+        # not: that needs a C++ compiler and a path of the environment without spaces, and takes
+        # as long as many requests.
+        out["TORCHDYNAMO_DISABLE"] = "1"
     if spec.shares_cores:
         # Bound OpenMP threads would spin too.
         out["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
