@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.conftest import Runs
+from tests.e2e.conftest import API_KEY, Runs
 from tests.e2e.conftest import Site as SharedSite
 from tests.faults.bench import SETTLE_S, Bench, site_bench
 from tests.faults.cases import select
@@ -83,7 +83,7 @@ def bench(
     tensors = load_file(runs.model / "model.safetensors")
     base = {name: tensor.float() for name, tensor in tensors.items()}
     place = Site(engineless_launcher(runs.model), folder / "servers", base, shared)
-    settings = Settings(str(runs.model), [], "", 0)
+    settings = Settings(str(runs.model), [], "", 0, api_key=API_KEY)
     with ExitStack() as stack:
         yield site_bench(stack, place, Bench(place, settings, folder, os.environ, print))
     site.assert_serves()

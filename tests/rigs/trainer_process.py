@@ -68,6 +68,7 @@ class Settings:
     block_bytes: int = 64 << 10
     bucket_bytes: int = 128 << 10
     engine: str = vllm.NAME
+    api_key: str = ""
     guarded: bool = True
     look_s: float = 5.0
     """See LaneContext: some cases wait for an idle lane's look."""
@@ -257,6 +258,7 @@ class Run:
             SyncOptions(
                 urls=settings.urls,
                 engine=settings.engine,
+                keys=(settings.api_key, ""),
                 observer=LedgerObserver(self._say),
                 device=self._device,
                 guarded=settings.guarded,
