@@ -51,8 +51,11 @@ class CheckpointNames:
     def absent(self) -> bool:
         """Whether there are no safetensors files with them. An engine's own shards (--load-format
         sharded_state) have its own names, and an index beside them is of other files."""
-        found = checkpoint_folder(self.model, self._revision).glob("*.safetensors")
-        return all(path.name.startswith("model-rank-") for path in found)
+        folder = checkpoint_folder(self.model, self._revision)
+        names = [path.name for path in folder.glob("*.safetensors")]
+        if not names:
+            return not (folder / INDEX).exists()  # else its files are missing
+        return all(name.startswith("model-rank-") for name in names)
 
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:
