@@ -60,7 +60,11 @@ def test_a_signal_to_the_trainers_group_does_not_end_a_process_that_still_loads_
 ):
     """torchrun's SIGTERM ended the sync process of a run that had just begun, and summary.json had
     an error of it."""
+    # A shell that started the tests in the background made them ignore SIGINT, the last one that
+    # the process ignores, and that is inherited.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process, sock = Listener.launch(WeightSync())
+    signal.signal(signal.SIGINT, before)
     status = Path(f"/proc/{process.pid}/status")
 
     def ignored() -> set[int]:
