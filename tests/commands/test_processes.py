@@ -72,6 +72,13 @@ raise SystemExit(in_foreground(command))
 """
 
 
+def heard() -> None:
+    """Undo what is inherited: tests in the background may ignore Ctrl-C, those under nohup a
+    terminal's end."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", ENDING)
 def test_a_second_signal_does_not_interrupt_the_end_of_what_was_started(number: int) -> None:
     """Ctrl-C twice while the quickstart's server loaded: it said that every process had ended, and
@@ -81,8 +88,7 @@ def test_a_second_signal_does_not_interrupt_the_end_of_what_was_started(number: 
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        # inherited: of tests in the background Ctrl-C may be ignored
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=heard,
     )
     assert process.stdout is not None
     for line in ("here\n", "closing\n"):
