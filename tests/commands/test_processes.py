@@ -72,7 +72,7 @@ raise SystemExit(in_foreground(command))
 """
 
 
-def heard() -> None:
+def reset_signals() -> None:
     """Undo what is inherited: tests in the background may ignore Ctrl-C, those under nohup a
     terminal's end."""
     for number in ENDING:
@@ -88,7 +88,7 @@ def test_a_second_signal_does_not_interrupt_the_end_of_what_was_started(number: 
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=heard,
+        preexec_fn=reset_signals,
     )
     assert process.stdout is not None
     for line in ("here\n", "closing\n"):

@@ -110,13 +110,13 @@ def stop_on_signals() -> None:
     that are ignored already, as under nohup, stay so."""
 
     def stop(*_: object) -> None:
-        for each in heard:
+        for each in handled:
             signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    heard = [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
+    handled = [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
     if threading.current_thread() is threading.main_thread():
-        for each in heard:
+        for each in handled:
             signal.signal(each, stop)
 
 
