@@ -358,3 +358,14 @@ def test_a_resume_on_a_full_disk_leaves_the_recording_whole(tmp_path: Path) -> N
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == whole
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_resumed_recording_behind_a_link_is_cut_in_its_place(tmp_path: Path) -> None:
+    path, link = tmp_path / "scratch" / "r.jsonl", tmp_path / "r.jsonl"
+    link.symlink_to(path)
+    for base in (0, 0):
+        recorder = GroupRecorder(str(link), base)
+        recorder.write(0, [Group(Prompt(0, (1,)), (GOOD, GOOD))])
+        recorder.close()
+    assert link.is_symlink()
+    assert len(path.read_bytes().splitlines()) == 1

@@ -38,10 +38,10 @@ class GroupRecorder:
     """
 
     def __init__(self, path: str, base_version: int) -> None:
-        self._path = Path(path)
+        self._path = Path(os.path.realpath(path))  # a link stays one
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            if self._path.exists():
+            if self._path.is_file():  # /dev/null and pipes have nothing to cut
                 self._cut(base_version)
             self._file = self._path.open("ab")
         except OSError as error:
