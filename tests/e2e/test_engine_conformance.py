@@ -82,8 +82,11 @@ def test_what_a_trainer_killed_half_way_through_a_streamed_version_left_the_next
     vllm: EngineUnderTest, tmp_path: Path
 ) -> None:
     url, model = vllm.access.url, remake(61, tmp_path / "model")
-    settings = Settings(str(model), [url], str(tmp_path / "run"), 1, apply="streamed")
-    with TrainerProcess(replace(settings, guarded=False), tmp_path / "log", os.environ) as dead:
+    settings = Settings(
+        str(model), [url], str(tmp_path / "run"), 1,
+        apply="streamed", api_key=vllm.access.api_key, guarded=False,
+    )  # fmt: skip
+    with TrainerProcess(settings, tmp_path / "log", os.environ) as dead:
         dead.tell("hold", url, Point.EXTENT, 20)
         dead.wait(lambda event: event["event"] == "held_at", 180.0, "its twentieth bucket")
     with streaming.trainer(vllm) as run:
