@@ -378,9 +378,10 @@ def read_rewards(answer: Any, count: int) -> list[float | None]:
     [1.0, None, 1.0]
     """
     try:
-        listed = [] if isinstance(answer, str) else answer  # else "12" would be two rewards
+        # "12" would be two rewards, of a dict the keys; a set has no order
+        listed = [] if isinstance(answer, str | dict | set) else answer
         found = [None if each is None else float(each) for each in listed]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = []
     finite = all(each is None or math.isfinite(each) for each in found)
     if len(found) != count or not finite:
