@@ -17,7 +17,14 @@ import pytest
 from tests.rigs.board import Board
 from tests.rigs.sockets import free_port
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.http import CA_VARIABLES, AsyncDriver, Call, HttpRefused, SyncDriver
+from titan_grpo.engines.http import (
+    CA_VARIABLES,
+    AsyncDriver,
+    Call,
+    HttpRefused,
+    SyncDriver,
+    TlsFailed,
+)
 from titan_grpo.errors import ConfigError, ServerUnreachable
 
 
@@ -310,7 +317,7 @@ def test_a_server_with_a_private_authority_is_trusted_where_ssl_cert_file_names_
     for variable in CA_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     for error in both(board.url, vllm.label()):
-        assert isinstance(error, ServerUnreachable)
+        assert isinstance(error, TlsFailed)  # which a lane says at once
         assert "CERTIFICATE_VERIFY_FAILED" in str(error)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     assert both(board.url, vllm.label()) == ["7", "7"]
@@ -323,3 +330,9 @@ def test_an_unusable_ssl_cert_file_is_a_mistake_of_the_configuration(
     with pytest.raises(ConfigError, match=r"SSL_CERT_FILE .*missing\.pem"):
         SyncDriver("https://127.0.0.1:1")
     SyncDriver("http://127.0.0.1:1").close()
+
+
+def test_an_empty_ssl_cert_file_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "")
+    monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path))
+    SyncDriver("https://127.0.0.1:1").close()

@@ -16,6 +16,7 @@ from tests.rigs.present import present
 from tests.rigs.receiver_server import DirectControl
 from tests.rigs.sockets import descriptors_left
 from tests.sync.conftest import MakeRig
+from titan_grpo.engines.http import TlsFailed
 from titan_grpo.engines.server import RolloutNeeds
 from titan_grpo.errors import ServerRefused
 from titan_grpo.observe import names
@@ -437,6 +438,19 @@ def test_a_server_that_is_away_is_said_once_for_each_time_that_it_is_away(
         r.until_held("a", version)
         assert r.server_set.take_error() is not None
         assert caplog.text.count("connect failed: a is away") == version, caplog.text
+
+
+def test_a_server_without_https_or_a_trusted_certificate_is_said_at_once(
+    rig: MakeRig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def untrusted(*_: object) -> None:
+        raise TlsFailed("a: GET /weight_info failed (certificate has expired)")
+
+    monkeypatch.setattr(DirectControl, "greet", untrusted)
+    r = rig("a")
+    r.until(lambda: "certificate has expired" in str(r.server_set.last_error("a")))
+    said = capsys.readouterr().err
+    assert "a refuses this run: GET /weight_info failed (certificate has expired)" in said
 
 
 def test_a_server_whose_receiver_does_not_reach_the_trainer_is_said_once(

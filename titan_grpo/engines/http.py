@@ -56,6 +56,10 @@ class KeyRefused(HttpRefused, ServerUnfit):
     """Answer 401 or 403: the key is missing or wrong."""
 
 
+class TlsFailed(ServerUnreachable):
+    """No https with this server: its certificate is not trusted, or it speaks plain HTTP."""
+
+
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
     """One HTTP request and the pure function that turns its 2xx answer into a value.
@@ -175,7 +179,9 @@ class _Driver:
         # Not None: http.client would look for a port in an IPv6 address.
         self._host, self._port = at.hostname or "", at.port or PORTS[at.scheme]
         self._path = quote(at.path.rstrip("/"), safe=PATH_CHARACTERS)
-        self._tls = _tls(*map(os.environ.get, CA_VARIABLES)) if at.scheme == "https" else None
+        # An empty variable is one that a container's definition leaves out.
+        authorities = [os.environ.get(name) or None for name in CA_VARIABLES]
+        self._tls = _tls(*authorities) if at.scheme == "https" else None
 
     def _request(self, call: Call[Any]) -> tuple[str, dict[str, str], bytes | None]:
         """Return the call's target, headers and body."""
@@ -218,7 +224,8 @@ class _Driver:
         if isinstance(error, TimeoutError):
             what = "was silent for" if began else "got no answer within"
             what += f" {call.timeout_s:g} s"
-        return ServerUnreachable(f"{self.url}: {call.method} {call.path} {what} ({cause})")
+        kind = TlsFailed if isinstance(error, ssl.SSLError) else ServerUnreachable
+        return kind(f"{self.url}: {call.method} {call.path} {what} ({cause})")
 
 
 class SyncDriver(_Driver):

@@ -174,7 +174,7 @@ def detect(driver: SyncDriver, timeout_s: float) -> str:
             got.append(f"{call.path} {refusal.status}")
         except ServerRefused:
             got.append(f"{call.path} of another form")
-    raise ServerUnfit(f"{driver.url} must be {EXPECTED}, got {', '.join(got)}")
+    raise ServerUnfit(f"{driver.url}: it must be {EXPECTED}, got {', '.join(got)}")
 
 
 AUTO = "auto"

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from titan_grpo.engines.http import resolve_bind_host
+from titan_grpo.engines.http import TlsFailed, resolve_bind_host
 from titan_grpo.engines.server import ServerControl
 from titan_grpo.errors import (
     PeerError,
@@ -231,7 +231,7 @@ class ServerLane:
         except FAILURES as error:
             final = isinstance(error, ServerUnfit)
             connecting = self._state.phase is table.Phase.CONNECTING
-            if final or (connecting and isinstance(error, ServerRefused)):
+            if final or (connecting and isinstance(error, ServerRefused | TlsFailed)):
                 self._refused(str(error), final)
             what = re.sub(r"\B([A-Z])", r" \1", type(work).__name__).lower()
             self._latch(f"{what} failed: {error}", getattr(error, "block", None))
