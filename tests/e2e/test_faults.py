@@ -40,8 +40,10 @@ def test_a_trainer_killed_in_mid_transfer_leaves_the_old_version_and_the_next_on
     # Steps so long that a commit is over well before the next one.
     replay = Replay(tmp_path / "replay.jsonl", prompts=8, group=8, tokens=440).write(40)
     settings = ["--training.seq_len=512", "--checkpoint.interval=1"]
+    # However long the two steps take in which nothing moves.
+    patient = "--weight_sync.progress_deadline_s=600"
     with runs.start(
-        tmp_path, [site.url], *replay.arguments, *settings, "--training.steps=40"
+        tmp_path, [site.url], *replay.arguments, *settings, patient, "--training.steps=40"
     ) as training:
         training.wait_step(2)
         run = site.label().run_id
