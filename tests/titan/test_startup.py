@@ -4,6 +4,7 @@ starts itself are given a run key, those that are only named keep to the configu
 import errno
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,19 @@ from titan_grpo.titan.startup import (
 def test_a_run_whose_owner_file_a_full_disk_left_empty_gets_an_identity(tmp_path: Path) -> None:
     (tmp_path / "owner").touch()
     found = owner_of(tmp_path)
-    assert len(found) == 16
+    assert (tmp_path / "owner").read_text().strip() in found
     assert owner_of(tmp_path) == found
+
+
+def test_a_copy_of_a_runs_folder_has_an_identity_of_its_own_and_a_link_to_it_has_not(
+    tmp_path: Path,
+) -> None:
+    folder, copy, link = (tmp_path / name for name in ("run", "copy", "link"))
+    folder.mkdir()
+    found = owner_of(folder)
+    shutil.copytree(folder, copy)
+    link.symlink_to(folder)
+    assert owner_of(copy) != found == owner_of(link)
 
 
 def test_an_error_of_the_disk_is_found_where_a_library_wrapped_it() -> None:

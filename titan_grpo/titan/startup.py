@@ -168,7 +168,8 @@ def owner_of(run_dir: Path) -> str:
     if not found:  # also what a full disk left empty
         found = secrets.token_hex(8)
         write_whole(path, found + "\n")
-    return found
+    # A copy of the folder, from which another run goes on, has the file too.
+    return f"{found}-{run_dir.stat().st_ino:x}"
 
 
 def write_failure(error: BaseException, folder: Path) -> str:
