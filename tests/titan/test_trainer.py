@@ -103,7 +103,7 @@ def test_a_checkpoint_that_was_not_written_is_said_and_in_time_for_the_summary_i
 
 def trainer_of(**keys: Any) -> Any:
     """A trainer of one small layer, with its optimizer and its schedule of ten steps."""
-    settings = Optimizer(implementation="for-loop", **keys)
+    settings = Optimizer(**{"implementation": "for-loop", **keys})
     trainer: Any = GRPOTrainer.__new__(GRPOTrainer)
     training = SimpleNamespace(steps=10)
     trainer.job_config = SimpleNamespace(optimizer=settings, training=training)
@@ -129,7 +129,8 @@ def rates(trainer: Any, steps: int) -> list[float]:
 def test_a_run_that_goes_on_has_the_settings_of_its_job_from_its_first_step_on() -> None:
     """Before, they were the checkpoint's to its end: a lower optimizer.lr did nothing."""
     first = trainer_of(lr=1.0)
-    second = trainer_of(name="Adam", lr=0.25, beta2=0.5, eps=1e-3, weight_decay=0.0)
+    numbers = {"lr": 0.25, "beta2": 0.5, "eps": 1e-3, "weight_decay": 0.0}
+    second = trainer_of(name="Adam", implementation="fused", **numbers)
     assert rates(first, 3) == [0.5, 1.0, 1.0]
 
     def load(step: int) -> bool:
@@ -143,6 +144,7 @@ def test_a_run_that_goes_on_has_the_settings_of_its_job_from_its_first_step_on()
     (group,) = second.optimizers.optimizers[0].param_groups
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.5), 1e-3, 0.0)
     assert not group["decoupled_weight_decay"]
+    assert group["fused"]
     assert rates(second, 7) == rates(trainer_of(lr=0.25), 10)[3:]
 
 

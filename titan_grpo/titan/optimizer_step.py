@@ -107,6 +107,7 @@ def use_settings(optimizers: Iterable[Any], schedules: Iterable[Any], settings: 
             group |= {"weight_decay": settings.weight_decay}
             # torch's AdamW is Adam with this.
             group["decoupled_weight_decay"] = settings.name == "AdamW"
+            group |= {name: settings.implementation == name for name in ("fused", "foreach")}
 
 
 class Stepper:
