@@ -92,7 +92,9 @@ def committed(summary: dict[str, Any]) -> list[int]:
 def arguments(small_replay: Replay, text: Path) -> list[str]:
     """Every term, packed, with a checkpoint in the middle of four steps."""
     steps = ["--training.steps=4", "--checkpoint.interval=2"]
-    return [*small_replay.arguments, *SMOOTH, *every_term(text), "--grpo.pack_sequences", *steps]
+    shown = "--job.save_config_file=job.json"
+    terms = [*SMOOTH, *every_term(text), "--grpo.pack_sequences"]
+    return [*small_replay.arguments, *terms, *steps, shown]
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +126,7 @@ def test_a_run_with_every_term_makes_one_version_per_batch(runs: Runs, whole: Pa
     assert rows[0][names.RATIO_MEAN] != 1, "its ratio is against the policy before the batch"
     assert 0 < rows[0][names.ENTROPY] < 4.86
     assert rows[-1][names.PTX_LOSS] < rows[0][names.PTX_LOSS]
+    assert json.loads((whole / "job.json").read_text())["model"]["name"] == "qwen3"
 
 
 def test_a_server_without_the_last_version_at_the_end_is_an_error_of_the_summary(

@@ -117,6 +117,21 @@ def test_a_custom_config_module_that_fails_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
+def test_a_model_that_a_custom_import_registers_is_known(
+    parse: Parse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the job was refused as one of a model that torchtitan does not have."""
+    (tmp_path / "its_model.py").write_text(
+        "from torchtitan.protocols import train_spec\n"
+        "train_spec._extra_train_specs['its'] = train_spec.get_train_spec('qwen3')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    job = parse("", "--model.name=its", "--experimental.custom_import=its_model")
+    assert job.model.name == "its"
+    with pytest.raises(ConfigError, match=r"custom_import must be an importable .*'its_mode'"):
+        parse("", "--experimental.custom_import=its_mode")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

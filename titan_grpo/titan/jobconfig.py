@@ -1,6 +1,7 @@
 """From the command line to one checked JobConfig: named algorithms, derived values, the rules, and
 the files that a run opens."""
 
+import importlib
 import json
 import math
 import re
@@ -29,6 +30,7 @@ from titan_grpo.titan.flavors import model_of, other_model
 from titan_grpo.titan.jobfile import (
     OURS,
     given_keys,
+    importing,
     load,
     load_toml,
     mismatches,
@@ -87,6 +89,10 @@ def read(
     if "job.custom_config_module" not in given:
         args += ["--job.custom_config_module", OURS]
     config = load(compat.upstream().SECTIONS, args, table)
+    if module := config.experimental.custom_import:
+        # Before the rules: it may register the model.
+        with importing("experimental.custom_import"):
+            importlib.import_module(module)
     r = config.rollout
     if not (calls_servers or r.servers or r.servers_file or r.servers_slurm):
         r.servers = [ANY_SERVER]

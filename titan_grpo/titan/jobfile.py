@@ -18,7 +18,7 @@ import sys
 import tomllib
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from functools import partial
@@ -145,6 +145,22 @@ def refuse(broken: Sequence[str]) -> None:
         raise ConfigError("; ".join(broken[:REFUSED]) + more)
 
 
+@contextlib.contextmanager
+def importing(key: str, what: str = "") -> Iterator[None]:
+    """Turn every error of the module that ``key`` names into a ConfigError."""
+    # torchrun -m makes the current directory importable; do the same for the titan-grpo command.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # the boundary to the user's module
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{key} must be an importable module{what}: {type(error).__name__}:"
+            f" {one_line(str(error))} ({frame.filename}, line {frame.lineno})"
+        ) from error
+
+
 def load(base: Any, args: Sequence[str], table: Mapping[str, Any]) -> Any:
     """Return the sections of ``base`` and of ``job.custom_config_module``, with the values of the
     file and the arguments. Argument beats TOML beats default. Raises ConfigError for a mistake in
@@ -153,18 +169,10 @@ def load(base: Any, args: Sequence[str], table: Mapping[str, Any]) -> Any:
     module = argument(args, "job.custom_config_module")
     if module is None:
         module = str(job.get("custom_config_module", "")) if isinstance(job, Mapping) else ""
-    # torchrun -m makes the current directory importable; do the same for the titan-grpo command.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        kind: Any = merged(base, importlib.import_module(module).JobConfig) if module else base
-    except (Exception, SystemExit) as error:  # the boundary to the user's module
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            "job.custom_config_module must be an importable module with a dataclass JobConfig:"
-            f" {type(error).__name__}: {one_line(str(error))} ({frame.filename}, line"
-            f" {frame.lineno})"
-        ) from error
+    kind: Any = base
+    if module:
+        with importing("job.custom_config_module", " with a dataclass JobConfig"):
+            kind = merged(base, importlib.import_module(module).JobConfig)
     missing = {"grpo", "rollout", "weight_sync"} - set(kind.__dataclass_fields__)
     if missing:
         raise ConfigError(

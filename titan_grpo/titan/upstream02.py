@@ -16,7 +16,7 @@ from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args
-from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
+from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec
 from torchtitan.train import Trainer
 
 from titan_grpo.config.task import broken
@@ -169,8 +169,8 @@ def _llama3_args() -> Any:
 
 
 def _register(job_config: Any, make_loader: Callable[[int], Any]) -> Any:
-    """Register the user's model under a name of its own, with our loader instead of the text
-    loader; return the unchanged spec."""
+    """Put our loader in place of the text loader in the registered model; return the unchanged
+    spec."""
     spec = get_spec(job_config.model.name)
     args = spec.model_args[job_config.model.flavor]
     disable_unexported_buffers(args, spec.state_dict_adapter(args, None))
@@ -200,8 +200,8 @@ def _register(job_config: Any, make_loader: Callable[[int], Any]) -> Any:
             return lora.of_base(spec.state_dict_adapter(*arguments))
 
         ours |= {"parallelize_fn": parallelize, "state_dict_adapter": build_adapter}
-    job_config.model.name = f"grpo_{job_config.model.name}"
-    register_train_spec(job_config.model.name, type(spec)(**{**vars(spec), **ours}))
+    # Not under another name: the job's is shown, and saved (job.save_config_file, W&B).
+    _extra_train_specs[job_config.model.name] = type(spec)(**{**vars(spec), **ours})
     return spec
 
 
