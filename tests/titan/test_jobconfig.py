@@ -545,13 +545,3 @@ def test_a_run_key_that_is_missing_or_named_twice_is_refused_on_every_rank(
 def test_keys_given_by_arguments_are_found_in_every_spelling_and_those_of_the_file() -> None:
     argv = ["--a.b-c", "1", "--a.no-d", "--e.f_g=2", "value"]
     assert jobfile.given_keys(argv, {"h": {"i": 1}}) == {"a.b_c", "a.d", "e.f_g", "h.i"}
-
-
-def test_a_batch_size_of_torchtitans_is_named_as_without_effect_and_refused_nowhere(
-    parse: Parse,
-) -> None:
-    arguments = ["--job.config_file", parse().job.config_file, "--training.global_batch_size=7"]
-    config, (line,) = jobconfig.read(arguments)
-    assert line.startswith("training.global_batch_size = 7 has no effect: ")
-    # torchtitan stops at 7 on two ranks
-    assert config.training.global_batch_size == -1

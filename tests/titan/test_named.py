@@ -206,3 +206,34 @@ def test_a_file_of_ones_own_is_an_algorithm_and_its_types_are_checked(
     mine.write_text("[grpo]\nnum_epochs = 2.5\n")
     with pytest.raises(ConfigError, match=r"mine.toml: grpo.num_epochs must be an integer"):
         parse("", f"--grpo.algorithm={mine}")
+
+
+@pytest.mark.parametrize(
+    ("argument", "other"),
+    [
+        ("--training.dataset=c4", "--grpo.ptx_mixin_batchsize=8"),
+        ("--training.local_batch_size=2", "--grpo.token_budget=0"),
+        ("--checkpoint.export_dtype=bfloat16", "--checkpoint.last_save_in_hf"),
+        ("--compile.components=loss", "--compile.components=model,loss"),
+    ],
+)
+def test_a_key_of_torchtitans_without_effect_is_named(
+    parse: Parse, argument: str, other: str
+) -> None:
+    """Before, it did nothing, and nothing said so."""
+    of = ["--job.config_file", parse().job.config_file, "--compile.enable"]
+    of += ["--grpo.token_budget=64", argument]
+    _, (line,) = jobconfig.read(of)
+    assert line.startswith(f"{argument[2:].partition('=')[0]} = ")
+    assert " has no effect: " in line
+    assert jobconfig.read([*of, other])[1] == []
+
+
+def test_a_batch_size_of_torchtitans_is_named_as_without_effect_and_refused_nowhere(
+    parse: Parse,
+) -> None:
+    arguments = ["--job.config_file", parse().job.config_file, "--training.global_batch_size=7"]
+    config, (line,) = jobconfig.read(arguments)
+    assert line.startswith("training.global_batch_size = 7 has no effect: ")
+    # torchtitan stops at 7 on two ranks
+    assert config.training.global_batch_size == -1

@@ -5,7 +5,8 @@ A key without effect is how "GSPO" turns out to have been GRPO. It is not an err
 one of a series in which another key changes.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from titan_grpo.config.grpo import AGAINST_ENGINE, GRPO, optimizer_steps
@@ -16,19 +17,21 @@ Row = tuple[bool, str, str]
 """(condition, keys without effect while it holds, separated by blanks, and the reason)."""
 
 
-def inert(config: Any, given: Collection[str]) -> list[str]:
+def inert(
+    config: Any, given: Collection[str], others: Mapping[str, Iterable[Row]] = MappingProxyType({})
+) -> list[str]:
     """Return a line 'KEY = VALUE has no effect: REASON' for each key of ``given`` (dotted, such as
-    "grpo.kl_beta") that does nothing in this job.
+    "grpo.kl_beta") that does nothing in this job. ``others``: rows of torchtitan's sections.
 
     Example: {"grpo.clip_ratio_upper_bound"} with every other key at its default gives one line:
     with one optimizer step per batch the ratio is 1.
     """
     g, r = config.grpo, config.rollout
-    tables = {
+    tables: dict[str, Iterable[Row]] = {
         "grpo": (*_policy(g, r), *_others(g, r)),
         "rollout": _rollout(r, bool(config.evaluation)),
         "weight_sync": _weight_sync(r, config.weight_sync),
-        "training": ((True, "global_batch_size", BATCH),),
+        **others,
     }
     found: dict[str, str] = {}
     for section, rows in tables.items():
@@ -44,7 +47,7 @@ PROMPTS = (
 )
 PROMPTS += " prompt system_prompt tools chat_template chat_template_kwargs"
 
-BATCH = "a step's batch is rollout.prompts_per_step times group_size"
+NO_TEXT = "grpo.ptx_mixin_batchsize = 0: no text is mixed in"
 
 RATIO = "clip_ratio_lower_bound clip_ratio_upper_bound clip_ratio_dual"
 CORRECTION = "rollout_is_level rollout_is_mode rollout_is_threshold_lower rollout_is_veto_threshold"
@@ -110,8 +113,7 @@ def _others(g: GRPO, r: Rollout) -> Iterator[Row]:
     yield not cache, "overlong_penalty", "grpo.overlong_cache_tokens and .._share are 0"
     yield not g.length_penalty, "correct_reward", "grpo.length_penalty = 0"
     yield not g.dynamic_sampling, "dynamic_sampling_rounds", "grpo.dynamic_sampling = false"
-    no_text = "grpo.ptx_mixin_batchsize = 0: no text is mixed in"
-    yield not g.ptx_mixin_batchsize, "ptx_scale ptx_scale_by_tokens", no_text
+    yield not g.ptx_mixin_batchsize, "ptx_scale ptx_scale_by_tokens", NO_TEXT
     dealt = "grpo.balance_batch = false deals groups in their order"
     yield not g.balance_batch, "balance_equal_counts", dealt
     first = 'grpo.on_unhealthy = "stop" ends the run at the first such step'

@@ -113,7 +113,7 @@ def read(
     refuse(compat.upstream().violations(config, on_cpu is True))
     refuse(_model_violations(config))
     resolve_aliases(config.grpo)
-    notes += inert(config, given)
+    notes += inert(config, given, rules.inert(config))
     # It means nothing here, and torchtitan refuses one that its data-parallel ranks do not divide.
     config.training.global_batch_size = -1
     return config, notes

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from titan_grpo.config import LAUNCH, sends_adapters
+from titan_grpo.config.inert import NO_TEXT, Row
 from titan_grpo.config.task import Rules, broken
 from titan_grpo.observe import alerts
 
@@ -228,6 +229,26 @@ def stages_violation(parallelism: Any, model_args: Any) -> str:
             f" (first_stage_less_layers, last_..), got {ranks}"
         )
     return ""
+
+
+def inert(config: Any) -> dict[str, list[Row]]:
+    """Return the rows of torchtitan's sections for ``config.inert.inert``. Keys that have no effect
+    in torchtitan either have none."""
+    g, compiled = config.grpo, config.compile
+    textless = not g.ptx_mixin_batchsize
+    batch = "a step's batch is rollout.prompts_per_step times group_size"
+    budget = "grpo.token_budget is the size of a microbatch"
+    whole = "checkpoint.last_save_model_only = false: the last checkpoint is one to go on from"
+    loss = 'the loss is titan_grpo\'s, which is not compiled; "model" can be'
+    return {
+        "training": [
+            (True, "global_batch_size", batch),
+            (textless, "dataset dataset_path dataloader", NO_TEXT),
+            (textless and g.token_budget > 0, "local_batch_size", budget),
+        ],
+        "checkpoint": [(not config.checkpoint.last_save_model_only, "export_dtype", whole)],
+        "compile": [(compiled.enable and "model" not in compiled.components, "components", loss)],
+    }
 
 
 ASSETS = "model.hf_assets_path"
