@@ -1,5 +1,5 @@
-"""One of two ranks of a run that rank 0 cannot start: ``refused_rank.py RANK FOLDER PORT ARGUMENT
-PORT ARGUMENT ..``, two words for each run, to which the ranks are dealt in order. Not a test module
+"""One of two ranks of a run that cannot start: ``refused_rank.py RANK FOLDER PORT ARGUMENTS PORT
+ARGUMENTS ..``, two words for each run, to which the ranks are dealt in order. Not a test module
 itself.
 
 Prints one JSON line: type and text of the error that ends this rank.
@@ -23,7 +23,7 @@ def main(number: int, folder: Path, *runs: str) -> None:
         "--rollout.servers=http://127.0.0.1:9",
     )
     try:
-        run(job_of(rank, 2, port, *job, argument))
+        run(job_of(rank, 2, port, *job, *argument.split()))
     except Exception as error:  # noqa: BLE001 - whatever it is
         print(json.dumps([type(error).__name__, str(error)]))
 

@@ -322,6 +322,7 @@ def test_what_would_end_every_rank_in_torchtitan_is_refused_in_one_line(
         "--parallelism.tensor_parallel_degree=2",
         "--checkpoint.async_mode=async_with_pinned_mem",
         "--profiling.enable_profiling",
+        "--training.gc_debug",
         "--training.enable_cpu_offload",
         "--weight_sync.transport=nccl",
         "--rollout.servers=launch --rollout.launch_python=python --grpo.router_replay"

@@ -53,6 +53,22 @@ def test_what_rank_0_alone_knows_ends_the_other_ranks_with_its_words(tmp_path: P
 
 
 @pytest.mark.e2e
+def test_what_torchtitan_refuses_as_it_builds_a_job_is_one_line_on_every_rank(
+    tmp_path: Path,
+) -> None:
+    """Before, it was a traceback of each."""
+    script = Path(__file__).with_name("refused_rank.py")
+    section = "--activation_checkpoint."
+    words = f"{section}mode=selective {section}selective_ac_option=op"
+    words += f" {section}per_op_sac_force_recompute_mm_shapes_by_fqns=attention"
+    for said in run_ranks(script, 2, str(tmp_path), str(free_port()), words):
+        kind, text = json.loads(said.splitlines()[-1])
+        assert kind == "ConfigError"
+        assert "torchtitan cannot build this job: ValueError: per_op_sac_force" in text
+        assert "\n" not in text
+
+
+@pytest.mark.e2e
 @pytest.mark.long
 def test_the_other_ranks_wait_for_commits_in_a_group_that_outlasts_rank_0(tmp_path: Path) -> None:
     script = Path(__file__).with_name("committed_rank.py")

@@ -515,6 +515,7 @@ def _on_cpu(config: Any) -> Rules:
     for key, why in (
         ("profiling.enable_profiling", "it needs a GPU"),
         ("profiling.enable_memory_snapshot", "it needs a GPU"),
+        ("training.gc_debug", "it looks at a GPU's tensors"),
         ("training.enable_cpu_offload", "there is nothing to offload from"),
     ):
         yield attrgetter(key)(config), key, f"false on CPU ({why})"

@@ -16,6 +16,7 @@ import gc
 import logging
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
@@ -32,13 +33,14 @@ from torchtitan.tools.logging import init_logger
 
 from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.config import WIRE_BYTES, sends_adapters
-from titan_grpo.errors import AlertStop, StorageError, SyncError, UnhealthyError
+from titan_grpo.errors import AlertStop, ConfigError, StorageError, SyncError, UnhealthyError
 from titan_grpo.observe import names, terminal
 from titan_grpo.observe.run_lock import held
 from titan_grpo.protocol.admission import too_stale
 from titan_grpo.receive.checkpoint import INDEX
 from titan_grpo.titan import compat
 from titan_grpo.titan.data import BatchLoader, Result, Share, TextMixin, on_rank0
+from titan_grpo.titan.jobfile import one_line
 from titan_grpo.titan.modules import (
     PackedAttention,
     RouterReplay,
@@ -78,7 +80,15 @@ class GRPOTrainer(Engine):
     def __init__(self, job_config: Any) -> None:
         # Before super(): its checkpointer takes the trainer as part of the state.
         self.version = 0
-        super().__init__(job_config, BatchLoader)
+        try:
+            super().__init__(job_config, BatchLoader)
+        except (AssertionError, ImportError, NotImplementedError, ValueError) as error:
+            # torchtitan's own checks of a job
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise ConfigError(
+                f"torchtitan cannot build this job: {type(error).__name__}: {one_line(str(error))}"
+                f" ({frame.filename}, line {frame.lineno})"
+            ) from error
         make_dispensable(self.metrics_processor, self._warn)
         self._grpo = job_config.grpo
         self._started = False
