@@ -82,6 +82,7 @@ def prepare() -> bool:
     three = inside(require_torchtitan(), THREE)
     logging.getLogger().addFilter(_has_a_reader)
     from titan_grpo.patches import (
+        torch_selective_markers,
         torch_set_timeout,
         torchtitan_async_ep,
         torchtitan_cpu_device,
@@ -92,6 +93,7 @@ def prepare() -> bool:
         torchtitan_triton,
     )
 
+    torch_selective_markers.apply()
     if three:
         torch_set_timeout.apply()
         torchtitan_async_ep.apply()
