@@ -1,4 +1,4 @@
-"""What a task raises that is no Exception."""
+"""What a task raises that is no Exception, and returns that is no list."""
 
 import asyncio
 from types import SimpleNamespace
@@ -41,3 +41,10 @@ def test_an_exit_while_a_prompt_is_made_is_the_tasks_error() -> None:
     runner = TaskRunner(SimpleNamespace(prompt=leave), Letters(), TaskKeys())
     with pytest.raises(TaskFailed, match="prompt 0 failed: SystemExit: 3"):
         runner.prompt(0)
+
+
+@pytest.mark.parametrize("answer", ["12", {0: 1.0, 1: 0.0}, {1.0, 2.0}, [1.0], 1.0])
+def test_an_answer_that_is_no_list_of_a_groups_rewards_is_the_tasks_error(answer: object) -> None:
+    task = SimpleNamespace(prompt=list, group_reward=lambda *_: answer)
+    with pytest.raises(TaskFailed):
+        asyncio.run(TaskRunner(task, Letters(), TaskKeys()).rewards(Prompt(0, (1,)), [DONE, DONE]))

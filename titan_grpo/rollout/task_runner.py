@@ -375,8 +375,14 @@ def _reward(answer: Any) -> float | None:
     return reward
 
 
+def in_order(answer: Any) -> Any:
+    """Return the elements of an answer: none of a text or a dict, whose digits or keys could be
+    taken for rewards, and of a set, which has no order."""
+    return [] if isinstance(answer, str | dict | set) else answer
+
+
 def _rewards(count: int, answer: Any) -> list[float]:
-    rewards = [float(each) for each in answer]
+    rewards = [float(each) for each in in_order(answer)]
     if len(rewards) != count:
         raise DataError(f"group_reward must return {count} rewards, got {len(rewards)}")
     return rewards

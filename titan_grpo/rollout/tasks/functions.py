@@ -27,6 +27,7 @@ from titan_grpo.rollout.task_runner import (
     TaskFailed,
     TaskOptions,
     call,
+    in_order,
     stops_of,
 )
 from titan_grpo.rollout.tasks.dataset import Rows, open_rows
@@ -378,9 +379,7 @@ def read_rewards(answer: Any, count: int) -> list[float | None]:
     [1.0, None, 1.0]
     """
     try:
-        # "12" would be two rewards, of a dict the keys; a set has no order
-        listed = [] if isinstance(answer, str | dict | set) else answer
-        found = [None if each is None else float(each) for each in listed]
+        found = [None if each is None else float(each) for each in in_order(answer)]
     except (TypeError, ValueError, OverflowError):
         found = []
     finite = all(each is None or math.isfinite(each) for each in found)
