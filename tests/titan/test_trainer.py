@@ -171,14 +171,30 @@ class Unwritable:
         raise OSError("the disk is full")
 
 
-def test_a_checkpoint_whose_second_writing_broke_off_is_no_whole_one(tmp_path: Path) -> None:
-    """As when a run goes on from an older one (load_step), and dies in that of a later step."""
+@pytest.fixture
+def checkpointer() -> Any:
+    """With our hooks, and without the rest of a trainer."""
 
     def save(state: dict[str, Any], checkpoint_id: str, **_: Any) -> None:
         dcp.save(state, checkpoint_id=checkpoint_id, no_dist=True)
 
-    checkpointer = SimpleNamespace(load=None, maybe_wait_for_staging=None, dcp_save=save)
-    trainer_of(lr=1.0)._hook(checkpointer)
+    made = SimpleNamespace(load=None, maybe_wait_for_staging=None, dcp_save=save)
+    trainer_of(lr=1.0)._hook(made)
+    return made
+
+
+def test_the_checkpoint_folder_may_be_a_link_to_one_that_is_made_at_the_first_save(
+    checkpointer: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoint").symlink_to(tmp_path / "scratch" / "run")
+    checkpointer.dcp_save({"weight": torch.zeros(9)}, checkpoint_id=f"{tmp_path}/checkpoint/step-2")
+    assert checkpoints_in(tmp_path / "scratch" / "run").keys() == {2}
+
+
+def test_a_checkpoint_whose_second_writing_broke_off_is_no_whole_one(
+    checkpointer: Any, tmp_path: Path
+) -> None:
+    """As when a run goes on from an older one (load_step), and dies in that of a later step."""
     checkpointer.dcp_save({"weight": torch.zeros(9)}, checkpoint_id=f"{tmp_path}/step-2")
     assert checkpoints_in(tmp_path).keys() == {2}
     with pytest.raises(CheckpointException, match="the disk is full"):
