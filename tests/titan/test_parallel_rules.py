@@ -1,6 +1,8 @@
 """What of [parallelism] is refused in one line: degrees, stages and experts that do not come out,
 at which torchtitan would stop every rank with a traceback. Rows fit the degrees that are let in."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from tests.rigs.jobs import job
@@ -104,6 +106,28 @@ def test_a_broken_rule_is_refused_in_one_line(parse: Parse, arguments: str, mess
     with pytest.raises(ConfigError, match=message) as caught:
         parse("", *arguments.split())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "refused"),
+    [
+        ('"layers.0"', '"layers.1"', False),
+        ('"layers.0", "layers.1"', '"layers.1"', True),
+        ('"layers.1"', '"layers.0"', True),
+        ('"layers.0"', '"layers.1", "norm"', True),
+    ],
+)
+def test_stages_that_compute_another_model_than_the_servers_are_refused(
+    parse: Parse, first: str, last: str, refused: bool
+) -> None:
+    """Before, a layer of two stages was two layers, of which servers got one."""
+    parts = f'[["tok_embeddings", {first}], [{last}, "norm", "output"]]'
+    keys = f"pipeline_parallel_degree = 2\nmodule_fqns_per_model_part = {parts}"
+    expected = (
+        pytest.raises(ConfigError, match="name each module once") if refused else nullcontext()
+    )
+    with expected:
+        parse(f"[parallelism]\n{keys}", UNTIED)
 
 
 @pytest.mark.parametrize(

@@ -202,8 +202,19 @@ def stages_violation(parallelism: Any, model_args: Any) -> str:
     0.2.2 does, which would stop every rank with a traceback."""
     p, ranks = parallelism, parallelism.pipeline_parallel_degree
     known = p.pipeline_parallel_schedule in SCHEDULES
-    if ranks == 1 or not known or p.module_fqns_per_model_part is not None:
+    if ranks == 1 or not known:
         return ""
+    if p.module_fqns_per_model_part is not None:
+        named = [name for part in p.module_fqns_per_model_part for name in part]
+        layers = [name for name in named if name.startswith("layers.")]
+        whole = [f"layers.{number}" for number in range(model_args.n_layers)]
+        if layers == whole and len({*named}) == len(named):
+            return ""
+        return (
+            "parallelism.module_fqns_per_model_part must name each module once, and layers.0 to"
+            f" layers.{len(whole) - 1} in their order (the stages would compute another model"
+            f" than the servers), got {p.module_fqns_per_model_part}"
+        )
     where, least = "parallelism.pipeline_parallel_", SCHEDULES[p.pipeline_parallel_schedule]
     size, layers = p.pipeline_parallel_layers_per_stage, model_args.n_layers
     ends = p.pipeline_parallel_first_stage_less_layers, p.pipeline_parallel_last_stage_less_layers
