@@ -69,6 +69,12 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_a_folder_may_be_a_link_to_one_that_is_not_there_yet(tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "scratch" / "run")
+    with held(tmp_path / "out"):
+        assert lives(tmp_path / "scratch" / "run") is True
+
+
 def test_a_full_disk_is_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / LOCK).symlink_to("/dev/full")
     with pytest.raises(ConfigError, match="No space left on device; make room"), held(tmp_path):

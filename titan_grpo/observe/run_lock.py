@@ -51,7 +51,8 @@ def held(folder: Path) -> Iterator[None]:
     """Lock the dump folder for this run. Raises ConfigError if files cannot be written there or
     another run holds it. The kernel releases the lock however the process ends."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # It may be a link to a folder that is not there yet, which mkdir takes for a file.
+        os.makedirs(os.path.realpath(folder), exist_ok=True)
         # os.open closes on exec: a subprocess that outlives the trainer must not keep the lock.
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
