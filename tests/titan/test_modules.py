@@ -306,13 +306,18 @@ def test_a_dense_model_is_refused() -> None:
         RouterReplay().install(loaded("qwen3"))
 
 
+def head_of(model: Any) -> Any:
+    """The last layer, which torchtitan 0.3 names otherwise."""
+    return getattr(model, "output", None) or model.lm_head
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "llama3"])
 def test_logits_are_float32_products_of_what_mixed_precision_gives_the_head(kind: Kind) -> None:
     model: Any = loaded(kind)
     names = set(model.state_dict())
     model = model.to(torch.bfloat16)
     tokens = torch.arange(4, 36)[None]
-    hidden, head = [], getattr(model, "output", None) or model.lm_head
+    hidden, head = [], head_of(model)
     head.register_forward_pre_hook(lambda _m, given: hidden.append(given[0]))
     before = model(tokens)
     compute_head_in_fp32(model)
@@ -329,16 +334,16 @@ def test_logits_are_float32_products_of_what_mixed_precision_gives_the_head(kind
 
 def test_where_autocast_mixes_precision_the_head_has_its_types_and_not_the_optimizers() -> None:
     model: Any = loaded("llama3")
-    hidden: list[torch.Tensor] = []
-    model.output.register_forward_pre_hook(lambda _m, given: hidden.append(given[0]))
+    hidden, head = list[torch.Tensor](), head_of(model)
+    head.register_forward_pre_hook(lambda _m, given: hidden.append(given[0]))
     compute_head_in_fp32(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(torch.arange(4, 36)[None])
-    assert (hidden[0].dtype, model.output.weight.dtype) == (torch.float32, torch.float32)
-    sent = [x.bfloat16().float() for x in (hidden[0], model.output.weight)]
+    assert (hidden[0].dtype, head.weight.dtype) == (torch.float32, torch.float32)
+    sent = [x.bfloat16().float() for x in (hidden[0], head.weight)]
     assert torch.equal(logits, torch.nn.functional.linear(*sent))
     logits.logsumexp(-1).sum().backward()
-    assert model.output.weight.grad.dtype == torch.float32
+    assert head.weight.grad.dtype == torch.float32
 
 
 def test_a_last_layer_that_is_no_plain_projection_is_refused() -> None:
