@@ -146,8 +146,8 @@ def _first_version_is_pinned_by_no_lane(s: image_slots.SlotTable, e: Any) -> Slo
 
 @_seeded("boundary", "the newest version is dropped at shutdown", "rule 6")
 def _sealing_drops_the_newest(s: image_slots.SlotTable, e: Any) -> Slotted:
-    if isinstance(e, image_slots.Seal):
-        return image_slots.SlotTable((image_slots.Slot(),) * len(s.slots), sealed=True), ()
+    if isinstance(e, image_slots.Finish):
+        return image_slots.SlotTable((image_slots.Slot(),) * len(s.slots), finished=True), ()
     return image_slots.step(s, e)
 
 
@@ -156,13 +156,13 @@ def _pins_ignored(s: image_slots.SlotTable, e: Any) -> Slotted:
     if not isinstance(e, image_slots.Reserve):
         return image_slots.step(s, e)
     bare = image_slots.SlotTable(
-        tuple(replace(slot, pins=frozenset()) for slot in s.slots), s.sealed
+        tuple(replace(slot, pins=frozenset()) for slot in s.slots), s.finished
     )
     after, actions = image_slots.step(bare, e)
     slots = tuple(
         replace(new, pins=old.pins) for new, old in zip(after.slots, s.slots, strict=True)
     )
-    return image_slots.SlotTable(slots, s.sealed), actions
+    return image_slots.SlotTable(slots, s.finished), actions
 
 
 @_seeded("boundary", "a version is complete after one rank's part", "no torn weights")
@@ -174,7 +174,7 @@ def _complete_after_the_first_part(s: image_slots.SlotTable, e: Any) -> Slotted:
         replace(slot, missing=frozenset({e.rank})) if i == index else slot
         for i, slot in enumerate(s.slots)
     )
-    return image_slots.step(image_slots.SlotTable(slots, s.sealed), e)
+    return image_slots.step(image_slots.SlotTable(slots, s.finished), e)
 
 
 @_seeded("fence", "any epoch may commit", "a zombie cannot write")

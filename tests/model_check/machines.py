@@ -128,4 +128,4 @@ class Machines:
             b.Slot(s.phase, s.version, frozenset(names[p] for p in s.pins), s.missing)
             for s in side.table.slots
         )
-        return self.trainer(side._replace(table=b.SlotTable(slots, side.table.sealed)))
+        return self.trainer(side._replace(table=b.SlotTable(slots, side.table.finished)))

@@ -70,7 +70,7 @@ def moves(t: Trainer, versions: int, tables: Tables) -> list[Move]:
         if told is not None:
             out.append(_copy_ends(t, rank, told))
     out += _sealer(t, versions, tables)
-    if not t.table.sealed and t.promise is None:
+    if not t.table.finished and t.promise is None:
         table, actions = tables.boundary(t.table, b.Reserve(()))
         for promised in actions:
             out.append(
@@ -83,11 +83,11 @@ def moves(t: Trainer, versions: int, tables: Tables) -> list[Move]:
         t.trained == versions
         and not any(t.told)
         and t.job is None
-        and not t.table.sealed
+        and not t.table.finished
         and t.table.newest == versions
     ):
-        table, _ = tables.boundary(t.table, b.Seal())
-        out.append(Move("sealed", t._replace(table=table, promise=None)))
+        table, _ = tables.boundary(t.table, b.Finish())
+        out.append(Move("finished", t._replace(table=table, promise=None)))
     return [m._replace(after=_in_order(tidy(m.after, tables))) for m in out]
 
 
@@ -198,7 +198,7 @@ def _in_order(t: Trainer) -> Trainer:
         for s in t.table.slots
     )
     return t._replace(
-        table=b.SlotTable(slots, t.table.sealed),
+        table=b.SlotTable(slots, t.table.finished),
         told=tuple(t.told[rank] for rank in order),
         parts=tuple(tuple(row[rank] for rank in order) for row in t.parts),
         notes=frozenset((version, new[rank]) for version, rank in t.notes),

@@ -209,7 +209,7 @@ class Rig:
             self.slots.unpin("test")
 
     def flush(self, version: int, timeout_s: float) -> list[str]:
-        self.lanes.seal()
+        self.lanes.finish()
         return self.server_set.flush(version, timeout_s)
 
     def end(self, within_s: float = JOIN_S) -> None:

@@ -127,7 +127,7 @@ def test_a_sealed_set_of_slots_keeps_the_newest_version_and_gives_no_slot() -> N
     slots = ImageSlots(2)
     publish(slots, 1)
     publish(slots, 2)
-    slots.seal()
+    slots.finish()
     assert present(ask(slots, "late", None)).version == 2
     slots.unpin("late")
     assert slots.reserved.take() is None

@@ -8,7 +8,7 @@ One slot's life::
 
 Rules: a pinned slot is never reserved; a version is complete when every rank that writes a part of
 it has copied its part; versions only grow; the newest complete image is not overwritten while an
-idle lane still wants it; after ``Seal`` nothing is reserved, so the last image stays for the flush
+idle lane still wants it; after ``Finish`` nothing is reserved, so the last image stays for the flush
 at shutdown. No rank waits for a slot: without a reservation at the step boundary all ranks skip
 that version. They agree because there is one reservation, rank 0's, and it travels with the batch.
 """
@@ -55,10 +55,10 @@ class SlotTable:
     """All slots of one trainer host."""
 
     slots: tuple[Slot, ...]
-    sealed: bool = False
+    finished: bool = False
 
     def __repr__(self) -> str:
-        return "[" + " | ".join(map(repr, self.slots)) + "]" + (" sealed" if self.sealed else "")
+        return "[" + " | ".join(map(repr, self.slots)) + "]" + (" finished" if self.finished else "")
 
     @classmethod
     def of(cls, num_slots: int) -> "SlotTable":
@@ -176,11 +176,11 @@ class Unpin:
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class Finish:
     """No more versions follow: a reserved slot becomes free, the newest image stays readable."""
 
 
-Event = Reserve | Revoke | Write | Copied | Complete | Discard | Pin | Unpin | Seal
+Event = Reserve | Revoke | Write | Copied | Complete | Discard | Pin | Unpin | Finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +203,11 @@ _Result = tuple[SlotTable, tuple[Action, ...]]
 
 
 def _put(b: SlotTable, index: int, slot: Slot) -> SlotTable:
-    return SlotTable(b.slots[:index] + (slot,) + b.slots[index + 1 :], b.sealed)
+    return SlotTable(b.slots[:index] + (slot,) + b.slots[index + 1 :], b.finished)
 
 
 def _reserve(b: SlotTable, waiting: tuple[int | None, ...]) -> _Result:
-    if b.sealed or any(s.phase is Phase.RESERVED for s in b.slots):
+    if b.finished or any(s.phase is Phase.RESERVED for s in b.slots):
         return b, ()
     newest = b.newest
     wanted = newest is not None and any(held is None or held < newest for held in waiting)
@@ -288,6 +288,6 @@ def step(b: SlotTable, event: Event) -> _Result:
                 if lane in slot.pins:
                     return _put(b, index, replace(slot, pins=slot.pins - {lane})), ()
             raise ProtocolError(f"lane {lane} holds no pin: {b!r}")
-        case Seal():
+        case Finish():
             slots = tuple(Slot() if s.phase is Phase.RESERVED else s for s in b.slots)
-            return SlotTable(slots, sealed=True), ()
+            return SlotTable(slots, finished=True), ()

@@ -283,12 +283,12 @@ class ImageSlots:
             self._step(image_slots.Discard(version))
             self._reserve()
 
-    def seal(self) -> None:
+    def finish(self) -> None:
         """Reserve no more slots: no version follows, and the newest image stays for the lanes that
         still need it."""
         with self._lock:
             self._revoke()
-            self._step(image_slots.Seal())
+            self._step(image_slots.Finish())
             self._wake(*self._idle)
 
     # Lanes.

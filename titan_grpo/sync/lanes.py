@@ -250,7 +250,7 @@ class SyncLanes:
         Never waits. ``published_s``: see Published."""
         self._jobs.put(_Job(version, slot, published_s))
 
-    def seal(self) -> None:
+    def finish(self) -> None:
         """End the sealer after the versions published so far. Does not wait."""
         self._jobs.put(None)
 
@@ -268,7 +268,7 @@ class SyncLanes:
 
     def _seal_loop(self) -> None:
         try:
-            # no deadline: seal() and end() put None into the queue; the thread is a daemon
+            # no deadline: finish() and end() put None into the queue; the thread is a daemon
             while (job := self._jobs.get()) is not None:
                 writers = frozenset({*self._writers, *self._o.leaders})
                 self.slots.writing(job.version, job.slot, writers)
@@ -281,7 +281,7 @@ class SyncLanes:
                     self._reports.latch(
                         SyncError(f"could not be published: {error}", version=job.version)
                     )
-            self.slots.seal()
+            self.slots.finish()
         except Exception as error:  # top of a thread: report that no further version is published
             logger.exception("the sealer ended")
             self._reports.latch(

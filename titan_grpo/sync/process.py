@@ -169,7 +169,7 @@ class SyncProcess(Child):
         self._jobs: dict[int, tuple[int, float]] = {}
         """Version that is not complete -> slot, and time of its publication."""
         self.complete: Published | None = None
-        self._sealed = False
+        self._finished = False
         self._controls: dict[str, Any] = {}
         self._announcer = Announcer(
             0,
@@ -218,10 +218,10 @@ class SyncProcess(Child):
         return fingerprint(self.manifest.digest, self.hashing.blocks(image, self.manifest))
 
     def flush(self, version: int, timeout_s: float) -> list[str]:
-        """Seal the slots (no version follows), then ServerSet.flush."""
+        """Finish the slots (no version follows), then ServerSet.flush."""
         with self.lock:
-            self._sealed = True
-            self.post("lanes.seal")
+            self._finished = True
+            self.post("lanes.finish")
         return self.servers.flush(version, timeout_s)
 
     def close(self, within_s: float = JOIN_S) -> None:
@@ -275,8 +275,8 @@ class SyncProcess(Child):
             self._pipe.post("open_lane", lane.url, lane.epoch)
             if lane.stopping:
                 self._pipe.post("stop_lane", lane.url)
-        if self._sealed:
-            self._pipe.post("lanes.seal")
+        if self._finished:
+            self._pipe.post("lanes.finish")
 
     def _ended(self, text: str) -> None:
         text += "; the servers keep their versions until then"
