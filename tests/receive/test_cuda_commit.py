@@ -59,7 +59,7 @@ def test_the_next_transfer_changes_nothing_of_what_was_loaded(gpu: Site) -> None
 def test_without_the_wait_after_the_load_the_next_transfer_gets_into_it(
     gpu: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(WorkerDevice, "settle", lambda _: None)
+    monkeypatch.setattr(WorkerDevice, "synchronize", lambda _: None)
     assert overwritten(gpu) == 2.0
 
 
@@ -85,7 +85,7 @@ def test_a_batch_that_runs_on_over_the_pause_computes_with_the_old_weights(gpu: 
 def test_without_the_wait_before_the_load_that_batch_meets_the_new_weights(
     gpu: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(WorkerDevice, "settle", lambda _: None)
+    monkeypatch.setattr(WorkerDevice, "synchronize", lambda _: None)
     assert seen_by_the_last_batch(gpu) == 1.0
 
 

@@ -67,7 +67,7 @@ class WorkerDevice:
         self.name = f"cuda:{torch.cuda.current_device()}" if used else "cpu"
         """ "cpu", or "cuda:N" as this process and its children number devices."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for all work enqueued on the device, on all streams."""
         if self.name != "cpu":
             torch.cuda.synchronize(self.name)
@@ -428,13 +428,13 @@ class EngineSide:
         try:
             tensors = attempt.tensors()
             # After a pause the last batch may still run (in SGLang): it must not read new weights.
-            self._device.settle()
+            self._device.synchronize()
             attempt.touched, start = self._engine.in_place, time.monotonic()
             try:
                 self._fill(tensors, attempt)
             finally:
                 # The receiver may overwrite the image after this: finish all copies from it.
-                self._device.settle()
+                self._device.synchronize()
                 attempt.load_s = time.monotonic() - start
             if attempt.loaded != (wanted := len(attempt.mapped.manifest.tensors)):
                 attempt.error = f"the engine loaded {attempt.loaded} of {wanted} tensors"

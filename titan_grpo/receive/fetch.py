@@ -345,7 +345,7 @@ class Fetch:
         for mark in marks:
             with self._turn:
                 self._turn.wait_for(
-                    partial(self._settled, mark), max(0.0, deadline - time.monotonic())
+                    partial(self._reached, mark), max(0.0, deadline - time.monotonic())
                 )
                 if self._arrived < mark:
                     self.error = self.error or (
@@ -358,7 +358,7 @@ class Fetch:
             if worker.is_alive():
                 raise TransferFailed("a range is still being read past the transfer's deadline")
 
-    def _settled(self, mark: int) -> bool:
+    def _reached(self, mark: int) -> bool:
         """Whether ``mark`` bytes have arrived, or will not."""
         return self._arrived >= mark or bool(self.error) or not self._running
 

@@ -51,7 +51,7 @@ class Running:
     server: Server
     version: int
     began_s: float
-    slots: int
+    requests: int
     """Requests that it counts for on its server: one for each completion that has not ended."""
     sampled: bool = False
     """Whether its requests are over: the server has no part in its rewards."""
@@ -99,7 +99,7 @@ class Dispatcher:
                 self._note_commit(message)
                 # A back-off after failures continues.
                 self._servers.setdefault(message.url, Server(message)).state = message
-                self._note_load(message.url)
+                self._note_in_flight(message.url)
             case messages.ServerLeft():
                 self._remove(message.url)
             case messages.Drain():
@@ -116,7 +116,7 @@ class Dispatcher:
                     if self._hopeless(run, message.version):
                         task.cancel()
             case messages.GiveBack():
-                self._settle(message.ticket.moved(()))
+                self._requeue(message.ticket.moved(()))
             case messages.Used():
                 self._starts.note(Used(message.indices))
             case messages.Unversioned():
@@ -192,7 +192,7 @@ class Dispatcher:
         resumed = [len(p.token_ids) for p in parts if p.token_ids and not p.finished]
         self._counts.add("resumed", len(resumed))
         self._counts.add("resumed_tokens", sum(resumed))
-        self._note_load(server.url)
+        self._note_in_flight(server.url)
         task = loop.create_task(self._make(run))
         self._running[task] = run
         task.add_done_callback(self._ended)
@@ -236,10 +236,10 @@ class Dispatcher:
         self._task_errors.append(False)
 
     def _free_one(self, run: Running) -> None:
-        """Free the slot of a completion that ended, or that the group had when it started."""
-        run.slots -= 1
+        """Count one request less: a completion ended, or was finished when the group started."""
+        run.requests -= 1
         run.server.in_flight -= 1
-        self._note_load(run.server.url)
+        self._note_in_flight(run.server.url)
         spec = self._spec
         # Only when a group has room: a pump looks at all servers.
         if run.server.in_flight + spec.group_size <= spec.max_concurrent_requests:
@@ -249,8 +249,8 @@ class Dispatcher:
         """Take a group off its server once its requests are over."""
         if not run.sampled:
             run.sampled = True
-            run.server.in_flight -= run.slots
-            self._note_load(run.server.url)
+            run.server.in_flight -= run.requests
+            self._note_in_flight(run.server.url)
             self._answer_drains(run.server.url)
             self._pump_soon()
 
@@ -273,17 +273,17 @@ class Dispatcher:
             # The server left the run or was drained for a commit: this costs no budget.
             case PeerError() | Interrupted() | asyncio.CancelledError() if moved:
                 self._counts.add("moved")
-                self._settle(ticket.moved(tuple(run.parts)))
+                self._requeue(ticket.moved(tuple(run.parts)))
             case GroupDropped() if moved:
                 # Without its tokens: an agent's episodes ended with the group, and new ones would
                 # take what those had sampled for their own.
                 self._counts.add("moved")
                 self._throw_away(run.parts)
-                self._settle(ticket.moved(()))
+                self._requeue(ticket.moved(()))
             case asyncio.CancelledError():
                 self._counts.add("dropped.stale_in_flight")
                 self._report(f"group of prompt {ticket.index} from {url} is too stale: made again")
-                self._settle(ticket.moved(tuple(run.parts)))
+                self._requeue(ticket.moved(tuple(run.parts)))
             case OtherWeights():
                 self._counts.add(f"dropped.{error.reason}")
                 self._throw_away(run.parts)
@@ -302,7 +302,7 @@ class Dispatcher:
                 # version and so keeps new groups away: no back-off.
                 self._counts.add("interrupted")
                 self._report(f"prompt {ticket.index} goes on: {error}")
-                self._settle(ticket.failed(tuple(run.parts)), avoid=url)
+                self._requeue(ticket.failed(tuple(run.parts)), avoid=url)
             case _:
                 self._fail(error)
                 return
@@ -313,7 +313,7 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         loop.call_at(run.server.failed(loop.time()), self._pump)
         self._report(f"prompt {run.ticket.index} will be retried: {why}")
-        self._settle(run.ticket.failed(kept), avoid=run.server.url)
+        self._requeue(run.ticket.failed(kept), avoid=run.server.url)
 
     def _remove(self, url: str) -> None:
         """Cancel the groups of a server that left the run, then close its driver."""
@@ -351,7 +351,7 @@ class Dispatcher:
         ]
 
     def _answer_drains(self, url: str) -> None:
-        if not self._load(url):
+        if not self._in_flight(url):
             for number in [number for number, drained in self._drains.items() if drained == url]:
                 del self._drains[number]
                 self._send(messages.Answer(number))
@@ -403,7 +403,7 @@ class Dispatcher:
         )
         self._fail(failed)
 
-    def _settle(self, ticket: Ticket, avoid: str = "") -> None:
+    def _requeue(self, ticket: Ticket, avoid: str = "") -> None:
         """Requeue the group in its place, or skip the prompt if its outages are spent."""
         if ticket.outages >= MAX_OUTAGES:
             if self._lost_in_a_row < MAX_SKIPS_IN_A_ROW:
@@ -436,13 +436,13 @@ class Dispatcher:
         before = known.state.committing if known is not None else None
         if state.committing not in (None, before):
             self._counts.add("commits")
-            self._counts.add("in_flight_at_commits", self._load(state.url))
+            self._counts.add("in_flight_at_commits", self._in_flight(state.url))
 
-    def _note_load(self, url: str) -> None:
+    def _note_in_flight(self, url: str) -> None:
         if url in self._servers:
             self._counts.set(messages.IN_FLIGHT + url, self._servers[url].in_flight)
 
-    def _load(self, url: str) -> int:
+    def _in_flight(self, url: str) -> int:
         """Return the requests in flight on a server; 0 for one that is not in the run."""
         return self._servers[url].in_flight if url in self._servers else 0
 

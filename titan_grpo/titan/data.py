@@ -30,7 +30,7 @@ and writes files, and its error says more than a gloo timeout."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class StepGroups:
     """Groups taken for one step."""
 
     groups: list[Group]
@@ -45,7 +45,7 @@ def varied_groups(
     rounds: int,
     options: BatchOptions,
     group_size: int = 0,
-) -> Sampled:
+) -> StepGroups:
     """Take ``want`` groups with reward spread, replacing the others up to ``rounds`` times. Return
     fewer if that does not suffice (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2).
 
@@ -80,7 +80,7 @@ def varied_groups(
         if missing <= 0 or round_ == rounds:
             break
         give_places_back(missing)
-    return Sampled(kept, flat) if kept else Sampled(taken, flat[: -len(taken)])
+    return StepGroups(kept, flat) if kept else StepGroups(taken, flat[: -len(taken)])
 
 
 @dataclass(slots=True)

@@ -41,7 +41,7 @@ from titan_grpo.subprocesses import run_command, without_torchrun
 from titan_grpo.sync.images import ImagePool, check_address, check_certificate
 from titan_grpo.sync.lanes import SyncOptions, load_deadline_s
 from titan_grpo.sync.process import SyncProcess
-from titan_grpo.titan.data import Sampled, Share, StepWork, varied_groups
+from titan_grpo.titan.data import Share, StepGroups, StepWork, varied_groups
 from titan_grpo.titan.evaluations import Evaluations, evaluation_spec
 from titan_grpo.titan.hf_files import save_version
 from titan_grpo.titan.jobfile import read_config
@@ -335,7 +335,7 @@ class Controller:
         slot = self.worker.slots.take_reserved()
         return Share(batch.steps, slot, json.dumps(rollouts.state())), ranks
 
-    def _take(self, version: int) -> Sampled:
+    def _take(self, version: int) -> StepGroups:
         """Take the groups of one step; with dynamic sampling replace those without reward
         spread."""
         rollout, grpo, rollouts = self._job.rollout, self._job.grpo, self._rollouts
@@ -345,7 +345,7 @@ class Controller:
             return rollouts.next_batch(version, count, deadline - time.monotonic())
 
         if not grpo.dynamic_sampling:
-            return Sampled(take(rollout.prompts_per_step), [])
+            return StepGroups(take(rollout.prompts_per_step), [])
         # A recorded batch is taken whole: nothing replaces its groups without spread.
         rounds = 0 if rollout.replay_path else grpo.dynamic_sampling_rounds
         back = rollouts.used_without_version
