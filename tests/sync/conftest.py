@@ -18,13 +18,14 @@ from titan_grpo.layout.infer import infer_layout
 from titan_grpo.layout.manifest import ALIGNMENT, parts_of
 from titan_grpo.layout.plan import written_extents
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.protocol import members
 from titan_grpo.protocol.lane import Observer, no_observer
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.runkey import Key
-from titan_grpo.sync.images import ImagePool
-from titan_grpo.sync.lanes import SyncLanes, SyncOptions, server_set
+from titan_grpo.sync.images import ImagePool, Published
+from titan_grpo.sync.lanes import SyncLanes, SyncOptions
 from titan_grpo.sync.publisher import Announcer, Publisher, Snapshotter
-from titan_grpo.sync.server_set import JOIN_S
+from titan_grpo.sync.server_set import JOIN_S, ServerSet
 
 SHAPES = {"up": (2048, 1024), "down": (1024, 2048)}
 """4 MiB each in bfloat16: more than the sockets' buffers, so that a frozen receiver stops a
@@ -63,6 +64,16 @@ class Weights:
     def value(self) -> float:
         (value,) = set().union(*self.values.values())
         return value
+
+
+class LocalSet(ServerSet):
+    """Set of servers whose lanes, in this process, report to it without a pipe."""
+
+    def sealed(self, version: int, published: Published | None) -> None:
+        """See Reports: these lanes see their slots."""
+
+    def lane_ended(self, url: str) -> None:
+        """See Reports: these lanes have ``is_alive``."""
 
 
 class Rig:
@@ -116,12 +127,13 @@ class Rig:
             tamper=tuple if far else None,
             **own,
         )
-        self.server_set = server_set(
-            self.config,
-            self.pool.manifest.total_bytes,
-            self.recorder,
-            options,
+        self.server_set = LocalSet(
+            members.start(frozenset(urls), frozenset(options.listed)),
             lambda *lane: self.lanes.open_lane(*lane),
+            self.recorder,
+            observer=options.observer,
+            leave_s=WAIT_S,
+            max_lag=self.config.max_lag,
         )
         self.lanes = SyncLanes(self.pool, self.config, self.recorder, options, self.server_set)
         self.slots = self.lanes.slots

@@ -8,7 +8,7 @@ One slot's life::
 
 Rules: a pinned slot is never reserved; a version is complete when every rank that writes a part of
 it has copied its part; versions only grow; the newest complete image is not overwritten while an
-idle lane still wants it; after ``Finish`` nothing is reserved, so the last image stays for the flush
+idle lane still wants it; after ``Finish`` none is reserved, so the last image stays for the flush
 at shutdown. No rank waits for a slot: without a reservation at the step boundary all ranks skip
 that version. They agree because there is one reservation, rank 0's, and it travels with the batch.
 """
@@ -58,7 +58,7 @@ class SlotTable:
     finished: bool = False
 
     def __repr__(self) -> str:
-        return "[" + " | ".join(map(repr, self.slots)) + "]" + (" finished" if self.finished else "")
+        return "[" + " | ".join(map(repr, self.slots)) + "]" + " finished" * self.finished
 
     @classmethod
     def of(cls, num_slots: int) -> "SlotTable":

@@ -28,8 +28,7 @@ from titan_grpo.errors import SyncError, TitanGrpoError
 from titan_grpo.layout.image import fingerprint
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol import members
-from titan_grpo.protocol.lane import LaneEvent, Observer, Point, commit_s, no_observer
+from titan_grpo.protocol.lane import LaneEvent, Observer, Point, no_observer
 from titan_grpo.protocol.messages import NIXL, RANGES, TCP, Hashed, Label, RangeSource
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.runkey import Key
@@ -48,7 +47,7 @@ from titan_grpo.sync.patches import Deliveries, Patches, say_wanted
 from titan_grpo.sync.pause_guard import PauseGuard, deadlines_of, transfer_in_load_s
 from titan_grpo.sync.publisher import copied_key
 from titan_grpo.sync.relay import Relay
-from titan_grpo.sync.server_set import JOIN_S, OpenLane, Reports, ServerObserver, ServerSet
+from titan_grpo.sync.server_set import Reports, ServerObserver
 from titan_grpo.sync.transports.broadcast import delete_text, get_text, store_errors
 from titan_grpo.sync.transports.nixl import NixlSource
 from titan_grpo.sync.transports.range_server import RangeServer
@@ -136,20 +135,6 @@ class SyncOptions:
             take_over=self.take_over,
             started_s=self.started_s,
         )
-
-
-def server_set(
-    config: WeightSync, nbytes: int, recorder: Recorder, options: SyncOptions, open_lane: OpenLane
-) -> ServerSet:
-    """Create the set of the servers that a run of ``nbytes`` a version starts with."""
-    return ServerSet(
-        members.start(frozenset(options.urls), frozenset(options.listed)),
-        open_lane,
-        recorder,
-        observer=options.observer,
-        leave_s=commit_s(config.commit_deadline_s, transfer_in_load_s(config, nbytes)) + JOIN_S,
-        max_lag=config.max_lag,
-    )
 
 
 class SyncLanes:

@@ -29,13 +29,15 @@ from titan_grpo.errors import ConfigError, SyncError
 from titan_grpo.layout.image import fingerprint
 from titan_grpo.observe import names, terminal
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.protocol.lane import LaneEvent, Point, no_observer
+from titan_grpo.protocol import members
+from titan_grpo.protocol.lane import LaneEvent, Point, commit_s, no_observer
 from titan_grpo.protocol.messages import NIXL, Entry, Label, Standing
 from titan_grpo.runkey import Key
 from titan_grpo.sync.child import END_S, Child, Launched, Performer, perform
 from titan_grpo.sync.images import ImagePool, ImageSlots, PoolAddress, Published, Reserved
 from titan_grpo.sync.lane import ServerLane
-from titan_grpo.sync.lanes import SyncLanes, SyncOptions, server_set
+from titan_grpo.sync.lanes import SyncLanes, SyncOptions
+from titan_grpo.sync.pause_guard import transfer_in_load_s
 from titan_grpo.sync.publisher import Announcer, Copy
 from titan_grpo.sync.server_set import JOIN_S, ServerSet
 from titan_grpo.sync.transports.nixl import nixl_problem
@@ -157,12 +159,14 @@ class SyncProcess(Child):
         if link.transport == NIXL and (problem := nixl_problem()):
             raise ConfigError(problem)  # here: in the process it would cause endless restarts
         self.hashing = link.hashing(pool.run_id)
-        self.servers: ServerSet = server_set(
-            config,
-            pool.manifest.total_bytes,
-            recorder,
-            options,
+        load_s = transfer_in_load_s(config, pool.manifest.total_bytes)
+        self.servers = ServerSet(
+            members.start(frozenset(options.urls), frozenset(options.listed)),
             lambda url, epoch: RemoteLane(self, url, epoch),
+            recorder,
+            observer=options.observer,
+            leave_s=commit_s(config.commit_deadline_s, load_s) + JOIN_S,
+            max_lag=config.max_lag,
         )
         self.slots = MainSlots(self, Reserved())
         self.lanes: dict[str, RemoteLane] = {}

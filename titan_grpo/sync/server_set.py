@@ -64,7 +64,7 @@ class NoObserver:
 
 
 class Reports(Protocol):
-    """Receiver of the lanes' reports: a ServerSet, or a forwarder to one in another process."""
+    """Receiver of the lanes' reports."""
 
     def note(self, url: str, entry: Entry, engine: str, label: Label | None = None) -> None:
         """Note a server's entry. ``engine``: its name, empty while unknown; ``label``: of the
@@ -465,12 +465,6 @@ class ServerSet:
         """Return a server's last background error, collected or not."""
         with self._changed:
             return self._servers[url].error
-
-    def sealed(self, version: int, published: "Published | None") -> None:
-        """Ignore it: lanes of this process see their slots."""
-
-    def lane_ended(self, url: str) -> None:
-        """Ignore it: lanes of this process have ``is_alive``."""
 
     # Waits.
 
