@@ -12,18 +12,18 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.http import ServerAccess
-from titan_grpo.engines.server import AUTO, RolloutNeeds, ServerControl, make_control
+from titan_grpo.engines.server import AUTO, ServerControl, make_control
 from titan_grpo.errors import SyncError, TitanGrpoError
 from titan_grpo.layout.image import fingerprint
 from titan_grpo.observe import names
@@ -31,7 +31,6 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.lane import LaneEvent, Observer, Point, no_observer
 from titan_grpo.protocol.messages import NIXL, RANGES, TCP, Hashed, Label, RangeSource
 from titan_grpo.protocol.pause_guard import Deadlines
-from titan_grpo.runkey import Key
 from titan_grpo.sync.images import (
     ImagePool,
     Images,
@@ -42,7 +41,7 @@ from titan_grpo.sync.images import (
     wait_copied,
 )
 from titan_grpo.sync.lane import LOOK_S, LaneContext, ServerLane
-from titan_grpo.sync.link import LinkOptions
+from titan_grpo.sync.link import LinkOptions, RunOptions
 from titan_grpo.sync.patches import Deliveries, Patches, say_wanted
 from titan_grpo.sync.pause_guard import PauseGuard, deadlines_of, transfer_in_load_s
 from titan_grpo.sync.publisher import copied_key
@@ -73,7 +72,7 @@ class _Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SyncOptions:
+class SyncOptions(RunOptions):
     """Options of a sync, beside its weights and the section of the configuration."""
 
     urls: Sequence[str]
@@ -86,21 +85,12 @@ class SyncOptions:
     observer: ServerObserver | None = None
     keys: tuple[str, str] = ("", "")
     """The servers' API key and admin key."""
-    run_key: Key | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """The trainer's device."""
     remote_writers: Sequence[int] = ()
     """Other ranks of rank 0's host that write to each image."""
     leaders: Sequence[int] = ()
     """Leaders of the trainer's other hosts: the rank of part 1, of part 2, ..."""
-    model: Mapping[str, Any] = field(default_factory=dict)
-    needs: RolloutNeeds = field(default_factory=RolloutNeeds)
-    """See LinkOptions, like ``model``."""
-    owner: str = ""
-    take_over: bool = True
-    """See Hello, like ``owner``."""
-    started_s: float = field(default_factory=time.monotonic)
-    """When the run started, on the monotonic clock."""
     keeps: bool = False
     """Whether ``slots.keep`` may be called for a server that has just reached a version."""
     drain: Callable[[str], None] | None = None
@@ -128,12 +118,7 @@ class SyncOptions:
             transport,
             config.bind_host,
             device=str(self.device) if transport == "nccl" else "cpu",
-            run_key=self.run_key,
-            model=self.model,
-            needs=self.needs,
-            owner=self.owner,
-            take_over=self.take_over,
-            started_s=self.started_s,
+            **{each.name: getattr(self, each.name) for each in fields(RunOptions)},
         )
 
 

@@ -76,8 +76,22 @@ def answer_s(commit_deadline_s: float) -> float:
     return min(ANSWER_S, commit_deadline_s)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What a run's lanes say of it to each server. See Hello for ``owner``, ``take_over`` and
+    ``model``."""
+
+    run_key: Key | None = None
+    owner: str = ""
+    take_over: bool = True
+    started_s: float = field(default_factory=time.monotonic)
+    """Start of the run, on the monotonic clock."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    needs: RolloutNeeds = field(default_factory=RolloutNeeds)
+
+
 @dataclass(frozen=True, slots=True)
-class LinkOptions:
+class LinkOptions(RunOptions):
     """Options common to all epochs of a lane: the run's ``config``, and what it leaves open.
 
     Receivers read ranges from ``source``. With a ``run_key`` a server must prove it to join, and
@@ -90,16 +104,8 @@ class LinkOptions:
     bind_host: str
     """See weight_sync.bind_host; in one server's options never empty."""
     device: str = "cpu"
-    run_key: Key | None = None
     url: str = ""
-    owner: str = ""
-    take_over: bool = True
-    """See Hello, like ``url`` and ``owner``."""
-    started_s: float = field(default_factory=time.monotonic)
-    """Start of the run, on the monotonic clock."""
-    model: Mapping[str, Any] = field(default_factory=dict)
     """See Hello."""
-    needs: RolloutNeeds = field(default_factory=RolloutNeeds)
     source: RangeServer | None = None
     """Shared by the lanes of a process. None: the link creates its own."""
     nixl: NixlSource | None = None
