@@ -438,7 +438,7 @@ def respond(receiver: Receiver, message: dict[str, Any]) -> dict[str, Any]:
         return {"ok": False, "error": str(error)}
 
 
-def made(first: dict[str, Any]) -> Receiver:
+def receiver_of(first: dict[str, Any]) -> Receiver:
     """Return the receiver of an engine's first message."""
     keys = EpochKeys.from_hex(first["keys"]) if first["keys"] else None
     hello, joined = Hello.from_dict(first["hello"]), Joined.from_dict(first["joined"])
@@ -451,7 +451,7 @@ def made(first: dict[str, Any]) -> Receiver:
 def answer_hello(first: dict[str, Any]) -> None:
     """Answer a hello and serve no epoch (also a thread's main function)."""
     try:
-        made(first).answer()
+        receiver_of(first).answer()
     except TitanGrpoError as error:
         log.warning("%s", error)
 
@@ -464,7 +464,7 @@ def serve(channel: Channel) -> None:
     if first["op"] == "answer":
         answer_hello(first)
         return
-    receiver = made(first)
+    receiver = receiver_of(first)
     talk = receiver, channel
     threading.Thread(target=converse, args=talk, name="epoch", daemon=True).start()
     while (message := channel.receive(None)) is not None:

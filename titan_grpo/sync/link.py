@@ -225,7 +225,7 @@ class LaneLink:
             f"waiting for the server's receiver to connect to {channel.host}:{channel.port} (if it"
             " cannot, the server's log says why; weight_sync.bind_host sets the address)"
         )
-        frame = self._take(0, (Kind.JOINED,), timeout_s, what)
+        frame = channel.take(0, (Kind.JOINED,), timeout_s, what)
         joined = Joined.from_json(frame.body)
         if joined.final:
             raise ServerUnfit(joined.error)
@@ -349,7 +349,7 @@ class LaneLink:
             wait_s = min(within_s + before_s, max(0.0, deadline - time.monotonic()))
             before_s = 0.0
             what = f"waiting for the receiver to have byte {mark} of transfer {number}"
-            frame = self._take(number, (Kind.MOVED, Kind.STAGED), wait_s, what)
+            frame = self._opened().take(number, (Kind.MOVED, Kind.STAGED), wait_s, what)
             if frame.kind is Kind.STAGED:
                 return self._proven(frame)
             if moved is not None:
@@ -439,7 +439,8 @@ class LaneLink:
         The plugin delivers it before /update_weights answers, so a short wait suffices.
         """
         what = f"waiting for the engine to apply transfer {number}"
-        applied = Applied.from_json(self._take(number, (Kind.APPLIED,), timeout_s, what).body)
+        frame = self._opened().take(number, (Kind.APPLIED,), timeout_s, what)
+        applied = Applied.from_json(frame.body)
         applied.require_proof(self._key)
         return applied
 
@@ -513,16 +514,12 @@ class LaneLink:
 
     def _staged(self, number: int, timeout_s: float) -> Staged:
         what = f"waiting for the receiver's answer to order {number}"
-        return self._proven(self._take(number, (Kind.STAGED,), timeout_s, what))
+        return self._proven(self._opened().take(number, (Kind.STAGED,), timeout_s, what))
 
     def _proven(self, frame: Frame) -> Staged:
         staged = Staged.from_json(frame.body)
         staged.require_proof(self._key)
         return staged
-
-    def _take(self, number: int, kinds: tuple[Kind, ...], timeout_s: float, what: str) -> Frame:
-        """Wait for such a frame. Raises TransferFailed past the deadline, or if the link ends."""
-        return self._opened().take(number, kinds, timeout_s, what)
 
     def _opened(self) -> LaneChannel:
         if self._channel is None:
