@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.generation import Sampled, Sampling, StreamedCall, ToolCalls
+from titan_grpo.engines.generation import QUERY_S, Sampled, Sampling, StreamedCall, ToolCalls
 from titan_grpo.engines.http import Call, HttpRefused, ServerAccess, SyncDriver, requests
 from titan_grpo.engines.sglang_stock import StockRoutes
 from titan_grpo.errors import ConfigError, ProtocolError, ServerRefused, ServerUnfit
@@ -180,9 +180,6 @@ def detect(driver: SyncDriver, timeout_s: float) -> str:
 AUTO = "auto"
 """Value of ``rollout.engine``: detect each server's engine."""
 
-ASK_S = 10.0
-"""Longest deadline of one call of ``detect``, in seconds."""
-
 
 def make_control(engine: str, access: ServerAccess) -> ServerControl:
     """Return the control plane for a value of ``rollout.engine``, without a call to the server.
@@ -232,7 +229,7 @@ class DetectingControl:
 
     def _detect(self) -> None:
         with self._access.driver() as driver:
-            engine = detect(driver, min(ASK_S, self._access.deadline_s))
+            engine = detect(driver, min(QUERY_S, self._access.deadline_s))
         if self.engine != engine:
             self.close()
             self._control = make_control(engine, self._access)

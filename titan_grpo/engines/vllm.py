@@ -286,11 +286,12 @@ class VllmControl:
         self._driver = access.driver()
         self._run = self._driver.run
         self._deadline_s = access.deadline_s
+        self._query_s = min(QUERY_S, access.deadline_s)
         self._load_deadline_s = access.load_deadline_s or access.deadline_s
         self.url = access.url
 
     def label(self) -> str:
-        return self._run(label(min(QUERY_S, self._deadline_s)))
+        return self._run(label(self._query_s))
 
     def stock(self) -> None:
         """Return None: vLLM's own transfer engines need a GPU or the same host. ``greet`` reports
@@ -298,7 +299,7 @@ class VllmControl:
 
     def greet(self, hello: Mapping[str, Any]) -> None:
         try:
-            self._run(models(min(QUERY_S, self._deadline_s)))
+            self._run(models(self._query_s))
         except HttpRefused as error:
             if isinstance(error, KeyRefused):
                 raise  # only rollouts would be refused, each of them
@@ -326,7 +327,7 @@ class VllmControl:
                 raise
 
     def paused(self) -> bool:
-        return self._run(is_paused(min(QUERY_S, self._deadline_s)))
+        return self._run(is_paused(self._query_s))
 
     def pause(self) -> None:
         self._run(pause(self._deadline_s))

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, cast, get_type_hints
 import msgspec
 
 from titan_grpo.config.rollout import read_key
+from titan_grpo.engines.generation import QUERY_S
 from titan_grpo.engines.http import ServerAccess
-from titan_grpo.engines.server import ASK_S, AUTO, ServerControl, make_control
+from titan_grpo.engines.server import AUTO, ServerControl, make_control
 from titan_grpo.engines.sglang_stock import StockRoutes
 from titan_grpo.errors import (
     CROSSING,
@@ -264,7 +265,7 @@ class RemoteControl:
     def _call(self, method: str, *arguments: Any, generation: int | None = None) -> Any:
         a = self._access
         within_s = METHODS[method].requests * a.deadline_s + MARGIN_S
-        within_s += 2 * min(ASK_S, a.deadline_s)  # the service may have to ask which engine it is
+        within_s += 2 * min(QUERY_S, a.deadline_s)  # the service may have to ask which engine it is
         within_s += (a.load_deadline_s or 0.0) if method == "load" else 0.0
         answer = self._client.engine_call(
             self.url, method, _encode(arguments), within_s, generation

@@ -258,7 +258,7 @@ class Stepper:
         if why:
             t.optimizers.zero_grad()
             return float(grad_norm), why
-        # Includes the fence (GRPOTrainer.__init__): the last version's copy reads these weights.
+        # Includes the fence (GRPOTrainer._hook): the last version's copy reads these weights.
         t.checkpointer.maybe_wait_for_staging()
         t.optimizers.step()
         return float(grad_norm), ()
