@@ -271,7 +271,7 @@ def test_the_last_version_is_saved_or_the_one_before_or_the_run_says_why_none_is
 
         assert save(1).startswith("no version's image is complete; titan-grpo export")
         assert trainer.publish(1, {"w": ones}, WAIT_S)
-        assert wait_until(lambda: trainer.worker.slots.newest() is not None, WAIT_S)
+        assert wait_until(lambda: trainer.worker.complete is not None, WAIT_S)
         with files_of(ones.numel()):
             refused = save(1)
         assert refused.startswith(f"{run}/hf/shard-0.partial could not be written (")

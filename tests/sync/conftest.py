@@ -211,14 +211,14 @@ class Rig:
         self.publish(version)
         self.everyone(version)
 
-    def complete(self, version: int) -> None:
-        """Wait until ``version`` can be pinned."""
+    def complete(self, version: int) -> Published:
+        """Wait until ``version`` can be pinned; return it."""
         complete = threading.Event()
-        if self.slots.pin_newer("test", version - 1, complete.set) is None:
+        while (found := self.slots.pin_newer("test", version - 1, complete.set)) is None:
             assert complete.wait(WAIT_S)
-            self.slots.leave("test")
-        else:
-            self.slots.unpin("test")
+            complete.clear()
+        self.slots.unpin("test")
+        return found
 
     def flush(self, version: int, timeout_s: float) -> list[str]:
         self.lanes.finish()

@@ -90,7 +90,7 @@ class GuardedTrainer(Trainer):
         assert self.servers.wait_held(version, WAIT_S, everyone=False), (
             f"version {version} is not held"
         )
-        newest = self.worker.slots.newest()
+        newest = self.worker.complete
         assert newest is not None
         say(held=version, label=str(newest.label))
 

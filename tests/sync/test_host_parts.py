@@ -58,7 +58,7 @@ def test_servers_hold_versions_of_which_each_host_has_hashed_and_served_its_rows
         run.deliver(version)
         assert [run.loaded[url].value() for url in "ab"] == [version, version]
     assert run.hosts[0].bytes_held == run.pool.manifest.total_bytes // 2
-    with whole_image(run.pool, run.lanes.hashing, present(run.slots.newest()), run.config) as image:
+    with whole_image(run.pool, run.lanes.hashing, run.complete(3), run.config) as image:
         assert set(image.view(torch.bfloat16).tolist()) == {3.0}
 
 

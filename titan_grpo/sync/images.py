@@ -359,12 +359,6 @@ class ImageSlots:
         with self._lock:
             self._stopping.discard(lane)
 
-    def newest(self) -> Published | None:
-        """Return the newest complete version, if any."""
-        with self._lock:
-            version = self._table.newest
-            return None if version is None else self._published[version]
-
     # Under the lock.
 
     def _wake(self, *lanes: str) -> None:

@@ -132,9 +132,6 @@ class MainSlots:
             self.kept.discard(url)
             self._owner.post("slots.go_on", url)
 
-    def newest(self) -> Published | None:
-        return self._owner.complete
-
 
 class SyncProcess(Child):
     """Rank 0's handle of the weight sync, also in measuring scripts and tests."""
@@ -173,6 +170,7 @@ class SyncProcess(Child):
         self._jobs: dict[int, tuple[int, float]] = {}
         """Version that is not complete -> slot, and time of its publication."""
         self.complete: Published | None = None
+        """The newest complete version."""
         self._finished = False
         self._controls: dict[str, Any] = {}
         self._announcer = Announcer(

@@ -184,7 +184,7 @@ def save_version(
     remedy = "titan-grpo export makes it from the last checkpoint"
     adapters = has_adapters(worker.manifest)
     out = run_dir / ("adapter" if adapters else "hf")
-    published = worker.slots.newest()
+    published = worker.complete
     if published is None:
         return f"no version's image is complete; {remedy}"
     try:
