@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.rigs.sockets import descriptors_left
-from titan_grpo.config import WeightSync
 from titan_grpo.engines.http import addresses_towards
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.layout.image import SharedImage
@@ -19,11 +18,11 @@ from titan_grpo.layout.manifest import Part
 from titan_grpo.protocol.messages import RangeSource
 from titan_grpo.receive.fetch import NOWHERE, RELAY_HOST, MemfdReader, TcpReader
 from titan_grpo.runkey import Key
-from titan_grpo.sync.images import check_address
 from titan_grpo.sync.transports.channel import (
     GREETING,
     NONCE_BYTES,
     PROOF_BYTES,
+    check_address,
     open_listener,
     proof,
 )
@@ -288,7 +287,7 @@ def test_a_reader_of_a_version_that_is_over_is_refused_at_once_however_many_host
 @pytest.mark.parametrize("address", ["10.0..5", "a" * 64, "0.0.0.0", "::"])
 def test_what_is_no_address_of_one_host_is_refused_at_the_start(address: str) -> None:
     with pytest.raises(ConfigError, match="bind_host must be an address of this host"):
-        check_address(WeightSync(bind_host=address))
+        check_address(address)
 
 
 def test_no_way_leads_to_what_is_no_name() -> None:

@@ -21,9 +21,8 @@ from titan_grpo.protocol.messages import Hello, RangeSource
 from titan_grpo.receive.fetch import RELAY_HOST, TcpReader
 from titan_grpo.receive.receiver import CERTIFICATE, CERTIFICATE_KEY
 from titan_grpo.runkey import Key
-from titan_grpo.sync.images import check_certificate
 from titan_grpo.sync.transports.range_server import RangeServer
-from titan_grpo.sync.transports.tls import Certificate, WrongCertificate
+from titan_grpo.sync.transports.tls import Certificate, WrongCertificate, check_certificate
 
 pytestmark = pytest.mark.e2e
 

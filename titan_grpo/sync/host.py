@@ -30,7 +30,6 @@ from titan_grpo.sync.images import (
     ImagePool,
     PoolAddress,
     hashed_key,
-    own_certificate,
     wait_copied,
 )
 from titan_grpo.sync.patches import Patches, is_wanted
@@ -38,6 +37,7 @@ from titan_grpo.sync.publisher import Announcer, Copy, copied_key
 from titan_grpo.sync.transports.broadcast import put_text, store_errors
 from titan_grpo.sync.transports.channel import TICKET_BYTES
 from titan_grpo.sync.transports.range_server import RangeServer
+from titan_grpo.sync.transports.tls import own_certificate
 
 logger = logging.getLogger(__name__)
 

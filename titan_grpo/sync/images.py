@@ -17,19 +17,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from titan_grpo.config import WeightSync
-from titan_grpo.errors import ConfigError
 from titan_grpo.layout.image import ImageAddress, SharedImage
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.protocol import image_slots
 from titan_grpo.protocol.image_slots import SlotTable
 from titan_grpo.protocol.messages import Label, Patch, RangeSource, new_run_id
-from titan_grpo.runkey import Key
 from titan_grpo.subprocesses import readable
 from titan_grpo.sync.publisher import copied_key
 from titan_grpo.sync.transports.broadcast import LOOPBACK, host_store, join_store, store_errors
-from titan_grpo.sync.transports.channel import open_listener
-from titan_grpo.sync.transports.tls import Certificate
 
 Images = tuple[torch.Tensor, ...]
 
@@ -118,27 +113,6 @@ class PoolAddress:
         store = join_store(LOOPBACK, self.store, timeout_s)
         hashed = None if self.hashed is None else join_store(*self.hashed, timeout_s)
         return ImagePool(self.run_id, manifest, self.part, images, store, hashed)
-
-
-def own_certificate(config: WeightSync) -> Certificate | None:
-    """Load the certificate of this trainer host. Raises ConfigError as Certificate.load."""
-    names = "weight_sync.tls_certificate", "weight_sync.tls_key"
-    return Certificate.load(config.tls_certificate, config.tls_key, names)
-
-
-def check_certificate(config: WeightSync, run_key: Key | None) -> None:
-    """Raise ConfigError for a certificate that cannot be loaded, or that protects nothing."""
-    if own_certificate(config) is not None and run_key is None:
-        raise ConfigError(
-            "weight_sync.tls_certificate needs a run key (weight_sync.run_key_file), there is none:"
-            " who reads the calls to a server could take its weights in its place"
-        )
-
-
-def check_address(config: WeightSync) -> None:
-    """Raise ConfigError if bind_host is not an address of this host."""
-    if config.bind_host:
-        open_listener(config.bind_host).close()
 
 
 def wait_copied(pool: ImagePool, version: int, rank: int, timeout_s: float) -> None:

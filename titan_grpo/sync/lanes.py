@@ -37,7 +37,6 @@ from titan_grpo.sync.images import (
     ImageSlots,
     Published,
     hashed_key,
-    own_certificate,
     wait_copied,
 )
 from titan_grpo.sync.lane import LOOK_S, LaneContext, ServerLane
@@ -50,6 +49,7 @@ from titan_grpo.sync.server_set import Reports, ServerObserver
 from titan_grpo.sync.transports.broadcast import delete_text, get_text, store_errors
 from titan_grpo.sync.transports.nixl import NixlSource
 from titan_grpo.sync.transports.range_server import RangeServer
+from titan_grpo.sync.transports.tls import own_certificate
 from titan_grpo.sync.turns import Turns
 
 logger = logging.getLogger(__name__)

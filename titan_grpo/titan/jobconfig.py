@@ -24,7 +24,7 @@ from titan_grpo.rollout.codec import ChatTemplate
 from titan_grpo.rollout.tasks.built_in import GSM8K_SOURCE
 from titan_grpo.rollout.tasks.dataset import files_of
 from titan_grpo.runkey import Key, find_run_key
-from titan_grpo.sync.images import check_certificate
+from titan_grpo.sync.transports.tls import check_certificate
 from titan_grpo.titan import compat, rules
 from titan_grpo.titan.flavors import model_of, other_model
 from titan_grpo.titan.jobfile import (

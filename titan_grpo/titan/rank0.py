@@ -38,9 +38,11 @@ from titan_grpo.rollout.messages import COUNTED, length_range
 from titan_grpo.runkey import find_run_key
 from titan_grpo.samples import Group
 from titan_grpo.subprocesses import run_command, without_torchrun
-from titan_grpo.sync.images import ImagePool, check_address, check_certificate
+from titan_grpo.sync.images import ImagePool
 from titan_grpo.sync.lanes import SyncOptions, load_deadline_s
 from titan_grpo.sync.process import SyncProcess
+from titan_grpo.sync.transports.channel import check_address
+from titan_grpo.sync.transports.tls import check_certificate
 from titan_grpo.titan.data import Share, StepGroups, StepWork, varied_groups
 from titan_grpo.titan.evaluations import Evaluations, evaluation_spec
 from titan_grpo.titan.hf_files import save_version
@@ -131,7 +133,7 @@ class Controller:
         specs = launched(job_config, model_dir, cpu, run_key, self._keys)
         self.run_key = specs[0].run_key if specs else run_key
         check_certificate(job_config.weight_sync, self.run_key)
-        check_address(job_config.weight_sync)
+        check_address(job_config.weight_sync.bind_host)
         check_rate(job_config.weight_sync, nbytes)
         self._servers = ServerGroup(specs)
         self._step_values: dict[str, float] = {}

@@ -93,6 +93,12 @@ def open_listener(host: str, port: int = 0) -> socket.socket:
     return listener
 
 
+def check_address(bind_host: str) -> None:
+    """Raise ConfigError if weight_sync.bind_host is not an address of this host."""
+    if bind_host:
+        open_listener(bind_host).close()
+
+
 def _cannot_listen(host: str, error: OSError | UnicodeError) -> ConfigError:
     """Return the error that says what to change: only one of the two settings can name an address
     of another host."""

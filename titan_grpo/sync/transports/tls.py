@@ -13,7 +13,9 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, TransferFailed
+from titan_grpo.runkey import Key
 
 WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 """Exceptions of a call on a non-blocking socket that would block."""
@@ -59,6 +61,21 @@ class Certificate:
                 f"{names[0]} and {names[1]} must be a certificate and its private key, without a"
                 f" password, in PEM files, got {path!r} and {key_path!r}: {error}"
             ) from error
+
+
+def own_certificate(config: WeightSync) -> Certificate | None:
+    """Load the certificate of this trainer host. Raises ConfigError as Certificate.load."""
+    names = "weight_sync.tls_certificate", "weight_sync.tls_key"
+    return Certificate.load(config.tls_certificate, config.tls_key, names)
+
+
+def check_certificate(config: WeightSync, run_key: Key | None) -> None:
+    """Raise ConfigError for a certificate that cannot be loaded, or that protects nothing."""
+    if own_certificate(config) is not None and run_key is None:
+        raise ConfigError(
+            "weight_sync.tls_certificate needs a run key (weight_sync.run_key_file), there is none:"
+            " who reads the calls to a server could take its weights in its place"
+        )
 
 
 def _pin(certificate: bytes) -> str:
