@@ -79,8 +79,8 @@ class WatchedMain(Main):
 
     _points: tuple[str, frozenset[Point]] = "", frozenset()
 
-    def _passing(self, event: LaneEvent) -> None:
-        super()._passing(event)
+    def _observe(self, event: LaneEvent) -> None:
+        super()._observe(event)
         self._pipe.post("passed", event, time.monotonic())
         url, points = self._points
         if event.point in points and url in ("", event.url):

@@ -108,7 +108,9 @@ class ServerLane:
         self._state = table.Lane(epoch=epoch, streamed=self._streamed)
         self._health = Health(config.backoff_s, config.backoff_max_s)
         self._label = self._held = Label(context.run_id, -1, "")
-        self._before, self._refusal, self._said, self._resting = "", "", "", False
+        self._before = ""  # label before the commit
+        self._refusal = self._said = ""  # last refusal and error that were reported
+        self._resting = False
         self._published_s = self._paused_s = self._proved_s = 0.0
 
     @property

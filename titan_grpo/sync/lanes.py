@@ -177,7 +177,7 @@ class SyncLanes:
             slots=self.slots,
             wake=self._threads.wake,
             recorder=recorder,
-            observer=self._pass,
+            observer=self._observe,
             look_s=options.look_s,
             renew=self.guard.renew if self.guard is not None else lambda _: None,
             drain=options.drain,
@@ -203,17 +203,17 @@ class SyncLanes:
             access = replace(access, calling=partial(self.guard.renew, url))
         return make_control(self._o.engine, access)
 
-    def _pass(self, passing: LaneEvent) -> None:
-        match passing.point:
+    def _observe(self, event: LaneEvent) -> None:
+        match event.point:
             case Point.PAUSE:  # first: this wait must not use up the lease of the pause guard
-                self._turns.wait(passing.url)
+                self._turns.wait(event.url)
             case Point.LABEL:
-                self._turns.go_on(passing.url)
+                self._turns.go_on(event.url)
             case Point.LOAD | Point.HELD:
-                self._turns.end(passing.url)
+                self._turns.end(event.url)
         if self.guard is not None:
-            self.guard.observe(passing)
-        self._o.lane_observer(passing)
+            self.guard.observe(event)
+        self._o.lane_observer(event)
 
     def publish(self, version: int, slot: int, published_s: float) -> None:
         """Queue ``version`` for the sealer: the host's ranks have started to copy it into ``slot``.

@@ -413,7 +413,7 @@ class Main(Performer):
             if b.forwarded
             else None,
             drain=(lambda url: pipe.ask("drain", url)) if b.drains else None,
-            lane_observer=self._passing,
+            lane_observer=self._observe,
         )
         recorder = PipeRecorder(pipe, b.run_dir)
         self.lanes = SyncLanes(pool, b.config, recorder, options, self, self.slots)
@@ -441,7 +441,7 @@ class Main(Performer):
 
     # Called on the lanes' threads.
 
-    def _passing(self, event: LaneEvent) -> None:
+    def _observe(self, event: LaneEvent) -> None:
         if event.point is Point.GREET:
             self._pipe.post("connecting", event.url, self._servers[event.url].epoch)
 

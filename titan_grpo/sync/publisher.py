@@ -420,10 +420,9 @@ class Announcer:
         while (job := self._jobs.get()) is not None:
             version, copy = job
             try:
-                copy_s = copy.wait(self._copy_s)
-                self._copied(copy_s)
+                self._copied(copy.wait(self._copy_s))
                 with store_errors(f"announcing version {version}"):
-                    self._store.set(copied_key(version, self._rank), repr(copy_s))
+                    self._store.set(copied_key(version, self._rank), "")
             # RuntimeError: from CUDA, or from a store that closes. The thread must go on: without
             # it every later version fails at its deadline.
             except (SyncError, PeerError, RuntimeError) as error:

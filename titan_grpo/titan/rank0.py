@@ -222,8 +222,8 @@ class Controller:
         self.worker.start()
         # It opens the images within connect_deadline_s, however late the servers came.
         self.worker.wait_begun(max(deadline - time.monotonic(), sync.connect_deadline_s))
-        asked = self.worker.servers, self._run_dir, rollouts.in_flight, rollout.servers_file
-        ends.callback(Membership(*asked).close)
+        servers, file = self.worker.servers, rollout.servers_file
+        ends.callback(Membership(servers, self._run_dir, rollouts.in_flight, file).close)
         if address := self._job.dashboards.metrics_address:
             ends.callback(self._listen(address).close)
         return self.worker
