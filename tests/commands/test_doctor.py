@@ -23,7 +23,7 @@ from titan_grpo.commands.doctor_servers import (
     tokens_here,
 )
 from titan_grpo.config import Rollout
-from titan_grpo.engines.http import resolve_bind_host
+from titan_grpo.sync.transports.channel import resolve_bind_host
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import write_tiny_model
 

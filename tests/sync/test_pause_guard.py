@@ -35,7 +35,7 @@ from tests.sync.conftest import MakeRig
 from tests.sync.guarded_trainer import digest
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
-from titan_grpo.engines.http import Call, ignore, resolve_bind_host
+from titan_grpo.engines.http import Call, ignore
 from titan_grpo.errors import PeerError
 from titan_grpo.protocol.lane import LaneEvent, Point
 from titan_grpo.protocol.messages import UNUSABLE, Joined, Label, new_run_id
@@ -55,6 +55,7 @@ from titan_grpo.sync.pause_guard_main import (
     steps,
     superseded,
 )
+from titan_grpo.sync.transports.channel import resolve_bind_host
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = Path(__file__).parent / "guarded_trainer.py"

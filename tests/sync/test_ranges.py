@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.rigs.sockets import descriptors_left
-from titan_grpo.engines.http import addresses_towards
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.manifest import Part
@@ -22,6 +21,7 @@ from titan_grpo.sync.transports.channel import (
     GREETING,
     NONCE_BYTES,
     PROOF_BYTES,
+    addresses_towards,
     check_address,
     open_listener,
     proof,

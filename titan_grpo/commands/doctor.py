@@ -23,12 +23,12 @@ from titan_grpo.config import (
     sends_adapters,
 )
 from titan_grpo.config.rollout import PYTHONS, read_key, server_url
-from titan_grpo.engines.http import resolve_bind_host
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.layout.memory import available_memory
 from titan_grpo.receive.checkpoint import essential
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.runkey import find_run_key
+from titan_grpo.sync.transports.channel import resolve_bind_host
 
 LONGEST_S = 3600.0
 """Largest --timeout."""

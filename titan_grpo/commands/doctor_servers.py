@@ -20,7 +20,6 @@ from titan_grpo.engines.http import (
     ServerAccess,
     SyncDriver,
     ignore,
-    resolve_bind_host,
     want,
 )
 from titan_grpo.engines.server import detect, make_control
@@ -28,6 +27,7 @@ from titan_grpo.errors import ConfigError, PeerError
 from titan_grpo.protocol.messages import PROBE, Joined
 from titan_grpo.rollout.messages import FORMAT
 from titan_grpo.runkey import Key
+from titan_grpo.sync.transports.channel import resolve_bind_host
 
 T = TypeVar("T")
 

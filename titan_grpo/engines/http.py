@@ -5,10 +5,9 @@ Only this module turns HTTP errors into the package's."""
 import asyncio
 import functools
 import os
-import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -17,7 +16,7 @@ from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
 import msgspec
 
-from titan_grpo.config.rollout import PORTS, is_loopback
+from titan_grpo.config.rollout import PORTS
 from titan_grpo.engines.connections import BROKEN, KEEPALIVE_S, Connections, Exchange
 from titan_grpo.errors import ConfigError, ServerRefused, ServerUnfit, ServerUnreachable
 from titan_grpo.subprocesses import readable
@@ -39,9 +38,6 @@ CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 PATH_CHARACTERS = "/%:@!$&'()*+,;=~"
 """Characters of a base path that are sent as they are (RFC 3986), and the sign of those that the
 user has quoted."""
-
-ANYWHERE = "192.0.2.1"
-"""An address that no host has (RFC 5737): the route to it is the default route."""
 
 
 class HttpRefused(ServerRefused):
@@ -129,28 +125,6 @@ def public_url(url: str) -> str:
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     return urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", ""))
-
-
-def addresses_towards(*hosts: str) -> Iterator[str]:
-    """Yield this host's address on the route to each of ``hosts``, then on the default route,
-    without those that have no route or do not resolve (yet). Sends no packet: connecting a UDP
-    socket only picks a route."""
-    for host in (*hosts, ANYWHERE):
-        with suppress(OSError, UnicodeError):  # the latter: no name that can be looked up
-            family, kind, _, _, address = socket.getaddrinfo(host, 80, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.connect(address)
-                found = str(probe.getsockname()[0])
-            yield found
-
-
-def resolve_bind_host(configured: str, url: str) -> str:
-    """Return the local address for the sockets of a server's lane: the configured one, else
-    loopback for a local server, else the source address of the route to the server (to anywhere, if
-    its name does not resolve yet)."""
-    host = urlsplit(url).hostname or ""
-    ways = iter(()) if is_loopback(host) else addresses_towards(host)
-    return configured or next(ways, "127.0.0.1")
 
 
 @functools.cache

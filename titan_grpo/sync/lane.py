@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from titan_grpo.engines.http import TlsFailed, resolve_bind_host
+from titan_grpo.engines.http import TlsFailed
 from titan_grpo.engines.server import ServerControl
 from titan_grpo.errors import (
     PeerError,
@@ -41,6 +41,7 @@ from titan_grpo.sync.link import LaneLink, LinkOptions, answer_s
 from titan_grpo.sync.pause_guard_main import perform, steps
 from titan_grpo.sync.server_set import Reports
 from titan_grpo.sync.stock import StockLink
+from titan_grpo.sync.transports.channel import resolve_bind_host
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from titan_grpo.engines.http import ServerAccess, resolve_bind_host
+from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.server import AUTO, ServerControl, make_control
 from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.protocol import pause_guard
@@ -30,6 +30,7 @@ from titan_grpo.protocol.messages import TCP, Joined, Label
 from titan_grpo.protocol.recovery import Pause, Relabel, Resume, Step, settle
 from titan_grpo.runkey import Key
 from titan_grpo.sync.probe import ask_receiver
+from titan_grpo.sync.transports.channel import resolve_bind_host
 
 log = logging.getLogger("titan_grpo.sync.pause_guard_main")
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from titan_grpo.config import WeightSync
 from titan_grpo.config.rollout import is_loopback
-from titan_grpo.engines.http import addresses_towards
 from titan_grpo.errors import ConfigError, SyncError
 from titan_grpo.layout.image import KEYED, Hashing, ImageAddress, SharedImage, open_memfd
 from titan_grpo.layout.infer import HFTensor, Layout, ToHF, infer_layout, strip_prefixes
@@ -38,6 +37,7 @@ from titan_grpo.sync.host import HostSync
 from titan_grpo.sync.images import ImagePool
 from titan_grpo.sync.publisher import Announce, Announcer, Publisher, Snapshotter, local_shards
 from titan_grpo.sync.transports.broadcast import LOOPBACK
+from titan_grpo.sync.transports.channel import addresses_towards
 from titan_grpo.titan import compat
 from titan_grpo.titan.lora import (
     adapter_layout,

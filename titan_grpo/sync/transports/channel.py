@@ -34,12 +34,14 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
+from titan_grpo.config.rollout import is_loopback
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.protocol.messages import Kind
 from titan_grpo.runkey import Key
@@ -71,6 +73,32 @@ def proof(key: Key | None, who: str, ours: bytes, theirs: bytes, ticket: bytes) 
     if key is None:
         return bytes(PROOF_BYTES)
     return bytes.fromhex(key.proof(f"range {who} {ours.hex()} {theirs.hex()} {ticket.hex()}"))
+
+
+ANYWHERE = "192.0.2.1"
+"""An address that no host has (RFC 5737): the route to it is the default route."""
+
+
+def addresses_towards(*hosts: str) -> Iterator[str]:
+    """Yield this host's address on the route to each of ``hosts``, then on the default route,
+    without those that have no route or do not resolve (yet). Sends no packet: connecting a UDP
+    socket only picks a route."""
+    for host in (*hosts, ANYWHERE):
+        with suppress(OSError, UnicodeError):  # the latter: no name that can be looked up
+            family, kind, _, _, address = socket.getaddrinfo(host, 80, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)
+                found = str(probe.getsockname()[0])
+            yield found
+
+
+def resolve_bind_host(configured: str, url: str) -> str:
+    """Return the local address for the sockets of a server's lane: the configured one, else
+    loopback for a local server, else the source address of the route to the server (to anywhere, if
+    its name does not resolve yet)."""
+    host = urlsplit(url).hostname or ""
+    ways = iter(()) if is_loopback(host) else addresses_towards(host)
+    return configured or next(ways, "127.0.0.1")
 
 
 def open_listener(host: str, port: int = 0) -> socket.socket:
