@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, fo
 from scripts.common import ENGINES, Table, options_of, serving, write_json
 from tests.conformance.crowd import prompt
 from tests.rigs.census import cpu_seconds
-from titan_grpo.engines.generation import Answer, Sampling
+from titan_grpo.engines.generation import Sampling, StreamedAnswer
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.engines.launch import Server
 from titan_grpo.engines.server import dialect
@@ -49,7 +49,7 @@ async def one(engine: str, driver: AsyncDriver, seed: int, tokens: int, interval
     if not interval:
         return len((await driver.run(speak.generate(prompt(seed), sampling, REQUEST_S))).token_ids)
     call = speak.stream(prompt(seed), sampling, REQUEST_S, interval)
-    answer = Answer(call)
+    answer = StreamedAnswer(call)
     await driver.stream(call.call, answer)
     return len(answer.sampled(answer.count, answer.finish_reason).token_ids)
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from safetensors.torch import load_file, save_file
 
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.generation import Answer, Sampled, Sampling, StreamedCall
+from titan_grpo.engines.generation import Sampled, Sampling, StreamedAnswer, StreamedCall
 from titan_grpo.engines.http import AsyncDriver, Call, ServerAccess, ignore
 from titan_grpo.engines.server import Dialect
 from titan_grpo.titan.tiny import EOS
@@ -79,7 +79,7 @@ def _with_end(folder: Path, along: float) -> Path:
     return folder
 
 
-class Tokens(Answer):
+class Tokens(StreamedAnswer):
     """An answer whose tokens can be waited for."""
 
     def __init__(self, call: StreamedCall, changed: threading.Condition) -> None:

@@ -20,12 +20,12 @@ from tests.conformance.engine import (
     refusal,
 )
 from tests.conformance.reference import Reference
-from titan_grpo.engines.generation import INTERVAL, Answer, Sampled, Sampling, StreamedCall
+from titan_grpo.engines.generation import INTERVAL, Sampled, Sampling, StreamedAnswer, StreamedCall
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.rollout.codec import TextCodec
 
 
-class Steps(Answer):
+class Steps(StreamedAnswer):
     """An answer that notes how many tokens there were after each chunk."""
 
     def __init__(self, call: StreamedCall) -> None:
@@ -112,7 +112,7 @@ def a_request_that_can_not_be_is_refused_in_pieces_too(e: EngineUnderTest) -> No
     async def run() -> None:
         driver = AsyncDriver(e.access.url, e.access.api_key)
         try:
-            await driver.stream(call.call, Answer(call))
+            await driver.stream(call.call, StreamedAnswer(call))
         finally:
             await driver.close()
 

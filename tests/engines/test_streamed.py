@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.generation import INTERVAL, Answer, Events, Sampled, Sampling, StreamedCall
+from titan_grpo.engines.generation import (
+    INTERVAL,
+    Events,
+    Sampled,
+    Sampling,
+    StreamedAnswer,
+    StreamedCall,
+)
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 
@@ -96,7 +103,7 @@ BODIES = {
 VERSIONS = (("r:7:f", 0, 5), ("r:8:f", 5, 9))
 
 
-def whole(answer: Answer) -> Sampled:
+def whole(answer: StreamedAnswer) -> Sampled:
     answer.end()
     assert answer.whole
     return answer.sampled(answer.count, answer.finish_reason)
@@ -109,7 +116,7 @@ def test_wherever_a_body_is_cut_its_tokens_are_the_same(name: str) -> None:
     chance = random.Random(3)
     for count in (0, len(body) - 1, *range(1, 40)):
         cuts = [0, *sorted(chance.sample(range(1, len(body)), count)), len(body)]
-        answer = Answer(call)
+        answer = StreamedAnswer(call)
         for start, end in pairwise(cuts):
             answer.take(body[start:end])
             assert answer.count == len(answer._logprobs)
@@ -156,7 +163,7 @@ def test_a_streamed_request_differs_from_the_other_one_in_nothing_but_that(
 def test_an_error_among_the_events_is_a_refusal_and_what_came_before_it_stays(
     call: StreamedCall, event: dict[str, Any], status: int
 ) -> None:
-    answer = Answer(call)
+    answer = StreamedAnswer(call)
     answer.take(events(of_vllm(0, 5) if call is VLLM else of_sglang(0, 5)))
     with pytest.raises(HttpRefused, match="broke its answer off") as refused:
         answer.take(events(event))
@@ -174,7 +181,7 @@ def test_an_error_among_the_events_is_a_refusal_and_what_came_before_it_stays(
 def test_an_abort_is_an_end_with_what_there_is(
     call: StreamedCall, event: dict[str, object]
 ) -> None:
-    answer = Answer(call)
+    answer = StreamedAnswer(call)
     answer.take(events(of_vllm(0, 5) if call is VLLM else of_sglang(0, 5), event, b"[DONE]"))
     sampled = whole(answer)
     assert (sampled.token_ids, sampled.logprobs, sampled.finish_reason) == (
@@ -185,14 +192,14 @@ def test_an_abort_is_an_end_with_what_there_is(
 
 
 def test_an_abort_in_sglangs_queue_repeats_the_last_token_with_all_log_probabilities() -> None:
-    answer, last = Answer(SGLANG), of_sglang(0, 5, {"type": "abort", "message": "Aborted"})
+    answer, last = StreamedAnswer(SGLANG), of_sglang(0, 5, {"type": "abort", "message": "Aborted"})
     answer.take(events(of_sglang(0, 1), of_sglang(1, 5), last | {"output_ids": IDS[4:5]}))
     sampled = whole(answer)
     assert (sampled.token_ids, sampled.logprobs) == (IDS[:5], LOGPROBS[:5])
 
 
 def test_what_is_kept_of_an_answer_has_the_spans_of_its_tokens_only() -> None:
-    answer = Answer(SGLANG)
+    answer = StreamedAnswer(SGLANG)
     answer.take(events(of_sglang(0, 9)))
     assert not answer.whole
     assert answer.sampled(6, "abort").versions == (("r:7:f", 0, 5), ("r:8:f", 5, 6))
@@ -212,11 +219,11 @@ def test_what_is_kept_of_an_answer_has_the_spans_of_its_tokens_only() -> None:
 def test_an_event_of_another_form_is_refused(body: bytes) -> None:
     for call in (VLLM, SGLANG):
         with pytest.raises(ServerRefused, match="must"):
-            Answer(call).take(body)
+            StreamedAnswer(call).take(body)
 
 
 def test_tokens_that_were_left_out_are_refused() -> None:
-    answer = Answer(SGLANG)
+    answer = StreamedAnswer(SGLANG)
     answer.take(events(of_sglang(0, 1)))
     with pytest.raises(ServerRefused, match="left out the tokens 1 to 4"):
         answer.take(events(of_sglang(5, 9)))
@@ -230,7 +237,7 @@ def test_an_answer_that_comes_whole_all_the_same_is_read() -> None:
         "index": 0,
         "text": "Î",
     }
-    body, answer = json.dumps({"choices": [choice]}).encode(), Answer(VLLM)
+    body, answer = json.dumps({"choices": [choice]}).encode(), StreamedAnswer(VLLM)
     for byte in body:
         answer.take(bytes([byte]))
     assert not answer.whole
@@ -240,7 +247,7 @@ def test_an_answer_that_comes_whole_all_the_same_is_read() -> None:
 Speak = Callable[[asyncio.StreamWriter], Awaitable[object]]
 
 
-def listen(speak: Speak, answer: Answer, call: StreamedCall = VLLM) -> None:
+def listen(speak: Speak, answer: StreamedAnswer, call: StreamedCall = VLLM) -> None:
     """Take the answer of a real server, which says what a test writes, and hangs up."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -265,7 +272,7 @@ def test_a_connection_that_breaks_leaves_what_came() -> None:
     async def speak(writer: asyncio.StreamWriter) -> None:
         writer.write(events(of_vllm(0, 5)))
 
-    answer = Answer(VLLM)
+    answer = StreamedAnswer(VLLM)
     with pytest.raises(ServerUnreachable, match=r"http://127\.0\.0\.1:\d+: .* broke off"):
         listen(speak, answer)
     assert answer.sampled(answer.count, "abort").token_ids == IDS[:5]
@@ -275,7 +282,7 @@ def test_a_connection_that_breaks_after_the_last_token_has_broken_nothing() -> N
     async def speak(writer: asyncio.StreamWriter) -> None:
         writer.write(events(of_vllm(0, 9, "length")))
 
-    answer = Answer(VLLM)
+    answer = StreamedAnswer(VLLM)
     listen(speak, answer)
     assert whole(answer).token_ids == IDS
 
@@ -289,7 +296,7 @@ def test_silence_counts_as_broken_and_slowness_does_not() -> None:
         await asyncio.wait([never], timeout=120)
 
     call = vllm.stream([1], Sampling(9), 3.0)
-    answer = Answer(call)
+    answer = StreamedAnswer(call)
     with pytest.raises(ServerUnreachable, match=r"silent for 3 s"):
         listen(slowly, answer, call)
     assert answer.count == 6, "3.6 s in all, and no silence of 3 s before the last token"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from titan_grpo.engines import vllm
-from titan_grpo.engines.generation import Answer, Sampled, Sampling, salt
+from titan_grpo.engines.generation import Sampled, Sampling, StreamedAnswer, salt
 from titan_grpo.engines.http import public_url
 from titan_grpo.errors import ServerRefused
 
@@ -102,7 +102,7 @@ def test_an_answer_may_tell_which_experts_computed_which_token() -> None:
 def test_all_tokens_of_an_answer_are_of_the_adapter_that_it_names() -> None:
     assert vllm.parse_sampled({"model": "r:7:f", **ANSWER}).versions == (("r:7:f", 0, 2),)
     assert vllm.parse_sampled({"model": "/models/base", **ANSWER}).versions == ()
-    streamed = Answer(vllm.stream([1], Sampling(4), 1.0))
+    streamed = StreamedAnswer(vllm.stream([1], Sampling(4), 1.0))
     for end in ("", "length"):
         choice = ANSWER["choices"][0] | {"finish_reason": end}
         event = json.dumps({"model": "r:7:f", "choices": [choice]})

@@ -42,7 +42,7 @@ def main(rank: int, port: str, folder: Path) -> None:
             worker = SyncProcess(trainer.sync.pool, sync, recorder, options)
             ends.callback(worker.close)
             worker.start()
-            trainer.controller.worker = worker
+            trainer.controller.sync_process = worker
         dist.barrier()
         begin = time.monotonic()
         trainer._wait_committed()

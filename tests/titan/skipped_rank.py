@@ -34,7 +34,7 @@ def main(rank: int, port: str, folder: Path) -> None:
     config, recorder = trainer.job_config.weight_sync, Recorder(folder)
     with closing(SyncProcess(trainer.sync.pool, config, recorder, options)) as worker:
         worker.start()
-        trainer.controller.worker = worker
+        trainer.controller.sync_process = worker
         trainer.sync.start(worker.publish)
         trainer._publish_now(0)
         published = []

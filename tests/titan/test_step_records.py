@@ -260,7 +260,7 @@ def test_a_value_that_is_infinite_crosses_a_threshold_and_is_in_no_file(tmp_path
     """As the loss of a step that was not taken, which is the one to stop at."""
     controller: Any = Controller.__new__(Controller)
     controller.recorder = Recorder(tmp_path)
-    controller.worker = SimpleNamespace(servers=SimpleNamespace(versions=dict))
+    controller.sync_process = SimpleNamespace(servers=SimpleNamespace(versions=dict))
     controller._evaluations = SimpleNamespace(own=(), take_values=dict)
     controller._job = SimpleNamespace(training=SimpleNamespace(steps=9))
     controller._step_values, controller._taken, controller.stopped_by = {}, (3, []), ""

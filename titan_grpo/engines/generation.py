@@ -230,7 +230,7 @@ class Events:
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
-class Answer:
+class StreamedAnswer:
     """One streamed answer, as received so far. A server or proxy may not stream: a body that begins
     like a JSON object is read as the whole answer."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from titan_grpo.engines.generation import Answer, Sampled, Sampling, StreamedCall
+from titan_grpo.engines.generation import Sampled, Sampling, StreamedAnswer, StreamedCall
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.engines.server import dialect
 from titan_grpo.errors import PeerError, TitanGrpoError
@@ -264,7 +264,7 @@ class Sampler:
         return after
 
 
-class TokenStream(Answer):
+class TokenStream(StreamedAnswer):
     """Streamed answer, with the newest version that its server may have served at each piece.
 
     When a server fails, the ledger may lose its version before the connections break. The pieces

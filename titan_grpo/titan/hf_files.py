@@ -171,7 +171,7 @@ def whole_image(
 
 
 def save_version(
-    worker: SyncProcess, version: int, job_config: Any, model_dir: str, run_dir: Path
+    process: SyncProcess, version: int, job_config: Any, model_dir: str, run_dir: Path
 ) -> str:
     """Write the last version into the run's folder: Hugging Face files in "hf" (the image has their
     names, layout and type), or PEFT files of adapters in "adapter". If ``version`` is not complete,
@@ -182,14 +182,14 @@ def save_version(
     """
     sync, lora = job_config.weight_sync, job_config.lora
     remedy = "titan-grpo export makes it from the last checkpoint"
-    adapters = has_adapters(worker.manifest)
+    adapters = has_adapters(process.manifest)
     out = run_dir / ("adapter" if adapters else "hf")
-    published = worker.complete
+    published = process.complete
     if published is None:
         return f"no version's image is complete; {remedy}"
     try:
-        with whole_image(worker.pool, worker.hashing, published, sync) as image:
-            tensors = tensor_views(image, worker.manifest)
+        with whole_image(process.pool, process.hashing, published, sync) as image:
+            tensors = tensor_views(image, process.manifest)
             if adapters:
                 # The image's B includes the scale: alpha / rank must be 1.
                 settings = adapter_config(lora.rank, lora.rank, lora.targets, model_dir)

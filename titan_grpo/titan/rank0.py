@@ -104,8 +104,7 @@ class Controller:
 
     # Set by ``start``.
     recorder: Recorder
-    worker: SyncProcess
-    """The weight sync."""
+    sync_process: SyncProcess
     _rollouts: Rollouts
     _evaluations: Evaluations
 
@@ -181,14 +180,14 @@ class Controller:
             evaluation_spec(self._job, self._model_dir, version),
             rollouts,
             self.recorder,
-            # ``self.worker`` does not exist yet; only lanes, which it starts, lead to these calls.
-            keep=lambda url: self.worker.slots.keep(url),
-            go_on=lambda url: self.worker.slots.go_on(url),
+            # Lambdas: ``sync_process`` does not exist yet. Only its lanes lead to these calls.
+            keep=lambda url: self.sync_process.slots.keep(url),
+            go_on=lambda url: self.sync_process.slots.go_on(url),
         )
         self._evaluations.check(deadline - time.monotonic())
         self._servers.wait_healthy(startup_s)  # counted from their start
         known = known_servers(rollout, os.environ, self._servers.urls, self._evaluations.own)
-        self.worker = SyncProcess(
+        self.sync_process = SyncProcess(
             pool,
             sync,
             self.recorder,
@@ -212,27 +211,27 @@ class Controller:
             ),
             process,
         )
-        # Close the worker before the rollouts: a lane may need them to finish its commit.
-        ends.callback(self.worker.close, END_S / 2)
+        # Close the sync process before the rollouts: a lane may need them to finish its commit.
+        ends.callback(self.sync_process.close, END_S / 2)
         text = f"ending: lanes, rollouts and servers get {END_S:g} s together"
         ends.callback(terminal.print_status, text)
         ends.callback(rollouts.skip_drains)
         ends.callback(self._evaluations.close)
-        self.worker.servers.reached(version)
-        self.worker.start()
+        self.sync_process.servers.reached(version)
+        self.sync_process.start()
         # It opens the images within connect_deadline_s, however late the servers came.
-        self.worker.wait_begun(max(deadline - time.monotonic(), sync.connect_deadline_s))
-        servers, file = self.worker.servers, rollout.servers_file
+        self.sync_process.wait_begun(max(deadline - time.monotonic(), sync.connect_deadline_s))
+        servers, file = self.sync_process.servers, rollout.servers_file
         ends.callback(Membership(servers, self._run_dir, rollouts.in_flight, file).close)
         if address := self._job.dashboards.metrics_address:
             ends.callback(self._listen(address).close)
-        return self.worker
+        return self.sync_process
 
     def _control(self, url: str) -> ServerControl:
         """Return a server's control through the rollout service: rank 0 cannot reach the server."""
         sync, rollouts = self._job.weight_sync, self._rollouts
         assert isinstance(rollouts, RolloutClient)
-        load_s = load_deadline_s(sync, self.worker.manifest.total_bytes)
+        load_s = load_deadline_s(sync, self.sync_process.manifest.total_bytes)
         access = ServerAccess(url, sync.commit_deadline_s, load_s, *self._keys)
         return rollouts.control(self._job.rollout.engine, access)
 
@@ -265,15 +264,15 @@ class Controller:
     def wait_slot(self) -> int | None:
         """Wait for a slot for a version that must not be skipped (the first, the last, one that
         rollouts cannot do without), as long as a server may keep one; None if none became free."""
-        return self.worker.slots.wait_reserved(
-            sync_waits_s(self._job, self.worker.manifest.total_bytes)
+        return self.sync_process.slots.wait_reserved(
+            sync_waits_s(self._job, self.sync_process.manifest.total_bytes)
         )
 
     def wait_first_commit(self, version: int) -> None:
         """Wait until one server holds the version that training starts from. Raises
         ServerUnreachable naming every server, ServerUnfit, or as ServerSet.reached."""
-        servers = self.worker.servers
-        deadline_s = self._job.weight_sync.startup_s(self.worker.manifest.total_bytes)
+        servers = self.sync_process.servers
+        deadline_s = self._job.weight_sync.startup_s(self.sync_process.manifest.total_bytes)
         with waiting(f"the first commit, of version {version} on any server", deadline_s):
             held = servers.wait_held(version, deadline_s, everyone=False)
         if not held:
@@ -295,7 +294,7 @@ class Controller:
         Raises SyncError for a latched background error if weight_sync.on_sync_error is "stop", and
         if no server commits for weight_sync.max_lag versions; RolloutsLate past batch_timeout_s.
         """
-        servers = self.worker.servers
+        servers = self.sync_process.servers
         error = servers.take_error()
         if error is not None:
             self.recorder.error(str(error))
@@ -334,7 +333,7 @@ class Controller:
         self._step_values |= self._count_rollouts()
         self._taken = version, groups
         ranks = batch.micro_batches() if self._job.grpo.single_rank_load else batch.rows
-        slot = self.worker.slots.take_reserved()
+        slot = self.sync_process.slots.take_reserved()
         return Share(batch.steps, slot, json.dumps(rollouts.state())), ranks
 
     def _take(self, version: int) -> StepGroups:
@@ -381,7 +380,7 @@ class Controller:
     def no_version(self, slot: int | None) -> None:
         """Free the slot and the groups' places of a training step that changed no weight."""
         if slot is not None:
-            self.worker.slots.put_back(slot)
+            self.sync_process.slots.put_back(slot)
         self._rollouts.used_without_version(self._job.rollout.prompts_per_step)
 
     def skipped(self, version: int) -> None:
@@ -392,8 +391,8 @@ class Controller:
     def wait_committed(self, version: int) -> None:
         """Wait until every server with a known state holds ``version`` (synchronous mode). Past the
         deadline training continues."""
-        servers, began = self.worker.servers, time.monotonic()
-        timeout_s = sync_waits_s(self._job, self.worker.manifest.total_bytes)
+        servers, began = self.sync_process.servers, time.monotonic()
+        timeout_s = sync_waits_s(self._job, self.sync_process.manifest.total_bytes)
         holding = servers.wait_held(version, timeout_s, everyone=True)
         waited_s = time.monotonic() - began
         if not holding or waited_s >= timeout_s:
@@ -427,7 +426,7 @@ class Controller:
         for name, (start, stop) in phases.items():
             self.recorder.add_span(name, start, stop, "main thread", step=step)
         # Only the servers that rollouts are sampled on.
-        known, own = self.worker.servers.versions(), self._evaluations.own
+        known, own = self.sync_process.servers.versions(), self._evaluations.own
         versions = {url: version for url, version in known.items() if url not in own}
         values = {**self._step_values, **times, **loss_values(metrics)}
         values |= server_values(self._taken[0], versions) | self.recorder.since_last()
@@ -466,18 +465,18 @@ class Controller:
         """Flush the newest version to the servers, evaluate it and save it in HF layout. Return the
         evaluations' values since the last step. ``published``: the newest version that was
         published, which is older if no slot became free for the last one."""
-        worker = self.worker
-        deadline_s = end_waits_s(self._job.weight_sync, worker.manifest.total_bytes)
+        process = self.sync_process
+        deadline_s = end_waits_s(self._job.weight_sync, process.manifest.total_bytes)
         # No batch follows: the flush need not wait for running requests.
         self._rollouts.skip_drains()
         # Before the flush: an evaluating server takes no other version until it is done.
         self._evaluations.stop_schedule()
         self._evaluations.wait_idle()
         began = time.monotonic()
-        holding = worker.flush(published, deadline_s)
+        holding = process.flush(published, deadline_s)
         waited_s = time.monotonic() - began
-        for url in sorted(set(worker.servers.urls) - set(holding)):
-            error = worker.servers.last_error(url)
+        for url in sorted(set(process.servers.urls) - set(holding)):
+            error = process.servers.last_error(url)
             self.recorder.error(
                 f"{url} did not hold version {published} at the end, after {waited_s:.1f} s; last"
                 f" error: {error.cause if error is not None else 'none'}"
@@ -485,7 +484,7 @@ class Controller:
         self._evaluations.last(published)
         values = self._evaluations.take_values()
         self.recorder.after_last_step(values)
-        if missing := save_version(worker, version, self._job, self._model_dir, self._run_dir):
+        if missing := save_version(process, version, self._job, self._model_dir, self._run_dir):
             self.recorder.error(f"version {version} is not saved: {missing}")
         return values
 

@@ -252,10 +252,10 @@ class GRPOTrainer(Engine):
 
         def start(controller: Controller) -> None:
             assert self.sync.pool is not None
-            worker = controller.start(
+            process = controller.start(
                 self.version, self.loader.state, self.sync.pool, self.device, self.sync.plan
             )
-            self.sync.start(worker.publish)
+            self.sync.start(process.publish)
 
         if self.controller is None:
             self.sync.start()

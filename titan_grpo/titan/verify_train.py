@@ -71,7 +71,7 @@ class VerifyTrainer(GRPOTrainer):
         line = {
             "version": version,
             "digest": content_digest(digests),
-            "fingerprint": self.controller.worker.fingerprint(
+            "fingerprint": self.controller.sync_process.fingerprint(
                 memoryview(image_of(exported, self.sync.plan.manifest))
             ),
             "image_bytes": self.sync.plan.manifest.total_bytes,
