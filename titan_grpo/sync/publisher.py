@@ -192,7 +192,6 @@ class Snapshotter:
         """``images``: uint8[total_bytes] per slot, on the CPU. ``chunk_bytes``: device memory for
         casts and gathers."""
         self._chunk_bytes = chunk_bytes
-        device = torch.device(device)
         planned = {fqn: group for fqn, group in ops.items() if group}
         self._plans = [
             {fqn: [_Task.of(op, image, device) for op in group] for fqn, group in planned.items()}

@@ -145,10 +145,8 @@ class Stepper:
         parts: list[Metrics] = []
         found = []
         for number in range(self._grpo.num_epochs * len(minibatches)):
-            minibatch = minibatches[number % len(minibatches)]
-            # The policy equals the trainer's version only before the first optimizer step.
-            own = version if number == 0 else None
-            found.append(self._optimizer_step(minibatch, version, own, collapsed, parts))
+            minibatch, first = minibatches[number % len(minibatches)], number == 0
+            found.append(self._optimizer_step(minibatch, version, first, collapsed, parts))
         self._t.lr_schedulers.step()
         bad = [reason for _, reasons in found for reason in reasons]
         return Outcome(
@@ -187,15 +185,13 @@ class Stepper:
             for inputs, _ in minibatch:
                 inputs["high_entropy"] = inputs.pop("entropy") >= least
 
-    def _bound_second_moment(
-        self, minibatch: Sequence[Loaded], version: int, own: int | None
-    ) -> None:
+    def _bound_second_moment(self, minibatch: Sequence[Loaded], version: int, first: bool) -> None:
         """Add the ``outside_m2`` mask: the tokens that M2PO leaves out under the current policy.
         Collective."""
         g, moments = self._grpo, []
         self._add(self._t.policy, minibatch, {"logprobs": token_logprobs})
         for inputs, labels in minibatch:
-            now, batch = inputs.pop("logprobs"), self._batch(inputs, labels, version, own)
+            now, batch = inputs.pop("logprobs"), self._batch(inputs, labels, version, first)
             spans = kept_tokens(now, batch, g)
             advantages = token_advantages(now, batch, spans, g, batch.get("ref_logprobs"))
             moment = second_moments(now, batch["rollout_logprobs"], advantages)
@@ -219,21 +215,21 @@ class Stepper:
         self,
         minibatch: Sequence[Loaded],
         version: int,
-        own: int | None,
+        first: bool,
         collapsed: bool,
         parts: list[Metrics],
     ) -> tuple[float, tuple[str, ...]]:
         """Take one optimizer step; return (gradient norm, reasons why it was skipped)."""
         t = self._t
         if self._grpo.m2_threshold:
-            self._bound_second_moment(minibatch, version, own)
+            self._bound_second_moment(minibatch, version, first)
         t.optimizers.zero_grad()
         loss = torch.zeros((), device=t.device)
         made: list[Metrics] = []
         if t.pipeline is not None:
-            loss, made = self._pipelined(t.pipeline, minibatch, version, own)
+            loss, made = self._pipelined(t.pipeline, minibatch, version, first)
         for inputs, labels in minibatch if t.pipeline is None else ():
-            part, sums = self._forward_backward(inputs, labels, version, own)
+            part, sums = self._forward_backward(inputs, labels, version, first)
             loss = loss + part
             made.append(sums)
         if self._text is not None:
@@ -264,9 +260,10 @@ class Stepper:
         return float(grad_norm), ()
 
     def _batch(
-        self, inputs: dict[str, Any], labels: torch.Tensor, version: int, own: int | None
+        self, inputs: dict[str, Any], labels: torch.Tensor, version: int, first: bool
     ) -> dict[str, torch.Tensor]:
-        """Return a micro-batch's inputs of ``grpo_loss``, on the device."""
+        """Return a micro-batch's inputs of ``grpo_loss``, on the device. ``first``: of the
+        batch's first optimizer step, for which the policy equals the trainer's version."""
         device = self._t.device
         batch = {
             name: x.to(device)
@@ -275,18 +272,17 @@ class Stepper:
         }
         return batch | {
             "labels": labels.to(device),
-            "on_policy": batch["oldest"] == (-1 if own is None else own),
+            "on_policy": (batch["oldest"] == version) & first,
             "staleness": version - batch["versions"],
         }
 
     def _forward_backward(
-        self, inputs: dict[str, Any], labels: torch.Tensor, version: int, own: int | None
+        self, inputs: dict[str, Any], labels: torch.Tensor, version: int, first: bool
     ) -> tuple[torch.Tensor, Metrics]:
         """Compute the GRPO loss of one micro-batch and its gradients. The batch's weights already
-        normalise over the optimizer step. ``own``: the policy's version; None if it is between two
-        versions."""
+        normalise over the optimizer step."""
         t = self._t
-        batch = self._batch(inputs, labels, version, own)
+        batch = self._batch(inputs, labels, version, first)
         with self._using(inputs):
             logits = t.logits(t.policy, batch)
             # Before the backward: there checkpointed layers route a second time.
@@ -325,12 +321,12 @@ class Stepper:
         return grpo_loss(logprobs, batch, g, reference, old, terms)
 
     def _pipelined(
-        self, pipeline: Pipeline, minibatch: Sequence[Loaded], version: int, own: int | None
+        self, pipeline: Pipeline, minibatch: Sequence[Loaded], version: int, first: bool
     ) -> tuple[torch.Tensor, list[Metrics]]:
         """Run an optimizer step's micro-batches through the pipeline stages as one pass. The last
         stage computes loss and metrics and shares them with the others."""
         device = self._t.device
-        batches = [self._batch(*loaded, version, own) for loaded in minibatch]
+        batches = [self._batch(*loaded, version, first) for loaded in minibatch]
         losses: list[torch.Tensor] = []
         made: list[Metrics] = []
 
@@ -351,8 +347,8 @@ class Stepper:
             here = list(summed), [part.cpu() for part in parts]
         metric_names, (loss, sums, maxima, logprobs) = pipeline.share(here)
         if self._first is None:
-            first = batches[0]
-            self._first = FirstBatch(first["input"], first["labels"], first["sequence"], logprobs)
+            one = batches[0]
+            self._first = FirstBatch(one["input"], one["labels"], one["sequence"], logprobs)
         return loss.to(device), [unpack(metric_names, sums.to(device), maxima.to(device))]
 
     def _add(
