@@ -68,7 +68,7 @@ FORMAT = 3
 UNUSABLE = "unusable"
 """Label of a half-loaded server: it gets no requests until a full sync has succeeded."""
 
-NUMBER = re.compile("[0-9]{1,18}")
+VERSION_DIGITS = re.compile("[0-9]{1,18}")
 """A label's version. Any client may set a label: int() takes no superscripts, nor 5000 digits."""
 
 
@@ -93,7 +93,7 @@ class Label:
     def parse(cls, text: str | None) -> "Label | None":
         """Return the label in ``text``, or None if it has not this form."""
         parts = (text or "").split(":")
-        if len(parts) != 3 or not NUMBER.fullmatch(parts[1]):
+        if len(parts) != 3 or not VERSION_DIGITS.fullmatch(parts[1]):
             return None
         return cls(parts[0], int(parts[1]), parts[2])
 
