@@ -151,6 +151,7 @@ class LaneLink:
         self._key = keys.messages if keys is not None else None
         self._range_key = options.hashing(run_id).range_key
         self._lock = threading.Lock()
+        """Held where channel or transport are set, which ``abort`` ends from other threads."""
         self._aborted = False
         self._next = MANIFEST_NUMBER
         self._source = options.source or RangeServer()
