@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,7 @@ class Controller:
         )
         self._evaluations.check(deadline - time.monotonic())
         self._servers.wait_healthy(startup_s)  # counted from their start
+        drain = partial(rollouts.drain, within_s=sync.drain_deadline_s)
         known = known_servers(rollout, os.environ, self._servers.urls, self._evaluations.own)
         self.sync_process = SyncProcess(
             pool,
@@ -207,7 +209,7 @@ class Controller:
                 leaders=plan.leaders[1:],
                 owner=owner_of(self._run_dir),
                 take_over=rollout.take_over,
-                drain=None if rollout.in_flight_weight_updates else self._drain,
+                drain=None if rollout.in_flight_weight_updates else drain,
             ),
             process,
         )
@@ -241,10 +243,6 @@ class Controller:
         job = self._job
         routes = job.grpo.router_replay and not job.rollout.replay_path
         return RolloutNeeds(routes, engines_read_calls(job.rollout), self._evaluations.own)
-
-    def _drain(self, url: str) -> None:
-        """Wait until no request runs on a server, at most the drain deadline."""
-        self._rollouts.drain(url, self._job.weight_sync.drain_deadline_s)
 
     def _listen(self, address: str) -> HttpServer:
         """Serve the last step's metrics to Prometheus, and the last ones of each evaluation."""
