@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from titan_grpo.sync.lane import ServerLane
 from titan_grpo.sync.lanes import LaneThreads
 
 WAIT_S = 90.0
 LATER_S = 3600.0
 
 
-class Worker:
+class Lane(ServerLane):
     """A lane whose work is what the test puts into its queue: seconds until it goes on, or None."""
 
     def __init__(self, url: str) -> None:
@@ -40,7 +41,7 @@ def threads() -> Iterator[LaneThreads]:
 def test_a_lane_that_is_woken_works_on_a_thread_that_ends_with_the_work(
     threads: LaneThreads,
 ) -> None:
-    lane = Worker("http://a")
+    lane = Lane("http://a")
     for _ in range(2):
         threads.wake(lane)
         thread = lane.called()
@@ -51,7 +52,7 @@ def test_a_lane_that_is_woken_works_on_a_thread_that_ends_with_the_work(
 
 
 def test_a_lane_goes_on_when_its_time_has_come(threads: LaneThreads) -> None:
-    lane = Worker("a")
+    lane = Lane("a")
     lane.outcomes.put(0.0)
     threads.wake(lane)
     lane.called()
@@ -62,7 +63,7 @@ def test_a_lane_goes_on_when_its_time_has_come(threads: LaneThreads) -> None:
 def test_a_wake_that_comes_while_a_lane_works_has_it_work_again_and_not_twice_at_once(
     threads: LaneThreads,
 ) -> None:
-    lane = Worker("a")
+    lane = Lane("a")
     threads.wake(lane)
     first = lane.called()
     threads.wake(lane)
@@ -75,7 +76,7 @@ def test_a_wake_that_comes_while_a_lane_works_has_it_work_again_and_not_twice_at
 
 
 def test_a_lane_whose_server_stands_still_holds_up_no_other(threads: LaneThreads) -> None:
-    stuck, other = Worker("stuck"), Worker("other")
+    stuck, other = Lane("stuck"), Lane("other")
     threads.wake(stuck)
     stuck.called()
     threads.wake(other)
@@ -87,7 +88,7 @@ def test_a_lane_whose_server_stands_still_holds_up_no_other(threads: LaneThreads
 def test_a_lane_that_has_ended_is_forgotten_though_it_was_woken_meanwhile(
     threads: LaneThreads,
 ) -> None:
-    lane, other = Worker("a"), Worker("b")
+    lane, other = Lane("a"), Lane("b")
     threads.wake(lane)
     thread = lane.called()
     threads.wake(lane)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -340,15 +339,6 @@ class SyncLanes:
         return out
 
 
-class Worker(Protocol):
-    """A ServerLane, as LaneThreads uses it."""
-
-    url: str
-
-    def work(self) -> float | None:
-        """Do what there is to do; return when to call again, None once the lane has ended."""
-
-
 class LaneThreads:
     """Threads for lanes with work. ``work`` of one lane is called by one thread at a time.
 
@@ -360,13 +350,13 @@ class LaneThreads:
     def __init__(self) -> None:
         """Start nothing: the waiting thread starts with the first ``wake``."""
         self._changed = threading.Condition()
-        self._due: dict[Worker, float] = {}
+        self._due: dict[ServerLane, float] = {}
         """Due time of each lane; a lane that is working works once more afterwards."""
-        self._working: set[Worker] = set()
+        self._working: set[ServerLane] = set()
         self._thread: threading.Thread | None = None
         self._closing = False
 
-    def wake(self, lane: Worker) -> None:
+    def wake(self, lane: ServerLane) -> None:
         """Have the lane work now, or once more after its present work. Any thread; never waits."""
         # Lock order: callers hold the slots' lock, so nothing under this one may take that.
         with self._changed:
@@ -405,7 +395,7 @@ class LaneThreads:
                     logger.warning("%s waits for a thread: %s", name, error)
                     self._worked(lane, time.monotonic() + REST_S)
 
-    def _take(self) -> list[Worker]:
+    def _take(self) -> list[ServerLane]:
         """Under the lock: take the lanes that are due; they count as working from now on."""
         now = time.monotonic()
         ready = [
@@ -416,11 +406,11 @@ class LaneThreads:
         self._working.update(ready)
         return ready
 
-    def _work(self, lane: Worker) -> None:
+    def _work(self, lane: ServerLane) -> None:
         """Thread of one lane, until it is idle."""
         self._worked(lane, lane.work())
 
-    def _worked(self, lane: Worker, again: float | None) -> None:
+    def _worked(self, lane: ServerLane, again: float | None) -> None:
         with self._changed:
             self._working.discard(lane)
             if again is None:
