@@ -121,8 +121,8 @@ def trainer_of(**keys: Any) -> Any:
     """A trainer of one small layer, with its optimizer and its schedule of ten steps."""
     settings = Optimizer(**{"implementation": "for-loop", **keys})
     trainer: Any = GRPOTrainer.__new__(GRPOTrainer)
-    training = SimpleNamespace(steps=10)
-    trainer.job_config = SimpleNamespace(optimizer=settings, training=training)
+    training, disabled = SimpleNamespace(steps=10), SimpleNamespace(enable=False)
+    trainer.job_config = SimpleNamespace(optimizer=settings, training=training, checkpoint=disabled)
     trainer.step = 3
     trainer.model_parts = [torch.nn.Linear(2, 1)]
     trainer.optimizers = build_optimizers(trainer.model_parts, settings, None)
@@ -204,12 +204,25 @@ def test_a_checkpoint_whose_second_writing_broke_off_is_no_whole_one(
     assert not checkpoints_in(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """See tied_rank.py."""
+    script, folder = Path(__file__).with_name("tied_rank.py"), tmp_path_factory.mktemp("tied")
+    (said,) = run_ranks(script, 1, str(free_port()), str(folder))
+    return json.loads(said.splitlines()[-1])
+
+
 @pytest.mark.e2e
-def test_the_last_save_for_hugging_face_has_only_names_that_have_values(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_in_its_first_save_begins_with_its_weights_again(tied: Any) -> None:
+    """torchtitan loads nothing where its folder is there and has no checkpoint."""
+    began, *_ = tied
+    assert began
+
+
+@pytest.mark.e2e
+def test_the_last_save_for_hugging_face_has_only_names_that_have_values(tied: Any) -> None:
     """Before, a tied head in the base model's index left a file that nothing can read."""
-    script = Path(__file__).with_name("tied_rank.py")
-    (said,) = run_ranks(script, 1, str(free_port()), str(tmp_path))
-    names, written = json.loads(said.splitlines()[-1])
+    _, names, written = tied
     assert names == written
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names

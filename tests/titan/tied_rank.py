@@ -1,13 +1,16 @@
 """One rank that saves Hugging Face files of a model with tied embeddings, whose base model's index
-names the head too: ``tied_rank.py RANK PORT FOLDER``. Not a test module itself.
+names the head too, after a run that was killed in its first save: ``tied_rank.py RANK PORT
+FOLDER``. Not a test module itself.
 
-Prints one JSON line: the names in the index that it has written, and those in the files.
+Prints one JSON line: whether it began with the weights of the base model, the names in the index
+that it has written, and those in the files.
 """
 
 import json
 import sys
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.titan.pipeline_rank import job_of, train_to
@@ -36,12 +39,16 @@ def main(rank: int, port: str, folder: Path) -> None:
     given = (f"--model.hf_assets_path={model}", f"--job.dump_folder={folder / 'run'}")
     trainer = GRPOTrainer(job_of(rank, 1, port, *given, "--checkpoint.last_save_in_hf"))
     trainer.controller = None  # which has started nothing yet
-    trainer.checkpointer.load(-1)
-    train_to(trainer, 1)
     out = folder / "run/checkpoint/step-1"
+    out.mkdir(parents=True)
+    (out / "__0_0.distcp").write_bytes(b"half of it")
+    trainer.checkpointer.load(-1)
+    base = load_file(model / FILES[0])["model.embed_tokens.weight"]
+    began = torch.equal(trainer.whole.tok_embeddings.weight, base.float())
+    train_to(trainer, 1)
     placed = json.loads((out / INDEX).read_text())["weight_map"]
     written = [name for file in out.glob("*.safetensors") for name in load_file(file)]
-    print(json.dumps([sorted(placed), sorted(written)]))
+    print(json.dumps([began, sorted(placed), sorted(written)]))
     trainer.close()
 
 

@@ -8,6 +8,7 @@ Names and layout come from the model's own state dict adapter, as in a weight sy
 import copy
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.layout.infer import Layout, ToHF, strip_prefixes
 from titan_grpo.layout.peft import MergedRows, adapter_config
+from titan_grpo.receive.checkpoint import INDEX
 from titan_grpo.titan import compat, lora
 from titan_grpo.titan.flavors import disable_unexported_buffers, model_of
 from titan_grpo.titan.hf_files import Written, copy_assets, write_adapter, write_weights
@@ -39,6 +41,14 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
     places = [path.parent for path in folder.glob(f"{PREFIX}*/.metadata")]
     steps = {place.name.removeprefix(PREFIX): place for place in places}
     return {int(step): steps[step] for step in sorted(filter(str.isdigit, steps), key=int)}
+
+
+def steps_in(folder: Path) -> dict[str, int]:
+    """Return the folders that torchtitan takes for checkpoints as it looks for the newest, by name:
+    those with a complete one whose name has "step-" and a number in it. Their steps are values."""
+    files = (*folder.glob("*/.metadata"), *folder.glob(f"*/{INDEX}"))
+    found = {path.parent.name: re.search(rf"{PREFIX}(\d+)", path.parent.name) for path in files}
+    return {name: int(match[1]) for name, match in found.items() if match}
 
 
 class Stored(dcp.FileSystemReader):

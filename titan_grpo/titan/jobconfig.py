@@ -4,7 +4,6 @@ the files that a run opens."""
 import importlib
 import json
 import math
-import re
 import shlex
 import shutil
 from collections.abc import Collection, Mapping, Sequence, Set
@@ -340,17 +339,11 @@ def _lost_weights(folder: Path) -> str:
 def _check_checkpoints(config: Any, ranks: int | None) -> bool:
     """Check what torchtitan would load: the step and the folder are of its choice. Return whether a
     new run starts, rather than one that goes on from a checkpoint."""
-    dump = Path(config.job.dump_folder)
-    folder = dump / config.checkpoint.folder
-    if dump.resolve().is_relative_to(folder.resolve()):
-        # The run makes that one as it begins, and torchtitan goes on from a folder that is there.
-        raise ConfigError(
-            "checkpoint.folder must be a folder in job.dump_folder, or one apart, got"
-            f" {config.checkpoint.folder!r}, which is or holds {str(dump)!r}: torchtitan would take"
-            " it for the checkpoints of an earlier run and load nothing, and training would start"
-            " from random weights; leave it out"
-        )
-    if starts := not folder.is_dir():
+    # not at the top: it imports torch.distributed.checkpoint
+    from titan_grpo.titan.export import steps_in
+
+    folder = Path(config.job.dump_folder) / config.checkpoint.folder
+    if starts := not steps_in(folder):
         _check_start(config, folder, ranks)
     else:
         _check_newest(config, folder, ranks)
@@ -419,8 +412,7 @@ def _check_adapters(config: Any, checkpoint: Path, names: Set[str]) -> None:
 
 
 def _check_start(config: Any, folder: Path, ranks: int | None) -> None:
-    """Check what a run begins with whose checkpoint ``folder`` is not there."""
-    # not at the top: it imports torch.distributed.checkpoint
+    """Check what a run begins with whose checkpoint ``folder`` has none."""
     from titan_grpo.titan.export import Stored, lacking
 
     keys, start = config.checkpoint, config.checkpoint.initial_load_path
@@ -428,7 +420,7 @@ def _check_start(config: Any, folder: Path, ranks: int | None) -> None:
         # torchtitan would not look for it, and start from step 0.
         raise ConfigError(
             "checkpoint.load_step must be -1 for a run without checkpoints, got"
-            f" {keys.load_step}, and {str(folder)!r} is not there: training would start from"
+            f" {keys.load_step}, and {str(folder)!r} has none: training would start from"
             " step 0; name the run's job.dump_folder, or leave it out"
         )
     if not start or keys.initial_load_in_hf:
@@ -453,27 +445,18 @@ def _check_start(config: Any, folder: Path, ranks: int | None) -> None:
 
 def _check_newest(config: Any, folder: Path, ranks: int | None) -> None:
     """Check the checkpoint in ``folder`` that a run goes on from."""
-    from titan_grpo.titan.export import PREFIX, Stored, checkpoints_in, lacking
+    from titan_grpo.titan.export import PREFIX, Stored, checkpoints_in, lacking, steps_in
 
     keys, loaded = config.checkpoint, _loaded(config)
-    if keys.load_step == -1 and (odd := _taken_for_steps(folder)):
+    odd = sorted(name for name, step in steps_in(folder).items() if name != f"{PREFIX}{step}")
+    if keys.load_step == -1 and odd:
         raise ConfigError(
             f"the checkpoint folder must have no checkpoints but step-N, {str(folder)!r} has"
             f" {', '.join(odd)}: torchtitan counts each as the step in its name when it looks for"
             " the newest, and finds no folder of that step; move it out of that folder"
         )
     complete = checkpoints_in(folder)
-    hf_steps = [path.parent.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*/{INDEX}")]
-    steps = [*complete, *map(int, filter(str.isdigit, hf_steps))]
-    step = max(steps, default=-1) if keys.load_step == -1 else keys.load_step
-    if step == -1:
-        # torchtitan would load nothing, not even the HF weights.
-        raise ConfigError(
-            f"the checkpoint folder must hold a complete checkpoint or not exist, {str(folder)!r}"
-            " has none (a run was killed while it saved the first one?), and training would start"
-            " from random weights: remove the folder"
-        )
-
+    step = max(steps_in(folder).values()) if keys.load_step == -1 else keys.load_step
     names: Set[str] = Stored(complete[step]).names() if step in complete else set()
 
     def lacks(step: int, names: Set[str]) -> list[str]:
@@ -508,18 +491,6 @@ def _check_newest(config: Any, folder: Path, ranks: int | None) -> None:
     _check_adapters(config, newest, names)
     if step:
         _check_text(config, newest, names, ranks)
-
-
-def _taken_for_steps(folder: Path) -> list[str]:
-    """Return the names of checkpoints that are not named step-N, and have that in their name, as
-    torchtitan searches it."""
-    names = []
-    for path in (*folder.glob("*/.metadata"), *folder.glob(f"*/{INDEX}")):
-        name = path.parent.name
-        found = re.search(r"step-(\d+)", name)
-        if found and name != f"step-{int(found[1])}":
-            names.append(name)
-    return sorted(names)
 
 
 def _check_prompts(keys: TaskKeys, model_dir: str) -> None:

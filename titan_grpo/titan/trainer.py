@@ -160,7 +160,7 @@ class GRPOTrainer(Engine):
     def _hook(self, checkpointer: Any) -> None:
         # torchtitan calls this before the parameters change: the place for the fence.
         staging, load = checkpointer.maybe_wait_for_staging, checkpointer.load
-        save = checkpointer.dcp_save
+        save, enabled = checkpointer.dcp_save, self.job_config.checkpoint.enable
 
         def fenced() -> None:
             start = time.perf_counter()
@@ -169,7 +169,13 @@ class GRPOTrainer(Engine):
             staging()
 
         def loaded(step: int = -1) -> bool:
-            found: bool = load(step)
+            with ExitStack() as after:
+                if enabled and step == -1 and checkpointer._find_load_step() == -1:
+                    # torchtitan loads its initial weights only where no folder is: not in an empty
+                    # one, as a kill in the first save leaves it.
+                    after.callback(setattr, checkpointer, "folder", checkpointer.folder)
+                    checkpointer.folder = os.path.join(checkpointer.folder, "none")
+                found: bool = load(step)
             if self.should_continue_training():  # a schedule has no rate past its end
                 use_settings(self.optimizers, self.lr_schedulers, self.job_config.optimizer)
             return found
