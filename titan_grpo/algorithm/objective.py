@@ -21,6 +21,13 @@ def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
     return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
+def running_sums(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each value and those before it, [N], float64."""
+    # With debug.deterministic torch refuses this on CUDA: there it has no such sum of floats.
+    there = values.cpu() if torch.are_deterministic_algorithms_enabled() else values
+    return there.cumsum(0).to(values.device)
+
+
 @dataclass(frozen=True, slots=True)
 class Spans:
     """Tokens that count, and the sequence of each token.
@@ -52,9 +59,9 @@ class Spans:
         computed in float64. Sequence numbers must rise along the flattened micro-batch."""
         place = (self.sequence + 1).reshape(-1)
         counted = values.masked_fill(~self.mask, 0).reshape(-1).double()
-        ahead = counted.flip(0).cumsum(0).flip(0)
+        ahead = running_sums(counted.flip(0)).flip(0)
         totals = counted.new_zeros(place.numel() + 1).index_add(0, place, counted)
-        later = totals.flip(0).cumsum(0).flip(0) - totals
+        later = running_sums(totals.flip(0)).flip(0) - totals
         return (ahead - later[place]).to(values.dtype).view(self.sequence.shape)
 
     def any(self, flags: torch.Tensor) -> torch.Tensor:
@@ -240,7 +247,7 @@ def least_left_out(moments: torch.Tensor, threshold: float) -> float:
     0.015, with it 0.177.
     """
     bounded = moments[moments > 0].double().sort().values
-    means = bounded.cumsum(0) / torch.arange(1, len(bounded) + 1, device=bounded.device)
+    means = running_sums(bounded) / torch.arange(1, len(bounded) + 1, device=bounded.device)
     kept = int((means <= threshold).sum())
     return float(bounded[kept]) if kept < len(bounded) else math.inf
 
