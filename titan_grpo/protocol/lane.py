@@ -74,10 +74,12 @@ CALLS = {
 }
 """Most calls of each phase, over all engines. The receiver's answers count as calls; each has the
 deadline of a commit call. Connecting: hello, the reads of label and pause, the recovery steps, the
-call to map memory. Pausing: the label, the pause, two that drop the KV cache. Loading: vLLM's
-start, the end of an update that a dead lane left open, start, load, the report. Labelling: a ping's
-two answers, the end; without our plugin a refusal, SGLang's end and label. Resuming: after a
-standstill a ping's two answers, the resume. Reading: the label, a ping's two answers."""
+call to map memory; the questions of a greeting (which engine it is, a stock server's options) have
+shorter deadlines, and connect_deadline_s beside these (sync.pause_guard.deadlines_of). Pausing: the
+label, the pause, two that drop the KV cache. Loading: vLLM's start, the end of an update that a
+dead lane left open, start, load, the report. Labelling: a ping's two answers, the end; without our
+plugin a refusal, SGLang's end and label. Resuming: after a standstill a ping's two answers, the
+resume. Reading: the label, a ping's two answers."""
 
 
 def step_s(phase: Phase, call_s: float, transfer_s: float = 0.0) -> float:
