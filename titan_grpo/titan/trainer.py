@@ -171,8 +171,8 @@ class GRPOTrainer(Engine):
         def loaded(step: int = -1) -> bool:
             with ExitStack() as after:
                 if enabled and step == -1 and checkpointer._find_load_step() == -1:
-                    # torchtitan loads its initial weights only where no folder is: not in an empty
-                    # one, as a kill in the first save leaves it.
+                    # 0.2.2 loads its initial weights only where no folder is: not in an empty one,
+                    # as a kill in the first save leaves it. (0.3 does.)
                     after.callback(setattr, checkpointer, "folder", checkpointer.folder)
                     checkpointer.folder = os.path.join(checkpointer.folder, "none")
                 found: bool = load(step)
