@@ -8,7 +8,7 @@ import pytest
 from titan_grpo.errors import DataError
 from titan_grpo.observe import names, report, schema
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.observe.report import describe, duration, ends, write_whole
+from titan_grpo.observe.report import describe, duration, ends, table, write_whole
 
 SERVERS = ("http://127.0.0.1:8000", "http://127.0.0.1:8001")
 
@@ -259,3 +259,7 @@ def test_the_ends_of_a_series_are_means_over_a_fifth_of_it_at_most_five_values(
     values: list[float], expected: tuple[float | None, float | None, int]
 ) -> None:
     assert ends(values) == expected
+
+
+def test_the_line_under_a_tables_title_stays_one_line_under_a_long_error() -> None:
+    assert table([("ended by", "x" * 300)], "run").splitlines()[1] == "-" * 80

@@ -211,6 +211,10 @@ def number(value: float | None, form: str = ".4g") -> str:
     return "-" if value is None else f"{value:{form}}"
 
 
+RULER = 80
+"""Most characters of the line under a table's title: one of its texts may be an error."""
+
+
 def table(rows: list[tuple[str, str]], title: str) -> str:
     """Align two columns under a title.
 
@@ -219,7 +223,7 @@ def table(rows: list[tuple[str, str]], title: str) -> str:
     """
     width = max((len(name) for name, _ in rows), default=0)
     lines = [f"{name:<{width}}  {text}" for name, text in rows]
-    ruler = "-" * max(len(line) for line in [title, *lines])
+    ruler = "-" * min(max(len(line) for line in [title, *lines]), RULER)
     return "\n".join([title, ruler, *lines])
 
 
