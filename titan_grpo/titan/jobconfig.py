@@ -448,7 +448,8 @@ def _check_newest(config: Any, folder: Path, ranks: int | None) -> None:
     from titan_grpo.titan.export import PREFIX, Stored, checkpoints_in, lacking, steps_in
 
     keys, loaded = config.checkpoint, _loaded(config)
-    odd = sorted(name for name, step in steps_in(folder).items() if name != f"{PREFIX}{step}")
+    steps = steps_in(folder)
+    odd = sorted(name for name, step in steps.items() if name != f"{PREFIX}{step}")
     if keys.load_step == -1 and odd:
         raise ConfigError(
             f"the checkpoint folder must have no checkpoints but step-N, {str(folder)!r} has"
@@ -456,7 +457,7 @@ def _check_newest(config: Any, folder: Path, ranks: int | None) -> None:
             " the newest, and finds no folder of that step; move it out of that folder"
         )
     complete = checkpoints_in(folder)
-    step = max(steps_in(folder).values()) if keys.load_step == -1 else keys.load_step
+    step = max(steps.values()) if keys.load_step == -1 else keys.load_step
     names: Set[str] = Stored(complete[step]).names() if step in complete else set()
 
     def lacks(step: int, names: Set[str]) -> list[str]:

@@ -181,8 +181,9 @@ class GRPOTrainer(Engine):
             return found
 
         def saved(states: Any, checkpoint_id: str, *args: Any, **options: Any) -> Any:
-            # The folder may be a link to one that is not there yet, which mkdir takes for a file.
-            os.makedirs(os.path.realpath(Path(checkpoint_id).parent), exist_ok=True)
+            if (folder := Path(checkpoint_id).parent).is_symlink():
+                # Perhaps to a folder that is not there yet: mkdir would take the link for a file.
+                os.makedirs(os.path.realpath(folder), exist_ok=True)
             # Of a course that this run has left: with it, what a crash leaves would count as whole.
             for name in (".metadata", INDEX):
                 Path(checkpoint_id, name).unlink(missing_ok=True)
