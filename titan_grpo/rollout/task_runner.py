@@ -384,7 +384,7 @@ def in_order(answer: Any) -> Any:
 def _rewards(count: int, answer: Any) -> list[float]:
     rewards = [float(each) for each in in_order(answer)]
     if len(rewards) != count:
-        raise DataError(f"group_reward must return {count} rewards, got {len(rewards)}")
+        raise DataError(f"group_reward must return a list of {count} numbers, got {answer!r:.200}")
     return rewards
 
 
