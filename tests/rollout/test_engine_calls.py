@@ -332,6 +332,8 @@ def test_a_service_that_was_restarted_fails_what_it_had_begun_and_nothing_else(
     client.start(60)
     one = control(client, server)
     one.load({"number": 1})
+    routes = control(client, engine(STOCK)).stock()
+    assert routes is not None
     server.held = "POST /pause"
     with ThreadPoolExecutor(1) as pool:
         pausing = pool.submit(one.pause)
@@ -339,8 +341,11 @@ def test_a_service_that_was_restarted_fails_what_it_had_begun_and_nothing_else(
         far.restart()
         with pytest.raises(ServerUnreachable, match="lost this run's session while"):
             pausing.result(WAIT_S)
-    with pytest.raises(ServerUnreachable, match="finish was not called: the rollout service lost"):
+    lost = "was not called: the rollout service lost the session"
+    with pytest.raises(ServerUnreachable, match=f"finish {lost}"):
         one.finish("r:2:g")
+    with pytest.raises(ServerUnreachable, match=f"workers {lost}"):
+        routes.workers(CALL_S)
     assert not {"POST /finish_weight_update", "POST /resume"} & {*server.paths}
     one.resume()
     assert one.label() == "r:1:f"
@@ -354,7 +359,7 @@ def test_calls_hold_no_key() -> None:
         asked.append(call)
         return Answer(0)
 
-    client = cast(RolloutClient, SimpleNamespace(generation=0, engine_call=engine_call))
+    client = cast(RolloutClient, SimpleNamespace(engine_call=engine_call))
     access = ServerAccess("http://a:1", 60.0, None, ENGINE_KEY, ENGINE_KEY)
     one = RemoteControl(client, "auto", access)
     one.greet({"run": "r"})

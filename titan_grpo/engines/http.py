@@ -22,7 +22,6 @@ from titan_grpo.errors import ConfigError, ServerRefused, ServerUnfit, ServerUnr
 from titan_grpo.subprocesses import readable
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 
 BODY_CHARS = 300
 
@@ -93,17 +92,6 @@ def want(
 
 def ignore(_answer: Any) -> None:
     """Parse nothing: for calls whose status code is the whole answer."""
-
-
-def requests(count: int) -> Callable[[F], F]:
-    """Mark a method that makes up to ``count`` requests to its server, each with a deadline;
-    unmarked methods make one."""
-
-    def mark(method: F) -> F:
-        method.requests = count  # type: ignore[attr-defined]
-        return method
-
-    return mark
 
 
 class Sink(Protocol):

@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 
 from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.generation import QUERY_S, Sampled, Sampling, StreamedCall, ToolCalls
-from titan_grpo.engines.http import Call, HttpRefused, ServerAccess, SyncDriver, requests
+from titan_grpo.engines.http import Call, HttpRefused, ServerAccess, SyncDriver
 from titan_grpo.engines.sglang_stock import StockRoutes
 from titan_grpo.errors import ConfigError, ProtocolError, ServerRefused, ServerUnfit
 
@@ -85,12 +85,10 @@ class ServerControl(Protocol):
     def label(self) -> str:
         """Return the server's label of the weights that it serves now."""
 
-    @requests(2)
     def stock(self) -> StockRoutes | None:
         """Return the engine's own update routes if our plugin is missing and weights can be
         streamed over them; else None."""
 
-    @requests(3)
     def greet(self, hello: Mapping[str, Any]) -> None:
         """Send the lane's hello (or attach) to the server's plugin; the receiver joins in the
         background. Raises ServerUnfit if our plugin is missing."""
@@ -99,25 +97,21 @@ class ServerControl(Protocol):
         """Raise ServerUnfit, with the options that are missing, if the server cannot parse tool
         calls (Dialect.parse_tool_calls)."""
 
-    @requests(4)
     def paused(self) -> bool:
         """Return whether generation is paused, by this or another client."""
 
     def pause(self) -> None:
         """Pause generation; running requests keep their state and continue after ``resume``."""
 
-    @requests(2)
     def drop_kv(self) -> None:
         """On a paused server: drop the KV of running requests and of prefixes, so that it is
         recomputed with the new weights. No token is lost. Raises ServerRefused if the engine does
         not confirm it."""
 
-    @requests(4)
     def load(self, info: Mapping[str, Any]) -> None:
         """Load the version that ``info`` (a Commit) names. The answer does not prove success: the
         receiver's Applied does."""
 
-    @requests(3)
     def finish(self, label: str) -> None:
         """Close the update and set the label."""
 

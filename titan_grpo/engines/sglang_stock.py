@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from titan_grpo.engines.generation import Sampling
-from titan_grpo.engines.http import Call, ServerAccess, ignore, requests, want
+from titan_grpo.engines.http import Call, ServerAccess, ignore, want
 from titan_grpo.errors import ServerRefused, ServerUnfit
 
 
@@ -184,7 +184,6 @@ class StockRoutes:
         """Leave the group; refused by a server without it, as after a restart."""
         self._post("/destroy_weights_update_group", {"group_name": name}, timeout_s)
 
-    @requests(3)
     def begin(self, timeout_s: float) -> None:
         """Open an update, after ending one that was left open."""
         try:

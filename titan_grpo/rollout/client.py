@@ -144,8 +144,6 @@ class RolloutClient:
         self._numbers = count()
         self._asked: dict[int, tuple[messages.ToWorker, Future[messages.Answer]]] = {}
         """Messages that wait for an answer, by number."""
-        self.generation = 0
-        """Number of the worker's session; update routes that are open belong to one generation."""
         self._servers: dict[str, ServerState] = {}
         self._version = spec.base_version
         self._places = 0
@@ -211,25 +209,15 @@ class RolloutClient:
         return cast(ServerControl, RemoteControl(self, engine, access))
 
     def engine_call(
-        self,
-        url: str,
-        method: str,
-        arguments: tuple[Any, ...],
-        within_s: float,
-        generation: int | None = None,
+        self, url: str, method: str, arguments: tuple[Any, ...], within_s: float
     ) -> messages.Answer:
         """Let the worker call a server (messages.EngineCall), and wait for the outcome. Any thread.
 
-        Raises ServerUnreachable if no outcome comes within ``within_s`` seconds, the worker is
-        gone, or ``generation`` is over.
+        Raises ServerUnreachable if no outcome comes within ``within_s`` seconds, or the worker is
+        gone.
         """
 
         def call(number: int) -> messages.EngineCall:
-            if generation not in (None, self.generation):
-                raise ServerUnreachable(
-                    f"{url}: {method} was not called: the rollout service lost the session in which"
-                    " it was open"
-                )
             return messages.EngineCall(number, url, method, arguments, within_s)
 
         return self._call(url, method, call, within_s)
@@ -509,8 +497,7 @@ class RolloutClient:
             self._changed.notify_all()
 
     def _lose(self, why: str) -> None:
-        """End the generation: fail all waiting calls, whose outcome at the server is unknown."""
-        self.generation += 1
+        """Fail all waiting calls, whose outcome at the server is unknown."""
         asked, self._asked = self._asked, {}
         for _, future in asked.values():
             if not future.done():

@@ -5,13 +5,13 @@ and results are encoded, so a new method needs no code here. A call may take as 
 a server with calls has its own threads beside the loop that makes rollouts."""
 
 import inspect
-import itertools
 import logging
 import os
+import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 import msgspec
@@ -39,36 +39,31 @@ CLOSE = "close"
 """Name of the method without an answer."""
 
 STOCK = "stock."
-"""Prefix of the names of StockRoutes' methods. Their first argument is the number that ``stock``
-returned."""
+"""Prefix of the names of StockRoutes' methods. Their first argument is what ``stock`` returned."""
+
+REQUESTS = 4
+"""Most requests that one method makes to its server, each with the call's deadline."""
 
 MARGIN_S = 5.0
 """Seconds for the round trip, on top of the call's own deadlines."""
 
 
-class Method:
-    """A method of an interface: types of its arguments and result, and its number of requests."""
+def methods_of(interface: type, prefix: str = "") -> dict[str, tuple[tuple[Any, ...], Any]]:
+    """Return (types of the arguments, type of the result) of all public methods of an interface
+    except ``close``, by name.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        hints = get_type_hints(function)
-        self.result = hints.pop("return")
-        self.parameters = tuple(hints.values())
-        self.requests: int = getattr(function, "requests", 1)
-
-
-def methods_of(interface: type) -> dict[str, Method]:
-    """Return all public methods of a Protocol except ``close``.
-
-    >>> methods_of(ServerControl)["finish"].parameters
-    (<class 'str'>,)
+    >>> methods_of(ServerControl)["finish"]
+    ((<class 'str'>,), <class 'NoneType'>)
     """
-    functions = inspect.getmembers(interface, inspect.isfunction)
-    return {n: Method(f) for n, f in functions if not n.startswith("_") and n != CLOSE}
+    found = {}
+    for name, function in inspect.getmembers(interface, inspect.isfunction):
+        if not name.startswith("_") and name != CLOSE:
+            *parameters, result = get_type_hints(function).values()
+            found[prefix + name] = tuple(parameters), result
+    return found
 
 
-METHODS = methods_of(ServerControl) | {
-    STOCK + name: method for name, method in methods_of(StockRoutes).items()
-}
+METHODS = methods_of(ServerControl) | methods_of(StockRoutes, STOCK)
 
 
 def value_of(answer: Answer) -> Any:
@@ -97,15 +92,12 @@ class EngineCalls:
         self._waiting: dict[tuple[str, bool], deque[tuple[EngineCall, float]]] = {}
         """By URL, and whether of update routes: calls that have not begun. Each key has a
         thread."""
-        self._closed = False
 
     def take(self, call: EngineCall) -> None:
         """Queue a call. Any thread; never blocks."""
         of_routes = call.method.startswith(STOCK)
         key, came = (call.url, of_routes), time.monotonic()
         with self._lock:
-            if self._closed:
-                return
             if key in self._waiting:
                 self._waiting[key].append((call, came))
                 return
@@ -129,12 +121,6 @@ class EngineCalls:
             for waiting, _ in unmade:
                 kind = kind_of(ServerUnreachable(text))
                 self._answer(Answer(waiting.number, None, "", text, kind))
-
-    def close(self) -> None:
-        """Take no more calls. Does not wait for those taken; the end of the process closes their
-        connections. Idempotent."""
-        with self._lock:
-            self._closed = True
 
     def _serve(self, server: "_Server", key: tuple[str, bool]) -> None:
         """Make the calls of a key, until there are no more."""
@@ -179,38 +165,37 @@ class _Server:
     def __init__(self, spec: RolloutSpec, url: str) -> None:
         self._spec, self._url = spec, url
         self._control: ServerControl | None = None
-        self._numbers = itertools.count()
-        self._routes: dict[int, StockRoutes] = {}
-        """Open update routes by the number that ``stock`` returned."""
+        self._loading = False
+        """Whether a load was called here, and no ``finish`` since."""
+        self._routes: dict[str, StockRoutes] = {}
+        """Open update routes by the name that ``stock`` returned, the only one in all sessions."""
         self.engine = ""
 
     def call(self, call: EngineCall) -> Any:
-        """Make one call; return its result as a JSON value. Raises the method's error, or
-        ProtocolError for an unknown method or arguments of other types."""
-        method, arguments = METHODS.get(call.method), call.arguments
-        if method is None:
+        """Make one call; return its result as a JSON value. Raises the method's error,
+        ProtocolError for an unknown method or arguments of other types, or ServerUnreachable for an
+        update that was open in another session: the server may have restarted with the service."""
+        if call.method not in METHODS:
             raise ProtocolError(
                 f"an engine call must be one of {', '.join(sorted(METHODS))}, got {call.method!r}"
             )
+        (kinds, _), arguments = METHODS[call.method], call.arguments
         target: ServerControl | StockRoutes | None
         if call.method.startswith(STOCK):
-            number, arguments = arguments[0], arguments[1:]
-            if (target := self._routes.get(number)) is None:
-                raise ServerUnreachable(f"{self._url}: its update routes are not open here")
+            target, arguments = self._routes.get(arguments[0]), arguments[1:]
+        elif call.method == "finish" and not self._loading:
+            target = None
         else:
-            if self._control is None:
-                spec = self._spec
-                # This process's own keys, from the environment variables that the spec names.
-                keys = (read_key(os.environ, n) for n in (spec.api_key_env, spec.admin_key_env))
-                deadlines = spec.commit_deadline_s, spec.load_deadline_s
-                self._control = make_control(
-                    spec.engine, ServerAccess(self._url, *deadlines, *keys)
-                )
-            target = self._control
+            self._loading = call.method != "finish" and (call.method == "load" or self._loading)
+            target = self._opened()
+        if target is None:
+            raise ServerUnreachable(
+                f"{self._url}: {call.method} was not called: the rollout service lost the session"
+                " in which its update was open"
+            )
         try:
             typed = [
-                msgspec.convert(value, kind)
-                for value, kind in zip(arguments, method.parameters, strict=True)
+                msgspec.convert(value, kind) for value, kind in zip(arguments, kinds, strict=True)
             ]
         except (msgspec.ValidationError, ValueError) as error:
             raise ProtocolError(f"arguments of {call.method}: {error}") from error
@@ -219,10 +204,19 @@ class _Server:
         finally:
             self.engine = self._control.engine if self._control is not None else self.engine
         if call.method == "stock" and value is not None:
-            number = next(self._numbers)
-            self._routes[number] = value
-            return number
+            name = secrets.token_hex(8)
+            self._routes[name] = value
+            return name
         return msgspec.to_builtins(value, order="deterministic")
+
+    def _opened(self) -> ServerControl:
+        if self._control is None:
+            spec = self._spec
+            # This process's own keys, from the environment variables that the spec names.
+            keys = (read_key(os.environ, n) for n in (spec.api_key_env, spec.admin_key_env))
+            deadlines = spec.commit_deadline_s, spec.load_deadline_s
+            self._control = make_control(spec.engine, ServerAccess(self._url, *deadlines, *keys))
+        return self._control
 
     def close(self) -> None:
         """Close the control's connections, which a later call opens again."""
@@ -230,8 +224,8 @@ class _Server:
             self._control.close()
             self._control = None
 
-    def close_routes(self, number: int) -> None:
-        if (routes := self._routes.pop(number, None)) is not None:
+    def close_routes(self, name: str) -> None:
+        if (routes := self._routes.pop(name, None)) is not None:
             routes.close()
 
 
@@ -250,7 +244,6 @@ class RemoteControl:
         """``engine``: value of rollout.engine. The keys of ``access`` are not sent."""
         self._client, self._access = client, access
         self.engine = "" if engine == AUTO else engine
-        self._loaded_in: int | None = None
         self.url = access.url
 
     def __repr__(self) -> str:
@@ -262,34 +255,21 @@ class RemoteControl:
             raise AttributeError(method)
         return lambda *arguments: self._call(method, *arguments)
 
-    def _call(self, method: str, *arguments: Any, generation: int | None = None) -> Any:
+    def _call(self, method: str, *arguments: Any) -> Any:
         a = self._access
-        within_s = METHODS[method].requests * a.deadline_s + MARGIN_S
+        within_s = REQUESTS * a.deadline_s + MARGIN_S
         within_s += 2 * min(QUERY_S, a.deadline_s)  # the service may have to ask which engine it is
         within_s += (a.load_deadline_s or 0.0) if method == "load" else 0.0
-        answer = self._client.engine_call(
-            self.url, method, _encode(arguments), within_s, generation
-        )
+        answer = self._client.engine_call(self.url, method, _encode(arguments), within_s)
         self.engine = answer.engine or self.engine
         value = value_of(answer)
-        return value if method == "stock" else msgspec.convert(value, METHODS[method].result)
+        return value if method == "stock" else msgspec.convert(value, METHODS[method][1])
 
     def stock(self) -> StockRoutes | None:
-        generation = self._client.generation
-        number = self._call("stock", generation=generation)
-        if number is None:
-            return None
-        return cast(StockRoutes, RemoteStock(self._client, self.url, generation, number))
-
-    def load(self, info: Mapping[str, Any]) -> None:
-        self._loaded_in = generation = self._client.generation
-        self._call("load", info, generation=generation)
-
-    def finish(self, label: str) -> None:
-        """See ServerControl. Raises ServerUnreachable if the service lost our session since the
-        load: then it is unknown whether the server restarted too."""
-        generation, self._loaded_in = self._loaded_in, None
-        self._call("finish", label, generation=generation)
+        name = self._call("stock")
+        return (
+            None if name is None else cast(StockRoutes, RemoteStock(self._client, self.url, name))
+        )
 
     def close(self) -> None:
         """Let the service close its connections; does not wait for it."""
@@ -297,10 +277,10 @@ class RemoteControl:
 
 
 class RemoteStock:
-    """StockRoutes open at the service, valid within one generation of the session."""
+    """StockRoutes open at the service, by the name that it gave them."""
 
-    def __init__(self, client: "RolloutClient", url: str, generation: int, number: int) -> None:
-        self._client, self._url, self._generation, self._number = client, url, generation, number
+    def __init__(self, client: "RolloutClient", url: str, name: str) -> None:
+        self._client, self._url, self._name = client, url, name
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         """Return a method of StockRoutes; its last argument is the deadline of each request."""
@@ -308,13 +288,12 @@ class RemoteStock:
             raise AttributeError(method)
 
         def call(*arguments: Any) -> Any:
-            name, sent = STOCK + method, (self._number, *_encode(arguments))
-            within_s = METHODS[name].requests * arguments[-1] + MARGIN_S
-            answer = self._client.engine_call(self._url, name, sent, within_s, self._generation)
-            return msgspec.convert(value_of(answer), METHODS[name].result)
+            sent, within_s = (self._name, *_encode(arguments)), REQUESTS * arguments[-1] + MARGIN_S
+            answer = self._client.engine_call(self._url, STOCK + method, sent, within_s)
+            return msgspec.convert(value_of(answer), METHODS[STOCK + method][1])
 
         return call
 
     def close(self) -> None:
         """See StockRoutes; does not wait for the service."""
-        self._client.engine_tell(self._url, STOCK + CLOSE, (self._number,))
+        self._client.engine_tell(self._url, STOCK + CLOSE, (self._name,))

@@ -51,7 +51,6 @@ class Worker:
         await self._stop.wait()
         try:
             if self._source is not None:
-                self._calls.close()
                 closing = asyncio.ensure_future(self._source.close())
                 # A user's coroutine may ignore its cancellation, and the trainer must not wait for
                 # it. Not wait_for: it waits for what it has cancelled.
