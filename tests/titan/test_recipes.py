@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from titan_grpo.commands import quickstart
 from titan_grpo.commands.processes import add_tiny_run, tiny_run
 from titan_grpo.commands.verify_runs import phases
+from titan_grpo.config.rollout import PYTHONS
 from titan_grpo.titan import jobconfig
 
 RECIPES = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
@@ -41,13 +43,20 @@ def test_a_recipe_keeps_every_rule_and_sets_no_key_in_vain(name: str) -> None:
 def named(arguments: Iterable[str]) -> set[str]:
     """The keys that options of a job set."""
     words = [word.removeprefix("--") for word in arguments if word.startswith("--") and "." in word]
-    return {word.replace("-", "_").replace(".no_", ".") for word in words}
+    return {word.partition("=")[0].replace("-", "_").replace(".no_", ".") for word in words}
+
+
+def quickstart_arguments() -> list[str]:
+    """What the quickstart sets with every option."""
+    options = argparse.Namespace(pythons=dict.fromkeys(PYTHONS, "python"), servers=1)
+    options.lora, options.lora_sync, options.router_replay, options.sync = 8, None, True, True
+    return quickstart.job_arguments(options)
 
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("quickstart_cpu", ["--grpo.no-async-weight-update"]),
+        ("quickstart_cpu", quickstart_arguments()),
         ("verify_2gpu", [word for words in phases(Path("out")).values() for word in words[:2]]),
     ],
 )

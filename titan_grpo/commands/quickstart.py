@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from titan_grpo.commands.processes import (
     add_tiny_run,
@@ -15,10 +14,10 @@ from titan_grpo.commands.processes import (
     run_logged,
     tiny_run,
 )
-from titan_grpo.engines.launch import ServerGroup, ServerSpec
+from titan_grpo.config import LAUNCH
+from titan_grpo.config.rollout import PYTHONS
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.memory import available_memory
-from titan_grpo.runkey import Key, find_run_key, with_run_key
 
 STARTUP_S = 300.0
 """Seconds per server for all of them to start."""
@@ -120,70 +119,34 @@ def _train_and_tell(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     return 0
 
 
+def job_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the arguments of the job that starts these servers and trains beside them."""
+    started = len(options.pythons) * options.servers
+    out = [f"--rollout.launch_engines={','.join(options.pythons)}"]
+    out += [f"--rollout.launch_count={options.servers}"]
+    out += [f"--rollout.{PYTHONS[engine]}={path}" for engine, path in options.pythons.items()]
+    out += [f"--weight_sync.startup_deadline_s={STARTUP_S * started}"]
+    if options.lora is not None:
+        out += [f"--lora.rank={options.lora}", "--optimizer.lr=1e-2"]
+        out += [f"--lora.sync={options.lora_sync or 'merged'}"]
+    if options.router_replay:
+        out += ["--grpo.router-replay"]
+    return [*out, f"--grpo.{'no-async' if options.sync else 'async'}-weight-update"]
+
+
 def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
     # Imported here, so that --help and mistakes do not load torch.
-    from titan_grpo.titan import jobconfig
     from titan_grpo.titan.tiny import write_tiny_model
 
-    out: Path = options.out
-    arguments = []
-    if options.lora is not None:
-        arguments += ["--lora.rank", str(options.lora), "--optimizer.lr", "1e-2"]
-        arguments += ["--lora.sync", options.lora_sync or "merged"]
-    if options.router_replay:
-        arguments += ["--grpo.router-replay"]
-    mode = "no-async" if options.sync else "async"
-    arguments += [f"--grpo.{mode}-weight-update"]
-    # To refuse mistakes in the arguments before anything is made or started.
-    tiny_run(options, out, [jobconfig.ANY_SERVER], arguments)
-    model, server_model = out / "model", out / "server_model"
+    # Before the model is made: it refuses mistakes in the arguments.
+    _, command = tiny_run(options, options.out, [LAUNCH], job_arguments(options))
     # Adapters are limited by the frozen weights: with the smaller embedding, no token can get more
     # than a tenth of the probability.
     std = TINY_STD if options.lora is None else LORA_STD
-    write_tiny_model(options.model, model, seed=1, std=std)
-    adapters = options.lora_sync == "adapter"
-    if adapters:
-        server_model = model  # adapters need the trainer's base weights
-    else:
-        # Different weights: if the servers later serve the trainer's, these came from the sync.
-        write_tiny_model(options.model, server_model, seed=2, std=std)
-    run_key = find_run_key(env) or Key.generate()
-    env = {**with_run_key(env, run_key), "OMP_NUM_THREADS": "1"}
-    specs = [
-        ServerSpec(
-            python,
-            str(server_model),
-            f"{out}/{name}{n}.log",
-            name,
-            run_key=run_key,
-            lora_rank=options.lora if adapters else 0,
-            routes=options.router_replay,
-        )
-        for name, python in options.pythons.items()
-        for n in range(options.servers)
-    ]
-    with ServerGroup(specs) as servers:
-        names = ", ".join(Path(spec.log_path).stem for spec in specs)
-        print_progress(f"starting {names}, about a minute on two cores; logs in {out}/*.log")
-        # Check the files while the servers start, to report mistakes at once.
-        job, command = tiny_run(options, out, servers.urls, arguments)
-        jobconfig.check_files(job, env)
-        _check_tasks(job, str(model))
-        servers.wait_healthy(STARTUP_S * len(specs), print_progress)
-        log = out / "train.log"
-        print_progress(f"training: {options.nproc} ranks, {options.steps} steps; log in {log}")
-        run_logged(command, log, env, print_progress)
-
-
-def _check_tasks(job: Any, model: str) -> None:
-    """Load reward functions, datasets and templates as the run will. Raises ConfigError, DataError
-    or TaskFailed."""
-    from titan_grpo.rollout.evaluation import Job, prepare
-    from titan_grpo.rollout.messages import RolloutSpec
-    from titan_grpo.rollout.tasks.agent import load
-
-    rollout, spec = job.rollout, RolloutSpec.from_config(job.rollout, model)
-    if rollout.source == "task" and rollout.controller == "local" and not rollout.replay_path:
-        load(spec)
-    for table in job.evaluation:
-        prepare(Job.of(table, spec))
+    write_tiny_model(options.model, options.out / "model", seed=1, std=std)
+    log = options.out / "train.log"
+    print_progress(
+        f"starting {options.nproc} ranks for {options.steps} steps, and their servers, about a"
+        f" minute on two cores; logs in {log} and beside it"
+    )
+    run_logged(command, log, {**env, "OMP_NUM_THREADS": "1"}, print_progress)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -216,7 +216,7 @@ class Server:
 
 
 class ServerGroup:
-    """Servers that start and stop together, as a context manager."""
+    """Servers that start and stop together."""
 
     def __init__(self, specs: Sequence[ServerSpec]) -> None:
         self._specs, self._servers = tuple(specs), list[Server]()
@@ -230,16 +230,16 @@ class ServerGroup:
         for spec in self._specs:
             self._servers.append(Server(spec))
 
-    def wait_healthy(
-        self, deadline_s: float, say: Callable[[str], None] = terminal.print_status
-    ) -> None:
-        """Wait until every server answers; ``say`` gets lines about the wait. Raises
-        ServerUnreachable with the end of the log of a server that does not."""
+    def wait_healthy(self, deadline_s: float) -> None:
+        """Wait until every server answers. Raises ServerUnreachable with the end of the log of a
+        server that does not."""
         for server in self._servers:
             log = Path(server.spec.log_path)
-            with waiting(f"the launched server {log.stem} (log: {log})", deadline_s, say):
+            with waiting(f"the launched server {log.stem} (log: {log})", deadline_s):
                 started_s = server.wait_healthy(deadline_s)
-            say(f"{server.spec.engine} at {server.url} is healthy after {started_s:.0f} s")
+            terminal.print_status(
+                f"{server.spec.engine} at {server.url} is healthy after {started_s:.0f} s"
+            )
 
     def stop(self) -> None:
         """Stop the started servers; log those that do not end in time. Idempotent."""
@@ -250,15 +250,3 @@ class ServerGroup:
             except subprocess.TimeoutExpired as error:
                 # Go on: the remaining servers would outlive this process's work.
                 logger.warning("the launched server %s may still run: %s", server.url, error)
-
-    def __enter__(self) -> "ServerGroup":
-        try:
-            self.start()
-        except BaseException:
-            # If one fails to start, __exit__ is not called: stop the earlier ones.
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
