@@ -1,7 +1,6 @@
 """Real runs for the end-to-end tests: torchrun with a watched output, one shared server, synthetic
 recorded rollouts."""
 
-import json
 import os
 import random
 import re
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -29,7 +29,7 @@ from titan_grpo.engines.generation import Sampling
 from titan_grpo.engines.http import ServerAccess, SyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.engines.server import Dialect, ServerControl, dialect, make_control
-from titan_grpo.observe import schema
+from titan_grpo.observe.schema import Summary
 from titan_grpo.observe.terminal import Cause, status_of
 from titan_grpo.patches import sglang_cpu
 from titan_grpo.protocol.messages import Label
@@ -280,8 +280,8 @@ class Runs:
     @staticmethod
     def summary(out: Path) -> dict[str, Any]:
         """summary.json, checked against its schema."""
-        summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
-        schema.check(summary)
+        found = msgspec.json.decode((out / "summary.json").read_bytes(), type=Summary)
+        summary: dict[str, Any] = msgspec.to_builtins(found)
         return summary
 
     def same_weights(self, one: Path, other: Path) -> bool:

@@ -15,6 +15,7 @@ from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder, read_history, read_last, read_metrics
 from titan_grpo.observe.report import summarize
+from titan_grpo.observe.schema import Summary
 
 SERVER = "http://127.0.0.1:8000"
 
@@ -67,7 +68,7 @@ def test_what_is_known_after_the_last_step_is_in_its_line(tmp_path: Path) -> Non
 
 
 def test_of_each_step_only_what_the_summary_needs_stays_in_memory(tmp_path: Path) -> None:
-    def described(recorder: Recorder) -> tuple[dict[str, Any], list[dict[str, object]]]:
+    def described(recorder: Recorder) -> tuple[Summary, list[dict[str, object]]]:
         return summarize(recorder, "run", "async"), recorder.rows()
 
     recorder = Recorder(tmp_path)
@@ -78,10 +79,10 @@ def test_of_each_step_only_what_the_summary_needs_stays_in_memory(tmp_path: Path
     summary, rows = described(recorder)
     assert [set(row) for row in rows] == [{"step", "time_s", *names.SUMMARISED}] * 2
     assert described(Recorder(tmp_path)) == (summary, rows), "as a resumed run reads it"
-    figures = summary["staleness"], summary["logprob_gap"], summary["logprob_gap_on_policy"]
-    assert [figure["max"] for figure in figures] == [1.0] * 3
-    assert summary["step_s"]["median"] == 0.75
-    assert summary["blocked_s"]["median"] == 0.75
+    figures = summary.staleness, summary.logprob_gap, summary.logprob_gap_on_policy
+    assert [figure.max for figure in figures] == [1.0] * 3
+    assert summary.step_s.median == 0.75
+    assert summary.blocked_s.median == 0.75
 
 
 def test_each_step_is_one_line_of_valid_json_whose_sums_are_finite(tmp_path: Path) -> None:

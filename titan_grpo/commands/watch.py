@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from titan_grpo.config import Alerts
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import alerts
@@ -189,6 +187,6 @@ def _end(follower: "Follower") -> int:
     if summary is None:
         print(f"the run ended after step {follower.state.step} without a summary; its log says why")
         return 1
-    print(final_table(msgspec.to_builtins(summary)))
+    print(final_table(summary))
     print(next_command("report", str(follower.folder)))
     return int(bool(summary.ended_by))

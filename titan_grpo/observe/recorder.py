@@ -26,7 +26,7 @@ from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names, terminal
 from titan_grpo.observe.dashboards import Traces
 from titan_grpo.observe.output import Output, open_lines, open_trace
-from titan_grpo.observe.schema import Evaluated, decoded
+from titan_grpo.observe.schema import Change, Evaluated, decoded
 
 Event = dict[str, Any]
 
@@ -102,8 +102,8 @@ class History:
     commits: dict[str, list[int]] = field(default_factory=dict)
     quantised: dict[str, str] = field(default_factory=dict)
     """Server -> quantisation method of its weights as last reported; empty: none."""
-    membership: list[tuple[str, str, int]] = field(default_factory=list)
-    """(server, "joined" or "left", trainer version), in order."""
+    membership: list[Change] = field(default_factory=list)
+    """In order."""
     errors: list[str] = field(default_factory=list)
     resumes: list[int] = field(default_factory=list)
     """First step after each resume."""
@@ -123,8 +123,8 @@ class History:
                 self.commits.setdefault(server, []).append(version)
             case "quantised", (str(server), str(method)):
                 self.quantised[server] = method
-            case "member", (str(server), str(event), int(version)):
-                self.membership.append((server, event, version))
+            case "member", (str(server), "joined" | "left" as event, int(version)):
+                self.membership.append(Change(server, event, version))
             case "error", (str(message),):
                 self.errors.append(message)
             case "resume", (int(step),):

@@ -1,17 +1,18 @@
 """The results of a run: summary.json, a table and a plot; and a step's progress line."""
 
-import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from titan_grpo.observe import names, schema
+from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder, read_last, read_metrics
+from titan_grpo.observe.schema import MeanMax, MedianP95, Server, Summary
 
 _TIMES = {
     name.rpartition("/")[2]: name
@@ -40,16 +41,26 @@ _SPREADS = {
 }
 
 
-def describe(values: Iterable[float]) -> dict[str, float | None]:
-    """Return median, p95, mean and max of the finite values (one NaN does not hide the rest), all
-    None if there are none."""
-    series = np.fromiter(values, dtype=np.float64)
-    series = series[np.isfinite(series)]
-    if not series.size:
-        return dict.fromkeys(("median", "p95", "mean", "max"))
-    median, p95 = map(float, np.quantile(series, (0.5, 0.95)))
-    mean, most = float(series.mean()), float(series.max())
-    return {"median": median, "p95": p95, "mean": mean, "max": most}
+def finite(values: list[float]) -> npt.NDArray[np.float64]:
+    """Return the finite values: one NaN does not hide the rest."""
+    series = np.array(values, dtype=np.float64)
+    return series[np.isfinite(series)]
+
+
+def median_p95(values: list[float]) -> MedianP95:
+    """Return both figures of the finite values; None without any."""
+    if not (series := finite(values)).size:
+        return MedianP95(None, None)
+    return MedianP95(*map(float, np.quantile(series, (0.5, 0.95))))
+
+
+def mean_max(means: list[float], largest: list[float]) -> MeanMax:
+    """Return the mean of the steps' means, and the maximum of their largest values; None without
+    any. Every step consumes the same number of groups: it is the mean over groups."""
+    one, other = finite(means), finite(largest)
+    return MeanMax(
+        float(one.mean()) if one.size else None, float(other.max()) if other.size else None
+    )
 
 
 def ends(values: list[float]) -> tuple[float | None, float | None, int]:
@@ -64,10 +75,9 @@ def ends(values: list[float]) -> tuple[float | None, float | None, int]:
     return float(np.mean(values[:window])), float(np.mean(values[-window:])), window
 
 
-def summarize(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> dict[str, Any]:
-    """Return the content of summary.json (:class:`titan_grpo.observe.schema.Summary`); ``mode`` is
-    "async" or "sync"."""
-    rows, history = recorder.rows(), recorder.history()
+def summarize(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> Summary:
+    """Return the content of summary.json; ``mode`` is "async" or "sync"."""
+    rows, history, series = recorder.rows(), recorder.history(), recorder.series
     totals, resumes = history.totals, set(history.resumes)
     # The first step of a process has no predecessor on its clock.
     steps = [(b["time_s"] - a["time_s"], b) for a, b in pairwise(rows) if b["step"] not in resumes]
@@ -75,51 +85,39 @@ def summarize(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> di
     # By time: the mean of the steps' rates would count a burst in a short step as much as a long
     # step without one.
     generated = [s * row[names.GENERATED] for s, row in steps if row.get(names.GENERATED)]
-    first, last, window = ends(recorder.series(names.REWARD))
-    times = {key: describe(recorder.series(name)) for key, name in _TIMES.items()}
-    # Every step consumes the same number of groups: the mean of the steps' means is the mean over
-    # groups.
-    spreads = {
-        key: {
-            "mean": describe(recorder.series(mean))["mean"],
-            "max": describe(recorder.series(largest))["max"],
-        }
-        for key, (mean, largest) in _SPREADS.items()
-    }
+    first, last, window = ends(series(names.REWARD))
     prefix = names.dropped("")
-    return {
-        "run": run,
-        "mode": mode,
-        "steps": len(rows),
-        "resumes": history.resumes,
-        "reward_first": first,
-        "reward_last": last,
-        "reward_window": window,
-        "versions_committed": {
-            server: {"committed": versions, "last": versions[-1] if versions else None}
+    figures: dict[str, Any] = {key: int(totals[name]) for key, name in _COUNTS.items()}
+    figures |= {key: median_p95(series(name)) for key, name in _TIMES.items()}
+    figures |= {key: mean_max(*map(series, pair)) for key, pair in _SPREADS.items()}
+    return Summary(
+        run=run,
+        mode=mode,
+        steps=len(rows),
+        resumes=history.resumes,
+        reward_first=first,
+        reward_last=last,
+        reward_window=window,
+        versions_committed={
+            server: Server(versions, versions[-1] if versions else None)
             for server, versions in history.commits.items()
         },
-        "membership": [
-            {"server": server, "event": event, "version": version}
-            for server, event, version in history.membership
-        ],
-        **{key: int(totals[name]) for key, name in _COUNTS.items()},
-        "generated_tokens_per_s": sum(generated) / seconds if generated and seconds > 0 else None,
-        **{key: {"median": s["median"], "p95": s["p95"]} for key, s in times.items()},
-        "steps_per_s": len(steps) / seconds if seconds > 0 else None,
-        **spreads,
-        "dropped": {
+        membership=history.membership,
+        generated_tokens_per_s=sum(generated) / seconds if generated and seconds > 0 else None,
+        steps_per_s=len(steps) / seconds if seconds > 0 else None,
+        dropped={
             name.removeprefix(prefix): int(n)
             for name, n in totals.items()
             if name.startswith(prefix)
         },
-        "evaluations": msgspec.to_builtins(history.evaluations),
-        "lengths": {kind: _lengths(totals, kind) for kind in ("made", "trained")},
-        "errors": history.errors,
-        "quantised": {url: method for url, method in history.quantised.items() if method},
-        "last_step": recorder.last_row() or read_last(recorder.metrics_path),
-        "ended_by": ended_by,
-    }
+        evaluations=history.evaluations,
+        lengths={kind: _lengths(totals, kind) for kind in ("made", "trained")},
+        errors=history.errors,
+        quantised={url: method for url, method in history.quantised.items() if method},
+        last_step=recorder.last_row() or read_last(recorder.metrics_path),
+        ended_by=ended_by,
+        **figures,
+    )
 
 
 def _lengths(totals: Mapping[str, float], kind: str) -> dict[str, int]:
@@ -150,20 +148,13 @@ def write_whole(path: Path, text: str) -> None:
         draft.unlink(missing_ok=True)
 
 
-def write_summary(run_dir: Path | str, summary: Mapping[str, Any]) -> Path:
-    """Validate and write summary.json. Raises DataError if it breaks its schema, and OSError."""
-    schema.check(summary)
-    path = Path(run_dir) / "summary.json"
-    write_whole(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    return path
-
-
-def write_report(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> dict[str, Any]:
+def write_report(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> Summary:
     """Close the recorder, write summary.json and reward.png, and return the summary. Files that
     cannot be written are among its errors."""
     recorder.close()
     try:
-        write_summary(recorder.run_dir, summarize(recorder, run, mode, ended_by))
+        text = msgspec.json.format(msgspec.json.encode(summarize(recorder, run, mode, ended_by)))
+        write_whole(recorder.run_dir / "summary.json", text.decode() + "\n")
         plot_rewards(recorder.metrics_path, recorder.run_dir / "reward.png")
     except OSError as error:
         recorder.error(f"the report in {recorder.run_dir} is not whole: {error.strerror}")
@@ -231,53 +222,51 @@ LAST_ERRORS = 5
 """Errors that a run's table shows: a server that is gone for hours has one for each attempt."""
 
 
-def final_table(summary: Mapping[str, Any]) -> str:
+def final_table(s: Summary) -> str:
     """Format a summary for the terminal."""
-    s = summary
-    reward = f"{number(s['reward_first'])} -> {number(s['reward_last'])}"
-    steps, skipped = s["reward_window"], s["skipped_versions"]
+    reward = f"{number(s.reward_first)} -> {number(s.reward_last)}"
+    steps, skipped = s.reward_window, s.skipped_versions
     window = "first and last step" if steps == 1 else f"means of {steps} steps"
-    dropped = ", ".join(f"{n} {reason}" for reason, n in s["dropped"].items() if n)
+    dropped = ", ".join(f"{n} {reason}" for reason, n in s.dropped.items() if n)
     rows = [
-        ("steps", f"{s['steps']}  ({number(s['steps_per_s'])} per second)"),
-        *(("ended by", why) for why in [s["ended_by"]] if why),
-        *(("resumed", f"at step {step}") for step in s["resumes"]),
+        ("steps", f"{s.steps}  ({number(s.steps_per_s)} per second)"),
+        *(("ended by", why) for why in [s.ended_by] if why),
+        *(("resumed", f"at step {step}") for step in s.resumes),
         ("reward", f"{reward}  ({window})"),
-        ("syncs", f"{s['sync_count']} committed, {skipped} version{'s' * (skipped != 1)} skipped"),
-        ("digest mismatches", str(s["digest_mismatches"])),
-        ("sync failures", f"{s['sync_failures']}, {s['quarantines']} quarantines"),
-        ("sent", f"{s['sync_bytes'] / 2**20:.1f} MiB to all servers"),
-        *(("spared by patches", f"{n / 2**20:.1f} MiB") for n in [s["spared_bytes"]] if n),
-        ("generated", f"{number(s['generated_tokens_per_s'])} tokens per second"),
+        ("syncs", f"{s.sync_count} committed, {skipped} version{'s' * (skipped != 1)} skipped"),
+        ("digest mismatches", str(s.digest_mismatches)),
+        ("sync failures", f"{s.sync_failures}, {s.quarantines} quarantines"),
+        ("sent", f"{s.sync_bytes / 2**20:.1f} MiB to all servers"),
+        *(("spared by patches", f"{n / 2**20:.1f} MiB") for n in [s.spared_bytes] if n),
+        ("generated", f"{number(s.generated_tokens_per_s)} tokens per second"),
     ]
-    if skipped := s["skipped_optimizer_steps"]:
+    if skipped := s.skipped_optimizer_steps:
         rows.append(("skipped optimizer steps", str(skipped)))
-    for server, v in s["versions_committed"].items():
-        last = "-" if v["last"] is None else v["last"]
-        count = len(set(v["committed"]))  # a server that restarted commits one again
+    for server, v in s.versions_committed.items():
+        last = "-" if v.last is None else v.last
+        count = len(set(v.committed))  # a server that restarted commits one again
         rows.append((server, f"{count} version{'s' * (count != 1)}, last {last}"))
-    rows += [(url, f"quantised: {method}") for url, method in s["quantised"].items()]
-    rows += [(m["server"], f"{m['event']} at version {m['version']}") for m in s["membership"]]
+    rows += [(url, f"quantised: {method}") for url, method in s.quantised.items()]
+    rows += [(m.server, f"{m.event} at version {m.version}") for m in s.membership]
     for key in _TIMES:
-        if s[key]["median"] is None:
-            continue
-        figures = f"median {duration(s[key]['median'])}, p95 {duration(s[key]['p95'])}"
-        rows.append((f"{key.removesuffix('_s')} time", figures))
+        times: MedianP95 = getattr(s, key)
+        if times.median is not None:
+            figures = f"median {duration(times.median)}, p95 {duration(times.p95)}"
+            rows.append((f"{key.removesuffix('_s')} time", figures))
     for key in _SPREADS:
-        figures = f"mean {number(s[key]['mean'])}, max {number(s[key]['max'])}"
+        spread: MeanMax = getattr(s, key)
+        figures = f"mean {number(spread.mean)}, max {number(spread.max)}"
         rows.append((key.replace("_", " "), figures))
     rows.append(("dropped groups", dropped or "none"))
-    rows += [(f"lengths {kind}", _shares(counts)) for kind, counts in s["lengths"].items()]
-    for found in s["evaluations"]:
-        passed = "".join(f", pass@{k} {number(e['value'])}" for k, e in found["passed"].items())
-        what = f"evaluation {found['name']}"
-        rows.append(
-            (what, f"version {found['version']}: reward {number(found['reward']['value'])}{passed}")
-        )
-    if (errors := s["errors"])[LAST_ERRORS:]:
-        rows.append(("errors", f"{len(errors)}, all in summary.json; the last {LAST_ERRORS}:"))
-    rows += [("error", text) for text in errors[-LAST_ERRORS:]] or [("errors", "none")]
-    return table(rows, f"{s['run']} ({s['mode']})")
+    rows += [(f"lengths {kind}", _shares(counts)) for kind, counts in s.lengths.items()]
+    for found in s.evaluations:
+        passed = "".join(f", pass@{k} {number(e.value)}" for k, e in found.passed.items())
+        text = f"version {found.version}: reward {number(found.reward.value)}{passed}"
+        rows.append((f"evaluation {found.name}", text))
+    if s.errors[LAST_ERRORS:]:
+        rows.append(("errors", f"{len(s.errors)}, all in summary.json; the last {LAST_ERRORS}:"))
+    rows += [("error", text) for text in s.errors[-LAST_ERRORS:]] or [("errors", "none")]
+    return table(rows, f"{s.run} ({s.mode})")
 
 
 def held_by(versions: Mapping[str, int | None]) -> str:

@@ -1,11 +1,9 @@
 """Schemas of summary.json and samples.jsonl, and how a line of a run's file is read."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
-
-from titan_grpo.errors import DataError
 
 T = TypeVar("T")
 
@@ -142,16 +140,6 @@ class Summary(Record):
     step."""
     ended_by: str
     """Error or signal that ended the run before its last step; else empty."""
-
-
-def check(summary: Mapping[str, Any]) -> Summary:
-    """Validate a summary. Raises DataError with the first broken rule."""
-    try:
-        return msgspec.convert(summary, Summary)
-    except msgspec.ValidationError as error:
-        raise DataError(
-            f"summary.json breaks its schema, so tools that read it would be misled: {error}"
-        ) from error
 
 
 def decoded(line: bytes, decoder: msgspec.json.Decoder[T]) -> T | None:
