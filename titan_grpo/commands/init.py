@@ -1,8 +1,6 @@
 """``titan-grpo init``: write a job's TOML file from options, without questions."""
 
 import argparse
-import json
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from math import gcd
@@ -16,7 +14,7 @@ from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.observe.terminal import next_command
 from titan_grpo.rollout.codec import ChatTemplate
 from titan_grpo.rollout.tasks.dataset import open_table
-from titan_grpo.titan.jobfile import read_config, read_toml
+from titan_grpo.titan.jobfile import read_config, read_toml, toml, toml_key
 
 ANSWERS = ("answer", "solution", "target", "label")
 """Columns that the first reward function can compare with, in order of preference."""
@@ -282,14 +280,14 @@ def _sections(table: Mapping[str, Any]) -> Iterator[str]:
     # In TOML all that is of no section comes first; an array of tables may be one value.
     for name, value in table.items():
         if not isinstance(value, dict):
-            yield f"{key(name)} = {toml(value)}"
+            yield f"{toml_key(name)} = {toml(value)}"
     for section, keys in table.items():
         if section in ("grpo", "peft") or not isinstance(keys, dict):
             continue
-        yield f"\n[{key(section)}]"
+        yield f"\n[{toml_key(section)}]"
         for name, value in keys.items():
             if (section, name) != ("job", "custom_config_module"):
-                yield f"{key(name)} = {toml(value)}"
+                yield f"{toml_key(name)} = {toml(value)}"
         if section == "job":
             yield 'custom_config_module = "titan_grpo.config"'
     adapted = any(each.key.startswith("lora.") for each in found)
@@ -322,29 +320,3 @@ def _source(training: Mapping[str, Any], have: set[str]) -> Iterator[str]:
         yield "# prompts_per_step * group_size are the sequences of a batch.\nprompts_per_step = 8"
     if "rollout.servers" not in have and "rollout.servers_slurm" not in have:
         yield 'servers = ["http://localhost:9000"]'
-
-
-def key(name: str) -> str:
-    """Format a key as TOML, with quotes where it needs them.
-
-    >>> key("a-b"), key("a.b")
-    ('a-b', '"a.b"')
-    """
-    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else toml(name)
-
-
-def toml(value: Any) -> str:
-    """Format a value as TOML.
-
-    >>> toml([True, "a", {"b": 1.5}])
-    '[true, "a", { b = 1.5 }]'
-    """
-    if isinstance(value, Mapping):
-        return (
-            "{ " + ", ".join(f"{key(name)} = {toml(each)}" for name, each in value.items()) + " }"
-        )
-    if isinstance(value, list):
-        return "[" + ", ".join(map(toml, value)) + "]"
-    if isinstance(value, bool | str):
-        return json.dumps(value, ensure_ascii=False)
-    return str(value)

@@ -36,6 +36,7 @@ from titan_grpo.titan.jobfile import (
     read_config,
     read_toml,
     refuse,
+    toml,
 )
 from titan_grpo.titan.servers import known_servers
 
@@ -168,20 +169,16 @@ def expand(grpo: GRPO, keys: dict[str, Any], given: Collection[str]) -> str:
     for name in keys.keys() - kept.keys():
         value = keys[name]
         setattr(grpo, name, float(value) if isinstance(getattr(grpo, name), float) else value)
-    said = [f"{name} = {_toml(keys[name])}" for name in keys if name not in kept]
-    text = f"grpo.algorithm = {_toml(grpo.algorithm)} sets " + ", ".join(said)
+    said = [f"{name} = {toml(keys[name])}" for name in keys if name not in kept]
+    text = f"grpo.algorithm = {toml(grpo.algorithm)} sets " + ", ".join(said)
     if kept:
         said = [
-            f"{own} = {_toml(getattr(grpo, own))} (not {'' if own == name else f'{name} = '}"
-            f"{_toml(keys[name])})"
+            f"{own} = {toml(getattr(grpo, own))} (not {'' if own == name else f'{name} = '}"
+            f"{toml(keys[name])})"
             for name, own in kept.items()
         ]
         text += "; the job itself sets " + ", ".join(sorted(said))
     return text
-
-
-def _toml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
 
 
 def _derive(config: Any, given: set[str]) -> None:

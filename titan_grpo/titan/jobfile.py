@@ -334,3 +334,28 @@ def describe(kind: Any) -> str:
         return "a table"
     words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
     return words.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def toml_key(name: str) -> str:
+    """Format a key as TOML, with quotes where it needs them.
+
+    >>> toml_key("a-b"), toml_key("a.b")
+    ('a-b', '"a.b"')
+    """
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else toml(name)
+
+
+def toml(value: Any) -> str:
+    """Format a value as TOML.
+
+    >>> toml([True, "a", {"b": 1.5}])
+    '[true, "a", { b = 1.5 }]'
+    """
+    if isinstance(value, Mapping):
+        pairs = (f"{toml_key(name)} = {toml(each)}" for name, each in value.items())
+        return f"{{ {', '.join(pairs)} }}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    if isinstance(value, bool | str):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)
