@@ -1,9 +1,11 @@
 """What ``titan-grpo evaluate`` refuses before it asks for a completion."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.rigs.board import Board
 from tests.rigs.sockets import free_port
 from titan_grpo import cli
 from titan_grpo.titan.tiny import write_tiny_model
@@ -66,6 +68,28 @@ def test_a_job_that_names_no_servers_is_evaluated_on_the_one_that_is_named(
     words = ["--model.hf_assets_path", str(write_tiny_model("qwen3", tmp_path / "model", seed=1))]
     assert cli.main(["evaluate", "--server", gone, "--job.config_file", str(job), *words]) == 1
     assert f"titan-grpo evaluate: ServerUnreachable: {gone}" in capsys.readouterr().err
+
+
+def test_a_server_that_runs_is_asked_for_whole_completions_in_a_job_that_starts_its_own_too(
+    tmp_path: Path,
+) -> None:
+    """Before, they ended where the rows of the job's own servers would."""
+    board, asked = Board(), set[int]()
+    board.routes["GET /weight_info"] = lambda _: (200, {"weight_version": "default"})
+
+    def refuse(body: dict[str, Any]) -> tuple[int, Any]:
+        asked.add(body["max_tokens"])
+        return 400, {}
+
+    board.routes["POST /v1/completions"] = refuse
+    job, own = tmp_path / "job.toml", 'servers = ["launch"]\nlaunch_python = "python"'
+    longer = JOB.replace('servers = ["http://127.0.0.1:9"]', own) + "max_completion_tokens = 5000\n"
+    job.write_text(longer)
+    words = ["--model.hf_assets_path", str(write_tiny_model("qwen3", tmp_path / "model", seed=1))]
+    words += ["--training.seq_len=512"]
+    assert cli.main(["evaluate", "--server", board.url, "--job.config_file", str(job), *words]) == 1
+    board.close()
+    assert asked == {5000}
 
 
 def test_an_interpreter_that_is_not_there_is_one_line_before_a_server_is_started(

@@ -77,8 +77,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 
     key = read_key(env, config.rollout.api_key_env)
     model = str(args.model or config.model.hf_assets_path)
-    if server is None:
-        config = replace(config, rollout=replace(config.rollout, servers=[LAUNCH]))
+    config = replace(config, rollout=replace(config.rollout, servers=[server or LAUNCH]))
     spec = evaluation_spec(config, model)
     found = []
     # Before waiting for a server, so that mistakes in a task are reported at once.
