@@ -65,6 +65,12 @@ def test_rates_and_queues_are_those_between_two_readings() -> None:
     }
 
 
+def test_a_server_that_left_and_came_back_between_two_readings_has_no_negative_rate() -> None:
+    now = {f"in_flight.{A}": 0, f"tokens.{A}": 30}
+    values = rollout_values({f"tokens.{A}": 900}, now, 3.0)
+    assert values["server/a:8000/tokens_per_s"] == 10.0
+
+
 def test_recorded_rollouts_have_no_rates() -> None:
     assert rollout_values({}, {"consumed_groups": 4}, 1.0) == {names.THROWN_TOKENS: 0.0}
     assert rollout_values({}, {"tokens": 600}, 3.0, 4)[names.GENERATED_PER_GPU] == 50.0

@@ -99,7 +99,9 @@ def rollout_values(
     for url, count in running.items():
         values[names.of_server(url, "in_flight")] = float(count)
         if seconds > 0:
-            made = new.get(f"tokens.{url}", 0)
+            was, total = (counts.get(f"tokens.{url}", 0) for counts in (before, now))
+            # One that left and came back counts from 0.
+            made = total - was if total >= was else total
             values[names.of_server(url, "tokens_per_s")] = made / seconds
     return values
 
