@@ -123,6 +123,16 @@ def test_the_table_has_skipped_optimizer_steps_and_evaluations_if_there_were_any
     assert [line.split(maxsplit=2)[2] for line in found] == ["version 4: reward 0.25, pass@2 0.5"]
 
 
+def test_the_table_says_that_there_were_no_errors_only_of_a_run_that_reached_its_end(
+    tmp_path: Path,
+) -> None:
+    whole = report.summarize(Recorder(tmp_path), "run", "async")
+    ended = msgspec.structs.replace(whole, ended_by="step 3: no group came")
+    last = [report.final_table(s).splitlines()[-1] for s in (whole, ended)]
+    assert last[0].split() == ["errors", "none"]
+    assert not last[1].startswith("error")
+
+
 def test_the_table_of_a_run_with_many_errors_shows_their_number_and_the_last(
     tmp_path: Path,
 ) -> None:

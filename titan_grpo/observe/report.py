@@ -265,7 +265,9 @@ def final_table(s: Summary) -> str:
         rows.append((f"evaluation {found.name}", text))
     if s.errors[LAST_ERRORS:]:
         rows.append(("errors", f"{len(s.errors)}, all in summary.json; the last {LAST_ERRORS}:"))
-    rows += [("error", text) for text in s.errors[-LAST_ERRORS:]] or [("errors", "none")]
+    rows += [("error", text) for text in s.errors[-LAST_ERRORS:]]
+    if not s.errors and not s.ended_by:
+        rows.append(("errors", "none"))
     return table(rows, f"{s.run} ({s.mode})")
 
 
