@@ -28,7 +28,8 @@ def test_the_quickstarts_servers_are_what_its_job_asks_for(tmp_path: Path) -> No
     add_tiny_run(parser, "quickstart_cpu.toml", 3, ["qwen3"])
     options = parser.parse_args([])
     options.pythons, options.servers, options.out = {"vllm": "p", "sglang": "q"}, 2, tmp_path
-    options.lora, options.router_replay, options.sync = None, False, False
+    options.lora = options.lora_sync = None
+    options.router_replay = options.sync = False
     options.rest = ["--training.seq_len=512", "--grpo.fp32-lm-head"]
     job, _ = tiny_run(options, tmp_path, [LAUNCH], quickstart.job_arguments(options))
     servers = launched(job, str(tmp_path), True, None, ("", ""))
@@ -38,4 +39,5 @@ def test_the_quickstarts_servers_are_what_its_job_asks_for(tmp_path: Path) -> No
     ]
     asked = {(each.max_model_len, each.max_num_seqs, each.fp32_head) for each in servers}
     assert asked == {(512, 128, True)}
+    assert {each.args for each in servers} == {("--load-format", "dummy")}
     assert job.weight_sync.startup_deadline_s == 4 * quickstart.STARTUP_S

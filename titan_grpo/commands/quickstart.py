@@ -126,6 +126,11 @@ def job_arguments(options: argparse.Namespace) -> list[str]:
     out += [f"--rollout.launch_count={options.servers}"]
     out += [f"--rollout.{PYTHONS[engine]}={path}" for engine, path in options.pythons.items()]
     out += [f"--weight_sync.startup_deadline_s={STARTUP_S * started}"]
+    if options.lora_sync != "adapter":  # adapters need the trainer's base weights
+        # Other weights than the trainer's: if a server later serves these, the sync brought them.
+        out += [
+            f"--rollout.{key}=--load-format,dummy" for key in ("launch_args", "launch_sglang_args")
+        ]
     if options.lora is not None:
         out += [f"--lora.rank={options.lora}", "--optimizer.lr=1e-2"]
         out += [f"--lora.sync={options.lora_sync or 'merged'}"]
