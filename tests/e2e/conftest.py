@@ -365,7 +365,8 @@ def shared(python: str, folder: Path, engine: str, **settings: Any) -> ServerSpe
     """A server that starts with other weights than the trainers', and refuses clients without its
     key. ``settings``: more of its ServerSpec."""
     model = write_tiny_model("qwen3", folder / "model", seed=2)
-    spec = server_spec(python, model, folder, Devices("cpu"), engine=engine)
+    plain = ServerSpec(python, str(model), str(folder / f"{engine}.log"), engine)
+    spec = server_spec(plain, folder, Devices("cpu"))
     args = (*spec.args, "--tool-call-parser", "hermes")
     return replace(spec, max_model_len=CONTEXT, args=args, api_key=API_KEY, **settings)
 

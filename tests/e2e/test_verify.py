@@ -45,6 +45,10 @@ def test_a_good_run_passes_with_all_its_evidence(engine: str, root: Path, tmp_pa
     assert modes == {"async live": "async", "async replay": "async", "sync replay": "sync"}
     assert result["runs"][2]["versions_committed"] == STEPS + 1, "synchronous mode skips no version"
     assert "PASSED" in done.stdout
+    if engine == "vllm":  # before, it took 256 tokens and 64 requests, whatever the job asked for
+        log = (tmp_path / "run/vllm0.log").read_text()
+        assert "'max_model_len': 64" in log
+        assert "'max_num_seqs': 128" in log
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from tests.rigs.server_handle import ServerProcess
 from tests.rigs.signals import send
 from tests.rigs.trainer import digests
 from titan_grpo.engines.http import ServerAccess, SyncDriver
-from titan_grpo.engines.launch import Server
+from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.engines.server import AUTO, ServerControl, detect, make_control
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.verify.outcome import Committed
@@ -92,7 +92,8 @@ def launcher(
     def launch(folder: Path) -> Process:
         folder.mkdir(parents=True, exist_ok=True)
         inner = wrapper(folder / "python", *inside, "nice", "-n", NICE, python)
-        spec = server_spec(inner, model, folder, devices, engine=engine)
+        plain = ServerSpec(inner, str(model), str(folder / f"{engine}.log"), engine)
+        spec = server_spec(plain, folder, devices)
         # a free port of another host cannot be asked for from here
         return Server(replace(spec, host=host, port=random.randrange(*PORTS) if inside else 0))
 

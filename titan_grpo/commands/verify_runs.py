@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from titan_grpo.commands.processes import print_progress, run_logged, tiny_run
+from titan_grpo.config import LAUNCH
+from titan_grpo.config.rollout import PYTHONS
 from titan_grpo.engines.launch import Server
 from titan_grpo.errors import ServerUnreachable
 from titan_grpo.observe.report import write_whole
 from titan_grpo.runkey import Key, find_run_key, with_run_key
-from titan_grpo.titan.jobconfig import ANY_SERVER
+from titan_grpo.titan.startup import launched
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify.outcome import (
     START,
@@ -66,8 +68,11 @@ def verify(
     ``kind`` replaces PhaseRuns."""
     began, out = time.monotonic(), options.out
     devices = choose_devices(options.device, torch.cuda.device_count(), options.nproc)
-    # To refuse mistakes in the job before anything is made or started.
-    tiny_run(options, out, [ANY_SERVER], ["--weight_sync.transport", devices.transport])
+    # Before anything is made or started: it refuses mistakes in the job.
+    starts = [f"--weight_sync.transport={devices.transport}"]
+    starts += [f"--rollout.launch_engines={options.engine}"]
+    starts += [f"--rollout.{PYTHONS[options.engine]}={options.python}"]
+    job, _ = tiny_run(options, out, [LAUNCH], starts)
     model, server_model = out / "model", out / "server_model"
     write_tiny_model(options.model, model, seed=1)
     # Different weights: if the server later serves the trainer's, these came from the sync.
@@ -77,7 +82,8 @@ def verify(
     reference = ReferenceModel(model, prompts)
     phase_runs = (kind or PhaseRuns)(options, with_run_key(env, run_key), devices, reference)
     runs: list[Run] = []
-    spec = server_spec(options.python, server_model, out, devices, run_key, options.engine)
+    asked = launched(job, str(server_model), devices.kind == "cpu", run_key, ("", ""))[0]
+    spec = server_spec(asked, out, devices)
     with Server(spec) as server:
         print_progress(
             f"device {devices.kind}, transport {devices.transport}; starting a server:"

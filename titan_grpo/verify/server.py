@@ -2,20 +2,16 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan_grpo.engines import vllm
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import ConfigError
-from titan_grpo.runkey import Key
 from titan_grpo.verify import recording
 
 STARTUP_S = 300.0
 GPU_SHARE = "0.3"
 """Share of a GPU's memory: on two GPUs the server shares the second with a trainer rank."""
-
-MAX_MODEL_LEN = 256
 
 GPU_ARGUMENTS: dict[str, list[str]] = {
     "vllm": ["--gpu-memory-utilization", GPU_SHARE, "--enforce-eager"],
@@ -58,35 +54,17 @@ def choose_devices(wanted: str, gpus: int, ranks: int) -> Devices:
     return Devices("cuda", min(ranks, gpus - 1))
 
 
-def server_spec(
-    python: str,
-    model: Path,
-    out: Path,
-    devices: Devices,
-    run_key: Key | None = None,
-    engine: str = vllm.NAME,
-) -> ServerSpec:
-    """Return a server that records its commits to ``recorded(out)``. Writes the plugin into
-    ``out``."""
-    plugin = out / "server_plugin"
+def server_spec(spec: ServerSpec, out: Path, devices: Devices) -> ServerSpec:
+    """Return a server on its device that records its commits to ``recorded(out)``. Writes the
+    plugin into ``out``."""
+    plugin, cpu = out / "server_plugin", devices.kind == "cpu"
     recording.install(plugin.resolve(), recorded(out).resolve())
     paths = (str(plugin.resolve()), os.environ.get("PYTHONPATH", ""))
-    env = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    args: list[str] = []
-    if devices.kind == "cuda":
+    env = {**spec.env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    if not cpu:
         env["CUDA_VISIBLE_DEVICES"] = str(devices.server_gpu)
-        args = GPU_ARGUMENTS[engine]
-    return ServerSpec(
-        python=python,
-        model=str(model),
-        log_path=str(out / f"{engine}.log"),
-        engine=engine,
-        max_model_len=MAX_MODEL_LEN,
-        cpu=devices.kind == "cpu",
-        args=tuple(args),
-        env=env,
-        run_key=run_key,
-    )
+    args = spec.args if cpu else (*GPU_ARGUMENTS[spec.engine], *spec.args)
+    return replace(spec, cpu=cpu, args=args, env=env)
 
 
 def recorded(out: Path) -> Path:
