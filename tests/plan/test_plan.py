@@ -399,6 +399,22 @@ def test_servers_of_a_file_and_of_slurms_host_list_are_counted_too(
     assert (setup.servers, setup.servers_per_host, setup.same_host) == (24, 3, False)
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "why"),
+    [
+        ("grpo", "async_weight_update", "each step waits for every server"),
+        ("rollout", "in_flight_weight_updates", "a server finishes its requests before"),
+    ],
+)
+def test_a_job_whose_commits_wait_is_refused_since_no_plan_has_such_waits(
+    tmp_path: Path, section: str, key: str, why: str
+) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(GSM8K.replace(f"{key} = true\n", f"{key} = false\n"))
+    with pytest.raises(ConfigError, match=rf"{section}\.{key} must be true for a plan \(.* {why}"):
+        of_file(job)
+
+
 def test_a_job_with_adapters_has_their_size_and_little_state(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

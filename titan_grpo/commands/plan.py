@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -172,11 +173,15 @@ def of_job(path: Path, env: Mapping[str, str], servers: int | None = None) -> di
             f"FILE {path} must name servers (rollout.servers, servers_file or servers_slurm), or"
             " --servers N must say how many there are"
         )
-    if not config.grpo.async_weight_update:
-        raise ConfigError(
-            "grpo.async_weight_update must be true for a plan (without it each step waits for every"
-            f" server), got false in {path}"
-        )
+    for key, why in (
+        ("grpo.async_weight_update", "each step waits for every server"),
+        ("rollout.in_flight_weight_updates", "a server finishes its requests before each commit"),
+    ):
+        if not attrgetter(key)(config):
+            raise ConfigError(
+                f"{key} must be true for a plan (without it {why}, and no plan has such waits), got"
+                f" false in {path}"
+            )
     out: dict[str, Any] = {
         "sync": config.weight_sync,
         "groups": rollout.prompts_per_step,
