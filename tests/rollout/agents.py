@@ -3,7 +3,7 @@
 import http.client
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tests.rollout.conftest import Behaviour, answer
@@ -76,10 +76,36 @@ def asking(base_url: str, api_key: str, retries: int | None = None) -> http.clie
     return connection
 
 
-def talker(turns: int = 3, **options: Any) -> Callable[[str, str, Any], float]:
-    """An agent of so many turns; returns 1."""
+Agent = Callable[[str, str, Any], float]
+
+
+def caller(*requests: dict[str, Any], seen: list[Any] | None = None, reward: float = 1.0) -> Agent:
+    """An agent that makes these calls one after the other, of HELLO where one names no messages;
+    ``seen`` gets their answers, or the chunks of a streamed one."""
 
     def agent(base_url: str, api_key: str, row: Any) -> float:
+        ask: Any = client_of(base_url, api_key).chat.completions.create
+        for request in requests:
+            answer = ask(**{"model": "any", "messages": [HELLO], **request})
+            if seen is not None:
+                seen.extend(answer if request.get("stream") else [answer])
+        return reward
+
+    return agent
+
+
+def saying(*texts: str) -> Iterator[dict[str, Any]]:
+    """Calls for ``caller``: each of one message of the user."""
+    for text in texts:
+        yield {"messages": [{"role": "user", "content": text}]}
+
+
+def talker(turns: int = 3, keys: list[str] | None = None, **options: Any) -> Agent:
+    """An agent of so many turns; returns 1. ``keys`` gets the key of each episode."""
+
+    def agent(base_url: str, api_key: str, row: Any) -> float:
+        if keys is not None:
+            keys.append(api_key)
         client = client_of(base_url, api_key)
         messages: list[Any] = [HELLO]
         for turn in range(turns):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from tests.rollout.agents import HELLO, client_of, says, send, taken, talker
+from tests.rollout.agents import HELLO, caller, client_of, says, send, taken, talker
 from tests.rollout.conftest import GroupOf, answer, piece
 from titan_grpo.errors import ConfigError
 from titan_grpo.rollout.agents import Agents
@@ -70,13 +70,8 @@ def test_tokens_that_their_text_would_not_give_again_are_kept(
 def test_a_changed_history_begins_a_second_completion_with_the_same_reward(
     group_of: GroupOf, codec: TextCodec
 ) -> None:
-    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
-        client = client_of(base_url, api_key)
-        for said in ("first", "second"):
-            messages: list[Any] = [HELLO, {"role": "assistant", "content": said}, HELLO]
-            client.chat.completions.create(model="any", messages=messages)
-        return 0.5
-
+    answers = [{"role": "assistant", "content": said} for said in ("first", "second")]
+    agent = caller(*({"messages": [HELLO, answer, HELLO]} for answer in answers), reward=0.5)
     asked: list[list[int]] = []
     group = group_of(agent, [says(codec, "one", "two", log=asked)])
     assert [c.episode for c in group.completions] == [0, 0]
@@ -110,14 +105,7 @@ def test_calls_at_once_are_completions_of_their_own(group_of: GroupOf, codec: Te
 
 def test_a_streamed_answer_is_the_same(group_of: GroupOf, codec: TextCodec) -> None:
     seen: list[Any] = []
-
-    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
-        stream = client_of(base_url, api_key).chat.completions.create(
-            model="any", messages=[HELLO], stream=True, stream_options={"include_usage": True}
-        )
-        seen.extend(stream)
-        return 1.0
-
+    agent = caller({"stream": True, "stream_options": {"include_usage": True}}, seen=seen)
     group = group_of(agent, [says(codec, "one")])
     text = "".join(chunk.choices[0].delta.content or "" for chunk in seen if chunk.choices)
     assert text == "one"
@@ -194,16 +182,7 @@ def test_log_probabilities_and_a_limit_are_those_of_the_tokens(
     group_of: GroupOf, codec: TextCodec
 ) -> None:
     seen: list[Any] = []
-
-    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
-        seen.append(
-            client_of(base_url, api_key).chat.completions.create(
-                model="any", messages=[HELLO], logprobs=True, max_tokens=2
-            )
-        )
-        return 1.0
-
-    group = group_of(agent, [says(codec, "one")])
+    group = group_of(caller({"logprobs": True, "max_tokens": 2}, seen=seen), [says(codec, "one")])
     (choice,) = seen[0].choices
     assert (choice.message.content, choice.finish_reason) == ("on", "length")
     assert [(t.token, t.logprob) for t in choice.logprobs.content] == [("o", -1.0), ("n", -1.0)]
@@ -233,17 +212,10 @@ def test_an_agent_does_not_see_that_a_server_died_in_its_second_turn(
             return first(body)
         return 200, iter([piece(list(codec.encode("tw")))])
 
-    calls = []
-    agent = talker(2)
-
-    def counted(base_url: str, api_key: str, row: dict[str, Any]) -> float:
-        calls.append(api_key)
-        return agent(base_url, api_key, row)
-
-    again: list[list[int]] = []
-    group = group_of(counted, [dies, says(codec, "o", log=again)])
+    keys, again = list[str](), list[list[int]]()
+    group = group_of(talker(2, keys), [dies, says(codec, "o", log=again)])
     (completion,) = group.completions
-    assert len(calls) == 1
+    assert len(keys) == 1
     # The pieces that had come are gone on from, not made again.
     assert again == [asked[1] + list(codec.encode("tw"))]
     assert codec.decode(completion.token_ids[-4:]) == "two"
@@ -253,13 +225,11 @@ def test_an_agent_does_not_see_that_a_server_died_in_its_second_turn(
 def test_an_episode_whose_tokens_were_thrown_away_begins_again_with_another_key(
     group_of: GroupOf, codec: TextCodec
 ) -> None:
-    keys, refusals = [], []
-    agent = talker(2)
+    keys, refusals = list[str](), []
 
-    def counted(base_url: str, api_key: str, row: dict[str, Any]) -> float:
-        keys.append(api_key)
+    def noted(base_url: str, api_key: str, row: dict[str, Any]) -> float:
         try:
-            return agent(base_url, api_key, row)
+            return talker(2, keys)(base_url, api_key, row)
         except openai.AuthenticationError as error:
             refusals.append(str(error))
             raise
@@ -270,7 +240,7 @@ def test_an_episode_whose_tokens_were_thrown_away_begins_again_with_another_key(
         asked.append(body["seed"])
         return first(body) if len(asked) == 1 else (500, {})
 
-    group = group_of(counted, [dies, says(codec, "one")], keeps=False)
+    group = group_of(noted, [dies, says(codec, "one")], keeps=False)
     assert len(set(keys)) == 2
     assert len(refusals) == 1
     assert "this one is over" in refusals[0]
@@ -414,21 +384,14 @@ def test_a_first_call_without_room_in_a_row_is_the_prompts_fault(
 def test_an_answer_is_cut_at_the_agents_own_stop_but_its_tokens_are_not(
     group_of: GroupOf, codec: TextCodec
 ) -> None:
-    seen, bodies = [], []
-
-    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
-        reply = client_of(base_url, api_key).chat.completions.create(
-            model="any", messages=[HELLO], stop="E"
-        )
-        seen.append(reply.choices[0].message.content)
-        return 1.0
+    seen, bodies = list[Any](), []
 
     def behaviour(body: dict[str, Any]) -> tuple[int, Any]:
         bodies.append(body)
         return answer(list(codec.encode("onE")), [-1.0] * 3, "stop")
 
-    group = group_of(agent, [behaviour])
-    assert (seen, bodies[0]["stop"]) == (["on"], ["E"])
+    group = group_of(caller({"stop": "E"}, seen=seen), [behaviour])
+    assert (seen[0].choices[0].message.content, bodies[0]["stop"]) == ("on", ["E"])
     assert codec.decode(group.completions[0].token_ids) == "onE"
 
 
@@ -437,14 +400,8 @@ def test_prompts_with_nothing_in_common_drop_the_group(
 ) -> None:
     template = tmp_path / "bare.jinja"
     template.write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
-
-    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
-        client = client_of(base_url, api_key)
-        for role in ("user", "system"):
-            message: Any = {"role": role, "content": "x"}
-            client.chat.completions.create(model="any", messages=[message])
-        return 1.0
-
+    roles = ("user", "system")
+    agent = caller(*({"messages": [{"role": role, "content": "x"}]} for role in roles))
     with pytest.raises(GroupDropped, match="empty_prompt"):
         group_of(agent, [says(codec, "one")], chat_template=str(template))
 

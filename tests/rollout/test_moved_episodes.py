@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.agents import asking, client_of, says, send, taken, talker
+from tests.rollout.agents import asking, caller, client_of, saying, says, send, taken, talker
 from tests.rollout.conftest import CompletionServer, MakeServer, SamplerOfAgents, answer
 from tests.rollout.sampling import holding
 from titan_grpo.engines.http import AsyncDriver
@@ -71,13 +71,8 @@ def outage(
 
 
 def test_an_outage_of_all_servers_is_no_time_of_an_agent(outage: Outage) -> None:
-    keys, agent = [], talker(2)
-
-    def counted(base_url: str, api_key: str, row: dict[str, Any]) -> float:
-        keys.append(api_key)
-        return agent(base_url, api_key, row)
-
-    group = outage(counted)
+    keys: list[str] = []
+    group = outage(talker(2, keys))
     assert (len(keys), group.completions[0].num_sampled) == (1, 8)
 
 
@@ -220,9 +215,7 @@ def test_a_call_whose_client_has_gone_is_not_sampled_at_the_next_server(
         first.wait_for_requests(1)
         connection.close()
         gone.set()
-        message: Any = {"role": "user", "content": "a"}
-        client_of(base_url, api_key).chat.completions.create(model="any", messages=[message])
-        return 1.0
+        return caller(*saying("a"))(base_url, api_key, row)
 
     async def run() -> Group:
         async with sampler_of_agents(agent) as (sampler, _):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.agents import HELLO, asking, client_of, says, send, talker
+from tests.rollout.agents import HELLO, asking, caller, saying, says, send, talker
 from tests.rollout.conftest import GroupOf, SamplerOfAgents
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.samples import NO_TOKENS
@@ -84,11 +84,7 @@ def test_an_answer_whose_client_has_gone_is_not_trained_on(
         assert arrived.wait(WAIT_S)
         connection.close()
         gone.set()
-        client = client_of(base_url, api_key)
-        for said in ("a", "b", "c"):
-            message: Any = {"role": "user", "content": said}
-            client.chat.completions.create(model="any", messages=[message])
-        return 1.0
+        return caller(*saying(*"abc"))(base_url, api_key, row)
 
     group = group_of(agent, [engine])
     prompts = [

@@ -1,13 +1,12 @@
 """Calls of tools that the servers' own parsers read, with the openai client against an engine that
 says and reads what a test tells it."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-from tests.rollout.agents import ADD, HELLO, client_of, says, talker
+from tests.rollout.agents import ADD, HELLO, Agent, caller, client_of, says, talker
 from tests.rollout.conftest import Behaviour, GroupOf, answer
 from titan_grpo.errors import DataError
 from titan_grpo.rollout.agents import Agents
@@ -49,7 +48,7 @@ def reads(
     return behaviour
 
 
-def caller(seen: list[Any], **options: Any) -> Callable[[str, str, dict[str, Any]], float]:
+def tool_user(seen: list[Any], **options: Any) -> Agent:
     """An agent that asks with a tool until it gets an answer without a call."""
 
     def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
@@ -78,7 +77,7 @@ def test_calls_of_tools_reach_the_agent_and_go_on_without_being_written_again(
     text = '<tool_call>{"name":   "add", "arguments": {"a":1}}</tool_call>'
     seen: list[Any] = []
     asked: list[list[int]] = []
-    group = group_of(caller(seen), [says(codec, text, "two", log=asked)])
+    group = group_of(tool_user(seen), [says(codec, text, "two", log=asked)])
     assert seen == [("tool_calls", None, [("add", '{"a": 1}')]), ("stop", "two", [])]
     assert len(group.completions) == 1
     assert codec.spell(asked[1][len(asked[0]) :]) == f"{text}<eos>\ntool: 2\nassistant:"
@@ -100,7 +99,7 @@ def test_calls_are_found_where_their_marks_are_special_tokens(
 
     codec, seen = marks(TextCodec(model)), list[Any]()
     assert codec.decode(codec.encode(CALL)) == '{"name": "add", "arguments": {"a": 1}}'
-    group_of(caller(seen), [says(codec, said, "two")], look=look)
+    group_of(tool_user(seen), [says(codec, said, "two")], look=look)
     assert seen == [("tool_calls", None, [("add", '{"a": 1}')]), ("stop", "two", [])]
 
 
@@ -125,16 +124,9 @@ def test_a_call_that_the_template_cannot_write_is_none(
 ) -> None:
     template, seen = tmp_path / "strict.jinja", list[Any]()
     template.write_text(f"{{% for message in messages %}}{written}{WRITTEN}\n{{% endfor %}}")
-
-    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
-        made = client_of(base_url, api_key).chat.completions.create(
-            model="m", messages=[HELLO], tools=[ADD]
-        )
-        seen.append((made.choices[0].message, made.choices[0].finish_reason))
-        return 1.0
-
+    agent = caller({"tools": [ADD]}, seen=seen)
     group_of(agent, [says(codec, said)], chat_template=str(template))
-    ((message, reason),) = seen
+    message, reason = seen[0].choices[0].message, seen[0].choices[0].finish_reason
     assert len(message.tool_calls or ()) == called
     assert (reason, message.content) == (("tool_calls", None) if called else ("stop", said))
 
@@ -148,7 +140,7 @@ def test_a_calls_id_is_one_that_mistrals_templates_take(
         "{% if call.id|length != 9 %}{{ raise_exception('length 9') }}{% endif %}"
         f"{{% endfor %}}{WRITTEN}\n{{% endfor %}}"
     )
-    group_of(caller(seen), [says(codec, CALL, "two")], chat_template=str(template))
+    group_of(tool_user(seen), [says(codec, CALL, "two")], chat_template=str(template))
     assert [reason for reason, _, _ in seen] == ["tool_calls", "stop"]
 
 
@@ -157,7 +149,7 @@ def test_the_engine_reads_calls_in_the_tokens_of_its_answer_without_the_end_toke
 ) -> None:
     seen: list[Any] = []
     log: list[str] = []
-    group = group_of(caller(seen), [reads(codec, CODER, "two", log=log)], tool_parser=None)
+    group = group_of(tool_user(seen), [reads(codec, CODER, "two", log=log)], tool_parser=None)
     # A text without a call comes back whole, whatever the engine left of it.
     assert seen == [("tool_calls", "So.", [("add", '{"a": 1}')]), ("stop", "two", [])]
     assert log == [CODER, "two"]
@@ -178,7 +170,7 @@ def test_the_engine_reads_the_text_before_the_agents_stop(
         return answer(list(ids), [-1.0] * len(ids), "stop")
 
     read = reads(codec, "", log=log)
-    group_of(caller(seen, stop=";"), [stops], tool_parser=None)
+    group_of(tool_user(seen, stop=";"), [stops], tool_parser=None)
     assert (seen, log) == ([("stop", "two", [])], ["two"])
 
 
@@ -195,7 +187,7 @@ def test_an_answer_that_no_engine_could_read_is_kept_and_read_by_the_next(
             again.append(codec.spell(body["prompt"]))
         return then(body)
 
-    group = group_of(caller(seen), [first, second], tool_parser=None)
+    group = group_of(tool_user(seen), [first, second], tool_parser=None)
     assert [reason for reason, _, _ in seen] == ["tool_calls", "stop"]
     # Sampled by the first server, read by the second, and its context added once.
     assert again == [f"<bos>user: hello\nassistant:{CODER}<eos>\ntool: 2\nassistant:"]
@@ -208,7 +200,7 @@ def test_a_call_on_which_the_engines_parser_fails_is_no_call(
     group_of: GroupOf, codec: TextCodec, status: int
 ) -> None:
     seen: list[Any] = []
-    group_of(caller(seen), [reads(codec, CODER, status=status)], tool_parser=None)
+    group_of(tool_user(seen), [reads(codec, CODER, status=status)], tool_parser=None)
     assert seen == [("stop", CODER, [])]
 
 
@@ -249,7 +241,7 @@ def test_a_call_with_a_lone_surrogate_is_no_call(
 ) -> None:
     seen: list[Any] = []
     said = f"<tool_call>{call}</tool_call>"
-    group_of(caller(seen), [says(codec, said)])
+    group_of(tool_user(seen), [says(codec, said)])
     assert seen == [("stop", said, [])]
 
 
@@ -270,9 +262,6 @@ def test_arguments_of_an_agent_with_a_lone_surrogate_are_refused(
 
     group = group_of(agent, [says(codec, "one")], chat_template=str(template))
     assert len(group.completions) == 1
-
-
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
 @pytest.mark.parametrize(
