@@ -4,14 +4,14 @@ once."""
 import asyncio
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.rollout.conftest import MakeServer, StartClient, piece
+from tests.rollout.conftest import CompletionServer, MakeServer, StartClient, piece
 from tests.rollout.sampling import holding, sample, sampler_of
 from titan_grpo.engines import vllm
 from titan_grpo.engines.generation import Sampling
@@ -72,107 +72,6 @@ def test_a_broken_connection_leaves_its_stream_and_those_of_the_requests_beside_
         assert (completion.version_first, completion.version_last) == (3, 4)
 
 
-def test_a_cancelled_request_leaves_its_tokens(
-    completion_server: MakeServer, sampler: Sampler
-) -> None:
-    server = completion_server()
-
-    def stall(_: dict[str, Any]) -> tuple[int, Iterator[bytes]]:
-        def speak() -> Iterator[bytes]:
-            yield server.piece([7, 8])
-            server.released.wait(WAIT_S)
-
-        return 200, speak()
-
-    server.behaviour = stall
-    parts = [NO_TOKENS]
-
-    async def cancelled() -> None:
-        driver = Telling(server.url)
-        state = holding(server.url, 3)
-        running = asyncio.create_task(sampler.group(Ticket(0), parts, state, driver))
-        async with asyncio.timeout(WAIT_S):
-            await driver.came.wait()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await driver.close()
-
-    asyncio.run(cancelled())
-    assert (parts[0].token_ids, parts[0].version_first, parts[0].version_last) == ((7, 8), 3, 3)
-
-
-def test_what_came_before_the_ledger_lost_the_servers_version_goes_on_elsewhere(
-    completion_server: MakeServer, sampler: Sampler
-) -> None:
-    server, lost = completion_server(), threading.Event()
-
-    def speak(_: dict[str, Any]) -> tuple[int, Iterator[bytes]]:
-        def pieces() -> Iterator[bytes]:
-            yield server.piece([7, 8])
-            lost.wait(WAIT_S)
-            yield server.piece([9] * (TOKENS - 2), "length")
-
-        return 200, pieces()
-
-    server.behaviour = speak
-    parts = [NO_TOKENS]
-
-    async def sampled() -> None:
-        driver, state = Telling(server.url), holding(server.url, 3)
-        running = asyncio.create_task(sampler.group(Ticket(0), parts, state, driver))
-        async with asyncio.timeout(WAIT_S):
-            await driver.came.wait()
-            state.state = msgspec.structs.replace(state.state, version=None)
-            lost.set()
-            with pytest.raises(Interrupted):
-                await running
-        await driver.close()
-
-    asyncio.run(sampled())
-    assert (parts[0].token_ids, parts[0].version_last, parts[0].finished) == ((7, 8), 3, False)
-
-
-@pytest.mark.parametrize("mix", [True, False])
-def test_what_a_drain_cancels_is_of_the_old_version_alone(
-    completion_server: MakeServer, model_dir: str, mix: bool
-) -> None:
-    server, committing = completion_server(), threading.Event()
-
-    def speak(_: dict[str, Any]) -> tuple[int, Iterator[bytes]]:
-        def pieces() -> Iterator[bytes]:
-            yield server.piece([7])
-            committing.wait(WAIT_S)
-            yield server.piece([8])
-            server.released.wait(WAIT_S)
-
-        return 200, pieces()
-
-    server.behaviour = speak
-    parts = [NO_TOKENS]
-    sampler = sampler_of("digits", model_dir, 1, TOKENS)
-    sampler._spec = replace(sampler._spec, in_flight_weight_updates=mix)
-
-    async def cancelled() -> None:
-        driver, state = Telling(server.url), holding(server.url, 3)
-        running = asyncio.create_task(sampler.group(Ticket(0), parts, state, driver))
-        async with asyncio.timeout(WAIT_S):
-            await driver.came.wait()
-            driver.came.clear()
-            state.state = msgspec.structs.replace(state.state, accepting=False, committing=4)
-            committing.set()
-            await driver.came.wait()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await driver.close()
-
-    asyncio.run(cancelled())
-    (part,) = parts
-    assert (part.token_ids, part.version_first, part.version_last) == ((7, 8), 3, 4 if mix else 3)
-    # Unless it may mix, it goes on only where the old version still is.
-    assert worth_keeping(parts, 3, 3, mix) == (part,)
-    assert worth_keeping(parts, 4, 3, mix) == (part if mix else NO_TOKENS,)
-
-
 class Told:
     """A sink, and an event that it took a piece."""
 
@@ -200,6 +99,76 @@ class Telling(AsyncDriver):
 
     async def stream(self, call: Call[Any], sink: Sink) -> None:
         await super().stream(call, Told(sink, self.came))
+
+
+def broken_off(
+    sampler: Sampler, server: CompletionServer, pieces: Sequence[bytes], *changes: dict[str, Any]
+) -> tuple[Completion, BaseException]:
+    """What is kept of a request on a server of version 3, and how it ended: by its last piece if
+    that is of an end, else it is cancelled there. The server has changed before each piece but
+    the first."""
+    changed, ends = [threading.Event() for _ in changes], b'"length"' in pieces[-1]
+
+    def speak(_: dict[str, Any]) -> tuple[int, Iterator[bytes]]:
+        def said() -> Iterator[bytes]:
+            yield pieces[0]
+            for event, text in zip(changed, pieces[1:], strict=True):
+                event.wait(WAIT_S)
+                yield text
+            if not ends:
+                server.released.wait(WAIT_S)
+
+        return 200, said()
+
+    async def run() -> BaseException:
+        driver, known = Telling(server.url), holding(server.url, 3)
+        running = asyncio.create_task(sampler.group(Ticket(0), parts, known, driver))
+        async with asyncio.timeout(WAIT_S):
+            await driver.came.wait()
+            for event, change in zip(changed, changes, strict=True):
+                driver.came.clear()
+                known.state = msgspec.structs.replace(known.state, **change)
+                event.set()
+                await driver.came.wait()
+        if not ends:
+            running.cancel()
+        (error,) = await asyncio.gather(running, return_exceptions=True)
+        await driver.close()
+        assert isinstance(error, BaseException)
+        return error
+
+    server.behaviour, parts = speak, [NO_TOKENS]
+    error = asyncio.run(run())
+    return parts[0], error
+
+
+def test_a_cancelled_request_leaves_its_tokens(
+    completion_server: MakeServer, sampler: Sampler
+) -> None:
+    part, _ = broken_off(sampler, completion_server(), [piece([7, 8])])
+    assert (part.token_ids, part.version_first, part.version_last) == ((7, 8), 3, 3)
+
+
+def test_what_came_before_the_ledger_lost_the_servers_version_goes_on_elsewhere(
+    completion_server: MakeServer, sampler: Sampler
+) -> None:
+    pieces = [piece([7, 8]), piece([9] * (TOKENS - 2), "length")]
+    part, error = broken_off(sampler, completion_server(), pieces, {"version": None})
+    assert isinstance(error, Interrupted)
+    assert (part.token_ids, part.version_last, part.finished) == ((7, 8), 3, False)
+
+
+@pytest.mark.parametrize("mix", [True, False])
+def test_what_a_drain_cancels_is_of_the_old_version_alone(
+    completion_server: MakeServer, sampler: Sampler, mix: bool
+) -> None:
+    sampler._spec = replace(sampler._spec, in_flight_weight_updates=mix)
+    drains = {"accepting": False, "committing": 4}
+    part, _ = broken_off(sampler, completion_server(), [piece([7]), piece([8])], drains)
+    assert (part.token_ids, part.version_first, part.version_last) == ((7, 8), 3, 4 if mix else 3)
+    # Unless it may mix, it goes on only where the old version still is.
+    assert worth_keeping([part], 3, 3, mix) == (part,)
+    assert worth_keeping([part], 4, 3, mix) == (part if mix else NO_TOKENS,)
 
 
 def test_what_came_after_the_ledger_lost_track_is_not_kept() -> None:
