@@ -22,15 +22,11 @@ pytest.importorskip("openai")
 
 AGENT = """
 import openai
-from pathlib import Path
 
 def solve(base_url, api_key, row):
     client = openai.OpenAI(base_url=base_url, api_key=api_key)
     client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
-    if row["index"] == 0 and not Path(__file__).with_name("failed").exists():
-        Path(__file__).with_name("failed").touch()
-        raise KeyError("the agent's own mistake")
-    return row["index"]
+    return 1.0
 """
 
 
@@ -45,22 +41,9 @@ def run_of_agents(
     return partial(start_client, RolloutSpec(model_dir=model, agent="own_agent:solve", **sizes))
 
 
-def test_a_run_counts_an_agents_error_and_makes_its_group_again(
+def test_an_episode_that_ended_is_in_flight_no_more_while_others_of_its_group_are(
     run_of_agents: StartClient, codec: TextCodec, completion_server: MakeServer
 ) -> None:
-    engine = completion_server()
-    engine.behaviour = says(codec, "one")
-    client = run_of_agents(engine, task_error_budget=3)
-    groups = client.next_batch(0, 2, 60)
-    assert [group.prompt.index for group in groups] == [0, 1]
-    assert [[c.reward for c in group.completions] for group in groups] == [[0, 0], [1, 1]]
-    assert client.counters()["dropped.task_error"] == 1
-
-
-def test_an_episode_that_ended_is_in_flight_no_more_while_others_of_its_group_are(
-    run_of_agents: StartClient, codec: TextCodec, completion_server: MakeServer, tmp_path: Path
-) -> None:
-    (tmp_path / "failed").touch()  # none fails
     engine, speak = completion_server(), says(codec, "one")
     engine.behaviour = lambda body: (engine.hang if body is engine.bodies[0] else speak)(body)
     client = run_of_agents(engine, prompts_per_step=1)
@@ -114,12 +97,14 @@ def test_an_episode_that_begins_again_is_as_new_as_its_server_and_all_its_tokens
 
 
 GIVES_UP = """
-import openai
+import http.client, json, openai
 from pathlib import Path
-from tests.rollout.agents import asking
 
 def solve(base_url, api_key, row):
-    connection = asking(base_url, api_key)
+    connection = http.client.HTTPConnection(base_url.split("/")[2], timeout=60)
+    body = json.dumps({"model": "any", "messages": [{"role": "user", "content": "hello"}]})
+    headers = {"Authorization": f"Bearer {api_key}"}
+    connection.request("POST", "/v1/chat/completions", body, headers)
     while not Path(__file__).with_name("asked").exists():
         pass
     connection.close()

@@ -18,7 +18,6 @@ from titan_grpo.rollout.atropos import (
     batch_call,
     batch_of,
     group_of,
-    register_call,
 )
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
 from titan_grpo.rollout.messages import (
@@ -54,23 +53,6 @@ def test_log_probabilities_stay_with_their_own_tokens() -> None:
     assert (two.token_ids, two.logprobs, two.sampled) == ((7, 8), (0.0, -2), (False, True))
     assert (one.reward, two.reward, one.version_first, two.version_last) == (1.0, 0.0, 7, 7)
     assert one.server == "atropos environment 3"
-
-
-def test_a_token_and_its_log_probability_meet_in_the_batch() -> None:
-    from titan_grpo.algorithm.batch import BatchOptions, plan
-
-    [[batch]] = plan(
-        [group_of(item(), 0)], 1, BatchOptions(token_budget=64, max_len=32)
-    ).micro_batches()
-    trained = batch["labels"] != M
-    pairs = set(
-        zip(
-            batch["labels"][trained].tolist(),
-            batch["rollout_logprobs"][trained].tolist(),
-            strict=True,
-        )
-    )
-    assert pairs == {(8, -0.25), (9, -0.5), (8, -2.0)}
 
 
 def test_a_tools_turn_is_context_and_a_masked_end_is_cut() -> None:
@@ -181,12 +163,6 @@ def test_the_answers_of_the_api_are_told_apart() -> None:
     for answer in ({}, None, {"batch": 3}, {"batch": [3]}):
         with pytest.raises(ServerRefused, match="list of groups or null"):
             batch_of(answer)
-
-
-def test_a_registration_is_sent_as_it_is() -> None:
-    call = register_call({"batch_size": 64})
-    assert (call.method, call.path, call.json) == ("POST", "/register", {"batch_size": 64})
-    assert call.parse({"uuid": 5}) == 5
 
 
 def test_a_batch_has_the_time_of_its_tokens() -> None:

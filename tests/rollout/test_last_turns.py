@@ -47,13 +47,16 @@ def test_an_episode_without_room_for_its_tasks_answer_ends_by_its_length(
     assert (completion.token_ids, completion.finish_reason) == (tuple(ids), reason)
 
 
-@pytest.mark.parametrize(("turns", "tokens", "reason"), [(1, 1, "stop"), (8, BUDGET, "length")])
+@pytest.mark.parametrize(
+    ("turns", "tokens", "reason", "asked"),
+    [(1, 1, "stop", 0), (3, 1, "stop", 2), (8, BUDGET, "length", 0)],
+)
 def test_a_task_is_not_asked_after_the_last_of_the_turns_or_a_turn_that_the_budget_cuts(
-    completion_server: MakeServer, turns: int, tokens: int, reason: str
+    completion_server: MakeServer, turns: int, tokens: int, reason: str, asked: int
 ) -> None:
     server, task = completion_server(), Dialogue()
     server.behaviour = lambda _: answer([97] * tokens, [-1.0] * tokens, reason)
     spec = RolloutSpec(model_dir="", group_size=1, max_completion_tokens=BUDGET, max_turns=turns)
     sampler = Sampler(spec, TaskRunner(task, Letters(), spec))
     (completion,) = sample(sampler, [NO_TOKENS], holding(server.url, 3)).completions
-    assert (completion.finish_reason, task.asked) == (reason, 0)
+    assert (completion.finish_reason, completion.answers, task.asked) == (reason, asked, asked)

@@ -495,20 +495,6 @@ def test_a_tool_loop_makes_episodes_whose_tool_tokens_are_not_trained_on(
         assert all(b["max_tokens"] < body["max_tokens"] for b in longer)
 
 
-@pytest.mark.e2e
-def test_the_turns_of_an_episode_are_bounded(start: StartClient, sums: CompletionServer) -> None:
-    def always_asks(body: dict[str, Any]) -> tuple[int, Any]:
-        tokens = [*ids("[1+1]"), EOS]
-        return sums.answer(tokens, [-1.0] * len(tokens), "stop")
-
-    sums.behaviour = always_asks
-    client = start(sums, max_turns=3, max_completion_tokens=400)
-    batch = client.next_batch(0, 2, 60)
-    assert {c.answers for group in batch for c in group.completions} == {2}
-    assert {c.finish_reason for group in batch for c in group.completions} == {"stop"}
-    assert len(sums.bodies) == 3 * 2 * GROUP
-
-
 BROKEN = """
 from titan_grpo.rollout.tasks.built_in import Calculator
 class Broken(Calculator):

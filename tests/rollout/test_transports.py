@@ -187,6 +187,7 @@ def indices(*batches: list[Group]) -> list[int]:
     return [group.prompt.index for batch in batches for group in batch]
 
 
+@pytest.mark.parametrize("start", ["remote"], indirect=True)
 def test_a_transport_carries_versions_groups_up_to_the_bound_drains_and_what_is_in_flight(
     start: StartClient, completion_server: MakeServer
 ) -> None:

@@ -130,17 +130,6 @@ def test_a_follower_knows_steps_versions_commits_and_errors(tmp_path: Path) -> N
     assert [error[:10] for error in state.errors] == ["version 10", "version 20"]
 
 
-def test_a_server_that_left_is_not_shown_any_more(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path)
-    recorder.known_server(url_of(0))
-    recorder.joined(url_of(1), 3)
-    recorder.left(url_of(0), 4)
-    recorder.close()
-    follower = Follower(tmp_path)
-    follower.read()
-    assert follower.state.held == {url_of(1): None}
-
-
 def test_of_an_older_run_in_the_same_folder_no_server_version_or_commit_is_shown() -> None:
     state = State()
     for run in ("first", "second"):
@@ -152,18 +141,6 @@ def test_of_an_older_run_in_the_same_folder_no_server_version_or_commit_is_shown
         state.add_entry(["first step"])
     assert state.held == {"a": 0, "b": None}
     assert state.commits == {"a": 1, "b": 0}
-
-
-def test_servers_of_the_process_before_a_resume_are_not_shown_any_more(tmp_path: Path) -> None:
-    for server, step in ((1, 50), (7, 51)):
-        recorder = Recorder(tmp_path)
-        recorder.known_server(url_of(server))
-        recorder.committed(url_of(server), step - 1)
-        recorder.step(step, {names.REWARD: 0.5})
-        recorder.close()
-    follower = Follower(tmp_path)
-    follower.read()
-    assert follower.state.held == {url_of(7): 50}
 
 
 def test_a_step_that_comes_again_replaces_those_from_it_on(tmp_path: Path) -> None:

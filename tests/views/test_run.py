@@ -84,13 +84,6 @@ def test_resumes_and_how_servers_quantise_are_known_of_a_run_at_any_time(
     assert present(facts.longest).number == 4, "not the first one after the resume"
 
 
-def test_the_summary_of_an_earlier_run_is_not_that_of_one_that_goes_on(tmp_path: Path) -> None:
-    make_run(tmp_path, Made(steps=3))
-    make_run(tmp_path, Made(steps=2, first_step=4, finished=False), Clock(2000.0))
-    assert read_run(tmp_path).summary is None
-    assert not Follower(tmp_path).ended()
-
-
 def test_the_summary_of_the_process_before_is_none_as_soon_as_a_resumed_one_trains(
     tmp_path: Path,
 ) -> None:
