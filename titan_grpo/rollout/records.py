@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from titan_grpo.errors import DataError, StorageError, TitanGrpoError
-from titan_grpo.protocol.messages import ServerState
+from titan_grpo.errors import DataError, StorageError
 from titan_grpo.samples import Group
 
 
@@ -101,27 +100,6 @@ class ReplayClient:
         self._next: int | None = (state or {}).get("next_batch")
         self._consumed = 0
 
-    def start(self, timeout_s: float = 0.0) -> None:
-        """Nothing to start."""
-
-    def set_server(self, state: ServerState) -> None:
-        """Ignored: nothing is sampled."""
-
-    def remove_server(self, url: str) -> None:
-        """Ignored."""
-
-    def fail(self, error: TitanGrpoError) -> None:
-        """Ignored: recorded groups need no server."""
-
-    def drain(self, url: str, within_s: float) -> None:
-        """Return at once: no request is in flight."""
-
-    def skip_drains(self) -> None:
-        """Ignored: drains return at once."""
-
-    def in_flight(self, timeout_s: float = 0.0) -> dict[str, int]:
-        return {}
-
     def next_batch(self, version: int, count: int, timeout_s: float) -> list[Group]:
         """Return the next recorded batch, beginning with the one of the first requested
         ``version``.
@@ -160,24 +138,24 @@ class ReplayClient:
         self._consumed += found
         return list(batch.groups)
 
-    def take_left_out(self) -> list[float]:
-        """Return []: groups that a filter left out are not recorded."""
-        return []
-
-    def used_without_version(self, count: int) -> None:
-        """Ignored: replay has no admission."""
-
-    def record(self, version: int, groups: Iterable[Group], whole: bool = True) -> None:
-        """Ignored: the groups are recorded already."""
-
     def counters(self) -> dict[str, int]:
         return {"consumed_groups": self._consumed}
 
     def state(self) -> dict[str, Any]:
         return {} if self._next is None else {"next_batch": self._next}
 
-    def close(self, deadline_s: float = 0.0) -> None:
-        """Nothing to close."""
+    def in_flight(self, timeout_s: float = 0.0) -> dict[str, int]:
+        return {}
+
+    def take_left_out(self) -> list[float]:
+        """Return []: groups that a filter left out are not recorded."""
+        return []
+
+    def _ignored(self, *_: Any, **__: Any) -> None:
+        """Nothing is sampled, admitted or recorded again, and no process runs."""
+
+    set_server = remove_server = fail = drain = skip_drains = _ignored
+    used_without_version = record = close = _ignored
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
