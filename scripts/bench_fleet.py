@@ -18,7 +18,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -32,9 +32,8 @@ from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.dispatch import Dispatcher
-from titan_grpo.rollout.messages import OnMessage, RolloutSpec, RolloutStopped, Ticket
-from titan_grpo.rollout.sampler import Sampler
-from titan_grpo.rollout.schedule import Server
+from titan_grpo.rollout.messages import OnMessage, RolloutSpec, RolloutStopped
+from titan_grpo.rollout.sampler import Attempt, Sampler
 from titan_grpo.rollout.task_runner import TaskRunner, at_once
 from titan_grpo.samples import Completion, Group, Prompt
 
@@ -62,25 +61,17 @@ class Timed:
     def still_used(self, index: int, parts: Sequence[Completion]) -> Sequence[Completion]:
         return parts
 
-    async def group(
-        self,
-        ticket: Ticket,
-        parts: list[Completion],
-        server: Server,
-        driver: AsyncDriver,
-        sampled: Callable[[], None] = lambda: None,
-        ended: Callable[[], None] = lambda: None,
-    ) -> Group:
-        version = server.state.version or 0
+    async def group(self, attempt: Attempt) -> Group:
+        version, url = attempt.server.state.version or 0, attempt.server.url
 
         async def finish() -> None:
             await asyncio.sleep(GROUP_S * self._chance.uniform(0.75, 1.25))
-            ended()
+            attempt.ended(attempt)
 
         await at_once([finish() for _ in range(GROUP)])
-        sampled()
-        one = Completion((5,) * TOKENS, (-1.0,) * TOKENS, "stop", version, version, server.url, 1.0)
-        return Group(Prompt(ticket.index, (3,)), (one,) * GROUP)
+        attempt.sampled(attempt)
+        one = Completion((5,) * TOKENS, (-1.0,) * TOKENS, "stop", version, version, url, 1.0)
+        return Group(Prompt(attempt.ticket.index, (3,)), (one,) * GROUP)
 
     async def close(self) -> None:
         """Nothing to end."""

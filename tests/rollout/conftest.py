@@ -25,6 +25,7 @@ from titan_grpo.rollout.agents import Agents
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
+from titan_grpo.rollout.sampler import Attempt
 from titan_grpo.rollout.task_runner import Filter, TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows, ToolParser, hermes
 from titan_grpo.samples import NO_TOKENS, Group
@@ -270,9 +271,8 @@ def group_of(sampler_of_agents: SamplerOfAgents, completion_server: MakeServer) 
                     server = holding(engine.url, 3 + attempt)
                     driver = AsyncDriver(engine.url)
                     try:
-                        group = await sampler.group(
-                            Ticket(0, attempt=attempt), parts, server, driver
-                        )
+                        ticket = Ticket(0, attempt=attempt)
+                        group = await sampler.group(Attempt(ticket, parts, server, driver))
                     except PeerError:
                         assert attempt < len(behaviours) - 1
                     finally:

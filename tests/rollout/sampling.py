@@ -8,7 +8,7 @@ from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.rollout.sampler import Sampler
+from titan_grpo.rollout.sampler import Attempt, Sampler
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import Codec, TaskOptions, TaskRunner
 from titan_grpo.rollout.tasks.functions import load_task
@@ -53,7 +53,7 @@ def sample(sampler: Sampler, parts: list[Completion], server: Server, attempt: i
     async def run() -> Group:
         driver = AsyncDriver(server.url)
         try:
-            return await sampler.group(Ticket(0, attempt=attempt), parts, server, driver)
+            return await sampler.group(Attempt(Ticket(0, attempt=attempt), parts, server, driver))
         finally:
             await driver.close()
 

@@ -20,7 +20,7 @@ from titan_grpo.errors import PeerError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.dispatch import worth_keeping
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.rollout.sampler import GroupDropped, Interrupted, Sampler, TokenStream
+from titan_grpo.rollout.sampler import Attempt, GroupDropped, Interrupted, Sampler, TokenStream
 from titan_grpo.samples import NO_TOKENS, Completion, whole_routes
 
 WAIT_S = 60.0
@@ -122,7 +122,7 @@ def broken_off(
 
     async def run() -> BaseException:
         driver, known = Telling(server.url), holding(server.url, 3)
-        running = asyncio.create_task(sampler.group(Ticket(0), parts, known, driver))
+        running = asyncio.create_task(sampler.group(Attempt(Ticket(0), parts, known, driver)))
         async with asyncio.timeout(WAIT_S):
             await driver.came.wait()
             for event, change in zip(changed, changes, strict=True):

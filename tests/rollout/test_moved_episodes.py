@@ -18,6 +18,7 @@ from titan_grpo.rollout.agents import Agents
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.dispatch import Dispatcher
 from titan_grpo.rollout.messages import FromWorker, GroupDone, ServerLeft, Ticket
+from titan_grpo.rollout.sampler import Attempt
 from titan_grpo.samples import NO_TOKENS, Completion, Group
 
 pytest.importorskip("openai")
@@ -31,7 +32,7 @@ async def attempt(
     """The group of a prompt on a server."""
     driver = AsyncDriver(server.url)
     try:
-        return await sampler.group(Ticket(index), parts, holding(server.url, 3), driver)
+        return await sampler.group(Attempt(Ticket(index), parts, holding(server.url, 3), driver))
     finally:
         await driver.close()
 

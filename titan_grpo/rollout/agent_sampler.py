@@ -7,7 +7,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from heapq import heappop, heappush
@@ -15,25 +15,24 @@ from itertools import count
 
 from titan_grpo.config.task import OUTSIDE
 from titan_grpo.engines.generation import ToolCalls
-from titan_grpo.engines.http import AsyncDriver, HttpRefused
+from titan_grpo.engines.http import HttpRefused
 from titan_grpo.engines.server import dialect
 from titan_grpo.errors import DataError, PeerError
 from titan_grpo.rollout.agents import Agents, Call, Episode, Trajectory, for_template
 from titan_grpo.rollout.codec import TextCodec
-from titan_grpo.rollout.messages import RolloutSpec, Ticket
+from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.openai_api import ChatAnswer, ChatRequest, Message, tool_call
 from titan_grpo.rollout.sampler import (
     ABORTED,
     Ask,
+    Attempt,
     GroupDropped,
     Interrupted,
-    Job,
     PromptTooLong,
     Sampler,
     answered,
     completion_fault,
 )
-from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner, at_once
 from titan_grpo.rollout.tasks.agent import ToolParser, hermes
 from titan_grpo.samples import (
@@ -121,49 +120,36 @@ class AgentSampler(Sampler):
     async def close(self) -> None:
         await self._agents.close()
 
-    async def group(
-        self,
-        ticket: Ticket,
-        parts: list[Completion],
-        server: Server,
-        driver: AsyncDriver,
-        sampled: Callable[[], None] = lambda: None,
-        ended: Callable[[], None] = lambda: None,
-    ) -> Group:
-        """See Sampler.group. ``parts`` grows if an episode has several trajectories; ``ended`` is
-        called for each episode."""
-        prompt = self._runner.prompt(ticket.index)
-        job = Job(prompt, ticket, parts, server, driver)
-
-        async def serve(episode: Episode) -> None:
-            await self._serve(job, episode)
-            ended()
-
+    async def group(self, attempt: Attempt) -> Group:
+        """See Sampler.group. ``attempt.parts`` grows if an episode has several trajectories."""
+        index = attempt.ticket.index
+        attempt.prompt = self._runner.prompt(index)
         try:
-            episodes = self._agents.take(ticket.index, parts)
-            await at_once([serve(episode) for episode in episodes])
-            sampled()
-            group = await self._accepted(self._group(job, episodes))
+            episodes = self._agents.take(index, attempt.parts)
+            await at_once([self._serve(attempt, episode) for episode in episodes])
+            attempt.sampled(attempt)
+            group = await self._accepted(self._group(attempt, episodes))
         except (PeerError, Interrupted, asyncio.CancelledError):
             raise  # Keep the episodes: they resume with the group.
         except BaseException:
-            self._agents.end(ticket.index)
+            self._agents.end(index)
             raise
-        self._agents.end(ticket.index)
+        self._agents.end(index)
         return group
 
-    async def _serve(self, job: Job, episode: Episode) -> None:
+    async def _serve(self, attempt: Attempt, episode: Episode) -> None:
         """Begin or resume an episode, and serve it until it is over."""
         # The place is the service's, not the agent's: an agent whose group waits for a server must
         # not keep those that servers could serve from running, or both would wait for each other.
         if not episode.over.done():
-            async with self._places.place(job.ticket.index):
+            async with self._places.place(attempt.ticket.index):
                 self._agents.begin(episode)
-                await self._answers(job, episode)
+                await self._answers(attempt, episode)
         # no deadline: it is done; raises the agent's error
         episode.over.result()
+        attempt.ended(attempt)
 
-    async def _answers(self, job: Job, episode: Episode) -> None:
+    async def _answers(self, attempt: Attempt, episode: Episode) -> None:
         """Answer the episode's calls, concurrently if the agent makes several, until it is over or
         had its time."""
         serving: dict[Call, asyncio.Task[None]] = {}
@@ -172,7 +158,7 @@ class AgentSampler(Sampler):
             while not episode.over.done():
                 for call in episode.waiting:
                     if call not in serving:
-                        serving[call] = asyncio.ensure_future(self._answer(job, episode, call))
+                        serving[call] = asyncio.ensure_future(self._answer(attempt, episode, call))
                 if episode.begun and until_s is None:
                     until_s = time_s() + episode.left_s
                 # None: it waits for an agent outside to take it, without a deadline
@@ -193,8 +179,8 @@ class AgentSampler(Sampler):
                 episode.left_s = until_s - time_s()
             await _cancel(list(serving.values()))
 
-    async def _answer(self, job: Job, episode: Episode, call: Call) -> None:
-        trajectory, parts = call.trajectory, job.parts
+    async def _answer(self, attempt: Attempt, episode: Episode, call: Call) -> None:
+        trajectory, parts = call.trajectory, attempt.parts
         if trajectory.part < 0:
             trajectory.part = len(parts)
             parts.append(NO_TOKENS)
@@ -213,26 +199,26 @@ class AgentSampler(Sampler):
                 call.reason = "length"
                 break
             ask = Ask(trajectory.prompt, left, TURN_ENDS, call.request.stop)
-            call.reason = await self._sample(job, at, ask)
+            call.reason = await self._sample(attempt, at, ask)
             if not parts[at].waits:
-                raise Interrupted(f"{job.server.url} cut an answer to an agent short")
+                raise Interrupted(f"{attempt.server.url} cut an answer to an agent short")
         if call.reason in ("", ABORTED):
             # Ended by the run's limit, or its connection broke just before the last line.
             full = len(parts[at].token_ids) >= min(room, before + most)
             call.reason = "length" if full else "stop"
-        await self._deliver(job, episode, call, before)
+        await self._deliver(attempt, episode, call, before)
 
-    async def _deliver(self, job: Job, episode: Episode, call: Call, before: int) -> None:
+    async def _deliver(self, attempt: Attempt, episode: Episode, call: Call, before: int) -> None:
         """Answer a call with the tokens of its trajectory's part from ``before`` on. Raises
         PeerError if the server must parse tool calls and fails."""
-        codec, part, reason = self._agents.codec, job.parts[call.trajectory.part], call.reason
+        codec, part, reason = self._agents.codec, attempt.parts[call.trajectory.part], call.reason
         ids = part.token_ids[before:]
         text = codec.decode(ids)
         if reason == "stop":
             text = before_stop(text, call.request.stop)
         message: Message = {"role": "assistant", "content": text}
         if call.request.calls:
-            content, found = await self._read(job, call, ids, text)
+            content, found = await self._read(attempt, call, ids, text)
             calls = [tool_call(call_id(), name, arguments) for name, arguments in found]
             with_calls = message | {"content": content, "tool_calls": calls}
             if not calls:
@@ -257,7 +243,7 @@ class AgentSampler(Sampler):
         episode.answered(call, len(part.token_ids), codec.spell(ids), answer)
 
     async def _read(
-        self, job: Job, call: Call, ids: tuple[int, ...], text: str
+        self, attempt: Attempt, call: Call, ids: tuple[int, ...], text: str
     ) -> tuple[str, list[tuple[str, str]]]:
         """Return the text of an answer without its tool calls, and the tool calls: name and
         arguments as JSON."""
@@ -277,16 +263,16 @@ class AgentSampler(Sampler):
                 raise TaskFailed("tool_parser", error) from error
         if not ids:
             return text, []
-        engine, within_s = dialect(job.server.state.engine), self._spec.request_timeout_s
-        where = job.server.url, job.server.state.engine
+        engine, within_s = dialect(attempt.server.state.engine), self._spec.request_timeout_s
+        where = attempt.server.url, attempt.server.state.engine
         if where not in self._parser_names:
             question = engine.tool_parser(within_s)
-            name = "" if question is None else await job.driver.run(question)
+            name = "" if question is None else await attempt.driver.run(question)
             self._parser_names[where] = name
         name, tools = self._parser_names[where], call.request.tools
         asked = engine.parse_tool_calls(name, ids, codec.spell(ids), tools, within_s)
         try:
-            content, calls = await job.driver.run(asked)
+            content, calls = await attempt.driver.run(asked)
         except HttpRefused as error:
             if error.status not in UNREADABLE:
                 raise
@@ -295,7 +281,7 @@ class AgentSampler(Sampler):
         made = _as_json(calls)
         return (content, made) if made else (text, [])
 
-    def _group(self, job: Job, episodes: Sequence[Episode]) -> Group:
+    def _group(self, attempt: Attempt, episodes: Sequence[Episode]) -> Group:
         """Return the group of finished episodes. Its prompt is the common prefix of all prompts;
         each trajectory becomes a completion after it. Raises GroupDropped, TaskFailed."""
         made: list[tuple[Trajectory, Completion]] = []
@@ -315,13 +301,13 @@ class AgentSampler(Sampler):
             for trajectory in delivered:
                 # Cut the tokens after the last delivered answer: the agent has not seen them.
                 completion = replace(
-                    first_tokens(job.parts[trajectory.part], trajectory.delivered),
+                    first_tokens(attempt.parts[trajectory.part], trajectory.delivered),
                     finish_reason="length" if episode.full else trajectory.finish_reason,
-                    server=job.server.url,
+                    server=attempt.server.url,
                     reward=reward,
                     episode=episode.number if len(delivered) > 1 else -1,
                 )
-                prompt = Prompt(job.prompt.index, trajectory.prompt)
+                prompt = Prompt(attempt.prompt.index, trajectory.prompt)
                 room = self._spec.room(trajectory.prompt)
                 if fault := completion_fault(prompt, completion, room):
                     raise GroupDropped(fault)
@@ -330,7 +316,7 @@ class AgentSampler(Sampler):
         completions = [
             context(t.prompt[len(shared) :], c.token_spans[0][0]).then(c) for t, c in made
         ]
-        group = Group(replace(job.prompt, token_ids=shared), tuple(completions))
+        group = Group(replace(attempt.prompt, token_ids=shared), tuple(completions))
         if not shared:
             raise GroupDropped("empty_prompt")
         return group

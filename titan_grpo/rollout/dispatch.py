@@ -13,6 +13,7 @@ from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.sampler import (
+    Attempt,
     GroupDropped,
     Interrupted,
     NotAccepted,
@@ -41,19 +42,15 @@ BAD_REQUEST = frozenset({400, 413, 422})
 """Status codes of a faulty request (a prompt that is too long, say), not of a faulty server."""
 
 
-@dataclass(slots=True)
-class Running:
-    """Group in flight: its prompt, its parts, its server, and ``version``, the oldest version that
-    its tokens depend on."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Running(Attempt):
+    """Group in flight. ``version``: the oldest that its tokens depend on."""
 
-    ticket: Ticket
-    parts: list[Completion]
-    server: Server
     version: int
     began_s: float
     requests: int
     """Requests that it counts for on its server: one for each completion that has not ended."""
-    sampled: bool = False
+    freed: bool = False
     """Whether its requests are over: the server has no part in its rewards."""
     drained: bool = False
     """Whether the deadline of a drain cancelled it."""
@@ -188,7 +185,11 @@ class Dispatcher:
         parts = list(self._sampler.still_used(ticket.index, kept))
         self._throw_away([was for was, part in zip(had, parts, strict=True) if part is not was])
         oldest = min([version, *(part.version_first for part in parts if part.token_ids)])
-        run = Running(ticket, parts, server, oldest, loop.time(), spec.group_size)
+        if server.url not in self._drivers:
+            self._drivers[server.url] = self._connect(server.url)
+        driver, began_s, size = self._drivers[server.url], loop.time(), spec.group_size
+        attempt = ticket, parts, server, driver, self._free, self._free_one
+        run = Running(*attempt, version=oldest, began_s=began_s, requests=size)
         resumed = [len(p.token_ids) for p in parts if p.token_ids and not p.finished]
         self._counts.add("resumed", len(resumed))
         self._counts.add("resumed_tokens", sum(resumed))
@@ -198,21 +199,11 @@ class Dispatcher:
         task.add_done_callback(self._ended)
 
     async def _make(self, run: Running) -> None:
-        url = run.server.url
-        if url not in self._drivers:
-            self._drivers[url] = self._connect(url)
         answers = sum(part.answers for part in run.parts)
         whole = not any(part.token_ids for part in run.parts)
         self._counts.add("requests", sum(not part.finish_reason for part in run.parts))
         try:
-            group = await self._sampler.group(
-                run.ticket,
-                run.parts,
-                run.server,
-                self._drivers[url],
-                lambda: self._free(run),
-                lambda: self._free_one(run),
-            )
+            group = await self._sampler.group(run)
         finally:
             # Each of the task's answers since the start led to one more request. There are fewer if
             # an agent's episode began again.
@@ -225,7 +216,7 @@ class Dispatcher:
         self._counts.add("thrown_tokens", unused)
         self._counts.add("tokens", tokens)
         if not run.server.left:
-            self._counts.add(messages.TOKENS + url, tokens)
+            self._counts.add(messages.TOKENS + run.server.url, tokens)
         self._counts.made(group.completions)
         if whole:
             self._durations.took(group, asyncio.get_running_loop().time() - run.began_s)
@@ -247,8 +238,8 @@ class Dispatcher:
 
     def _free(self, run: Running) -> None:
         """Take a group off its server once its requests are over."""
-        if not run.sampled:
-            run.sampled = True
+        if not run.freed:
+            run.freed = True
             run.server.in_flight -= run.requests
             self._note_in_flight(run.server.url)
             self._answer_drains(run.server.url)
@@ -257,7 +248,7 @@ class Dispatcher:
     def _ended(self, task: asyncio.Task[None]) -> None:
         run = self._running.pop(task)
         # As long as it was sampled, it moves with its server.
-        moved = run.drained or (run.server.left and not run.sampled)
+        moved = run.drained or (run.server.left and not run.freed)
         self._free(run)
         if self._closing:
             return
@@ -347,7 +338,7 @@ class Dispatcher:
         return [
             (task, run)
             for task, run in self._running.items()
-            if run.server.url == url and not run.sampled
+            if run.server.url == url and not run.freed
         ]
 
     def _answer_drains(self, url: str) -> None:

@@ -27,7 +27,7 @@ from titan_grpo.observe.schema import Estimate, Evaluated
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.dispatch import BAD_REQUEST
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.rollout.sampler import GroupDropped, Interrupted, PromptTooLong, Sampler
+from titan_grpo.rollout.sampler import Attempt, GroupDropped, Interrupted, PromptTooLong, Sampler
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner, at_once
 from titan_grpo.rollout.tasks.functions import FunctionTask, ready
@@ -266,7 +266,9 @@ async def _group(
             place.callback(places.release)
             try:
                 # Rewards need no place: the server would stand idle while a judge thinks.
-                group = await sampler.group(ticket, parts, server, driver, place.close)
+                group = await sampler.group(
+                    Attempt(ticket, parts, server, driver, lambda _: place.close())
+                )
             except HttpRefused as error:
                 if error.status in BAD_REQUEST:
                     return None

@@ -4,7 +4,8 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from titan_grpo.engines.generation import Sampled, Sampling, StreamedAnswer, StreamedCall
 from titan_grpo.engines.http import AsyncDriver
@@ -67,15 +68,22 @@ class Interrupted(TitanGrpoError):
     so far are in the group's parts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Group in flight on a server. ``parts`` always holds the tokens that its completions have."""
+@dataclass(slots=True)
+class Attempt:
+    """Attempt at a group on one server. ``parts`` always holds the tokens that its completions
+    have."""
 
-    prompt: Prompt
     ticket: Ticket
     parts: list[Completion]
     server: Server
     driver: AsyncDriver
+    sampled: Callable[[Any], None] = lambda attempt: None
+    """Called with this attempt once the server is not needed any more, before the rewards."""
+    ended: Callable[[Any], None] = lambda attempt: None
+    """Called likewise for each completion (of agents: episode) once its requests are over; at once
+    for one that was finished."""
+    prompt: Prompt = field(init=False)
+    """Set by the sampler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,42 +120,27 @@ class Sampler:
     async def close(self) -> None:
         """Free what is kept between a group's attempts: nothing here."""
 
-    async def group(
-        self,
-        ticket: Ticket,
-        parts: list[Completion],
-        server: Server,
-        driver: AsyncDriver,
-        sampled: Callable[[], None] = lambda: None,
-        ended: Callable[[], None] = lambda: None,
-    ) -> Group:
-        """Finish the completions of ``parts`` in place (their tokens stay there after an error),
-        reward them and return the group. ``ended``: called for each completion once its requests
-        are over; at once for one that was finished. ``sampled``: called once the server is not
-        needed any more, before the rewards.
+    async def group(self, attempt: Attempt) -> Group:
+        """Finish the completions of ``attempt.parts`` in place (their tokens stay there after an
+        error), reward them and return the group.
 
         Raises PeerError if the server fails (the other requests are cancelled), Interrupted if it
         aborts completions or its version becomes unknown, GroupDropped if the result is unfit
-        (PromptTooLong: any result would be),
-        NotAccepted if it is left out by choice, TaskFailed if the task fails.
+        (PromptTooLong: any result would be), NotAccepted if it is left out by choice, TaskFailed if
+        the task fails.
         """
-        prompt = self._runner.prompt(ticket.index)
+        prompt = attempt.prompt = self._runner.prompt(attempt.ticket.index)
         if self._spec.room(prompt.token_ids) < 1:
             raise PromptTooLong(f"a prompt of {len(prompt.token_ids)} tokens", self._spec)
-        job = Job(prompt, ticket, parts, server, driver)
-
-        async def finish(sample: int) -> None:
-            await self._finish(job, sample)
-            ended()
-
-        await at_once([finish(sample) for sample in range(len(parts))])
+        parts, url = attempt.parts, attempt.server.url
+        await at_once([self._finish(attempt, sample) for sample in range(len(parts))])
         if cut := sum(not part.finished for part in parts):
-            raise Interrupted(f"{server.url} cut {cut} of {len(parts)} completions short")
-        sampled()
+            raise Interrupted(f"{url} cut {cut} of {len(parts)} completions short")
+        attempt.sampled(attempt)
         self._check(prompt, parts)
         rewards = await self._runner.rewards(prompt, parts)
         rewarded = zip(parts, rewards, strict=True)
-        completions = [replace(c, server=server.url, reward=r) for c, r in rewarded]
+        completions = [replace(c, server=url, reward=r) for c, r in rewarded]
         self._check(prompt, completions)
         return await self._accepted(Group(prompt, tuple(completions)))
 
@@ -164,32 +157,34 @@ class Sampler:
             if fault := completion_fault(prompt, completion, self._spec.room(prompt.token_ids)):
                 raise GroupDropped(fault)
 
-    async def _finish(self, job: Job, sample: int) -> None:
+    async def _finish(self, attempt: Attempt, sample: int) -> None:
         """Sample turn after turn, until the completion ends or the engine aborts it."""
-        prompt_ids = job.prompt.token_ids
+        prompt_ids = attempt.prompt.token_ids
         budget = self._spec.room(prompt_ids)
-        while not (part := job.parts[sample]).finished:
+        while not (part := attempt.parts[sample]).finished:
             if not part.waits:
                 room = budget - len(part.token_ids)
-                await self._sample(job, sample, Ask(prompt_ids, room, self._turn_ends))
-            part = job.parts[sample]
+                await self._sample(attempt, sample, Ask(prompt_ids, room, self._turn_ends))
+            part = attempt.parts[sample]
             if not part.waits:
-                return
+                break
             silent = not part.token_ids or part.sampled[-1:] == (False,)
             over = silent or part.answers + 1 >= self._spec.max_turns
-            answer = None if over else await self._runner.turn(job.prompt, part)
-            job.parts[sample] = answered(part, answer, budget)
+            answer = None if over else await self._runner.turn(attempt.prompt, part)
+            attempt.parts[sample] = answered(part, answer, budget)
+        attempt.ended(attempt)
 
-    async def _sample(self, job: Job, sample: int, ask: Ask) -> str:
+    async def _sample(self, attempt: Attempt, sample: int, ask: Ask) -> str:
         """Send one request, from the completion's last token to the end of its turn. Return the
         engine's finish reason; empty if no request was made."""
-        spec, server, part = self._spec, job.server, job.parts[sample]
+        spec, server, part = self._spec, attempt.server, attempt.parts[sample]
         if server.state.version is None:
             # The ledger lost the server's version between two turns. No token of an unknown version
             # was sampled, so the episode resumes elsewhere.
             return ""
         label, first = server.state.label, server.state.version
-        seed = request_seed(spec.seed, job.ticket.index, sample, job.ticket.attempt, part.answers)
+        ticket = attempt.ticket
+        seed = request_seed(spec.seed, ticket.index, sample, ticket.attempt, part.answers)
         salt = label or str(first)
         texts, ids = self._stops
         stops = (*texts, *ask.stop), ids
@@ -210,7 +205,7 @@ class Sampler:
                 raise OtherWeights("version_unknown")
             if spec.kv_recomputed and kv_survived(sampled):
                 raise OtherWeights("kv_kept")
-            job.parts[sample] = self._added(ask, part, answer)
+            attempt.parts[sample] = self._added(ask, part, answer)
             return sampled.finish_reason
 
         def newest() -> int | None:
@@ -222,11 +217,11 @@ class Sampler:
             # No stream: engines send routes at an answer's end (vLLM not in a stream at all), so
             # the pieces of a broken stream would lack them.
             call = engine.generate(token_ids, sampling, spec.request_timeout_s)
-            return added(await job.driver.run(call), newest())
+            return added(await attempt.driver.run(call), newest())
         stream = engine.stream(token_ids, sampling, spec.request_timeout_s)
         tokens = TokenStream(stream, newest)
         try:
-            await job.driver.stream(stream.call, tokens)
+            await attempt.driver.stream(stream.call, tokens)
         except (PeerError, asyncio.CancelledError):
             # Keep the tokens before the break. If they are unfit, the retry starts without them.
             with suppress(GroupDropped, Interrupted):
