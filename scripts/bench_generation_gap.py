@@ -58,7 +58,7 @@ class Listener(threading.Thread):
     def __init__(self, engine: str, url: str, seed: int) -> None:
         super().__init__(daemon=True)
         call = dialect(engine).stream(prompt(seed), Sampling(TOKENS, ignore_eos=True), STREAM_S, 1)
-        self._url, self._call = url, call.call
+        self._url, self._call = url, call
         self.times: list[float] = []
         self.began = threading.Event()
 

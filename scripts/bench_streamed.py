@@ -50,7 +50,7 @@ async def one(engine: str, driver: AsyncDriver, seed: int, tokens: int, interval
         return len((await driver.run(speak.generate(prompt(seed), sampling, REQUEST_S))).token_ids)
     call = speak.stream(prompt(seed), sampling, REQUEST_S, interval)
     answer = StreamedAnswer(call)
-    await driver.stream(call.call, answer)
+    await driver.stream(call, answer)
     return len(answer.sampled(answer.count, answer.finish_reason).token_ids)
 
 

@@ -149,7 +149,6 @@ class DirectDriver(AsyncDriver):
         async with aclosing(self._timed.events(call.json)) as events:
             async for event in events:
                 sink.take(event)
-        sink.end()
 
 
 def spans(versions: Sequence[int]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from safetensors.torch import load_file, save_file
 
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.generation import Sampled, Sampling, StreamedAnswer, StreamedCall
+from titan_grpo.engines.generation import Piece, Sampled, Sampling, StreamedAnswer
 from titan_grpo.engines.http import AsyncDriver, Call, ServerAccess, ignore
 from titan_grpo.engines.server import Dialect
 from titan_grpo.titan.tiny import EOS
@@ -82,7 +82,7 @@ def _with_end(folder: Path, along: float) -> Path:
 class Tokens(StreamedAnswer):
     """An answer whose tokens can be waited for."""
 
-    def __init__(self, call: StreamedCall, changed: threading.Condition) -> None:
+    def __init__(self, call: Call[Piece], changed: threading.Condition) -> None:
         super().__init__(call)
         self._changed = changed
 
@@ -117,11 +117,11 @@ class Crowd:
         with self._access.driver() as driver:
             return driver.run(call)
 
-    def _stream(self, call: StreamedCall, sink: Tokens) -> Sampled:
+    def _stream(self, call: Call[Piece], sink: Tokens) -> Sampled:
         async def run() -> None:
             driver = AsyncDriver(self._access.url, self._access.api_key)
             try:
-                await driver.stream(call.call, sink)
+                await driver.stream(call, sink)
             finally:
                 await driver.close()
 

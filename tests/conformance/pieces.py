@@ -20,15 +20,15 @@ from tests.conformance.engine import (
     refusal,
 )
 from tests.conformance.reference import Reference
-from titan_grpo.engines.generation import INTERVAL, Sampled, Sampling, StreamedAnswer, StreamedCall
-from titan_grpo.engines.http import AsyncDriver, HttpRefused
+from titan_grpo.engines.generation import INTERVAL, Piece, Sampled, Sampling, StreamedAnswer
+from titan_grpo.engines.http import AsyncDriver, Call, HttpRefused
 from titan_grpo.rollout.codec import TextCodec
 
 
 class Steps(StreamedAnswer):
     """An answer that notes how many tokens there were after each chunk."""
 
-    def __init__(self, call: StreamedCall) -> None:
+    def __init__(self, call: Call[Piece]) -> None:
         super().__init__(call)
         self.counts: list[int] = []
 
@@ -41,7 +41,7 @@ class Steps(StreamedAnswer):
         return self.sampled(self.count, self.finish_reason)
 
 
-def stream(e: EngineUnderTest, *calls: StreamedCall) -> list[Steps]:
+def stream(e: EngineUnderTest, *calls: Call[Piece]) -> list[Steps]:
     """The calls at once, through one driver."""
 
     async def run() -> list[Steps]:
@@ -52,10 +52,7 @@ def stream(e: EngineUnderTest, *calls: StreamedCall) -> list[Steps]:
         try:
             async with asyncio.timeout(REQUEST_S):
                 await asyncio.gather(
-                    *(
-                        driver.stream(call.call, sink)
-                        for call, sink in zip(calls, sinks, strict=True)
-                    )
+                    *(driver.stream(call, sink) for call, sink in zip(calls, sinks, strict=True))
                 )
         finally:
             await driver.close()
@@ -64,7 +61,7 @@ def stream(e: EngineUnderTest, *calls: StreamedCall) -> list[Steps]:
     return asyncio.run(run())
 
 
-def _crowd(e: EngineUnderTest, label: str) -> list[StreamedCall]:
+def _crowd(e: EngineUnderTest, label: str) -> list[Call[Piece]]:
     return [
         e.speak.stream(prompt(seed), Sampling(LENGTH, 1.0, 17 + seed, label), REQUEST_S)
         for seed in range(CROWD)
@@ -112,7 +109,7 @@ def a_request_that_can_not_be_is_refused_in_pieces_too(e: EngineUnderTest) -> No
     async def run() -> None:
         driver = AsyncDriver(e.access.url, e.access.api_key)
         try:
-            await driver.stream(call.call, StreamedAnswer(call))
+            await driver.stream(call, StreamedAnswer(call))
         finally:
             await driver.close()
 

@@ -14,12 +14,12 @@ from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.generation import (
     INTERVAL,
     Events,
+    Piece,
     Sampled,
     Sampling,
     StreamedAnswer,
-    StreamedCall,
 )
-from titan_grpo.engines.http import AsyncDriver, HttpRefused
+from titan_grpo.engines.http import AsyncDriver, Call, HttpRefused
 from titan_grpo.errors import ServerRefused, ServerUnreachable
 
 IDS, LOGPROBS = tuple(range(40, 49)), tuple(-0.5 - i for i in range(9))
@@ -104,7 +104,6 @@ VERSIONS = (("r:7:f", 0, 5), ("r:8:f", 5, 9))
 
 
 def whole(answer: StreamedAnswer) -> Sampled:
-    answer.end()
     assert answer.whole
     return answer.sampled(answer.count, answer.finish_reason)
 
@@ -132,15 +131,15 @@ def test_payloads_come_when_their_line_is_whole_and_other_lines_say_nothing() ->
 
 @pytest.mark.parametrize("call", [VLLM, SGLANG], ids=["vllm", "sglang"])
 def test_a_streamed_request_differs_from_the_other_one_in_nothing_but_that(
-    call: StreamedCall,
+    call: Call[Piece],
 ) -> None:
     dialect = vllm if call is VLLM else sglang
     plain = dialect.generate([1, 2], Sampling(9, seed=3), 1.0)
-    asked = dict(call.call.json)
+    asked = dict(call.json)
     assert asked.pop("stream") is True
     parameters = asked if dialect is vllm else asked["sampling_params"]
     assert parameters.pop("stream_interval") == INTERVAL
-    assert (asked, call.call.path, call.call.timeout_s) == (plain.json, plain.path, plain.timeout_s)
+    assert (asked, call.path, call.timeout_s) == (plain.json, plain.path, plain.timeout_s)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,7 @@ def test_a_streamed_request_differs_from_the_other_one_in_nothing_but_that(
     ],
 )
 def test_an_error_among_the_events_is_a_refusal_and_what_came_before_it_stays(
-    call: StreamedCall, event: dict[str, Any], status: int
+    call: Call[Piece], event: dict[str, Any], status: int
 ) -> None:
     answer = StreamedAnswer(call)
     answer.take(events(of_vllm(0, 5) if call is VLLM else of_sglang(0, 5)))
@@ -178,9 +177,7 @@ def test_an_error_among_the_events_is_a_refusal_and_what_came_before_it_stays(
         (SGLANG, of_sglang(0, 6, {"type": "abort", "message": "Aborted"})),
     ],
 )
-def test_an_abort_is_an_end_with_what_there_is(
-    call: StreamedCall, event: dict[str, object]
-) -> None:
+def test_an_abort_is_an_end_with_what_there_is(call: Call[Piece], event: dict[str, object]) -> None:
     answer = StreamedAnswer(call)
     answer.take(events(of_vllm(0, 5) if call is VLLM else of_sglang(0, 5), event, b"[DONE]"))
     sampled = whole(answer)
@@ -229,25 +226,10 @@ def test_tokens_that_were_left_out_are_refused() -> None:
         answer.take(events(of_sglang(5, 9)))
 
 
-def test_an_answer_that_comes_whole_all_the_same_is_read() -> None:
-    choice = {
-        "token_ids": IDS,
-        "logprobs": {"token_logprobs": LOGPROBS},
-        "finish_reason": "stop",
-        "index": 0,
-        "text": "Î",
-    }
-    body, answer = json.dumps({"choices": [choice]}).encode(), StreamedAnswer(VLLM)
-    for byte in body:
-        answer.take(bytes([byte]))
-    assert not answer.whole
-    assert whole(answer) == Sampled(IDS, LOGPROBS, "stop")
-
-
 Speak = Callable[[asyncio.StreamWriter], Awaitable[object]]
 
 
-def listen(speak: Speak, answer: StreamedAnswer, call: StreamedCall = VLLM) -> None:
+def listen(speak: Speak, answer: StreamedAnswer, call: Call[Piece] = VLLM) -> None:
     """Take the answer of a real server, which says what a test writes, and hangs up."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -260,7 +242,7 @@ def listen(speak: Speak, answer: StreamedAnswer, call: StreamedCall = VLLM) -> N
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         driver = AsyncDriver(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         try:
-            await driver.stream(call.call, answer)
+            await driver.stream(call, answer)
         finally:
             await driver.close()
             server.close()

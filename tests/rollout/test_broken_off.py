@@ -86,9 +86,6 @@ class Told:
         self._sink.take(chunk)
         self._came.set()
 
-    def end(self) -> None:
-        self._sink.end()
-
 
 class Telling(AsyncDriver):
     """A driver that tells when a piece was taken."""

@@ -202,15 +202,6 @@ received so far), and what it has. Its ``finish_reason`` is empty until the answ
 ``versions`` (empty if not in the event) and ``retractions`` are of the whole answer so far."""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamedCall:
-    """A call with a streamed answer. ``call.parse`` reads the answer of a server that does not
-    stream; ``call.timeout_s`` bounds each silence; ``piece`` reads an event's JSON."""
-
-    call: Call[Sampled]
-    piece: Callable[[Any], Piece]
-
-
 class Events:
     """Splitter of a body into the payloads of its events. It works on bytes: a chunk may end within
     a character."""
@@ -231,13 +222,10 @@ class Events:
 
 
 class StreamedAnswer:
-    """One streamed answer, as received so far. A server or proxy may not stream: a body that begins
-    like a JSON object is read as the whole answer."""
+    """One streamed answer, as received so far."""
 
-    def __init__(self, call: StreamedCall) -> None:
+    def __init__(self, call: Call[Piece]) -> None:
         self._call, self._events = call, Events()
-        self._whole = b""
-        self._began = False
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._versions: tuple[VersionSpan, ...] = ()
@@ -258,19 +246,9 @@ class StreamedAnswer:
     def take(self, chunk: bytes) -> None:
         """Take the next bytes of the body. Raises HttpRefused for an error event, ServerRefused for
         an invalid one."""
-        if self._whole or (not self._began and chunk.lstrip().startswith(b"{")):
-            self._whole += chunk
-            return
-        self._began = self._began or bool(chunk.strip())
         for payload in self._events.take(chunk):
             if payload != DONE:
-                self._add(*self._call.piece(_event(payload, self._call.call.path)))
-
-    def end(self) -> None:
-        """Take the end of the body. Raises ServerRefused for an unstreamed answer that cannot be
-        read."""
-        if self._whole:
-            self._add(0, self._call.call.parse(_event(self._whole, self._call.call.path)))
+                self._add(*self._call.parse(_event(payload, self._call.path)))
 
     def sampled(self, count: int, finish_reason: str) -> Sampled:
         """Return the first ``count`` tokens with their versions, and ``finish_reason``."""
@@ -283,7 +261,7 @@ class StreamedAnswer:
         start = have if at < 0 else at
         if start > have:
             raise ServerRefused(
-                f"{self._call.call.path} left out the tokens {have} to {start - 1} of its answer"
+                f"{self._call.path} left out the tokens {have} to {start - 1} of its answer"
             )
         self._token_ids[start:] = part.token_ids
         self._logprobs[start:] = part.logprobs

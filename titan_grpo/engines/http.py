@@ -100,9 +100,6 @@ class Sink(Protocol):
     def take(self, chunk: bytes) -> None:
         """Take the next bytes of the body. Raises ServerRefused if they are invalid."""
 
-    def end(self) -> None:
-        """Take the end of the body. Raises likewise."""
-
     @property
     def whole(self) -> bool:
         """Whether the answer is complete."""
@@ -348,7 +345,6 @@ class AsyncDriver(_Driver):
                     began = True
                     silence.reschedule(clock() + call.timeout_s)
                     sink.take(chunk)
-            sink.end()
         except BROKEN as error:
             if not sink.whole:
                 raise self._unreachable(call, error, began) from error

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from titan_grpo.engines import sglang, vllm
-from titan_grpo.engines.generation import QUERY_S, Sampled, Sampling, StreamedCall, ToolCalls
+from titan_grpo.engines.generation import QUERY_S, Piece, Sampled, Sampling, ToolCalls
 from titan_grpo.engines.http import Call, HttpRefused, ServerAccess, SyncDriver
 from titan_grpo.engines.sglang_stock import StockRoutes
 from titan_grpo.errors import ConfigError, ProtocolError, ServerRefused, ServerUnfit
@@ -34,9 +34,9 @@ class Dialect(Protocol):
 
     def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float, interval: int = ...
-    ) -> StreamedCall:
+    ) -> Call[Piece]:
         """Do as ``generate``, with the answer in pieces of ``interval`` tokens (the first and the
-        last may be shorter). ``timeout_s`` bounds each silence."""
+        last may be shorter): ``parse`` reads an event. ``timeout_s`` bounds each silence."""
 
     def score(
         self, token_ids: Sequence[int], timeout_s: float, cache_salt: str = ...

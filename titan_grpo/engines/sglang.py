@@ -8,7 +8,6 @@ text: keep its content out of messages and logs."""
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from titan_grpo.engines.generation import (
@@ -19,7 +18,6 @@ from titan_grpo.engines.generation import (
     Piece,
     Sampled,
     Sampling,
-    StreamedCall,
     ToolCalls,
     logprob,
     read_ids,
@@ -127,15 +125,12 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
 
 def stream(
     prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float, interval: int = INTERVAL
-) -> StreamedCall:
+) -> Call[Piece]:
     """Do as ``generate``, with the answer in pieces. Each piece has all tokens so far, unless the
     server runs with ``--incremental-streaming-output``, as ours do."""
-    call = generate(prompt_ids, sampling, timeout_s)
-    parameters = {**call.json["sampling_params"], "stream_interval": interval}
-    return StreamedCall(
-        replace(call, json={**call.json, "sampling_params": parameters, "stream": True}),
-        parse_piece,
-    )
+    body = generate(prompt_ids, sampling, timeout_s).json
+    body["sampling_params"]["stream_interval"] = interval
+    return Call("POST", GENERATE, timeout_s, parse_piece, json=body | {"stream": True})
 
 
 def parse_piece(event: Any) -> Piece:

@@ -21,7 +21,6 @@ from titan_grpo.engines.generation import (
     Piece,
     Sampled,
     Sampling,
-    StreamedCall,
     ToolCalls,
     VersionSpan,
     logprob,
@@ -133,13 +132,12 @@ def generate(prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float) ->
 
 def stream(
     prompt_ids: Sequence[int], sampling: Sampling, timeout_s: float, interval: int = INTERVAL
-) -> StreamedCall:
+) -> Call[Piece]:
     """Do as ``generate``, with the answer in pieces. Only the last piece has the tokens' versions
     (from 0.33 on)."""
-    call = generate(prompt_ids, sampling, timeout_s)
-    return StreamedCall(
-        replace(call, json={**call.json, "stream": True, "stream_interval": interval}), parse_piece
-    )
+    body = generate(prompt_ids, sampling, timeout_s).json
+    body |= {"stream": True, "stream_interval": interval}
+    return Call("POST", COMPLETIONS, timeout_s, parse_piece, json=body)
 
 
 def parse_piece(event: Any) -> Piece:

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from titan_grpo.engines.generation import Sampled, Sampling, StreamedAnswer, StreamedCall
-from titan_grpo.engines.http import AsyncDriver
+from titan_grpo.engines.generation import Piece, Sampled, Sampling, StreamedAnswer
+from titan_grpo.engines.http import AsyncDriver, Call
 from titan_grpo.engines.server import dialect
 from titan_grpo.errors import PeerError, TitanGrpoError
 from titan_grpo.protocol.messages import Label
@@ -221,7 +221,7 @@ class Sampler:
         stream = engine.stream(token_ids, sampling, spec.request_timeout_s)
         tokens = TokenStream(stream, newest)
         try:
-            await attempt.driver.stream(stream.call, tokens)
+            await attempt.driver.stream(stream, tokens)
         except (PeerError, asyncio.CancelledError):
             # Keep the tokens before the break. If they are unfit, the retry starts without them.
             with suppress(GroupDropped, Interrupted):
@@ -266,7 +266,7 @@ class TokenStream(StreamedAnswer):
     before that moment stay valid: ``kept``, sampled by ``version`` or older (None: no pieces).
     """
 
-    def __init__(self, call: StreamedCall, newest: Callable[[], int | None]) -> None:
+    def __init__(self, call: Call[Piece], newest: Callable[[], int | None]) -> None:
         """``newest``: returns the newest version that the server may serve now; None: unknown."""
         super().__init__(call)
         self._newest, self._count = newest, 0
@@ -274,13 +274,6 @@ class TokenStream(StreamedAnswer):
 
     def take(self, chunk: bytes) -> None:
         super().take(chunk)
-        self._note()
-
-    def end(self) -> None:
-        super().end()
-        self._note()
-
-    def _note(self) -> None:
         if (newest := self._newest()) is not None and self.count:
             self._count, self.version = self.count, newest
 
