@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_grpo.errors import ProtocolError
+from titan_grpo.errors import PeerError
 from titan_grpo.protocol import frames as S
 
 
@@ -17,22 +17,22 @@ class Wires:
     known to be gone."""
 
     epoch: int = 0
-    outbox: S.Outbox = field(default_factory=lambda: S.Outbox("0"))
-    inbox: S.Inbox = field(default_factory=lambda: S.Inbox("0"))
+    sender: S.End = field(default_factory=lambda: S.End("0"))
+    receiver: S.End = field(default_factory=lambda: S.End("0"))
     put: list[str] = field(default_factory=list)
     expired: set[str] = field(default_factory=set)
     delivered: list[str] = field(default_factory=list)
     posts: list[S.Post] = field(default_factory=list)
-    acks: list[tuple[str, int]] = field(default_factory=list)
+    acks: list[S.Post] = field(default_factory=list)
 
     def put_one(self, until: float | None = None) -> None:
         frame = f"{self.epoch}/{len(self.put)}"
         self.put.append(frame)
-        self.outbox = self.outbox.put(frame, until)
+        self.sender = self.sender.put(frame, until)
 
     def post(self, now: float = 0.0, most: int = 3) -> None:
-        self.outbox, post = self.outbox.post(now, most)
-        if post is not None:
+        self.sender, post = self.sender.post(now, most)
+        if post.frames:
             self.posts.append(post)
 
     def arrive(self, index: int, keep: bool) -> None:
@@ -41,36 +41,35 @@ class Wires:
             post = self.posts[index % len(self.posts)]
             if not keep:
                 self.posts.remove(post)
-            self.inbox, new = self.inbox.take(post)
-            assert not new or post.session == self.inbox.session
+            self.receiver, new = self.receiver.take(post)
+            assert not new or post.session == self.receiver.session
             self.delivered += new
-            self.acks.append((self.inbox.session, self.inbox.have))
+            self.acks.append(self.receiver.post(0.0, 0)[1])
 
     def acknowledge(self, index: int) -> None:
-        """An answer gets through, however old; the driver drops those of other sessions."""
+        """An answer gets through, however old."""
         if self.acks:
-            session, have = self.acks[index % len(self.acks)]
-            if session == self.outbox.session:
-                self.outbox = self.outbox.acknowledged(have)
+            self.sender, new = self.sender.take(self.acks[index % len(self.acks)])
+            assert not new
 
     def restart(self) -> None:
         """Either end is new: what was not delivered is lost, and what is on its way is of no
         session."""
         self.epoch += 1
-        self.outbox, self.inbox = S.Outbox(str(self.epoch)), S.Inbox(str(self.epoch))
+        self.sender, self.receiver = S.End(str(self.epoch)), S.End(str(self.epoch))
         self.put, self.delivered = [], []
 
     def check(self) -> None:
-        assert len(self.delivered) == self.inbox.have
+        assert len(self.delivered) == self.receiver.have
         assert all(
             got in (sent, S.EMPTY) for got, sent in zip(self.delivered, self.put, strict=False)
         )
-        assert self.outbox.first <= self.inbox.have <= self.outbox.end == len(self.put)
+        assert self.sender.first <= self.receiver.have <= self.sender.end == len(self.put)
 
     def settle(self) -> None:
         """From now on nothing is lost: what is missing is asked for."""
         for _ in self.put:
-            self.outbox = self.outbox.acknowledged(self.inbox.have)
+            self.sender, _ = self.sender.take(self.receiver.post(0.0, 0)[1])
             self.posts = []
             self.post(now=0.0)
             self.arrive(0, keep=False)
@@ -121,27 +120,27 @@ def test_a_frame_past_its_time_is_never_sent_and_its_number_is(
             now += passes
             wires.post(float(now), most=99)
             post = wires.posts[-1]
-            late = {k.until for k in wires.outbox.kept if k.until is not None and k.until <= now}
+            late = {k.until for k in wires.sender.kept if k.until is not None and k.until <= now}
             assert late == set()
-            assert len(post.frames) == len(wires.outbox.kept)
+            assert len(post.frames) == len(wires.sender.kept)
             wires.arrive(len(wires.posts) - 1, keep=True)
             wires.check()
 
 
 def test_posts_are_bounded_and_never_empty() -> None:
-    box = S.Outbox("s").put("of 5.").put("12").put("34").put("of nine..")
+    end = S.End("s").put("of 5.").put("12").put("34").put("of nine..")
     sizes = []
-    while (post := box.post(0.0, most=4)[1]) is not None:
+    while (post := end.post(0.0, most=4)[1]).frames:
         sizes.append(post.frames)
-        box = box.acknowledged(post.first + len(post.frames))
+        end, _ = end.take(S.Post("s", 0, (), post.first + len(post.frames)))
     assert sizes == [("of 5.",), ("12", "34"), ("of nine..",)]
 
 
 def test_an_old_acknowledgement_changes_nothing() -> None:
-    outbox = S.Outbox("s").put("a").put("b").put("c").acknowledged(2)
-    assert outbox.acknowledged(1) == outbox
+    end, _ = S.End("s").put("a").put("b").put("c").take(S.Post("s", 0, (), 2))
+    assert end.take(S.Post("s", 0, (), 1)) == (end, ())
 
 
 def test_an_acknowledgement_of_what_was_never_sent_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="2 frames were acknowledged, there are 1"):
-        S.Outbox("s").put("a").acknowledged(2)
+    with pytest.raises(PeerError, match="2 frames were acknowledged, there are 1"):
+        S.End("s").put("a").take(S.Post("s", 0, (), 2))

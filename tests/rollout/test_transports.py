@@ -280,10 +280,9 @@ def test_a_poll_is_answered_by_the_next_frame_and_not_before(cluster: Cluster) -
     with cluster.http() as http:
 
         def poll(after: int) -> list[str]:
-            query = {"session": "s", "after": str(after), "wait": "20"}
-            return [
-                json.loads(t)["frame"] for t in http.get("/frames", params=query).json()["frames"]
-            ]
+            asked = {"session": "s", "first": 0, "frames": [], "have": after, "wait": 20}
+            answer = http.post("/frames", json=asked).json()
+            return [json.loads(text)["frame"] for text in answer["frames"]]
 
         opening = {"format": FORMAT, "run": "r", "session": "s", "spec": spec}
         assert http.post("/open", json=opening).json() == {"lease_s": cluster.lease_s}
@@ -291,8 +290,9 @@ def test_a_poll_is_answered_by_the_next_frame_and_not_before(cluster: Cluster) -
         with ThreadPoolExecutor(1) as pool:
             pending = pool.submit(poll, 1)
             assert not wait([pending], 0.3).done
-            asked = {"session": "s", "first": 0, "frames": [encode(AskLoad(1))]}
-            assert http.post("/frames", json=asked).json() == {"have": 1}
+            asked = {"session": "s", "first": 0, "frames": [encode(AskLoad(1))], "have": 1}
+            answer = http.post("/frames", json=asked).json()
+            assert (answer["have"], answer["frames"]) == (1, []), "a post without a wait gets none"
             assert pending.result(60) == ["Answer"]
 
 
@@ -367,13 +367,13 @@ def test_a_message_past_its_time_is_not_delivered(cluster: Cluster) -> None:
     client.start(60)
     client.set_server(ServerState("http://127.0.0.1:9", 0, False, "0"))
     assert client.in_flight(60.0) == {"http://127.0.0.1:9": 0}
-    answers = transport._inbox.have
+    answers = transport._end.have
     cut.set()
     assert client.in_flight(0.2) == {}
     cut.clear()
     for _ in range(2):  # once more: what came before its answer has come
         assert client.in_flight(60.0) == {"http://127.0.0.1:9": 0}
-    assert transport._inbox.have == answers + 2
+    assert transport._end.have == answers + 2
 
 
 def test_a_silent_trainer_loses_its_session_and_opens_another_when_it_is_back(

@@ -20,6 +20,7 @@ from titan_grpo.config.rollout import WorkerKeys
 from titan_grpo.config.task import ROLLOUT
 from titan_grpo.errors import DataError, PeerError, TitanGrpoError
 from titan_grpo.observe import names
+from titan_grpo.protocol.frames import Post
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.samples import Completion, Group
 
@@ -446,10 +447,10 @@ T = TypeVar("T")
 
 FORMAT = hashlib.sha256(
     json.dumps(
-        msgspec.json.schema_components([ToWorker, FromWorker, RolloutSpec]), sort_keys=True
+        msgspec.json.schema_components([ToWorker, FromWorker, RolloutSpec, Post]), sort_keys=True
     ).encode()
 ).hexdigest()[:16]
-"""Hash of the messages' schema. Trainer and service must have the same."""
+"""Hash of the schema of messages and frames. Trainer and service must have the same."""
 
 
 def encode(message: ToWorker | FromWorker) -> str:
@@ -476,10 +477,10 @@ def decode(text: str | bytes | msgspec.Raw, kind: Any) -> Any:
         raise PeerError(f"a frame cannot be read: {error}: {str(text)[:200]!r}") from error
 
 
-def convert(answer: Any, kind: type[T], what: str, strict: bool = True) -> T:
-    """Return a decoded JSON value as ``kind``; not ``strict``: numbers may be texts. Raises
-    PeerError, its text beginning with ``what``."""
+def convert(answer: Any, kind: type[T], what: str) -> T:
+    """Return a decoded JSON value as ``kind``. Raises PeerError, its text beginning with
+    ``what``."""
     try:
-        return msgspec.convert(answer, kind, strict=strict)
+        return msgspec.convert(answer, kind)
     except msgspec.ValidationError as error:
         raise PeerError(f"{what} cannot be read: {error}: {str(answer)[:200]!r}") from error

@@ -46,12 +46,6 @@ class Opened(msgspec.Struct):
     lease_s: float
 
 
-class Taken(msgspec.Struct):
-    """Answer to ``POST /frames``."""
-
-    have: int
-
-
 class RemoteTransport:
     """Transport with two threads and a connection each: one opens sessions and posts frames, the
     other gets the service's frames by long polls. So the trainer's host accepts no connections.
@@ -69,7 +63,7 @@ class RemoteTransport:
         """Keeps delivered messages in order. Lock order: this one, the client's, ``_changed``."""
         self._changed = threading.Condition()
         """Guards the attributes below."""
-        self._inbox, self._outbox = frames.Inbox(""), frames.Outbox("")
+        self._end = frames.End("")
         self._opened = self._closing = self._served = False
         self._health = HEALTH
         self._silent_since: float | None = None
@@ -105,9 +99,7 @@ class RemoteTransport:
     def _begin(self, spec: RolloutSpec, first: Sequence[messages.ToWorker]) -> None:
         """Begin a new session; all messages sent from now on belong to it."""
         with self._changed:
-            name = secrets.token_hex(16)
-            self._spec, self._inbox, self._outbox = spec, frames.Inbox(name), frames.Outbox(name)
-            self._opened = False
+            self._spec, self._end, self._opened = spec, frames.End(secrets.token_hex(16)), False
             for message in first:
                 self._put(message, None)
             self._changed.notify_all()
@@ -115,7 +107,7 @@ class RemoteTransport:
     def _put(self, message: messages.ToWorker, within_s: float | None) -> None:
         text = encode(message)
         until = None if within_s is None else time.monotonic() + within_s
-        self._outbox = self._outbox.put(text, until)
+        self._end = self._end.put(text, until)
 
     # The threads.
 
@@ -140,10 +132,10 @@ class RemoteTransport:
 
     def _send_loop(self) -> None:
         with self._sender:
-            while self._wait(lambda: not self._opened or bool(self._outbox.kept)):
+            while self._wait(lambda: not self._opened or bool(self._end.kept)):
                 self._attempt(self._post if self._opened else self._open)
             if self._opened:
-                body = {"session": self._outbox.session}
+                body = {"session": self._end.session}
                 self._sender.run(Call("POST", "/close", CALL_S, ignore, json=body))
 
     def _poll_loop(self) -> None:
@@ -167,7 +159,7 @@ class RemoteTransport:
         """Do ``work`` once; on a transient failure start the back-off. Raises the service's final
         refusals, and RolloutStopped if it is silent past the deadline. ``wait_s``: seconds that the
         service may take to answer."""
-        due, session = time.monotonic() + wait_s, self._outbox.session
+        due, session = time.monotonic() + wait_s, self._end.session
         try:
             work()
         except ServerUnreachable as error:
@@ -181,7 +173,7 @@ class RemoteTransport:
                 with self._delivering:
                     # Both threads may be refused: the second one finds a new session here. And
                     # close() ends the session under a pending poll.
-                    if session == self._outbox.session and not self._closing:
+                    if session == self._end.session and not self._closing:
                         self._on_message(SessionLost(self._begin))
             else:
                 raise self._refusal(error) from error
@@ -225,7 +217,7 @@ class RemoteTransport:
 
     def _open(self) -> None:
         with self._changed:
-            session, spec = self._outbox.session, msgspec.to_builtins(self._spec, str_keys=True)
+            session, spec = self._end.session, msgspec.to_builtins(self._spec, str_keys=True)
         body = {"format": FORMAT, "run": self._run_id, "session": session, "spec": spec}
         parse = partial(convert, kind=Opened, what="the answer to /open")
         opened = self._sender.run(Call("POST", "/open", OPEN_S, parse, json=body))
@@ -237,34 +229,22 @@ class RemoteTransport:
 
     def _post(self) -> None:
         with self._changed:
-            self._outbox, post = self._outbox.post(time.monotonic(), POST_BYTES)
-        if post is None:
-            return
-        parse = partial(convert, kind=Taken, what="the answer to /frames")
-        have = self._sender.run(Call("POST", "/frames", CALL_S, parse, json=asdict(post))).have
-        with self._changed:
-            if self._outbox.session != post.session:
-                return  # the poll thread found the session lost, and began a new one
-            if not post.first + len(post.frames) <= have <= self._outbox.end:
-                raise PeerError(
-                    f"of {self._outbox.end} frames it was sent {post.first} and those that follow,"
-                    f" it has {have}"
-                )
-            self._outbox = self._outbox.acknowledged(have)
+            self._end, post = self._end.post(time.monotonic(), POST_BYTES)
+        self._exchange(self._sender, post)
 
     def _poll(self) -> None:
         with self._changed:
-            session, have, wait_s = self._inbox.session, self._inbox.have, self._poll_s
-        query = {"session": session, "after": str(have), "wait": f"{wait_s:g}"}
+            post = frames.Post(self._end.session, 0, (), self._end.have, self._poll_s)
+        self._exchange(self._poller, post)
+
+    def _exchange(self, driver: SyncDriver, post: frames.Post) -> None:
+        """Send frames, or wait for some, and deliver those that come."""
         parse = partial(convert, kind=frames.Post, what="the answer to /frames")
-        answer = self._poller.run(Call("GET", "/frames", wait_s + CALL_S, parse, params=query))
-        if answer.first > have:
-            raise PeerError(f"asked for frame {have}, it gave {answer.first}")
+        answer = driver.run(Call("POST", "/frames", post.wait + CALL_S, parse, json=asdict(post)))
         with self._delivering:
-            # The session may be lost by now; then the inbox is the new session's and takes nothing.
-            inbox, new = self._inbox.take(answer)
-            taken = [decode(text, FromWorker) for text in new if text != frames.EMPTY]
             with self._changed:
-                self._inbox = inbox
-            for message in taken:
-                self._on_message(message)
+                # If the session was lost meanwhile, this end is the new one's and takes nothing.
+                self._end, new = self._end.take(answer)
+            for text in new:
+                if text != frames.EMPTY:
+                    self._on_message(decode(text, FromWorker))

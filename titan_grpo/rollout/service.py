@@ -2,22 +2,21 @@
 
 ==== ================ ======================================================================
 POST /open            {format, run, session, spec} -> {lease_s}; repeating it does nothing
-POST /frames          {session, first, frames} -> {have}
-GET  /frames          ?session=NAME&after=N&wait=SECONDS -> {session, first, frames}
+POST /frames          a frames.Post -> a frames.Post
 POST /close           {session} -> {}
 GET  /status          -> {format, run}
 GET  /metrics         -> the counters of the session's rollouts, for Prometheus
 ==== ================ ======================================================================
 
-``GET /frames`` is a long poll: it returns when there is a frame past the first N, or after ``wait``
-seconds. It also acknowledges the first N, and renews the lease.
+``POST /frames`` with a ``wait`` is a long poll: it returns when there is a frame that the sender
+does not have, or after ``wait`` seconds. Each one renews the lease.
 
 400: bad request, or the spec cannot be served here. 401: wrong key. 409: a newer run has the
 service. 410: no such session; open a new one. 503: the rollout process did not start; retry."""
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -45,7 +44,7 @@ POST_BYTES = 1 << 20
 GIL."""
 
 POLL_S = 20.0
-"""Longest wait of one ``GET /frames``, in seconds."""
+"""Longest wait of one ``POST /frames``, in seconds."""
 
 CLOSE_S = 10.0
 """Deadline of the end of a session, in seconds."""
@@ -60,14 +59,6 @@ class Opening(msgspec.Struct):
     spec: msgspec.Raw = msgspec.Raw(b"{}")
 
 
-class Poll(msgspec.Struct):
-    """Query of ``GET /frames``."""
-
-    session: str
-    after: int
-    wait: float = 0.0
-
-
 class Closing(msgspec.Struct):
     """Body of ``POST /close``."""
 
@@ -80,10 +71,8 @@ class Session:
     def __init__(self, name: str, spec: RolloutSpec) -> None:
         self.name, self._spec = name, spec
         self._worker = LocalTransport()
-        self._taking = threading.Lock()
-        self._inbox = frames.Inbox(name)
         self._changed = threading.Condition()
-        self._outbox = frames.Outbox(name)
+        self._end = frames.End(name)
         self._failed = False
         self.closing = False
         self.counters: dict[str, int] = {}
@@ -92,31 +81,28 @@ class Session:
     def start(self) -> None:
         self._worker.start(self._spec, self._on_message)
 
-    def take(self, post: frames.Post) -> int:
-        """Pass frames of the trainer to the worker; return the number taken so far.
+    def exchange(self, post: frames.Post, longest_s: float) -> frames.Post:
+        """Pass the trainer's new frames to the worker; return how many were taken so far, with
+        those for the trainer if it waits, for ``longest_s`` seconds at most.
 
-        Raises PeerError for frames that cannot be decoded; then none is taken.
+        Raises PeerError for frames that cannot be decoded, of which none is taken, and for a number
+        of frames that there are not.
         """
-        with self._taking:
-            inbox, new = self._inbox.take(post)
+        with self._changed:
+            end, new = self._end.take(post)
             taken = [decode(text, ToWorker) for text in new if text != frames.EMPTY]
-            self._inbox = inbox
+            self._end = end
             for message in taken:
                 self._worker.send(message)
                 if isinstance(message, messages.ServerLeft):
                     messages.forget(self.counters, message.url)
-            return self._inbox.have
-
-    def poll(self, have: int, wait_s: float) -> frames.Post:
-        """Return the frames after the first ``have``, as many as fit into one answer. Waits up to
-        ``wait_s`` seconds for a frame. Raises PeerError if ``have`` is more than there are."""
-        with self._changed:
-            if have > self._outbox.end:
-                raise PeerError(f"{have} frames were acknowledged, there are {self._outbox.end}")
-            self._outbox = self._outbox.acknowledged(have)
-            self._changed.wait_for(lambda: self.closing or self._outbox.kept, wait_s)
-            self._outbox, post = self._outbox.post(time.monotonic(), POST_BYTES)
-            return post or frames.Post(self.name, have, ())
+            if not post.wait:
+                return frames.Post(self.name, 0, (), end.have)
+            self._changed.wait_for(
+                lambda: self.closing or self._end.kept, min(post.wait, longest_s)
+            )
+            self._end, answer = self._end.post(time.monotonic(), POST_BYTES)
+            return answer
 
     def close(self, deadline_s: float) -> None:
         """Abort everything and end the worker within the deadline. Idempotent; raises nothing."""
@@ -140,7 +126,7 @@ class Session:
             if self._failed:
                 return  # A Failed frame is already queued; nothing may follow it.
             self._failed = isinstance(message, messages.Failed)
-            self._outbox = self._outbox.put(text)
+            self._end = self._end.put(text)
             self._changed.notify_all()
 
 
@@ -180,10 +166,7 @@ class Service:
                 case "POST", "/open":
                     return self._open(decode(request.body, Opening))
                 case "POST", "/frames":
-                    post: frames.Post = decode(request.body, frames.Post)
-                    return Reply(200, {"have": self._renewed(post.session).take(post)})
-                case "GET", "/frames":
-                    return self._poll(request.query)
+                    return self._frames(decode(request.body, frames.Post))
                 case "POST", "/close":
                     return self._close(decode(request.body, Closing).session)
                 case "GET", "/status":
@@ -191,7 +174,7 @@ class Service:
                         return Reply(200, {"format": FORMAT, "run": self._lease.run})
                 case "GET", "/metrics":
                     return self._metrics()
-            known = "POST /open, POST /frames, GET /frames, POST /close, GET /status, GET /metrics"
+            known = "POST /open, POST /frames, POST /close, GET /status and GET /metrics"
             return Reply(404, {"error": f"there is {known}, got {request.method} {request.path}"})
         except _NoSession as error:
             return Reply(410, {"error": f"there is no session {str(error)[:80]}: open one"})
@@ -252,14 +235,13 @@ class Service:
             self._lease = self._lease.renew(name, time.monotonic()) or self._lease
         return answer
 
-    def _poll(self, query: Mapping[str, str]) -> Reply:
-        poll = messages.convert(query, Poll, "the query", strict=False)
-        session = self._renewed(poll.session)
+    def _frames(self, post: frames.Post) -> Reply:
+        session = self._renewed(post.session)
         # A waiting poll does not renew the lease, so it must return well before the lease ends.
-        post = session.poll(poll.after, min(poll.wait, POLL_S, self._lease.lease_s / 2))
+        answer = session.exchange(post, min(POLL_S, self._lease.lease_s / 2))
         if session.closing:
-            raise _NoSession(poll.session)
-        return Reply(200, asdict(post))
+            raise _NoSession(post.session)
+        return Reply(200, asdict(answer))
 
     def _close(self, name: str) -> Reply:
         with self._turnover:
