@@ -12,7 +12,6 @@ from scripts.common import keys
 from tests.e2e.conftest import Replay, Runs
 from tests.rigs.server_handle import ServerProcess
 from tests.rigs.sockets import free_port
-from titan_grpo.observe.run_lock import held
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import write_tiny_model
 
@@ -54,30 +53,6 @@ def test_under_torchrun_one_rank_says_it_also_where_it_comes_last(
     assert "parallelism.context_parallel_degree must be 1" in complaints[0]
     assert training.cause == complaints[0].removeprefix("titan-grpo: ")
     assert training.exitcode == 2
-
-
-def test_an_address_that_is_not_this_hosts_is_refused_at_the_start(
-    runs: Runs, tmp_path: Path
-) -> None:
-    arguments = ["--weight_sync.bind_host=203.0.113.9"]  # RFC 5737: no host has it
-    arguments += [f"--weight_sync.startup_deadline_s={STARTUP_S}"]
-    with runs.start(tmp_path, ["http://127.0.0.1:9"], *arguments) as training:
-        assert training.finish() != 0
-    assert "weight_sync.bind_host must be an address of this host" in training.cause, training.log
-    assert "servers could not read versions here" in training.cause
-    assert training.exitcode == 2
-
-
-def test_a_second_run_in_the_dump_folder_of_a_live_one_is_refused(
-    runs: Runs, tmp_path: Path
-) -> None:
-    with held(tmp_path):
-        before = set(tmp_path.iterdir())
-        with runs.start(tmp_path, ["http://127.0.0.1:9"]) as training:
-            assert training.finish() != 0
-    assert "job.dump_folder must not be that of a live run" in training.cause, training.log
-    assert training.exitcode == 2
-    assert set(tmp_path.iterdir()) == before
 
 
 def test_a_server_that_is_not_there_is_named_with_what_was_tried(

@@ -27,7 +27,8 @@ def run_ranks(script: Path, count: int, *arguments: str, python: str = sys.execu
             code = process.wait(DEADLINE_S)
         finally:
             end(process, 0.0)
-        outputs = [path.read_text() for path in sorted(Path(folder).iterdir())]
+        ranks = sorted(Path(folder).iterdir(), key=lambda path: int(path.name))
+        outputs = [path.read_text() for path in ranks]
     assert code == 0, "\n".join(outputs)
     return outputs
 

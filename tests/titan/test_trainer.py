@@ -3,6 +3,7 @@ settings with which it goes on, and the files that it leaves for Hugging Face.""
 
 import json
 from concurrent.futures import Future
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.rigs.ranks import run_ranks
 from tests.rigs.sockets import free_port
+from titan_grpo.observe.run_lock import LOCK, held
 from titan_grpo.titan import compat
 
 compat.prepare()
@@ -25,68 +27,125 @@ from torchtitan.config import LRScheduler, Optimizer  # noqa: E402
 from titan_grpo.titan.export import checkpoints_in  # noqa: E402
 from titan_grpo.titan.trainer import GRPOTrainer  # noqa: E402
 
-SCRIPT = Path(__file__).with_name("ended_rank.py")
+SCRIPT = Path(__file__).with_name("trainer_ranks.py")
+
+Run = tuple[str, int, str]
+"""(case, ranks, arguments)."""
+
+
+def said_by(folder: Path, *runs: Run) -> list[list[Any]]:
+    """What each rank of each run says (trainer_ranks.py), all runs at once."""
+    words = [word for name, ranks, more in runs for word in (name, ranks, free_port(), more)]
+    outputs = run_ranks(SCRIPT, sum(n for _, n, _ in runs), str(folder), *map(str, words))
+    said = iter([json.loads(out.splitlines()[-1]) for out in outputs])
+    return [list(islice(said, ranks)) for _, ranks, _ in runs]
+
+
+RECOMPUTED = "--activation_checkpoint."
+RUNS: dict[str, Run] = {
+    "lock": ("refused", 1, ""),
+    "address": ("refused", 1, "--weight_sync.bind_host=203.0.113.9"),  # RFC 5737: no host has it
+    "rate": ("refused", 2, "--weight_sync.min_rate=1"),
+    "task": ("refused", 2, "--rollout.task=no.such.module:Task"),
+    "torchtitan": (
+        "refused",
+        2,
+        f"{RECOMPUTED}mode=selective {RECOMPUTED}selective_ac_option=op"
+        f" {RECOMPUTED}per_op_sac_force_recompute_mm_shapes_by_fqns=attention",
+    ),
+    **{case: (case, 1, "") for case in ("bias", "skipped", "ended", "tied")},
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What each rank of each run says, with the dump folder of the first one locked."""
+    folder = tmp_path_factory.mktemp("runs")
+    with held(folder / "0/run"):
+        found = dict(zip(RUNS, said_by(folder, *RUNS.values()), strict=True))
+    assert [path.name for path in (folder / "0/run").iterdir()] == [LOCK]
+    return found
 
 
 @pytest.mark.e2e
 def test_a_checkpoint_that_is_being_written_is_whole_when_the_run_has_ended_by_an_error(
-    tmp_path: Path,
+    said: dict[str, list[Any]],
 ) -> None:
     """And the process then ends soon: its last collection of torch's objects took seconds, rank
     after rank."""
-    (said,) = run_ranks(SCRIPT, 1, str(free_port()), str(tmp_path))
-    assert json.loads(said.splitlines()[-1]) == ["no server is left", True, True]
+    assert said["ended"] == [["no server is left", True, True]]
 
 
 @pytest.mark.e2e
-def test_what_rank_0_alone_knows_ends_the_other_ranks_with_its_words(tmp_path: Path) -> None:
-    """Before, they ended by a lost connection: hundreds of tracebacks around the one line."""
-    task = "--rollout.task=no.such.module:Task"
-    words = str(free_port()), "--weight_sync.min_rate=1", str(free_port()), task
-    script = Path(__file__).with_name("refused_rank.py")
-    said = [json.loads(s.splitlines()[-1]) for s in run_ranks(script, 4, str(tmp_path), *words)]
-    for first, second in (said[:2], said[2:]):
-        assert first[0] == "ConfigError"
-        assert second == ["RunStopped", f"ConfigError: {first[1]}"]
-    assert "min_rate" in said[0][1]
-    assert "no.such.module" in said[2][1]
-
-
-@pytest.mark.e2e
-def test_what_torchtitan_refuses_as_it_builds_a_job_is_one_line_on_every_rank(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("run", "text"),
+    [
+        ("lock", "job.dump_folder must not be that of a live run"),
+        ("address", "weight_sync.bind_host must be an address of this host"),
+        ("rate", "weight_sync.min_rate"),
+        ("task", "no.such.module"),
+        ("torchtitan", "torchtitan cannot build this job: ValueError: per_op_sac_force"),
+    ],
+)
+def test_a_run_that_cannot_start_is_refused_in_one_line_on_every_rank(
+    said: dict[str, list[Any]], run: str, text: str
 ) -> None:
-    """Before, it was a traceback of each."""
-    script = Path(__file__).with_name("refused_rank.py")
-    section = "--activation_checkpoint."
-    words = f"{section}mode=selective {section}selective_ac_option=op"
-    words += f" {section}per_op_sac_force_recompute_mm_shapes_by_fqns=attention"
-    for said in run_ranks(script, 2, str(tmp_path), str(free_port()), words):
-        kind, text = json.loads(said.splitlines()[-1])
-        assert kind == "ConfigError"
-        assert "torchtitan cannot build this job: ValueError: per_op_sac_force" in text
-        assert "\n" not in text
+    """What rank 0 alone knew ended the others by a lost connection, and torchtitan's refusal was a
+    traceback of each."""
+    first, *others = said[run]
+    assert first[0] == "ConfigError"
+    assert text in first[1]
+    assert "\n" not in first[1]
+    if run == "torchtitan":
+        assert others == [first]  # each knows it
+    else:
+        assert all(other == ["RunStopped", f"ConfigError: {first[1]}"] for other in others)
 
 
 @pytest.mark.e2e
 @pytest.mark.long
 def test_the_other_ranks_wait_for_commits_in_a_group_that_outlasts_rank_0(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("committed_rank.py")
-    waited = [
-        json.loads(s.splitlines()[-1])
-        for s in run_ranks(script, 2, str(free_port()), str(tmp_path))
-    ]
+    (waited,) = said_by(tmp_path, ("committed", 2, ""))
     assert min(waited) > 5
 
 
 @pytest.mark.e2e
 def test_versions_that_no_slot_was_free_for_are_skipped_until_rollouts_would_wait_for_ever(
-    tmp_path: Path,
+    said: dict[str, list[Any]],
 ) -> None:
     """Servers hold version 0, and groups for the trainer at version 2 need version 1 or 2."""
-    script = Path(__file__).with_name("skipped_rank.py")
-    (said,) = run_ranks(script, 1, str(free_port()), str(tmp_path))
-    assert json.loads(said.splitlines()[-1]) == [0, 0, 2]
+    assert said["skipped"] == [[0, 0, 2]]
+
+
+@pytest.mark.e2e
+def test_a_bias_that_the_models_adapter_exports_is_in_a_version_as_the_run_began_with_it(
+    said: dict[str, list[Any]],
+) -> None:
+    """An MoE's load balancing bias, which routes tokens and has no gradient."""
+    (found,) = said["bias"]
+    assert len(found) == 5, "the first of six layers is dense"
+    for kept, dtype, same in found.values():
+        assert (kept, dtype, same) == (True, "float32", True)
+
+
+@pytest.mark.e2e
+def test_a_run_that_was_killed_in_its_first_save_begins_with_its_weights_again(
+    said: dict[str, list[Any]],
+) -> None:
+    """torchtitan loads nothing where its folder is there and has no checkpoint."""
+    ((began, *_),) = said["tied"]
+    assert began
+
+
+@pytest.mark.e2e
+def test_the_last_save_for_hugging_face_has_only_names_that_have_values(
+    said: dict[str, list[Any]],
+) -> None:
+    """Before, a tied head in the base model's index left a file that nothing can read."""
+    ((_, names, written),) = said["tied"]
+    assert names == written
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
 
 
 @pytest.mark.parametrize("written", [True, False])
@@ -202,27 +261,3 @@ def test_a_checkpoint_whose_second_writing_broke_off_is_no_whole_one(
             {"weight": torch.ones(9), "other": Unwritable()}, checkpoint_id=f"{tmp_path}/step-2"
         )
     assert not checkpoints_in(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """See tied_rank.py."""
-    script, folder = Path(__file__).with_name("tied_rank.py"), tmp_path_factory.mktemp("tied")
-    (said,) = run_ranks(script, 1, str(free_port()), str(folder))
-    return json.loads(said.splitlines()[-1])
-
-
-@pytest.mark.e2e
-def test_a_run_that_was_killed_in_its_first_save_begins_with_its_weights_again(tied: Any) -> None:
-    """torchtitan loads nothing where its folder is there and has no checkpoint."""
-    began, *_ = tied
-    assert began
-
-
-@pytest.mark.e2e
-def test_the_last_save_for_hugging_face_has_only_names_that_have_values(tied: Any) -> None:
-    """Before, a tied head in the base model's index left a file that nothing can read."""
-    _, names, written = tied
-    assert names == written
-    assert "model.embed_tokens.weight" in names
-    assert "lm_head.weight" not in names
