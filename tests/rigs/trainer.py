@@ -19,7 +19,7 @@ from titan_grpo.sync.images import ImagePool
 from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.sync.process import SyncProcess
 from titan_grpo.sync.publisher import Copy, Publisher, Snapshotter
-from titan_grpo.verify.recording import tensor_digest
+from titan_grpo.verify.recording import content_digest, tensor_digest
 
 GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, never come close to each other: neighbouring versions differ in every
@@ -143,6 +143,20 @@ def digests(base: Mapping[str, torch.Tensor], version: int, salt: int) -> dict[s
         name: tensor_digest(tensor.to(torch.bfloat16))
         for name, tensor in weights(base, version, salt).items()
     }
+
+
+MATRICES = {"down": torch.ones(256, 512), "up": torch.ones(512, 256)}
+"""A model for servers without an engine, in the order of its file; its versions are run 0's."""
+
+
+def matrices(version: int) -> dict[str, torch.Tensor]:
+    """Its masters."""
+    return weights(MATRICES, version, 0)
+
+
+def content(version: int) -> str:
+    """What a server that holds them says (server_process.py)."""
+    return content_digest(digests(MATRICES, version, 0))
 
 
 class SpoiledImages(tuple[torch.Tensor, ...]):

@@ -29,6 +29,7 @@ from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.lane import LaneEvent, Point
 from titan_grpo.protocol.messages import ServerState
+from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.subprocesses import end_with_parent
 from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.unix_rpc import Pipe
@@ -72,6 +73,12 @@ class Settings:
     guarded: bool = True
     look_s: float = 5.0
     """See LaneContext: some cases wait for an idle lane's look."""
+    lease_s: float = 0.0
+    """How long a lane may be silent in a commit; 0: what follows from the deadlines."""
+
+    @property
+    def guard_deadlines(self) -> Deadlines | None:
+        return Deadlines(self.lease_s, greet_s=60.0, again_s=0.5) if self.lease_s else None
 
     @property
     def config(self) -> WeightSync:
@@ -262,6 +269,7 @@ class Run:
                 observer=LedgerObserver(self._say),
                 device=self._device,
                 guarded=settings.guarded,
+                guard_deadlines=settings.guard_deadlines,
                 look_s=settings.look_s,
                 tamper=SpoiledImages,
             ),

@@ -11,7 +11,6 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -24,15 +23,18 @@ import msgspec
 import psutil
 import pytest
 from msgspec.structs import replace as change
+from safetensors.torch import save_file
 
+from tests.rigs.census import children
 from tests.rigs.present import present
 from tests.rigs.proxy import Proxy, address_of
 from tests.rigs.receiver_server import DirectControl, ReceiverServer
 from tests.rigs.server_handle import ServerProcess, served
 from tests.rigs.threads import no_free_thread
-from tests.rigs.trainer_handle import wait_until
+from tests.rigs.trainer import MATRICES, content
+from tests.rigs.trainer_handle import TrainerProcess, wait_until
+from tests.rigs.trainer_process import Settings
 from tests.sync.conftest import MakeRig
-from tests.sync.guarded_trainer import digest
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
 from titan_grpo.engines.http import Call, ignore
@@ -57,8 +59,6 @@ from titan_grpo.sync.pause_guard_main import (
 )
 from titan_grpo.sync.transports.channel import resolve_bind_host
 
-ROOT = Path(__file__).resolve().parents[2]
-TRAINER = Path(__file__).parent / "guarded_trainer.py"
 API_KEY = "secret-of-the-control-plane"
 URL = "http://127.0.0.1:9"
 WAIT_S = 120.0
@@ -74,59 +74,64 @@ def ended(pid: int) -> bool:
         return True
 
 
-class Trainer:
-    """The helper process, and the pause guard that it started."""
-
-    def __init__(self, url: str, folder: Path, options: dict[str, Any]) -> None:
-        defaults = {
-            "point": "held",
-            "signal": 0,
-            "times": 1,
-            "versions": 2,
-            "apply": "staged",
-            "fork": False,
-            "lease_s": 8.0,
-        }
-        options = defaults | {"url": url, "folder": str(folder), "api_key": API_KEY} | options
-        self.process = subprocess.Popen(
-            [sys.executable, str(TRAINER), json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        )
-        self._log = folder / "pause_guard.log"
-        self.pause_guard = psutil.Process(self.wait("pause_guard")["pause_guard"])
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def wait(self, key: str) -> dict[str, Any]:
-        """Its next event that has ``key``."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            event: dict[str, Any] = json.loads(line)
-            if key in event:
-                return event
-        raise AssertionError(
-            f"the trainer ended with {self.process.wait(WAIT_S)} and never said {key!r}"
-        )
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-        if self.pause_guard.is_running():
-            self.pause_guard.kill()
-
-
 @contextmanager
-def training(server: ServerProcess | Proxy, folder: Path, **options: Any) -> Iterator[Trainer]:
-    trainer = Trainer(server.url, folder, options)
-    try:
-        yield trainer
-    finally:
-        trainer.close()
+def training(
+    server: ServerProcess | Proxy, folder: Path, **options: Any
+) -> Iterator[tuple[TrainerProcess, psutil.Process]]:
+    """A trainer whose first version the server holds, and that goes on when it is told to; and its
+    pause guard."""
+    save_file(MATRICES, folder / "model.safetensors")
+    settings = Settings(
+        *(str(folder), [server.url], str(folder), 0),
+        step_s=0.001,
+        rest_s=0.02,
+        steps_per_version=1,
+        calm=[1, 2, 3],
+        deadline_s=15.0,
+        lease_s=8.0,
+        bucket_bytes=1 << 16,
+        api_key=API_KEY,
+    )
+    with ExitStack() as stack:
+        process = TrainerProcess(replace(settings, **options), folder / "trainer.log", os.environ)
+        trainer = stack.enter_context(process)
+        holding(trainer, published(trainer, 0))
+        guard = psutil.Process(children(present(trainer.sync_pid))[0])
+        stack.callback(lambda: guard.is_running() and guard.kill())
+        yield trainer, guard
+
+
+def holding(trainer: TrainerProcess, version: int) -> None:
+    """Wait until the server holds it."""
+    held = {"event": "server", "held": version}
+    trainer.wait(lambda e: held.items() <= e.items(), WAIT_S, f"version {version}")
+
+
+def published(trainer: TrainerProcess, since: int) -> int:
+    """Wait for the next version after so many events; its number."""
+    said = trainer.wait(lambda e: e["event"] == "published", WAIT_S, "a version", since)
+    return int(said["version"])
+
+
+def next_version(trainer: TrainerProcess) -> int:
+    """Have it publish one more; its number."""
+    since = trainer.mark()
+    trainer.tell("publish", True)
+    return published(trainer, since)
+
+
+def held_at(trainer: TrainerProcess, point: Point, occurrence: int = 1) -> int:
+    """Wait until the lane stands at a point of the next version; the version."""
+    (url,) = trainer.settings.urls
+    trainer.tell("hold", url, point, occurrence)
+    version = next_version(trainer)
+    trainer.wait(lambda e: e["event"] == "held_at", WAIT_S, point.value)
+    return version
+
+
+def log(folder: Path) -> str:
+    """What the pause guard has said."""
+    return (folder / "pause_guard.log").read_text()
 
 
 @pytest.fixture
@@ -141,36 +146,33 @@ def honest(server: ServerProcess) -> dict[str, Any]:
     now: dict[str, Any] = server.run(served())
     for label, seen in now["visible"]:
         if (shown := Label.parse(label)) is not None:
-            assert seen == digest(shown.version), f"{label} was shown over other weights"
+            assert seen == content(shown.version), f"{label} was shown over other weights"
     return now
 
 
 # Before the load it holds the version before, after it the new one: of each side one point.
 KILLED = [
-    pytest.param(Point.PAUSE, 1, marks=pytest.mark.long),
-    (Point.LOAD, 1),
-    (Point.LABEL, 2),
-    pytest.param(Point.RESUME, 2, marks=pytest.mark.long),
+    pytest.param(Point.PAUSE, False, marks=pytest.mark.long),
+    (Point.LOAD, False),
+    (Point.LABEL, True),
+    pytest.param(Point.RESUME, True, marks=pytest.mark.long),
 ]
 
 
-@pytest.mark.parametrize(("point", "holds"), KILLED, ids=lambda x: getattr(x, "value", str(x)))
+@pytest.mark.parametrize(("point", "new"), KILLED, ids=lambda x: getattr(x, "value", str(x)))
 def test_a_trainer_killed_in_a_commit_leaves_its_server_generating_under_the_right_label(
-    point: Point, holds: int, server: ServerProcess, tmp_path: Path
+    point: Point, new: bool, server: ServerProcess, tmp_path: Path
 ) -> None:
-    # a child that the dead trainer forked holds its end of the socket open: its death must show all
-    # the same
-    with training(
-        server, tmp_path, point=point.value, signal=signal.SIGKILL, fork=point is Point.LOAD
-    ) as trainer:
-        trainer.wait("signalled")
-        trainer.process.wait(WAIT_S)
-        assert wait_until(lambda: "holds" in trainer.log, WAIT_S)
-        trainer.pause_guard.wait(WAIT_S)
+    with training(server, tmp_path) as (trainer, guard):
+        first, version = min(trainer.published()), held_at(trainer, point)
+        trainer.kill()
+        assert wait_until(lambda: "holds" in log(tmp_path), WAIT_S)
+        guard.wait(WAIT_S)
         now = honest(server)
         assert not now["paused"]
+        holds = version if new else first
         assert present(Label.parse(now["label"])).version == holds
-        assert now["digest"] == digest(holds)
+        assert now["digest"] == content(holds)
         # the receiver that answered the pause guard lost its lane and ended
         assert wait_until(lambda: all(map(ended, server.receiver_pids)), WAIT_S)
 
@@ -178,33 +180,35 @@ def test_a_trainer_killed_in_a_commit_leaves_its_server_generating_under_the_rig
 def test_a_half_loaded_server_stays_paused_and_says_so(
     server: ServerProcess, tmp_path: Path
 ) -> None:
-    options = {"apply": "streamed", "point": "extent", "times": 6, "signal": signal.SIGKILL}
-    with training(server, tmp_path, **options) as trainer:
-        trainer.wait("signalled")
-        trainer.pause_guard.wait(WAIT_S)
+    with training(server, tmp_path, apply="streamed") as (trainer, guard):
+        held_at(trainer, Point.EXTENT, 6)
+        trainer.kill()
+        guard.wait(WAIT_S)
         now = honest(server)
-        assert (now["intact"], now["paused"], now["label"]) == (False, True, UNUSABLE), trainer.log
-        assert "half loaded" in trainer.log
+        said = log(tmp_path)
+        assert (now["intact"], now["paused"], now["label"]) == (False, True, UNUSABLE), said
+        assert "half loaded" in said
 
 
 def test_a_frozen_trainers_server_goes_on_and_its_thawed_lane_can_not_load(
     server: ServerProcess, tmp_path: Path
 ) -> None:
-    with training(server, tmp_path, point="load", signal=signal.SIGSTOP, versions=3) as trainer:
-        trainer.wait("signalled")
-        assert wait_until(lambda: "holds" in trainer.log, WAIT_S)
+    with training(server, tmp_path) as (trainer, guard):
+        first, second = min(trainer.published()), held_at(trainer, Point.LOAD)
+        trainer.signal(signal.SIGSTOP)
+        assert wait_until(lambda: "holds" in log(tmp_path), WAIT_S)
         assert wait_until(lambda: not server.run(vllm.is_paused()), WAIT_S)
-        assert honest(server)["digest"] == digest(1)
-        trainer.process.send_signal(signal.SIGCONT)
-        trainer.wait("ended")
-        assert trainer.process.wait(WAIT_S) == 0
-        trainer.pause_guard.wait(WAIT_S)
+        assert honest(server)["digest"] == content(first)
+        trainer.signal(signal.SIGCONT)
+        trainer.tell("go")
+        holding(trainer, second)
+        third = next_version(trainer)
+        holding(trainer, third)
+        trainer.stop()
+        guard.wait(WAIT_S)
         now = honest(server)
-        assert (now["paused"], now["digest"], present(Label.parse(now["label"])).version) == (
-            False,
-            digest(3),
-            3,
-        )
+        held = present(Label.parse(now["label"])).version
+        assert (now["paused"], now["digest"], held) == (False, content(third), third)
         # the refused load of the old epoch touched nothing: one load per version
         assert now["loads"] == 3
 
@@ -370,14 +374,15 @@ def test_a_slow_commit_whose_calls_all_end_in_time_is_not_fenced(tmp_path: Path)
     ):
         # of a dead lane: the load starts, is refused, ends this one, starts again, and loads
         server.run(Call("POST", "/start_weight_update", WAIT_S, ignore))
-        with training(proxy, tmp_path, versions=1, lease_s=18.0) as trainer:
-            trainer.wait("ended")
-            trainer.pause_guard.wait(WAIT_S)
-            assert trainer.log == ""
+        with training(proxy, tmp_path, lease_s=18.0) as (trainer, guard):
+            (version,) = trainer.published()
+            trainer.stop()
+            guard.wait(WAIT_S)
+            assert log(tmp_path) == ""
         assert proxy.granted.count("/start_weight_update") == 1
         # of the lane, once: a hello, and the call to map memory
         assert proxy.granted.count("/init_weight_transfer_engine") == 2
-        assert honest(server)["digest"] == digest(1)
+        assert honest(server)["digest"] == content(version)
 
 
 def test_a_lease_covers_one_call_or_a_whole_step_where_another_process_makes_the_calls() -> None:

@@ -18,12 +18,10 @@ import pytest
 from tests.rigs.server_handle import ServerProcess, served
 from tests.rigs.signals import send
 from tests.rigs.sockets import descriptors_left
-from tests.rigs.trainer import Trainer
+from tests.rigs.trainer import MATRICES, Trainer, content, manifest_of, matrices
 from tests.rigs.trainer_handle import wait_until
-from tests.sync.guarded_trainer import SHAPES, digest, weights
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import SyncError
-from titan_grpo.layout.manifest import Manifest
 from titan_grpo.runkey import KEY_VARIABLE, Key
 from titan_grpo.sync import child
 from titan_grpo.sync.lanes import SyncOptions
@@ -42,13 +40,13 @@ def training(folder: Path, servers: int = 1, **options: Any) -> Iterator[tuple[T
     with ExitStack() as stack:
         env = {KEY_VARIABLE: key.hex()}
         up = [stack.enter_context(ServerProcess(env=env)) for _ in range(servers)]
-        manifest = Manifest.build([(n, "bfloat16", s) for n, s in SHAPES.items()], 1 << 16)
+        manifest = manifest_of(MATRICES, 1 << 16)
         config = WeightSync(bind_host="127.0.0.1", block_bytes=1 << 16, backoff_s=0.1)
         sync = SyncOptions(urls=[s.url for s in up], engine="vllm", run_key=key, **options)
         trainer = Trainer(manifest, config, folder, sync)
         stack.callback(trainer.close)
         trainer.start()
-        assert trainer.publish(0, weights(0), WAIT_S)
+        assert trainer.publish(0, matrices(0), WAIT_S)
         assert trainer.servers.wait_held(0, WAIT_S, everyone=True), trainer.servers.text()
         yield trainer, up
 
@@ -57,7 +55,7 @@ def steps(trainer: Trainer, first: int, count: int) -> None:
     """So many steps of a main thread, which waits for no slot: of a stopped process none would
     come."""
     for version in range(first, first + count):
-        trainer.publish(version, weights(version))
+        trainer.publish(version, matrices(version))
         trainer.servers.reached(version)
         assert trainer.servers.take_error() is None
         threading.Event().wait(0.05)
@@ -65,12 +63,12 @@ def steps(trainer: Trainer, first: int, count: int) -> None:
 
 def ends_on_the_newest(trainer: Trainer, servers: list[ServerProcess], version: int) -> None:
     """A version after these reaches all servers, and they generate with its weights."""
-    assert trainer.publish(version, weights(version), WAIT_S)
+    assert trainer.publish(version, matrices(version), WAIT_S)
     urls = sorted(server.url for server in servers)
     assert wait_until(lambda: sorted(trainer.worker.flush(version, WAIT_S)) == urls, WAIT_S)
     for server in servers:
         now = server.run(served())
-        assert now["visible"][-1][1] == digest(version)
+        assert now["visible"][-1][1] == content(version)
         assert not now["paused"]
 
 
@@ -92,10 +90,10 @@ def test_killed_right_after_a_publish_it_brings_that_version(tmp_path: Path) -> 
     with training(tmp_path) as (trainer, servers):
         killed = trainer.worker.pid
         send(killed, signal.SIGSTOP)
-        assert trainer.publish(1, weights(1), WAIT_S)
+        assert trainer.publish(1, matrices(1), WAIT_S)
         os.kill(killed, signal.SIGKILL)
         assert trainer.worker.flush(1, WAIT_S) == [servers[0].url]
-        assert servers[0].run(served())["visible"][-1][1] == digest(1)
+        assert servers[0].run(served())["visible"][-1][1] == content(1)
 
 
 def test_stopped_it_costs_versions_and_no_step(tmp_path: Path) -> None:
@@ -113,7 +111,7 @@ def test_a_server_leaves_and_comes_again_and_late_orders_to_its_last_lane_cost_n
         assert trainer.servers.remove(servers[0].url, WAIT_S)
         for order in ("stop_lane", "abort_lane"):
             trainer.worker.post(order, servers[0].url)
-        assert trainer.publish(1, weights(1), WAIT_S)
+        assert trainer.publish(1, matrices(1), WAIT_S)
         assert trainer.servers.wait_held(1, WAIT_S, everyone=True) == [servers[1].url]
         assert trainer.servers.add(servers[0].url)
         ends_on_the_newest(trainer, servers, 2)
@@ -123,7 +121,7 @@ def test_a_server_leaves_and_comes_again_and_late_orders_to_its_last_lane_cost_n
 @pytest.fixture
 def idle(tmp_path: Path) -> Iterator[Trainer]:
     """A trainer whose sync process has nothing to do yet."""
-    manifest = Manifest.build([(n, "bfloat16", s) for n, s in SHAPES.items()], 1 << 16)
+    manifest = manifest_of(MATRICES, 1 << 16)
     options = SyncOptions(urls=["http://nowhere"], engine="vllm")
     with Trainer(manifest, WeightSync(bind_host="127.0.0.1"), tmp_path, options) as made:
         yield made
