@@ -207,10 +207,10 @@ import os, sys
 from pathlib import Path
 from tests.sync.test_sync_process import training, steps
 with training(Path(sys.argv[1])) as (trainer, servers):
-    print(trainer.worker.pid, flush=True)
     if os.fork() == 0:
         os.read(0, 1)
         os._exit(0)
+    print(trainer.worker.pid, flush=True)
     steps(trainer, 1, 100_000)
 """
 
