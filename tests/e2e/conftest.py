@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -162,13 +161,6 @@ class Training:
         """SIGTERM to torchrun, which tells its ranks; its exit code."""
         self.process.terminate()
         return self.finish()
-
-    def kill(self) -> None:
-        """SIGKILL to torchrun and everything below it, ranks first: torchrun would tell the
-        others."""
-        for process in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
-            process.kill()
-        self.finish(30)
 
     def __enter__(self) -> "Training":
         return self

@@ -128,24 +128,6 @@ def test_servers_hold_every_version_of_a_run_on_two_hosts(
     print("bytes that left each host:", sent)
 
 
-def test_a_run_of_two_hosts_is_resumed_on_one_rank_and_ends_with_the_same_weights(
-    runs: Runs, hosts: Hosts, tmp_path: Path
-) -> None:
-    replay = Replay(tmp_path / "replay.jsonl", 4, 3, 16).write(STEPS)
-    arguments = [*replay.arguments, f"--training.steps={STEPS}", "--checkpoint.interval=2"]
-    server = engineless_launcher(runs.model, hosts.address)(tmp_path / "server")
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    with ExitStack() as stack:
-        stack.callback(server.stop)
-        server.wait_healthy(60.0)
-        train(runs, hosts, static, whole, [server.url], arguments)
-        go_on(runs, hosts, 1, (whole, resumed), [server.url], *arguments)
-    last = Record(recorded(tmp_path / "server")).commits()[-1]
-    assert last.version == STEPS
-    exported = runs.weights(resumed / "hf")
-    assert digests(exported) == {name: last.tensors[name] for name in exported}
-
-
 def test_both_engines_compute_what_two_hosts_train_and_what_one_host_goes_on_with(
     runs: Runs,
     hosts: Hosts,
@@ -179,9 +161,11 @@ def test_both_engines_compute_what_two_hosts_train_and_what_one_host_goes_on_wit
         apart = [difference(e, resumed / "hf") for e in engines]
         print("after one host of three ranks:", apart)
         assert max(apart) <= MAX_DIFFERENCE
+    exported = runs.weights(resumed / "hf")
     loaded = [Record(recorded(tmp_path / e)).commits() for e in ("vllm", "sglang")]
     for commits in loaded:
         assert [c.version for c in commits].count(STEPS) == 2
+        assert digests(exported) == {name: commits[-1].tensors[name] for name in exported}
     first, second = ({(c.run_id, c.version): c.tensors for c in commits} for commits in loaded)
     both = first.keys() & second.keys()
     print("versions that both loaded:", sorted(version for _, version in both))
