@@ -31,6 +31,8 @@ from titan_grpo.titan.step_records import (
     server_values,
     shown,
 )
+from titan_grpo.views.page import tokenizers_of
+from titan_grpo.views.run import read_run
 
 compat.prepare()
 
@@ -276,6 +278,22 @@ def test_a_value_that_is_infinite_crosses_a_threshold_and_is_in_no_file(tmp_path
     assert controller.stopped_by == f"alerts.stop {names.LOSS} > 100 (inf)"
     assert names.LOSS not in values | controller.recorder.last_row()
     controller.recorder.close()
+
+
+def test_the_tokenizer_of_shown_completions_is_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, a page made elsewhere while the run went on had numbers in place of texts."""
+    controller: Any = Controller.__new__(Controller)
+    controller.recorder, controller._taken = Recorder(tmp_path), (3, [])
+    controller._job = SimpleNamespace(rollout=SimpleNamespace(sample_every=1))
+    controller._model_dir, controller._codec = "assets/model", SimpleNamespace(decode=str)
+    here = Path.cwd()
+    controller.show(1, first_batch([completion((5, 6))], False))
+    controller.recorder.close()
+    monkeypatch.chdir(tmp_path)
+    (place, _) = tokenizers_of(read_run(tmp_path), tmp_path)
+    assert place.absolute() == here / "assets/model"
 
 
 def test_prometheus_reads_an_evaluation_also_of_a_step_that_no_question_fell_on(

@@ -406,7 +406,8 @@ class Controller:
             return []
         version, groups = self._taken
         chosen = choose(shown(groups, sequences(trained)))
-        line = ShownStep(step, version, self._model_dir, chosen)
+        # A page may be made from another directory.
+        line = ShownStep(step, version, os.path.abspath(self._model_dir), chosen)
         self.recorder.sample(msgspec.to_builtins(line))
         if self._codec is None:
             self._codec = TextCodec(self._model_dir)
