@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from titan_grpo import cli
 from titan_grpo.commands import quickstart
 from titan_grpo.commands.processes import add_tiny_run, tiny_run
 from titan_grpo.config import LAUNCH
+from titan_grpo.titan import jobconfig
 from titan_grpo.titan.startup import launched
 
 
@@ -22,16 +24,28 @@ def test_a_mistake_in_the_job_is_named_before_its_servers_answer(
     assert "Unrecognized options: --grpo.nope" in capsys.readouterr().err
 
 
-def test_the_quickstarts_servers_are_what_its_job_asks_for(tmp_path: Path) -> None:
-    """Before, they took 256 tokens and 64 requests, and had a head of their own type."""
+def run_of(folder: Path, pythons: dict[str, str], *rest: str) -> tuple[Any, list[str]]:
+    """The job of the quickstart with two servers of each engine, and its command."""
     parser = argparse.ArgumentParser()
     add_tiny_run(parser, "quickstart_cpu.toml", 3, ["qwen3"])
     options = parser.parse_args([])
-    options.pythons, options.servers, options.out = {"vllm": "p", "sglang": "q"}, 2, tmp_path
+    options.pythons, options.servers, options.out, options.rest = pythons, 2, folder, rest
     options.lora = options.lora_sync = None
     options.router_replay = options.sync = False
-    options.rest = ["--training.seq_len=512", "--grpo.fp32-lm-head"]
-    job, _ = tiny_run(options, tmp_path, [LAUNCH], quickstart.job_arguments(options))
+    return tiny_run(options, folder, [LAUNCH], quickstart.job_arguments(options))
+
+
+@pytest.mark.parametrize("engines", [["vllm"], ["sglang"], ["vllm", "sglang"]])
+def test_the_quickstart_sets_no_key_in_vain(engines: list[str], tmp_path: Path) -> None:
+    """Before, each start with one engine said that the other one's arguments have no effect."""
+    _, command = run_of(tmp_path, dict.fromkeys(engines, "python"))
+    assert jobconfig.read(command[command.index("--job.config_file") :], 2)[1] == []
+
+
+def test_the_quickstarts_servers_are_what_its_job_asks_for(tmp_path: Path) -> None:
+    """Before, they took 256 tokens and 64 requests, and had a head of their own type."""
+    rest = ("--training.seq_len=512", "--grpo.fp32-lm-head")
+    job, _ = run_of(tmp_path, {"vllm": "p", "sglang": "q"}, *rest)
     servers = launched(job, str(tmp_path), True, None, ("", ""))
     assert [(each.engine, each.python) for each in servers] == [
         *[("vllm", "p")] * 2,

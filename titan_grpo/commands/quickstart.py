@@ -15,7 +15,7 @@ from titan_grpo.commands.processes import (
     tiny_run,
 )
 from titan_grpo.config import LAUNCH
-from titan_grpo.config.rollout import PYTHONS
+from titan_grpo.config.rollout import ARGUMENTS, PYTHONS
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.memory import available_memory
 
@@ -128,9 +128,7 @@ def job_arguments(options: argparse.Namespace) -> list[str]:
     out += [f"--weight_sync.startup_deadline_s={STARTUP_S * started}"]
     if options.lora_sync != "adapter":  # adapters need the trainer's base weights
         # Other weights than the trainer's: if a server later serves these, the sync brought them.
-        out += [
-            f"--rollout.{key}=--load-format,dummy" for key in ("launch_args", "launch_sglang_args")
-        ]
+        out += [f"--rollout.{ARGUMENTS[each]}=--load-format,dummy" for each in options.pythons]
     if options.lora is not None:
         out += [f"--lora.rank={options.lora}", "--optimizer.lr=1e-2"]
         out += [f"--lora.sync={options.lora_sync or 'merged'}"]

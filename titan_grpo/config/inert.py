@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from titan_grpo.config.grpo import AGAINST_ENGINE, GRPO, optimizer_steps
-from titan_grpo.config.rollout import LAUNCH, Rollout
+from titan_grpo.config.rollout import ARGUMENTS, LAUNCH, PYTHONS, Rollout
 from titan_grpo.config.task import UNUSED
 
 Row = tuple[bool, str, str]
@@ -127,9 +127,9 @@ def _rollout(r: Rollout, evaluates: bool) -> Iterator[Row]:
         " launch_sglang_args",
         'no server is started without rollout.servers = ["launch"]',
     )
-    for engine, own in (("vllm", ""), ("sglang", "_sglang")):
-        names = f"launch{own}_python launch{own}_args"
-        yield engine not in r.launch_engines, names, f'rollout.launch_engines has no "{engine}"'
+    for engine, python in PYTHONS.items():
+        names, rule = f"{python} {ARGUMENTS[engine]}", f'rollout.launch_engines has no "{engine}"'
+        yield engine not in r.launch_engines, names, rule
     yield not r.servers_slurm, "servers_port servers_per_host", "rollout.servers_slurm is empty"
     source = f'rollout.source = "{r.source}"'
     yield r.source != "atropos", "atropos_url", source

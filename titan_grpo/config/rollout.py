@@ -27,6 +27,9 @@ LAUNCH = "launch"
 PYTHONS = {"vllm": "launch_python", "sglang": "launch_sglang_python"}
 """Engine -> key of [rollout] with the interpreter of its launched servers."""
 
+ARGUMENTS = {"vllm": "launch_args", "sglang": "launch_sglang_args"}
+"""Engine -> key of [rollout] with further arguments of its launched servers."""
+
 
 @dataclass
 class WorkerKeys(TaskKeys):
@@ -354,7 +357,7 @@ def _servers(r: Rollout) -> Rules:
         f"numbers of different GPUs, as many for each of the {count} launched servers",
     )
     if engines_read_calls(r):
-        for engine, key in (("vllm", "launch_args"), ("sglang", "launch_sglang_args")):
+        for engine, key in ARGUMENTS.items():
             named = any(word.split("=")[0] == "--tool-call-parser" for word in getattr(r, key))
             rule = f'with "--tool-call-parser", "NAME" where tool_parser is "{ENGINE}"'
             yield engine in wanted and not named, key, rule

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_grpo.config import LAUNCH, Rollout, WeightSync, engines_read_calls, sends_adapters
-from titan_grpo.config.rollout import gpus_each, required_key
+from titan_grpo.config.rollout import ARGUMENTS, PYTHONS, gpus_each, required_key
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.observe.report import write_whole
@@ -55,10 +55,6 @@ def launched(
     rollout: Rollout = job_config.rollout
     if rollout.servers != [LAUNCH]:
         return ()
-    starts = {
-        "vllm": (rollout.launch_python, rollout.launch_args),
-        "sglang": (rollout.launch_sglang_python, rollout.launch_sglang_args),
-    }
     key = run_key or Key.generate()
     limit = read_config(model_dir).get("max_position_embeddings")
     gpus, each = rollout.launch_gpus, gpus_each(rollout)
@@ -70,7 +66,7 @@ def launched(
 
     return tuple(
         ServerSpec(
-            python=starts[engine][0],
+            python=getattr(rollout, PYTHONS[engine]),
             model=model_dir,
             log_path=f"{job_config.job.dump_folder}/{engine}{index}.log",
             engine=engine,
@@ -78,7 +74,7 @@ def launched(
             position_limit=limit if isinstance(limit, int) else 0,
             max_num_seqs=rollout.max_concurrent_requests,
             cpu=cpu,
-            args=tuple(starts[engine][1]),
+            args=tuple(getattr(rollout, ARGUMENTS[engine])),
             run_key=key,
             api_key=keys[0],
             admin_key=keys[1],
