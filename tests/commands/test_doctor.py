@@ -1,4 +1,5 @@
 import re
+import resource
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -404,3 +405,13 @@ def test_a_job_that_sends_adapters_is_judged_by_their_size(
         (found,) = re.findall(r"256 version images need (\d+) MiB", capsys.readouterr().out)
         needs.append(int(found))
     assert 0 < needs[1] < needs[0] / 4
+
+
+@pytest.mark.parametrize(("servers", "status"), [(["launch"], "warning"), (["http://a:1"], "ok")])
+def test_servers_that_the_run_starts_need_open_files_too(
+    servers: list[str], status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    rollout = Rollout(servers=servers, launch_count=8, max_concurrent_requests=128)
+    found = {each.subject: each for each in machine(Wanted([], {}, rollout), {})}
+    assert found["ulimit -n"].status == status

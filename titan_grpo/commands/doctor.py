@@ -167,8 +167,10 @@ def machine(want: Wanted, env: Mapping[str, str]) -> Iterator[Finding]:
     if (deadlines := host.first_version(version_bytes, want.sync)) is not None:
         yield deadlines
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    requests = want.rollout.max_concurrent_requests
-    yield host.descriptors(open_files, len(want.servers), requests)
+    r = want.rollout
+    started = r.launch_count * len(r.launch_engines) if r.servers == [LAUNCH] else 0
+    count = len(want.servers) + started
+    yield host.descriptors(open_files, count, r.max_concurrent_requests)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     yield host.locked_memory(locked, host.infiniband())
     towards = {resolve_bind_host("", url) for url in want.servers} or {"127.0.0.1"}
