@@ -22,7 +22,8 @@ from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, StorageError
 from titan_grpo.layout.infer import infer_layout
 from titan_grpo.sync.lanes import SyncOptions
-from titan_grpo.titan.export import Stored, checkpoint_of, checkpoints_in, hf_tensors
+from titan_grpo.titan.checkpoints import Stored, checkpoint_of, checkpoints_in
+from titan_grpo.titan.export import hf_tensors
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.hf_files import copy_assets, save_version, write_adapter, write_weights
 from titan_grpo.titan.tiny import Kind, write_tiny_model

@@ -23,7 +23,7 @@ from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.records import Batch
 from titan_grpo.samples import Completion, Group
-from titan_grpo.titan import export, jobconfig
+from titan_grpo.titan import checkpoints, export, jobconfig
 
 pytest.importorskip("openai")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -173,10 +173,10 @@ def served(root: Path, run: Path) -> Models:
     arguments = [f"--job.{key}={value}" for key, value in settings.items()]
     config = jobconfig.parse([*arguments, f"--model.hf_assets_path={run / 'model'}"])
     folders = {0: run / "model"}
-    for version in export.checkpoints_in(run / "checkpoint"):
+    for version in checkpoints.checkpoints_in(run / "checkpoint"):
         folders[version] = run / f"version-{version}"
         export.export_version(
-            config, export.checkpoint_of(run, version), folders[version], "bfloat16"
+            config, checkpoints.checkpoint_of(run, version), folders[version], "bfloat16"
         )
     return Models(folders)
 

@@ -25,7 +25,7 @@ from titan_grpo.observe.recorder import read_metrics
 from titan_grpo.protocol.messages import Label
 from titan_grpo.rollout.records import GroupRecorder, ReplayClient
 from titan_grpo.samples import Group
-from titan_grpo.titan.export import checkpoint_of
+from titan_grpo.titan.checkpoints import checkpoint_of
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import write_tiny_model
 

@@ -29,8 +29,9 @@ from titan_grpo.algorithm.batch import plan  # noqa: E402
 from titan_grpo.samples import Completion, Group, Prompt  # noqa: E402
 from titan_grpo.sync.publisher import Snapshotter, local_shards  # noqa: E402
 from titan_grpo.titan import lora  # noqa: E402
+from titan_grpo.titan.checkpoints import checkpoint_of  # noqa: E402
 from titan_grpo.titan.data import Share, StepWork  # noqa: E402
-from titan_grpo.titan.export import checkpoint_of, export_version  # noqa: E402
+from titan_grpo.titan.export import export_version  # noqa: E402
 from titan_grpo.titan.jobconfig import check_files, parse  # noqa: E402
 from titan_grpo.titan.modules import route_width  # noqa: E402
 from titan_grpo.titan.optimizer_step import reduce_metrics  # noqa: E402

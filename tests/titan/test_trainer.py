@@ -24,7 +24,7 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers  # noqa: E402
 from torchtitan.components.optimizer import build_optimizers  # noqa: E402
 from torchtitan.config import LRScheduler, Optimizer  # noqa: E402
 
-from titan_grpo.titan.export import checkpoints_in  # noqa: E402
+from titan_grpo.titan.checkpoints import checkpoints_in  # noqa: E402
 from titan_grpo.titan.trainer import GRPOTrainer  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("trainer_ranks.py")

@@ -37,13 +37,13 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 
     config = jobconfig.parse(rest, calls_servers=False)
     # Imported after parsing, which prepares torchtitan for this machine.
-    from titan_grpo.titan import export
+    from titan_grpo.titan import checkpoints, export
 
     folder = args.checkpoint or Path(config.job.dump_folder) / config.checkpoint.folder
     dtype = args.dtype or config.weight_sync.wire_dtype
     write = export.export_adapter if args.adapter else export.export_version
-    checkpoint = export.checkpoint_of(folder, args.version)
-    named = export.version_of(checkpoint)
+    checkpoint = checkpoints.checkpoint_of(folder, args.version)
+    named = checkpoints.version_of(checkpoint)
     written = write(config, checkpoint, args.out, dtype)
     what = checkpoint.name if named is None else f"version {named} ({checkpoint.name})"
     size = f"{written.tensors} tensors, {written.nbytes} bytes in {written.shards} file(s), {dtype}"

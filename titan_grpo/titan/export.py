@@ -7,142 +7,22 @@ Names and layout come from the model's own state dict adapter, as in a weight sy
 
 import copy
 import math
-import os
-import re
 import shutil
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.layout.infer import Layout, ToHF, strip_prefixes
 from titan_grpo.layout.peft import MergedRows, adapter_config
-from titan_grpo.receive.checkpoint import INDEX
 from titan_grpo.titan import compat, lora
+from titan_grpo.titan.checkpoints import Stored, check_saver
 from titan_grpo.titan.flavors import disable_unexported_buffers, model_of
 from titan_grpo.titan.hf_files import Written, copy_assets, write_adapter, write_weights
 from titan_grpo.titan.weight_sync import layout_of, stored_tensors
-
-PREFIX = "step-"
-"""Prefix of torchtitan's checkpoint folders, before the training step."""
-
-VERSION = "train_state.version"
-"""Name of the version in a checkpoint's state (GRPOTrainer.state_dict, under torchtitan's key)."""
-
-
-def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """Return the complete checkpoints in a folder (step-N folders with metadata) by step,
-    ascending."""
-    places = [path.parent for path in folder.glob(f"{PREFIX}*/.metadata")]
-    steps = {place.name.removeprefix(PREFIX): place for place in places}
-    return {int(step): steps[step] for step in sorted(filter(str.isdigit, steps), key=int)}
-
-
-def steps_in(folder: Path) -> dict[str, int]:
-    """Return the folders that torchtitan takes for checkpoints as it looks for the newest, by name:
-    those with a complete one whose name has "step-" and a number in it. Their steps are values."""
-    files = (*folder.glob("*/.metadata"), *folder.glob(f"*/{INDEX}"))
-    found = {path.parent.name: re.search(rf"{PREFIX}(\d+)", path.parent.name) for path in files}
-    return {name: int(match[1]) for name, match in found.items() if match}
-
-
-class Stored(dcp.FileSystemReader):
-    """A DCP checkpoint that is loaded from more than once. DCP reads the metadata at each load:
-    8 s and 1 GB of memory for that of 512 ranks; here it is read once."""
-
-    _metadata: Metadata | None = None
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata, as DCP asks for it. Raises DataError if the checkpoint is
-        damaged."""
-        if self._metadata is None:
-            self._metadata = self._whole(*args, **kwargs)
-        return self._metadata
-
-    def _whole(self, *args: Any, **kwargs: Any) -> Metadata:
-        try:
-            metadata = super().read_metadata(*args, **kwargs)
-            named = {place.relative_path for place in metadata.storage_data.values()}
-        except Exception as error:  # noqa: BLE001 - a damaged pickle raises almost anything
-            damage = f".metadata cannot be read ({type(error).__name__}: {error})"
-        else:
-            lost = sorted(named - set(os.listdir(self.path)))
-            if not lost:
-                return metadata
-            damage = f"{lost[0]} is missing"
-        raise DataError(
-            f"{self} is a damaged checkpoint, and nothing can be loaded from it: {damage}; move it"
-            " out of its folder to go on from the one before it, or name another"
-        )
-
-    def names(self) -> Set[str]:
-        """Return the names of all that the checkpoint holds."""
-        return self.read_metadata().state_dict_metadata.keys()
-
-    def shapes(self) -> dict[str, TensorStorageMetadata]:
-        """Return shape and type of every tensor, by name."""
-        found = self.read_metadata().state_dict_metadata.items()
-        return {name: each for name, each in found if isinstance(each, TensorStorageMetadata)}
-
-    def load(self, *names: str) -> dict[str, torch.Tensor]:
-        """Return these tensors, by name."""
-        shapes = self.shapes()
-        state = {
-            n: torch.empty(tuple(shapes[n].size), dtype=shapes[n].properties.dtype) for n in names
-        }
-        dcp.load(state, storage_reader=self, no_dist=True)
-        return state
-
-
-def lacking(names: Set[str], parts: Set[str]) -> list[str]:
-    """Return those of a job's ``parts`` that a DCP checkpoint with these names does not hold. A
-    ``train_state`` without a version is not GRPOTrainer's."""
-    found = {name.partition(".")[0] for name in names}
-    return sorted(parts - (found if VERSION in names else found - {"train_state"}))
-
-
-def version_of(checkpoint: Path) -> int | None:
-    """Return the version that a checkpoint names: less than its step if a training step before it
-    changed no weight. None if it names none: it has the weights alone, or is not of GRPOTrainer."""
-    stored = Stored(checkpoint)
-    if VERSION not in stored.names():
-        return None
-    state = {VERSION: 0}
-    dcp.load(state, storage_reader=stored, no_dist=True)
-    return state[VERSION]
-
-
-def checkpoint_of(folder: Path, version: int) -> Path:
-    """Return the checkpoint of one version, or of the step of that number if it names no version.
-    ``folder`` is the checkpoint folder, or the dump folder above it. Raises ConfigError naming the
-    versions in it if this one is missing."""
-    known = checkpoints_in(folder) or checkpoints_in(folder / "checkpoint")
-
-    def held(step: int) -> int:
-        named = version_of(known[step])
-        return step if named is None else named
-
-    for step in known:
-        # No version is greater than its step; a live run may be removing older checkpoints.
-        if step >= version and held(step) == version:
-            return known[step]
-    have = [f"{held(s)} ({known[s].name})" if held(s) != s else f"{s}" for s in known]
-    found = (
-        f"it has {', '.join(have)}"
-        if have
-        else "it has no complete checkpoint (DCP folders step-N) at all"
-    )
-    raise ConfigError(
-        f"{folder} must hold version {version}: {found}; name another --version or --checkpoint"
-    )
 
 
 def skeleton(config: Any) -> tuple[torch.nn.Module, ToHF]:
@@ -231,8 +111,7 @@ def _read_model(config: Any, checkpoint: Stored) -> tuple[torch.nn.Module, ToHF,
     model, to_hf = skeleton(config)
     layout = layout_of(model, stored_tensors(model, to_hf), to_hf)
     stored = checkpoint.shapes()
-    if reason := compat.other_saver(stored.keys(), compat.require_torchtitan()):
-        raise ConfigError(f"{checkpoint} {reason}")
+    check_saver(checkpoint, stored.keys())
     needed = {fqn: shape for fqn, shape in layout.shapes.items() if layout.by_fqn[fqn]}
     adapters = lora.adapter_shapes(model)
     check_same_model(needed | adapters, checkpoint)

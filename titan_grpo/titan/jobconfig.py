@@ -6,7 +6,7 @@ import json
 import math
 import shlex
 import shutil
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -219,13 +219,6 @@ def check_python(rollout: Rollout, engine: str) -> None:
         )
 
 
-RANDOM = (
-    "training starts from random weights: no key of [checkpoint] names others (enable = true with"
-    " initial_load_in_hf = true loads those of model.hf_assets_path)"
-)
-"""Note of a start that loads nothing. Not an error: a test or a measurement may want it."""
-
-
 def check_files(
     config: Any,
     environ: Mapping[str, str] | None = None,
@@ -285,9 +278,10 @@ def check_files(
             f"alerts.command must be a program that is here, got {words[0]!r}: an alert would"
             " find nothing to run"
         )
-    starts = not config.checkpoint.enable or _check_checkpoints(config, ranks)
-    load_keys = config.checkpoint.initial_load_in_hf or config.checkpoint.initial_load_path
-    return [RANDOM] if starts and not load_keys else _later(config)
+    # not at the top: it imports torch.distributed.checkpoint
+    from titan_grpo.titan.checkpoints import check
+
+    return check(config, ranks)
 
 
 def _check_models(config: Any) -> None:
@@ -331,164 +325,6 @@ def _lost_weights(folder: Path) -> str:
     except DataError as error:
         return f"a damaged one: {error}"
     return ""
-
-
-def _check_checkpoints(config: Any, ranks: int | None) -> bool:
-    """Check what torchtitan would load: the step and the folder are of its choice. Return whether a
-    new run starts, rather than one that goes on from a checkpoint."""
-    # not at the top: it imports torch.distributed.checkpoint
-    from titan_grpo.titan.export import steps_in
-
-    folder = Path(config.job.dump_folder) / config.checkpoint.folder
-    if starts := not steps_in(folder):
-        _check_start(config, folder, ranks)
-    else:
-        _check_newest(config, folder, ranks)
-    return starts
-
-
-def _later(config: Any) -> list[str]:
-    """Return a note for checkpoints past the step at which the run begins, if there are any."""
-    from titan_grpo.titan.export import PREFIX, checkpoints_in
-
-    folder = Path(config.job.dump_folder) / config.checkpoint.folder
-    keys, newest = config.checkpoint, max(checkpoints_in(folder), default=0)
-    if not keys.enable or keys.load_step in (-1, newest):
-        if not (keys.enable and newest and "train_state" in keys.exclude_from_loading):
-            return []
-        return [
-            'checkpoint.exclude_from_loading has "train_state": each start with it begins at step 0'
-            f" again, and loads {PREFIX}{newest} until a later one is there; to go on from that,"
-            " leave it out; to begin with its weights, set another job.dump_folder, and"
-            " checkpoint.initial_load_path"
-        ]
-    step = keys.load_step
-    return [
-        f"checkpoint.load_step = {step}: each start with this key begins at step {step} again, and"
-        f" one without it goes on from {PREFIX}{newest}, of the course that this run leaves; move"
-        f" the checkpoints past step {step} out of {str(folder)!r} and leave the key out"
-    ]
-
-
-def _loaded(config: Any) -> set[str]:
-    """Return the parts of the state, besides the model, that a run loads as it goes on."""
-    return rules.saved_parts(config) - {"model", *config.checkpoint.exclude_from_loading}
-
-
-def _check_text(config: Any, checkpoint: Path, names: Set[str], ranks: int | None) -> None:
-    # torchtitan has one place in the text per data-parallel rank, and cannot share them anew
-    if ranks is None or "text" not in _loaded(config):
-        return
-    saved = sum(name.startswith("text.dp_rank_") for name in names)
-    if saved != (now := rules.data_parallel_ranks(config, ranks)):
-        raise ConfigError(
-            "the number of data-parallel ranks must stay the same where the text of"
-            f" grpo.ptx_mixin_batchsize goes on: {checkpoint} was saved by {saved}, this run"
-            f' has {now}; with checkpoint.exclude_from_loading = ["text"] the text begins anew'
-        )
-
-
-def _check_saver(checkpoint: Path, names: Set[str]) -> None:
-    if reason := compat.other_saver(names, compat.require_torchtitan()):
-        raise ConfigError(f"{checkpoint} {reason}")
-
-
-def _check_adapters(config: Any, checkpoint: Path, names: Set[str]) -> None:
-    # torchtitan asks a checkpoint for the model's own parameters, and leaves others in it
-    from titan_grpo.titan.export import skeleton
-    from titan_grpo.titan.lora import adapter_shapes, is_adapter
-
-    own = set(adapter_shapes(skeleton(config)[0])) if config.lora.rank else set()
-    if lost := sorted(set(filter(is_adapter, names)) - own):
-        raise ConfigError(
-            f"[lora] must have the adapters of {checkpoint} (lora.rank, lora.targets), it has no"
-            f" {lost[0]}: what that has learnt would be lost; to go on without it, export the"
-            " merged weights (titan-grpo export) and start from those files"
-            " (checkpoint.initial_load_in_hf)"
-        )
-
-
-def _check_start(config: Any, folder: Path, ranks: int | None) -> None:
-    """Check what a run begins with whose checkpoint ``folder`` has none."""
-    from titan_grpo.titan.export import Stored, lacking
-
-    keys, start = config.checkpoint, config.checkpoint.initial_load_path
-    if keys.load_step != -1:
-        # torchtitan would not look for it, and start from step 0.
-        raise ConfigError(
-            "checkpoint.load_step must be -1 for a run without checkpoints, got"
-            f" {keys.load_step}, and {str(folder)!r} has none: training would start from"
-            " step 0; name the run's job.dump_folder, or leave it out"
-        )
-    if not start or keys.initial_load_in_hf:
-        return
-    if not (Path(start) / ".metadata").is_file():
-        raise ConfigError(
-            "checkpoint.initial_load_path must be a folder with a checkpoint of torchtitan (or of"
-            f" Hugging Face files with initial_load_in_hf), got {start!r}"
-        )
-    names = Stored(start).names()
-    _check_saver(Path(start), names)
-    _check_adapters(config, Path(start), names)
-    if keys.initial_load_model_only:
-        return
-    if missing := lacking(names, _loaded(config)):
-        raise ConfigError(
-            "checkpoint.initial_load_model_only must be true, got false:"
-            f" {start} was saved without {', '.join(missing)}"
-        )
-    _check_text(config, Path(start), names, ranks)
-
-
-def _check_newest(config: Any, folder: Path, ranks: int | None) -> None:
-    """Check the checkpoint in ``folder`` that a run goes on from."""
-    from titan_grpo.titan.export import PREFIX, Stored, checkpoints_in, lacking, steps_in
-
-    keys, loaded = config.checkpoint, _loaded(config)
-    steps = steps_in(folder)
-    odd = sorted(name for name, step in steps.items() if name != f"{PREFIX}{step}")
-    if keys.load_step == -1 and odd:
-        raise ConfigError(
-            f"the checkpoint folder must have no checkpoints but step-N, {str(folder)!r} has"
-            f" {', '.join(odd)}: torchtitan counts each as the step in its name when it looks for"
-            " the newest, and finds no folder of that step; move it out of that folder"
-        )
-    complete = checkpoints_in(folder)
-    step = max(steps.values()) if keys.load_step == -1 else keys.load_step
-    names: Set[str] = Stored(complete[step]).names() if step in complete else set()
-
-    def lacks(step: int, names: Set[str]) -> list[str]:
-        # torchtitan loads the weights alone of step 0.
-        return lacking(names, loaded) if step else []
-
-    missing = lacks(step, names) if step in complete else ["train_state"]
-    if missing and "train_state" not in missing:
-        raise ConfigError(
-            f"checkpoint.exclude_from_loading must have {', '.join(missing)} too, got"
-            f" {keys.exclude_from_loading}: {complete[step]} was saved without"
-        )
-    if missing:
-        others = [
-            each for each, place in complete.items() if not lacks(each, Stored(place).names())
-        ]
-        if keys.load_step != -1:
-            raise ConfigError(
-                "checkpoint.load_step must be the step of a complete checkpoint of a GRPO run,"
-                f" {str(folder)!r} has {others or 'none'}, got {step}"
-            )
-        older = f"to go on from step {others[-1]}, move it out of that folder; " if others else ""
-        hf = "" if step in complete else " and initial_load_in_hf"
-        raise ConfigError(
-            f"{folder / f'{PREFIX}{step}'} has trained weights without the state of a GRPO run"
-            " (checkpoint.last_save_in_hf or last_save_model_only), so none can go on from it:"
-            f" {older}to start from these weights, set another job.dump_folder, and"
-            f" checkpoint.initial_load_path{hf}"
-        )
-    newest = complete[step]
-    _check_saver(newest, names)
-    _check_adapters(config, newest, names)
-    if step:
-        _check_text(config, newest, names, ranks)
 
 
 def _check_prompts(keys: TaskKeys, model_dir: str) -> None:

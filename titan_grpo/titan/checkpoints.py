@@ -1,0 +1,289 @@
+"""Checkpoints of torchtitan in a run's folder: those that are there, and what a run begins with."""
+
+import os
+import re
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.receive.checkpoint import INDEX
+from titan_grpo.titan import compat, rules
+from titan_grpo.titan.lora import adapter_shapes, is_adapter
+
+PREFIX = "step-"
+"""Prefix of torchtitan's checkpoint folders, before the training step."""
+
+VERSION = "train_state.version"
+"""Name of the version in a checkpoint's state (GRPOTrainer.state_dict, under torchtitan's key)."""
+
+
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """Return the complete checkpoints in a folder (step-N folders with metadata) by step,
+    ascending."""
+    places = [path.parent for path in folder.glob(f"{PREFIX}*/.metadata")]
+    steps = {place.name.removeprefix(PREFIX): place for place in places}
+    return {int(step): steps[step] for step in sorted(filter(str.isdigit, steps), key=int)}
+
+
+def steps_in(folder: Path) -> dict[str, int]:
+    """Return the folders that torchtitan takes for checkpoints as it looks for the newest, by name:
+    those with a complete one whose name has "step-" and a number in it. Their steps are values."""
+    files = (*folder.glob("*/.metadata"), *folder.glob(f"*/{INDEX}"))
+    found = {path.parent.name: re.search(rf"{PREFIX}(\d+)", path.parent.name) for path in files}
+    return {name: int(match[1]) for name, match in found.items() if match}
+
+
+class Stored(dcp.FileSystemReader):
+    """A DCP checkpoint that is loaded from more than once. DCP reads the metadata at each load:
+    8 s and 1 GB of memory for that of 512 ranks; here it is read once."""
+
+    _metadata: Metadata | None = None
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata, as DCP asks for it. Raises DataError if the checkpoint is
+        damaged."""
+        if self._metadata is None:
+            self._metadata = self._whole(*args, **kwargs)
+        return self._metadata
+
+    def _whole(self, *args: Any, **kwargs: Any) -> Metadata:
+        try:
+            metadata = super().read_metadata(*args, **kwargs)
+            named = {place.relative_path for place in metadata.storage_data.values()}
+        except Exception as error:  # noqa: BLE001 - a damaged pickle raises almost anything
+            damage = f".metadata cannot be read ({type(error).__name__}: {error})"
+        else:
+            lost = sorted(named - set(os.listdir(self.path)))
+            if not lost:
+                return metadata
+            damage = f"{lost[0]} is missing"
+        raise DataError(
+            f"{self} is a damaged checkpoint, and nothing can be loaded from it: {damage}; move it"
+            " out of its folder to go on from the one before it, or name another"
+        )
+
+    def names(self) -> Set[str]:
+        """Return the names of all that the checkpoint holds."""
+        return self.read_metadata().state_dict_metadata.keys()
+
+    def shapes(self) -> dict[str, TensorStorageMetadata]:
+        """Return shape and type of every tensor, by name."""
+        found = self.read_metadata().state_dict_metadata.items()
+        return {name: each for name, each in found if isinstance(each, TensorStorageMetadata)}
+
+    def load(self, *names: str) -> dict[str, torch.Tensor]:
+        """Return these tensors, by name."""
+        shapes = self.shapes()
+        state = {
+            n: torch.empty(tuple(shapes[n].size), dtype=shapes[n].properties.dtype) for n in names
+        }
+        dcp.load(state, storage_reader=self, no_dist=True)
+        return state
+
+
+def lacking(names: Set[str], parts: Set[str]) -> list[str]:
+    """Return those of a job's ``parts`` that a DCP checkpoint with these names does not hold. A
+    ``train_state`` without a version is not GRPOTrainer's."""
+    found = {name.partition(".")[0] for name in names}
+    return sorted(parts - (found if VERSION in names else found - {"train_state"}))
+
+
+def version_of(checkpoint: Path) -> int | None:
+    """Return the version that a checkpoint names: less than its step if a training step before it
+    changed no weight. None if it names none: it has the weights alone, or is not of GRPOTrainer."""
+    stored = Stored(checkpoint)
+    if VERSION not in stored.names():
+        return None
+    state = {VERSION: 0}
+    dcp.load(state, storage_reader=stored, no_dist=True)
+    return state[VERSION]
+
+
+def checkpoint_of(folder: Path, version: int) -> Path:
+    """Return the checkpoint of one version, or of the step of that number if it names no version.
+    ``folder`` is the checkpoint folder, or the dump folder above it. Raises ConfigError naming the
+    versions in it if this one is missing."""
+    known = checkpoints_in(folder) or checkpoints_in(folder / "checkpoint")
+
+    def held(step: int) -> int:
+        named = version_of(known[step])
+        return step if named is None else named
+
+    for step in known:
+        # No version is greater than its step; a live run may be removing older checkpoints.
+        if step >= version and held(step) == version:
+            return known[step]
+    have = [f"{held(s)} ({known[s].name})" if held(s) != s else f"{s}" for s in known]
+    found = (
+        f"it has {', '.join(have)}"
+        if have
+        else "it has no complete checkpoint (DCP folders step-N) at all"
+    )
+    raise ConfigError(
+        f"{folder} must hold version {version}: {found}; name another --version or --checkpoint"
+    )
+
+
+RANDOM = (
+    "training starts from random weights: no key of [checkpoint] names others (enable = true with"
+    " initial_load_in_hf = true loads those of model.hf_assets_path)"
+)
+"""Note of a start that loads nothing. Not an error: a test or a measurement may want it."""
+
+
+def check(config: Any, ranks: int | None) -> list[str]:
+    """Check what torchtitan would load: the step and the folder are of its choice. Return notes for
+    the start. Raises as ``jobconfig.check_files``."""
+    keys = config.checkpoint
+    folder = Path(config.job.dump_folder) / keys.folder
+    if keys.enable and (steps := steps_in(folder)):
+        _check_newest(config, folder, steps, ranks)
+        return _later(config, folder)
+    if keys.enable:
+        _check_start(config, folder, ranks)
+    return [] if keys.initial_load_in_hf or keys.initial_load_path else [RANDOM]
+
+
+def _later(config: Any, folder: Path) -> list[str]:
+    """Return a note for checkpoints past the step at which the run begins, if there are any."""
+    keys, newest = config.checkpoint, max(checkpoints_in(folder))
+    if keys.load_step in (-1, newest):
+        if not (newest and "train_state" in keys.exclude_from_loading):
+            return []
+        return [
+            'checkpoint.exclude_from_loading has "train_state": each start with it begins at step 0'
+            f" again, and loads {PREFIX}{newest} until a later one is there; to go on from that,"
+            " leave it out; to begin with its weights, set another job.dump_folder, and"
+            " checkpoint.initial_load_path"
+        ]
+    step = keys.load_step
+    return [
+        f"checkpoint.load_step = {step}: each start with this key begins at step {step} again, and"
+        f" one without it goes on from {PREFIX}{newest}, of the course that this run leaves; move"
+        f" the checkpoints past step {step} out of {str(folder)!r} and leave the key out"
+    ]
+
+
+def _loaded(config: Any) -> set[str]:
+    """Return the parts of the state, besides the model, that a run loads as it goes on."""
+    return rules.saved_parts(config) - {"model", *config.checkpoint.exclude_from_loading}
+
+
+def _check_text(config: Any, checkpoint: Path, names: Set[str], ranks: int | None) -> None:
+    # torchtitan has one place in the text per data-parallel rank, and cannot share them anew
+    if ranks is None or "text" not in _loaded(config):
+        return
+    saved = sum(name.startswith("text.dp_rank_") for name in names)
+    if saved != (now := rules.data_parallel_ranks(config, ranks)):
+        raise ConfigError(
+            "the number of data-parallel ranks must stay the same where the text of"
+            f" grpo.ptx_mixin_batchsize goes on: {checkpoint} was saved by {saved}, this run"
+            f' has {now}; with checkpoint.exclude_from_loading = ["text"] the text begins anew'
+        )
+
+
+def check_saver(checkpoint: Path | Stored, names: Set[str]) -> None:
+    """Raise ConfigError for a checkpoint of the other torchtitan."""
+    if reason := compat.other_saver(names, compat.require_torchtitan()):
+        raise ConfigError(f"{checkpoint} {reason}")
+
+
+def _check_adapters(config: Any, checkpoint: Path, names: Set[str]) -> None:
+    # torchtitan asks a checkpoint for the model's own parameters, and leaves others in it
+    from titan_grpo.titan.export import skeleton  # which imports this module
+
+    own = set(adapter_shapes(skeleton(config)[0])) if config.lora.rank else set()
+    if lost := sorted(set(filter(is_adapter, names)) - own):
+        raise ConfigError(
+            f"[lora] must have the adapters of {checkpoint} (lora.rank, lora.targets), it has no"
+            f" {lost[0]}: what that has learnt would be lost; to go on without it, export the"
+            " merged weights (titan-grpo export) and start from those files"
+            " (checkpoint.initial_load_in_hf)"
+        )
+
+
+def _check_start(config: Any, folder: Path, ranks: int | None) -> None:
+    """Check what a run begins with whose checkpoint ``folder`` has none."""
+    keys, start = config.checkpoint, config.checkpoint.initial_load_path
+    if keys.load_step != -1:
+        # torchtitan would not look for it, and start from step 0.
+        raise ConfigError(
+            "checkpoint.load_step must be -1 for a run without checkpoints, got"
+            f" {keys.load_step}, and {str(folder)!r} has none: training would start from"
+            " step 0; name the run's job.dump_folder, or leave it out"
+        )
+    if not start or keys.initial_load_in_hf:
+        return
+    if not (Path(start) / ".metadata").is_file():
+        raise ConfigError(
+            "checkpoint.initial_load_path must be a folder with a checkpoint of torchtitan (or of"
+            f" Hugging Face files with initial_load_in_hf), got {start!r}"
+        )
+    names = Stored(start).names()
+    check_saver(Path(start), names)
+    _check_adapters(config, Path(start), names)
+    if keys.initial_load_model_only:
+        return
+    if missing := lacking(names, _loaded(config)):
+        raise ConfigError(
+            "checkpoint.initial_load_model_only must be true, got false:"
+            f" {start} was saved without {', '.join(missing)}"
+        )
+    _check_text(config, Path(start), names, ranks)
+
+
+def _check_newest(config: Any, folder: Path, steps: Mapping[str, int], ranks: int | None) -> None:
+    """Check the checkpoint in ``folder`` that a run goes on from. ``steps``: those of ``steps_in``
+    there."""
+    keys, loaded = config.checkpoint, _loaded(config)
+    odd = sorted(name for name, step in steps.items() if name != f"{PREFIX}{step}")
+    if keys.load_step == -1 and odd:
+        raise ConfigError(
+            f"the checkpoint folder must have no checkpoints but step-N, {str(folder)!r} has"
+            f" {', '.join(odd)}: torchtitan counts each as the step in its name when it looks for"
+            " the newest, and finds no folder of that step; move it out of that folder"
+        )
+    complete = checkpoints_in(folder)
+    step = max(steps.values()) if keys.load_step == -1 else keys.load_step
+    names: Set[str] = Stored(complete[step]).names() if step in complete else set()
+
+    def lacks(step: int, names: Set[str]) -> list[str]:
+        # torchtitan loads the weights alone of step 0.
+        return lacking(names, loaded) if step else []
+
+    missing = lacks(step, names) if step in complete else ["train_state"]
+    if missing and "train_state" not in missing:
+        raise ConfigError(
+            f"checkpoint.exclude_from_loading must have {', '.join(missing)} too, got"
+            f" {keys.exclude_from_loading}: {complete[step]} was saved without"
+        )
+    if missing:
+        others = [
+            each for each, place in complete.items() if not lacks(each, Stored(place).names())
+        ]
+        if keys.load_step != -1:
+            raise ConfigError(
+                "checkpoint.load_step must be the step of a complete checkpoint of a GRPO run,"
+                f" {str(folder)!r} has {others or 'none'}, got {step}"
+            )
+        older = f"to go on from step {others[-1]}, move it out of that folder; " if others else ""
+        hf = "" if step in complete else " and initial_load_in_hf"
+        raise ConfigError(
+            f"{folder / f'{PREFIX}{step}'} has trained weights without the state of a GRPO run"
+            " (checkpoint.last_save_in_hf or last_save_model_only), so none can go on from it:"
+            f" {older}to start from these weights, set another job.dump_folder, and"
+            f" checkpoint.initial_load_path{hf}"
+        )
+    newest = complete[step]
+    check_saver(newest, names)
+    _check_adapters(config, newest, names)
+    if step:
+        _check_text(config, newest, names, ranks)
