@@ -2,7 +2,6 @@
 (docs/tasks.md). The functions have the signature of TRL's GRPOTrainer:
 https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-function"""
 
-import asyncio
 import importlib
 import inspect
 import json
@@ -26,6 +25,7 @@ from titan_grpo.rollout.task_runner import (
     Filter,
     TaskFailed,
     TaskOptions,
+    at_once,
     call,
     in_order,
     stops_of,
@@ -148,14 +148,9 @@ class FunctionTask:
         Raises their error, with a note that names function and row; DataError for answers that are
         no rewards."""
         number = int(prompt.payload["row"])
-        # Not a TaskGroup: in Python 3.11 it leaves its task marked as cancelled after an error.
-        found = await asyncio.gather(
-            *(self._score(reward, number, texts, token_ids) for reward in self._rewards),
-            return_exceptions=True,
+        found = await at_once(
+            [self._score(reward, number, texts, token_ids) for reward in self._rewards]
         )
-        for each in found:
-            if isinstance(each, BaseException):
-                raise each
         weights = [reward.weight for reward in self._rewards]
         totals = [weighted_sum(each, weights) for each in zip(*found, strict=True)]
         if None in totals:
