@@ -2,6 +2,7 @@
 makes of a server that is lost."""
 
 import asyncio
+import math
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -91,7 +92,7 @@ def test_a_version_may_ride_along(field: str) -> None:
         ("length_mismatch", {"inference_logprobs": [[1.0, -0.25, -0.5], [1.0, 1.0, 1.0, -2]]}),
         ("length_mismatch", {"scores": [1.0]}),
         ("length_mismatch", {"tokens": [], "masks": [], "scores": [], "inference_logprobs": []}),
-        ("bad_score", {"scores": [1.0, float("inf")]}),
+        *(("bad_score", {"scores": [1.0, bad]}) for bad in (math.inf, math.nan, 1e39)),
         ("bad_score", {"scores": None}),
         ("empty_prompt", {"masks": [[5, M, 8, 9], [M, M, M, 8]]}),
         ("empty_prompt", {"tokens": [[5, 6, 8, 9], [4, 6, 7, 8]]}),

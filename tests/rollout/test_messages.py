@@ -88,6 +88,14 @@ def test_a_payload_without_a_json_form_is_the_tasks_mistake(value: object) -> No
         encode(done)
 
 
+@pytest.mark.parametrize(
+    "message", [messages.Event("\ud800!", {}), messages.Failed("task", "\ud800!")]
+)
+def test_a_users_text_that_utf_8_cannot_write_is_shown_escaped(message: FromWorker) -> None:
+    """A policy may write such an escape, and an agent's error quote it."""
+    assert decode(encode(message), FromWorker).text == r"\ud800!"
+
+
 def test_the_spec_comes_back_as_it_was() -> None:
     state = {"cursor": {"low": 1, "above": [3]}}
     spec = RolloutSpec(

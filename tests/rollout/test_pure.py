@@ -30,7 +30,15 @@ from titan_grpo.rollout.schedule import Room, Server
 from titan_grpo.rollout.task_runner import TaskOptions
 from titan_grpo.rollout.tasks.built_in import Digits
 from titan_grpo.rollout.tasks.functions import load_task
-from titan_grpo.samples import LARGEST_LOGPROB, Completion, Group, Prompt, Span, defect
+from titan_grpo.samples import (
+    LARGEST_LOGPROB,
+    LARGEST_REWARD,
+    Completion,
+    Group,
+    Prompt,
+    Span,
+    defect,
+)
 
 GOOD = Completion((5, 6), (-0.5, -1.25), "stop", 3, 4, "http://a", 0.5)
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -69,13 +77,21 @@ def test_rollouts_and_batch_leave_out_the_same_completions_under_the_same_name(
     assert plan(groups, 1, BatchOptions(token_budget=64, max_len=64)).dropped == dropped
 
 
-@pytest.mark.parametrize("logprob", [LARGEST_LOGPROB, 1.01 * LARGEST_LOGPROB])
-def test_rollouts_and_sources_from_outside_bear_the_same_rounding(logprob: float) -> None:
-    completion = replace(GOOD, logprobs=(-1.0, logprob))
-    pushed = {"tokens": [5, 6], "logprobs": [-1.0, logprob], "reward": 0.5}
+@pytest.mark.parametrize(
+    ("logprob", "reward", "sound"),
+    [
+        (LARGEST_LOGPROB, LARGEST_REWARD, True),
+        (1.01 * LARGEST_LOGPROB, 0.5, False),
+        (-0.5, -1.01 * LARGEST_REWARD, False),
+    ],
+)
+def test_rollouts_and_sources_from_outside_have_the_same_bounds(
+    logprob: float, reward: float, sound: bool
+) -> None:
+    completion = replace(GOOD, logprobs=(-1.0, logprob), reward=reward)
+    pushed = {"tokens": [5, 6], "logprobs": [-1.0, logprob], "reward": reward}
     group = {"policy_version": 0, "prompt_tokens": [1], "completions": [pushed]}
-    item = {"tokens": [[1, 6]], "masks": [[-100, 6]], "scores": [0.0]}
-    sound = logprob <= LARGEST_LOGPROB
+    item = {"tokens": [[1, 6]], "masks": [[-100, 6]], "scores": [reward]}
     assert (defect(Prompt(0, (1,)), completion) == "") == sound
     for error, read in (
         (DataError, lambda: external.parse(json.dumps({"groups": [group]}).encode())),

@@ -9,7 +9,6 @@ environment may give one, as ``policy_version`` in ``group_overrides`` or ``gene
 """
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +22,7 @@ from titan_grpo.errors import ConfigError, DataError, PeerError, ServerRefused
 from titan_grpo.protocol.admission import too_stale
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
-from titan_grpo.rollout.external import External, Send
+from titan_grpo.rollout.external import External, Reward, Send
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.samples import Completion, Group, Prompt, sound_logprobs
 
@@ -93,11 +92,11 @@ class Override(msgspec.Struct):
 
 
 class Item(msgspec.Struct):
-    """The fields of a group that we use. Scores and log-probabilities are not checked yet."""
+    """The fields of a group that we use. Log-probabilities are not checked yet."""
 
     tokens: list[list[TokenId]]
     masks: list[list[int]]
-    scores: list[float]
+    scores: list[Reward]
     inference_logprobs: list[list[float]] | None = None
     images: Any = None
     overrides: list[Override] | None = None
@@ -162,8 +161,6 @@ def group_of(data: Mapping[str, Any], version: int) -> Group:
             "bad_score" if "scores" in str(error) else "malformed", str(error)
         ) from error
     scores, logprobs = item.scores, item.inference_logprobs
-    if not all(map(math.isfinite, scores)):
-        raise Rejected("bad_score", f"scores must be finite numbers, got {str(scores)[:100]}")
     if logprobs is None:
         text = "inference_logprobs are missing: nothing would correct for how the data was made"
         raise Rejected("no_logprobs", text)

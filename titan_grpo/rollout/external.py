@@ -40,7 +40,7 @@ from titan_grpo.protocol.messages import Label, ServerState
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.httpd import RETRY_AFTER_S, HttpServer, Reply, Request
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.samples import Completion, Group, Prompt, sound_logprobs
+from titan_grpo.samples import LARGEST_REWARD, Completion, Group, Prompt, sound_logprobs
 
 REMEMBERED_IDS = 100_000
 """Number of ids kept to detect duplicates; the oldest are evicted first."""
@@ -52,6 +52,7 @@ Send = Callable[[messages.FromWorker], None]
 
 Count = Annotated[int, Meta(ge=0)]
 Tokens = Annotated[tuple[TokenId, ...], Meta(min_length=1)]
+Reward = Annotated[float, Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 
 
 class PushedCompletion(Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,7 +66,7 @@ class PushedCompletion(Struct, frozen=True, forbid_unknown_fields=True):
             " tokens; any number where sampled is false"
         ),
     ]
-    reward: float
+    reward: Reward
     sampled: Annotated[
         tuple[bool, ...],
         Meta(

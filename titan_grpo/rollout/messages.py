@@ -460,6 +460,10 @@ def encode(message: ToWorker | FromWorker) -> str:
             # msgspec would write NaN as null and convert other types silently. Only the task's
             # payload is not checked elsewhere.
             json.dumps(message.group.prompt.payload, allow_nan=False)
+        if isinstance(message, Event | Failed):
+            # A user's error may quote a lone surrogate, which a policy can write as an escape.
+            text = message.text.encode(errors="backslashreplace").decode()
+            message = msgspec.structs.replace(message, text=text)
         return msgspec.json.encode(message).decode()
     except (TypeError, ValueError, OverflowError) as error:
         raise DataError(
