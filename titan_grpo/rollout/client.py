@@ -383,11 +383,6 @@ class RolloutClient:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            # Answer drains here: a lane that waits in one would delay the end. Engine calls stay
-            # open, their answers may still come.
-            for asked, future in self._asked.values():
-                if isinstance(asked, messages.Drain) and not future.done():
-                    future.set_result(messages.Answer(asked.number))
         self._transport.close(deadline_s)
         with self._changed:
             self._running = False

@@ -1,7 +1,7 @@
 """Decision loop of the rollout process: start groups as admission allows, handle their outcomes."""
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -85,7 +85,8 @@ class Dispatcher:
         self._drains: dict[int, str] = {}
         self._oldest_usable = spec.base_version - spec.max_staleness
         self._counts = messages.Counters()
-        self._skips_in_a_row = self._too_long_in_a_row = self._lost_in_a_row = 0
+        self._in_a_row: Counter[str] = Counter()
+        """Skipped prompts since the last usable group, by cause."""
         self._task_errors: deque[bool] = deque(maxlen=WINDOW)
         """Whether each of the last groups ended with a task error. Server failures do not count."""
         self._closing = self._pumping = False
@@ -223,7 +224,7 @@ class Dispatcher:
         self._send(messages.GroupDone(run.ticket.done(), group, self._counts.changed()))
 
     def _task_gave_a_group(self) -> None:
-        self._skips_in_a_row = self._too_long_in_a_row = self._lost_in_a_row = 0
+        self._in_a_row.clear()
         self._task_errors.append(False)
 
     def _free_one(self, run: Running) -> None:
@@ -359,17 +360,9 @@ class Dispatcher:
             # is always the idlest.
             self._starts.again(ticket, run.server.url)
             return
-        self._skip(ticket)
-        allowed = MAX_SKIPS_IN_A_ROW
-        if last:
-            # Skipped at once, before a group that was started with it can be usable.
-            allowed += len(self._running)
-            self._too_long_in_a_row += 1
-            skips = self._too_long_in_a_row
-        else:
-            self._skips_in_a_row += 1
-            skips = self._skips_in_a_row
-        if skips >= allowed:
+        # One that is skipped at once is so before a group that was started with it can be usable.
+        cause, allowed = ("at once", len(self._running)) if last else ("drops", 0)
+        if (skips := self._skip(ticket, cause)) >= MAX_SKIPS_IN_A_ROW + allowed:
             self._fail(
                 DataError(f"{skips} prompts in a row gave no usable group; the last one: {text}")
             )
@@ -397,16 +390,17 @@ class Dispatcher:
     def _requeue(self, ticket: Ticket, avoid: str = "") -> None:
         """Requeue the group in its place, or skip the prompt if its outages are spent."""
         if ticket.outages >= MAX_OUTAGES:
-            if self._lost_in_a_row < MAX_SKIPS_IN_A_ROW:
-                self._lost_in_a_row += 1
-                self._skip(ticket)
+            if self._in_a_row["outages"] < MAX_SKIPS_IN_A_ROW:
+                self._skip(ticket, "outages")
                 return
             # No prompt has a usable group: the servers are at fault, and the outages speak against
             # no prompt. They must not end the run either; batch_timeout_s bounds them.
             ticket = replace(ticket, outages=0)
         self._starts.again(ticket, avoid)
 
-    def _skip(self, ticket: Ticket) -> None:
+    def _skip(self, ticket: Ticket, cause: str) -> int:
+        """Give a prompt up; return how many were for this cause, in a row."""
+        self._in_a_row[cause] += 1
         self._starts.note(GiveUp(ticket.index))
         self._sampler.forget(ticket.index)
         self._throw_away(ticket.parts)
@@ -416,6 +410,7 @@ class Dispatcher:
             " without a token",
             ticket.index,
         )
+        return self._in_a_row[cause]
 
     def _throw_away(self, parts: Sequence[Completion]) -> None:
         self._counts.add("thrown_tokens", sum(part.num_sampled for part in parts))
