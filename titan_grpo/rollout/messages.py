@@ -422,7 +422,7 @@ class SessionLost:
 
 
 Message = FromWorker | SessionLost | TitanGrpoError
-"""Item that a transport delivers. Nothing follows an error."""
+"""Item that a transport delivers. Of errors the first one counts."""
 
 OnMessage = Callable[[Message], None]
 """Callback of a transport's thread, in the order of sending; must not block."""

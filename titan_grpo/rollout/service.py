@@ -66,20 +66,18 @@ class Closing(msgspec.Struct):
 
 
 class Session:
-    """A trainer's rollout process, and the frames between the two. Runs until ``close``."""
+    """A trainer's rollout process, and the frames between the two, until ``close``."""
 
     def __init__(self, name: str, spec: RolloutSpec) -> None:
-        self.name, self._spec = name, spec
+        """Start the process. Raises OSError."""
+        self.name = name
         self._worker = LocalTransport()
         self._changed = threading.Condition()
         self._end = frames.End(name)
-        self._failed = False
         self.closing = False
         self.counters: dict[str, int] = {}
         """Latest counters of the rollout process."""
-
-    def start(self) -> None:
-        self._worker.start(self._spec, self._on_message)
+        self._worker.start(spec, self._on_message)
 
     def exchange(self, post: frames.Post, longest_s: float) -> frames.Post:
         """Pass the trainer's new frames to the worker; return how many were taken so far, with
@@ -107,7 +105,7 @@ class Session:
     def close(self, deadline_s: float) -> None:
         """Abort everything and end the worker within the deadline. Idempotent; raises nothing."""
         with self._changed:
-            self._failed = self.closing = True
+            self.closing = True
             self._changed.notify_all()
         self._worker.close(deadline_s)
 
@@ -123,9 +121,6 @@ class Session:
             message = messages.Failed("data", str(error))
             text = encode(message)
         with self._changed:
-            if self._failed:
-                return  # A Failed frame is already queued; nothing may follow it.
-            self._failed = isinstance(message, messages.Failed)
             self._end = self._end.put(text)
             self._changed.notify_all()
 
@@ -218,19 +213,17 @@ class Service:
             self._lease = lease
             self._changed.notify_all()
         self._end("replaced by a newer session")
-        session = Session(name, spec)
-        with self._changed:
-            self._session = session
         try:
-            session.start()
+            session = Session(name, spec)
         except OSError as error:
             with self._changed:
                 self._lease = self._lease.close(name) or self._lease
-            self._end("it did not start")
             text = f"the rollout process could not be started: {error}"
+            self._say(text)
             return Reply(503, {"error": text}, RETRY_AFTER_S)
         self._say(f"run {run} has this service")
         with self._changed:
+            self._session = session
             # Renew now: ending the old session and starting the process took seconds of the lease.
             self._lease = self._lease.renew(name, time.monotonic()) or self._lease
         return answer
