@@ -217,16 +217,6 @@ def the_server_computes_each_version_of_one_lane(e: EngineUnderTest) -> None:
             assert difference(e, path) <= MAX_DIFFERENCE
 
 
-def requests_run_over_a_commit_and_none_is_lost(e: EngineUnderTest) -> None:
-    """Each goes on; its tokens are of the version before and of the one after it, in that order."""
-    with sender(e) as trainer:
-        trainer.sync(3, 3)
-        weights, _ = trainer.make(4)
-        with trainer.link(weights) as link, e.crowd(trainer.label(3)) as crowd:
-            assert trainer.commit(link, weights, 4).ok
-            assert_aborted(e, crowd.end(), [trainer.label(3), trainer.label(4)])
-
-
 def requests_are_answered_between_any_two_buckets_of_a_transfer(e: EngineUnderTest) -> None:
     """The engine does not stand still while weights arrive, however slowly: each bucket waits for
     an answer here."""
@@ -477,7 +467,6 @@ def a_restarted_server_is_seen_as_one(e: EngineUnderTest) -> None:
 CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
     the_server_computes_what_was_committed_also_the_second_time,
     the_server_computes_each_version_of_one_lane,
-    requests_run_over_a_commit_and_none_is_lost,
     requests_are_answered_between_any_two_buckets_of_a_transfer,
     a_new_version_reuses_nothing_of_the_prefixes_of_an_older_one,
     a_request_without_a_salt_is_answered_by_the_new_weights_alone,

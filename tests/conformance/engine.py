@@ -239,7 +239,8 @@ def given_sequences_are_scored(e: EngineUnderTest) -> None:
 
 
 def a_pause_holds_running_and_new_requests_and_loses_none(e: EngineUnderTest) -> None:
-    """And the server stays alive, says that it is paused, and tells its label."""
+    """And the server stays alive, says that it is paused, and tells its label. An abort after it
+    answers each request, whole or in pieces, with what it has."""
     label = e.run(e.speak.label())
     with e.control() as control, ThreadPoolExecutor(1) as pool:
         assert not control.paused()
@@ -273,15 +274,6 @@ def a_label_in_a_pause_marks_the_tokens_after_it(e: EngineUnderTest) -> None:
         answers = crowd.end()
     assert_aborted(e, answers, [before, "conformance"])
     assert not e.says_versions or any(len(sampled.versions) == 2 for sampled in answers), answers
-
-
-def an_abort_answers_every_request_with_what_it_has(e: EngineUnderTest) -> None:
-    """Whole or in pieces: the tokens that were not sent yet come with the end. And the server goes
-    on."""
-    label = e.run(e.speak.label())
-    with e.crowd() as crowd:
-        assert_aborted(e, crowd.end(), [label])
-    e.run(e.speak.generate(prompt(1), Sampling(2), REQUEST_S))
 
 
 def a_request_that_can_not_be_is_refused_and_not_the_servers_fault(e: EngineUnderTest) -> None:
@@ -363,7 +355,6 @@ CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (
     given_sequences_are_scored,
     a_pause_holds_running_and_new_requests_and_loses_none,
     a_label_in_a_pause_marks_the_tokens_after_it,
-    an_abort_answers_every_request_with_what_it_has,
     a_request_that_can_not_be_is_refused_and_not_the_servers_fault,
     each_call_needs_its_key,
     a_server_without_an_open_update_takes_no_label_from_the_end_of_one,

@@ -70,8 +70,8 @@ def requests_in_flight_are_computed_anew_where_that_is_asked(e: EngineUnderTest)
 
 
 def requests_in_flight_keep_their_kv_otherwise(e: EngineUnderTest) -> None:
-    """So what comes after the commit is of both weights: this is what the check above would
-    find."""
+    """None is lost, and the tokens of each are of the version before and of the one after, in
+    that order. What comes after the commit is of both weights: the check above would find this."""
     with sender(e) as trainer:
         folder, held = _over_a_commit(e, trainer, 32, recompute=False)
     off = _off(folder, held)
