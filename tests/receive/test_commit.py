@@ -25,6 +25,9 @@ from titan_grpo.sync.link import LaneLink
 
 pytestmark = pytest.mark.e2e
 
+WAIT_S = 60.0
+WEIGHTS = Weights(1.0)
+
 
 class CheckedEngine(Engine):
     """An engine that compares names with a real checkpoint folder and keeps nothing."""
@@ -63,9 +66,25 @@ class TeamSite(Site):
         """What each worker's call returns or raises."""
         return everywhere(2, lambda rank: call(self.sides[rank]))
 
+    def commit(self, link: LaneLink, number: int = 1) -> list[Applied]:
+        """Each worker's report on a transfer of WEIGHTS: none has raised."""
+        staged = link.send(number, 1, WEIGHTS.image, WEIGHTS.digests, WEIGHTS.fingerprint)
+        data = link.commit(staged).to_dict()
+        reports = self.everywhere(lambda side: side.commit(data))
+        assert all(isinstance(report, Applied) for report in reports), reports
+        return reports
+
     def mapped(self) -> list[bool]:
         """Whether each worker keeps a mapping of the receiver's memory."""
         return [side._mapping is not None for side in self.sides]
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    """Over tcp alone: a commit is the engine's side, whichever way the bytes came."""
+    made = Site()
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -75,29 +94,19 @@ def team(tmp_path: Path) -> Iterator[TeamSite]:
     site.close()
 
 
-def commit(site: TeamSite, data: dict[str, Any]) -> list[Applied | BaseException]:
-    return site.everywhere(lambda side: side.commit(data))
-
-
 @pytest.mark.parametrize("worker", [0, 1])
 def test_a_damaged_checkpoint_of_one_worker_is_a_report_of_all_and_the_next_commit_works(
     team: TeamSite, worker: int
 ) -> None:
-    w = Weights(1.0)
-    link = team.connect(w)
+    link = team.connect(WEIGHTS)
     index = team.engines[worker].folder / INDEX
     index.write_text("no json")
-    staged = link.send(1, 1, w.image, w.digests, w.fingerprint)
-    for report in commit(team, link.commit(staged).to_dict()):
-        assert isinstance(report, Applied), report
+    for report in team.commit(link):
         assert (report.ok, report.intact, report.loaded) == (False, True, 0)
         assert "safetensors" in report.error
     assert not link.wait_applied(1, WAIT_S).ok
     index.unlink()
-    staged = link.send(2, 1, w.image, w.digests, w.fingerprint)
-    for report in commit(team, link.commit(staged).to_dict()):
-        assert isinstance(report, Applied), report
-        assert report.ok
+    assert all(report.ok for report in team.commit(link, 2))
     assert [engine.loads for engine in team.engines] == [1, 1]
 
 
@@ -108,12 +117,9 @@ def test_any_error_of_one_workers_engine_is_a_report_of_all(
     def fail(*_: Any) -> Any:
         raise AssertionError
 
-    w = Weights(1.0)
-    link = team.connect(w)
+    link = team.connect(WEIGHTS)
     monkeypatch.setattr(team.engines[1], broken, fail)
-    staged = link.send(1, 1, w.image, w.digests, w.fingerprint)
-    for report in commit(team, link.commit(staged).to_dict()):
-        assert isinstance(report, Applied), report
+    for report in team.commit(link):
         assert (report.ok, report.intact) == (False, broken == "refuses")
         assert "AssertionError" in report.error
 
@@ -149,12 +155,9 @@ def test_a_version_that_is_loaded_beside_the_weights_makes_an_engine_intact_agai
 
 
 def test_workers_that_lose_each_other_report_an_engine_that_is_not_intact(team: TeamSite) -> None:
-    w = Weights(1.0)
-    link = team.connect(w)
-    staged = link.send(1, 1, w.image, w.digests, w.fingerprint)
+    link = team.connect(WEIGHTS)
     team.team.barrier.abort()
-    for report in commit(team, link.commit(staged).to_dict()):
-        assert isinstance(report, Applied), report
+    for report in team.commit(link):
         assert (report.ok, report.intact) == (False, False)
         assert "lost each other" in report.error
 
@@ -167,17 +170,14 @@ def test_workers_that_lose_each_other_at_a_hello_do_not_raise(team: TeamSite) ->
 def test_all_workers_keep_the_mapping_at_a_refused_hello_and_none_at_the_next_one(
     team: TeamSite,
 ) -> None:
-    w = Weights(1.0)
-    link = team.connect(w)
-    staged = link.send(1, 1, w.image, w.digests, w.fingerprint)
-    commit(team, link.commit(staged).to_dict())
+    team.commit(team.connect(WEIGHTS))
     assert team.mapped() == [True, True]
     team.probe()
     assert team.mapped() == [True, True]
     with pytest.raises(PeerError, match="not newer"):
-        team.greet(w, epoch=1).wait_joined(WAIT_S)
+        team.greet(WEIGHTS, epoch=1).wait_joined(WAIT_S)
     assert team.mapped() == [True, True]
-    team.connect(w)
+    team.connect(WEIGHTS)
     assert team.mapped() == [False, False]
 
 
@@ -196,9 +196,6 @@ def test_views_of_an_image_share_its_memory() -> None:
         assert (name, tuple(view.shape)) == (spec.name, spec.shape)
         assert view.unique().tolist() == [2.0]
         assert view.data_ptr() == w.image.data_ptr() + spec.offset
-
-
-WAIT_S = 60.0
 
 
 class Pins:
@@ -233,7 +230,6 @@ def pins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pins]:
     made.goes_on.set()
 
 
-WEIGHTS = Weights(1.0)
 PIN = f"pin {WEIGHTS.manifest.total_bytes}"
 
 
@@ -363,10 +359,8 @@ def test_an_engine_lets_go_of_the_memory_of_a_receiver_that_has_ended(
 
 
 def test_every_worker_lets_go_of_the_memory_of_a_receiver_that_has_ended(team: TeamSite) -> None:
-    w = Weights(1.0)
-    link = team.connect(w)
-    staged = link.send(1, 1, w.image, w.digests, w.fingerprint)
-    commit(team, link.commit(staged).to_dict())
+    link = team.connect(WEIGHTS)
+    team.commit(link)
     assert team.mapped() == [True, True]
     link.bye(WAIT_S)
     assert wait_until(lambda: team.mapped() == [False, False], WAIT_S)

@@ -235,6 +235,7 @@ def test_a_probe_says_whether_a_key_is_demanded_and_whether_ours_is_the_one(
     assert "another run key" in wrong.error
 
 
+@pytest.mark.parametrize("site", ["tcp"], indirect=True)
 def test_a_trainer_of_another_version_gets_an_answer_at_once(site: Site) -> None:
     link = site.link(Weights(1.0))
     hello = link.open().to_dict()
