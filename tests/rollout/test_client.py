@@ -159,23 +159,6 @@ def test_a_group_that_was_dropped_is_made_again_at_another_server(
     assert (counters["dropped.refused"], "skipped" in counters) == (1, False)
 
 
-def to_the_limit(body: dict[str, Any]) -> tuple[int, Any]:
-    count = body["max_tokens"]
-    return answer([80] * count, [-3.0] * count)
-
-
-def test_a_completion_has_the_room_that_its_prompt_leaves_in_a_row(
-    start: StartClient, completion_server: MakeServer, spec: RolloutSpec
-) -> None:
-    server, task = completion_server(), load_task("digits", TaskOptions(spec.seed))
-    server.behaviour = to_the_limit
-    prompt = task.prompt(0, TextCodec(spec.model_dir)).token_ids
-    client = start(server, row_tokens=len(prompt) + 3, max_completion_tokens=4)
-    batch = client.next_batch(0, PER_STEP, 60)
-    assert {body["max_tokens"] for body in server.bodies} == {3}
-    assert {len(c.token_ids) for group in batch for c in group.completions} == {3}
-
-
 def test_prompts_that_fill_their_rows_are_skipped_at_once_and_stop_no_run_in_which_others_fit(
     start: StartClient, completion_server: MakeServer, spec: RolloutSpec, tmp_path: Path
 ) -> None:
@@ -365,24 +348,6 @@ def test_a_drain_ends_with_the_run_and_with_the_departure_of_its_server(
             assert client.in_flight(60.0)[server.url] > 0
             end(client, server)
             drained.result(60.0)
-
-
-def test_a_group_whose_server_became_unknown_meanwhile_is_made_elsewhere_and_costs_no_drop(
-    start: StartClient, completion_server: MakeServer
-) -> None:
-    server, other, client = completion_server(), completion_server(), start()
-    server.behaviour = server.hang
-    client.set_server(ServerState(server.url, 0, True, "0"))
-    server.wait_for_requests(GROUP)
-    client.set_server(ServerState(server.url, None, False, ""))
-    client.set_server(ServerState(other.url, 0, True, "0"))
-    assert client.in_flight(60.0)[server.url] > 0  # its answer comes after both messages were read
-    server.released.set()
-    batch = client.next_batch(0, PER_STEP, 60)
-    assert {c.server for g in batch for c in g.completions} == {other.url}
-    counters = client.counters()
-    assert counters["interrupted"] >= 1
-    assert not any(name.startswith("dropped.") for name in counters)
 
 
 def test_a_prompt_that_is_too_stale_more_often_than_the_drops_of_a_bad_one_is_trained_on(

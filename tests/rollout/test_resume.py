@@ -16,7 +16,7 @@ from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import consumption_order
 from titan_grpo.rollout.dispatch import worth_keeping
 from titan_grpo.rollout.messages import GroupDone, Ticket
-from titan_grpo.rollout.sampler import kv_survived, versioned, went_on
+from titan_grpo.rollout.sampler import Interrupted, kv_survived, versioned, went_on
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.samples import NO_TOKENS, Completion, Group, Prompt
 
@@ -143,6 +143,22 @@ def test_a_completion_that_ends_while_a_commit_runs_may_be_of_the_version_that_c
     [completion] = sample(sampler, [NO_TOKENS], known).completions
     assert (completion.version_first, completion.version_last) == (3, 4)
     assert completion.token_spans == ((3, 2),)
+
+
+def test_an_answer_whose_servers_version_the_ledger_lost_meanwhile_is_interrupted_and_not_kept(
+    completion_server: MakeServer, model_dir: str
+) -> None:
+    server, parts = completion_server(), [NO_TOKENS]
+    known = holding(server.url, 3)
+
+    def lose(body: dict[str, Any]) -> tuple[int, object]:
+        known.state = ServerState(server.url, None, False, "")
+        return server.good(body)
+
+    server.behaviour = lose
+    with pytest.raises(Interrupted):
+        sample(sampler_of("digits", model_dir, 1, 4), parts, known)
+    assert parts == [NO_TOKENS]
 
 
 def test_the_lowest_prompts_or_the_freshest_weights_are_consumed_first() -> None:
