@@ -98,29 +98,32 @@ def command_in(folder: Path) -> Path:
     return command
 
 
-def completed(tmp_path: Path, *words: str) -> list[str]:
-    """What bash offers for the last of ``words``."""
-    command = command_in(tmp_path)
-    asked = """
-        eval "$("$1" completion)"
-        shift
-        COMP_WORDS=("$0" "$@") COMP_CWORD=$#
-        _titan_grpo
-        printf '%s\\n' "${COMPREPLY[@]}"
-    """
-    bash = ["bash", "-c", asked, str(command), str(command), *words]
-    done = subprocess.run(bash, capture_output=True, text=True, timeout=WAIT_S, check=True)
-    return done.stdout.split()
+COMPLETE = """
+eval "$("$0" completion)"
+for line; do
+    IFS=" " read -ra words <<<"$line"
+    COMP_WORDS=("$0" "${words[@]:-}") COMP_CWORD=$((${#words[@]} + (${#words[@]} == 0)))
+    COMPREPLY=()
+    _titan_grpo
+    echo "${COMPREPLY[*]}"
+done
+"""
 
 
 def test_a_shell_completes_commands_options_and_a_jobs_keys(tmp_path: Path) -> None:
-    assert completed(tmp_path, "qu") == ["quickstart"]
-    assert completed(tmp_path, "") == list(COMMANDS)
-    assert completed(tmp_path, "watch", "--int") == ["--interval"]
-    assert completed(tmp_path, "doctor", "--weight_sync.slo") == ["--weight_sync.slots"]
-    assert completed(tmp_path, "verify", "--weight_sync.slo") == ["--weight_sync.slots"]
-    assert completed(tmp_path, "watch", "--weight_sync.slo") == []
-    assert completed(tmp_path, "nonsense", "--") == []
+    offered = {
+        "qu": ["quickstart"],
+        "": list(COMMANDS),
+        "watch --int": ["--interval"],
+        "doctor --weight_sync.slo": ["--weight_sync.slots"],
+        "verify --weight_sync.slo": ["--weight_sync.slots"],
+        "watch --weight_sync.slo": [],
+        "nonsense --": [],
+    }
+    bash = ["bash", "-c", COMPLETE, str(command_in(tmp_path)), *offered]
+    done = subprocess.run(bash, capture_output=True, text=True, timeout=WAIT_S, check=True)
+    found = map(str.split, done.stdout.splitlines())
+    assert dict(zip(offered, found, strict=True)) == offered
 
 
 def test_zsh_completes_them_too(tmp_path: Path) -> None:

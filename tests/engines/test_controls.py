@@ -196,19 +196,14 @@ def test_dropping_kv_is_believed_only_where_the_engine_says_that_it_did(
         sglang.drop_kv()
 
 
-def test_dropping_kv_reaches_the_cache_behind_vllms_own(board: Board, vllm: VllmControl) -> None:
+@pytest.mark.parametrize("answer", [{"success": False}, {}])
+def test_a_vllm_drops_kv_behind_its_own_cache_too_and_is_refused_if_it_does_not_say_so(
+    board: Board, vllm: VllmControl, answer: dict[str, bool]
+) -> None:
     """Requests that were put back would get the KV of the old weights from there."""
     board.routes = {"POST /reset_prefix_cache": lambda _: (200, {"success": True})}
     vllm.drop_kv()
     assert board.queries == ["reset_running_requests=true&reset_external=true"]
-
-
-@pytest.mark.parametrize("answer", [{"success": False}, {}])
-def test_a_vllm_that_does_not_say_that_it_dropped_kv_is_refused(
-    board: Board, vllm: VllmControl, answer: dict[str, bool]
-) -> None:
-    board.routes = {"POST /reset_prefix_cache": lambda _: (200, {"success": True})}
-    vllm.drop_kv()
     board.routes = {"POST /reset_prefix_cache": lambda _: (200, answer)}
     with pytest.raises(ServerRefused, match=r"reset_prefix_cache|did not throw"):
         vllm.drop_kv()
@@ -256,7 +251,7 @@ def test_the_plugin_says_whether_an_sglang_is_paused_and_without_it_a_sign_of_li
 def test_without_the_plugin_a_server_that_gives_no_token_and_answers_is_paused(
     board: Board,
 ) -> None:
-    control = SglangControl(ServerAccess(board.url, 4.0))
+    control = SglangControl(ServerAccess(board.url, 2.0))
     board.routes = SGLANG | {"GET /ready": 503}
     board.silent = {"POST /generate"}
     assert control.paused() is True

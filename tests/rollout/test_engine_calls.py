@@ -244,7 +244,7 @@ def test_an_outcome_that_is_late_is_dropped_and_what_waited_too_long_is_not_call
             client.engine_call(server.url, method, (), within_s)
 
     with ThreadPoolExecutor(1) as pool:
-        hanging = pool.submit(given_up, "paused", 5.0)
+        hanging = pool.submit(given_up, "paused", 2.0)
         assert server.holding.wait(WAIT_S)
         given_up("pause", 0.1)
         client.in_flight(WAIT_S)  # by its answer the pause has come too, and is behind the other

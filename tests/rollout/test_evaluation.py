@@ -116,8 +116,9 @@ def test_a_prompt_that_leaves_no_room_for_a_completion_is_counted_and_not_asked(
 
 
 def test_a_server_that_fails_for_a_moment_costs_an_attempt_and_one_that_stays_so_the_result(
-    job: Callable[..., Job], completion_server: MakeServer
+    job: Callable[..., Job], completion_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(evaluation, "RETRY_S", 0.01)
     server = completion_server()
     failed: list[dict[str, Any]] = []
 

@@ -73,7 +73,9 @@ def test_a_mistake_in_a_function_shows_its_traceback_and_the_row_and_no_line_of_
 
 STUBBORN = """
 import asyncio
+from titan_grpo.rollout import worker
 
+worker.EXIT_GRACE_S = 1.0  # it passes twice
 entered = asyncio.Event()
 
 async def reward(completions, answer):

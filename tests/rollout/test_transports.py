@@ -379,7 +379,7 @@ def test_a_message_past_its_time_is_not_delivered(cluster: Cluster) -> None:
 def test_a_silent_trainer_loses_its_session_and_opens_another_when_it_is_back(
     cluster: Cluster, completion_server: MakeServer
 ) -> None:
-    cluster.lease_s = 8.0
+    cluster.lease_s = 5.0
     cluster.serve()
     cut = threading.Event()
     relay = cluster.relay(lambda: "drop" if cut.is_set() else "")
@@ -393,7 +393,7 @@ def test_a_silent_trainer_loses_its_session_and_opens_another_when_it_is_back(
     cut.set()
     assert wait_until(lambda: child not in children(), WAIT_S)
     assert wait_until(lambda: cluster.run() == "", WAIT_S)
-    assert wait_until(lambda: any("silent for 8 s" in text for text in cluster.said), WAIT_S)
+    assert wait_until(lambda: any("silent for 5 s" in text for text in cluster.said), WAIT_S)
     server.behaviour = server.good
     cut.clear()
     assert len(client.next_batch(0, PER_STEP, 60)) == PER_STEP
@@ -423,7 +423,7 @@ def test_a_newer_run_replaces_an_older_one_which_stops(
 def test_a_run_with_its_clock_behind_gets_the_service_when_a_dead_runs_lease_ends(
     cluster: Cluster,
 ) -> None:
-    cluster.lease_s = 5.0
+    cluster.lease_s = 3.0
     cluster.serve()
     ahead = new_run_id(time.time() + 3600.0)
     spec = msgspec.to_builtins(cluster.spec, str_keys=True)
