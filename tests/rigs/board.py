@@ -4,9 +4,10 @@ keys."""
 import http.server
 import json
 import ssl
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from typing import Any
 
@@ -15,7 +16,8 @@ Reply = Callable[[Any], tuple[int, Any]]
 
 class Board:
     """``routes``: "METHOD /path" -> a status, or a function of the JSON body that gives (status,
-    answer); others get 404.
+    answer); others get 404. An answer is bytes, or becomes JSON; after an iterator of bytes in its
+    place the connection breaks off.
 
     ``asked``: (route, bearer token) in order; ``paths``, ``queries`` and ``ports`` (of the client):
     the same calls. A route in ``silent`` gets no answer before the test is over. ``tls``: serve
@@ -34,6 +36,8 @@ class Board:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            # An answer is two writes: the second would wait 40 ms for a delayed acknowledgement.
+            disable_nagle_algorithm = True
 
             def do_GET(self) -> None:
                 self.answer("GET", None)
@@ -54,13 +58,17 @@ class Board:
                 if route in board.silent:
                     board.over.wait(120)
                     return
-                found = board.routes.get(route, 404)
-                status, content = (found, {}) if isinstance(found, int) else found(body)
-                data = json.dumps(content).encode()
+                status, content = board.reply(route, body)
+                torn = isinstance(content, Iterator)
+                data: Any = content
+                if not isinstance(content, bytes | Iterator):
+                    data = json.dumps(content).encode()
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
+                self.send_header("Content-Length", str(1 << 20 if torn else len(data)))
                 self.end_headers()
-                self.wfile.write(data)
+                for part in data if torn else [data]:
+                    self.wfile.write(part)
+                self.close_connection = torn
 
             def date_time_string(self, timestamp: float | None = None) -> str:
                 return formatdate(time.time() + ahead_s, usegmt=True)
@@ -68,8 +76,16 @@ class Board:
             def log_message(self, format: str, *args: object) -> None:
                 """Quiet."""
 
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        class Server(http.server.ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 64
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                """Clients may go away."""
+                if not isinstance(sys.exception(), ConnectionError):
+                    super().handle_error(request, client_address)
+
+        self._server = Server(("127.0.0.1", 0), Handler)
         if tls is not None:
             self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
         self.address = "127.0.0.1", self._server.server_port
@@ -77,6 +93,11 @@ class Board:
         self.url = f"{scheme}://127.0.0.1:{self._server.server_port}"
         # Looks so often whether it is to end: each test would end half a second later.
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def reply(self, route: str, body: Any) -> tuple[int, Any]:
+        """Status and answer of a call."""
+        found = self.routes.get(route, 404)
+        return (found, {}) if isinstance(found, int) else found(body)
 
     def close(self) -> None:
         self.over.set()

@@ -1,12 +1,8 @@
 """A tokenizer on disk, and an HTTP server that answers /v1/completions as vLLM does and can be told
-to misbehave.
-
-A behaviour may give an iterator of bytes in place of the content, after which it hangs up.
-"""
+to misbehave."""
 
 import asyncio
 import dataclasses
-import http.server
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -16,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.rigs.board import Board
 from tests.rollout.sampling import holding
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import PeerError
@@ -77,7 +74,7 @@ def in_pieces(content: Any) -> bytes:
     return "".join(f"data: {event}\n\n" for event in events).encode()
 
 
-class CompletionServer:
+class CompletionServer(Board):
     """A real HTTP server on loopback. ``behaviour`` may be replaced while it runs; ``bodies`` are
     the requests it got."""
 
@@ -90,49 +87,15 @@ class CompletionServer:
         self.bodies: list[dict[str, Any]] = []
         self.released = threading.Event()
         self._arrived = threading.Condition()
-        outer = self
+        super().__init__()
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            # An answer is two writes: the second would wait 40 ms for a delayed acknowledgement.
-            disable_nagle_algorithm = True
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with outer._arrived:
-                    outer.bodies.append(body)
-                    outer._arrived.notify_all()
-                status, content = outer.behaviour(body)
-                # Bytes in pieces are an answer that never ends: the connection does.
-                torn = isinstance(content, Iterator)
-                data = (
-                    b""
-                    if torn
-                    else in_pieces(content)
-                    if body.get("stream")
-                    else json.dumps(content).encode()
-                )
-                self.send_response(status)
-                self.send_header("Content-Length", str(1 << 20 if torn else len(data)))
-                self.end_headers()
-                for part in content if torn else [data]:
-                    self.wfile.write(part)
-                self.close_connection = torn
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Quiet."""
-
-        class Server(http.server.ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 64
-
-            def handle_error(self, request: Any, client_address: Any) -> None:
-                """Clients may go away."""
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        # Looks so often whether it is to end: each test would end half a second later.
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+    def reply(self, route: str, body: Any) -> tuple[int, Any]:
+        with self._arrived:
+            self.bodies.append(body)
+            self._arrived.notify_all()
+        status, content = self.behaviour(body)
+        whole = isinstance(content, Iterator) or not body.get("stream")
+        return status, content if whole else in_pieces(content)
 
     def hang(self, body: dict[str, Any]) -> tuple[int, Any]:
         """Answer only once the test is over."""
@@ -146,8 +109,7 @@ class CompletionServer:
 
     def close(self) -> None:
         self.released.set()
-        self._server.shutdown()
-        self._server.server_close()
+        super().close()
 
 
 @pytest.fixture
