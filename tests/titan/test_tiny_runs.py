@@ -6,22 +6,11 @@ from typing import Any
 
 import pytest
 
-from titan_grpo import cli
 from titan_grpo.commands import quickstart
 from titan_grpo.commands.processes import add_tiny_run, tiny_run
 from titan_grpo.config import LAUNCH
 from titan_grpo.titan import jobconfig
 from titan_grpo.titan.startup import launched
-
-
-@pytest.mark.parametrize("command", ["quickstart", "verify"])
-def test_a_mistake_in_the_job_is_named_before_its_servers_answer(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # This interpreter ends at once, which would be the next thing to be said.
-    words = [command, "--vllm-python", "/bin/true", "--out", str(tmp_path / "new")]
-    assert cli.main([*words, "--grpo.nope", "1"]) == 2
-    assert "Unrecognized options: --grpo.nope" in capsys.readouterr().err
 
 
 def run_of(folder: Path, pythons: dict[str, str], *rest: str) -> tuple[Any, list[str]]:

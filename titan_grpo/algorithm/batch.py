@@ -21,14 +21,14 @@ from titan_grpo.algorithm.balance import (
 )
 from titan_grpo.algorithm.rows import Layout, MicroBatch, Row, Rows, build, compact
 from titan_grpo.config import GRPO
-from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.errors import DataError
 from titan_grpo.samples import Completion, Group, Prompt, defect, whole_routes
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions(Layout):
-    """How a step's completions become rows. Raises ConfigError if a row of ``max_len`` tokens does
-    not fit into the token budget."""
+    """How a step's completions become rows; one of ``max_len`` tokens fits into the token budget
+    (titan/rules.py)."""
 
     grpo: GRPO = field(default_factory=GRPO)
 
@@ -48,14 +48,6 @@ class BatchOptions(Layout):
     stages: int = 1
     """Pipeline-parallel ranks. With several, the micro-batches of an optimizer step have one shape,
     and their number is a multiple of this, so that every stage has work."""
-
-    def __post_init__(self) -> None:
-        if self.max_len > self.token_budget:
-            raise ConfigError(
-                f"grpo.token_budget must hold one row of the greatest length, {self.max_len}"
-                f" tokens, got {self.token_budget}: such a row would fit no micro-batch; raise the"
-                " budget or lower training.seq_len"
-            )
 
     @property
     def layout(self) -> Layout:

@@ -82,7 +82,7 @@ END_S = 15.0
 def batch_options(
     job_config: Any, cost: TokenCost, vocabulary: int, routes: int = 0, experts: int = 1 << 15
 ) -> BatchOptions:
-    """Return how rows are cut, padded and weighted. Raises ConfigError."""
+    """Return how rows are cut, padded and weighted."""
     training, grpo = job_config.training, job_config.grpo
     return BatchOptions(
         token_budget=grpo.token_budget or training.local_batch_size * training.seq_len,
