@@ -192,6 +192,18 @@ def context(token_ids: Sequence[int], version: int) -> Completion:
     return Completion(ids, none, "", version, version, "", sampled=(False,) * len(ids))
 
 
+def shared_prefix(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the common prefix of all rows (at least one).
+
+    >>> shared_prefix([(1, 2, 3), (1, 2), (1, 2, 4)])
+    (1, 2)
+    """
+    # In lexicographic order all others are between these two, so they share the prefix.
+    first, last = min(rows), max(rows)
+    same = (at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return first[: next(same, len(first))]
+
+
 def whole_routes(routes: bytes, tokens: int, width: int = 0) -> bool:
     """Whether ``routes`` (as in Completion) cover all of ``tokens`` tokens except the last, with
     ``width`` numbers (layers x experts) each, or with any equal width if 0.

@@ -69,6 +69,18 @@ def test_a_tools_turn_is_context_and_a_masked_end_is_cut() -> None:
     assert completion.logprobs == (-0.1, 0.0, 0.0, -0.2)
 
 
+@pytest.mark.timeout(60)
+def test_long_sequences_that_differ_early_are_read_in_no_time() -> None:
+    """Before, in minutes, in which the rollout process did nothing else."""
+    count = 200_000
+    rows = [[5, own, *[6] * count, 9] for own in (7, 8)]
+    masks, logprobs = [M] * (count + 2) + [9], [1.0] * (count + 2) + [-0.5]
+    whole = {"tokens": rows, "masks": [masks] * 2, "inference_logprobs": [logprobs] * 2}
+    group = group_of(whole | {"scores": [0.0, 1.0]}, 0)
+    assert group.prompt.token_ids == (5,)
+    assert [c.num_sampled for c in group.completions] == [1, 1]
+
+
 def test_an_override_takes_a_sequence_out_of_the_learning_only() -> None:
     group = group_of(item(overrides=[{}, {"set_advantage_to_zero": True}]), 0)
     assert [c.zero_advantage for c in group.completions] == [False, True]

@@ -42,6 +42,7 @@ from titan_grpo.samples import (
     Group,
     Prompt,
     context,
+    shared_prefix,
     spans_from,
 )
 
@@ -328,8 +329,7 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
     >>> before_stop("a, b", (";", ","))
     'a'
     """
-    found = [at for at in map(text.find, stops) if at >= 0]
-    return text[: min(found, default=len(text))]
+    return min((text.partition(stop)[0] for stop in stops), key=len, default=text)
 
 
 def call_id() -> str:
@@ -361,18 +361,6 @@ def unended(codec: TextCodec, ids: tuple[int, ...], stops: Sequence[str]) -> tup
         return codec.encode(before)
     special = codec.spell(ids[-1:]) and not codec.decode(ids[-1:])
     return ids[:-1] if special else ids
-
-
-def shared_prefix(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the common prefix of all prompts (at least one).
-
-    >>> shared_prefix([(1, 2, 3), (1, 2), (1, 2, 4)])
-    (1, 2)
-    """
-    # In lexicographic order all others are between these two, so they share the prefix.
-    first, last = min(prompts), max(prompts)
-    same = (at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
-    return first[: next(same, len(first))]
 
 
 def first_tokens(part: Completion, count: int) -> Completion:

@@ -24,7 +24,7 @@ from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.external import External, Reward, Send
 from titan_grpo.rollout.messages import RolloutSpec
-from titan_grpo.samples import Completion, Group, Prompt, sound_logprobs
+from titan_grpo.samples import Completion, Group, Prompt, shared_prefix, sound_logprobs
 
 POLL_S = (0.1, 1.0)
 """First and longest pause, in seconds, between two polls of an API that has no batch yet."""
@@ -238,9 +238,7 @@ def _prompt_length(tokens: Sequence[Sequence[int]], masks: Sequence[Sequence[int
     length = min(
         next((at for at, mask in enumerate(row) if mask != MASKED), len(row)) for row in masks
     )
-    while length and any(row[:length] != tokens[0][:length] for row in tokens):
-        length -= 1
-    return length
+    return len(shared_prefix([tuple(row[:length]) for row in tokens]))
 
 
 def _version(item: Item, default: int) -> int:

@@ -33,7 +33,7 @@ from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner, at_once
 from titan_grpo.rollout.tasks.functions import FunctionTask, ready
 from titan_grpo.samples import LARGEST_REWARD, NO_TOKENS, Group
 
-Z_95 = 1.959964
+Z_95 = statistics.NormalDist().inv_cdf(0.975)
 """Two-sided 95 % quantile of the normal distribution."""
 
 ATTEMPTS = 4
@@ -94,8 +94,6 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
     (0.25, 0.5, 1.0)
     """
-    if samples - passed < k:
-        return 1.0
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
