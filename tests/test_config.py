@@ -27,6 +27,7 @@ ROLLOUT = Rollout(
 )
 REMOTE = replace(ROLLOUT, controller="http://10.0.0.1:8910", controller_key_env="KEY")
 LAUNCHED = replace(ROLLOUT, servers=["launch"], launch_python="p")
+BOTH = replace(LAUNCHED, launch_engines=["vllm", "sglang"], consume="ready")
 PUSHED = replace(ROLLOUT, source="push")
 AGENTS = replace(ROLLOUT, agent="package.module:function")
 FUNCTION = replace(ROLLOUT, reward=["m:f"], dataset="d.jsonl")
@@ -35,16 +36,19 @@ UNREAD = {"config": "main", "split": "train[9:]", "filter": ["level > 1"], "shuf
 """Ends of the dataset_* keys' names -> a value that chooses other rows than the default."""
 
 
-def found(section: GRPO | Rollout | WeightSync) -> list[str]:
-    job = JobConfig(GRPO(), replace(ROLLOUT), WeightSync())
-    match section:
-        case GRPO():
-            job.grpo = section
-        case Rollout():
-            job.rollout = section
-        case WeightSync():
-            job.weight_sync = section
-    return violations(job)
+NAMES = {GRPO: "grpo", Rollout: "rollout", WeightSync: "weight_sync"}
+
+
+def job(*sections: GRPO | Rollout | WeightSync) -> JobConfig:
+    """A sound job with these sections."""
+    made = JobConfig(GRPO(), replace(ROLLOUT), WeightSync())
+    for section in sections:
+        setattr(made, NAMES[type(section)], section)
+    return made
+
+
+def found(*sections: GRPO | Rollout | WeightSync) -> list[str]:
+    return violations(job(*sections))
 
 
 @pytest.mark.parametrize(
@@ -166,9 +170,8 @@ def test_a_broken_rule_is_one_line_with_key_rule_and_value(
     """``rule``: of the key that is changed, unless it names another one."""
     assert found(section) == [] or isinstance(section, GRPO)
     (line,) = found(replace(section, **changes))
-    name = {GRPO: "grpo", Rollout: "rollout", WeightSync: "weight_sync"}[type(section)]
     rule = rule if " must be " in rule else f"{next(iter(changes))} must be {rule}"
-    assert line.startswith(f"{name}.{rule}"), line
+    assert line.startswith(f"{NAMES[type(section)]}.{rule}"), line
 
 
 @pytest.mark.parametrize("url", ["http://user:password@a:1", "http://a:99999", "http://a:1?x=1"])
@@ -200,95 +203,92 @@ def test_a_server_that_is_no_plain_url_is_one_line(url: str) -> None:
         replace(REMOTE, controller="local", controller_key_env=""),
         replace(REMOTE, controller="http://localhost:8910", controller_key_env=""),
         replace(REMOTE, controller="https://[::1]:8910", controller_key_env=""),
+        WeightSync(relay=True, apply="streamed"),
+        WeightSync(relay=True, transport="nccl"),
+        WeightSync(relay=True, transport="nixl"),
     ],
 )
-def test_what_keeps_the_rules_passes(section: GRPO | Rollout) -> None:
+def test_what_keeps_the_rules_passes(section: GRPO | Rollout | WeightSync) -> None:
     assert found(section) == []
 
 
 def test_on_policy_data_needs_no_correction_but_a_sync_step() -> None:
     on_policy = replace(ROLLOUT, max_staleness=0)
-    assert violations(JobConfig(GRPO(rollout_is_threshold=0.0), on_policy)) == []
-    (line,) = violations(JobConfig(GRPO(async_weight_update=True), on_policy))
+    assert found(GRPO(rollout_is_threshold=0.0), on_policy) == []
+    (line,) = found(GRPO(async_weight_update=True), on_policy)
     assert line.startswith("rollout.max_staleness must be 1 or more with grpo.async_weight_update")
 
 
 def test_k1_is_no_term_of_the_loss_and_abs_only_where_every_token_is_of_the_policy_itself() -> None:
     on_policy, k1 = replace(ROLLOUT, max_staleness=0), GRPO(kl_beta=0.1, kl_estimator_type="k1")
-    (line,) = violations(JobConfig(k1, on_policy))
+    (line,) = found(k1, on_policy)
     assert line.startswith("grpo.kl_estimator_type must be k2 or k3, or grpo.kl_in_reward = true")
-    assert violations(JobConfig(replace(k1, kl_in_reward=True), on_policy)) == []
-    assert violations(JobConfig(replace(k1, kl_beta=0.0), on_policy)) == []
+    assert found(replace(k1, kl_in_reward=True), on_policy) == []
+    assert found(replace(k1, kl_beta=0.0), on_policy) == []
     distance = replace(k1, kl_estimator_type="abs")
-    assert violations(JobConfig(distance, on_policy)) == []
+    assert found(distance, on_policy) == []
     for later in (replace(distance, num_microbatches=2), replace(distance, num_epochs=2)):
-        (line,) = violations(JobConfig(later, on_policy))
+        (line,) = found(later, on_policy)
         assert line.startswith("grpo.kl_estimator_type must be k2 or k3 (or")
 
 
 @pytest.mark.parametrize(
-    ("changes", "key", "reason"),
+    ("section", "key", "reason"),
     [
-        ({}, "clip_ratio_lower_bound", "the ratio is 1 by construction"),
-        ({}, "clip_ratio_upper_bound", "the ratio is 1 by construction"),
-        ({"rollout_is_level": "geometric"}, "policy_ratio_type", "the ratio is 1 by"),
-        ({"rollout_is_threshold": 0.0}, "policy_ratio_type", "the ratio is 1 by"),
-        ({"policy_loss": "sapo"}, "sapo_tau_neg", "the ratio is 1 by construction"),
-        ({"policy_loss": "cispo"}, "clip_ratio_upper_bound", "policy against engine"),
-        ({"policy_loss": "cispo"}, "rollout_is_threshold", "policy against engine"),
-        ({"policy_loss": "topr"}, "proximal_logprobs", "policy against engine"),
-        ({"policy_loss": "gmpo"}, "policy_ratio_type", "has its own"),
-        ({}, "cispo_weight_max", 'and only "cispo" reads it'),
-        ({"proximal_logprobs": "rollout"}, "rollout_is_mode", "the weight is 1"),
-        ({"rollout_is_threshold": 0.0}, "rollout_is_level", "turns it off"),
-        ({}, "kl_in_reward", "there is no reference model"),
-        ({"kl_beta": 0.1, "kl_in_reward": True}, "kl_estimator_type", "the estimator is k1"),
-        ({}, "overlong_penalty", ".._share are 0"),
-        ({}, "correct_reward", "grpo.length_penalty = 0"),
-        ({}, "dynamic_sampling_rounds", "grpo.dynamic_sampling = false"),
-        ({"token_staleness_limit": 2}, "token_staleness_limit", "lets no older token in"),
-        ({}, "ptx_scale", "no text is mixed in"),
-        ({"balance_batch": False}, "balance_equal_counts", "in their order"),
+        (GRPO(), "clip_ratio_lower_bound", "the ratio is 1 by construction"),
+        (GRPO(), "clip_ratio_upper_bound", "the ratio is 1 by construction"),
+        (GRPO(rollout_is_level="geometric"), "policy_ratio_type", "the ratio is 1 by"),
+        (GRPO(rollout_is_threshold=0.0), "policy_ratio_type", "the ratio is 1 by"),
+        (GRPO(policy_loss="sapo"), "sapo_tau_neg", "the ratio is 1 by construction"),
+        (GRPO(policy_loss="cispo"), "clip_ratio_upper_bound", "policy against engine"),
+        (GRPO(policy_loss="cispo"), "rollout_is_threshold", "policy against engine"),
+        (GRPO(policy_loss="topr"), "proximal_logprobs", "policy against engine"),
+        (GRPO(policy_loss="gmpo"), "policy_ratio_type", "has its own"),
+        (GRPO(), "cispo_weight_max", 'and only "cispo" reads it'),
+        (GRPO(proximal_logprobs="rollout"), "rollout_is_mode", "the weight is 1"),
+        (GRPO(rollout_is_threshold=0.0), "rollout_is_level", "turns it off"),
+        (GRPO(), "kl_in_reward", "there is no reference model"),
+        (GRPO(kl_beta=0.1, kl_in_reward=True), "kl_estimator_type", "the estimator is k1"),
+        (GRPO(), "overlong_penalty", ".._share are 0"),
+        (GRPO(), "correct_reward", "grpo.length_penalty = 0"),
+        (GRPO(), "dynamic_sampling_rounds", "grpo.dynamic_sampling = false"),
+        (GRPO(token_staleness_limit=2), "token_staleness_limit", "lets no older token in"),
+        (GRPO(), "ptx_scale", "no text is mixed in"),
+        (GRPO(balance_batch=False), "balance_equal_counts", "in their order"),
         (
-            {"advantage_normalization": "batch", "advantage_baseline": "leave_one_out"},
+            GRPO(advantage_normalization="batch", advantage_baseline="leave_one_out"),
             *("advantage_baseline", "factor cancels"),
         ),
+        (WeightSync(relay=True, apply="streamed"), "relay", "broadcasts: servers read nothing"),
+        (WeightSync(relay=True, apply="streamed"), "delta", "broadcasts: servers read nothing"),
+        (WeightSync(relay=True, transport="nccl"), "delta", "broadcasts: servers read nothing"),
+        (WeightSync(relay=True, transport="nccl"), "zones", "broadcasts: servers read nothing"),
+        (WeightSync(relay=True, transport="nixl"), "relay", "one-sided"),
+        (WeightSync(relay=False), "zones", "weight_sync.relay = false"),
+        (WeightSync(digest="blake3", run_key_file="key"), "digest", "keyed blake3"),
+        (replace(ROLLOUT, replay_path="r"), "record_path", "replay_path has the groups"),
+        (replace(ROLLOUT, replay_path="r"), "consume", "replay_path has the groups"),
+        (LAUNCHED, "launch_sglang_args", 'launch_engines has no "sglang"'),
+        (replace(LAUNCHED, launch_engines=["sglang"]), "launch_python", 'has no "vllm"'),
+        (PUSHED, "consume", "taken as they arrive"),
+        (PUSHED, "reward", "no task makes prompts here"),
+        (PUSHED, "dataset", "no task makes prompts here"),
+        (PUSHED, "accept", "no task makes prompts here"),
     ],
 )
 def test_a_key_that_was_set_and_cannot_act_is_one_line(
-    changes: dict[str, Any], key: str, reason: str
+    section: GRPO | Rollout | WeightSync, key: str, reason: str
 ) -> None:
-    job = JobConfig(GRPO(**changes), ROLLOUT)
-    (line,) = inert(job, {f"grpo.{key}", "rollout.servers"})
-    assert line.startswith(f"grpo.{key} = ")
+    name = f"{NAMES[type(section)]}.{key}"
+    (line,) = inert(job(section), {name, "rollout.servers"})
+    assert line.startswith(f"{name} = ")
     assert " has no effect: " in line
     assert reason in line
-    assert inert(job, {"rollout.servers"}) == []
+    assert inert(job(section), {"rollout.servers"}) == []
 
 
 @pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"apply": "streamed"}, "relay"),
-        ({"apply": "streamed"}, "delta"),
-        ({"transport": "nccl"}, "delta"),
-        ({"transport": "nccl"}, "zones"),
-        ({"transport": "nixl"}, "relay"),
-        ({"relay": False}, "zones"),
-    ],
-)
-def test_servers_read_from_each_other_only_where_they_read_ranges(
-    changes: dict[str, Any], key: str
-) -> None:
-    job = JobConfig(GRPO(), ROLLOUT, WeightSync(**({"relay": True} | changes)))
-    assert violations(job) == []
-    (line,) = inert(job, {f"weight_sync.{key}"})
-    assert line.startswith(f"weight_sync.{key} = ")
-    assert inert(JobConfig(GRPO(), ROLLOUT, WeightSync(relay=True)), {f"weight_sync.{key}"}) == []
-
-
-@pytest.mark.parametrize(
-    ("grpo", "key"),
+    ("section", "key"),
     [
         (GRPO(num_microbatches=2), "clip_ratio_upper_bound"),
         (GRPO(num_epochs=2), "clip_ratio_upper_bound"),
@@ -310,68 +310,45 @@ def test_servers_read_from_each_other_only_where_they_read_ranges(
         (GRPO(policy_loss="cispo"), "cispo_weight_max"),
         # Without it whole groups are dealt, with it completions.
         (GRPO(balance_batch=False), "balance_split_groups"),
+        *((WeightSync(relay=True), key) for key in ("relay", "delta", "zones", "digest")),
+        *((BOTH, key) for key in ("record_path", "launch_sglang_args", "launch_python")),
+        *((BOTH, key) for key in ("consume", "reward", "dataset", "accept")),
+        (replace(PUSHED, consume="freshest"), "consume"),
     ],
 )
-def test_a_key_that_acts_is_not_named(grpo: GRPO, key: str) -> None:
-    assert inert(JobConfig(grpo, ROLLOUT), {f"grpo.{key}"}) == []
+def test_a_key_that_acts_is_not_named(section: GRPO | Rollout | WeightSync, key: str) -> None:
+    assert inert(job(section), {f"{NAMES[type(section)]}.{key}"}) == []
 
 
 def test_older_tokens_come_in_by_their_share_and_then_their_limit_acts() -> None:
     share = replace(ROLLOUT, consume="ready", max_stale_token_share=0.5)
-    job = JobConfig(GRPO(token_staleness_limit=2), share)
+    limit = GRPO(token_staleness_limit=2)
     given = {"grpo.token_staleness_limit", "rollout.max_stale_token_share"}
-    assert violations(job) == inert(job, given) == []
-    lines = inert(replace(job, rollout=replace(share, consume="started")), given)
+    assert found(limit, share) == inert(job(limit, share), given) == []
+    lines = inert(job(limit, replace(share, consume="started")), given)
     assert sorted(line.partition(" = ")[0] for line in lines) == sorted(given)
     for changes in ({"max_stale_token_share": 1.0}, {"max_staleness": 0}):
-        (line,) = violations(JobConfig(GRPO(), replace(share, **changes)))
+        (line,) = found(replace(share, **changes))
         assert line.startswith("rollout.max_stale_token_share must be 0 ")
 
 
 def test_keys_of_other_sections_that_cannot_act_are_named_too() -> None:
     given = {"rollout.launch_count", "rollout.push_address", "weight_sync.drain_deadline_s"}
-    lines = inert(JobConfig(GRPO(), ROLLOUT), given)
+    lines = inert(job(), given)
     assert sorted(line.partition(" = ")[0] for line in lines) == sorted(given)
 
 
-@pytest.mark.parametrize(
-    ("rollout", "key", "reason"),
-    [
-        (replace(ROLLOUT, replay_path="r"), "record_path", "replay_path has the groups"),
-        (replace(ROLLOUT, replay_path="r"), "consume", "replay_path has the groups"),
-        (LAUNCHED, "launch_sglang_args", 'launch_engines has no "sglang"'),
-        (replace(LAUNCHED, launch_engines=["sglang"]), "launch_python", 'has no "vllm"'),
-        (PUSHED, "consume", "taken as they arrive"),
-        (PUSHED, "reward", "no task makes prompts here"),
-        (PUSHED, "dataset", "no task makes prompts here"),
-        (PUSHED, "accept", "no task makes prompts here"),
-    ],
-)
-def test_a_key_of_rollouts_that_are_made_another_way_is_one_line(
-    rollout: Rollout, key: str, reason: str
-) -> None:
-    (line,) = inert(JobConfig(GRPO(), rollout), {f"rollout.{key}"})
-    assert line.startswith(f"rollout.{key} = ")
-    assert reason in line
-    launched = replace(LAUNCHED, launch_engines=["vllm", "sglang"], consume="ready")
-    assert inert(JobConfig(GRPO(), launched), {f"rollout.{key}"}) == []
-
-
 def test_what_evaluations_inherit_acts_with_groups_from_outside_too() -> None:
-    job = JobConfig(GRPO(), PUSHED, evaluation=[Evaluation(name="held_out", reward=["m:f"])])  # type: ignore[list-item]
-    assert inert(job, {"rollout.reward", "rollout.dataset", "rollout.stop"}) == []
-    (line,) = inert(job, {"rollout.reward", "rollout.accept"})
+    made = job(PUSHED)
+    made.evaluation = [Evaluation(name="held_out", reward=["m:f"])]  # type: ignore[list-item]
+    assert inert(made, {"rollout.reward", "rollout.dataset", "rollout.stop"}) == []
+    (line,) = inert(made, {"rollout.reward", "rollout.accept"})
     assert line.startswith("rollout.accept = ")
-    fresh = JobConfig(GRPO(), replace(PUSHED, consume="freshest"))
-    assert inert(fresh, {"rollout.consume"}) == []
 
 
-def test_the_hash_of_blocks_is_the_run_keys_where_there_is_one() -> None:
-    for rollout, file in ((LAUNCHED, ""), (ROLLOUT, "key")):
-        sync = WeightSync(digest="blake3", run_key_file=file)
-        (line,) = inert(JobConfig(GRPO(), rollout, sync), {"weight_sync.digest"})
-        assert "keyed blake3" in line
-    assert inert(JobConfig(GRPO(), ROLLOUT), {"weight_sync.digest"}) == []
+def test_the_hash_of_blocks_is_the_run_keys_which_a_run_that_launches_always_has() -> None:
+    (line,) = inert(job(LAUNCHED, WeightSync(digest="blake3")), {"weight_sync.digest"})
+    assert "keyed blake3" in line
 
 
 def test_the_servers_gpus_are_known_where_the_run_starts_all_of_them() -> None:
@@ -384,7 +361,7 @@ def test_the_servers_gpus_are_known_where_the_run_starts_all_of_them() -> None:
 
 def test_a_recording_can_be_made_with_dynamic_sampling() -> None:
     recording = replace(ROLLOUT, record_path="r.jsonl")
-    assert violations(JobConfig(GRPO(dynamic_sampling=True), recording)) == []
+    assert found(GRPO(dynamic_sampling=True), recording) == []
 
 
 @pytest.mark.parametrize(
@@ -408,9 +385,9 @@ def test_a_name_that_only_begins_like_loopback_is_not() -> None:
 
 
 def evaluated(*tables: Evaluation, **grpo: Any) -> list[str]:
-    job = JobConfig(GRPO(**{"async_weight_update": True, **grpo}), ROLLOUT)
-    job.evaluation = list(tables)  # type: ignore[arg-type]  # as titan/jobconfig.py makes them
-    return violations(job)
+    made = job(GRPO(**{"async_weight_update": True, **grpo}))
+    made.evaluation = list(tables)  # type: ignore[arg-type]  # as titan/jobconfig.py makes them
+    return violations(made)
 
 
 EVALUATION = Evaluation(name="test", rows=8, every=10)
@@ -479,11 +456,11 @@ def test_no_deadline_is_longer_than_the_system_waits() -> None:
     """Over 2^31 ms, select.poll raises an OverflowError."""
     assert 4 * LONGEST_S * 1000 < 2**31
     longer = LONGEST_S + 1
-    job = JobConfig(GRPO(), ROLLOUT, WeightSync(shutdown_deadline_s=longer))
-    job.alerts = Alerts(command_timeout_s=longer)
+    made = job(WeightSync(shutdown_deadline_s=longer))
+    made.alerts = Alerts(command_timeout_s=longer)
     table = Evaluation(timeout_s=longer)
-    job.evaluation = [table]  # type: ignore[list-item]  # as titan/jobconfig.py makes them
-    lines = [line.split(" (")[0] for line in violations(job) if "longest wait" in line]
+    made.evaluation = [table]  # type: ignore[list-item]  # as titan/jobconfig.py makes them
+    lines = [line.split(" (")[0] for line in violations(made) if "longest wait" in line]
     assert lines == [
         f"{key} must be at most 500000"
         for key in (

@@ -138,59 +138,6 @@ def test_copies_give_the_bytes_that_the_loader_gives(
     assert copies.fit(model)
 
 
-def block() -> torch.Tensor:
-    """So much memory that it is mapped when it is made, and unmapped when it is given back: more
-    than a heap keeps free (64 MiB). Little of it is touched."""
-    return torch.empty(1 << 30, dtype=torch.uint8).view(torch.bfloat16).view(-1, HIDDEN)
-
-
-def test_memory_that_is_given_back_and_used_again_is_other_memory(
-    model: Model, version: Checkpoint
-) -> None:
-    """The allocator hands out the same address: what was written there before is gone."""
-
-    def load() -> None:
-        model.load(version)
-        first = block()
-        first[8:16].copy_(version.tensors["q"])  # for nothing
-        address = first.data_ptr()
-        del first
-        again = block()
-        assert again.data_ptr() == address
-        again[:8].copy_(version.tensors["q"])
-        model.qkv.data.copy_(again[:16])
-
-    assert learn(load, model, version.sources) == "qkv is not filled by copies alone"
-
-
-def test_a_copy_that_is_kept_beside_the_parameters_is_found(
-    model: Model, version: Checkpoint
-) -> None:
-    def load() -> None:
-        model.load(version)
-        model.derived = torch.empty(8, HIDDEN, dtype=torch.bfloat16)
-        model.derived.copy_(version.tensors["q"])
-        model.qkv.data[:8].copy_(model.derived)
-
-    why = "1 tensors are loaded that are neither parameters nor buffers"
-    assert learn(load, model, version.sources) == why
-
-
-def test_what_an_operator_takes_unseen_from_memory_that_is_then_given_back_is_found(
-    model: Model, version: Checkpoint
-) -> None:
-    """As vLLM packs the linear layers of a CPU without AMX, and drops their weights."""
-
-    def load() -> None:
-        model.load(version)
-        weight = torch.empty(8, HIDDEN, dtype=torch.bfloat16)
-        weight.copy_(version.tensors["q"])
-        model.packed = ctypes.string_at(weight.data_ptr(), weight.nbytes)
-
-    why = "1 tensors are loaded into memory that is gone, and nothing copied them on"
-    assert learn(load, model, version.sources) == why
-
-
 def test_memory_that_only_a_cycle_holds_is_given_back(model: Model, version: Checkpoint) -> None:
     class Layer:
         pass
@@ -205,24 +152,6 @@ def test_memory_that_only_a_cycle_holds_is_given_back(model: Model, version: Che
     assert isinstance(learn(load, model, version.sources), Copies)
 
 
-def test_memory_that_is_used_again_is_not_what_was_copied_on(
-    model: Model, version: Checkpoint
-) -> None:
-    def load() -> None:
-        model.load(version)
-        first = block()
-        first[:8].copy_(version.tensors["q"])
-        model.qkv.data[:8].copy_(first[:8])
-        address = first.data_ptr()
-        del first
-        model.derived = block()
-        assert model.derived.data_ptr() == address
-        model.derived[:8].copy_(version.tensors["q"])
-
-    why = "1 tensors are loaded that are neither parameters nor buffers"
-    assert learn(load, model, version.sources) == why
-
-
 def test_a_parameter_that_is_a_view_of_another_is_filled_with_it(
     model: Model, version: Checkpoint
 ) -> None:
@@ -234,21 +163,6 @@ def test_a_parameter_that_is_a_view_of_another_is_filled_with_it(
     wanted = model.qkv.data[5:11].t()
     assert model.part.data_ptr() == wanted.data_ptr()
     assert not differ(copies.pairs)
-
-
-def test_what_lies_beside_a_parameter_in_its_memory_is_found(
-    model: Model, version: Checkpoint
-) -> None:
-    both = torch.zeros(2 * HIDDEN, dtype=torch.bfloat16)
-
-    def load() -> None:
-        model.load(version)
-        both[:HIDDEN].copy_(version.tensors["norm"])
-        both[HIDDEN:].copy_(version.tensors["norm"])
-        model.norm = nn.Parameter(both[:HIDDEN], requires_grad=False)
-
-    why = "1 tensors are loaded that are neither parameters nor buffers"
-    assert learn(load, model, version.sources) == why
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1])
@@ -324,12 +238,6 @@ def test_a_loader_is_stopped_before_it_writes_to_what_it_loads(
     with pytest.raises(Written, match="writes to a tensor that is loaded"):
         learn(load, model if known else None, version.sources)
     assert version.memory.equal(before)
-
-
-def test_a_buffer_that_has_moved_fits_no_more(model: Model, version: Checkpoint) -> None:
-    copies = learnt(lambda: model.load(version), model, version)
-    model.bias = model.bias.clone()
-    assert not copies.fit(model)
 
 
 def scaled(model: Model, version: Checkpoint) -> None:
@@ -451,6 +359,63 @@ def whole_in_inference_mode(model: Model, version: Checkpoint) -> None:
         model.derived = version.tensors["o"].t().contiguous()
 
 
+def block() -> torch.Tensor:
+    """So much memory that it is mapped when it is made, and unmapped when it is given back: more
+    than a heap keeps free (64 MiB). Little of it is touched."""
+    return torch.empty(1 << 30, dtype=torch.uint8).view(torch.bfloat16).view(-1, HIDDEN)
+
+
+def copied_from_memory_that_was_given_back_and_used_again(
+    model: Model, version: Checkpoint
+) -> None:
+    """The allocator hands out the same address: what was written there before is gone."""
+    first = block()
+    first[8:16].copy_(version.tensors["q"])  # for nothing
+    address = first.data_ptr()
+    del first
+    again = block()
+    assert again.data_ptr() == address
+    again[:8].copy_(version.tensors["q"])
+    model.qkv.data.copy_(again[:16])
+
+
+def kept_where_what_was_copied_on_had_been(model: Model, version: Checkpoint) -> None:
+    first = block()
+    first[:8].copy_(version.tensors["q"])
+    model.qkv.data[:8].copy_(first[:8])
+    address = first.data_ptr()
+    del first
+    model.derived = block()
+    assert model.derived.data_ptr() == address
+    model.derived[:8].copy_(version.tensors["q"])
+
+
+def kept_beside_the_parameters(model: Model, version: Checkpoint) -> None:
+    model.derived = torch.empty(8, HIDDEN, dtype=torch.bfloat16)
+    model.derived.copy_(version.tensors["q"])
+    model.qkv.data[:8].copy_(model.derived)
+
+
+SHARED = torch.zeros(2 * HIDDEN, dtype=torch.bfloat16)
+
+
+def kept_beside_a_parameter_in_its_memory(model: Model, version: Checkpoint) -> None:
+    SHARED[:HIDDEN].copy_(version.tensors["norm"])
+    SHARED[HIDDEN:].copy_(version.tensors["norm"])
+    model.norm = nn.Parameter(SHARED[:HIDDEN], requires_grad=False)
+
+
+def taken_unseen_from_memory_that_was_given_back(model: Model, version: Checkpoint) -> None:
+    """As vLLM packs the linear layers of a CPU without AMX, and drops their weights."""
+    weight = torch.empty(8, HIDDEN, dtype=torch.bfloat16)
+    weight.copy_(version.tensors["q"])
+    model.packed = ctypes.string_at(weight.data_ptr(), weight.nbytes)
+
+
+KEPT = "1 tensors are loaded that are neither parameters nor buffers"
+GONE = "1 tensors are loaded into memory that is gone, and nothing copied them on"
+
+
 @pytest.mark.parametrize(
     ("beside", "why"),
     [
@@ -462,7 +427,15 @@ def whole_in_inference_mode(model: Model, version: Checkpoint) -> None:
         (read_as_a_number, "aten._local_scalar_dense.default computes with weights"),
         (filled_with_an_element, "aten.fill_.Tensor computes with weights"),
         (copied_from_elsewhere, "something else is copied into weights"),
-        (kept_in_an_attribute, "1 tensors are loaded that are neither parameters nor buffers"),
+        (kept_in_an_attribute, KEPT),
+        (kept_beside_the_parameters, KEPT),
+        (kept_beside_a_parameter_in_its_memory, KEPT),
+        (kept_where_what_was_copied_on_had_been, KEPT),
+        (taken_unseen_from_memory_that_was_given_back, GONE),
+        (
+            copied_from_memory_that_was_given_back_and_used_again,
+            "qkv is not filled by copies alone",
+        ),
         (transposed, "a block is written with gaps"),
         (copied_on_in_part, "a part of a block is copied on"),
         (rearranged, "a block is rearranged"),
@@ -491,11 +464,20 @@ def test_a_load_that_is_more_than_copies_is_not_repeated(
     assert learn(load, model, version.sources) == why
 
 
-def test_copies_do_not_fit_a_model_whose_parameters_have_moved(
-    model: Model, version: Checkpoint
+def move_a_parameter(model: Model) -> None:
+    model.o = nn.Parameter(model.o.detach().clone(), requires_grad=False)
+
+
+def move_a_buffer(model: Model) -> None:
+    model.bias = model.bias.clone()
+
+
+@pytest.mark.parametrize("move", [move_a_parameter, move_a_buffer])
+def test_copies_do_not_fit_a_model_of_which_something_has_moved(
+    move: Callable[[Model], None], model: Model, version: Checkpoint
 ) -> None:
     copies = learnt(lambda: model.load(version), model, version)
-    model.o = nn.Parameter(model.o.detach().clone(), requires_grad=False)
+    move(model)
     assert not copies.fit(model)
 
 
