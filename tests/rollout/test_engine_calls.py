@@ -57,7 +57,7 @@ STOCK = {
     f"POST /{name}": {}
     for name in (
         *("init_weights_update_group", "destroy_weights_update_group", "begin_weight_update"),
-        "update_weights_from_distributed",
+        *("update_weights_from_distributed", "end_weight_update", "update_weight_version"),
     )
 }
 
@@ -190,6 +190,7 @@ def test_a_stock_servers_own_routes_are_called_as_from_here(
         routes.init_group(Group("g", "127.0.0.1", 1, 3, "gloo"), CALL_S)
         routes.begin(CALL_S)
         routes.update("g", Announced(["a"], ["bfloat16"], [(2, 3)]), CALL_S)
+        one.finish("r:2:g")
         routes.destroy_group("g", CALL_S)
         routes.close()
         one.close()

@@ -41,6 +41,9 @@ CLOSE = "close"
 STOCK = "stock."
 """Prefix of the names of StockRoutes' methods. Their first argument is what ``stock`` returned."""
 
+BEGIN = ("load", STOCK + "begin")
+"""Methods that begin an update, which ``finish`` ends."""
+
 REQUESTS = 4
 """Most requests that one method makes to its server, each with the call's deadline."""
 
@@ -165,8 +168,8 @@ class _Server:
     def __init__(self, spec: RolloutSpec, url: str) -> None:
         self._spec, self._url = spec, url
         self._control: ServerControl | None = None
-        self._loading = False
-        """Whether a load was called here, and no ``finish`` since."""
+        self._updating = False
+        """Whether an update was begun here, and no ``finish`` called since."""
         self._routes: dict[str, StockRoutes] = {}
         """Open update routes by the name that ``stock`` returned, the only one in all sessions."""
         self.engine = ""
@@ -183,10 +186,9 @@ class _Server:
         target: ServerControl | StockRoutes | None
         if call.method.startswith(STOCK):
             target, arguments = self._routes.get(arguments[0]), arguments[1:]
-        elif call.method == "finish" and not self._loading:
+        elif call.method == "finish" and not self._updating:
             target = None
         else:
-            self._loading = call.method != "finish" and (call.method == "load" or self._loading)
             target = self._opened()
         if target is None:
             raise ServerUnreachable(
@@ -199,6 +201,8 @@ class _Server:
             ]
         except (msgspec.ValidationError, ValueError) as error:
             raise ProtocolError(f"arguments of {call.method}: {error}") from error
+        if call.method in (*BEGIN, "finish"):
+            self._updating = call.method in BEGIN
         try:
             value = getattr(target, call.method.removeprefix(STOCK))(*typed)
         finally:
