@@ -1,8 +1,6 @@
-"""Which groups a real run trains on: slow ones as often as others, and of those without spread the
-rewards only."""
+"""Of groups without spread a real run takes the rewards only."""
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ import pytest
 import torch
 
 from tests.e2e.conftest import Runs, Site
-from tests.rigs.tasks import FLAT, SLOW, is_flat, is_slow
+from tests.rigs.tasks import FLAT, is_flat
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import read_metrics
 
@@ -23,28 +21,6 @@ PROMPTS, GROUP = 8, 8
 def recorded(path: Path) -> list[list[dict[str, Any]]]:
     """The groups of each step."""
     return [json.loads(line)["groups"] for line in path.read_text().splitlines()]
-
-
-def test_prompts_whose_reward_takes_seconds_are_trained_on_as_often_as_they_are_offered(
-    runs: Runs, site: Site, tmp_path: Path
-) -> None:
-    steps, record = 20, tmp_path / "record.jsonl"
-    summary = runs.complete(
-        tmp_path,
-        [site.url],
-        f"--rollout.task={SLOW}",
-        "--rollout.max_concurrent_requests=64",  # the default, unlike the recipe's
-        f"--rollout.record_path={record}",
-        f"--training.steps={steps}",
-    )
-    trained = Counter(group["prompt"]["index"] for step in recorded(record) for group in step)
-    slow = sum(count for index, count in trained.items() if is_slow(index))
-    print(f"{slow} of {trained.total()} groups are slow ones; {summary['dropped']}")
-    assert trained == Counter(range(steps * PROMPTS)), "each prompt once, in its place"
-    assert slow == steps * PROMPTS // 10
-    last = list(read_metrics(tmp_path / "metrics.jsonl"))[-1]
-    assert last.get(names.SKIPPED_PROMPTS, 0) == 0
-    assert last[names.STALENESS_MAX] <= 1, "the default bound"
 
 
 def test_dynamic_sampling_shows_both_mean_rewards_and_its_record_trains_the_same_weights_again(

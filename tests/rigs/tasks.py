@@ -1,7 +1,6 @@
 """Tasks for runs whose prompts are not alike, or are long. No torch: the rollout process loads
 them."""
 
-import asyncio
 import random
 import string
 from collections.abc import Sequence
@@ -10,32 +9,15 @@ from titan_grpo.rollout.task_runner import Codec, TaskOptions
 from titan_grpo.rollout.tasks.built_in import Digits
 from titan_grpo.samples import Prompt
 
-SLOW, FLAT, LONG = (f"tests.rigs.tasks:{name}" for name in ("Slow", "Flat", "LongPrompts"))
+FLAT, LONG = "tests.rigs.tasks:Flat", "tests.rigs.tasks:LongPrompts"
 """Their names in ``rollout.task``."""
-
-SLOW_S = 6.0
 
 LETTERS = 150
 """More than a block of vLLM's prefix cache on a CPU has tokens (128)."""
 
 
-def is_slow(index: int) -> bool:
-    return index % 10 == 9
-
-
 def is_flat(index: int) -> bool:
     return index % 4 == 0
-
-
-class Slow(Digits):
-    """Digits, where every reward of a slow prompt takes ``SLOW_S`` seconds."""
-
-    async def reward(self, prompt: Prompt, text: str, token_ids: Sequence[int]) -> float:
-        if is_slow(prompt.index):
-            judged = asyncio.Event()
-            asyncio.get_running_loop().call_later(SLOW_S, judged.set)
-            await judged.wait()  # no deadline: the timer ends it
-        return await super().reward(prompt, text, token_ids)
 
 
 class Flat(Digits):
