@@ -364,6 +364,8 @@ def test_a_file_that_changes_moves_servers_and_a_bad_one_is_said_once_and_does_n
     replaced(path, f"{B}\n{C}  # new\n")
     assert {following(said), following(said)} == {f"+{C}", f"-{A}"}
     replaced(path, "")
+    complaint = next(line for line in iter(lambda: heard.get(timeout=60), "") if "without" in line)
+    assert complaint.endswith("; the last good list stays in force\n")
     replaced(path, f"{A}\n{B}\n{C}\n")
     assert following(said) == f"+{A}"
     assert thread.urls == [A, B, C]

@@ -110,9 +110,6 @@ class ServersFile:
         self._path = Path(path)
         self._seen: Stamp | None = None
 
-    def __repr__(self) -> str:
-        return f"<ServersFile {self._path}>"
-
     def read(self) -> tuple[str, ...]:
         """Return the URLs in the file. Raises ConfigError naming the file if it is unreadable or
         malformed."""
@@ -332,11 +329,9 @@ class Membership:
                             " server; to rename one, take it out of the file first"
                         )
                     self._servers.listed(urls)
-            except ConfigError as error:
+            except (ConfigError, ServerRefused) as error:
                 if str(error) != complaint:
                     complaint = str(error)
                     terminal.print_status(
                         f"servers: {complaint}; the last good list stays in force"
                     )
-            except ServerRefused as error:
-                terminal.print_status(f"servers: {self._file!r} is not followed: {error}")
