@@ -82,12 +82,6 @@ def test_each_label_has_the_version_that_sampled_it_and_the_sequence_its_oldest(
     assert mb["oldest"][:, :5].tolist() == [[3, 3, 3, 3, 3], [2, 2, 0, 0, 0]]
 
 
-def test_spans_that_do_not_cover_a_completion_are_no_lengths_of_it() -> None:
-    short = replace(completion((7, 8)), spans=((3, 1),))
-    groups = [group(short), group(completion((9,)), index=1)]
-    assert plan(groups, 1, OPTIONS).dropped == {"length_mismatch": 1}
-
-
 @pytest.mark.parametrize(
     ("normalization", "one_token", "three_tokens"),
     [("token", 1 / 4, 1 / 4), ("sequence", 1 / 2, 1 / 6), ("constant", 1 / 20, 1 / 20)],
@@ -108,6 +102,7 @@ def test_the_weights_of_the_docstring_example(
         ("empty_completion", completion(())),
         ("length_mismatch", completion((7, 8), logprobs=(-1.0,))),
         ("length_mismatch", replace(completion((7, 8)), sampled=(True,))),
+        ("length_mismatch", replace(completion((7, 8)), spans=((3, 1),))),
         ("nothing_sampled", replace(completion((7, 8)), sampled=(False, False))),
         ("bad_logprob", completion((7, 8), logprobs=(-1.0, math.nan))),
         ("bad_logprob", completion((7, 8), logprobs=(-math.inf, -1.0))),
@@ -188,15 +183,12 @@ def test_what_the_policy_did_not_sample_is_context_only() -> None:
     assert mb["weights"][0].tolist() == [0, 0.25, 0, 0.25, 0, 0, 0, 0]
 
 
-def test_a_completion_with_its_advantage_taken_away_still_counts_for_its_group() -> None:
+def test_a_completion_without_its_advantage_counts_for_its_group_and_for_no_term_of_the_loss() -> (
+    None
+):
     left_out = replace(completion((7, 8), reward=0.0), zero_advantage=True)
     mb = only_micro_batch([group(completion((7, 8), reward=1.0), left_out)])
     assert mb["advantages"].round().tolist() == [[1, 1, 1, 0, 0, 0, 0, 0], [0] * 8]
-
-
-def test_no_term_of_the_loss_trains_on_a_completion_whose_advantage_was_taken_away() -> None:
-    left_out = replace(completion((7, 8), reward=0.0), zero_advantage=True)
-    mb = only_micro_batch([group(completion((7, 8), reward=1.0), left_out)])
     logprobs = torch.full((2, 8), -1.0, requires_grad=True)
     terms = LogitTerms(2.0 * logprobs, logprobs.square())
     grpo = GRPO(kl_beta=0.1, entropy_loss_weight=0.1, logit_loss_weight=0.1)
@@ -292,11 +284,6 @@ def test_a_row_of_exactly_the_greatest_length_fits() -> None:
     assert only_micro_batch([group(completion((7,) * 30))])["inputs"].shape == (1, 32)
     odd = replace(OPTIONS, max_len=30)
     assert only_micro_batch([group(completion((7,) * 28))], odd)["inputs"].shape == (1, 30)
-
-
-def test_a_step_without_a_trainable_row_is_an_error_that_names_the_reasons() -> None:
-    with pytest.raises(DataError, match="empty_completion"):
-        plan([group(completion(()))], 1, OPTIONS)
 
 
 def test_ranks_without_rows_get_an_all_masked_micro_batch() -> None:

@@ -213,40 +213,28 @@ FREE, USED = doctor_host.Gpu(80 * GIB, 80 * GIB), doctor_host.Gpu(10 * GIB, 80 *
 
 
 @pytest.mark.parametrize(
-    ("found", "launched", "statuses", "words"),
+    ("visible", "found", "launched", "statuses", "words"),
     [
-        ([], [], ["ok"], "torch sees none"),
-        ([], [0], ["problem"], "torch sees none"),
-        ([FREE, FREE], [1], ["ok", "ok"], "80.0 GiB free"),
-        ([FREE, FREE], [1, 2], ["problem", "ok", "ok"], "[2], this host has 0 to 1"),
-        ([FREE, FREE], [0, 1], ["problem", "ok", "ok"], "torchrun's first rank"),
-        ([USED, FREE], [1], ["warning", "ok"], "10.0 GiB of 80.0 GiB free"),
-        ([FREE, USED], [1], ["ok", "problem"], "the server's part of the model has 16.0 GiB"),
-        ([FREE, USED, FREE], [1, 2], ["ok", "warning", "ok"], "10.0 GiB of 80.0 GiB free"),
-        (["busy", FREE], [1], ["problem", "ok"], "GPU 0 cannot be used: busy"),
+        ("", [], [], ["ok"], "torch sees none"),
+        ("", [], [0], ["problem"], "torch sees none"),
+        ("", [FREE, FREE], [1], ["ok", "ok"], "80.0 GiB free"),
+        ("", [FREE, FREE], [1, 2], ["problem", "ok", "ok"], "[2], this host has 0 to 1"),
+        ("", [FREE, FREE], [0, 1], ["problem", "ok", "ok"], "torchrun's first rank"),
+        ("", [USED, FREE], [1], ["warning", "ok"], "10.0 GiB of 80.0 GiB free"),
+        ("", [FREE, USED], [1], ["ok", "problem"], "the server's part of the model has 16.0 GiB"),
+        ("", [FREE, USED, FREE], [1, 2], ["ok", "warning", "ok"], "10.0 GiB of 80.0 GiB free"),
+        ("", ["busy", FREE], [1], ["problem", "ok"], "GPU 0 cannot be used: busy"),
+        # Launched servers may have GPUs that the trainer does not see.
+        ("0,1", [FREE, FREE], [2, 3], ["ok", "ok"], "GPU 1: 80.0 GiB"),
+        ("2,3", [FREE, FREE], [0, 1], ["ok", "ok"], "GPU 3: 80.0 GiB"),
+        ("2,3", [FREE, FREE], [2], ["problem", "ok", "ok"], "has GPU 2, on which torchrun's first"),
+        ("GPU-1f, GPU-2e", [FREE, FREE], [2], ["problem", "ok", "ok"], "[2], this host has 0 to 1"),
     ],
 )
 def test_gpus_of_ranks_and_of_launched_servers_are_told_apart(
-    found: list[Gpu | str], launched: list[int], statuses: list[str], words: str
+    visible: str, found: list[Gpu | str], launched: list[int], statuses: list[str], words: str
 ) -> None:
-    findings = doctor_host.gpus(found, Rollout(launch_gpus=launched), 16 * GIB)
-    assert [finding.status for finding in findings] == statuses
-    assert words in " ".join(finding.text for finding in findings)
-
-
-@pytest.mark.parametrize(
-    ("visible", "launched", "statuses", "words"),
-    [
-        ("0,1", [2, 3], ["ok", "ok"], "GPU 1: 80.0 GiB"),
-        ("2,3", [0, 1], ["ok", "ok"], "GPU 3: 80.0 GiB"),
-        ("2,3", [2], ["problem", "ok", "ok"], "has GPU 2, on which torchrun's first rank"),
-        ("GPU-1f, GPU-2e", [2], ["problem", "ok", "ok"], "[2], this host has 0 to 1"),
-    ],
-)
-def test_launched_servers_may_have_gpus_that_the_trainer_does_not_see(
-    visible: str, launched: list[int], statuses: list[str], words: str
-) -> None:
-    findings = doctor_host.gpus([FREE, FREE], Rollout(launch_gpus=launched), 16 * GIB, visible)
+    findings = doctor_host.gpus(found, Rollout(launch_gpus=launched), 16 * GIB, visible)
     assert [finding.status for finding in findings] == statuses
     assert words in " ".join(finding.text for finding in findings)
 
@@ -363,20 +351,19 @@ def test_a_server_that_reads_no_calls_of_tools_is_a_problem_where_agents_need_it
 
 
 @pytest.mark.parametrize(
-    ("there", "status", "words"),
+    ("here", "there", "status", "words"),
     [
-        ([1, 2, 3, 4], "ok", "has the trainer's"),
-        ([1, 2, 3, 5], "warning", "token 3 of a sample text is 4 here and 5 there"),
-        ([1, 2, 3], "warning", "4 tokens here, 3 there"),
+        ([1, 2, 3, 4], [1, 2, 3, 4], "ok", "has the trainer's"),
+        ([1, 2, 3, 4], [1, 2, 3, 5], "warning", "token 3 of a sample text is 4 here and 5 there"),
+        ([1, 2, 3, 4], [1, 2, 3], "warning", "4 tokens here, 3 there"),
+        ([1], None, "", ""),
+        (None, [1], "", ""),
     ],
 )
-def test_ids_that_differ_are_a_warning(there: list[int], status: str, words: str) -> None:
-    found = server(facts(tokens=there), Needs(tokens=[1, 2, 3, 4]))[-1]
-    assert (found.subject, found.status, words in found.text) == ("tokenizer", status, True)
-    assert bool(found.remedy) == (status == "warning")
-
-
-def test_tokenizers_are_compared_where_both_are_known() -> None:
-    for here, there in (([1], None), (None, [1])):
-        found = server(facts(tokens=there), Needs(tokens=here))
-        assert [f for f in found if f.subject == "tokenizer"] == []
+def test_ids_that_differ_are_a_warning_where_both_are_known(
+    here: list[int] | None, there: list[int] | None, status: str, words: str
+) -> None:
+    findings = server(facts(tokens=there), Needs(tokens=here))
+    found = [f for f in findings if f.subject == "tokenizer"]
+    assert [f.status for f in found] == ([status] if status else [])
+    assert all(words in f.text and bool(f.remedy) == (status == "warning") for f in found)

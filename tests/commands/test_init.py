@@ -52,6 +52,12 @@ def make(*more: str) -> int:
     )
 
 
+def convert(older_job: str) -> dict[str, Any]:
+    Path("old.toml").write_text(older_job)
+    assert init.run(["--from", "old.toml", "--out", "new.toml"], os.environ) == 0
+    return tomllib.loads(Path("new.toml").read_text())
+
+
 def test_the_doctor_finds_nothing_wrong_with_it_but_servers_that_are_not_there(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,9 +142,7 @@ def test_what_it_cannot_use_is_said_in_one_line_and_nothing_is_written(
 
 
 def test_an_older_job_keeps_its_meaning(folder: Path) -> None:
-    (folder / "old.toml").write_text(OLDER_JOB)
-    assert init.run(["--from", "old.toml", "--out", "new.toml"], os.environ) == 0
-    table = tomllib.loads((folder / "new.toml").read_text())
+    table = convert(OLDER_JOB)
     assert table["rollout"]["servers"] == ["http://gpu1:9000", "http://gpu2:9000"]
     config = jobconfig.parse(["--job.config_file", "new.toml"])
     assert config.grpo.loss_normalization == "token", "grpo_by_token = true"
@@ -152,9 +156,7 @@ def test_what_an_older_job_has_outside_of_sections_and_in_quotes_is_kept(folder:
     outside = 'title = "a job"\n"a b" = 1\n'
     tables = '[[stage]]\nname = "a"\nrows = 3\n[[stage]]\nname = "b"\n'
     tables += """[model."flags.of mine"]\n"x.y" = 2\n["my.section"]\n"a \\"b\\"" = 3\n"""
-    (folder / "old.toml").write_text(outside + OLDER_JOB + tables)
-    assert init.run(["--from", "old.toml", "--out", "new.toml"], os.environ) == 0
-    table = tomllib.loads((folder / "new.toml").read_text())
+    table = convert(outside + OLDER_JOB + tables)
     assert (table["title"], table["a b"]) == ("a job", 1)
     assert table["model"]["flags.of mine"] == {"x.y": 2}
     assert table["my.section"] == {'a "b"': 3}
@@ -183,20 +185,18 @@ def test_what_an_older_job_has_outside_of_sections_and_in_quotes_is_kept(folder:
 def test_what_is_no_older_job_is_said_in_one_line_and_nothing_is_written(
     folder: Path, text: str, message: str
 ) -> None:
-    (folder / "old.toml").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        init.run(["--from", "old.toml", "--out", "new.toml"], os.environ)
+        convert(text)
     assert not (folder / "new.toml").exists()
 
 
 def test_an_older_jobs_adapters_are_ours_and_what_has_no_counterpart_is_named(folder: Path) -> None:
     peft = "[peft]\nenable_peft = true\nuse_lora = true\nlora_rank = 8\nlora_alpha = 32\n"
-    (folder / "old.toml").write_text(OLDER_JOB + peft + "lora_dropout = 0.1\n")
-    assert init.run(["--from", "old.toml", "--out", "new.toml"], os.environ) == 0
+    table = convert(OLDER_JOB + peft + "lora_dropout = 0.1\n")
+    assert table["lora"] == {"rank": 8, "alpha": 32.0}
+    assert "peft" not in table
     text = (folder / "new.toml").read_text()
-    assert tomllib.loads(text)["lora"] == {"rank": 8, "alpha": 32.0}
     assert "adapters have no dropout here\n# lora_dropout: has no value here" in text
-    assert "peft" not in tomllib.loads(text)
     config = jobconfig.parse(["--job.config_file", "new.toml"])
     assert (config.lora.rank, config.lora.alpha) == (8, 32.0)
     assert older.convert_peft({"enable_peft": False, "lora_rank": 8}) == []

@@ -34,43 +34,35 @@ def spec(tmp_path: Path, body: str) -> ServerSpec:
     )
 
 
-def sglang_spec(**settings: Any) -> ServerSpec:
-    return ServerSpec("py", "m", "log", engine="sglang", port=1, **settings)
+def of(engine: str = "vllm", **settings: Any) -> ServerSpec:
+    return ServerSpec("py", "m", "log", engine=engine, port=1, **settings)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_torchrun_variables_do_not_reach_the_server(engine: str) -> None:
-    torchruns = {"RANK": "1", "MASTER_ADDR": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    torchruns["OMP_NUM_THREADS"] = "9"
-    spec = ServerSpec("py", "m", "log", engine=engine, port=1, cpu=False)
-    out = environment(torchruns | {"HOME": "/h"}, spec)
-    assert not {*torchruns, "PYTHONPATH"} & set(out)
+def test_torchruns_variables_and_the_trainers_allocator_do_not_reach_the_server(
+    engine: str,
+) -> None:
+    names = ("RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS")
+    names += ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    out = environment(dict.fromkeys(names, "9") | {"HOME": "/h"}, of(engine, cpu=False))
+    assert not {*names, "PYTHONPATH"} & set(out)
     assert out["HOME"] == "/h"
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_trainers_choice_of_allocator_is_not_the_servers(engine: str) -> None:
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    spec = ServerSpec("py", "m", "log", engine=engine, port=1, cpu=False)
-    assert not {*names} & {*environment(dict.fromkeys(names, "expandable_segments:True"), spec)}
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_run_key_goes_by_environment_in_place_of_any_other_and_is_not_shown(engine: str) -> None:
     key = Key.generate()
-    spec = ServerSpec("py", "m", "log", engine=engine, port=1, run_key=key)
+    spec = of(engine, run_key=key)
     out = environment({KEY_VARIABLE: "the trainer's", KEY_FILE_VARIABLE: "file"}, spec)
     assert out[KEY_VARIABLE] == key.hex()
     assert KEY_FILE_VARIABLE not in out
     assert not any(key.hex() in text for text in (*command(spec), repr(spec)))
-    assert (
-        environment({KEY_VARIABLE: "k"}, ServerSpec("py", "m", "log", port=1))[KEY_VARIABLE] == "k"
-    )
+    assert environment({KEY_VARIABLE: "k"}, of())[KEY_VARIABLE] == "k"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_proxy_is_not_asked_for_the_servers_own_address(engine: str) -> None:
-    spec = ServerSpec("py", "m", "log", engine=engine, port=1)
+    spec = of(engine)
     proxy = {"http_proxy": "http://proxy:3128"}
     assert environment(proxy, spec)["NO_PROXY"] == "127.0.0.1"
     assert environment(proxy | {"NO_PROXY": "a.b"}, spec)["no_proxy"] == "a.b,127.0.0.1"
@@ -80,23 +72,19 @@ def test_a_proxy_is_not_asked_for_the_servers_own_address(engine: str) -> None:
 
 
 def test_a_vllm_wants_no_key_but_the_runs() -> None:
-    spec = ServerSpec("py", "m", "log", port=1)
-    assert "VLLM_API_KEY" not in environment({"VLLM_API_KEY": "another server's"}, spec)
+    assert "VLLM_API_KEY" not in environment({"VLLM_API_KEY": "another server's"}, of())
 
 
 def test_our_plugin_and_middleware_are_asked_for_unless_switched_off() -> None:
-    asked = {*command(ServerSpec("py", "m", "log", port=1)), *command(sglang_spec())}
+    asked = {*command(of()), *command(of("sglang"))}
     assert {'{"backend": "titan_grpo"}', vllm.MIDDLEWARE, sglang.LOADER} < asked
-    without = command(ServerSpec("py", "m", "log", port=1, weight_transfer=False))
+    without = command(of(weight_transfer=False))
     assert not {"--weight-transfer-config", "--middleware"} & set(without)
-    assert "--custom-weight-loader" not in command(sglang_spec(weight_transfer=False))
+    assert "--custom-weight-loader" not in command(of("sglang", weight_transfer=False))
 
 
 def test_a_server_that_shares_cores_has_no_spinning_worker_process() -> None:
-    shared, own = (
-        ServerSpec("py", "m", "log", port=1),
-        ServerSpec("py", "m", "log", port=1, cpu_threads=0),
-    )
+    shared, own = of(), of(cpu_threads=0)
     assert "uni" in command(shared)
     assert environment({}, shared)["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert "uni" not in command(own)
@@ -104,16 +92,16 @@ def test_a_server_that_shares_cores_has_no_spinning_worker_process() -> None:
 
 
 def test_sglang_gets_the_stand_ins_on_a_cpu_only_and_before_any_other_path() -> None:
-    on_cpu = environment({"PYTHONPATH": "theirs"}, sglang_spec(env={"PYTHONPATH": "ours"}))
+    on_cpu = environment({"PYTHONPATH": "theirs"}, of("sglang", env={"PYTHONPATH": "ours"}))
     assert on_cpu["PYTHONPATH"] == os.pathsep.join((sglang_cpu.directory(), "ours"))
-    assert environment({"PYTHONPATH": "theirs"}, sglang_spec())["PYTHONPATH"].endswith(
+    assert environment({"PYTHONPATH": "theirs"}, of("sglang"))["PYTHONPATH"].endswith(
         f"{os.pathsep}theirs"
     )
     assert (on_cpu["SGLANG_USE_CPU_ENGINE"], on_cpu["CUDA_VISIBLE_DEVICES"]) == ("1", "")
-    on_gpu = environment({}, sglang_spec(cpu=False))
+    on_gpu = environment({}, of("sglang", cpu=False))
     assert not {"PYTHONPATH", "SGLANG_USE_CPU_ENGINE", "CUDA_VISIBLE_DEVICES"} & set(on_gpu)
-    assert "--device" in command(sglang_spec())
-    assert "--device" not in command(sglang_spec(cpu=False))
+    assert "--device" in command(of("sglang"))
+    assert "--device" not in command(of("sglang", cpu=False))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -128,15 +116,8 @@ def test_the_start_commands_of_the_docs_are_those_that_we_use(engine: str, root:
     spec = ServerSpec("py", "MODEL", "log", engine=engine, port=1)
     ours, written = command(spec)[1:], shlex.split(line)
     # What a launched server is told of its own place and size, and the noise that it need not make.
-    left_out = {
-        "--host",
-        "--port",
-        "--dtype",
-        "--max-num-seqs",
-        "--max-model-len",
-        "--context-length",
-        "--max-running-requests",
-    }
+    left_out = {"--host", "--port", "--dtype", "--max-num-seqs", "--max-model-len"}
+    left_out |= {"--context-length", "--max-running-requests"}
     left_out |= {"--log-level-http", "--disable-uvicorn-access-log", "--disable-log-stats"}
     assert {flag for flag in ours if flag.startswith("--")} - left_out == {
         flag for flag in written if flag.startswith("--")
@@ -150,30 +131,25 @@ def test_the_start_commands_of_the_docs_are_those_that_we_use(engine: str, root:
 
 
 def test_ranks_of_sglang_on_a_cpu_are_told_their_cores() -> None:
-    assert (
-        environment({}, sglang_spec(tensor_parallel=2))["SGLANG_CPU_OMP_THREADS_BIND"].count("|")
-        == 1
-    )
-    few = sglang.environment({}, sglang_spec(tensor_parallel=3), [4, 5])
+    two = environment({}, of("sglang", tensor_parallel=2))
+    assert two["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+    few = sglang.environment({}, of("sglang", tensor_parallel=3), [4, 5])
     assert few["SGLANG_CPU_OMP_THREADS_BIND"] == "4|5|4"
-    assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment({}, sglang_spec())
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment({}, of("sglang"))
 
 
 def test_the_keys_of_an_engine_are_not_on_its_command_line_and_not_shown() -> None:
     for engine in ("vllm", "sglang"):
-        spec = ServerSpec("py", "m", "log", engine=engine, port=1, api_key="ours", admin_key="boss")
+        spec = of(engine, api_key="ours", admin_key="boss")
         assert not any(
             key in text for text in (*command(spec, "keys"), repr(spec)) for key in ("ours", "boss")
         )
-    assert (
-        environment({}, ServerSpec("py", "m", "log", port=1, api_key="ours"))["VLLM_API_KEY"]
-        == "ours"
-    )
-    assert json.loads(sglang.keys(sglang_spec(api_key="ours", admin_key="boss"))) == {
+    assert environment({}, of(api_key="ours"))["VLLM_API_KEY"] == "ours"
+    assert json.loads(sglang.keys(of("sglang", api_key="ours", admin_key="boss"))) == {
         "api-key": "ours",
         "admin-api-key": "boss",
     }
-    assert sglang.keys(sglang_spec()) == ""
+    assert sglang.keys(of("sglang")) == ""
 
 
 READS_ITS_KEYS = """\
@@ -243,7 +219,7 @@ def test_a_server_whose_engine_fails_is_reported_with_the_engines_error_and_not_
 
 def test_a_vllm_that_reads_calls_of_tools_gets_the_options_beside_its_parsers_name() -> None:
     name = ("--tool-call-parser", "hermes")
-    asked = command(ServerSpec("py", "m", "log", port=1, tool_calls=True, args=name))
+    asked = command(of(tool_calls=True, args=name))
     assert {"--enable-scale-out", "--enable-auto-tool-choice"} < set(asked)
     assert asked[-2:] == [*name]
-    assert command(sglang_spec(tool_calls=True, args=name))[-2:] == [*name]
+    assert command(of("sglang", tool_calls=True, args=name))[-2:] == [*name]

@@ -18,7 +18,6 @@ from titan_grpo.layout.manifest import (
     buckets,
     extents_of,
     fused,
-    joined,
     names_problem,
     parts_of,
 )
@@ -290,17 +289,6 @@ def test_a_manifest_is_small_though_every_host_has_a_piece_of_every_tensor() -> 
     cut = manifest.with_parts(parts_of(written, manifest.total_bytes, ALIGNMENT))
     assert len(cut.to_json()) < 1_000_000
     assert Manifest.from_json(cut.to_json()) == cut
-
-
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
-def test_the_runs_of_parts_give_their_extents(owners: list[int]) -> None:
-    parts = [
-        Part(joined((8 * i, 8 * i + 8) for i, owner in enumerate(owners) if owner == host))
-        for host in range(3)
-    ]
-    assert [tuple(each) for each in extents_of([part.runs for part in parts])] == [
-        part.extents for part in parts
-    ]
 
 
 def test_more_extents_than_a_process_can_read_are_refused_with_the_remedy() -> None:

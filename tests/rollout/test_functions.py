@@ -336,15 +336,14 @@ def test_a_function_that_asks_for_a_column_that_is_not_there_is_one_line(
         task([{"question": "x"}], right_or_wrong)
 
 
-def test_a_function_that_takes_no_arguments_by_name_is_one_line(task: MakeTask) -> None:
+def test_a_function_whose_arguments_have_no_names_or_no_known_ones_is_one_line(
+    task: MakeTask,
+) -> None:
     def wrong(completions: Any, /) -> None:
         """The columns come by name."""
 
     with pytest.raises(ConfigError, match="'wrong' must take its arguments by name, got 'compl"):
         task(SUMS, wrong)
-
-
-def test_a_function_whose_parameters_python_does_not_know_is_one_line(task: MakeTask) -> None:
     text = "'max' must be a function whose parameters Python knows: no signature found"
     with pytest.raises(ConfigError, match=text):
         task(SUMS, max)

@@ -255,18 +255,21 @@ def test_digits_rewards_the_share_of_digits() -> None:
     assert asyncio.run(task.reward(prompt, "", (2,))) == 0
 
 
+def record(path: Path, *batches: list[Group], base: int = 0) -> None:
+    """Each batch as the step after the one before; the first makes version ``base`` + 1."""
+    recorder = GroupRecorder(str(path), base)
+    for version, groups in enumerate(batches, base):
+        recorder.write(version, groups)
+    recorder.close()
+
+
 def test_a_resumed_recording_keeps_what_was_before_and_drops_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     group = Group(Prompt(0, (1,)), (GOOD, GOOD))
-    first = GroupRecorder(str(path), 0)
-    first.write(0, [group])
-    first.write(1, [group])
-    first.close()
+    record(path, [group], [group])
     with path.open("a") as file:
         file.write('{"version": 2, "gro')
-    resumed = GroupRecorder(str(path), 1)
-    resumed.write(1, [group, group])
-    resumed.close()
+    record(path, [group, group], base=1)
     replay = ReplayClient(str(path))
     assert len(replay.next_batch(0, 1, 1)) == 1
     state = replay.state()
@@ -284,13 +287,11 @@ def test_a_record_is_read_whatever_characters_are_in_it_and_wherever_it_is_torn(
 ) -> None:
     path = tmp_path / "r.jsonl"
     group = Group(Prompt(0, (1,), {"text": "a\u2028b\u2029c\x85d\x0be\u00e9"}), (GOOD,))
-    recorder = GroupRecorder(str(path), 0)
-    recorder.write(0, [group])
-    recorder.close()
+    record(path, [group])
     whole = path.read_bytes()
     path.write_bytes(whole + whole[: whole.index("\u00e9".encode()) + 1])
     assert ReplayClient(str(path)).next_batch(0, 1, 1) == [group]
-    GroupRecorder(str(path), 1).close()
+    record(path, base=1)
     assert path.read_bytes() == whole
 
 
@@ -321,9 +322,7 @@ def test_a_recording_keeps_the_spans_of_versions_and_one_without_them_can_be_rea
     tmp_path: Path,
 ) -> None:
     path, spans = tmp_path / "r.jsonl", ((3, 1), (4, 1))
-    recorder = GroupRecorder(str(path), 0)
-    recorder.write(0, [Group(Prompt(0, (1,)), (replace(GOOD, spans=spans),))])
-    recorder.close()
+    record(path, [Group(Prompt(0, (1,)), (replace(GOOD, spans=spans),))])
     old = json.loads(path.read_text()) | {"version": 1}
     del old["groups"][0]["completions"][0]["spans"]
     with path.open("a") as file:
@@ -335,10 +334,8 @@ def test_a_recording_keeps_the_spans_of_versions_and_one_without_them_can_be_rea
 
 def test_a_replay_keeps_no_recorded_group_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    recorder = GroupRecorder(str(path), 0)
-    for version in range(8):
-        recorder.write(version, [Group(Prompt(version, (1,), {"text": "x" * (1 << 20)}), (GOOD,))])
-    recorder.close()
+    text = {"text": "x" * (1 << 20)}
+    record(path, *[[Group(Prompt(version, (1,), text), (GOOD,))] for version in range(8)])
     tracemalloc.start()
     try:
         replay = ReplayClient(str(path))
@@ -352,10 +349,7 @@ def test_a_replay_keeps_no_recorded_group_in_memory(tmp_path: Path) -> None:
 
 def test_a_resume_on_a_full_disk_leaves_the_recording_whole(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    first = GroupRecorder(str(path), 0)
-    for version in range(3):
-        first.write(version, [Group(Prompt(0, (1,)), (GOOD, GOOD))])
-    first.close()
+    record(path, *[[Group(Prompt(0, (1,)), (GOOD, GOOD))]] * 3)
     whole = path.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     # Python ignores SIGXFSZ: a write over the limit fails as on a full disk.
@@ -372,9 +366,7 @@ def test_a_resume_on_a_full_disk_leaves_the_recording_whole(tmp_path: Path) -> N
 def test_a_resumed_recording_behind_a_link_is_cut_in_its_place(tmp_path: Path) -> None:
     path, link = tmp_path / "scratch" / "r.jsonl", tmp_path / "r.jsonl"
     link.symlink_to(path)
-    for base in (0, 0):
-        recorder = GroupRecorder(str(link), base)
-        recorder.write(0, [Group(Prompt(0, (1,)), (GOOD, GOOD))])
-        recorder.close()
+    for _ in range(2):
+        record(link, [Group(Prompt(0, (1,)), (GOOD, GOOD))])
     assert link.is_symlink()
     assert len(path.read_bytes().splitlines()) == 1
