@@ -44,7 +44,7 @@ def test_recomputed_and_compiled_layers_train_like_plain_ones(tmp_path: Path) ->
 
 EVERYTHING = (
     "--grpo.kl_beta=0.05 --grpo.ref_model_ema=0.9 --grpo.num_microbatches=2 --grpo.fp32_lm_head"
-    " --grpo.entropy_loss_weight=0.01 --grpo.top_entropy_share=0.5"
+    " --grpo.entropy_loss_weight=0.01 --grpo.top_entropy_share=0.5 --grpo.logit_loss_weight=0.01"
 )
 """What needs the policy before the step, a reference or the whole distribution."""
 
@@ -60,7 +60,7 @@ EVERYTHING = (
         ("llama3", 2, "pipeline_parallel_schedule=GPipe", ""),
         ("llama3", 2, "pipeline_parallel_schedule=LoopedBFS", ""),
         ("llama3", 2, "pipeline_parallel_schedule=InterleavedZeroBubble", ""),
-        ("llama3", 4, "tensor_parallel_degree=2", "--grpo.m2_threshold=0.01"),
+        ("llama3", 4, "tensor_parallel_degree=2", f"{EVERYTHING} --grpo.m2_threshold=0.01"),
     ],
     ids=[
         *("FSDP and every term", "MoE", "EP"),
