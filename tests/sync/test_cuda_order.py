@@ -1,7 +1,7 @@
 """On a GPU: while AdamW steps on, every image holds the weights of its publish. Each of the three
 waits that this rests on is taken away once, and the images are wrong."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -153,23 +153,18 @@ def test_a_shard_of_more_than_2_gib_is_copied_as_it_is() -> None:
         snapshotter.close()
 
 
-def test_without_the_fence_later_steps_get_into_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaCopy, "fence", lambda _: None)
-    with trainer(fused=True) as one:
-        assert one.wrong_versions()
-
-
-def test_without_the_wait_for_the_optimizer_the_images_hold_older_weights(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("owner", "name", "instead"),
+    [
+        (CudaCopy, "fence", lambda *_: None),
+        (torch.cuda.Stream, "wait_stream", lambda *_: None),
+        (CudaCopy, "wait", lambda *_: 0.0),
+    ],
+    ids=["fence", "wait for the optimizer", "wait for the copy"],
+)
+def test_without_one_of_the_three_waits_an_image_holds_other_weights(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, instead: Callable[..., object]
 ) -> None:
-    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)
-    with trainer(fused=True) as one:
-        assert one.wrong_versions()
-
-
-def test_without_the_wait_for_the_copy_the_images_are_looked_at_too_early(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(CudaCopy, "wait", lambda *_: 0.0)
+    monkeypatch.setattr(owner, name, instead)
     with trainer(fused=True) as one:
         assert one.wrong_versions()
