@@ -8,15 +8,12 @@ A real server of random weights of that shape gets whole versions over a lane: i
 receiver, commit and read-back are the product's. The pause is split at the points that a lane
 passes. ``engine_load_s`` is of a server before it, which is told to load every version by the
 engine's own loader (TITAN_GRPO_OWN_LOADER=1); ``load_s`` is the same time of the server that is
-measured, which may repeat the copies of its first load. With ``--alone`` (vLLM) the same tensors
-are also loaded by vLLM's own reload in a process without a server. At the end each server's
-log-probabilities are compared with those of transformers in float32 on the last version's weights.
+measured, which may repeat the copies of its first load. At the end each server's log-probabilities
+are compared with those of transformers in float32 on the last version's weights.
 """
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,7 +35,6 @@ from scripts.common import (
     on_device,
     options_of,
     positive,
-    python_of,
     serving,
     spread,
     write_json,
@@ -74,32 +70,6 @@ MEANING = {
     "memcpy_s": "as many bytes, one thread, memory that is mapped already",
 }
 
-ALONE = """
-import sys, time, torch
-from safetensors.torch import load_file
-from vllm import LLM
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload, initialize_layerwise_reload
-)
-
-def timed(model):
-    seconds = []
-    for _ in range(int(sys.argv[2]) + 1):
-        start = time.monotonic()
-        with torch.no_grad():
-            initialize_layerwise_reload(model)
-            model.load_weights(iter(tensors.items()))
-            finalize_layerwise_reload(model, llm.llm_engine.model_config)
-        seconds.append(time.monotonic() - start)
-    return seconds[1:]
-
-tensors = load_file(sys.argv[1] + "/model.safetensors")
-llm = LLM(sys.argv[1], dtype="bfloat16", enforce_eager=True, max_model_len=256)
-print("ALONE", *llm.apply_model(timed)[0])
-"""
-"""Run by vLLM's interpreter: seconds of its reload of all weights, after one that is not counted.
-(The bare load_weights cannot load twice on a CPU: the first load packs the matrices.)"""
-
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = options_of(__doc__)
@@ -110,13 +80,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     unpacked = "vLLM on a CPU: keep weights as they are loaded, as on a GPU (see tests/rigs)"
     parser.add_argument("--unpacked", action="store_true", help=unpacked)
-    alone = "vLLM: its own reload, without a server"
-    parser.add_argument("--alone", action="store_true", help=alone)
     parser.add_argument("--kv", choices=("keep", "recompute"), default="keep")
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="cuda: on the first GPU")
     options = parser.parse_args(argv)
-    if options.alone and options.engine != "vllm":
-        parser.error("--alone: nothing loads SGLang's model without its server")
     if options.unpacked and (options.engine, options.device) != ("vllm", "cpu"):
         parser.error("--unpacked is for vLLM on a CPU")
     return options
@@ -183,36 +149,12 @@ def measure(options: argparse.Namespace, folder: Path, own: bool = False) -> dic
     return {"rounds": rounds[1:], "total_bytes": manifest.total_bytes, "difference": difference}
 
 
-def loads_alone(options: argparse.Namespace, folder: Path) -> list[float]:
-    """Seconds of vLLM's own reload."""
-    # In one process: the tensors reach the model without a copy.
-    env = os.environ | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-    }
-    done = subprocess.run(
-        [python_of("vllm"), "-c", ALONE, str(folder / "model"), str(options.rounds)],
-        capture_output=True,
-        text=True,
-        env=env,
-        timeout=STARTUP_S,
-        check=False,
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith("ALONE "):
-            return [float(value) for value in line.split()[1:]]
-    raise SystemExit(f"vLLM could not load the model by itself:\n{done.stderr[-2000:]}")
-
-
 def main(argv: list[str]) -> int:
     """Measure, print a table, write the JSON."""
     options = parse(argv)
     with tempfile.TemporaryDirectory() as name:
         own = measure(options, Path(name), own=True)
         found = measure(options, Path(name))
-        alone = loads_alone(options, Path(name)) if options.alone else []
     found |= {"options": vars(options), "own_rounds": own["rounds"]}
     found["difference"] = max(found["difference"], own["difference"])
     median = {key: statistics.median(r[key] for r in found["rounds"]) for key in MEANING}
@@ -227,11 +169,6 @@ def main(argv: list[str]) -> int:
     print(f"{'engine_load_s':14} {spread(loads)}  the engine's own loader, of the server before")
     print(f"its pauses     {spread([r['pause_s'] for r in own['rounds']])}")
     print(f"pause / engine's load {ratio:.3f}")
-    if alone:
-        reload_s = statistics.median(alone)
-        found |= {"alone_s": alone, "pause_over_alone": median["pause_s"] / reload_s}
-        print(f"vLLM's reload without a server {spread(alone)};", end="")
-        print(f" pause / it {found['pause_over_alone']:.3f}")
     print(f"log-probabilities differ from transformers' by {found['difference']:.4f} at most")
     write_json(options.json, found)
     if not found["difference"] <= MAX_DIFFERENCE:
