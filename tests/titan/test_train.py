@@ -66,7 +66,8 @@ from titan_grpo import train
 train._stop_on_signals()
 try:
     print("here", flush=True)
-    threading.Event().wait(60)
+    for _ in range(600):  # a signal that comes just before a wait does not end that one
+        threading.Event().wait(0.1)
 finally:
     print("closed")
 """
