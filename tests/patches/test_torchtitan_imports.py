@@ -18,11 +18,60 @@ def run_code(code: str, **more: str) -> subprocess.CompletedProcess[str]:
     return python("-c", code, CUDA_VISIBLE_DEVICES="", **more)
 
 
+UNPATCHED = """
+import json, torch
+said = []
+def tried(call):
+    try:
+        said.append(call() or "")
+    except Exception as error:
+        said.append(str(error))
+halves = lambda: torch.histc(torch.tensor([0.5, 1.5, 1.6]), bins=3, min=0, max=3)
+before, whole = halves(), torch.randint(0, 8, (5, 7))
+tried(lambda: torch.histc(torch.arange(4), bins=4, min=0, max=4))
+tried(lambda: __import__("torchtitan.models.moe"))
+from titan_grpo.patches import torchtitan_moe_histc, torchtitan_triton
+torchtitan_triton.apply()
+from torchtitan.tools.utils import device_module
+tried(lambda: device_module.set_device(0))
+from titan_grpo.titan import compat
+tried(compat.prepare)
+assert torchtitan_moe_histc.apply() and torchtitan_moe_histc.apply()
+counted = torch.histc(whole, bins=8, min=0, max=8)
+assert torch.equal(counted, torch.bincount(whole.flatten(), minlength=8))
+assert torch.equal(halves(), before)
+tried(lambda: torch.histc(whole, bins=4, min=0, max=8))
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def without_patches() -> list[str]:
+    """What fails without each of them, one after the other."""
+    run = run_code(UNPATCHED)
+    assert run.returncode == 0, run.stderr
+    said: list[str] = json.loads(run.stdout.splitlines()[-1])
+    return said
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="triton is installed")
-def test_without_triton_torchtitan_can_not_be_imported() -> None:
-    run = run_code("import torchtitan.models.moe")
-    assert run.returncode != 0
-    assert "No module named 'triton'" in run.stderr
+def test_without_triton_torchtitan_can_not_be_imported(without_patches: list[str]) -> None:
+    assert "No module named 'triton'" in without_patches[1]
+
+
+def test_without_the_device_patch_torchtitan_looks_for_cuda_and_the_patch_comes_too_late(
+    without_patches: list[str],
+) -> None:
+    _, _, device, late, _ = without_patches
+    assert device, "there is no cuda"
+    assert "came after `import torchtitan`" in late
+
+
+def test_integer_histograms_count_like_bincount_with_the_patch_alone(
+    without_patches: list[str],
+) -> None:
+    assert "not implemented for 'Long'" in without_patches[0]
+    assert "not implemented for 'Long'" in without_patches[4], "the original, of other bins"
 
 
 PATCHED = """
@@ -112,39 +161,6 @@ def test_a_compilation_that_was_put_off_is_done_once_or_is_part_of_a_larger_one(
     whole = torch.compile(lambda y: call(y) + 1, backend=backend, fullgraph=True)
     assert torch.equal(whole(x), x.sin() + 1)
     assert regions == [1, 1]
-
-
-def test_without_the_device_patch_torchtitan_looks_for_cuda_and_the_patch_comes_too_late() -> None:
-    run = run_code(
-        "from titan_grpo.patches import torchtitan_triton\n"
-        "torchtitan_triton.apply()\n"
-        "from torchtitan.tools.utils import device_module\n"
-        "try: device_module.set_device(0)\n"
-        "except (AssertionError, AttributeError, RuntimeError): print('no cuda')\n"
-        "from titan_grpo.titan import compat\n"
-        "compat.prepare()\n"
-    )
-    assert run.stdout.splitlines() == ["no cuda"], run.stderr
-    assert run.returncode != 0
-    assert "came after `import torchtitan`" in run.stderr
-
-
-def test_integer_histograms_count_like_bincount_with_the_patch_alone() -> None:
-    run = run_code(
-        "import torch\nbefore = torch.histc(torch.tensor([0.5, 1.5, 1.6]), bins=3, min=0,"
-        " max=3)\ntry:\n    torch.histc(torch.arange(4), bins=4, min=0, max=4)\n"
-        "except NotImplementedError as error:\n    print(error)\nfrom"
-        " titan_grpo.patches import torchtitan_moe_histc as patch\nassert"
-        " patch.apply() and patch.apply()\nx = torch.randint(0, 8, (5, 7))\nassert"
-        " torch.equal(torch.histc(x, bins=8, min=0, max=8), torch.bincount(x.flatten(),"
-        " minlength=8))\nassert torch.equal(torch.histc(torch.tensor([0.5, 1.5, 1.6]), bins=3,"
-        " min=0, max=3), before)\ntry:\n    torch.histc(x, bins=4, min=0, max=8)\nexcept"
-        " NotImplementedError:\n    print('original')\n"
-    )
-    assert run.returncode == 0, run.stderr
-    without, rest = run.stdout.splitlines()
-    assert "not implemented for 'Long'" in without
-    assert rest == "original"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
