@@ -3,6 +3,7 @@ to send, and servers without an engine."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from titan_grpo.layout.plan import written_extents
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import members
 from titan_grpo.protocol.lane import Observer, no_observer
+from titan_grpo.protocol.messages import RangeSource
 from titan_grpo.protocol.pause_guard import Deadlines
+from titan_grpo.receive.fetch import TcpReader
 from titan_grpo.runkey import Key
 from titan_grpo.sync.images import ImagePool, Published
 from titan_grpo.sync.lanes import SyncLanes, SyncOptions
@@ -42,6 +45,44 @@ SHORT: dict[str, Any] = {
     "bucket_bytes": 1 << 20,
     "bind_host": "127.0.0.1",
 }
+
+
+SOON_S = 60.0
+"""What ends for another reason than its deadline ends within it, however busy the machine is."""
+
+
+def read(source: RangeSource, offset: int, nbytes: int, key: Key | None = None) -> bytes:
+    """Part of what a source serves, over a connection of its own."""
+    got = bytearray(nbytes)
+    with closing(TcpReader(source, key, SOON_S)) as reader:
+        reader.read_into(offset, memoryview(got))
+    return bytes(got)
+
+
+class Lane(threading.Thread):
+    """Connects once to nothing, says ``+URL``, and ``-URL`` when it is stopped; ends when it is
+    let go."""
+
+    engine = "vllm"
+
+    def __init__(
+        self, url: str, epoch: int, held: threading.Event, say: Callable[[str], object] = str
+    ) -> None:
+        super().__init__(name=f"lane {url}", daemon=True)
+        self.url, self.epoch = url, epoch + 1
+        self._held, self._say, self._stopping = held, say, threading.Event()
+
+    def run(self) -> None:
+        self._say(f"+{self.url}")
+        assert self._stopping.wait(WAIT_S)
+        self._say(f"-{self.url}")
+        self._held.wait(WAIT_S)
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def abort(self) -> None:
+        """Nothing can be aborted."""
 
 
 class Weights:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.rigs.sockets import descriptors_left
+from tests.sync.conftest import SOON_S, read
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.layout.manifest import Part
@@ -29,9 +30,6 @@ from titan_grpo.sync.transports.channel import (
 from titan_grpo.sync.transports.range_server import GREET_S, RangeServer
 
 LOOPBACK = "127.0.0.1"
-SOON_S = 60.0
-"""What ends for another reason than its deadline ends within it, however busy the machine is."""
-
 NBYTES = (3 << 20) + 17
 WHOLE = Part(((0, NBYTES),))
 KEY, OTHER_KEY = Key(bytes(range(32))), Key(bytes(range(1, 33)))
@@ -55,16 +53,6 @@ def place(server: RangeServer, image: SharedImage, key: Key | None = None) -> Ra
     """Where the server serves the image, from its memfd."""
     ticket = server.grant(image.buffer, image.address.fd, key)
     return RangeSource(LOOPBACK, server.listen(LOOPBACK), ticket, image.address.to_json())
-
-
-def read(source: RangeSource, offset: int, nbytes: int, key: Key | None = None) -> bytes:
-    got = bytearray(nbytes)
-    reader = TcpReader(source, key, SOON_S)
-    try:
-        reader.read_into(offset, memoryview(got))
-    finally:
-        reader.close()
-    return bytes(got)
 
 
 @pytest.mark.parametrize("in_memfd", [True, False])

@@ -16,6 +16,7 @@ from tests.rigs.interpreter import python
 from tests.rigs.present import present
 from tests.rigs.sockets import certificate
 from tests.rigs.trainer_handle import wait_until
+from tests.sync.conftest import SOON_S
 from titan_grpo.errors import TransferFailed
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.protocol.messages import Kind, RangeSource
@@ -26,9 +27,6 @@ from titan_grpo.sync.transports.sender import Grant
 from titan_grpo.sync.transports.tls import Certificate
 
 LOOPBACK = "127.0.0.1"
-SOON_S = 60.0
-"""What ends for another reason than its deadline ends within it, however busy the machine is."""
-
 NBYTES, RANGE = (3 << 20) + 17, 1 << 19
 MOST = 3
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sync.conftest import WAIT_S, Lane
 from titan_grpo.errors import ServerRefused, SyncError, TitanGrpoError
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import members
@@ -16,27 +17,6 @@ from titan_grpo.protocol.messages import Entry, Label, ServerState, Standing
 from titan_grpo.sync.server_set import ServerSet
 from titan_grpo.views.run import read_trace
 from titan_grpo.views.timeline import figures
-
-WAIT_S = 90.0
-
-
-class Lane(threading.Thread):
-    """Connects once to nothing; ends when it is stopped and let go."""
-
-    def __init__(self, url: str, epoch: int, held: threading.Event) -> None:
-        super().__init__(name=f"lane {url}", daemon=True)
-        self.url, self.epoch = url, epoch + 1
-        self._held, self._stopping = held, threading.Event()
-
-    def run(self) -> None:
-        assert self._stopping.wait(WAIT_S)
-        self._held.wait(WAIT_S)
-
-    def stop(self) -> None:
-        self._stopping.set()
-
-    def abort(self) -> None:
-        """Nothing can be aborted."""
 
 
 class Site:

@@ -13,12 +13,12 @@ import torch
 from tests.rigs.present import present
 from tests.rigs.receiver_server import DirectControl
 from tests.rigs.sockets import certificate
-from tests.sync.conftest import MakeRig
+from tests.sync.conftest import SOON_S, MakeRig, read
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.observe import names
 from titan_grpo.protocol.messages import Hello, RangeSource
-from titan_grpo.receive.fetch import RELAY_HOST, TcpReader
+from titan_grpo.receive.fetch import RELAY_HOST
 from titan_grpo.receive.receiver import CERTIFICATE, CERTIFICATE_KEY
 from titan_grpo.runkey import Key
 from titan_grpo.sync.transports.range_server import RangeServer
@@ -28,8 +28,6 @@ pytestmark = pytest.mark.e2e
 
 KEY = Key(bytes(range(32)))
 NAMES = ("weight_sync.tls_certificate", "weight_sync.tls_key")
-SOON_S = 60.0
-"""What ends for another reason than its deadline ends within it, however busy the machine is."""
 
 image = torch.randint(0, 256, ((3 << 20) + 17,), dtype=torch.uint8)
 
@@ -59,12 +57,8 @@ def place(server: RangeServer, port: int | None = None, pin: str | None = None) 
     return RangeSource(*at, pin=server.pin if pin is None else pin)
 
 
-def read(source: RangeSource) -> bytes:
-    got = bytearray(image.numel())
-    reader = TcpReader(source, KEY, SOON_S)
-    reader.read_into(0, memoryview(got))
-    reader.close()
-    return bytes(got)
+def read_all(source: RangeSource) -> bytes:
+    return read(source, 0, image.numel(), KEY)
 
 
 class Tap:
@@ -97,7 +91,7 @@ class Tap:
 def test_who_listens_sees_weights_only_without_tls(shown: Certificate, secret: bool) -> None:
     server = RangeServer(certificate=shown if secret else None)
     tap = Tap(server.listen("127.0.0.1"))
-    assert read(place(server, tap.port)) == bytes(image.numpy())
+    assert read_all(place(server, tap.port)) == bytes(image.numpy())
     piece = bytes(image[4096:4160].numpy())
     assert (piece in tap.passed) is not secret
     tap.close()
@@ -106,9 +100,9 @@ def test_who_listens_sees_weights_only_without_tls(shown: Certificate, secret: b
 
 def test_a_reader_without_tls_gets_no_byte_and_the_next_one_is_served(server: RangeServer) -> None:
     with pytest.raises(TransferFailed):
-        read(place(server, pin=""))
+        read_all(place(server, pin=""))
     with socket.create_connection(("127.0.0.1", server.listen("127.0.0.1")), SOON_S):
-        assert read(place(server)) == bytes(image.numpy())  # that one says nothing at all
+        assert read_all(place(server)) == bytes(image.numpy())  # that one says nothing at all
 
 
 def test_a_source_with_another_certificate_is_not_read(
@@ -116,13 +110,13 @@ def test_a_source_with_another_certificate_is_not_read(
 ) -> None:
     other = present(Certificate.load(*made["other"], NAMES))
     with pytest.raises(WrongCertificate, match="something between ends TLS"):
-        read(place(server, pin=other.pin))
+        read_all(place(server, pin=other.pin))
 
 
 def test_a_source_without_tls_is_not_read_where_a_certificate_is_named(shown: Certificate) -> None:
     server = RangeServer()
     with pytest.raises(TransferFailed, match="no TLS with the source"):
-        read(place(server, pin=shown.pin))
+        read_all(place(server, pin=shown.pin))
     server.close()
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sync.conftest import Lane
 from titan_grpo.cli import main
 from titan_grpo.config import Rollout
 from titan_grpo.config.rollout import server_url, violations
@@ -204,28 +205,6 @@ WAIT_S = 90.0
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
 
-class Lane(threading.Thread):
-    """Reports its start and its end."""
-
-    engine = "vllm"
-
-    def __init__(self, url: str, epoch: int, said: "queue.SimpleQueue[str]") -> None:
-        super().__init__(name=f"lane {url}", daemon=True)
-        self.url, self.epoch, self._said = url, epoch, said
-        self._stopping = threading.Event()
-
-    def run(self) -> None:
-        self._said.put(f"+{self.url}")
-        assert self._stopping.wait(WAIT_S)
-        self._said.put(f"-{self.url}")
-
-    def stop(self) -> None:
-        self._stopping.set()
-
-    def abort(self) -> None:
-        """Nothing can be aborted."""
-
-
 @pytest.fixture
 def said() -> "queue.SimpleQueue[str]":
     """What the lanes of a run report; those of its first servers are taken out."""
@@ -246,11 +225,12 @@ def start(said: "queue.SimpleQueue[str]", tmp_path: Path) -> Iterator[Start]:
 
     def begin(*fixed: str, file: Path | None = None, folder: Path = tmp_path) -> ServerSet:
         listed = ServersFile(file).read() if file is not None else ()
-        recorder = Recorder(tmp_path / "records")
+        recorder, let_go = Recorder(tmp_path / "records"), threading.Event()
+        let_go.set()
         ends.callback(recorder.close)
         servers = ServerSet(
             members.start(frozenset(fixed), frozenset(listed)),
-            lambda url, epoch: Lane(url, epoch, said),
+            lambda url, epoch: Lane(url, epoch, let_go, said.put),
             recorder,
         )
         servers.start()
