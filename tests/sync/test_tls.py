@@ -21,6 +21,7 @@ from titan_grpo.protocol.messages import Hello, RangeSource
 from titan_grpo.receive.fetch import RELAY_HOST
 from titan_grpo.receive.receiver import CERTIFICATE, CERTIFICATE_KEY
 from titan_grpo.runkey import Key
+from titan_grpo.sync.transports import range_server
 from titan_grpo.sync.transports.range_server import RangeServer
 from titan_grpo.sync.transports.tls import Certificate, WrongCertificate, check_certificate
 
@@ -98,9 +99,13 @@ def test_who_listens_sees_weights_only_without_tls(shown: Certificate, secret: b
     server.close()
 
 
-def test_a_reader_without_tls_gets_no_byte_and_the_next_one_is_served(server: RangeServer) -> None:
-    with pytest.raises(TransferFailed):
-        read_all(place(server, pin=""))
+def test_a_reader_without_tls_gets_no_byte_and_the_next_one_is_served(
+    server: RangeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(range_server, "GREET_S", 1.0)
+        with pytest.raises(TransferFailed):
+            read_all(place(server, pin=""))
     with socket.create_connection(("127.0.0.1", server.listen("127.0.0.1")), SOON_S):
         assert read_all(place(server)) == bytes(image.numpy())  # that one says nothing at all
 

@@ -24,6 +24,7 @@ from titan_grpo.errors import ConfigError, ServerRefused, ServerUnreachable
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import members
 from titan_grpo.sync.server_set import ServerSet
+from titan_grpo.titan import servers
 from titan_grpo.titan.servers import (
     NAME,
     ControlSocket,
@@ -219,8 +220,11 @@ Start = Callable[..., ServerSet]
 
 
 @pytest.fixture
-def start(said: "queue.SimpleQueue[str]", tmp_path: Path) -> Iterator[Start]:
+def start(
+    said: "queue.SimpleQueue[str]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Start]:
     """``start("http://a:1", ...)``: a run with these configured servers, and those of ``file``."""
+    monkeypatch.setattr(servers, "LOOK_S", 0.1)
     ends = ExitStack()
 
     def begin(*fixed: str, file: Path | None = None, folder: Path = tmp_path) -> ServerSet:
@@ -228,17 +232,17 @@ def start(said: "queue.SimpleQueue[str]", tmp_path: Path) -> Iterator[Start]:
         recorder, let_go = Recorder(tmp_path / "records"), threading.Event()
         let_go.set()
         ends.callback(recorder.close)
-        servers = ServerSet(
+        made = ServerSet(
             members.start(frozenset(fixed), frozenset(listed)),
             lambda url, epoch: Lane(url, epoch, let_go, said.put),
             recorder,
         )
-        servers.start()
-        for _ in servers.urls:
+        made.start()
+        for _ in made.urls:
             following(said)
-        ends.callback(lambda: servers.close(time.monotonic() + WAIT_S))
-        ends.callback(Membership(servers, folder, dict, file or "").close)
-        return servers
+        ends.callback(lambda: made.close(time.monotonic() + WAIT_S))
+        ends.callback(Membership(made, folder, dict, file or "").close)
+        return made
 
     with ends:
         yield begin
