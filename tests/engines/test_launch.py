@@ -42,8 +42,8 @@ def of(engine: str = "vllm", **settings: Any) -> ServerSpec:
 def test_torchruns_variables_and_the_trainers_allocator_do_not_reach_the_server(
     engine: str,
 ) -> None:
-    names = ("RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS")
-    names += ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    names = ["RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS"]
+    names += ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
     out = environment(dict.fromkeys(names, "9") | {"HOME": "/h"}, of(engine, cpu=False))
     assert not {*names, "PYTHONPATH"} & set(out)
     assert out["HOME"] == "/h"

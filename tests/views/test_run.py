@@ -174,20 +174,22 @@ def test_time_in_which_a_server_was_away_from_the_run_is_neither_served_nor_lag(
     assert np.isclose(server.lag, 0.0)
 
 
+def trained(folder: Path, versions: range, clock: Clock, server: str) -> None:
+    """A process that makes a version a second, which the server has at once."""
+    recorder = Recorder(folder, clock=clock)
+    for version in versions:
+        clock.now += 1.0
+        recorder.add_span("train", clock.now - 1, clock.now, TRAINER, step=version + 1)
+        recorder.record_span(names.DIGEST_S, clock.now, clock.now, "sealer", version=version)
+        recorder.record_span(names.COMMIT_S, clock.now, clock.now, server, version=version)
+    recorder.close()
+
+
 def test_servers_of_a_process_are_out_of_the_run_when_it_is_resumed_on_others(
     tmp_path: Path,
 ) -> None:
-    for server, clock in ((0, Clock(0.0)), (1, Clock(200.0))):
-        recorder = Recorder(tmp_path, clock=clock)
-        for _ in range(50):
-            version = int(clock.now) % 150
-            clock.now += 1.0
-            recorder.add_span("train", clock.now - 1, clock.now, TRAINER, step=version + 1)
-            recorder.record_span(names.DIGEST_S, clock.now, clock.now, "sealer", version=version)
-            recorder.record_span(
-                names.COMMIT_S, clock.now, clock.now, url_of(server), version=version
-            )
-        recorder.close()
+    trained(tmp_path, range(50), Clock(0.0), url_of(0))
+    trained(tmp_path, range(50, 100), Clock(200.0), url_of(1))
     trace = read_trace(tmp_path / "trace.json")
     assert trace.of("sealer", names.DIGEST_S).number.tolist() == list(range(100))
     for server in (0, 1):
@@ -201,14 +203,8 @@ def test_servers_of_a_process_are_out_of_the_run_when_it_is_resumed_on_others(
 def test_a_server_is_not_behind_versions_that_a_resumed_run_has_yet_to_make_again(
     tmp_path: Path,
 ) -> None:
-    for first, last, clock in ((0, 50, Clock(0.0)), (30, 80, Clock(100.0))):
-        recorder = Recorder(tmp_path, clock=clock)
-        for version in range(first, last):
-            clock.now += 1.0
-            recorder.add_span("train", clock.now - 1, clock.now, TRAINER, step=version + 1)
-            recorder.record_span(names.DIGEST_S, clock.now, clock.now, "sealer", version=version)
-            recorder.record_span(names.COMMIT_S, clock.now, clock.now, url_of(0), version=version)
-        recorder.close()
+    trained(tmp_path, range(50), Clock(0.0), url_of(0))
+    trained(tmp_path, range(30, 80), Clock(100.0), url_of(0))
     trace = read_trace(tmp_path / "trace.json")
     assert published(trace)[1].tolist() == [*range(50), *range(30, 80)]
     assert figures(trace, url_of(0)).lag == 0.0
