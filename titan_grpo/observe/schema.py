@@ -36,10 +36,6 @@ class Server(Record):
     committed: list[Count]
     last: Count | None
 
-    def __post_init__(self) -> None:
-        if self.last != (self.committed[-1] if self.committed else None):
-            raise ValueError("`last` must be the last of `committed`, or null without one")
-
 
 class Change(Record):
     """A server that joined or left while the trainer was at ``version``."""
