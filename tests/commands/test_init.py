@@ -141,6 +141,23 @@ def test_what_it_cannot_use_is_said_in_one_line_and_nothing_is_written(
     assert sorted(folder.iterdir()) == before
 
 
+def test_a_model_gets_plain_text_where_it_has_no_chat_template_but_not_where_that_is_broken(
+    folder: Path,
+) -> None:
+    tokenizer = folder / "model/tokenizer_config.json"
+    settings = json.loads(tokenizer.read_text())
+    tokenizer.write_text(json.dumps(settings | {"chat_template": "{% for %}"}))
+    with pytest.raises(ConfigError, match="the chat template of model is no template"):
+        make()
+    tokenizer.write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json must be JSON"):
+        make()
+    tokenizer.write_text(json.dumps(settings | {"chat_template": None}))
+    make()
+    config = jobconfig.parse(["--job.config_file", "train.toml"])
+    assert config.rollout.chat_template == "none"
+
+
 def test_an_older_job_keeps_its_meaning(folder: Path) -> None:
     table = convert(OLDER_JOB)
     assert table["rollout"]["servers"] == ["http://gpu1:9000", "http://gpu2:9000"]

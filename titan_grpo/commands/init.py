@@ -12,7 +12,7 @@ from titan_grpo.config.rollout import server_url
 from titan_grpo.config.task import TEXT, TaskKeys
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.observe.terminal import next_command
-from titan_grpo.rollout.codec import ChatTemplate
+from titan_grpo.rollout.codec import ChatTemplate, templates_of
 from titan_grpo.rollout.tasks.dataset import open_table
 from titan_grpo.titan.jobfile import read_config, read_toml, toml, toml_key
 
@@ -248,10 +248,9 @@ def _prompt(columns: list[str], data: str) -> str:
 
 
 def _template(model: str) -> str:
-    try:
-        ChatTemplate.of_model(model, TaskKeys())
-    except ConfigError:
+    if not templates_of(Path(model)):
         return f'# The model has no chat template: it gets plain text.\nchat_template = "{TEXT}"\n'
+    ChatTemplate.of_model(model, TaskKeys())  # refuses one that is no template
     return ""
 
 

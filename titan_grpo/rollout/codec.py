@@ -136,7 +136,7 @@ class ChatTemplate:
         tokens = _special_tokens(_json_file(folder / "special_tokens_map.json") | settings)
         if own:
             return cls({DEFAULT: _read(own, key)}, tokens, own)
-        templates = _templates(folder, settings)
+        templates = templates_of(folder)
         if not templates:
             raise ConfigError(
                 "the model must have a chat template (chat_template.jinja, or chat_template in"
@@ -186,10 +186,10 @@ def check_messages(messages: Any) -> str:
     return ""
 
 
-def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return a model's templates by name. Template files take precedence over tokenizer
-    settings."""
-    found = settings.get("chat_template")
+def templates_of(folder: Path) -> dict[str, str]:
+    """Return a model's templates by name; empty: it has none. Template files take precedence over
+    tokenizer settings. Raises ConfigError for a file that cannot be read."""
+    found = _json_file(folder / "tokenizer_config.json").get("chat_template")
     if not found:
         found = _json_file(folder / "chat_template.json").get("chat_template")
     if isinstance(found, list):
