@@ -27,7 +27,14 @@ from titan_grpo.errors import (
 )
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import LocalTransport, RolloutClient
-from titan_grpo.rollout.engine_calls import CLOSE, EngineCalls, RemoteControl, value_of
+from titan_grpo.rollout.engine_calls import (
+    CLOSE,
+    METHODS,
+    REQUESTS,
+    EngineCalls,
+    RemoteControl,
+    value_of,
+)
 from titan_grpo.rollout.messages import Answer, EngineCall, RolloutSpec
 from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.rollout.service import Service
@@ -376,3 +383,7 @@ def test_an_error_crosses_as_the_nearest_that_has_a_name_there() -> None:
         "TransferFailed",
         "ProtocolError",
     ]
+
+
+def test_the_table_of_requests_names_methods() -> None:
+    assert REQUESTS.keys() <= METHODS.keys()

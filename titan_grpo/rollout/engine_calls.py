@@ -44,8 +44,9 @@ STOCK = "stock."
 BEGIN = ("load", STOCK + "begin")
 """Methods that begin an update, which ``finish`` ends."""
 
-REQUESTS = 4
-"""Most requests that one method makes to its server, each with the call's deadline."""
+REQUESTS = {"load": 4, "paused": 4, "greet": 3, "finish": 3, "stock": 2, "drop_kv": 2}
+REQUESTS |= {STOCK + "begin": 3}
+"""Most requests that a method makes to its server, each with a deadline; others make one."""
 
 MARGIN_S = 5.0
 """Seconds for the round trip, on top of the call's own deadlines."""
@@ -254,14 +255,13 @@ class RemoteControl:
         return f"<RemoteControl {self.url}, {self.engine or 'not asked yet'}>"
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        """Return a method of ServerControl."""
         if method not in METHODS:
             raise AttributeError(method)
         return lambda *arguments: self._call(method, *arguments)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         a = self._access
-        within_s = REQUESTS * a.deadline_s + MARGIN_S
+        within_s = REQUESTS.get(method, 1) * a.deadline_s + MARGIN_S
         within_s += 2 * min(QUERY_S, a.deadline_s)  # the service may have to ask which engine it is
         within_s += (a.load_deadline_s or 0.0) if method == "load" else 0.0
         answer = self._client.engine_call(self.url, method, _encode(arguments), within_s)
@@ -292,9 +292,10 @@ class RemoteStock:
             raise AttributeError(method)
 
         def call(*arguments: Any) -> Any:
-            sent, within_s = (self._name, *_encode(arguments)), REQUESTS * arguments[-1] + MARGIN_S
-            answer = self._client.engine_call(self._url, STOCK + method, sent, within_s)
-            return msgspec.convert(value_of(answer), METHODS[STOCK + method][1])
+            name, sent = STOCK + method, (self._name, *_encode(arguments))
+            within_s = REQUESTS.get(name, 1) * arguments[-1] + MARGIN_S
+            answer = self._client.engine_call(self._url, name, sent, within_s)
+            return msgspec.convert(value_of(answer), METHODS[name][1])
 
         return call
 
