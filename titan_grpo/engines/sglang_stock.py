@@ -160,7 +160,6 @@ class StockRoutes:
         )
 
     def workers(self, timeout_s: float) -> int:
-        """Return the number of workers (see ``world_size``)."""
         return self._driver.run(world_size(timeout_s))
 
     def parameter_names(self, timeout_s: float) -> frozenset[str]:
@@ -193,9 +192,7 @@ class StockRoutes:
             self._post("/begin_weight_update", {}, timeout_s)
 
     def update(self, group: str, announced: Announced, timeout_s: float) -> None:
-        """Receive one broadcast of exactly the announced bytes, and load it."""
         self._driver.run(update(group, announced, timeout_s))
 
     def close(self) -> None:
-        """Close the connections. Idempotent."""
         self._driver.close()

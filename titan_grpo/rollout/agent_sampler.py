@@ -178,7 +178,10 @@ class AgentSampler(Sampler):
         finally:
             if until_s is not None:
                 episode.left_s = until_s - time_s()
-            await _cancel(list(serving.values()))
+            for task in serving.values():
+                task.cancel()
+            # no deadline: all were cancelled
+            await asyncio.gather(*serving.values(), return_exceptions=True)
 
     async def _answer(self, attempt: Attempt, episode: Episode, call: Call) -> None:
         trajectory, parts = call.trajectory, attempt.parts
@@ -220,7 +223,8 @@ class AgentSampler(Sampler):
         message: Message = {"role": "assistant", "content": text}
         if call.request.calls:
             content, found = await self._read(attempt, call, ids, text)
-            calls = [tool_call(call_id(), name, arguments) for name, arguments in found]
+            # Ids of nine letters and digits: Mistral's templates refuse others.
+            calls = [tool_call(secrets.token_hex(5)[:9], *each) for each in found]
             with_calls = message | {"content": content, "tool_calls": calls}
             if not calls:
                 message["content"] = content
@@ -332,11 +336,6 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
     return min((text.partition(stop)[0] for stop in stops), key=len, default=text)
 
 
-def call_id() -> str:
-    """Return an id for a tool call. Nine letters and digits: Mistral's templates refuse others."""
-    return secrets.token_hex(5)[:9]
-
-
 def writable(codec: TextCodec, request: ChatRequest, message: Message) -> bool:
     """Return whether the chat template can write an answer with calls: else the agent's next
     request would be refused. (Llama 3's template refuses a second call in one answer.)"""
@@ -392,10 +391,3 @@ def _as_json(calls: ToolCalls) -> list[tuple[str, str]] | None:
     except UnicodeEncodeError:
         return None
     return [(name, json.dumps(arguments)) for name, arguments in calls]
-
-
-async def _cancel(tasks: Sequence["asyncio.Task[None]"]) -> None:
-    for task in tasks:
-        task.cancel()
-    # no deadline: all were cancelled
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -249,7 +249,6 @@ class Episode:
         return self._changed
 
     def notice(self) -> None:
-        """Complete the future of ``changed``."""
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 

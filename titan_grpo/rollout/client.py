@@ -60,7 +60,6 @@ class LocalTransport:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, spec: RolloutSpec, on_message: OnMessage) -> None:
-        """Start the process, which loads task and tokenizer."""
         self.on_message = on_message
         # No GPU is visible to the rollout process.
         self._process, self._socket = start_module(
@@ -76,7 +75,6 @@ class LocalTransport:
         self._thread.start()
 
     def send(self, message: messages.ToWorker, within_s: float | None = None) -> None:
-        """See WorkerTransport.send; delivery takes no time here."""
         self._pipe.post("take", message)
 
     def close(self, deadline_s: float) -> None:

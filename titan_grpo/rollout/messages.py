@@ -176,7 +176,6 @@ class Ticket:
         return replace(self, attempt=self.attempt + 1, parts=parts)
 
     def done(self) -> "Ticket":
-        """Return the ticket of a finished group."""
         return replace(self, parts=())
 
 

@@ -83,7 +83,6 @@ class GroupRecorder:
             raise self._unwritable(error) from error
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
         self._file.close()
 
 

@@ -70,7 +70,6 @@ class RemoteTransport:
         self._threads: list[threading.Thread] = []
 
     def start(self, spec: RolloutSpec, on_message: OnMessage) -> None:
-        """Start the threads, which open the session."""
         self._on_message = on_message
         self._begin(spec, ())
         for name, target in (("send", self._send_loop), ("poll", self._poll_loop)):

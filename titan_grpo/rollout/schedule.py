@@ -182,7 +182,6 @@ class Starts:
             self._trainer, self._order = (version, now), None
 
     def note(self, event: Used | Unversioned | GiveUp) -> None:
-        """Pass an event to the admission."""
         self._admission, _ = admission.step(self._admission, event)
         if not isinstance(event, GiveUp):
             # A given-up place moves only few groups to an earlier step. Do not sort again for that:

@@ -256,7 +256,6 @@ class Service:
             return session
 
     def _watch(self) -> None:
-        """End the session when its lease expires."""
         while True:
             with self._changed:
                 due = self._lease.due

@@ -105,7 +105,6 @@ class Rows:
         self._order = lru_cache(maxsize=2)(self._epoch)
 
     def __len__(self) -> int:
-        """Return the number of rows in an epoch."""
         return len(self._kept)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
