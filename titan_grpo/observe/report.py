@@ -161,12 +161,12 @@ def write_report(recorder: Recorder, run: str, mode: str, ended_by: str = "") ->
     return summarize(recorder, run, mode, ended_by)
 
 
-def plot_rewards(metrics: Path, out: Path) -> bool:
-    """Plot reward over steps from metrics.jsonl. False if there is nothing to plot."""
+def plot_rewards(metrics: Path, out: Path) -> None:
+    """Plot reward over steps from metrics.jsonl, if it has any."""
     rows = read_metrics(metrics, (names.REWARD,)) if metrics.exists() else []
     points = [(row["step"], row[names.REWARD]) for row in rows if row.get(names.REWARD) is not None]
     if not points:
-        return False
+        return
     # Imported here: it takes a second, and engine environments lack matplotlib.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -177,7 +177,6 @@ def plot_rewards(metrics: Path, out: Path) -> bool:
     axes.plot(*zip(*points, strict=True), marker=".")
     axes.grid(visible=True, alpha=0.3)
     figure.savefig(out, dpi=120)
-    return True
 
 
 def duration(seconds: float | None) -> str:
