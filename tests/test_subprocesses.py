@@ -136,14 +136,20 @@ def test_a_grandchild_in_a_session_of_its_own_ends_too_whatever_its_name() -> No
     assert psutil.wait_procs([grandchild], timeout=END_S)[1] == []
 
 
+@pytest.mark.parametrize("guard_killed", [False, True])
 def test_stop_kills_a_command_that_ignores_sigterm_and_its_children(
-    guarded: list[Guarded],
+    guarded: list[Guarded], guard_killed: bool
 ) -> None:
     one = ready(HANGING.replace("signal.pause", "os.fork(); signal.pause"), guarded)
     assert one.poll() is None
+    if guard_killed:
+        one.guard.kill()
     one.stop()
-    assert one.poll() == 128 + signal.SIGKILL
-    assert in_group(one.group) == []
+    if guard_killed:
+        assert psutil.wait_procs(in_group(one.group), timeout=END_S)[1] == []
+    else:
+        assert one.poll() == 128 + signal.SIGKILL
+        assert in_group(one.group) == []
     one.stop()
 
 
@@ -164,15 +170,6 @@ def test_a_killed_owner_or_guard_takes_the_command_with_it(killed: str) -> None:
         command = psutil.Process(int(owner.stdout.readline()))
         (owner if killed == "owner" else command.parent()).kill()
         assert psutil.wait_procs([command], timeout=END_S)[1] == []
-
-
-def test_stop_kills_the_children_of_a_command_whose_guard_was_killed(
-    guarded: list[Guarded],
-) -> None:
-    one = ready(HANGING.replace("signal.pause", "os.fork(); signal.pause"), guarded)
-    one.guard.kill()
-    one.stop()
-    assert psutil.wait_procs(in_group(one.group), timeout=END_S)[1] == []
 
 
 def test_a_guard_works_where_its_owner_has_more_than_1024_descriptors_open(
@@ -237,19 +234,26 @@ def test_a_named_semaphore_of_a_command_goes_with_it(guarded: list[Guarded]) -> 
     assert not (SHARED / f"sem.{name}").exists()
 
 
+def said_by(folder: Path, source: str, *arguments: str) -> str:
+    """What a module of this source says before it ends well."""
+    (folder / "started.py").write_text(source)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    process, sock = start_module("started", *arguments, env=environment)
+    with sock:
+        sock.settimeout(END_S)
+        said = sock.recv(1 << 10).decode()
+    assert wait_process(process, END_S) == 0
+    return said
+
+
 def test_ctrl_c_does_not_end_a_process_that_still_loads_its_module(tmp_path: Path) -> None:
-    (tmp_path / "loading.py").write_text(
+    source = (
         "import os, signal\n"
         "os.kill(os.getpid(), signal.SIGINT)\n"
         "def main(sock, parent):\n"
         "    sock.sendall(b'loaded')\n"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    process, sock = start_module("loading", env=environment)
-    with sock:
-        sock.settimeout(END_S)
-        assert sock.recv(1 << 10) == b"loaded"
-    assert wait_process(process, END_S) == 0
+    assert said_by(tmp_path, source) == "loaded"
 
 
 def test_a_guarded_command_takes_ctrl_c_as_any_other_does(guarded: list[Guarded]) -> None:
@@ -260,16 +264,11 @@ def test_a_guarded_command_takes_ctrl_c_as_any_other_does(guarded: list[Guarded]
 
 def test_a_module_that_is_started_is_there_once(tmp_path: Path) -> None:
     """Loaded again, under its name, its records would be of other classes than its own."""
-    (tmp_path / "started.py").write_text(
+    source = (
         "import pickle\n"
         "class Record: pass\n"
         "def main(sock, parent, *arguments):\n"
         "    same = pickle.loads(b'cstarted\\nRecord\\n.') is Record\n"
         "    sock.sendall(f'{same} {parent} {arguments}'.encode())\n"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    process, sock = start_module("started", "-1", env=environment)
-    with sock:
-        sock.settimeout(END_S)
-        assert sock.recv(1 << 10).decode() == f"True {os.getpid()} ('-1',)"
-    assert wait_process(process, END_S) == 0
+    assert said_by(tmp_path, source, "-1") == f"True {os.getpid()} ('-1',)"

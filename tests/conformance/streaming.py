@@ -129,6 +129,18 @@ def trainer(
             made._trainer.close()
 
 
+def assert_serves(e: EngineUnderTest, label: str, path: Path) -> None:
+    """The server shows the label, goes on, and computes what the model there does."""
+    with e.control() as control:
+        assert (control.label(), control.paused()) == (label, False)
+    assert difference(e, path) <= MAX_DIFFERENCE
+
+
+def assert_half_loaded(e: EngineUnderTest) -> None:
+    with e.control() as control:
+        assert (control.label(), control.paused()) == (UNUSABLE, True)
+
+
 def streamed_weights_are_computed_also_the_second_time(e: EngineUnderTest) -> None:
     """And labelled; nothing is left paused."""
     with trainer(e) as run:
@@ -139,10 +151,7 @@ def streamed_weights_are_computed_also_the_second_time(e: EngineUnderTest) -> No
             )
             label = run.publish(version, weights)
             run.until(Standing.HOLDS, version)
-            with e.control() as control:
-                assert control.label() == label
-                assert not control.paused()
-            assert difference(e, path) <= MAX_DIFFERENCE
+            assert_serves(e, label, path)
         assert run.servers.take_error() is None
 
 
@@ -167,17 +176,12 @@ def a_transfer_that_breaks_off_is_known_until_a_whole_one_is_in(e: EngineUnderTe
         run.until(Standing.HOLDS, 1)
         run.publish(2, second)
         run.until(Standing.QUARANTINED)
-        with e.control() as control:
-            assert control.label() == UNUSABLE
-            assert control.paused()
+        assert_half_loaded(e)
         assert not run.servers.entry(run.url).accepting
         label = run.publish(3, third)
         looked.set()
         run.until(Standing.HOLDS, 3)
-        with e.control() as control:
-            assert control.label() == label
-            assert not control.paused()
-        assert difference(e, path) <= MAX_DIFFERENCE
+        assert_serves(e, label, path)
         error = run.servers.take_error()
         assert error is not None
         assert "version 2" in str(error) or error.version == 2, error
@@ -199,16 +203,12 @@ def the_next_trainer_repairs_what_another_one_left_half_loaded(e: EngineUnderTes
         weights, _ = dead.make(21)
         dead.publish(1, weights)
         dead.until(Standing.QUARANTINED)
-    with e.control() as control:
-        assert control.label() == UNUSABLE
-        assert control.paused()
+    assert_half_loaded(e)
     with trainer(e) as run:
         weights, path = run.make(22)
-        run.publish(5, weights)
+        label = run.publish(5, weights)
         run.until(Standing.HOLDS, 5)
-        with e.control() as control:
-            assert not control.paused()
-        assert difference(e, path) <= MAX_DIFFERENCE
+        assert_serves(e, label, path)
 
 
 def names_that_the_model_has_not_are_refused_before_anything_moves(e: EngineUnderTest) -> None:
@@ -223,10 +223,7 @@ def names_that_the_model_has_not_are_refused_before_anything_moves(e: EngineUnde
         assert wrong.servers.wait(lambda: wrong.servers.last_error(wrong.url) is not None, WAIT_S)
         error = wrong.servers.take_error()
         assert "q_proj" in str(error), error
-    with e.control() as control:
-        assert control.label() == label
-        assert not control.paused()
-    assert difference(e, path) <= MAX_DIFFERENCE
+    assert_serves(e, label, path)
 
 
 def no_request_runs_between_two_buckets_and_none_is_lost(e: EngineUnderTest) -> None:
@@ -265,15 +262,10 @@ def a_byte_that_changed_on_its_way_quarantines_the_server_until_a_newer_version(
         run.spoil(first.manifest.block(last)[0][0])
         run.publish(1, first)
         run.until(Standing.QUARANTINED)
-        with e.control() as control:
-            assert control.label() == UNUSABLE
-            assert control.paused()
+        assert_half_loaded(e)
         label = run.publish(2, second)
         run.until(Standing.HOLDS, 2)
-        with e.control() as control:
-            assert control.label() == label
-            assert not control.paused()
-        assert difference(e, path) <= MAX_DIFFERENCE
+        assert_serves(e, label, path)
         assert f"block {last} of" in str(run.servers.take_error())
 
 

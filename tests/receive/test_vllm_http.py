@@ -24,10 +24,12 @@ CHOICE = {
 
 
 class Inner:
-    """Where vLLM stands: keeps what comes, and answers ``status`` with ``answer`` in two pieces."""
+    """Where vLLM stands in ``app``: keeps what comes, and answers ``status`` with ``answer`` in two
+    pieces."""
 
     def __init__(self, answer: Any = None, status: int = 200) -> None:
         self.answer, self.status = json.dumps(answer).encode(), status
+        self.app = WeightsMiddleware(self)
         self.came: list[tuple[str, Any]] = []
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
@@ -44,15 +46,13 @@ class Inner:
             await send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
-def ask(
-    app: WeightsMiddleware, method: str, path: str, body: Any = None, **more: str
-) -> tuple[int, Any]:
+def ask(inner: Inner, method: str, path: str, body: Any = None, **more: str) -> tuple[int, Any]:
     """(status, answer) of one request, whose body comes in two pieces."""
-    return asyncio.run(asked(app, method, path, body, **more))
+    return asyncio.run(asked(inner, method, path, body, **more))
 
 
 async def asked(
-    app: WeightsMiddleware, method: str, path: str, body: Any = None, **more: str
+    inner: Inner, method: str, path: str, body: Any = None, **more: str
 ) -> tuple[int, Any]:
     """See ``ask``. ``more``: of the scope."""
     data = json.dumps(body).encode() if body is not None else b""
@@ -68,12 +68,12 @@ async def asked(
 
     headers = [(b"authorization", b"Bearer key")]
     scope = {"type": "http", "method": method, "path": path, "headers": headers, **more}
-    await app(scope, receive, send)
+    await inner.app(scope, receive, send)
     return sent[0]["status"], json.loads(b"".join(message["body"] for message in sent[1:]))
 
 
-def salt_of(inner: Inner, app: WeightsMiddleware, **body: Any) -> str:
-    ask(app, "POST", "/v1/completions", {"prompt": [5], **body})
+def salt_of(inner: Inner, **body: Any) -> str:
+    ask(inner, "POST", "/v1/completions", {"prompt": [5], **body})
     salt: str = inner.came[-1][1]["cache_salt"]
     return salt
 
@@ -84,18 +84,16 @@ def test_launched_servers_name_it_as_it_is() -> None:
 
 def test_a_request_without_a_salt_gets_one_of_the_weights_that_are_served() -> None:
     inner = Inner({})
-    app = WeightsMiddleware(inner)
-    before = salt_of(inner, app)
-    assert salt_of(inner, app) == before
-    assert salt_of(inner, app, cache_salt="own") == "own"
-    ask(app, "POST", "/update_weights", "x")
-    assert salt_of(inner, app) not in (before, "")
+    before = salt_of(inner)
+    assert salt_of(inner) == before
+    assert salt_of(inner, cache_salt="own") == "own"
+    ask(inner, "POST", "/update_weights", "x")
+    assert salt_of(inner) not in (before, "")
 
 
 def test_salts_of_two_servers_or_of_one_before_and_after_its_restart_differ() -> None:
     """A KV connector would give the one blocks of the other's weights."""
-    inner = Inner({})
-    assert salt_of(inner, WeightsMiddleware(inner)) != salt_of(inner, WeightsMiddleware(inner))
+    assert salt_of(Inner({})) != salt_of(Inner({}))
 
 
 @pytest.mark.parametrize(
@@ -111,15 +109,14 @@ def test_salts_of_two_servers_or_of_one_before_and_after_its_restart_differ() ->
 )
 def test_requests_of_other_apis_get_the_salt_too(path: str) -> None:
     inner = Inner({})
-    app = WeightsMiddleware(inner)
-    salt = salt_of(inner, app)
-    ask(app, "POST", path, {"model": "base"})
+    salt = salt_of(inner)
+    ask(inner, "POST", path, {"model": "base"})
     assert inner.came[1:] == [(path, {"model": "base", "cache_salt": salt})]
 
 
 def test_an_api_whose_requests_take_no_salt_is_refused_with_the_one_to_use() -> None:
     inner = Inner({})
-    status, answer = ask(WeightsMiddleware(inner), "POST", "/cohere/v2/chat", {"messages": []})
+    status, answer = ask(inner, "POST", "/cohere/v2/chat", {"messages": []})
     assert (status, inner.came) == (501, [])
     assert "/v1/chat/completions" in answer["error"]
 
@@ -189,7 +186,7 @@ def test_an_update_is_passed_on_unless_generation_goes_on(
     said: dict[str, bool], status: int, passed: bool
 ) -> None:
     inner = Inner(said, status)
-    answered, answer = ask(WeightsMiddleware(inner), "POST", "/update_weights", {"update_info": {}})
+    answered, answer = ask(inner, "POST", "/update_weights", {"update_info": {}})
     assert inner.came[0] == ("/is_paused", None)
     assert [path for path, _ in inner.came[1:]] == (["/update_weights"] if passed else [])
     assert answered == (status if passed else 409)
@@ -199,9 +196,9 @@ def test_an_update_is_passed_on_unless_generation_goes_on(
 @pytest.mark.parametrize("prefix", ["/v", ""], ids=["passed on", "taken off by a proxy"])
 def test_a_request_meets_the_same_rules_under_a_root_path(prefix: str) -> None:
     inner = Inner({"is_paused": False})
-    app, root = WeightsMiddleware(inner), {"root_path": "/v"}
-    assert ask(app, "POST", f"{prefix}/update_weights", {}, **root)[0] == 409
-    ask(app, "POST", f"{prefix}/v1/completions", {"prompt": [5]}, **root)
+    root = {"root_path": "/v"}
+    assert ask(inner, "POST", f"{prefix}/update_weights", {}, **root)[0] == 409
+    ask(inner, "POST", f"{prefix}/v1/completions", {"prompt": [5]}, **root)
     assert [path for path, _ in inner.came] == ["/v/is_paused", f"{prefix}/v1/completions"]
     assert inner.came[1][1]["cache_salt"]
 
@@ -209,7 +206,7 @@ def test_a_request_meets_the_same_rules_under_a_root_path(prefix: str) -> None:
 def test_generate_is_a_completion_whose_tokens_come_by_their_ids() -> None:
     inner = Inner({"choices": [CHOICE, CHOICE]})
     asked = {"prompt": {"prompt_token_ids": [5, 6]}, "logprobs": 0, "n": 2, "max_tokens": 2}
-    status, answer = ask(WeightsMiddleware(inner), "POST", "/generate", asked)
+    status, answer = ask(inner, "POST", "/generate", asked)
     [(path, body)] = inner.came
     assert (status, path) == (200, "/v1/completions")
     assert (body["prompt"], body["n"], body["max_tokens"]) == ([5, 6], 2, 2)
@@ -225,10 +222,10 @@ def test_generate_samples_from_the_whole_softmax_unless_a_request_names_somethin
     """vLLM would take the rest from the model's generation_config.json."""
     inner = Inner({"choices": [CHOICE]})
     asked = {"prompt": "a", "temperature": 0.5, "min_p": 0.1, "top_p": None}
-    ask(WeightsMiddleware(inner), "POST", "/generate", asked)
+    ask(inner, "POST", "/generate", asked)
     [(_, body)] = inner.came
     assert (body["temperature"], body["min_p"], body["top_k"], body["top_p"]) == (0.5, 0.1, -1, 1.0)
-    ask(WeightsMiddleware(inner), "POST", "/generate", {"prompt": "a"})
+    ask(inner, "POST", "/generate", {"prompt": "a"})
     assert inner.came[1][1].items() >= {"temperature": 1.0, **PLAIN}.items()
 
 
@@ -245,28 +242,26 @@ def test_a_refusal_of_vllm_is_passed_on(
     method: str, path: str, body: dict[str, str] | None
 ) -> None:
     inner = Inner({"error": "no"}, 401)
-    assert ask(WeightsMiddleware(inner), method, path, body) == (401, {"error": "no"})
+    assert ask(inner, method, path, body) == (401, {"error": "no"})
 
 
 def test_what_is_no_prompt_is_left_to_vllm_and_a_get_shows_that_the_middleware_is_there() -> None:
     inner = Inner({"detail": "Not Found"}, 404)
-    app = WeightsMiddleware(inner)
     bodies: tuple[object, ...] = ({}, {"prompt": {}}, [], None)
     for body in bodies:
-        assert ask(app, "POST", "/generate", body) == (404, {"detail": "Not Found"})
-    assert ask(app, "GET", "/generate")[0] == 405
+        assert ask(inner, "POST", "/generate", body) == (404, {"detail": "Not Found"})
+    assert ask(inner, "GET", "/generate")[0] == 405
     assert len(inner.came) == 4
 
 
 @pytest.mark.parametrize("body", [{"weight_version": 7}, {"weight_version": []}, [], None])
 def test_what_is_no_label_is_left_to_vllm(body: object) -> None:
     inner = Inner({"detail": "a string is wanted"}, 422)
-    app = WeightsMiddleware(inner)
-    assert ask(app, "POST", "/finish_weight_update", body)[0] == 422
+    assert ask(inner, "POST", "/finish_weight_update", body)[0] == 422
     assert inner.came == [("/finish_weight_update", body)]
 
 
 def test_health_generate_has_a_token_generated() -> None:
     inner = Inner({"choices": [CHOICE]})
-    assert ask(WeightsMiddleware(inner), "GET", "/health_generate") == (200, {})
+    assert ask(inner, "GET", "/health_generate") == (200, {})
     assert inner.came[0][1]["max_tokens"] == 1

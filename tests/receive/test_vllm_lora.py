@@ -21,7 +21,6 @@ from titan_grpo.engines import vllm
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import has_adapters, tensor_name
 from titan_grpo.receive import vllm_http
-from titan_grpo.receive.vllm_http import WeightsMiddleware
 
 LAYER = "model.layers.0.self_attn.q_proj"
 BASE = {f"{LAYER}.weight": (6, 4), "model.norm.weight": (4,)}
@@ -40,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a server whose middleware takes adapters from it."""
     monkeypatch.setenv(vllm_http.VARIABLE, str(tmp_path / "adapters"))
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-    WeightsMiddleware(Inner({}))
+    Inner({})
     return tmp_path / "adapters"
 
 
@@ -51,13 +50,13 @@ def write(value: float = 1.0) -> None:
     vllm_http.write_staged((tensor_name(LAYER, k), parts[k].view(v)) for k, v in sizes.items())
 
 
-def finish(app: WeightsMiddleware, label: str | None) -> tuple[int, Any]:
-    return ask(app, "POST", "/finish_weight_update", {"weight_version": label})
+def finish(inner: Inner, label: str | None) -> tuple[int, Any]:
+    return ask(inner, "POST", "/finish_weight_update", {"weight_version": label})
 
 
-def model_of(app: WeightsMiddleware, inner: Inner) -> str:
+def model_of(inner: Inner) -> str:
     """The model that vLLM is asked for."""
-    ask(app, "POST", "/v1/completions", {"prompt": [5], "model": "base"})
+    ask(inner, "POST", "/v1/completions", {"prompt": [5], "model": "base"})
     body = next(body for path, body in reversed(inner.came) if path == "/v1/completions")
     return str(body["model"])
 
@@ -161,12 +160,11 @@ def test_a_request_gets_the_adapter_of_the_newest_label_and_older_ones_are_unloa
     folder: Path,
 ) -> None:
     inner = Inner({})
-    app = WeightsMiddleware(inner)
-    assert model_of(app, inner) == "base"
+    assert model_of(inner) == "base"
     for label in (FIRST, SECOND):
         write()
-        assert finish(app, label)[0] == 200
-        assert model_of(app, inner) == label
+        assert finish(inner, label)[0] == 200
+        assert model_of(inner) == label
     loads = [(path, body) for path, body in inner.came if "lora" in path]
     assert [(path, body["lora_name"]) for path, body in loads] == [
         ("/v1/load_lora_adapter", FIRST),
@@ -190,12 +188,11 @@ def test_an_adapter_whose_unload_is_refused_is_unloaded_with_the_next_request(
     folder: Path,
 ) -> None:
     inner = RefusingOnce({})
-    app = WeightsMiddleware(inner)
     for label in (FIRST, SECOND):
         write()
-        assert finish(app, label)[0] == 200
+        assert finish(inner, label)[0] == 200
     assert len(list(folder.iterdir())) == 2, "vLLM still has it"
-    model_of(app, inner)
+    model_of(inner)
     unloads = [body for path, body in inner.came if "unload" in path]
     assert unloads == [{"lora_name": FIRST}] * 2
     assert len(list(folder.iterdir())) == 1
@@ -207,18 +204,17 @@ def test_a_server_whose_trainer_died_before_the_label_gets_adapter_and_label_tog
     """The pause guard, or the next lane, sets the label of what was loaded, outside of an
     update."""
     inner = Inner({})
-    app = WeightsMiddleware(inner)
     write(1.0)
-    finish(app, FIRST)
+    finish(inner, FIRST)
     write(2.0)
     inner.came.clear()
-    assert ask(app, "POST", "/update_weight_version", {"new_version": SECOND})[0] == 200
+    assert ask(inner, "POST", "/update_weight_version", {"new_version": SECOND})[0] == 200
     assert [path for path, _ in inner.came] == [
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
         "/update_weight_version",
     ]
-    assert model_of(app, inner) == SECOND
+    assert model_of(inner) == SECOND
 
 
 def test_an_adapter_stays_until_its_last_request_is_answered() -> None:
@@ -235,12 +231,11 @@ def test_an_adapter_stays_until_its_last_request_is_answered() -> None:
 
 def test_the_same_label_again_is_not_loaded_twice(folder: Path) -> None:
     inner = Inner({})
-    app = WeightsMiddleware(inner)
     for _ in range(2):
         write()
-        assert finish(app, FIRST)[0] == 200
+        assert finish(inner, FIRST)[0] == 200
     assert sum("load_lora" in path for path, _ in inner.came) == 1
-    assert model_of(app, inner) == FIRST
+    assert model_of(inner) == FIRST
     assert not (folder / vllm_http.STAGED).exists()
 
 
@@ -248,16 +243,15 @@ def test_a_load_that_vllm_refuses_keeps_the_label_from_being_set_until_it_takes_
     folder: Path,
 ) -> None:
     inner = Inner({"error": "rank too high"}, 400)
-    app = WeightsMiddleware(inner)
     write()
-    status, answer = finish(app, FIRST)
+    status, answer = finish(inner, FIRST)
     assert status == 500
     assert "rank too high" in answer["error"]
-    assert ask(app, "POST", "/update_weight_version", {"new_version": FIRST})[0] == 500
+    assert ask(inner, "POST", "/update_weight_version", {"new_version": FIRST})[0] == 500
     assert {path for path, _ in inner.came} == {"/v1/load_lora_adapter"}, "no label is set"
     inner.status = 200
-    assert ask(app, "POST", "/update_weight_version", {"new_version": FIRST})[0] == 200
-    assert model_of(app, inner) == FIRST
+    assert ask(inner, "POST", "/update_weight_version", {"new_version": FIRST})[0] == 200
+    assert model_of(inner) == FIRST
 
 
 class Slow(Inner):
@@ -281,19 +275,18 @@ def test_a_label_whose_load_is_still_going_on_waits_for_it_and_loads_again_if_it
 ) -> None:
     """The lane's own call timed out, and it sets the label by the other route."""
     inner = Slow({})
-    app = WeightsMiddleware(inner)
     write()
 
     async def both() -> tuple[tuple[int, Any], tuple[int, Any]]:
         return await asyncio.gather(
-            asked(app, "POST", "/finish_weight_update", {"weight_version": FIRST}),
-            asked(app, "POST", "/update_weight_version", {"new_version": FIRST}),
+            asked(inner, "POST", "/finish_weight_update", {"weight_version": FIRST}),
+            asked(inner, "POST", "/update_weight_version", {"new_version": FIRST}),
         )
 
     assert [status for status, _ in asyncio.run(both())] == [500, 200]
     load = "/v1/load_lora_adapter"
     assert [path for path, _ in inner.came] == [load, load, "/update_weight_version"]
-    assert model_of(app, inner) == FIRST
+    assert model_of(inner) == FIRST
 
 
 @pytest.mark.parametrize("label", [None, "unusable", "default"])
@@ -302,5 +295,5 @@ def test_an_update_that_ends_without_a_version_loads_nothing(
 ) -> None:
     inner = Inner({})
     write()
-    assert finish(WeightsMiddleware(inner), label)[0] == 200
+    assert finish(inner, label)[0] == 200
     assert [path for path, _ in inner.came] == ["/finish_weight_update"]
