@@ -158,6 +158,23 @@ def test_a_model_gets_plain_text_where_it_has_no_chat_template_but_not_where_tha
     assert config.rollout.chat_template == "none"
 
 
+def test_messages_need_a_model_with_a_chat_template(folder: Path) -> None:
+    """Before, its job had chat_template = "none", with which a run refuses messages."""
+    tokenizer = folder / "model/tokenizer_config.json"
+    settings = json.loads(tokenizer.read_text())
+    said = [{"role": "user", "content": "7?"}]
+    (folder / "lists.jsonl").write_text(json.dumps({"messages": said, "answer": "7"}) + "\n")
+    quoted = json.dumps(said).replace('"', '""')
+    (folder / "texts.csv").write_text(f'messages,answer\n"{quoted}",7\n')
+    assert make("--data", "lists.jsonl") == 0
+    (folder / "train.toml").unlink()
+    (folder / "rewards.py").unlink()
+    tokenizer.write_text(json.dumps(settings | {"chat_template": None}))
+    for data in ("lists.jsonl", "texts.csv"):
+        with pytest.raises(ConfigError, match="must have a chat template for the messages in"):
+            make("--data", data)
+
+
 def test_an_older_job_keeps_its_meaning(folder: Path) -> None:
     table = convert(OLDER_JOB)
     assert table["rollout"]["servers"] == ["http://gpu1:9000", "http://gpu2:9000"]

@@ -14,6 +14,7 @@ from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.observe.terminal import next_command
 from titan_grpo.rollout.codec import ChatTemplate, templates_of
 from titan_grpo.rollout.tasks.dataset import open_table
+from titan_grpo.rollout.tasks.functions import MESSAGES, TEXTS, said_in
 from titan_grpo.titan.jobfile import read_config, read_toml, toml, toml_key
 
 ANSWERS = ("answer", "solution", "target", "label")
@@ -161,7 +162,8 @@ def new(args: argparse.Namespace, out: Path) -> dict[Path, str]:
         )
     if args.reward and not all(args.reward.partition(":")):
         raise ConfigError(f"--reward must be MODULE:FUNCTION, got {args.reward!r}")
-    columns = _columns(args.data)
+    table = _table(args.data)
+    columns = table.column_names
     files: dict[Path, str] = {}
     if not args.reward:
         column = _first(ANSWERS, columns)
@@ -197,16 +199,16 @@ def new(args: argparse.Namespace, out: Path) -> dict[Path, str]:
         reward=toml([args.reward]),
         data=toml(args.data),
         prompt=_prompt(columns, args.data),
-        template=_template(args.model),
+        template=_template(args.model, next(iter(table), {})),
         completion=length // 2,
         length=length,
     )
     return {out: text} | files
 
 
-def _columns(data: str) -> list[str]:
+def _table(data: str) -> Any:
     try:
-        return list(open_table(TaskKeys(dataset=data)).column_names)
+        return open_table(TaskKeys(dataset=data))
     except (ConfigError, DataError) as error:
         # by the option that was given
         raise type(error)(str(error).replace("rollout.dataset", "--data")) from error
@@ -236,7 +238,7 @@ def _flavor(named: str, settings: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _prompt(columns: list[str], data: str) -> str:
-    if {"messages", "prompt"} & set(columns):
+    if {MESSAGES, TEXTS} & set(columns):
         return ""  # used as they are
     column = _first(QUESTIONS, columns)
     if not column:
@@ -247,11 +249,18 @@ def _prompt(columns: list[str], data: str) -> str:
     return f'# The user\'s message, of columns in braces.\nprompt = "{{{column}}}"\n'
 
 
-def _template(model: str) -> str:
-    if not templates_of(Path(model)):
-        return f'# The model has no chat template: it gets plain text.\nchat_template = "{TEXT}"\n'
-    ChatTemplate.of_model(model, TaskKeys())  # refuses one that is no template
-    return ""
+def _template(model: str, row: Mapping[str, Any]) -> str:
+    if templates_of(Path(model)):
+        ChatTemplate.of_model(model, TaskKeys())  # refuses one that is no template
+        return ""
+    name, said = said_in(row) if {MESSAGES, TEXTS} & set(row) else ("", "")
+    if not isinstance(said, str):
+        raise ConfigError(
+            f"--model must have a chat template for the messages in --data's column {name!r},"
+            f" {model!r} has none: write it to {Path(model) / 'chat_template.jinja'}, or name data"
+            " whose prompts are texts"
+        )
+    return f'# The model has no chat template: it gets plain text.\nchat_template = "{TEXT}"\n'
 
 
 def converted(path: str) -> str:

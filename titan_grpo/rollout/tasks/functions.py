@@ -7,8 +7,9 @@ import inspect
 import json
 import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
@@ -199,10 +200,9 @@ class FunctionTask:
                 raise DataError(
                     f"{self._keys.section}.prompt {self._keys.prompt!r} does not fit: {error}"
                 ) from error
-        name = MESSAGES if MESSAGES in row else TEXTS
-        value = row[name]
+        name, value = said_in(row)
         if isinstance(value, str):
-            return (_messages_in(value) if name == MESSAGES else None) or value
+            return value
         if fault := check_messages(value):
             raise DataError(
                 f"column {name!r} must have texts, or messages that a model can answer; one"
@@ -239,13 +239,16 @@ class FunctionTask:
             rows.require_values(column, f"{key}{hint} asks for {column!r}")
 
 
-def _messages_in(text: str) -> list[Any] | None:
-    """Return the messages in a text of JSON, as in a column of a CSV file; None if it has none."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return None if check_messages(value) else value
+def said_in(row: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the column of a row's prompt without ``rollout.prompt``, and its value: a text, or
+    what should be messages. Of JSON in a text, as in a CSV file, return the messages."""
+    name = MESSAGES if MESSAGES in row else TEXTS
+    value = row[name]
+    if name == MESSAGES and isinstance(value, str):
+        with suppress(ValueError):
+            found = json.loads(value)
+            return name, value if check_messages(found) else found
+    return name, value
 
 
 class _Filled(Formatter):
