@@ -18,7 +18,9 @@ import msgspec
 import psutil
 import pytest
 
+from tests.rigs.present import present
 from tests.rigs.sockets import free_port
+from tests.rigs.threads import no_free_thread
 from tests.rigs.trainer_handle import wait_until
 from tests.rollout.conftest import MakeServer, StartClient
 from titan_grpo.errors import ConfigError
@@ -448,6 +450,21 @@ def test_a_wrong_key_and_a_url_of_something_else_are_mistakes_of_the_configurati
         ConfigError, match=r"rollout\.controller must be the URL of a rollout service"
     ):
         cluster.client(cluster.transport(url=f"http://{other.address}")).start(60)
+
+
+def test_a_session_for_which_no_thread_starts_is_refused_and_the_next_try_is_served(
+    cluster: Cluster,
+) -> None:
+    cluster.serve()
+    spec = msgspec.to_builtins(cluster.spec, str_keys=True)
+    opening = {"format": FORMAT, "run": "r", "session": "s", "spec": spec}
+    request = Request("POST", "/open", body=json.dumps(opening).encode())
+    service = present(cluster.service)
+    with no_free_thread():
+        assert service._answer(request).status == 503
+    assert not children()
+    assert service._answer(request).status == 200
+    assert children()
 
 
 def test_a_service_of_another_version_is_a_mistake_of_the_configuration(cluster: Cluster) -> None:

@@ -70,9 +70,15 @@ class LocalTransport:
         # the child's end open, so that the child's exit alone would not end the receiving thread.
         self._pipe = Pipe(self._socket.dup(), self)
         self._pipe.post("begin", spec)
-        self._pipe.start()
         self._thread = threading.Thread(target=self._receive, name="rollout-receive", daemon=True)
-        self._thread.start()
+        try:
+            self._pipe.start()
+            self._thread.start()
+        except RuntimeError as error:  # this host has no thread left now
+            process, self._process = self._process, None
+            process.kill()
+            wait_process(process, 5.0)
+            raise OSError(f"no thread for the rollout process's pipe: {error}") from error
 
     def send(self, message: messages.ToWorker, within_s: float | None = None) -> None:
         self._pipe.post("take", message)
