@@ -46,12 +46,12 @@ SGLANG: dict[str, dict[str, Any]] = {
 def http_server(
     answers: Mapping[str, object], ahead_s: float = 0.0
 ) -> Iterator[tuple[str, list[str]]]:
-    """A server that knows these paths and answers 404 to the rest; yields its URL and the requests
-    it got."""
+    """A server that knows these paths (a number is a status without an answer) and answers 404 to
+    the rest; yields its URL and the requests it got."""
     board = Board(ahead_s=ahead_s)
     for path, answer in answers.items():
         for method in ("GET", "POST"):
-            board.routes[f"{method} {path}"] = says(answer)
+            board.routes[f"{method} {path}"] = answer if isinstance(answer, int) else says(answer)
     yield board.url, board.paths
     board.close()
 
@@ -121,16 +121,14 @@ def test_a_server_whose_clock_is_off_by_five_seconds_is_a_warning(
 
 @pytest.mark.parametrize(("status", "lacking"), [(404, 1), (405, 0), (500, 0)])
 def test_a_vllm_without_our_middleware_is_told_what_it_lacks(status: int, lacking: int) -> None:
-    board = Board()
-    board.routes |= {"GET /health": 200, "GET /generate": status}
     answers = {
+        "/health": 200,
+        "/generate": status,
         "/weight_info": {"weight_version": "1"},
         "/server_info": {"vllm_config": {"weight_transfer_config": {"backend": "nccl"}}},
     }
-    for path, answer in answers.items():
-        board.routes[f"GET {path}"] = says(answer)
-    found = server(server_facts(board.url, Access(60)))
-    board.close()
+    with http_server(answers) as (url, _):
+        found = server(server_facts(url, Access(60)))
     said = [each for each in found if each.subject == "middleware"]
     assert [each.status for each in said] == ["warning"] * lacking
     assert all("/generate" in each.text and "--middleware titan" in each.remedy for each in said)
