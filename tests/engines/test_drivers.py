@@ -167,17 +167,24 @@ def test_connections_that_stay_idle_are_closed_while_others_are_used(board: Boar
     asyncio.run(run())
 
 
-def test_the_wait_for_a_connection_is_no_silence_of_the_server(
-    board: Board, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def held(board: Board) -> tuple[threading.Event, threading.Event]:
+    """Have /is_paused set the first event, and answer once the second is set; /health answers at
+    once."""
     asked, answer = threading.Event(), threading.Event()
 
     def late(_body: Any) -> tuple[int, Any]:
         asked.set()
         answer.wait(60)
-        return 200, {"is_paused": False}
+        return 200, {"is_paused": True}
 
     board.routes = {"GET /health": 200, "GET /is_paused": late}
+    return asked, answer
+
+
+def test_the_wait_for_a_connection_is_no_silence_of_the_server(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answer = held(board)
 
     async def run() -> None:
         loop, later_s = asyncio.get_running_loop(), 0.0
@@ -199,14 +206,7 @@ def test_the_wait_for_a_connection_is_no_silence_of_the_server(
 
 
 def test_a_call_that_is_given_up_makes_room_for_another_one(board: Board) -> None:
-    asked = threading.Event()
-
-    def no_answer(_body: Any) -> tuple[int, Any]:
-        asked.set()
-        board.over.wait(60)
-        return 503, {}
-
-    board.routes = {"GET /health": 200, "GET /is_paused": no_answer}
+    asked, answer = held(board)
 
     async def run() -> None:
         driver = AsyncDriver(board.url, max_connections=1)
@@ -218,6 +218,7 @@ def test_a_call_that_is_given_up_makes_room_for_another_one(board: Board) -> Non
         await driver.close()
 
     asyncio.run(run())
+    answer.set()
     given_up, after = board.ports
     assert given_up != after
 
@@ -270,14 +271,7 @@ def test_a_blocking_call_does_not_use_a_connection_that_the_server_closed_while_
 
 
 def test_two_threads_call_with_one_driver_and_neither_waits_for_the_other(board: Board) -> None:
-    asked, answer = threading.Event(), threading.Event()
-
-    def late(_body: Any) -> tuple[int, Any]:
-        asked.set()
-        answer.wait(60)
-        return 200, {"is_paused": True}
-
-    board.routes = {"GET /health": 200, "GET /is_paused": late}
+    asked, answer = held(board)
     with SyncDriver(board.url) as driver, ThreadPoolExecutor(1) as other:
         paused = other.submit(driver.run, vllm.is_paused(60.0))
         assert asked.wait(60)
