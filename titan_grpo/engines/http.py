@@ -296,12 +296,11 @@ class ServerAccess:
 
 class AsyncDriver(_Driver):
     """Concurrent calls to one server from an asyncio loop. At most ``max_connections`` are in
-    flight; further calls wait for those, which is no time of their own deadline."""
+    flight; further calls wait for those, which is no time of their own deadline. No call is an
+    admin's."""
 
-    def __init__(
-        self, base_url: str, api_key: str = "", max_connections: int = 64, admin_key: str = ""
-    ) -> None:
-        super().__init__(base_url, api_key, admin_key)
+    def __init__(self, base_url: str, api_key: str = "", max_connections: int = 64) -> None:
+        super().__init__(base_url, api_key, "")
         self._connections = Connections(self._host, self._port, self._tls, max_connections)
 
     async def run(self, call: Call[T]) -> T:

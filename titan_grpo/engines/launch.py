@@ -25,6 +25,8 @@ from titan_grpo.subprocesses import Guarded, past_proxies, without_torchrun
 LOG_TAIL = 2000
 """Characters."""
 POLL_S = 0.25
+GRACE_S = 10.0
+"""Seconds between SIGTERM and SIGKILL."""
 _ERROR = re.compile(r"^(?:.*?[\])] )?((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.MULTILINE)
 """An exception's last line, alone or after what an engine's logger puts before it."""
 
@@ -120,8 +122,7 @@ def environment(base: Mapping[str, str], spec: ServerSpec) -> dict[str, str]:
 class Server:
     """A launched server, as a context manager; it also ends when this process ends."""
 
-    def __init__(self, spec: ServerSpec, stop_grace_s: float = 10.0) -> None:
-        """Start the server. ``stop_grace_s``: seconds between SIGTERM and SIGKILL."""
+    def __init__(self, spec: ServerSpec) -> None:
         self._held = None
         if not spec.port:
             # An engine binds its port only after loading the model. Until then a socket that never
@@ -149,7 +150,7 @@ class Server:
             self._guarded = Guarded(
                 command(spec, str(self._keys) if keys else ""),
                 environment(os.environ, spec),
-                stop_grace_s,
+                GRACE_S,
                 stdout=output,
             )
             failed.pop_all()
