@@ -21,16 +21,14 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
 from scripts.common import ENGINES, QWEN3_0_6B, Table, options_of, serving, write_json
+from tests.rigs.tiny_model import loaded
 from titan_grpo.algorithm.distribution import token_logprobs
 from titan_grpo.engines.generation import Sampled, Sampling
 from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.launch import Server
 from titan_grpo.engines.server import dialect
-from titan_grpo.titan import compat, tiny
-
-compat.prepare()
-
-from titan_grpo.titan.modules import compute_head_in_fp32  # noqa: E402 - the patches come first
+from titan_grpo.titan import tiny
+from titan_grpo.titan.modules import compute_head_in_fp32
 
 FLAVORS = {"tiny": (tiny.SHAPE, "grpo_tiny"), "qwen3_0.6b": (QWEN3_0_6B, "0.6B")}
 STARTUP_S, ANSWER_S = 900.0, 600.0
@@ -44,19 +42,6 @@ def answers(server: Server, prompts: Sequence[tuple[int, ...]], tokens: int) -> 
     generate, ask = dialect(server.spec.engine).generate, Sampling(tokens, ignore_eos=True)
     with SyncDriver(server.url) as driver:
         return [(each, driver.run(generate(each, ask, ANSWER_S))) for each in prompts]
-
-
-def trainers(folder: Path, flavor: str) -> torch.nn.Module:
-    """torchtitan's model with the weights of ``folder``, in float32."""
-    models = compat.upstream()
-    spec = models.get_spec("qwen3")
-    args = spec.model_args[flavor]
-    model: torch.nn.Module = spec.model_cls(args)
-    with torch.no_grad():
-        model.init_weights()  # type: ignore[operator]
-    whole = {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
-    model.load_state_dict(spec.state_dict_adapter(args, None).from_hf(whole), strict=False)
-    return model
 
 
 def gaps(model: torch.nn.Module, found: Answers) -> dict[str, float]:
@@ -106,7 +91,8 @@ def main() -> int:
             log = folder / f"{head}.log"
             with serving(options.engine, path, log, STARTUP_S, **settings) as server:
                 found[head] = answers(server, prompts, options.tokens)
-        model = trainers(path, flavor)
+        whole = load_file(path / "model.safetensors")
+        model = loaded("qwen3", {name: value.float() for name, value in whole.items()}, flavor)
         table = Table(text=25)
         for precision, change in STEPS.items():
             change(model)

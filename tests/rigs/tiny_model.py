@@ -10,9 +10,13 @@ from titan_grpo.titan import compat, flavors, tiny
 compat.prepare()
 
 
-def loaded(kind: tiny.Kind, weights: Mapping[str, torch.Tensor] | None = None) -> torch.nn.Module:
-    """The tiny ``kind`` with ``weights`` by Hugging Face name (default: those of seed 3)."""
-    spec, args = flavors.model_of(*flavors.FLAVORS[kind])
+def loaded(
+    kind: tiny.Kind, weights: Mapping[str, torch.Tensor] | None = None, flavor: str = ""
+) -> torch.nn.Module:
+    """The tiny ``kind``, or that ``flavor`` of it, with ``weights`` by Hugging Face name (default:
+    those of seed 3)."""
+    name, smallest = flavors.FLAVORS[kind]
+    spec, args = flavors.model_of(name, flavor or smallest)
     model = spec.model_cls(args)
     with torch.no_grad():
         model.init_weights()
