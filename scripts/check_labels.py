@@ -29,14 +29,13 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import ENGINES, options_of, python_of, write_json
+from scripts.common import ENGINES, options_of, serving, write_json
 from tests.rigs.labels import PREFIX_CACHES, Checker, Claim, Models
 from tests.rigs.tasks import LONG
 from tests.rigs.trainer import Trainer, manifest_of
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.generation import Sampled, Sampling
 from titan_grpo.engines.http import SyncDriver
-from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.engines.server import dialect
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.messages import RolloutSpec
@@ -90,7 +89,6 @@ def parse() -> argparse.Namespace:
     parser = options_of(__doc__)
     add = parser.add_argument
     add("--engine", choices=ENGINES, required=True)
-    add("--python", default="", help="interpreter of the engine (default: .venv-ENGINE's)")
     add("--staleness", type=int, default=2, help="rollout.max_staleness")
     add("--completions", type=int, default=200, help="how many to check at least")
     add("--kv", choices=("keep", "recompute"), default="keep", help="kv_after_update")
@@ -148,15 +146,7 @@ def collect(
     """(trainer's version at use, group) of at least ``--completions`` completions, and the requests
     without a salt."""
     model = write_tiny_model("qwen3", out / "start", 7, std=0.05, dtype="float32")
-    server = ServerSpec(
-        python=args.python or python_of(args.engine),
-        model=str(model),
-        log_path=str(out / "server.log"),
-        engine=args.engine,
-        max_model_len=512,
-        dtype="float32",
-        max_num_seqs=RUNNING,
-    )
+    settings = {"max_model_len": 512, "dtype": "float32", "max_num_seqs": RUNNING}
     spec = RolloutSpec(
         model_dir=str(model),
         task=LONG,
@@ -168,8 +158,7 @@ def collect(
         kv_recomputed=args.kv == "recompute",
     )
     taken: list[tuple[int, Group]] = []
-    with Server(server) as running:
-        running.wait_healthy(WAIT_S)
+    with serving(args.engine, model, out / "server.log", WAIT_S, **settings) as running:
         client = RolloutClient(spec)
         try:
             client.start(WAIT_S)
