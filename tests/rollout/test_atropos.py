@@ -196,11 +196,15 @@ class Api:
 
     def __init__(self) -> None:
         self.batches: list[list[dict[str, Any]]] = []
+        self.refusals: list[int] = []
+        """Status of the next answers, of any request."""
         self._empty = False
         self._server = HttpServer("127.0.0.1:0", "", self._answer, "a test")
         self.url = f"http://{self._server.address}"
 
     def _answer(self, request: Request) -> Reply:
+        if self.refusals:
+            return Reply(self.refusals.pop(0), {"error": "no such route"})
         match request.path:
             case "/register":
                 return Reply(200, {"uuid": 1})
@@ -278,6 +282,33 @@ def test_a_sequence_longer_than_a_row_is_dropped_with_the_key_that_has_the_lengt
         assert "a sequence has 5 tokens, training.seq_len is 4: " in event.text
         assert event.counters["dropped.too_long"] == 1
         assert isinstance(done, GroupDone)
+        await source.close()
+
+    with closing(Api()) as api:
+        asyncio.run(scenario(api))
+
+
+def test_a_refusal_ends_only_a_run_whose_api_never_answered() -> None:
+    """Before, one 404 of a proxy whose API restarted ended a run as a mistake in its URL."""
+
+    async def scenario(api: Api) -> None:
+        said: asyncio.Queue[FromWorker] = asyncio.Queue()
+        failed: asyncio.Queue[BaseException] = asyncio.Queue()
+        spec = RolloutSpec(model_dir="", source="atropos", atropos_url=api.url, row_tokens=64)
+        source = AtroposSource(spec, said.put_nowait, failed.put_nowait)
+        for refusals in ([], [404, 429]):
+            api.refusals = refusals
+            api.batches.append([item()])
+            while not isinstance(done := await asyncio.wait_for(said.get(), 20), GroupDone):
+                assert isinstance(done, Event)
+                assert "gave no batch" in done.text
+            source.on(Used((done.ticket.index,)))
+            assert api.refusals == []
+        await source.close()
+        api.refusals = [404]
+        source = AtroposSource(spec, said.put_nowait, failed.put_nowait)
+        error = await asyncio.wait_for(failed.get(), 20)
+        assert "rollout.atropos_url must be that of an Atropos API" in str(error)
         await source.close()
 
     with closing(Api()) as api:

@@ -300,20 +300,22 @@ class AtroposSource(External):
             self._room.clear()
 
     async def _take_batches(self) -> None:
-        known, pause = False, POLL_S[0]
+        known, proven, pause = False, False, POLL_S[0]
         while True:
             # no deadline: the trainer takes a batch and so makes room, or close() cancels
             await self._room.wait()
             try:
                 batch = await (self._driver.run(self._batch) if known else self._register())
                 known = batch is not None
+                proven = proven or known
                 if known and not batch:
                     # Read the servers' versions before the API's count: a group that arrives
                     # in between is not older than they are.
                     held = self._held()
                     self._age = self._age.none(held, await self._driver.run(LEFT))
             except PeerError as error:
-                if isinstance(error, HttpRefused) and error.status < 500:
+                # Later it is an outage: a proxy answers so for an API that restarts.
+                if isinstance(error, HttpRefused) and error.status < 500 and not proven:
                     raise ConfigError(
                         f"rollout.atropos_url must be that of an Atropos API: {error}"
                     ) from error
