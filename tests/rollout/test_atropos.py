@@ -288,28 +288,42 @@ def test_a_sequence_longer_than_a_row_is_dropped_with_the_key_that_has_the_lengt
         asyncio.run(scenario(api))
 
 
-def test_a_refusal_ends_only_a_run_whose_api_never_answered() -> None:
+def test_a_refusal_of_an_api_that_has_answered_is_an_outage() -> None:
     """Before, one 404 of a proxy whose API restarted ended a run as a mistake in its URL."""
 
     async def scenario(api: Api) -> None:
         said: asyncio.Queue[FromWorker] = asyncio.Queue()
-        failed: asyncio.Queue[BaseException] = asyncio.Queue()
+        failed: list[BaseException] = []
         spec = RolloutSpec(model_dir="", source="atropos", atropos_url=api.url, row_tokens=64)
-        source = AtroposSource(spec, said.put_nowait, failed.put_nowait)
-        for refusals in ([], [404, 429]):
-            api.refusals = refusals
-            api.batches.append([item()])
-            while not isinstance(done := await asyncio.wait_for(said.get(), 20), GroupDone):
-                assert isinstance(done, Event)
-                assert "gave no batch" in done.text
-            source.on(Used((done.ticket.index,)))
-            assert api.refusals == []
+        source = AtroposSource(spec, said.put_nowait, failed.append)
+        api.batches.append([item()])
+        done = await asyncio.wait_for(said.get(), 20)
+        assert isinstance(done, GroupDone)
+        source.on(Used((done.ticket.index,)))
+        api.refusals = [404, 429]
+        event = await asyncio.wait_for(said.get(), 20)
+        assert isinstance(event, Event)
+        assert "gave no batch" in event.text
+        api.batches.append([item()])
+        while not isinstance(await asyncio.wait_for(said.get(), 20), GroupDone):
+            assert failed == []
         await source.close()
-        api.refusals = [404]
-        source = AtroposSource(spec, said.put_nowait, failed.put_nowait)
-        error = await asyncio.wait_for(failed.get(), 20)
-        assert "rollout.atropos_url must be that of an Atropos API" in str(error)
-        await source.close()
+        assert (failed, api.refusals) == ([], [])
 
     with closing(Api()) as api:
         asyncio.run(scenario(api))
+
+
+def test_a_refusal_of_an_api_that_never_answered_ends_the_run() -> None:
+    async def scenario(api: Api) -> BaseException:
+        failed: asyncio.Queue[BaseException] = asyncio.Queue()
+        spec = RolloutSpec(model_dir="", source="atropos", atropos_url=api.url, row_tokens=64)
+        source = AtroposSource(spec, lambda message: None, failed.put_nowait)
+        error = await asyncio.wait_for(failed.get(), 20)
+        await source.close()
+        return error
+
+    with closing(Api()) as api:
+        api.refusals = [404]
+        text = str(asyncio.run(scenario(api)))
+    assert "rollout.atropos_url must be that of an Atropos API" in text
