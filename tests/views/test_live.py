@@ -3,7 +3,6 @@ starts later."""
 
 import os
 import pty
-import re
 import select
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from tests.rigs.present import present
 from tests.views.runs import Made, make_run, url_of
 from titan_grpo import cli
 from titan_grpo.observe import names, report
-from titan_grpo.observe.names import short
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.views import live
 from titan_grpo.views.live import Follower, State, Tail, screen, spark, step_line
@@ -126,29 +124,27 @@ def follower_of(folder: Path, made: Made) -> Follower:
 
 def test_a_follower_knows_steps_versions_commits_and_errors(tmp_path: Path) -> None:
     state = follower_of(tmp_path, Made(steps=20, servers=3, faulty_server=1)).state
-    said = shown(state)
     assert state.step == 20
     assert state.held == {url_of(0): 20, url_of(1): 19, url_of(2): 20}
-    assert re.search(rf"{short(url_of(1))} +19 +1 +19\n", said)
-    assert re.findall("error: (.{10})", said) == ["version 10", "version 20"]
+    assert state.commits[url_of(1)] == 19
+    assert [error[:10] for error in state.errors] == ["version 10", "version 20"]
 
 
 def test_of_an_older_run_in_the_same_folder_no_server_commit_or_error_is_shown() -> None:
     state = State()
-    state.add_row({"step": 1})
     for run in ("first", "second"):
-        state.history.add("process")
-        state.history.add("server", "a")
-        state.history.add("server", "b")
-        state.history.add("commit", "a", 0)
-        state.history.add("error", f"{run} failed")
+        for entry in (["process"], ["server", "a"], ["server", "b"], ["commit", "a", 0]):
+            state.add_entry(entry)
+        # Before its first step: the process's own.
+        state.add_entry(["error", f"{run} failed"])
         if run == "first":
-            state.history.add("commit", "b", 10)
-            state.history.add("server", "c")
-        state.history.add("first step")
+            state.add_entry(["commit", "b", 10])
+            state.add_entry(["server", "c"])
+        state.add_entry(["first step"])
     assert state.held == {"a": 0, "b": None}
-    lines = [" ".join(line.split()) for line in shown(state).splitlines()]
-    assert lines[-3:] == ["a 0 0 1", "b - - 0", "error: second failed"]
+    assert state.commits == {"a": 1, "b": 0}
+    state.add_entry(["error", "later"])
+    assert list(state.errors) == ["second failed", "later"]
 
 
 def test_a_step_that_comes_again_replaces_those_from_it_on(tmp_path: Path) -> None:
@@ -210,9 +206,9 @@ def test_a_server_is_behind_the_trainer_too_but_not_behind_steps_to_be_made_agai
 def test_before_the_first_step_the_screen_says_what_the_servers_hold(tmp_path: Path) -> None:
     state = State()
     assert "run: no step yet, for 7 s" in shown(state, 7.0)
-    state.history.add("server", "http://a:1")
-    state.history.add("server", "http://b:1")
-    state.history.add("commit", "http://b:1", 0)
+    state.add_entry(["server", "http://a:1"])
+    state.add_entry(["server", "http://b:1"])
+    state.add_entry(["commit", "http://b:1", 0])
     assert "1 of 2 servers hold a version" in shown(state)
 
 

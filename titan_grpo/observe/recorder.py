@@ -100,8 +100,6 @@ class History:
     )
     totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     commits: dict[str, list[int]] = field(default_factory=dict)
-    held: dict[str, int | None] = field(default_factory=dict)
-    """Servers of the last process that have not left -> version last read back; None: none yet."""
     quantised: dict[str, str] = field(default_factory=dict)
     """Server -> quantisation method of its weights as last reported; empty: none."""
     membership: list[Change] = field(default_factory=list)
@@ -121,18 +119,12 @@ class History:
                 self.totals[name] += amount
             case "server", (str(server),):
                 self.commits.setdefault(server, [])
-                self.held.setdefault(server, None)
             case "commit", (str(server), int(version)):
                 self.commits.setdefault(server, []).append(version)
-                self.held[server] = version
             case "quantised", (str(server), str(method)):
                 self.quantised[server] = method
             case "member", (str(server), "joined" | "left" as event, int(version)):
                 self.membership.append(Change(server, event, version))
-                if event == "joined":
-                    self.held.setdefault(server, None)
-                else:
-                    self.held.pop(server, None)
             case "error", (str(message),):
                 self.errors.append(message)
             case "resume", (int(step),):
@@ -150,7 +142,6 @@ class History:
             self.totals[name] += amount
         for server, versions in later.commits.items():
             self.commits.setdefault(server, []).extend(versions)
-        self.held = dict(later.held)
         self.quantised |= later.quantised
         self.membership += later.membership
         self.errors += later.errors
@@ -158,7 +149,7 @@ class History:
         self.evaluations += later.evaluations
 
 
-_ENTRY = msgspec.json.Decoder(list[Any])
+ENTRY = msgspec.json.Decoder(list[Any])
 """Decoder of a line of history.jsonl."""
 
 
@@ -169,25 +160,16 @@ class Histories:
 
     before: History = field(default_factory=History)
     own: History = field(default_factory=History)
-    begun: bool = False
-    """Whether the last one has made a step: older steps may be made again before."""
 
     def add(self, kind: str, *values: Any) -> None:
         """Apply one entry. Raises as History.add does."""
         if kind == "process":
             self.before.extend(self.own)
-            self.own, self.begun = History(), False
+            self.own = History()
         elif kind == "first step":
-            self.before, self.begun = History(), True
+            self.before = History()
         else:
             self.own.add(kind, *values)
-            self.begun |= kind == "resume"
-
-    def add_line(self, line: bytes) -> None:
-        """Apply a line of history.jsonl; a torn or malformed one changes nothing."""
-        # The last is a ValueError from msgspec 0.21 on.
-        with suppress(ValueError, TypeError, KeyError, ValidationError):
-            self.add(*decoded(line, _ENTRY) or [""])
 
     def whole(self) -> History:
         """Copy the history of all of them."""
@@ -205,7 +187,9 @@ def read_history(path: Path) -> Histories:
     # Line by line: after days with many servers they are hundreds of megabytes.
     with path.open("rb") as lines:
         for line in lines:
-            found.add_line(line)
+            # The last is a ValueError from msgspec 0.21 on.
+            with suppress(ValueError, TypeError, KeyError, ValidationError):
+                found.add(*decoded(line, ENTRY) or [""])
     return found
 
 

@@ -16,9 +16,10 @@ from rich.text import Text
 
 from titan_grpo.observe import names
 from titan_grpo.observe.names import short
-from titan_grpo.observe.recorder import Histories, row_of
+from titan_grpo.observe.recorder import ENTRY, row_of
 from titan_grpo.observe.report import duration, held_by, number
 from titan_grpo.observe.run_lock import lives
+from titan_grpo.observe.schema import decoded
 from titan_grpo.views.findings import percent
 from titan_grpo.views.run import band, edges, in_order, summary_of
 
@@ -41,7 +42,8 @@ WINDOW = 10
 """Steps of the column "mean"."""
 
 ERRORS = 5
-"""The last errors on the screen."""
+"""The last errors on the screen. A run of days has many: no more are kept, and commits are
+counted."""
 
 SPARK = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
@@ -122,7 +124,17 @@ class State:
     """Known state of a run."""
 
     rows: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
-    history: Histories = field(default_factory=Histories)
+    held: dict[str, int | None] = field(default_factory=dict)
+    """Server -> version; None: none yet."""
+    commits: dict[str, int] = field(default_factory=dict)
+    """Server -> number of commits seen."""
+    errors: deque[str] = field(default_factory=lambda: deque(maxlen=ERRORS))
+    own_errors: deque[str] = field(default_factory=lambda: deque(maxlen=ERRORS))
+    """Those of the run's last process."""
+    own: dict[str, int] = field(default_factory=dict)
+    """Servers of the run's last process -> number of commits seen of it."""
+    begun: bool = False
+    """Whether the run's last process has made a step: the rows before it may be made again."""
     last_change: float = field(default_factory=time.monotonic)
 
     @property
@@ -131,14 +143,9 @@ class State:
         return int(self.rows[-1]["step"]) if self.rows else 0
 
     @property
-    def held(self) -> dict[str, int | None]:
-        """Server -> version; None: none yet."""
-        return self.history.own.held
-
-    @property
     def newest(self) -> int:
         """The newest version known: of a server, or from which the trainer began its last step."""
-        own = self.rows[-1].get(names.VERSION) if self.rows and self.history.begun else None
+        own = self.rows[-1].get(names.VERSION) if self.rows and self.begun else None
         return max((int(v) for v in (*self.held.values(), own) if v is not None), default=0)
 
     def add_row(self, row: dict[str, Any]) -> None:
@@ -146,6 +153,31 @@ class State:
         while self.rows and self.rows[-1]["step"] >= row["step"]:
             self.rows.pop()
         self.rows.append(row)
+
+    def add_entry(self, entry: Sequence[Any]) -> None:
+        """Apply a line of history.jsonl."""
+        match entry:
+            case ["process"]:  # it may have other servers than the one before
+                self.held, self.own, self.begun = {}, {}, False
+                self.own_errors.clear()
+            case ["server", str(url)] | ["member", str(url), "joined", _]:
+                self.held.setdefault(url, None)
+                self.own.setdefault(url, 0)
+            case ["commit", str(url), int(version)]:
+                self.held[url] = version
+                for commits in (self.commits, self.own):
+                    commits[url] = commits.get(url, 0) + 1
+            case ["member", str(url), "left", _]:
+                self.held.pop(url, None)
+            case ["error", str(message)]:
+                self.errors.append(message)
+                self.own_errors.append(message)
+            case ["resume", _]:
+                self.begun = True
+            case ["first step"]:  # what was before is an older run in the same folder
+                self.begun = True
+                self.errors = self.own_errors.copy()
+                self.commits = dict(self.own)
 
 
 class Follower:
@@ -160,7 +192,8 @@ class Follower:
     def read(self) -> list[dict[str, Any]]:
         """Read new lines. Returns the new rows of metrics.jsonl."""
         for line in self._history.lines():
-            self.state.history.add_line(line)
+            if (entry := decoded(line, ENTRY)) is not None:
+                self.state.add_entry(entry)
         first = not self.state.rows
         rows = [row for line in self._metrics.lines() if (row := row_of(line)) is not None]
         for row in rows:
@@ -248,17 +281,14 @@ def _servers(state: State) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in ("server", "version", "behind", "commits seen"):
         table.add_column(title, justify="left" if title == "server" else "right")
-    parts = (state.history.before, state.history.own)
     for url in in_order(state.held):
         version = state.held[url]
         behind = None if version is None else state.newest - version
         style = "yellow" if behind is None or behind > 1 else ""
-        commits = sum(len(part.commits.get(url, ())) for part in parts)
-        cells = (short(url), version, behind, commits)
+        cells = (short(url), version, behind, state.commits.get(url, 0))
         table.add_row(*("-" if cell is None else str(cell) for cell in cells), style=style)
     return table
 
 
 def _errors(state: State) -> list[Text]:
-    errors = state.history.before.errors + state.history.own.errors
-    return [Text(f"error: {message}", style="red") for message in errors[-ERRORS:]]
+    return [Text(f"error: {message}", style="red") for message in state.errors]
