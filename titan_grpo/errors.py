@@ -139,3 +139,13 @@ def kind_of(error: BaseException) -> str:
     ours: "ProtocolError"."""
     names = (kind.__name__ for kind in type(error).__mro__)
     return next((name for name in names if name in CROSSING), ProtocolError.__name__)
+
+
+def utf8_text(text: str) -> str:
+    """Return a text as UTF-8 can have it. A user's error may quote a lone surrogate, which a policy
+    can write as an escape: it becomes an escape again.
+
+    >>> utf8_text("a\\ud800")
+    'a\\\\ud800'
+    """
+    return text.encode(errors="backslashreplace").decode()

@@ -123,6 +123,15 @@ def test_the_table_has_skipped_optimizer_steps_and_evaluations_if_there_were_any
     assert [line.split(maxsplit=2)[2] for line in found] == ["version 4: reward 0.25, pass@2 0.5"]
 
 
+def test_a_summary_is_written_whatever_an_error_quotes(tmp_path: Path) -> None:
+    """A policy can write a lone surrogate as an escape, and UTF-8 has none."""
+    recorder = Recorder(tmp_path)
+    recorder.error("reward of '\ud800'")
+    report.write_report(recorder, "run", "async", "step 3: '\ud800'")
+    read = msgspec.json.decode((tmp_path / "summary.json").read_bytes(), type=Summary)
+    assert (read.errors, read.ended_by) == ([r"reward of '\ud800'"], r"step 3: '\ud800'")
+
+
 def test_the_table_says_that_there_were_no_errors_only_of_a_run_that_reached_its_end(
     tmp_path: Path,
 ) -> None:

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, ValidationError
 
-from titan_grpo.errors import ConfigError
+from titan_grpo.errors import ConfigError, utf8_text
 from titan_grpo.observe import names, terminal
 from titan_grpo.observe.dashboards import Traces
 from titan_grpo.observe.output import Output, open_lines, open_trace
@@ -323,8 +323,9 @@ class Recorder:
 
     def error(self, message: str) -> None:
         """Record an error that did not stop the run; the summary lists it."""
-        self.add("error", message)
-        self.instant("error", message=message)
+        text = utf8_text(message)
+        self.add("error", text)
+        self.instant("error", message=text)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """End a training step: write one line of metrics.jsonl with all metrics."""

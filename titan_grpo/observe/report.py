@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from titan_grpo.errors import utf8_text
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder, read_last, read_metrics
 from titan_grpo.observe.schema import MeanMax, MedianP95, Server, Summary
@@ -115,7 +116,7 @@ def summarize(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> Su
         errors=history.errors,
         quantised={url: method for url, method in history.quantised.items() if method},
         last_step=recorder.last_row() or read_last(recorder.metrics_path),
-        ended_by=ended_by,
+        ended_by=utf8_text(ended_by),
         **figures,
     )
 

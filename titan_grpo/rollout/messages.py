@@ -18,7 +18,7 @@ import msgspec
 from titan_grpo.config import Rollout
 from titan_grpo.config.rollout import WorkerKeys
 from titan_grpo.config.task import ROLLOUT
-from titan_grpo.errors import DataError, PeerError, TitanGrpoError
+from titan_grpo.errors import DataError, PeerError, TitanGrpoError, utf8_text
 from titan_grpo.observe import names
 from titan_grpo.protocol.frames import Post
 from titan_grpo.protocol.messages import ServerState
@@ -460,9 +460,7 @@ def encode(message: ToWorker | FromWorker) -> str:
             # payload is not checked elsewhere.
             json.dumps(message.group.prompt.payload, allow_nan=False)
         if isinstance(message, Event | Failed):
-            # A user's error may quote a lone surrogate, which a policy can write as an escape.
-            text = message.text.encode(errors="backslashreplace").decode()
-            message = msgspec.structs.replace(message, text=text)
+            message = msgspec.structs.replace(message, text=utf8_text(message.text))
         return msgspec.json.encode(message).decode()
     except (TypeError, ValueError, OverflowError) as error:
         raise DataError(
