@@ -17,6 +17,7 @@ import pytest
 from tests.rigs.board import Board
 from tests.rigs.sockets import free_port
 from titan_grpo.engines import sglang, vllm
+from titan_grpo.engines.generation import Sampling, StreamedAnswer
 from titan_grpo.engines.http import (
     CA_VARIABLES,
     AsyncDriver,
@@ -25,7 +26,7 @@ from titan_grpo.engines.http import (
     SyncDriver,
     TlsFailed,
 )
-from titan_grpo.errors import ConfigError, ServerUnreachable
+from titan_grpo.errors import ConfigError, PeerError, ServerRefused, ServerUnreachable
 
 
 def both(url: str, call: Call[Any], *keys: str) -> list[Any]:
@@ -46,7 +47,7 @@ def both(url: str, call: Call[Any], *keys: str) -> list[Any]:
     for attempt in (run_sync, lambda: asyncio.run(run())):
         try:
             outcomes.append(attempt())
-        except (ServerUnreachable, HttpRefused) as error:
+        except PeerError as error:
             outcomes.append(error)
     return outcomes
 
@@ -83,6 +84,70 @@ def test_a_page_of_a_web_server_is_shown_in_one_line() -> None:
     for error in found:
         assert "was refused with 501: <!DOCTYPE" in str(error)
         assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{}, {"choices": [1]}, {"choices": [None]}, b"[" * 100_000, b"<html>", {"choices": 2}],
+    ids=["empty", "number", "null", "deep", "page", "no list"],
+)
+def test_an_answer_of_another_form_is_a_refusal_of_the_named_server(
+    board: Board, answer: Any
+) -> None:
+    """Any other error would end the run as a bug, with one such server among many."""
+    call = vllm.generate([1], Sampling(1), 5.0)
+    board.routes = {"POST /v1/completions": lambda _: (200, answer)}
+    for error in both(board.url, call):
+        assert type(error) is ServerRefused
+        assert str(error).startswith(f"{board.url}: /v1/completions must answer ")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [b"[1]", b'{"choices": [1]}', b"[" * 100_000, b"no json"],
+    ids=["list", "number", "deep", "text"],
+)
+def test_an_event_of_another_form_is_a_refusal_of_the_named_server(
+    board: Board, event: bytes
+) -> None:
+    async def run() -> None:
+        driver = AsyncDriver(board.url)
+        call = vllm.stream([1], Sampling(1), 5.0)
+        try:
+            await driver.stream(call, StreamedAnswer(call))
+        finally:
+            await driver.close()
+
+    board.routes = {"POST /v1/completions": lambda _: (200, b"data: " + event + b"\n\n")}
+    with pytest.raises(ServerRefused, match=f"^{board.url}: /v1/completions must "):
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"Content-Length: 9999999999999999\r\n\r\n{}",
+        b"Content-Length: 99999999999999999999\r\n\r\n{}",
+        b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffffff\r\n{}",
+        b"Transfer-Encoding: chunked\r\n\r\n-5\r\n{}",
+    ],
+    ids=["more than memory", "no index", "chunk", "negative"],
+)
+def test_a_body_of_a_length_that_none_has_is_no_answer_of_the_named_server(head: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for _ in range(2):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(b"HTTP/1.1 200 OK\r\n" + head)
+
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        for error in both(url, vllm.label(5.0)):
+            assert type(error) is ServerUnreachable
+            assert str(error).startswith(f"{url}: GET /weight_info failed (")
 
 
 def test_a_port_without_a_server_is_unreachable_and_named() -> None:

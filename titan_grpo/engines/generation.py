@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from titan_grpo.engines.http import Call, HttpRefused, want
+from titan_grpo.engines.http import NOT_JSON, Call, HttpRefused, want
 from titan_grpo.errors import ServerRefused
 
 LOGPROB_FLOOR = -9999.0
@@ -138,7 +138,7 @@ def tool_calls(content: Any, found: Iterable[tuple[Any, Any]]) -> tuple[str, Too
     for name, text in found:
         try:
             arguments = msgspec.json.decode(text or "{}")
-        except (TypeError, msgspec.DecodeError, RecursionError):
+        except (TypeError, *NOT_JSON):
             arguments = None
         if not isinstance(arguments, dict):
             return str(content or ""), []
@@ -248,7 +248,7 @@ class StreamedAnswer:
         an invalid one."""
         for payload in self._events.take(chunk):
             if payload != DONE:
-                self._add(*self._call.parse(_event(payload, self._call.path)))
+                self._add(*self._call.read(_event(payload, self._call.path)))
 
     def sampled(self, count: int, finish_reason: str) -> Sampled:
         """Return the first ``count`` tokens with their versions, and ``finish_reason``."""
@@ -275,7 +275,7 @@ def _event(payload: bytes, path: str) -> Any:
     could not say so."""
     try:
         event = msgspec.json.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except NOT_JSON:
         raise ServerRefused(
             f"{path} must stream JSON, got {payload[:200]!r}: another server or another version"
             " of it?"

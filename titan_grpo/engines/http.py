@@ -7,8 +7,8 @@ import functools
 import os
 import ssl
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, Generic, Protocol, TypeVar
@@ -39,6 +39,13 @@ PATH_CHARACTERS = "/%:@!$&'()*+,;=~"
 user has quoted."""
 
 
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""Exceptions of a parser that expects another form: a number in place of an object, say."""
+
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Exceptions of msgspec for bytes that are no JSON, or nested too deep."""
+
+
 class HttpRefused(ServerRefused):
     """A non-2xx answer, or an error in the middle of an answer. ``status``: HTTP status code."""
 
@@ -60,7 +67,8 @@ class Call(Generic[T]):
     """One HTTP request and the pure function that turns its 2xx answer into a value.
 
     ``parse`` gets the decoded JSON body, or ``None`` for an empty or non-JSON one, and raises
-    ServerRefused (through ``want``) if the answer has another form. ``timeout_s``: the deadline in
+    ServerRefused (through ``want``) if the answer has another form. Call ``read`` instead of it:
+    what ``parse`` does not foresee is the server's fault too. ``timeout_s``: the deadline in
     seconds. ``admin``: send the admin key, if there is one. ``key_from``: settings that name the
     variables with the key.
     """
@@ -75,6 +83,17 @@ class Call(Generic[T]):
     key_from: str = (
         "rollout.api_key_env (and rollout.admin_key_env for an SGLang with an admin key)"
     )
+
+    def read(self, answer: Any) -> T:
+        """Return the value of an answer. Raises ServerRefused if it has another form."""
+        try:
+            return self.parse(answer)
+        except UNREADABLE as error:
+            # Without the answer, which may have the server's keys.
+            raise ServerRefused(
+                f"{self.path} must answer in the form of its engine ({error!r}): another server or"
+                " another version of it?"
+            ) from error
 
 
 def want(
@@ -170,9 +189,19 @@ class _Driver:
         self._check(call, status, body)
         try:
             answer = msgspec.json.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except NOT_JSON:
             answer = None
-        return call.parse(answer)
+        with self._named():
+            return call.read(answer)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the server in the refusal of its answer."""
+        try:
+            yield
+        except ServerRefused as refusal:
+            refusal.args = (f"{self.url}: {refusal}",)
+            raise
 
     def _unreachable(
         self, call: Call[Any], error: Exception, began: bool = False
@@ -229,7 +258,7 @@ class SyncDriver(_Driver):
         try:
             connection.request(call.method, target, body, headers)
             response = connection.getresponse()
-            content = response.read()
+            content = _body(response)
             # Not after a server error: uvicorn closes a connection on which a handler raised,
             # without saying so in its answer.
             reusable = not response.will_close and response.status < 500
@@ -271,6 +300,14 @@ class SyncDriver(_Driver):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _body(response: HTTPResponse) -> bytes:
+    """Read the body of an answer. Raises HTTPException for a length that no body has."""
+    try:
+        return response.read()
+    except (MemoryError, OverflowError, ValueError) as error:
+        raise HTTPException(f"the length of its body cannot be: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +380,8 @@ class AsyncDriver(_Driver):
                 async for chunk in answer.chunks():
                     began = True
                     silence.reschedule(clock() + call.timeout_s)
-                    sink.take(chunk)
+                    with self._named():
+                        sink.take(chunk)
         except BROKEN as error:
             if not sink.whole:
                 raise self._unreachable(call, error, began) from error

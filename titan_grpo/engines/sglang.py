@@ -274,10 +274,7 @@ class SglangControl:
         self._tell_plugin(hello(greeting, self._deadline_s))
 
     def check_tool_parser(self) -> None:
-        try:
-            self._run(tool_parser(self._query_s))
-        except ServerUnfit as error:
-            raise ServerUnfit(f"{self.url}: {error}") from error
+        self._run(tool_parser(self._query_s))
 
     def paused(self) -> bool:
         """Return whether generation is paused: without our plugin, whether no token comes."""

@@ -145,7 +145,7 @@ def parse_piece(event: Any) -> Piece:
     if want(event, "choices", list, COMPLETIONS) == []:
         return -1, Sampled()
     choice = _only_choice(event)
-    sampled = _read(choice, choice.get("finish_reason") or "")
+    sampled = _read(choice, str(choice.get("finish_reason") or ""))
     # Open end: a piece does not say how many tokens precede it.
     return -1, replace(sampled, versions=_adapter(event, sys.maxsize) or sampled.versions)
 
