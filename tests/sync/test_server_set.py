@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.threads import no_free_thread
 from tests.sync.conftest import WAIT_S, Lane
 from titan_grpo.errors import ServerRefused, SyncError, TitanGrpoError
 from titan_grpo.observe.recorder import Recorder
@@ -209,6 +210,13 @@ def test_a_server_whose_lane_does_not_end_is_not_added_again(site: Make) -> None
     assert s.set.wait(lambda: s.set.last_error("b") is not None, WAIT_S)
     assert not s.set.add("b")
     assert s.set.urls == ["a"]
+
+
+def test_without_a_free_thread_a_server_leaves_and_may_come_again(site: Make) -> None:
+    s = site("a", "b")
+    with no_free_thread():
+        assert s.set.remove("b", 0.0)
+    assert s.set.add("b")
 
 
 def test_a_server_that_is_taken_while_all_leave_or_come_again_ends_no_run(site: Make) -> None:

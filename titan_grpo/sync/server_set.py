@@ -270,9 +270,13 @@ class ServerSet:
                             f"{url} leaves at version {version}: its rollouts are made elsewhere;"
                             f" {now}"
                         )
-                        threading.Thread(
-                            target=self._end_lane, args=(url,), name=f"leave {url}", daemon=True
-                        ).start()
+        # Without any lock: the end of a lane is a change too.
+        for url in (action.url for action in actions if isinstance(action, members.Leave)):
+            name = f"leave {url}"
+            try:
+                threading.Thread(target=self._end_lane, args=(url,), name=name, daemon=True).start()
+            except RuntimeError:  # no free thread: the caller's waits for the lane's end
+                self._end_lane(url)
 
     def _joins(self, url: str) -> None:
         server = self._servers.setdefault(url, _Server())
