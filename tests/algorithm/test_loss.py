@@ -387,7 +387,7 @@ def test_the_on_policy_gap_leaves_out_rows_of_older_versions() -> None:
 
 
 def test_log_probabilities_are_summed_apart_by_the_sign_of_the_advantage() -> None:
-    batch = micro_batch() | {"advantages": torch.tensor([[2.0], [-1.0]])}
+    batch = micro_batch() | {"advantages": torch.tensor([[0.5], [-0.5]])}
     logprobs = torch.tensor([[-0.5, -1.5, -1.0], [-4.0, -2.0, -3.0]])
     metrics = grpo_loss(logprobs, batch, GRPO())[1]
     labelled = batch["labels"] >= 0
@@ -395,3 +395,13 @@ def test_log_probabilities_are_summed_apart_by_the_sign_of_the_advantage() -> No
         own = logprobs[row][labelled[row]]
         assert metrics[f"{name}_count_sum"] == own.numel()
         assert metrics[f"{name}_logprob_sum"].item() == pytest.approx(own.sum().item())
+
+
+def test_the_extremes_are_of_labelled_tokens_and_the_least_is_negated() -> None:
+    batch = micro_batch()
+    labelled = batch["labels"] >= 0
+    assert not labelled.all()
+    logprobs = torch.where(labelled, torch.tensor([[-0.5, -1.5, -1.0], [-4.0, -2.0, -3.0]]), -9.0)
+    metrics = grpo_loss(logprobs, batch, GRPO())[1]
+    assert metrics["logprob_max"] == logprobs[labelled].max()
+    assert -metrics["minus_logprob_max"] == logprobs[labelled].min()
