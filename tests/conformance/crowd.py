@@ -86,11 +86,12 @@ class Tokens(StreamedAnswer):
         super().__init__(call)
         self._changed = changed
 
-    def take(self, chunk: bytes) -> None:
+    def take(self, chunk: bytes) -> bool:
         """The next bytes."""
         with self._changed:
-            super().take(chunk)
+            came = super().take(chunk)
             self._changed.notify_all()
+            return came
 
 
 class Crowd:

@@ -32,10 +32,11 @@ class Steps(StreamedAnswer):
         super().__init__(call)
         self.counts: list[int] = []
 
-    def take(self, chunk: bytes) -> None:
+    def take(self, chunk: bytes) -> bool:
         """The next bytes."""
-        super().take(chunk)
+        came = super().take(chunk)
         self.counts.append(self.count)
+        return came
 
     def all(self) -> Sampled:
         return self.sampled(self.count, self.finish_reason)

@@ -282,3 +282,22 @@ def test_silence_counts_as_broken_and_slowness_does_not() -> None:
     with pytest.raises(ServerUnreachable, match=r"silent for 3 s"):
         listen(slowly, answer, call)
     assert answer.count == 6, "3.6 s in all, and no silence of 3 s before the last token"
+
+
+def test_comments_that_keep_a_connection_open_are_silence() -> None:
+    """vLLM sends them with --sse-keep-alive-interval, also while its engine is frozen."""
+
+    async def comment(writer: asyncio.StreamWriter) -> None:
+        never = asyncio.get_running_loop().create_future()
+        body = events(of_vllm(0, 5), of_vllm(5, 9))
+        for piece in (body[:-20], body[-20:], *[b": keep-alive\n\n"] * 600):
+            writer.write(piece)
+            sent.append(piece)
+            await asyncio.wait([never], timeout=0.2)
+
+    sent: list[bytes] = []
+    answer, call = StreamedAnswer(VLLM), vllm.stream([1], Sampling(9), 1.0)
+    with pytest.raises(ServerUnreachable, match=r"silent for 1 s"):
+        listen(comment, answer, call)
+    assert answer.count == 9
+    assert len(sent) < 30

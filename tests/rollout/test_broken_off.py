@@ -82,9 +82,10 @@ class Told:
     def whole(self) -> bool:
         return self._sink.whole
 
-    def take(self, chunk: bytes) -> None:
-        self._sink.take(chunk)
+    def take(self, chunk: bytes) -> bool:
+        came = self._sink.take(chunk)
         self._came.set()
+        return came
 
 
 class Telling(AsyncDriver):

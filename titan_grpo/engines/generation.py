@@ -220,6 +220,12 @@ class Events:
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
+    @property
+    def begun(self) -> bool:
+        """Whether a part of an event's line has come. Comments are none: vLLM's
+        ``--sse-keep-alive-interval`` sends them, whatever its engine does."""
+        return self._rest.startswith(b"data:")
+
 
 class StreamedAnswer:
     """One streamed answer, as received so far."""
@@ -243,12 +249,14 @@ class StreamedAnswer:
         """Whether the answer has its finish reason."""
         return bool(self.finish_reason)
 
-    def take(self, chunk: bytes) -> None:
-        """Take the next bytes of the body. Raises HttpRefused for an error event, ServerRefused for
-        an invalid one."""
-        for payload in self._events.take(chunk):
+    def take(self, chunk: bytes) -> bool:
+        """Take the next bytes of the body; return whether any are an event's. Raises HttpRefused
+        for an error event, ServerRefused for an invalid one."""
+        payloads = self._events.take(chunk)
+        for payload in payloads:
             if payload != DONE:
                 self._add(*self._call.read(_event(payload, self._call.path)))
+        return bool(payloads) or self._events.begun
 
     def sampled(self, count: int, finish_reason: str) -> Sampled:
         """Return the first ``count`` tokens with their versions, and ``finish_reason``."""

@@ -116,8 +116,9 @@ def ignore(_answer: Any) -> None:
 class Sink(Protocol):
     """Consumer of a streamed answer."""
 
-    def take(self, chunk: bytes) -> None:
-        """Take the next bytes of the body. Raises ServerRefused if they are invalid."""
+    def take(self, chunk: bytes) -> bool:
+        """Take the next bytes of the body; return whether they are of the answer, and not only keep
+        the connection open. Raises ServerRefused if they are invalid."""
 
     @property
     def whole(self) -> bool:
@@ -362,8 +363,8 @@ class AsyncDriver(_Driver):
     async def stream(self, call: Call[Any], sink: Sink) -> None:
         """Execute a call, and hand the body of a 2xx answer to ``sink`` as it comes.
 
-        ``call.timeout_s`` bounds the time to the first byte and each silence after it, not the
-        whole. Raises as ``run`` does, and ServerUnreachable if the body ends before the sink is
+        ``call.timeout_s`` bounds the time to the answer's first byte and each silence after it, not
+        the whole. Raises as ``run`` does, and ServerUnreachable if the body ends before the sink is
         whole. Connection errors after that are ignored.
         """
         began, clock = False, asyncio.get_running_loop().time
@@ -378,10 +379,11 @@ class AsyncDriver(_Driver):
                     body = b"".join([chunk async for chunk in answer.chunks()])
                     self._check(call, answer.status, body)
                 async for chunk in answer.chunks():
+                    with self._named():
+                        if not sink.take(chunk):
+                            continue
                     began = True
                     silence.reschedule(clock() + call.timeout_s)
-                    with self._named():
-                        sink.take(chunk)
         except BROKEN as error:
             if not sink.whole:
                 raise self._unreachable(call, error, began) from error

@@ -272,10 +272,11 @@ class TokenStream(StreamedAnswer):
         self._newest, self._count = newest, 0
         self.version: int | None = None
 
-    def take(self, chunk: bytes) -> None:
-        super().take(chunk)
+    def take(self, chunk: bytes) -> bool:
+        came = super().take(chunk)
         if (newest := self._newest()) is not None and self.count:
             self._count, self.version = self.count, newest
+        return came
 
     def kept(self) -> Sampled:
         """Return the valid tokens of a broken stream; all of them, with the finish reason, if only
