@@ -499,6 +499,8 @@ def test_gsm8k_is_a_function_over_rows_in_the_models_template(
         ("\\boxed{3/4}", "0.75"),
         ("First 20 - 2. The answer is $18.", "18"),
         ("She pays **$1,018.50**.", "1018.5"),
+        ("The answer is \u22125.", "-5"),
+        ("\\boxed{\u00a318\\;\\text{each}}", "18"),
     ],
 )
 def test_gsm8k_takes_a_number_for_the_number_that_it_is(said: str, wanted: str) -> None:
@@ -521,6 +523,7 @@ def test_gsm8k_takes_a_number_for_the_number_that_it_is(said: str, wanted: str) 
         "\\boxed{18 or 19}",
         "\\boxed{1\\frac{8}{1}}",
         "18, or \\boxed{}",
+        "The answer is \u221218.",
         "eighteen",
         "",
     ],

@@ -81,11 +81,12 @@ BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 
 DRESS = (
     (re.compile(r"\{,\}"), ","),
-    (re.compile(r"\\[ !,]|\\?[$%]|~"), ""),
+    (re.compile(r"\\[ !,:;]|\\?[$%£€]|~"), ""),
+    (re.compile("\u2212"), "-"),
     (re.compile(r"\\(?:text|textbf|mathrm|mathbf) *\{([^{}]*)\}"), r"\1"),
     (re.compile(r"(?<!\d)\\[dt]?frac *\{([\d,.]+)\} *\{([\d,.]+)\}"), r"\1/\2"),
 )
-"""What LaTeX writes around a number, and what is read in its place."""
+"""What LaTeX writes around a number, a currency, the Unicode minus; what is read in their place."""
 
 PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 WRITTEN = re.compile(rf"((?<!\d)-)?({PLAIN})(?:/({PLAIN}))?")
