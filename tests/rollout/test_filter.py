@@ -101,6 +101,8 @@ def test_a_step_is_made_of_the_groups_that_the_filter_keeps_and_none_is_made_aga
     assert dropped in (2, 3)
     assert len(server.bodies) == (3 + dropped) * GROUP
     assert counters["thrown_tokens"] == 4 * GROUP * dropped
+    # Its servers have generated the dropped ones too.
+    assert counters["tokens"] == counters[f"tokens.{server.url}"] == 4 * GROUP * (3 + dropped)
     assert "skipped" not in counters
     assert counters["made.4"] == GROUP * (3 + dropped)
     # Rewards of the dropped ones, once, for the mean of all.

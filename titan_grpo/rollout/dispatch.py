@@ -23,7 +23,7 @@ from titan_grpo.rollout.sampler import (
 )
 from titan_grpo.rollout.schedule import Durations, Room, Server, Starts
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
-from titan_grpo.samples import NO_TOKENS, Completion
+from titan_grpo.samples import NO_TOKENS, Completion, Group
 
 WINDOW = 100
 """Number of latest groups over which ``rollout.task_error_budget`` counts errors."""
@@ -210,22 +210,24 @@ class Dispatcher:
             # an agent's episode began again.
             more = sum(part.answers for part in run.parts) - answers
             self._counts.add("requests", max(0, more))
-        self._task_gave_a_group()
-        tokens = sum(c.num_sampled for c in group.completions)
+        tokens = self._note_finished(run, group)
         # Answers to an agent that it did not wait for are in no completion.
         unused = sum(part.num_sampled for part in run.parts) - tokens
         self._counts.add("thrown_tokens", unused)
-        self._counts.add("tokens", tokens)
-        if not run.server.left:
-            self._counts.add(messages.TOKENS + run.server.url, tokens)
         self._counts.made(group.completions)
         if whole:
             self._durations.took(group, asyncio.get_running_loop().time() - run.began_s)
         self._send(messages.GroupDone(run.ticket.done(), group, self._counts.changed()))
 
-    def _task_gave_a_group(self) -> None:
+    def _note_finished(self, run: Running, group: Group) -> int:
+        """Note a group that its task finished; return its number of sampled tokens."""
         self._in_a_row.clear()
         self._task_errors.append(False)
+        tokens = sum(c.num_sampled for c in group.completions)
+        self._counts.add("tokens", tokens)
+        if not run.server.left:
+            self._counts.add(messages.TOKENS + run.server.url, tokens)
+        return tokens
 
     def _free_one(self, run: Running) -> None:
         """Count one request less: a completion ended, or was finished when the group started."""
@@ -369,7 +371,7 @@ class Dispatcher:
 
     def _leave_out(self, run: Running, verdict: NotAccepted) -> None:
         """Report a group that was left out by choice; the next prompt takes its place."""
-        self._task_gave_a_group()
+        self._note_finished(run, verdict.group)
         self._counts.add(f"dropped.{verdict.reason}")
         self._throw_away(run.parts)
         self._starts.note(GiveUp(run.ticket.index))
