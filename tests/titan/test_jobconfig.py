@@ -183,6 +183,10 @@ def test_no_bound_on_the_gradient_norm_is_infinity(parse: Parse) -> None:
         ("--grpo.sglang-urls http://a:1", "command line: .*; it is rollout.servers here"),
         ("--rollout.engine trt", "command line: invalid choice 'trt'"),
         (
+            "--rollout.launch_args --enforce-eager",
+            "command line: Missing value for argument '--rollout.launch-args'.*needs =, as in",
+        ),
+        (
             "--parallelism.tensor_parallel_degree=3",
             "seq_len must be a multiple of parallelism.tensor_parallel_degree",
         ),

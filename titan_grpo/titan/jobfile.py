@@ -45,6 +45,9 @@ _TYPES = {
 FLAGS = "a boolean is a flag without a value: --grpo.KEY for true, --grpo.no-KEY for false"
 """Remedy of a boolean with a value on the command line."""
 
+DASHES = "a value that begins with - needs =, as in --rollout.launch_args=--enforce-eager"
+"""Remedy of an argument whose value was taken for the next argument."""
+
 _STRAY = re.compile(r"Unrecognized options: (true|false)\b", re.IGNORECASE)
 
 
@@ -193,6 +196,8 @@ def load(base: Any, args: Sequence[str], table: Mapping[str, Any]) -> Any:
         hint = older.hint(option[1].replace("-", "_")) if option else ""
         if _STRAY.match(words):
             hint = FLAGS
+        elif words.startswith("Missing value"):
+            hint = DASHES
         raise ConfigError(f"command line: {words}{hint and '; ' + hint}") from stop
     except (ValueError, TypeError, AssertionError) as error:  # the last: torchtitan's own checks
         raise ConfigError(f"configuration: {one_line(str(error))}") from error
@@ -204,7 +209,9 @@ def one_line(text: str) -> str:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     words = " ".join(re.sub(r"[\u2500-\u257f]+", " ", plain).split())
     words = re.sub(
-        r"^(Parsing error|Value error|Invalid choice|Unrecognized options)\s+", "", words
+        r"^(Parsing error|Value error|Invalid choice|Unrecognized options|Missing argument)\s+",
+        "",
+        words,
     )
     words = re.split(r" Argument helptext| For full helptext", words, maxsplit=1)[0]
     # Keep only the first suggestion, without the help that follows it.
