@@ -58,7 +58,9 @@ def test_a_field_that_cannot_be_done_is_refused_with_its_name_and_value(
 
 
 @pytest.mark.parametrize(
-    "body", [b"{", b"[]", b'"text"', b'{"stop": "\\ud800"}', b'{"stop": "\xff"}']
+    "body",
+    [b"{", b"[]", b'"text"', b'{"stop": "\\ud800"}', b'{"stop": "\xff"}', b"[" * 100_000],
+    ids=["torn", "a list", "a text", "a lone surrogate", "no text", "deep"],
 )
 def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(Refused, match="the body must be"):

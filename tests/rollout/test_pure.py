@@ -295,13 +295,32 @@ def test_a_record_is_read_whatever_characters_are_in_it_and_wherever_it_is_torn(
     assert path.read_bytes() == whole
 
 
-def test_a_bad_line_inside_a_record_is_refused_by_its_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "line", ['{"version": ', '{"version": 1, "groups": ' + "[" * 100_000], ids=["torn", "deep"]
+)
+def test_a_bad_line_inside_a_record_is_refused_by_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "r.jsonl"
-    path.write_text('{"version": 0}\n{"version": \n{"version": 2}\n')
+    path.write_text(f'{{"version": 0}}\n{line}\n{{"version": 2}}\n')
     for read in (lambda: ReplayClient(str(path)), lambda: GroupRecorder(str(path), 1)):
         with pytest.raises(DataError, match=r"r\.jsonl:2 is not a recorded batch"):
             read()
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_recorded_batch_that_cannot_be_trained_on_is_refused_by_its_version(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "r.jsonl"
+    record(path, [Group(Prompt(0, (1,)), (GOOD,))])
+    whole = path.read_bytes()
+    without = json.loads(whole)
+    without["groups"][0]["completions"] = []
+    server = json.dumps(GOOD.server).encode()
+    for line in (json.dumps(without).encode(), whole.replace(server, b'"caf\xe9"')):
+        assert line != whole
+        path.write_bytes(line)
+        with pytest.raises(DataError, match=r"r\.jsonl: the batch of version 0 must have the fie"):
+            ReplayClient(str(path)).next_batch(0, 1, 1)
 
 
 def test_a_recorded_step_that_dynamic_sampling_left_short_is_replayed_as_it_was(

@@ -122,10 +122,11 @@ def test_what_breaks_the_schema_is_refused_by_place_rule_and_value(
             b'{"groups": [{"policy_version": "3"}], "x": "\xff"}',
             "the body must be JSON: 'utf-8'",
         ),
+        (b'{"groups": [{"id": "caf\xe9"}]}', "the body must be JSON: 'utf-8'"),
         (b'{"groups": ' + b"[" * 100_000, "the body must be JSON: maximum recursion depth"),
         (b'{"groups": [3], "groups": []}', r"body.groups\[0\]: Expected `object`, got `int`$"),
     ],
-    ids=["torn", "no text", "deep", "a key twice"],
+    ids=["torn", "no text", "no text in a field", "deep", "a key twice"],
 )
 def test_what_is_no_json_behind_its_first_fault_is_refused_in_one_line(
     text: bytes, message: str

@@ -461,7 +461,7 @@ class Agents:
         try:
             # JSON has no NaN and no infinity.
             reward = msgspec.json.decode(request.body, type=Rewarded).reward
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:
             shown = f"got {request.body[:100]!r}"
             text = f'the body must be {{"reward": a finite number}}, {shown}: {error}'
             raise Refused(400, text, "reward") from error

@@ -132,7 +132,7 @@ def parse(body: bytes, row_tokens: int = sys.maxsize) -> list[Incoming]:
         rule, _, place = str(error).partition(" - at `$")
         place = place.rstrip("`")
         raise DataError(f"body{place}: {rule}{_got(body, place)}") from error
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of a text that is not UTF-8
         raise DataError(f"the body must be JSON: {error}") from error
     return [_incoming(each, f"body.groups[{n}]", row_tokens) for n, each in enumerate(groups)]
 

@@ -120,9 +120,11 @@ class ReplayClient:
                 file.seek(self._batches[self._next][1])
                 # no deadline: it reads a file
                 batch = msgspec.json.decode(file.readline(), type=Batch)
+            if not all(group.completions for group in batch.groups):
+                raise ValueError("a group has no completions")
         except OSError as error:
             raise _unreadable(self._path, error) from error
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{self._path}: the batch of version {versions[self._next]} must have the fields"
                 f" of samples.Group: {error}"
@@ -167,7 +169,7 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
             for number, line in enumerate(file, 1):
                 try:
                     version = msgspec.json.decode(line, type=_Version).version
-                except msgspec.MsgspecError as error:
+                except (ValueError, RecursionError) as error:
                     if not file.read(1):
                         return
                     raise DataError(f"{path}:{number} is not a recorded batch: {error}") from error
