@@ -61,6 +61,11 @@ DAMAGE = {
     "bytes that are no text": ("metrics.jsonl", b"\xff\xfe\0\n"),
     "brackets without end": ("metrics.jsonl", b"[" * 100_000 + b"\n"),
     "an evaluation without a name": ("metrics.jsonl", b'{"step": 3, "evaluation/reward": 2}\n'),
+    "numbers that no column has room for": (
+        "trace.json",
+        b'{"ph":"X","name":"train","tid":18446744073709551616,"args":{}},\n'
+        b'{"ph":"M","name":"thread_name","tid":9223372036854775808,"args":{"name":"a"}},\n',
+    ),
     "a history of no text": ("history.jsonl", b"\xff\xfe\n"),
     "entries of other types": (
         "history.jsonl",

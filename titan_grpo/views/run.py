@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -34,10 +34,14 @@ TRAINER = "main thread"
 """Track of the trainer's own spans; a server's track is its URL."""
 
 
+Whole = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
+"""What a column has room for. A line with a larger number is none that a recorder writes."""
+
+
 # gc=False: there are millions and none is in a cycle; the garbage collector would double the time.
 class _Args(msgspec.Struct, gc=False):
-    version: int | None = None
-    step: int | None = None
+    version: Whole | None = None
+    step: Whole | None = None
     name: str = ""
     message: str = ""
     zero_s: float | None = None
@@ -47,7 +51,7 @@ class _Args(msgspec.Struct, gc=False):
 class _Event(msgspec.Struct, gc=False):
     ph: str
     name: str
-    tid: int = -1
+    tid: Whole = -1
     ts: float = 0.0
     dur: float = 0.0
     args: _Args = msgspec.field(default_factory=_Args)
