@@ -97,7 +97,7 @@ def correct(completions: list[str], answer: list[str]) -> list[float]:
     """Return 1 for each final answer that is the reference's number, else 0."""
     rewards = []
     for completion, reference in zip(completions, answer, strict=True):
-        wanted = reference.rpartition(ANSWER_MARK)[2].strip()
+        wanted = str(reference).rpartition(ANSWER_MARK)[2].strip()  # a file may have numbers
         number = number_of(wanted)
         if number is None:
             raise DataError(
@@ -152,6 +152,6 @@ def gsm8k(options: TaskOptions) -> FunctionTask:
     try:
         return FunctionTask.load(keys)
     except (ConfigError, DataError) as error:
-        # by the key that the user has set
-        text = str(error).replace("rollout.dataset", "rollout.task_path")
+        # by the key that the user has set; this task has no filter
+        text = str(error).replace("rollout.dataset", "rollout.task_path").partition(", or leave")[0]
         raise type(error)(f"{text} ({GSM8K_SOURCE})") from error

@@ -64,7 +64,7 @@ class Condition:
         column, sign, shown = found.groups()
         try:
             value = json.loads(shown)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{key} must compare with a JSON value (a text in double quotes), got {shown!r} in"
                 f" {text!r}"
@@ -236,8 +236,12 @@ def open_table(keys: TaskKeys) -> Any:
         )
     source = BUILDERS[Path(name).suffix.lower()] if files else name
     try:
+        _require_no_null(files)
         table = datasets.load_dataset(source, **options)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except StopIteration as error:
+        # ``datasets`` raises this for an empty file.
+        raise DataError(f"{key} {name!r} has no rows") from error
+    except Exception as error:  # whatever a damaged file leads to, in many libraries
         if files:
             # The error of ``datasets`` for a file of blank lines.
             empty = "corresponds to no data" in str(error)
@@ -254,9 +258,6 @@ def open_table(keys: TaskKeys) -> Any:
         if not Path(name).is_dir():
             what = f"is no file or folder here, and {what} from the Hub"
         raise ConfigError(f"{key} {name!r} {what}: {_cause(error)}") from error
-    except StopIteration as error:
-        # ``datasets`` raises this for an empty file.
-        raise DataError(f"{key} {name!r} has no rows") from error
     if not files or keys.dataset_split == WHOLE:
         return table
     try:
@@ -270,6 +271,16 @@ def open_table(keys: TaskKeys) -> Any:
         ) from error
 
 
+def _require_no_null(files: Sequence[str]) -> None:
+    """Raise ValueError if a file of JSON begins with null, at which Arrow (26.0) ends the process
+    by a signal."""
+    for path in files:
+        if BUILDERS[Path(path).suffix.lower()] == "json":
+            with open(path, "rb") as file:
+                if re.match(rb"\s*null\b", file.read(64)):
+                    raise ValueError("it begins with null")
+
+
 def _bad_line(files: Sequence[str]) -> str:
     """Return the place and fault of the first line of JSONL files that is no object, or empty."""
     for path in files:
@@ -281,7 +292,7 @@ def _bad_line(files: Sequence[str]) -> str:
                     if not line.strip() or isinstance(json.loads(line), dict):
                         continue
                     reason = "it is something else"
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     reason = str(error)
                 return f"{path}:{number} must be a JSON object ({reason}): {line[:80]!r}"
     return ""

@@ -214,7 +214,7 @@ class FunctionTask:
         tools = row.get("tools") or self._tools
         try:
             return json.loads(tools) if isinstance(tools, str) else tools
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"column 'tools' must be JSON, got {tools!r:.100}: {error}") from error
 
     @staticmethod
@@ -245,7 +245,7 @@ def said_in(row: Mapping[str, Any]) -> tuple[str, Any]:
     name = MESSAGES if MESSAGES in row else TEXTS
     value = row[name]
     if name == MESSAGES and isinstance(value, str):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             found = json.loads(value)
             return name, value if check_messages(found) else found
     return name, value
@@ -409,7 +409,7 @@ def _tools(keys: WorkerKeys) -> list[Any] | None:
         return None
     try:
         tools = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{key} must be a JSON file, got {path!r}: {error}") from error
     if not isinstance(tools, list):
         raise ConfigError(f"{key} must hold a list of tool schemas, got {tools!r:.100}")
