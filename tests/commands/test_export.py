@@ -228,8 +228,11 @@ def test_views_of_one_stacked_parameter_are_written_as_tensors_of_their_own(tmp_
     assert torch.equal(load_file(tmp_path / "model.safetensors")["expert.2"], stacked[2])
 
 
-def test_a_base_directory_without_a_config_is_refused(tmp_path: Path) -> None:
+def test_a_base_directory_without_a_config_or_with_a_damaged_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
+        copy_assets(tmp_path, tmp_path, "bfloat16")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json must be a model's config\.json"):
         copy_assets(tmp_path, tmp_path, "bfloat16")
 
 

@@ -149,13 +149,28 @@ def test_a_model_gets_plain_text_where_it_has_no_chat_template_but_not_where_tha
     tokenizer.write_text(json.dumps(settings | {"chat_template": "{% for %}"}))
     with pytest.raises(ConfigError, match="the chat template of model is no template"):
         make()
-    tokenizer.write_text("{")
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json must be JSON"):
-        make()
+    for text in ("{", "[" * 100_000):
+        tokenizer.write_text(text)
+        with pytest.raises(ConfigError, match=r"tokenizer_config\.json must be JSON"):
+            make()
+    for templates in ([None], [{"name": "default"}], ["a"]):
+        tokenizer.write_text(json.dumps(settings | {"chat_template": templates}))
+        with pytest.raises(ConfigError, match="chat_template in model must be a text, or a list"):
+            make()
     tokenizer.write_text(json.dumps(settings | {"chat_template": None}))
     make()
     config = jobconfig.parse(["--job.config_file", "train.toml"])
     assert config.rollout.chat_template == "none"
+
+
+@pytest.mark.parametrize("positions", [1, 0, -1, 2.5, "2048", None])
+def test_a_model_without_positions_is_refused(folder: Path, positions: Any) -> None:
+    path = folder / "model/config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": positions})
+    )
+    with pytest.raises(ConfigError, match="must be a whole number, 2 or more, got"):
+        make()
 
 
 def test_messages_need_a_model_with_a_chat_template(folder: Path) -> None:

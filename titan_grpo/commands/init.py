@@ -183,10 +183,10 @@ def new(args: argparse.Namespace, out: Path) -> dict[Path, str]:
         args.reward = f"rewards:holds_{column}"
     name, flavor = _flavor(args.flavor, settings)
     positions = settings.get("max_position_embeddings", LONGEST)
-    if not isinstance(positions, int):
+    if not isinstance(positions, int) or positions < 2:
         raise ConfigError(
-            f"max_position_embeddings in --model's config.json must be a whole number, got"
-            f" {positions!r}"
+            f"max_position_embeddings in --model's config.json must be a whole number, 2 or more,"
+            f" got {positions!r}"
         )
     length = min(LONGEST, positions)
     text = JOB.format(

@@ -193,7 +193,13 @@ def templates_of(folder: Path) -> dict[str, str]:
     if not found:
         found = _json_file(folder / "chat_template.json").get("chat_template")
     if isinstance(found, list):
-        templates = {str(each["name"]): str(each["template"]) for each in found}
+        try:
+            templates = {str(each["name"]): str(each["template"]) for each in found}
+        except (TypeError, LookupError) as error:
+            raise ConfigError(
+                f"chat_template in {folder} must be a text, or a list of objects with name and"
+                f" template, got {found!r:.100}"
+            ) from error
     else:
         templates = {DEFAULT: found} if isinstance(found, str) else {}
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
@@ -219,7 +225,7 @@ def _json_file(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(_read(str(path)))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} must be JSON: {error}") from error
     return content if isinstance(content, dict) else {}
 

@@ -101,7 +101,7 @@ def flavor_of(settings: Mapping[str, Any]) -> tuple[str, str]:
         same &= getattr(args, "enable_weight_tying", tied) == tied
         if same and not attention_violation(flavor, args):
             return MODELS[kind], flavor
-    shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    shown = ", ".join(f"{name} {size!r}" for name, size in sizes.items())
     raise ConfigError(
         f"no model of torchtitan has the sizes of config.json (model_type {kind!r}, {shown}): name"
         f" it (--flavor NAME/FLAVOR); sizes of {', '.join(MODELS)} are compared"

@@ -24,6 +24,7 @@ from titan_grpo.receive.commit import tensor_views
 from titan_grpo.receive.fetch import Content, Fetch, MemfdReader, Open, TcpReader
 from titan_grpo.sync.images import ImagePool, Published
 from titan_grpo.sync.process import SyncProcess
+from titan_grpo.titan.jobfile import read_config
 
 ASSETS = (
     "config.json",
@@ -127,7 +128,8 @@ def write_adapter(
 def copy_assets(source: Path, out: Path, dtype: str) -> None:
     """Copy configuration and tokenizer, with ``dtype`` as the type in config.json.
 
-    Raises ConfigError if there is no config.json: no engine could load the directory.
+    Raises ConfigError if there is no config.json, or a damaged one: no engine could load the
+    directory.
     """
     if not (source / "config.json").is_file():
         raise ConfigError(
@@ -135,10 +137,10 @@ def copy_assets(source: Path, out: Path, dtype: str) -> None:
             " config.json: no server could load what is exported; point it at the directory of the"
             " base model"
         )
+    config = read_config(source)
     for path in (path for pattern in ASSETS for path in source.glob(pattern)):
         if path.is_file():
             shutil.copyfile(path, out / path.name)
-    config = json.loads((out / "config.json").read_text())
     # transformers renamed the key: keep the base model's.
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
