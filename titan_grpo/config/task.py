@@ -180,7 +180,6 @@ def task_rules(r: TaskKeys) -> Rules:
     count = len(r.reward)
     rule = f"empty or one weight for each of the {count} functions of rollout.reward"
     yield len(r.reward_weights) not in (0, count), "reward_weights", rule
-    yield not all(map(isfinite, r.reward_weights)), "reward_weights", "of finite numbers"
     if r.chat_template == TEXT:
         for name in ("system_prompt", "tools", "chat_template_kwargs"):
             rule = 'empty with rollout.chat_template = "none" (a plain text has no place for it)'

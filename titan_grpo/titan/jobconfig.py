@@ -37,6 +37,7 @@ from titan_grpo.titan.jobfile import (
     read_toml,
     refuse,
     toml,
+    unusable,
 )
 from titan_grpo.titan.servers import known_servers
 
@@ -104,13 +105,14 @@ def read(
         given |= {f"grpo.{name}" for name in keys}
     config.evaluation = [_evaluation(n, t, config.rollout) for n, t in enumerate(config.evaluation)]
     # In this order: each part computes with numbers that the parts before have checked.
-    refuse(rules.not_finite(config))
+    refuse(unusable(config))
     refuse(our_config.violations(config))
     _derive(config, given)
     if not config.lora.rank and any(key.startswith("lora.") for key in given):
         refuse([f"lora.rank must be 1 or greater with a section [lora], got {config.lora.rank}"])
     refuse(rules.violations(config, on_cpu, world_size))
     refuse(compat.upstream().violations(config, on_cpu is True))
+    refuse(_compiler(config.compile))
     refuse(_model_violations(config))
     resolve_aliases(config.grpo)
     notes += inert(config, given, rules.inert(config))
@@ -193,6 +195,17 @@ def _derive(config: Any, given: set[str]) -> None:
             setattr(config.comm, name, max(getattr(config.comm, name), needed))
 
 
+def _compiler(keys: Any) -> list[str]:
+    if not keys.enable:
+        return []
+    # not at the top: it imports torch's compiler
+    from torch._dynamo.backends.registry import list_backends
+
+    if keys.backend in list_backends(()):
+        return []
+    return [f"compile.backend must be one of {', '.join(list_backends())}, got {keys.backend!r}"]
+
+
 def _model_violations(config: Any) -> list[str]:
     try:
         _, args = model_of(config.model.name, config.model.flavor)
@@ -239,6 +252,17 @@ def check_files(
         ConfigError: the first problem, with the key that names the file.
         DataError: the checkpoint to go on from is damaged.
     """
+    try:
+        return _check_files(config, environ or {}, ranks, all_files)
+    except OSError as error:  # a folder that may not be searched, a name that is too long
+        raise ConfigError(
+            f"a file of the job cannot be used, {str(error.filename)!r:.200}: {error.strerror}"
+        ) from error
+
+
+def _check_files(
+    config: Any, environ: Mapping[str, str], ranks: int | None, all_files: bool
+) -> list[str]:
     folder = Path(config.model.hf_assets_path)
     if not folder.is_dir():
         raise ConfigError(
@@ -256,20 +280,24 @@ def check_files(
         if (path := getattr(rollout, name)) and not Path(path).is_file():
             source = f" ({GSM8K_SOURCE})" if name == "task_path" and rollout.task == "gsm8k" else ""
             raise ConfigError(f"rollout.{name} must be an existing file, got {path!r}{source}")
-    if rollout.record_path and Path(rollout.record_path).is_dir():
-        raise ConfigError(
-            f"rollout.record_path must be a file, {rollout.record_path!r} is a directory"
-        )
+    saved = config.job.save_config_file
+    written = {
+        "rollout.record_path": rollout.record_path or None,
+        "job.save_config_file": None if saved is None else f"{config.job.dump_folder}/{saved}",
+    }
+    for key, path in written.items():
+        if path is not None and Path(path).is_dir():
+            raise ConfigError(f"{key} must be a file, {path!r} is a directory")
     # Rank 0's host alone starts servers.
-    starts_servers = rollout.servers == [LAUNCH] and (environ or {}).get("RANK", "0") == "0"
+    starts_servers = rollout.servers == [LAUNCH] and environ.get("RANK", "0") == "0"
     for engine in rollout.launch_engines if all_files and starts_servers else ():
         check_python(rollout, engine)
     tasks = [*([rollout] if here else []), *config.evaluation]
     for table in tasks if all_files else ():
         _check_prompts(table, str(folder))
     apart = [url for table in config.evaluation for url in table.servers]
-    known_servers(rollout, environ or {}, apart=apart)
-    run_key = find_run_key(environ or {}, config.weight_sync.run_key_file)
+    known_servers(rollout, environ, apart=apart)
+    run_key = find_run_key(environ, config.weight_sync.run_key_file)
     # Servers that the run launches get a new key from it.
     own_key = Key.generate() if rollout.servers == [LAUNCH] else None
     check_certificate(config.weight_sync, run_key or own_key)
@@ -315,8 +343,8 @@ def _lost_weights(folder: Path) -> str:
     if (folder / INDEX).is_file():
         try:
             index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            named = set(index["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            named = set(map(str, index["weight_map"].values()))
+        except Exception as error:  # noqa: BLE001 - whatever reading a damaged file leads to
             return f"an unreadable {INDEX} ({type(error).__name__}: {error})"
     if lost := sorted(named - there):
         return f"no {lost[0]}, which its {INDEX} names"

@@ -12,6 +12,7 @@ import difflib
 import importlib
 import io
 import json
+import math
 import os
 import re
 import sys
@@ -96,7 +97,7 @@ def read_toml(path: str | Path, key: str) -> dict[str, Any]:
     try:
         # utf-8-sig: tomllib refuses the byte-order mark that some editors write.
         return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"{key} must be a readable TOML file, got {str(path)!r}: {reason}"
@@ -109,10 +110,17 @@ def read_config(place: str | Path) -> dict[str, Any]:
     path = Path(place) / "config.json" if Path(place).is_dir() else Path(place)
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} must be a model's config.json: {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path} must be a model's config.json, it has no table")
+    text = found.get("text_config") or found
+    parts = [("text_config", text)]
+    if isinstance(text, dict):
+        parts += [(name, text.get(name) or {}) for name in ("rope_parameters", "rope_scaling")]
+    for name, part in parts:
+        if not isinstance(part, dict):
+            raise ConfigError(f"{name} in {path} must be a table, got {part!r:.100}")
     return found
 
 
@@ -311,6 +319,43 @@ def mismatches(cls: type, data: Mapping[str, Any], prefix: str = "") -> list[str
         elif not fits(known[name], value):
             out.append(f"{key} must be {describe(known[name])}, got {value!r}")
     return out
+
+
+MAY_BE_INFINITE = {"training.max_norm"}
+"""Keys for which infinity means "no bound"."""
+
+
+def unusable(config: Any) -> list[str]:
+    """Return a line for each value that nothing can compute with or open: nan (each comparison with
+    it is false, so no other rule would find it), infinity, a whole number of more than 64 bits, a
+    text with a NUL. Pure."""
+    values = (each for f in fields(config) for each in _values(f.name, getattr(config, f.name)))
+    return [f"{key} must be {rule}" for key, value in values if (rule := _unusable(key, value))]
+
+
+def _values(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of everything in a section. A list's items have its key, tables in it
+    their own."""
+    if is_dataclass(value):
+        for name, each in vars(value).items():
+            yield from _values(f"{getattr(value, 'section', key)}.{name}", each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _values(key, each)
+    else:
+        yield key, value
+
+
+def _unusable(key: str, value: Any) -> str:
+    """Return the rule that a value breaks, and the value, or ""."""
+    if isinstance(value, float) and not math.isfinite(value):
+        unbounded = key in MAY_BE_INFINITE and value > 0
+        return "" if unbounded else f"a finite number, got {value}"
+    if isinstance(value, int) and value.bit_length() > 63:
+        return f"a whole number of 64 bits at most, got one of {value.bit_length() + 1}"
+    if isinstance(value, str) and "\0" in value:
+        return f"a text without NUL characters, got {value!r:.100}"
+    return ""
 
 
 def fits(kind: Any, value: Any) -> bool:

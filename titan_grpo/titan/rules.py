@@ -2,7 +2,6 @@
 with. Pure."""
 
 import math
-from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -79,30 +78,25 @@ def _numbers(config: Any) -> Rules:
         "lr_scheduler.total_steps",
         f"left out, or at least training.steps ({steps}; past it the learning rate is negative)",
     )
-    for name in ("decay_ratio", "min_lr_factor"):
-        value = getattr(s, name)
-        yield value is not None and not 0 <= value <= 1, f"lr_scheduler.{name}", "from 0 to 1"
+    for key in (
+        "lr_scheduler.decay_ratio",
+        "lr_scheduler.min_lr_factor",
+        "activation_checkpoint.memory_budget",
+    ):
+        value = attrgetter(key)(config)
+        yield value is not None and not 0 <= value <= 1, key, "from 0 to 1"
+    for name in ("init_timeout_seconds", "train_timeout_seconds"):
+        rule = f"at most {LONGEST_TIMEOUT_S} (thirty years; torch fails at far more)"
+        yield getattr(config.comm, name) > LONGEST_TIMEOUT_S, f"comm.{name}", rule
+    key = "activation_checkpoint.determinism_check"
+    yield attrgetter(key)(config) not in ("default", "none"), key, '"default" or "none"'
+    rule = 'of "model" and "loss" (torchtitan would compile nothing under another name)'
+    yield not {*config.compile.components} <= {"model", "loss"}, "compile.components", rule
 
 
-MAY_BE_INFINITE = {"training.max_norm"}
-"""Keys for which infinity means "no bound"."""
-
-
-def not_finite(config: Any) -> list[str]:
-    """Return a line for every nan or infinity in any section. Each comparison with nan is false, so
-    no other rule would find it. Pure."""
-    sections = [(f.name, getattr(config, f.name)) for f in fields(config)]
-    sections += [(table.section, table) for table in config.evaluation]
-    return [
-        f"{key} must be a finite number, got {value}"
-        for section, values in sections
-        if is_dataclass(values)
-        for name, value in vars(values).items()
-        for key in [f"{section}.{name}"]
-        if isinstance(value, float)
-        and not math.isfinite(value)
-        and not (key in MAY_BE_INFINITE and value > 0)
-    ]
+LONGEST_TIMEOUT_S = 1_000_000_000
+"""Bound of the timeouts of torch.distributed, in seconds: past about eight times as much a number
+of its own overflows."""
 
 
 def sync_waits_s(config: Any, nbytes: int) -> float:
@@ -449,7 +443,7 @@ def _checkpoint(config: Any, on_cpu: bool) -> Rules:
         "false (make the seed checkpoint with torchtitan.train)",
     )
     yield (
-        c.enable and c.keep_latest_k == 1,
+        c.enable and (c.keep_latest_k == 1 or c.keep_latest_k < 0),
         "checkpoint.keep_latest_k",
         "0 (all) or 2 or more (torchtitan keeps one beside that which is being saved)",
     )
