@@ -23,7 +23,8 @@ from titan_grpo.engines.generation import Sampled, VersionSpan
 from titan_grpo.errors import DataError, StorageError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import atropos, external
-from titan_grpo.rollout.messages import Cursor
+from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.messages import Cursor, RolloutSpec
 from titan_grpo.rollout.records import GroupRecorder, ReplayClient
 from titan_grpo.rollout.sampler import completion_fault, request_seed, versioned
 from titan_grpo.rollout.schedule import Room, Server
@@ -280,6 +281,19 @@ def test_a_resumed_recording_keeps_what_was_before_and_drops_a_torn_line(tmp_pat
         replay.next_batch(2, 1, 1)
     with pytest.raises(DataError, match="prompts_per_step is 5"):
         ReplayClient(str(path)).next_batch(1, 5, 1)
+
+
+def test_a_resumed_run_keeps_the_record_of_a_step_that_made_no_version(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    recorder = GroupRecorder(str(path), 0)
+    # The step of prompt 1 changed no weight. The run goes on from before the step of prompt 2.
+    for version, index in ((0, 0), (1, 1), (1, 2)):
+        recorder.write(version, [Group(Prompt(index, (1,)), (GOOD,))])
+    recorder.close()
+    state = {"cursor": {"low": 2, "above": []}}
+    RolloutClient(RolloutSpec(model_dir="", base_version=1, state=state), str(path)).close()
+    lines = map(json.loads, path.read_text().splitlines())
+    assert [line["groups"][0]["prompt"]["index"] for line in lines] == [0, 1]
 
 
 def test_a_record_is_read_whatever_characters_are_in_it_and_wherever_it_is_torn(

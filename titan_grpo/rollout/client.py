@@ -140,7 +140,9 @@ class RolloutClient:
         self._cursor = Cursor.from_state(spec.state.get("cursor", {}))
         self._own: Counter[str] = Counter(spec.state.get("counters", {}))
         self._theirs: dict[str, int] = {}
-        self._record = GroupRecorder(record_path, spec.base_version) if record_path else None
+        self._record = (
+            GroupRecorder(record_path, spec.base_version, self._cursor) if record_path else None
+        )
         self._ready: dict[int, messages.GroupDone] = {}
         self._left_out: list[float] = []
         self._error: TitanGrpoError | None = None

@@ -53,6 +53,10 @@ class Cursor:
         """Return ``{"low": int, "above": sorted list}``, JSON-able."""
         return {"low": self.low, "above": sorted(self._above)}
 
+    def __contains__(self, index: object) -> bool:
+        """Return whether an index is used."""
+        return isinstance(index, int) and (index < self.low or index in self._above)
+
     @property
     def used(self) -> int:
         return self.low + len(self._above)
@@ -60,7 +64,7 @@ class Cursor:
     def use(self, index: int) -> None:
         """Mark an index as used. Raises DataError if it is already: a prompt must not be trained on
         twice."""
-        if index < self.low or index in self._above:
+        if index in self:
             raise DataError(f"prompt {index} was used before: a group came twice")
         self._above.add(index)
         while self.low in self._above:

@@ -3,7 +3,7 @@ compare."""
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +33,22 @@ class GroupRecorder:
     """Writer of one ``Batch`` per line.
 
     A resumed run appends to the same file. Lines of versions from its base on are cut first: it
-    makes these steps again.
+    makes these steps again, except those of its base whose prompts it has ``used`` (they made no
+    version).
     """
 
-    def __init__(self, path: str, base_version: int) -> None:
+    def __init__(self, path: str, base_version: int, used: Container[int] = ()) -> None:
         self._path = Path(os.path.realpath(path))  # a link stays one
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.is_file():  # /dev/null and pipes have nothing to cut
-                self._cut(base_version)
+                self._cut(base_version, used)
             self._file = self._path.open("ab")
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def _cut(self, base_version: int) -> None:
-        """Drop the lines of versions from ``base_version`` on. The new file replaces the old one
+    def _cut(self, base_version: int, used: Container[int]) -> None:
+        """Drop the lines of steps that the run makes again. The new file replaces the old one
         atomically: a kill or a full disk leaves the old one whole."""
         draft = self._path.with_name(self._path.name + ".partial")
         try:
@@ -55,7 +56,7 @@ class GroupRecorder:
                 file.writelines(
                     line + b"\n"
                     for version, _, line in _lines(self._path)
-                    if version < base_version
+                    if version < base_version or (version == base_version and _all_used(line, used))
                 )
             os.replace(draft, self._path)
         finally:
@@ -177,6 +178,14 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
                 start += len(line)
     except OSError as error:
         raise _unreadable(path, error) from error
+
+
+def _all_used(line: bytes, used: Container[int]) -> bool:
+    try:
+        groups = msgspec.json.decode(line, type=Batch).groups
+    except msgspec.MsgspecError:
+        return False
+    return all(group.prompt.index in used for group in groups)
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
