@@ -2,7 +2,6 @@
 the files that a run opens."""
 
 import importlib
-import json
 import math
 import shlex
 import shutil
@@ -10,6 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from titan_grpo import config as our_config
 from titan_grpo.config import LAUNCH
@@ -334,6 +335,12 @@ def _check_models(config: Any) -> None:
             )
 
 
+class _Index(msgspec.Struct):
+    """A checkpoint's index: name of a tensor -> file."""
+
+    weight_map: dict[str, str]
+
+
 def _lost_weights(folder: Path) -> str:
     """Return what a folder of safetensors files lacks, or ""."""
     there = {path.name for path in folder.glob("*.safetensors")}
@@ -342,10 +349,10 @@ def _lost_weights(folder: Path) -> str:
     named = there
     if (folder / INDEX).is_file():
         try:
-            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            named = set(map(str, index["weight_map"].values()))
-        except Exception as error:  # noqa: BLE001 - whatever reading a damaged file leads to
-            return f"an unreadable {INDEX} ({type(error).__name__}: {error})"
+            index = msgspec.json.decode((folder / INDEX).read_bytes(), type=_Index)
+        except (OSError, ValueError, RecursionError) as error:
+            return f"an unreadable {INDEX} ({error})"
+        named = set(index.weight_map.values())
     if lost := sorted(named - there):
         return f"no {lost[0]}, which its {INDEX} names"
     try:
