@@ -94,6 +94,7 @@ def broken(**changes: object) -> str:
     ("text", "message"),
     [
         ("not json", "JSON is malformed"),
+        (b'{"bl\xe5": 1}', "can't decode byte 0xe5"),
         ("[]", "got `array`"),
         ("{}", "missing required field"),
         (broken(extra=1), "unknown field `extra`"),
@@ -119,7 +120,7 @@ def broken(**changes: object) -> str:
         (broken(parts=[[[0, 768, 0, 1], [0, 1, 2, 1 << 60]]]), f"at most {MOST_IN_ALL} pieces"),
     ],
 )
-def test_a_manifest_from_the_network_is_checked(text: str, message: str) -> None:
+def test_a_manifest_from_the_network_is_checked(text: str | bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
         Manifest.from_json(text)
 

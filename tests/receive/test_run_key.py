@@ -130,6 +130,18 @@ def test_a_manifest_that_is_not_the_announced_one_is_refused(guarded: Site) -> N
     assert "must have digest" in staged.error
 
 
+def test_a_manifest_that_is_damaged_on_the_way_is_refused_and_the_reason_said(
+    guarded: Site,
+) -> None:
+    link = guarded.greet(Weights(9.0))
+    link.wait_joined(180.0)
+    damaged = link._manifest.encoded.replace(b"block", b"bl\xefck", 1)
+    link._manifest.__dict__["encoded"] = damaged  # a cached property
+    staged = link.send_manifest()
+    assert not staged.ok
+    assert "a manifest must list" in staged.error
+
+
 def test_a_forged_commit_is_not_loaded_and_the_true_one_is(
     guarded: Site, trainer: tuple[LaneLink, Callable[[int], float]]
 ) -> None:

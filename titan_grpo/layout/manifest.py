@@ -316,8 +316,8 @@ class Manifest:
         return json.dumps(record, sort_keys=True, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str) -> "Manifest":
-        """Read to_json() back. Raises DataError for any other text, and for offsets that are not
+    def from_json(cls, text: str | bytes | bytearray) -> "Manifest":
+        """Read to_json() back. Raises DataError for anything else, and for offsets that are not
         those of build()."""
         try:
             record = msgspec.json.decode(text, type=_Record)
@@ -330,7 +330,7 @@ class Manifest:
             manifest = cls.build(entries, record.block_bytes)
             written = extents_of(record.parts)
             cut = manifest.with_parts(parts_of(written, manifest.total_bytes, padding=1))
-        except (msgspec.DecodeError, ConfigError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
             raise DataError(
                 f"a manifest must list [name, dtype, shape, offset] rows, and parts: {error};"
                 " refused"

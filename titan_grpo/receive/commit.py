@@ -206,7 +206,7 @@ class Mapped:
         self.copies: Copies | str | None = None
         """What a load does; a text: why that is no copies; None: not known yet."""
         with SharedImage.attach(ImageAddress.from_json(grant["manifest"])) as text:
-            self.manifest = Manifest.from_json(bytes(text.buffer).decode())
+            self.manifest = Manifest.from_json(bytes(text.buffer))
         # Here, before a commit's pause: it takes a second with millions of extents.
         self.digest = self.manifest.digest
         self.image = SharedImage.attach(ImageAddress.from_json(grant["image"]))

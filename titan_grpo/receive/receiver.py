@@ -325,7 +325,7 @@ class Receiver:
     ) -> Staged:
         """Check the manifest and allocate the image. Allocation takes minutes for large models:
         each mark is reported to the lane."""
-        manifest = Manifest.from_json(text.decode())
+        manifest = Manifest.from_json(text)
         if manifest.digest != self._hello.manifest_digest:
             raise PeerError(
                 f"the manifest must have digest {self._hello.manifest_digest}, got"
