@@ -49,7 +49,7 @@ WAIT_S = 60.0
 
 class Relay:
     """An HTTP server that passes requests on as ``way`` says: "" (as it is), "drop" (before),
-    "lose" (the answer), "twice", or "late" (after the next one)."""
+    "lose" (the answer), "twice", "late" (after the next one), or "away" (it finds no service)."""
 
     def __init__(self, target: str, way: Callable[[], str]) -> None:
         self.target, self.way = target, way
@@ -64,10 +64,13 @@ class Relay:
             way = self.way()
             late, self._late = self._late, [request] if way == "late" else []
         answers = [
-            self._pass(request) for _ in range({"drop": 0, "late": 0, "twice": 2}.get(way, 1))
+            self._pass(request)
+            for _ in range({"drop": 0, "away": 0, "late": 0, "twice": 2}.get(way, 1))
         ]
         for old in late:
             self._pass(old)
+        if way == "away":
+            return Reply(404, {"error": "default backend"})
         lost = Reply(502, {"error": "lost on the way"})
         return lost if way in ("drop", "lose", "late") else answers[-1]
 
@@ -317,6 +320,30 @@ def test_what_is_lost_doubled_delayed_and_reordered_on_the_way_changes_nothing(
     assert not client.counters().keys() & {"sessions_lost", "skipped"}
     assert len(server.bodies) == 4 * PER_STEP * GROUP
     assert there.passed > 4
+
+
+def test_a_proxy_without_its_service_is_an_outage_once_the_service_has_answered(
+    cluster: Cluster, completion_server: MakeServer
+) -> None:
+    cluster.serve()
+    server, away = completion_server(), threading.Event()
+    refused = threading.Semaphore(0)
+
+    def way() -> str:
+        if not away.is_set():
+            return ""
+        refused.release()
+        return "away"
+
+    client = cluster.client(cluster.transport(url=cluster.relay(way).url))
+    client.start(60)
+    client.set_server(ServerState(server.url, 0, True, "0"))
+    assert len(client.next_batch(0, PER_STEP, 60)) == PER_STEP
+    away.set()
+    client.set_server(ServerState(server.url, 1, True, "1"))
+    assert all(refused.acquire(timeout=WAIT_S) for _ in range(3))
+    away.clear()
+    assert len(client.next_batch(1, PER_STEP, 60)) == PER_STEP
 
 
 def wait_idle(client: RolloutClient) -> None:

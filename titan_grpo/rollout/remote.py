@@ -36,6 +36,10 @@ OPEN_S = 40.0
 CALL_S = 10.0
 """Deadline of one request between trainer and service, in seconds."""
 
+FINAL = frozenset({400, 401, 409})
+"""Status codes with which a service refuses a run that it has served. Others are those of a proxy,
+whose service restarts."""
+
 HEALTH = Health(first_s=0.25, longest_s=2.0)
 """Back-off after the service did not answer, in seconds."""
 
@@ -166,14 +170,15 @@ class RemoteTransport:
         except HttpRefused as error:
             # 409 at the start: the newer run may be a dead one with a clock ahead of ours, whose
             # lease ends. A run that had the service was replaced.
-            if error.status >= 500 or (error.status == 409 and not self._served):
-                self._silent(due, error)
-            elif error.status == 410:
+            passes = error.status not in FINAL if self._served else error.status == 409
+            if error.status == 410:
                 with self._delivering:
                     # Both threads may be refused: the second one finds a new session here. And
                     # close() ends the session under a pending poll.
                     if session == self._end.session and not self._closing:
                         self._on_message(SessionLost(self._begin))
+            elif error.status >= 500 or passes:
+                self._silent(due, error)
             else:
                 raise self._refusal(error) from error
         except PeerError as error:
