@@ -221,7 +221,7 @@ MEANING: dict[str, str] = {
     ),
     KEPT_KV: (
         "share of the completions that ran over a commit on KV of older weights"
-        ' (weight_sync.kv_after_update = "keep")'
+        ' (weight_sync.kv_after_update = "keep"), or went on elsewhere on newer ones'
     ),
     LAG: "mean over servers of the version a step began from minus the held one, versions",
     LAG_MAX: "largest of those, versions",
