@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from tests.titan.conftest import Parse
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.titan import jobconfig, tiny
+from titan_grpo.titan.checkpoints import version_of
 
 
 def save(dump_folder: Path, step: int, name: str = "attention.wq", **trained: int) -> None:
@@ -136,7 +137,15 @@ def test_a_damaged_checkpoint_is_named_before_the_model_is_made(
     for step in (2, 4):
         save(tmp_path, step, version=step)
     newest = tmp_path / "checkpoint/step-4"
-    (newest / "__0_0.distcp").unlink()
+    data = newest / "__0_0.distcp"
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-1])
+    with pytest.raises(DataError, match=r"step-4 is a damaged .*: __0_0\.distcp has \d+ of \d+ by"):
+        jobconfig.check_files(config)
+    data.write_bytes(bytes(len(whole)))
+    with pytest.raises(DataError, match=r"step-4 is a damaged .*: its files cannot be read \("):
+        version_of(newest)
+    data.unlink()
     with pytest.raises(DataError, match=r"step-4 is a damaged .*: __0_0\.distcp is missing; move"):
         jobconfig.check_files(config)
     for content in (b"", b"\x80\x04torn", b"N."):

@@ -1,6 +1,5 @@
 """Checkpoints of torchtitan in a run's folder: those that are there, and what a run begins with."""
 
-import os
 import re
 from collections.abc import Mapping, Set
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from titan_grpo.errors import ConfigError, DataError
@@ -57,18 +57,36 @@ class Stored(dcp.FileSystemReader):
     def _whole(self, *args: Any, **kwargs: Any) -> Metadata:
         try:
             metadata = super().read_metadata(*args, **kwargs)
-            named = {place.relative_path for place in metadata.storage_data.values()}
-        except Exception as error:  # noqa: BLE001 - a damaged pickle raises almost anything
-            damage = f".metadata cannot be read ({type(error).__name__}: {error})"
-        else:
-            lost = sorted(named - set(os.listdir(self.path)))
-            if not lost:
-                return metadata
-            damage = f"{lost[0]} is missing"
-        raise DataError(
-            f"{self} is a damaged checkpoint, and nothing can be loaded from it: {damage}; move it"
-            " out of its folder to go on from the one before it, or name another"
+            ends: dict[str, int] = {}
+            for place in metadata.storage_data.values():
+                end = place.offset + place.length
+                ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
+            len(metadata.state_dict_metadata)
+        except Exception as error:  # a damaged pickle raises almost anything
+            raise self._damaged(".metadata cannot be read", error) from error
+        sizes = {path.name: path.stat().st_size for path in Path(self.path).iterdir()}
+        for name, end in sorted(ends.items()):
+            if name not in sizes:
+                raise self._damaged(f"{name} is missing")
+            if sizes[name] < end:
+                raise self._damaged(f"{name} has {sizes[name]} of {end} bytes")
+        return metadata
+
+    def _damaged(self, damage: str, cause: BaseException | None = None) -> DataError:
+        why = f" ({type(cause).__name__}: {' '.join(str(cause).split())})" if cause else ""
+        return DataError(
+            f"{self} is a damaged checkpoint, and nothing can be loaded from it: {damage}{why};"
+            " move it out of its folder to go on from the one before it, or name another"
         )
+
+    def fill(self, state: dict[str, Any]) -> None:
+        """Load what ``state`` names in place. Raises DataError if the checkpoint is damaged."""
+        try:
+            dcp.load(state, storage_reader=self, no_dist=True)
+        except CheckpointException as error:
+            # It maps ranks to (error, stack).
+            ((cause, _),) = error.failures.values()
+            raise self._damaged("its files cannot be read", cause) from error
 
     def names(self) -> Set[str]:
         """Return the names of all that the checkpoint holds."""
@@ -85,7 +103,7 @@ class Stored(dcp.FileSystemReader):
         state = {
             n: torch.empty(tuple(shapes[n].size), dtype=shapes[n].properties.dtype) for n in names
         }
-        dcp.load(state, storage_reader=self, no_dist=True)
+        self.fill(state)
         return state
 
 
@@ -103,7 +121,7 @@ def version_of(checkpoint: Path) -> int | None:
     if VERSION not in stored.names():
         return None
     state = {VERSION: 0}
-    dcp.load(state, storage_reader=stored, no_dist=True)
+    stored.fill(state)
     return state[VERSION]
 
 
