@@ -145,6 +145,28 @@ def test_a_saved_configuration_is_no_directory(
 
 
 @pytest.mark.parametrize(
+    "keys",
+    [
+        ["--rollout.record_path={0}/new/record.jsonl"],
+        ["--job.save_config_file={0}/job.json"],
+        ["--checkpoint.enable", "--checkpoint.folder={0}"],
+        ["--metrics.enable_tensorboard", "--metrics.save_tb_folder={0}/tb"],
+        ["--comm.save_traces_folder={0}"],
+    ],
+    ids=["record", "configuration", "checkpoints", "tensorboard", "traces"],
+)
+def test_a_file_in_the_place_of_a_folder_is_refused_before_the_run_would_write_there(
+    parse: Parse, model: Path, tmp_path: Path, keys: list[str]
+) -> None:
+    place = tmp_path / "place"
+    words = [key.format(place) for key in (f"--model.hf_assets_path={model}", *keys)]
+    jobconfig.check_files(parse("", *words))
+    place.write_text("")
+    with pytest.raises(ConfigError, match=r"must be in a directory .*, '/.*/place' is a file"):
+        jobconfig.check_files(parse("", *words))
+
+
+@pytest.mark.parametrize(
     "keys", [["--model.hf_assets_path={0}"], ["--rollout.replay_path={0}"]], ids=["model", "replay"]
 )
 def test_a_name_that_no_file_can_have_is_one_line(

@@ -168,6 +168,10 @@ def test_a_number_that_is_not_finite_is_refused(parse: Parse, key: str, value: s
             parse(extra, *arguments)
 
 
+def test_the_smallest_whole_number_of_64_bits_is_taken(parse: Parse) -> None:
+    assert parse("", f"--debug.seed={-(1 << 63)}").debug.seed == -(1 << 63)
+
+
 def test_no_bound_on_the_gradient_norm_is_infinity(parse: Parse) -> None:
     assert parse("", "--training.max_norm=inf").training.max_norm == float("inf")
 
@@ -235,16 +239,20 @@ def test_no_bound_on_the_gradient_norm_is_infinity(parse: Parse) -> None:
         (f"--lora.rank={10**10}", "lora.rank must be at most 1048576 .*, got 10{10}$"),
         (
             f"--lora.rank={10**30}",
-            "lora.rank must be a whole number of 64 bits at most, got .* 101",
+            r"lora.rank must be a whole number from -2\^63 to 2\^63 - 1, got 0xc",
         ),
         ("--job.dump_folder=a\0b", "job.dump_folder must be a text without NUL .*, got 'a.x00b'"),
         (
             f"--rollout.stop_token_ids=1,{1 << 63}",
-            "rollout.stop_token_ids must be a whole number of 64 bits at most, got one of 65",
+            "rollout.stop_token_ids must be a whole number .*, got 0x8000000000000000$",
         ),
         (
             f"--comm.train_timeout_seconds={10**10}",
             "comm.train_timeout_seconds must be at most 1000000000 .*, got 10{10}$",
+        ),
+        (
+            f"--comm.trace_buf_size={1 << 31}",
+            "comm.trace_buf_size must be at most 2147483647 .*, got",
         ),
         (
             "--activation_checkpoint.determinism_check=yes",

@@ -281,14 +281,7 @@ def _check_files(
         if (path := getattr(rollout, name)) and not Path(path).is_file():
             source = f" ({GSM8K_SOURCE})" if name == "task_path" and rollout.task == "gsm8k" else ""
             raise ConfigError(f"rollout.{name} must be an existing file, got {path!r}{source}")
-    saved = config.job.save_config_file
-    written = {
-        "rollout.record_path": rollout.record_path or None,
-        "job.save_config_file": None if saved is None else f"{config.job.dump_folder}/{saved}",
-    }
-    for key, path in written.items():
-        if path is not None and Path(path).is_dir():
-            raise ConfigError(f"{key} must be a file, {path!r} is a directory")
+    _check_written(config)
     # Rank 0's host alone starts servers.
     starts_servers = rollout.servers == [LAUNCH] and environ.get("RANK", "0") == "0"
     for engine in rollout.launch_engines if all_files and starts_servers else ():
@@ -311,6 +304,40 @@ def _check_files(
     from titan_grpo.titan.checkpoints import check
 
     return check(config, ranks)
+
+
+FOLDERS = {
+    "checkpoint.folder": "checkpoint.enable",
+    "metrics.save_tb_folder": "metrics.enable_tensorboard",
+    "profiling.save_traces_folder": "profiling.enable_profiling",
+    "profiling.save_memory_snapshot_folder": "profiling.enable_memory_snapshot",
+    "comm.save_traces_folder": "comm.trace_buf_size",
+}
+"""Key of a folder that torchtitan makes in job.dump_folder -> the key with which it does."""
+
+
+def _check_written(config: Any) -> None:
+    """Check that what the run writes can be made: no file is in a folder's place, nor a folder in a
+    file's."""
+    dump, record = config.job.dump_folder, config.rollout.record_path
+    saved = config.job.save_config_file
+    files = {"rollout.record_path": Path(record)} if record else {}
+    files |= {"job.save_config_file": Path(dump, saved)} if saved is not None else {}
+    folders = {
+        key: Path(dump, attrgetter(key)(config))
+        for key, switch in FOLDERS.items()
+        if attrgetter(switch)(config)
+    }
+    for key, path in files.items():
+        if path.is_dir():
+            raise ConfigError(f"{key} must be a file, {str(path)!r} is a directory")
+        folders[key] = path.parent
+    for key, path in folders.items():
+        there = next(each for each in (path, *path.parents) if each.exists())
+        if not there.is_dir():
+            raise ConfigError(
+                f"{key} must be in a directory that can be made, {str(there)!r} is a file"
+            )
 
 
 def _check_models(config: Any) -> None:

@@ -351,8 +351,8 @@ def _unusable(key: str, value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         unbounded = key in MAY_BE_INFINITE and value > 0
         return "" if unbounded else f"a finite number, got {value}"
-    if isinstance(value, int) and value.bit_length() > 63:
-        return f"a whole number of 64 bits at most, got one of {value.bit_length() + 1}"
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        return f"a whole number from -2^63 to 2^63 - 1, got {hex(value):.40}"
     if isinstance(value, str) and "\0" in value:
         return f"a text without NUL characters, got {value!r:.100}"
     return ""

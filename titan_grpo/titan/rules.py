@@ -88,6 +88,9 @@ def _numbers(config: Any) -> Rules:
     for name in ("init_timeout_seconds", "train_timeout_seconds"):
         rule = f"at most {LONGEST_TIMEOUT_S} (thirty years; torch fails at far more)"
         yield getattr(config.comm, name) > LONGEST_TIMEOUT_S, f"comm.{name}", rule
+    key, most = "comm.trace_buf_size", (1 << 31) - 1
+    rule = f"at most {most} (torch counts its entries in 32 bits, and ends the process)"
+    yield attrgetter(key)(config) > most, key, rule
     key = "activation_checkpoint.determinism_check"
     yield attrgetter(key)(config) not in ("default", "none"), key, '"default" or "none"'
     rule = 'of "model" and "loss" (torchtitan would compile nothing under another name)'
