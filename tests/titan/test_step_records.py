@@ -101,6 +101,15 @@ def test_what_the_loss_sums_up_reaches_the_step_under_the_names_of_the_table() -
     assert all(names.meaning(name) for name in values)
 
 
+def test_means_over_the_tokens_in_the_loss_are_left_out_of_a_step_without_any() -> None:
+    found = {"clipped_low": 0.0, "clipped_high": 0.0, "on_policy_count": 0.0}
+    means = {names.RATIO_MEAN: 0.6, names.IMPORTANCE_MEAN: 0.3}
+    values = loss_values(found | {"kept": 0.5, "ratio": 0.3, "importance": 0.15})
+    assert {name: values[name] for name in means} == means
+    none = loss_values(found | {"kept": 0.0, "ratio": 0.0, "importance": 0.0})
+    assert not means.keys() & none.keys()
+
+
 def completion(
     tokens: tuple[int, ...], sampled: tuple[bool, ...] = (), reward: float = 0.0
 ) -> Completion:

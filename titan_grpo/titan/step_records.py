@@ -52,10 +52,12 @@ def loss_values(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return a step's metrics of its loss, from the result of ``algorithm.loss.summarize``."""
     values = {name: metrics[key] for name, key in LOSS_VALUES.items() if key in metrics}
     values[names.CLIP_FRACTION] = metrics["clipped_low"] + metrics["clipped_high"]
-    if kept := metrics.get("kept", 0):
-        # The loss sums both over the tokens in it, ``summarize`` divides by all.
-        for name in {names.RATIO_MEAN, names.IMPORTANCE_MEAN} & values.keys():
-            values[name] /= kept
+    # The loss sums both over the tokens in it, ``summarize`` divides by all.
+    kept = metrics.get("kept", 0)
+    for name in {names.RATIO_MEAN, names.IMPORTANCE_MEAN} & values.keys():
+        total = values.pop(name)
+        if kept:  # else there is no token of which it would be the mean
+            values[name] = total / kept
     if "minus_logprob_max" in metrics:
         values[names.LOGPROB_MIN] = -metrics["minus_logprob_max"]
     better, worse = (metrics.get(f"{name}_count", 0) for name in ("better", "worse"))
