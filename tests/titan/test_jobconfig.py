@@ -1,6 +1,7 @@
 """From arguments and TOML to one checked configuration: what is derived, and what is refused in one
 line."""
 
+import io
 import re
 import sys
 from pathlib import Path
@@ -388,6 +389,18 @@ def test_a_boolean_with_a_value_is_refused_with_its_flags_and_a_misspelt_one_wit
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         parse("", *arguments)
+
+
+def test_a_mistake_on_the_command_line_is_the_same_line_where_the_output_is_ascii(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    with pytest.raises(ConfigError) as caught:
+        parse("", "--training.stepz", "3")
+    said = "command line: Unrecognized options: --training.stepz, 3; did you mean --training.steps?"
+    assert str(caught.value) == said
+    with pytest.raises(ConfigError, match="a boolean is a flag without a value"):
+        parse("", "--grpo.async_weight_update", "true")
 
 
 def test_lists_on_the_command_line_have_commas(parse: Parse) -> None:

@@ -215,7 +215,8 @@ def one_line(text: str) -> str:
     """Return the argument parser's framed message as one line without frame, colours and help.
     Pure."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    words = " ".join(re.sub(r"[\u2500-\u257f]+", " ", plain).split())
+    # The frame is of hyphens where the standard output has another encoding than UTF-8.
+    words = " ".join(re.sub(r"[\u2500-\u257f]+|-{10,}", " ", plain).split())
     words = re.sub(
         r"^(Parsing error|Value error|Invalid choice|Unrecognized options|Missing argument)\s+",
         "",
