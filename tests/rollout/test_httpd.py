@@ -93,6 +93,17 @@ def test_a_client_that_waits_to_be_asked_for_its_body_is_asked() -> None:
         server.close()
 
 
+def test_a_path_that_is_no_url_is_refused() -> None:
+    server, _ = serving()
+    host, port = server.server_address[:2]
+    with socket.create_connection((str(host), port), 60.0) as client:
+        client.sendall(b"GET http://[ HTTP/1.1\r\nConnection: close\r\n\r\n")
+        answer = client.makefile("rb").read()
+    server.close()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"the request cannot be read: Invalid IPv6 URL" in answer
+
+
 def test_a_method_that_is_neither_get_nor_post_is_one_line_and_no_page() -> None:
     server = HttpServer("127.0.0.1:0", "", lambda asked: Reply(200, {}), "x")
     connection = http.client.HTTPConnection(server.address, timeout=20)

@@ -147,14 +147,14 @@ class _Handler(BaseHTTPRequestHandler):
         if refusal := self._refusal():
             return self._write(refusal, keep=False)
         try:
+            parts = urlsplit(self.path)
             body = self._body() if method == "POST" else b""
         except _TooLarge:
             text = f"a body must not be larger than {MAX_BYTES} bytes"
             return self._write(Reply(413, {"error": text}), keep=False)
         except (ValueError, zlib.error) as error:
-            text = f"the body cannot be read: {error}"
+            text = f"the request cannot be read: {error}"
             return self._write(Reply(400, {"error": text}), keep=False)
-        parts = urlsplit(self.path)
         scheme, _, key = self.headers.get("Authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
         query = dict(parse_qsl(parts.query))
