@@ -322,6 +322,7 @@ def test_a_run_that_is_well_gets_no_advice() -> None:
         ({"slow": 1.5}, "slow is a share and must be 0 to 1, got 1.5"),
         ({"slow": -0.1}, "slow must be 0 or more"),
         ({"step_s": float("nan")}, "step_s must be greater than 0, and finite, got nan"),
+        ({"trainer_link_gbit": 5e-324}, "trainer_link_gbit must be 1e-18 or more, got 5e-324"),
         ({"sync": WeightSync(transport="nccl")}, "weight_sync.transport"),
         ({"sync": WeightSync(apply="streamed")}, "weight_sync.apply"),
         ({"same_host": True, "trainer_hosts": 2}, "same_host is for one trainer host"),

@@ -40,6 +40,10 @@ LARGEST_RUN = 1_000_000
 steps take 33 to 45 s (docs/measurements.md)."""
 
 
+LARGEST = 1e18
+"""Largest value of an option; the smallest is its inverse."""
+
+
 def _option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
@@ -126,9 +130,11 @@ class Setup:
                 continue
             may_be_zero = f.default == 0 or f.name in zero_too
             least = 0 if may_be_zero else 1 if isinstance(f.default, int) else None
-            if not (value > 0 if least is None else value >= least) or value > 1e18:
+            if not (value > 0 if least is None else value >= least) or value > LARGEST:
                 rule = "greater than 0" if least is None else f"{least} or more"
                 yield f"{f.name} must be {rule}, and finite, got {value}"
+            if 0 < value < 1 / LARGEST:
+                yield f"{f.name} must be {1 / LARGEST:g} or more, got {value}: a time has no end"
         for name in ("slow", "slow_factor", "dying", "patch_share"):
             if getattr(self, name) > 1:
                 yield f"{name} is a share and must be 0 to 1, got {getattr(self, name)}"
