@@ -296,6 +296,15 @@ def test_a_resumed_run_keeps_the_record_of_a_step_that_made_no_version(tmp_path:
     assert [line["groups"][0]["prompt"]["index"] for line in lines] == [0, 1]
 
 
+def test_a_resumed_run_makes_a_step_again_whose_record_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    group = Group(Prompt(0, (1,), {"text": "\u00e9"}), (GOOD,))
+    record(path, [group])
+    path.write_bytes(path.read_bytes().replace("\u00e9".encode(), b"\xe9"))
+    GroupRecorder(str(path), 0, {0}).close()
+    assert path.read_bytes() == b""
+
+
 def test_a_record_is_read_whatever_characters_are_in_it_and_wherever_it_is_torn(
     tmp_path: Path,
 ) -> None:

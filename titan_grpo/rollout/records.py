@@ -181,9 +181,10 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _all_used(line: bytes, used: Container[int]) -> bool:
+    """Return whether a step's prompts are all in ``used``; False for a damaged line."""
     try:
         groups = msgspec.json.decode(line, type=Batch).groups
-    except msgspec.MsgspecError:
+    except (ValueError, RecursionError):
         return False
     return all(group.prompt.index in used for group in groups)
 
