@@ -122,7 +122,7 @@ def test_a_handler_that_takes_too_long_is_given_up(serve: Serve) -> None:
 
 def test_a_client_that_hangs_up_or_sends_no_object_costs_nothing(serve: Serve) -> None:
     _, address = serve(lambda request: request)
-    for raw in (b"", b"[1, 2]\n", b"no json\n"):
+    for raw in (b"", b"[1, 2]\n", b"no json\n", b"\xe5\n", b"[" * 99_999 + b"\n"):
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(address)
             client.sendall(raw)

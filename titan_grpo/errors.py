@@ -124,6 +124,10 @@ class TransferFailed(PeerError):
         self.block = block
 
 
+NOT_JSON = (ValueError, RecursionError)
+"""What msgspec and json raise for bytes that are no UTF-8, no JSON, of another form, or nested
+deeper than Python's recursion limit."""
+
 CROSSING: dict[str, type[TitanGrpoError]] = {
     kind.__name__: kind
     for kind in (

@@ -26,6 +26,7 @@ from typing import Any
 
 from titan_grpo.errors import (
     CROSSING,
+    NOT_JSON,
     DataError,
     PeerError,
     ServerRefused,
@@ -196,7 +197,7 @@ class Channel:
         line, self._rest = bytes(self._rest[:cut]), self._rest[cut + 1 :]
         try:
             message = json.loads(line)
-        except ValueError as error:
+        except NOT_JSON as error:
             raise DataError(f"a message must be one line of JSON: {error}") from error
         if not isinstance(message, dict):
             raise DataError(f"a message must be an object, got {line[:80]!r}")

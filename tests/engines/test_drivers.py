@@ -7,6 +7,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from titan_grpo.engines.http import (
     TlsFailed,
 )
 from titan_grpo.errors import ConfigError, PeerError, ServerRefused, ServerUnreachable
+from titan_grpo.subprocesses import readable
 
 
 def both(url: str, call: Call[Any], *keys: str) -> list[Any]:
@@ -170,6 +172,28 @@ def test_a_server_that_never_answers_is_unreachable_within_the_deadline(board: B
     for error in both(board.url, vllm.is_paused(timeout_s=0.3)):
         assert isinstance(error, ServerUnreachable)
         assert "GET /is_paused got no answer within 0.3 s (TimeoutError" in str(error)
+
+
+@pytest.mark.parametrize(
+    "told", [b"HTTP/1.1 2", b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n{"]
+)
+def test_an_answer_that_comes_byte_by_byte_must_be_whole_within_the_deadline(told: bytes) -> None:
+    """Each byte began the deadline anew, and such a server held a lane as long as it liked."""
+
+    def serve() -> None:
+        for _ in range(2):
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                connection.sendall(told)
+                while not readable(0.05, connection.fileno()) or connection.recv(1 << 16):
+                    connection.sendall(b"1")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        for error in both(url, vllm.label(0.5)):
+            assert type(error) is ServerUnreachable
+            assert "GET /weight_info got no answer within 0.5 s (TimeoutError" in str(error)
 
 
 def test_a_connection_on_which_a_server_failed_is_not_used_again(board: Board) -> None:

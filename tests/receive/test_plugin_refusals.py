@@ -458,7 +458,7 @@ def test_a_load_is_one_message_to_sglangs_schedulers_and_alone_allows_a_label(sc
     assert updated["answers"] == [400, 200, 200, 400]
     assert updated["greeted"] == [200, 503, 200], "no lane has joined"
     assert "begin_weight_update()" in updated["foreign"], "an update of SGLang's own needs its own"
-    assert updated["refused"] == [[200], ["message", "nonsense", {}, {}, {}, {}]], (
+    assert updated["refused"] == [[200], ["message", "nonsense", {}, {}, {}, {}, {}]], (
         "nothing is repacked"
     )
 

@@ -12,7 +12,7 @@ import pytest
 
 from titan_grpo.engines import vllm
 from titan_grpo.engines.generation import PLAIN
-from titan_grpo.receive.vllm_http import SALTED, UNSALTED, WeightsMiddleware
+from titan_grpo.receive.vllm_http import SALTED, UNSALTED, WeightsMiddleware, completed
 
 CHOICE = {
     "text": "ab",
@@ -259,6 +259,13 @@ def test_what_is_no_label_is_left_to_vllm(body: object) -> None:
     inner = Inner({"detail": "a string is wanted"}, 422)
     assert ask(inner, "POST", "/finish_weight_update", body)[0] == 422
     assert inner.came == [("/finish_weight_update", body)]
+
+
+@pytest.mark.parametrize(
+    "body", [b"no JSON", b"\xe5", b"[" * 99_999], ids=["text", "bytes", "deep"]
+)
+def test_a_body_that_cannot_be_read_is_left_to_vllm(body: bytes) -> None:
+    assert completed(body, "salt", "adapter") == body
 
 
 def test_health_generate_has_a_token_generated() -> None:

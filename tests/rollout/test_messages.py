@@ -73,6 +73,7 @@ def test_a_message_has_the_counters_that_changed_since_the_one_before() -> None:
         '{"frame": "Answer", "number": "many"}',
         '{"frame": "Ready", "more": 1}',
         '{"frame": "Stop"}',
+        pytest.param('{"frame": "Answer", "number": 1, "value": ' + "[" * 99_999, id="deep"),
     ],
 )
 def test_what_is_no_message_is_refused(text: str) -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from titan_grpo.config import Rollout, WeightSync
 from titan_grpo.config.rollout import gpus_each
-from titan_grpo.errors import ConfigError
+from titan_grpo.errors import NOT_JSON, ConfigError
 from titan_grpo.observe.run_lock import lives
 from titan_grpo.patches.versions import numbers
 from titan_grpo.receive.checkpoint import checkpoint_shapes
@@ -486,7 +486,7 @@ def engine_answer(python: str) -> dict[str, str] | str:
         return f"{failed}: {text[-300:]}" if text else failed
     # Other lines are from start-up files of that environment, or from a script around it.
     for line in reversed(text.splitlines()):
-        with suppress(msgspec.DecodeError):
+        with suppress(*NOT_JSON):
             if "nccl" in (found := msgspec.json.decode(line, type=dict[str, str])):
                 return found
     return f"it is no Python interpreter, or answers with {text[-300:]!r}"

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from titan_grpo.engines.http import NOT_JSON, Call, HttpRefused, want
-from titan_grpo.errors import ServerRefused
+from titan_grpo.engines.http import Call, HttpRefused, want
+from titan_grpo.errors import NOT_JSON, ServerRefused
 
 LOGPROB_FLOOR = -9999.0
 """Log-probabilities at or below this mean minus infinity, which JSON lacks (vLLM sends this

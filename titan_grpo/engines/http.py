@@ -4,21 +4,29 @@ Only this module turns HTTP errors into the package's."""
 
 import asyncio
 import functools
+import io
 import os
+import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
 import msgspec
 
 from titan_grpo.config.rollout import PORTS
 from titan_grpo.engines.connections import BROKEN, KEEPALIVE_S, Connections, Exchange
-from titan_grpo.errors import ConfigError, ServerRefused, ServerUnfit, ServerUnreachable
+from titan_grpo.errors import (
+    NOT_JSON,
+    ConfigError,
+    ServerRefused,
+    ServerUnfit,
+    ServerUnreachable,
+)
 from titan_grpo.subprocesses import readable
 
 T = TypeVar("T")
@@ -41,9 +49,6 @@ user has quoted."""
 
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Exceptions of a parser that expects another form: a number in place of an object, say."""
-
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Exceptions of msgspec for bytes that are no JSON, or nested too deep."""
 
 
 class HttpRefused(ServerRefused):
@@ -220,9 +225,9 @@ class _Driver:
 class SyncDriver(_Driver):
     """Blocking calls to one server.
 
-    The deadline holds per network operation (connect, send, wait for bytes); an answer in one piece
-    has one wait. The standard library's client carries them: a third of httpx's processor time
-    (docs/measurements.md), in calls that are part of each pause.
+    The deadline holds for each of: connect, send, the whole answer. The standard library's client
+    carries them: a third of httpx's processor time (docs/measurements.md), in calls that are part
+    of each pause.
     """
 
     def __init__(
@@ -258,6 +263,8 @@ class SyncDriver(_Driver):
         connection, reusable = self._connection(call.timeout_s), False
         try:
             connection.request(call.method, target, body, headers)
+            answer = functools.partial(_Response, time.monotonic() + call.timeout_s)
+            cast(Any, connection).response_class = answer
             response = connection.getresponse()
             content = _body(response)
             # Not after a server error: uvicorn closes a connection on which a handler raised,
@@ -301,6 +308,42 @@ class SyncDriver(_Driver):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Until(io.RawIOBase):
+    """What comes through a connection until ``deadline`` (monotonic clock)."""
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        self._sock, self._deadline, self._late = sock, deadline, False
+        self._raw = sock.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        # Before each read: the socket's own timeout begins anew with every byte, and a server that
+        # sends few at a time could hold a lane for ever.
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0 and self._late:
+            raise TimeoutError("timed out")
+        # One look past the deadline: all may have come while this process stood still.
+        self._late = left_s <= 0
+        # Zero would mean not to wait, with another error.
+        self._sock.settimeout(max(left_s, 1e-3))
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Response(HTTPResponse):
+    """An answer that must be whole at ``deadline`` (monotonic clock)."""
+
+    def __init__(self, deadline: float, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self.fp.close()
+        self.fp = io.BufferedReader(_Until(sock, deadline))
 
 
 def _body(response: HTTPResponse) -> bytes:

@@ -30,7 +30,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.errors import NOT_JSON, ConfigError, DataError
 
 Extent = tuple[int, int]
 """First byte, and the one after the last."""
@@ -330,7 +330,7 @@ class Manifest:
             manifest = cls.build(entries, record.block_bytes)
             written = extents_of(record.parts)
             cut = manifest.with_parts(parts_of(written, manifest.total_bytes, padding=1))
-        except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as error:
+        except (*NOT_JSON, ConfigError) as error:
             raise DataError(
                 f"a manifest must list [name, dtype, shape, offset] rows, and parts: {error};"
                 " refused"

@@ -5,6 +5,8 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
+from titan_grpo.errors import NOT_JSON
+
 T = TypeVar("T")
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -143,7 +145,7 @@ def decoded(line: bytes, decoder: msgspec.json.Decoder[T]) -> T | None:
     of ours."""
     try:
         return decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except NOT_JSON:
         return None
 
 

@@ -56,7 +56,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from titan_grpo.errors import PeerError
+from titan_grpo.errors import NOT_JSON, PeerError
 from titan_grpo.runkey import KEY_FILE_VARIABLE, KEY_VARIABLE, Key
 
 if TYPE_CHECKING:
@@ -169,8 +169,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """Decode and validate one JSON text. Raises PeerError."""
         try:
             data = msgspec.json.decode(text)
-        # Not UTF-8, msgspec.DecodeError, or nested deeper than Python's recursion limit.
-        except (ValueError, RecursionError) as error:
+        except NOT_JSON as error:
             raise PeerError(f"{cls.__name__} is not JSON ({error}): {text[:80]!r}") from error
         return cls.from_dict(data)
 

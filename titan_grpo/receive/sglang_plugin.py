@@ -32,7 +32,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from titan_grpo.engines.sglang import LOADER
 from titan_grpo.engines.sglang_stock import options_problem
-from titan_grpo.errors import PeerError, UpstreamError
+from titan_grpo.errors import NOT_JSON, PeerError, UpstreamError
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import has_adapters
 from titan_grpo.receive.commit import (
@@ -142,7 +142,7 @@ def commit(payloads: list[bytes]) -> None:
     anything.) Never raises: an exception ends the server."""
     try:
         data = json.loads(payloads[0])
-    except (IndexError, ValueError):
+    except (IndexError, *NOT_JSON):
         data = {}
     if plugin.side is None:
         log.error("a commit was refused: the plugin did not start with this scheduler")

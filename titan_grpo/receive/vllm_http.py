@@ -42,6 +42,7 @@ from safetensors.torch import save_file
 
 from titan_grpo.engines.generation import PLAIN
 from titan_grpo.engines.vllm import COMPLETIONS, LORA_ROUTES, MIDDLEWARE, allowed_rank
+from titan_grpo.errors import NOT_JSON
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.peft import adapter_config, layer_of
 from titan_grpo.protocol.messages import Label
@@ -142,7 +143,7 @@ class WeightsMiddleware:
             body = await _body(receive)
             try:
                 sent = completion_body(json.loads(body))
-            except (AttributeError, LookupError, TypeError, ValueError):
+            except (AttributeError, LookupError, TypeError, *NOT_JSON):
                 await self._app(scope, _replay(body, receive), send)
                 return
             asked = json.dumps(sent).encode()
@@ -188,7 +189,7 @@ class WeightsMiddleware:
             name = json.loads(body or b"{}").get(key)
             if Label.parse(name) is None:
                 return ""
-        except (AttributeError, ValueError):  # vLLM refuses what is no object, or names no text
+        except (AttributeError, *NOT_JSON):  # vLLM refuses what is no object, or names no text
             return ""
         async with self._loading:
             if not staged.is_dir():
@@ -276,7 +277,7 @@ def completed(body: bytes, salt: str, adapter: str) -> bytes:
     """
     try:
         request = json.loads(body)
-    except ValueError:
+    except NOT_JSON:
         return body
     if not isinstance(request, dict):
         return body

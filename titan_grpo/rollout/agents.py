@@ -32,7 +32,7 @@ from urllib.parse import unquote
 import msgspec
 
 from titan_grpo.config.rollout import required_key
-from titan_grpo.errors import DataError
+from titan_grpo.errors import NOT_JSON, DataError
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.httpd import RETRY_AFTER_S, HttpServer, Reply, Request
 from titan_grpo.rollout.messages import RolloutSpec
@@ -461,7 +461,7 @@ class Agents:
         try:
             # JSON has no NaN and no infinity.
             reward = msgspec.json.decode(request.body, type=Rewarded).reward
-        except (ValueError, RecursionError) as error:
+        except NOT_JSON as error:
             shown = f"got {request.body[:100]!r}"
             text = f'the body must be {{"reward": a finite number}}, {shown}: {error}'
             raise Refused(400, text, "reward") from error
@@ -526,6 +526,6 @@ def for_template(message: Message) -> Message:
 def _read(arguments: Any) -> Any:
     try:
         found = json.loads(arguments)
-    except (TypeError, ValueError, RecursionError):
+    except (TypeError, *NOT_JSON):
         return arguments
     return found if isinstance(found, dict) else arguments

@@ -17,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titan_grpo.config.task import TEXT, TaskKeys
-from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.errors import NOT_JSON, ConfigError, DataError
 
 
 class TextCodec:
@@ -225,7 +225,7 @@ def _json_file(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(_read(str(path)))
-    except (ValueError, RecursionError) as error:
+    except NOT_JSON as error:
         raise ConfigError(f"{path} must be JSON: {error}") from error
     return content if isinstance(content, dict) else {}
 

@@ -34,7 +34,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from titan_grpo.config.rollout import required_key
 from titan_grpo.engines.generation import TokenId
-from titan_grpo.errors import DataError
+from titan_grpo.errors import NOT_JSON, DataError
 from titan_grpo.protocol.admission import too_stale
 from titan_grpo.protocol.messages import Label, ServerState
 from titan_grpo.rollout import messages
@@ -132,7 +132,7 @@ def parse(body: bytes, row_tokens: int = sys.maxsize) -> list[Incoming]:
         rule, _, place = str(error).partition(" - at `$")
         place = place.rstrip("`")
         raise DataError(f"body{place}: {rule}{_got(body, place)}") from error
-    except (ValueError, RecursionError) as error:  # also of a text that is not UTF-8
+    except NOT_JSON as error:  # also of a text that is not UTF-8
         raise DataError(f"the body must be JSON: {error}") from error
     return [_incoming(each, f"body.groups[{n}]", row_tokens) for n, each in enumerate(groups)]
 
@@ -142,7 +142,7 @@ def _got(body: bytes, place: str) -> str:
     Raises DataError if the body is no JSON behind the place."""
     try:
         value: Any = json.loads(body)
-    except (ValueError, RecursionError) as error:
+    except NOT_JSON as error:
         raise DataError(f"the body must be JSON: {error}") from error
     try:
         for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", place):

@@ -18,7 +18,7 @@ import msgspec
 from titan_grpo.config import Rollout
 from titan_grpo.config.rollout import WorkerKeys
 from titan_grpo.config.task import ROLLOUT
-from titan_grpo.errors import DataError, PeerError, TitanGrpoError, utf8_text
+from titan_grpo.errors import NOT_JSON, DataError, PeerError, TitanGrpoError, utf8_text
 from titan_grpo.observe import names
 from titan_grpo.protocol.frames import Post
 from titan_grpo.protocol.messages import ServerState
@@ -478,7 +478,7 @@ def decode(text: str | bytes | msgspec.Raw, kind: Any) -> Any:
     if the text is none."""
     try:
         return msgspec.json.decode(text, type=kind)
-    except msgspec.MsgspecError as error:
+    except NOT_JSON as error:
         raise PeerError(f"a frame cannot be read: {error}: {str(text)[:200]!r}") from error
 
 

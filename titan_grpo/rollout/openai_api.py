@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from titan_grpo.errors import TitanGrpoError
+from titan_grpo.errors import NOT_JSON, TitanGrpoError
 
 Message = dict[str, Any]
 
@@ -126,7 +126,7 @@ def parse(body: bytes, temperature: float) -> ChatRequest:
         # Not the standard library's decoder: it accepts lone surrogates (an escape such as
         # "\\ud800" alone), which neither the tokenizer nor a request to an engine can encode.
         given = msgspec.json.decode(body)
-    except (ValueError, RecursionError) as error:
+    except NOT_JSON as error:
         raise Refused(400, f"the body must be JSON in UTF-8: {error}") from error
     if not isinstance(given, dict):
         raise Refused(400, f"the body must be an object, got {given!r:.100}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from titan_grpo.errors import DataError, StorageError
+from titan_grpo.errors import NOT_JSON, DataError, StorageError
 from titan_grpo.samples import Group
 
 
@@ -125,7 +125,7 @@ class ReplayClient:
                 raise ValueError("a group has no completions")
         except OSError as error:
             raise _unreadable(self._path, error) from error
-        except (ValueError, RecursionError) as error:
+        except NOT_JSON as error:
             raise DataError(
                 f"{self._path}: the batch of version {versions[self._next]} must have the fields"
                 f" of samples.Group: {error}"
@@ -170,7 +170,7 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
             for number, line in enumerate(file, 1):
                 try:
                     version = msgspec.json.decode(line, type=_Version).version
-                except (ValueError, RecursionError) as error:
+                except NOT_JSON as error:
                     if not file.read(1):
                         return
                     raise DataError(f"{path}:{number} is not a recorded batch: {error}") from error
@@ -184,7 +184,7 @@ def _all_used(line: bytes, used: Container[int]) -> bool:
     """Return whether a step's prompts are all in ``used``; False for a damaged line."""
     try:
         groups = msgspec.json.decode(line, type=Batch).groups
-    except (ValueError, RecursionError):
+    except NOT_JSON:
         return False
     return all(group.prompt.index in used for group in groups)
 

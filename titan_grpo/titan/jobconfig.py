@@ -18,7 +18,7 @@ from titan_grpo.config.grpo import GRPO, resolve_aliases
 from titan_grpo.config.inert import inert
 from titan_grpo.config.rollout import PYTHONS, Rollout, server_url
 from titan_grpo.config.task import TEXT, Evaluation, TaskKeys, inherited
-from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.errors import NOT_JSON, ConfigError, DataError
 from titan_grpo.receive.checkpoint import INDEX, checkpoint_shapes
 from titan_grpo.rollout.codec import ChatTemplate
 from titan_grpo.rollout.tasks.built_in import GSM8K_SOURCE
@@ -377,7 +377,7 @@ def _lost_weights(folder: Path) -> str:
     if (folder / INDEX).is_file():
         try:
             index = msgspec.json.decode((folder / INDEX).read_bytes(), type=_Index)
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, *NOT_JSON) as error:
             return f"an unreadable {INDEX} ({error})"
         named = set(index.weight_map.values())
     if lost := sorted(named - there):

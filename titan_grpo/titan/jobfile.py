@@ -29,7 +29,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from titan_grpo.config import older
-from titan_grpo.errors import ConfigError
+from titan_grpo.errors import NOT_JSON, ConfigError
 
 OURS = "titan_grpo.config"
 """Default of ``job.custom_config_module``."""
@@ -110,7 +110,7 @@ def read_config(place: str | Path) -> dict[str, Any]:
     path = Path(place) / "config.json" if Path(place).is_dir() else Path(place)
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, *NOT_JSON) as error:
         raise ConfigError(f"{path} must be a model's config.json: {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path} must be a model's config.json, it has no table")

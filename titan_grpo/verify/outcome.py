@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from titan_grpo.errors import DataError
+from titan_grpo.errors import NOT_JSON, DataError
 from titan_grpo.protocol.messages import Label
 
 START = -1
@@ -99,7 +99,7 @@ def read(path: Path, kind: type[Line], skip: int = 0) -> tuple[Line, ...]:
     try:
         lines = path.read_bytes().splitlines()[skip:]
         return tuple(msgspec.json.decode(line, type=kind) for line in lines)
-    except msgspec.MsgspecError as error:
+    except NOT_JSON as error:
         raise DataError(f"each line of {path} must be a {kind.__name__}: {error}") from error
 
 

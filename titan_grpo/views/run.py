@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from titan_grpo.errors import ConfigError
+from titan_grpo.errors import NOT_JSON, ConfigError
 from titan_grpo.observe.names import SERVER
 from titan_grpo.observe.recorder import read_history, read_metrics
 from titan_grpo.observe.run_lock import LOCK, lives
@@ -288,7 +288,7 @@ def read_summary(folder: Path) -> Summary | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=Summary)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise ConfigError(
             f"RUN must have the summary of a run, {path} is none: {error}; read it with the version"
             " of titan_grpo that wrote it, or remove it"
@@ -330,7 +330,7 @@ def _decoded(lines: bytes) -> list[_Event]:
     text = lines.strip(b"[], \n")
     try:
         return msgspec.json.decode(b"[" + text + b"]", type=list[_Event])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except NOT_JSON:
         events = (decoded(line.rstrip(b","), _EVENT) for line in text.split(b"\n"))
         return [event for event in events if event is not None]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from titan_grpo.config.task import ENGINE, OUTSIDE
 from titan_grpo.engines.generation import ToolCalls
-from titan_grpo.errors import ConfigError
+from titan_grpo.errors import NOT_JSON, ConfigError
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.task_runner import AnyTask, Codec, Filter
@@ -112,7 +112,7 @@ def llama3_json(text: str) -> tuple[str, ToolCalls]:
     while rest:
         try:
             value, end = json.JSONDecoder().raw_decode(rest)
-        except (ValueError, RecursionError):
+        except NOT_JSON:
             return text, []
         call = _read(value)
         if call is None:
@@ -144,7 +144,7 @@ def load_parser(name: str) -> ToolParser | None:
 def _call(text: str) -> tuple[str, dict[str, Any]] | None:
     try:
         return _read(json.loads(text))
-    except (ValueError, RecursionError):  # a policy may repeat "[" for thousands of tokens
+    except NOT_JSON:  # a policy may repeat "[" for thousands of tokens
         return None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from titan_grpo.config.rollout import WorkerKeys
 from titan_grpo.config.task import TaskKeys
-from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.errors import NOT_JSON, ConfigError, DataError
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 """Suffix of a file -> builder of ``datasets`` that reads it."""
@@ -64,7 +64,7 @@ class Condition:
         column, sign, shown = found.groups()
         try:
             value = json.loads(shown)
-        except (ValueError, RecursionError) as error:
+        except NOT_JSON as error:
             raise ConfigError(
                 f"{key} must compare with a JSON value (a text in double quotes), got {shown!r} in"
                 f" {text!r}"
@@ -292,7 +292,7 @@ def _bad_line(files: Sequence[str]) -> str:
                     if not line.strip() or isinstance(json.loads(line), dict):
                         continue
                     reason = "it is something else"
-                except (ValueError, RecursionError) as error:
+                except NOT_JSON as error:
                     reason = str(error)
                 return f"{path}:{number} must be a JSON object ({reason}): {line[:80]!r}"
     return ""

@@ -17,7 +17,7 @@ from typing import Any
 
 from titan_grpo.config.rollout import WorkerKeys
 from titan_grpo.config.task import ROLLOUT
-from titan_grpo.errors import ConfigError, DataError, TitanGrpoError
+from titan_grpo.errors import NOT_JSON, ConfigError, DataError, TitanGrpoError
 from titan_grpo.rollout.codec import TextCodec, check_messages
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.task_runner import (
@@ -214,7 +214,7 @@ class FunctionTask:
         tools = row.get("tools") or self._tools
         try:
             return json.loads(tools) if isinstance(tools, str) else tools
-        except (ValueError, RecursionError) as error:
+        except NOT_JSON as error:
             raise DataError(f"column 'tools' must be JSON, got {tools!r:.100}: {error}") from error
 
     @staticmethod
@@ -245,7 +245,7 @@ def said_in(row: Mapping[str, Any]) -> tuple[str, Any]:
     name = MESSAGES if MESSAGES in row else TEXTS
     value = row[name]
     if name == MESSAGES and isinstance(value, str):
-        with suppress(ValueError, RecursionError):
+        with suppress(*NOT_JSON):
             found = json.loads(value)
             return name, value if check_messages(found) else found
     return name, value
@@ -409,7 +409,7 @@ def _tools(keys: WorkerKeys) -> list[Any] | None:
         return None
     try:
         tools = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, *NOT_JSON) as error:
         raise ConfigError(f"{key} must be a JSON file, got {path!r}: {error}") from error
     if not isinstance(tools, list):
         raise ConfigError(f"{key} must hold a list of tool schemas, got {tools!r:.100}")
