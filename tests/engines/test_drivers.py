@@ -196,6 +196,26 @@ def test_an_answer_that_comes_byte_by_byte_must_be_whole_within_the_deadline(tol
             assert "GET /weight_info got no answer within 0.5 s (TimeoutError" in str(error)
 
 
+def test_a_body_may_take_the_longer_the_larger_it_is() -> None:
+    """A group of long completions, from a rollout service behind a slow network."""
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            size = 8 << 20
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size)
+            for _ in range(8):
+                assert not readable(0.1, connection.fileno()), "it was closed"
+                connection.sendall(b" " * (size // 8))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as threads:
+        served = threads.submit(serve)
+        with SyncDriver(f"http://127.0.0.1:{listener.getsockname()[1]}") as driver:
+            driver.run(vllm.health(0.5))
+        served.result(60)
+
+
 def test_a_connection_on_which_a_server_failed_is_not_used_again(board: Board) -> None:
     board.routes = {"GET /health": 200, "GET /weight_info": 503}
 

@@ -33,6 +33,9 @@ T = TypeVar("T")
 
 BODY_CHARS = 300
 
+SLOWEST_BODY = 1 << 20
+"""Bytes in a second of the slowest body that a blocking call waits for, past its deadline."""
+
 NOT_RECOMPUTED = (
     'older weights would go on in it, so nothing is committed; weight_sync.kv_after_update = "keep"'
     " allows that"
@@ -225,9 +228,10 @@ class _Driver:
 class SyncDriver(_Driver):
     """Blocking calls to one server.
 
-    The deadline holds for each of: connect, send, the whole answer. The standard library's client
-    carries them: a third of httpx's processor time (docs/measurements.md), in calls that are part
-    of each pause.
+    The deadline holds for each of: connect, send, the whole answer, whose body may take a second
+    longer per MiB (a group of long completions from a rollout service). The standard library's
+    client carries them: a third of httpx's processor time (docs/measurements.md), in calls that are
+    part of each pause.
     """
 
     def __init__(
@@ -314,7 +318,7 @@ class _Until(io.RawIOBase):
     """What comes through a connection until ``deadline`` (monotonic clock)."""
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
-        self._sock, self._deadline, self._late = sock, deadline, False
+        self._sock, self.deadline, self._late = sock, deadline, False
         self._raw = sock.makefile("rb", buffering=0)
 
     def readable(self) -> bool:
@@ -323,7 +327,7 @@ class _Until(io.RawIOBase):
     def readinto(self, buffer: Any) -> int | None:
         # Before each read: the socket's own timeout begins anew with every byte, and a server that
         # sends few at a time could hold a lane for ever.
-        left_s = self._deadline - time.monotonic()
+        left_s = self.deadline - time.monotonic()
         if left_s <= 0 and self._late:
             raise TimeoutError("timed out")
         # One look past the deadline: all may have come while this process stood still.
@@ -338,12 +342,17 @@ class _Until(io.RawIOBase):
 
 
 class _Response(HTTPResponse):
-    """An answer that must be whole at ``deadline`` (monotonic clock)."""
+    """An answer that must be whole at ``deadline`` (monotonic clock), but for SLOWEST_BODY."""
 
     def __init__(self, deadline: float, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
         self.fp.close()
-        self.fp = io.BufferedReader(_Until(sock, deadline))
+        self._until = _Until(sock, deadline)
+        self.fp = io.BufferedReader(self._until)
+
+    def begin(self) -> None:
+        super().begin()
+        self._until.deadline += (self.length or 0) / SLOWEST_BODY
 
 
 def _body(response: HTTPResponse) -> bytes:
