@@ -234,11 +234,13 @@ def test_a_named_semaphore_of_a_command_goes_with_it(guarded: list[Guarded]) -> 
     assert not (SHARED / f"sem.{name}").exists()
 
 
-def said_by(folder: Path, source: str, *arguments: str) -> str:
-    """What a module of this source says before it ends well."""
+def said_by(folder: Path, source: str, *arguments: str, signalled: int = 0) -> str:
+    """What a module of this source says before it ends well. ``signalled``: a signal that it gets
+    at once."""
     (folder / "started.py").write_text(source)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
     process, sock = start_module("started", *arguments, env=environment)
+    process.send_signal(signalled)
     with sock:
         sock.settimeout(END_S)
         said = sock.recv(1 << 10).decode()
@@ -254,6 +256,17 @@ def test_ctrl_c_does_not_end_a_process_that_still_loads_its_module(tmp_path: Pat
         "    sock.sendall(b'loaded')\n"
     )
     assert said_by(tmp_path, source) == "loaded"
+
+
+def test_ctrl_c_does_not_end_a_process_whose_interpreter_still_starts(tmp_path: Path) -> None:
+    """Before, it left a traceback and, of a sync process, "it is started again" in a run's log."""
+    source = (
+        "import signal\n"
+        "def main(sock, parent):\n"
+        "    sock.sendall(str(signal.pthread_sigmask(signal.SIG_BLOCK, [])).encode())\n"
+    )
+    assert said_by(tmp_path, source, signalled=signal.SIGINT) == "set()"
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 
 
 def test_a_guarded_command_takes_ctrl_c_as_any_other_does(guarded: list[Guarded]) -> None:

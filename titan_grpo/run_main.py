@@ -15,7 +15,10 @@ if __name__ == "__main__":
     numbers, name, fd, parent, *arguments = sys.argv[1:]
     # Before loading the module, which takes seconds: Ctrl-C reaches the whole foreground group, and
     # the parent decides when this process ends.
-    for number in numbers.split(","):
-        signal.signal(int(number), signal.SIG_IGN)
+    ignored = [int(number) for number in numbers.split(",")]
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    # start_module blocked them: a child of this process would inherit that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
     module = importlib.import_module(name)
     sys.exit(module.main(socket.socket(fileno=int(fd)), int(parent), *arguments))

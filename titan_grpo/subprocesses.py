@@ -102,6 +102,9 @@ def start_module(
     ends = str(theirs.fileno()), str(os.getpid())
     numbers = ",".join(str(int(number)) for number in ignored)
     command = [sys.executable, "-m", "titan_grpo.run_main", numbers, module, *ends, *arguments]
+    # The new process inherits this mask: until run_main ignores the signals, they would end it.
+    # Those that come for this thread meanwhile are delivered afterwards.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ignored)
     try:
         with theirs:  # close our copy: else the child's end would not end the stream
             process = subprocess.Popen(
@@ -116,6 +119,8 @@ def start_module(
     except BaseException:
         ours.close()
         raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     return process, ours
 
 
