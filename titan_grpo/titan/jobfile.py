@@ -325,11 +325,19 @@ def mismatches(cls: type, data: Mapping[str, Any], prefix: str = "") -> list[str
 MAY_BE_INFINITE = {"training.max_norm"}
 """Keys for which infinity means "no bound"."""
 
+IN_FLOAT32 = {
+    "grpo.clip_ratio_upper_bound": 3.4e38,
+    "grpo.cispo_weight_max": 3.4e38,
+    "grpo.rollout_is_threshold": 3.4e38,
+    "optimizer.lr": 1e20,  # Adam divides it by 1 - optimizer.beta1
+}
+"""Keys that torch converts to float32, with the largest value at which it raises no error."""
+
 
 def unusable(config: Any) -> list[str]:
     """Return a line for each value that nothing can compute with or open: nan (each comparison with
-    it is false, so no other rule would find it), infinity, a whole number of more than 64 bits, a
-    text with a NUL. Pure."""
+    it is false, so no other rule would find it), infinity, a number past the range of float32 where
+    torch takes no more, a whole number of more than 64 bits, a text with a NUL. Pure."""
     values = (each for f in fields(config) for each in _values(f.name, getattr(config, f.name)))
     return [f"{key} must be {rule}" for key, value in values if (rule := _unusable(key, value))]
 
@@ -352,6 +360,8 @@ def _unusable(key: str, value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         unbounded = key in MAY_BE_INFINITE and value > 0
         return "" if unbounded else f"a finite number, got {value}"
+    if isinstance(value, float) and value > (most := IN_FLOAT32.get(key, math.inf)):
+        return f"at most {most:g} (torch computes with it in float32), got {value}"
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         return f"a whole number from -2^63 to 2^63 - 1, got {hex(value):.40}"
     if isinstance(value, str) and "\0" in value:

@@ -69,8 +69,9 @@ def _numbers(config: Any) -> Rules:
     yield o.name not in ("Adam", "AdamW"), "optimizer.name", '"Adam" or "AdamW"'
     for name in ("beta1", "beta2"):
         yield not 0 <= getattr(o, name) < 1, f"optimizer.{name}", "0 or more, and below 1"
-    for name in ("eps", "weight_decay"):
-        yield getattr(o, name) < 0, f"optimizer.{name}", "0 or more"
+    yield o.weight_decay < 0, "optimizer.weight_decay", "0 or more"
+    rule = f"at least {LEAST_EPS:g} (without it a weight whose gradients were all 0 becomes nan)"
+    yield o.eps < LEAST_EPS, "optimizer.eps", rule
     yield s.warmup_steps < 0, "lr_scheduler.warmup_steps", "0 or more"
     steps = config.training.steps
     yield (
@@ -96,6 +97,9 @@ def _numbers(config: Any) -> Rules:
     rule = 'of "model" and "loss" (torchtitan would compile nothing under another name)'
     yield not {*config.compile.components} <= {"model", "loss"}, "compile.components", rule
 
+
+LEAST_EPS = 1e-37
+"""Bound of optimizer.eps: float32 and bfloat16 round far less to 0."""
 
 LONGEST_TIMEOUT_S = 1_000_000_000
 """Bound of the timeouts of torch.distributed, in seconds: past about eight times as much a number
