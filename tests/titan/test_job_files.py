@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.titan.conftest import Parse
 from titan_grpo.errors import ConfigError
@@ -29,6 +30,12 @@ def test_files_that_the_run_needs_are_named_when_missing(
         jobconfig.check_files(parse(hf, f"--model.hf_assets_path={tmp_path}/nowhere"))
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+ABSENT = object()
+"""Of a key that config.json does not have: engines take transformers' value."""
+
+
 @pytest.mark.parametrize(
     ("kind", "changed", "words"),
     [
@@ -40,6 +47,15 @@ def test_files_that_the_run_needs_are_named_when_missing(
         ("qwen3", {"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 (the trainer: 1e-06)"),
         ("llama3", {"rope_scaling": None}, "rope.rope_type 'default' (the trainer: 'llama3')"),
         ("llama3", {"rope_scaling": tiny.LLAMA3_ROPE | {"factor": 32.0}}, "rope.factor 32.0 (the"),
+        ("qwen3", {"rope_scaling": YARN}, "rope.rope_type 'yarn' (the trainer: 'default')"),
+        ("qwen3_moe", {"rope_scaling": YARN}, "rope.rope_type 'yarn' (the trainer: 'default')"),
+        ("qwen3", {"attention_bias": True}, "attention_bias True (the trainer: False)"),
+        ("llama3", {"mlp_bias": True}, "mlp_bias True (the trainer: False)"),
+        ("llama3", {"hidden_act": "gelu"}, "hidden_act 'gelu' (the trainer: 'silu')"),
+        ("llama3", {"rms_norm_eps": ABSENT}, "rms_norm_eps 1e-06 (the trainer: 1e-05)"),
+        ("qwen3", {"rope_theta": ABSENT}, "rope.rope_theta 10000.0 (the trainer: 1000000"),
+        ("qwen3", {"tie_word_embeddings": ABSENT}, "tie_word_embeddings False (the trainer: True)"),
+        ("qwen3_moe", {"norm_topk_prob": ABSENT}, "norm_topk_prob False (the trainer: True)"),
         ("qwen3_moe", {"num_experts_per_tok": 4}, "num_experts_per_tok 4 (the trainer: 2)"),
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False (the trainer: True)"),
         ("qwen3_moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor 2.5 (the trainer: 1"),
@@ -55,7 +71,8 @@ def test_a_flavor_that_computes_another_model_than_config_json_is_refused(
 ) -> None:
     model = tiny.write_tiny_model(kind, tmp_path / "model")
     path = model / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    settings = (json.loads(path.read_text()) | changed).items()
+    path.write_text(json.dumps({name: value for name, value in settings if value is not ABSENT}))
     name, flavor = FLAVORS[kind]
     keys = (f"--model.name={name}", f"--model.flavor={flavor}", f"--model.hf_assets_path={model}")
     config = parse("", *keys)
@@ -99,6 +116,37 @@ def test_an_index_of_weights_that_is_damaged_is_one_line(
     keys = (f"--model.hf_assets_path={model}", "--checkpoint.enable")
     with pytest.raises(ConfigError, match=r"needs .* in the directory of model"):
         jobconfig.check_files(parse("", *keys, "--checkpoint.initial_load_in_hf"))
+
+
+def test_weights_that_are_not_the_models_are_one_line(parse: Parse, model: Path) -> None:
+    """Before, a missing tensor was a traceback of each rank, and of two of one name the run began
+    with either."""
+    good = parse("", f"--model.hf_assets_path={model}", "--grpo.kl_beta=0.1")
+    weights = load_file(model / "model.safetensors")
+    norm = weights.pop("model.norm.weight")
+
+    def refusal() -> str:
+        with pytest.raises(ConfigError) as caught:
+            jobconfig.check_files(good)
+        return str(caught.value)
+
+    save_file({"model.norm.weight": norm + 1}, model / "stale.safetensors")
+    assert "has model.norm.weight in model.safetensors and in stale.safetensors, which" in refusal()
+    (model / "stale.safetensors").unlink()
+    save_file(weights, model / "model.safetensors")
+    assert refusal().endswith("no model.norm.weight, qwen3/grpo_tiny needs (128,)")
+    save_file({"model.norm.weight": norm[:5]}, model / "rest.safetensors")
+    assert refusal().endswith("model.norm.weight of shape (5,), qwen3/grpo_tiny needs (128,)")
+    save_file({"model.norm.weight": norm}, model / "rest.safetensors")
+    jobconfig.check_files(good)
+
+
+def test_an_index_that_torchtitan_cannot_read_is_one_line(parse: Parse, model: Path) -> None:
+    """Before, it was a traceback of each rank, also of a run that reads other weights."""
+    index = {"weight_map": {"model.norm.weight": "model.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"it names 'model\.safetensors': remove it, one file"):
+        jobconfig.check_files(parse("", f"--model.hf_assets_path={model}"))
 
 
 @pytest.mark.parametrize(

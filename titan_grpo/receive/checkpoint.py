@@ -74,28 +74,41 @@ class CheckpointNames:
 def checkpoint_shapes(folder: Path) -> dict[str, Shape]:
     """Return names and shapes of all tensors of a checkpoint directory; empty without safetensors
     files. Raises DataError, with the file's name, if one is damaged."""
-    from safetensors import safe_open
-
     path = folder / INDEX
     try:
         if path.exists():
             files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
         else:
             files = sorted(path.name for path in folder.glob("*.safetensors"))
-        shapes: dict[str, Shape] = {}
-        for name in files:
-            path = folder / name
-            with safe_open(path, framework="pt") as file:
-                names = file.keys()
-                shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in names}
-    except Exception as error:  # whatever reading a damaged file leads to
-        raise DataError(
-            # quoted: a damaged index may name files that no message can
-            f"{str(path)!r} must be a file of a safetensors checkpoint, reading it gave {error!r}:"
-            " tensor names cannot be compared; restore the file, it is read again when it is needed"
-            " next"
-        ) from error
+        paths = [folder / name for name in files]
+    except Exception as error:  # whatever reading a damaged index leads to
+        raise _damaged(path, error) from error
+    shapes: dict[str, Shape] = {}
+    for path in paths:
+        shapes |= file_shapes(path)
     return shapes
+
+
+def file_shapes(path: Path) -> dict[str, Shape]:
+    """Return names and shapes of the tensors of a safetensors file. Raises DataError if it is
+    damaged."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    except Exception as error:  # whatever reading a damaged file leads to
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(
+        # quoted: a damaged index may name files that no message can
+        f"{str(path)!r} must be a file of a safetensors checkpoint, reading it gave {error!r}:"
+        " tensor names cannot be compared; restore the file, it is read again when it is needed"
+        " next"
+    )
 
 
 def coverage_problem(manifest: Manifest, wanted: Mapping[str, Shape], tied: bool) -> str:

@@ -122,6 +122,18 @@ SCALING = {"scaling_factor": f"{ROPE}.factor"} | {
 """The same of scaled rotary embeddings."""
 
 
+FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+"""What all models of torchtitan have with which a job can run, by its name in a config.json."""
+
+LEFT_OUT = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "norm_topk_prob": False,
+    "tie_word_embeddings": False,
+}
+"""What transformers, and so the engines, take for a key that a config.json of MODELS lacks."""
+
+
 def _values(given: Any, names: Mapping[str, str]) -> dict[str, Any]:
     found = {theirs: getattr(given, ours, None) for ours, theirs in names.items()}
     return {name: value for name, value in found.items() if value is not None}
@@ -130,7 +142,7 @@ def _values(given: Any, names: Mapping[str, str]) -> dict[str, Any]:
 def other_model(key: str, flavor: str, model_args: Any, config: Mapping[str, Any]) -> str:
     """Return why a flavor is not the model of ``config``, the config.json of the folder that
     ``key`` names, or ""."""
-    ours = _values(model_args, SIZES | COMPUTING)
+    ours = FIXED | _values(model_args, SIZES | COMPUTING)
     ours["tie_word_embeddings"] = getattr(model_args, "enable_weight_tying", False)
     moe = getattr(model_args, "moe_args", None)
     if moe is not None and getattr(model_args, "moe_enabled", True):
@@ -139,8 +151,13 @@ def other_model(key: str, flavor: str, model_args: Any, config: Mapping[str, Any
     if (scaling := getattr(model_args, "rope_scaling_args", None)) is not None:
         # torchtitan's llama3 always scales.
         ours |= {f"{ROPE}.rope_type": "llama3"} | _values(scaling, SCALING)
+    elif not hasattr(model_args, "rope_factor"):  # deepseek_v3 scales past a length of its own
+        ours[f"{ROPE}.rope_type"] = "default"
     text = config.get("text_config") or config
-    theirs = {name: text[name] for name in SIZES.values() if name in text} | essential(config)
+    if text.get("model_type") in MODELS:
+        text = {**LEFT_OUT, **text}
+    theirs = {name: text[name] for name in (*SIZES.values(), *FIXED) if name in text}
+    theirs |= essential(text)
     if theirs:
         # A dense model has none: a key of one side only is not compared.
         ours, theirs = {ACTIVE: 0, **ours}, {ACTIVE: 0, **theirs}

@@ -3,6 +3,7 @@ the files that a run opens."""
 
 import importlib
 import math
+import re
 import shlex
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -19,7 +20,7 @@ from titan_grpo.config.inert import inert
 from titan_grpo.config.rollout import PYTHONS, Rollout, server_url
 from titan_grpo.config.task import TEXT, Evaluation, TaskKeys, inherited
 from titan_grpo.errors import NOT_JSON, ConfigError, DataError
-from titan_grpo.receive.checkpoint import INDEX, checkpoint_shapes
+from titan_grpo.receive.checkpoint import INDEX, Shape, file_shapes
 from titan_grpo.rollout.codec import ChatTemplate
 from titan_grpo.rollout.tasks.built_in import GSM8K_SOURCE
 from titan_grpo.rollout.tasks.dataset import files_of
@@ -355,10 +356,16 @@ def _check_models(config: Any) -> None:
         place = Path(attrgetter(key)(config))
         if found := other_model(key, config.model.flavor, args, read_config(place)):
             raise ConfigError(found)
-        if reader and (lost := _lost_weights(place)):
+        if reader and (lost := _lost_weights(config, place)):
             raise ConfigError(
                 f"{reader} needs *.safetensors files in the directory of {key}, {str(place)!r} has"
                 f" {lost}"
+            )
+        # torchtitan reads the index beside the assets, and of a second model, whatever it loads
+        if not key.startswith("checkpoint.") and (name := _unnumbered(place / INDEX)):
+            raise ConfigError(
+                f"{INDEX} in the directory of {key} must name files with numbers (torchtitan reads"
+                f" them), in {str(place)!r} it names {name!r}: remove it, one file needs no index"
             )
 
 
@@ -368,8 +375,17 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def _lost_weights(folder: Path) -> str:
-    """Return what a folder of safetensors files lacks, or ""."""
+def _unnumbered(index: Path) -> str:
+    """Return a file without a number that an index names, or "" (also of an unreadable one)."""
+    try:
+        names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
+    except (OSError, *NOT_JSON):
+        return ""
+    return next((name for name in names if not re.search(r"\d", name)), "")
+
+
+def _lost_weights(config: Any, folder: Path) -> str:
+    """Return what a folder of safetensors files lacks of the job's model, or has twice, or ""."""
     there = {path.name for path in folder.glob("*.safetensors")}
     if not there:
         return "none"
@@ -382,11 +398,37 @@ def _lost_weights(folder: Path) -> str:
         named = set(index.weight_map.values())
     if lost := sorted(named - there):
         return f"no {lost[0]}, which its {INDEX} names"
-    try:
-        checkpoint_shapes(folder)
-    except DataError as error:
-        return f"a damaged one: {error}"
+    found: dict[str, tuple[Shape, str]] = {}
+    for file in sorted(there):
+        try:
+            shapes = file_shapes(folder / file)
+        except DataError as error:
+            return f"a damaged one: {error}"
+        for name, shape in shapes.items():
+            if (first := found.setdefault(name, (shape, file))[1]) != file:
+                return f"{name} in {first} and in {file}, which torchtitan reads too: move one out"
+    if config.checkpoint.initial_load_in_hf_quantized:
+        return ""
+    for name, shape in _tensors(config).items():
+        if name not in found or found[name][0] != shape:
+            have = f"{name} of shape {found[name][0]}" if name in found else f"no {name}"
+            return f"{have}, {config.model.name}/{config.model.flavor} needs {shape}"
     return ""
+
+
+def _tensors(config: Any) -> dict[str, Shape]:
+    """Return the shapes of the job's model by their names in Hugging Face files."""
+    # not at the top: they import torch's DTensor and torchtitan's models
+    import torch
+
+    from titan_grpo.titan.weight_sync import stored_tensors
+
+    spec, args = model_of(config.model.name, config.model.flavor)
+    to_hf = spec.state_dict_adapter(args, None).to_hf
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    theirs = to_hf(dict(stored_tensors(model, to_hf)))
+    return {name: tuple(tensor.shape) for name, tensor in theirs.items()}
 
 
 def _check_prompts(keys: TaskKeys, model_dir: str) -> None:
