@@ -19,11 +19,13 @@ from tests.rigs.trainer import Trainer, manifest_of
 from tests.rigs.trainer_handle import wait_until
 from titan_grpo import cli
 from titan_grpo.config import WeightSync
-from titan_grpo.errors import ConfigError, StorageError
+from titan_grpo.errors import ConfigError, DataError, StorageError
 from titan_grpo.layout.infer import infer_layout
+from titan_grpo.receive.checkpoint import INDEX
 from titan_grpo.sync.lanes import SyncOptions
+from titan_grpo.titan import jobconfig
 from titan_grpo.titan.checkpoints import Stored, checkpoint_of, checkpoints_in
-from titan_grpo.titan.export import hf_tensors
+from titan_grpo.titan.export import hf_tensors, skeleton, whole_or_not_at_all
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.hf_files import copy_assets, save_version, write_adapter, write_weights
 from titan_grpo.titan.tiny import Kind, write_tiny_model
@@ -162,6 +164,44 @@ def test_the_metadata_is_read_once_for_all_parameters(
     assert len(reads) == 1
 
 
+def test_a_value_that_the_type_cannot_hold_is_refused(tmp_path: Path) -> None:
+    """Before, it was written as infinity: only the stored value was looked at."""
+    dcp.save({"p": torch.tensor([[1.0, 7e4]])}, checkpoint_id=tmp_path / "kept", no_dist=True)
+    stored, layout = Stored(tmp_path / "kept"), infer_layout(dict, {"p": (1, 2)})
+    assert dict(hf_tensors(stored, layout, dict, torch.bfloat16, set(), {}))
+    with pytest.raises(DataError, match=r"p holds NaN or infinity in float16, .* another --dtype"):
+        dict(hf_tensors(stored, layout, dict, torch.float16, set(), {}))
+
+
+def test_a_link_to_an_empty_directory_is_written_to_and_what_cannot_be_replaced_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, each was found at the end, when all was written, or was a traceback."""
+    place, link = tmp_path / "place", tmp_path / "link"
+    place.mkdir()
+    link.symlink_to(place)
+    with whole_or_not_at_all(link) as draft:
+        (draft / "config.json").write_text("{}")
+    assert link.is_symlink()
+    assert [path.name for path in place.iterdir()] == ["config.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "place"]
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    mounted = (out for out in (Path("/dev/shm"),) if out.is_mount())
+    for out in (Path("."), *mounted):
+        with pytest.raises(ConfigError, match="that can be replaced"), whole_or_not_at_all(out):
+            pass
+    assert Path.cwd().is_dir()
+
+
+def test_a_model_whose_index_names_a_file_without_a_number_is_built(tmp_path: Path) -> None:
+    """Before, torchtitan's adapter read it, and failed; an export needs no index."""
+    model = write_tiny_model("qwen3", tmp_path / "model")
+    (model / INDEX).write_text('{"weight_map": {"model.norm.weight": "model.safetensors"}}')
+    found, _ = skeleton(jobconfig.parse(job("qwen3", model, tmp_path)))
+    assert any(True for _ in found.parameters())
+
+
 def test_a_job_that_names_no_servers_is_exported_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,6 +274,17 @@ def test_a_base_directory_without_a_config_or_with_a_damaged_one_is_refused(tmp_
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json must be a model's config\.json"):
         copy_assets(tmp_path, tmp_path, "bfloat16")
+
+
+@pytest.mark.parametrize("names", [["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"]])
+def test_the_type_in_config_json_is_the_weights_under_each_name(
+    tmp_path: Path, names: list[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps(dict.fromkeys(names, "float32")))
+    copy_assets(tmp_path, tmp_path / "out", "bfloat16")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config == dict.fromkeys(names, "bfloat16")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ Names and layout come from the model's own state dict adapter, as in a weight sy
 
 import copy
 import math
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +33,8 @@ def skeleton(config: Any) -> tuple[torch.nn.Module, ToHF]:
     # A copy: the table of flavors is shared, and update_from_config changes its entries in place.
     args = copy.deepcopy(args)
     args.update_from_config(config)
-    adapter = spec.state_dict_adapter(args, config.model.hf_assets_path)
+    # without the folder, whose index would say into which files torchtitan itself saves
+    adapter = spec.state_dict_adapter(args, None)
     disable_unexported_buffers(args, adapter)
     if config.lora.rank:
         compat.upstream().separate_qkv(args)
@@ -64,9 +66,10 @@ def check_same_model(shapes: dict[str, tuple[int, ...]], checkpoint: Stored) -> 
 
 def _check_finite(checkpoint: Stored, name: str, tensor: torch.Tensor) -> None:
     if not torch.isfinite(tensor).all():
+        kind = str(tensor.dtype).removeprefix("torch.")
         raise DataError(
-            f"{checkpoint}: {name} holds NaN or infinity, so a server would emit noise; export an"
-            " earlier version"
+            f"{checkpoint}: {name} holds NaN or infinity in {kind}, so a server would emit noise;"
+            " export an earlier version, or another --dtype"
         )
 
 
@@ -80,7 +83,8 @@ def hf_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors by HF name: parameters in ``dtype``, those in ``keep`` in their stored type.
     Holds one parameter in memory at a time. ``scales``: by layer name, those of the adapters to
-    merge. Raises DataError for NaN, infinity, or elements that the adapter does not export."""
+    merge. Raises DataError for NaN, infinity (also of a value that ``dtype`` cannot hold), or
+    elements that the adapter does not export."""
     for fqn, parts in layout.by_fqn.items():
         if not parts:
             continue  # tied to another parameter
@@ -93,8 +97,9 @@ def hf_tensors(
         yielded = 0
         for name, tensor in to_hf(state).items():
             yielded += tensor.numel()
-            _check_finite(checkpoint, name, tensor)
-            yield name, tensor if fqn in keep else tensor.to(dtype)
+            written = tensor if fqn in keep else tensor.to(dtype)
+            _check_finite(checkpoint, name, written)
+            yield name, written
         if yielded != state[fqn].numel():
             raise DataError(
                 f"{checkpoint}: {fqn} has {state[fqn].numel()} elements, its adapter exported"
@@ -125,13 +130,19 @@ def _read_model(config: Any, checkpoint: Stored) -> tuple[torch.nn.Module, ToHF,
 
 
 @contextmanager
-def _whole_or_not_at_all(out: Path) -> Iterator[Path]:
+def whole_or_not_at_all(out: Path) -> Iterator[Path]:
     """Yield a directory that is renamed to ``out`` at the end, and removed after an error. Raises
-    ConfigError if ``out`` is in use."""
+    ConfigError if ``out`` is in use, or cannot be replaced."""
+    given, out = out, Path(os.path.realpath(out))  # a link to a directory stays
+    if out.is_dir() and (os.path.ismount(out) or out == Path.cwd()):
+        raise ConfigError(
+            f"--out must be a directory that can be replaced, got {str(given)!r}, a mount point or"
+            " the working directory: name a new one in it"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
-            f"--out must be a new or an empty directory, got {str(out)!r}: its files would be mixed"
-            " with others"
+            f"--out must be a new or an empty directory, got {str(given)!r}: its files would be"
+            " mixed with others"
         )
     draft = out.with_name(out.name + ".partial")
     shutil.rmtree(draft, ignore_errors=True)
@@ -154,7 +165,7 @@ def export_version(config: Any, checkpoint: Path, out: Path, dtype: str) -> Writ
         files are missing. DataError: weights that are not finite. StorageError: the disk refuses
         a shard.
     """
-    with _whole_or_not_at_all(out) as draft:
+    with whole_or_not_at_all(out) as draft:
         stored = Stored(checkpoint)
         model, to_hf, layout = _read_model(config, stored)
         keep = layout.shapes.keys() & {strip_prefixes(fqn) for fqn, _ in model.named_buffers()}
@@ -170,15 +181,15 @@ def export_adapter(config: Any, checkpoint: Path, out: Path, dtype: str) -> Writ
     adapter_config.json. Raises as ``export_version``, and ConfigError for a job without [lora]."""
     if not config.lora.rank:
         raise ConfigError("--adapter needs a job with [lora], this one trains every weight")
-    with _whole_or_not_at_all(out) as draft:
+    with whole_or_not_at_all(out) as draft:
         stored = Stored(checkpoint)
         model, _, base = _read_model(config, stored)
         layout = lora.adapter_layout(base, lora.adapter_shapes(model))
         tensors = {}
         for each in layout.tensors:
-            value = stored.load(each.fqn)[each.fqn][each.row_ids()]
+            value = stored.load(each.fqn)[each.fqn][each.row_ids()].to(getattr(torch, dtype))
             _check_finite(stored, each.name, value)
-            tensors[each.name] = value.to(getattr(torch, dtype))
+            tensors[each.name] = value
         settings = adapter_config(
             config.lora.rank,
             config.lora.alpha,

@@ -141,8 +141,9 @@ def copy_assets(source: Path, out: Path, dtype: str) -> None:
     for path in (path for pattern in ASSETS for path in source.glob(pattern)):
         if path.is_file():
             shutil.copyfile(path, out / path.name)
-    # transformers renamed the key: keep the base model's.
-    config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    # transformers renamed the key: keep the base model's, which may have both.
+    for key in {"dtype", "torch_dtype"} & config.keys() or {"torch_dtype"}:
+        config[key] = dtype
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
