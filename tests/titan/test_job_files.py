@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.titan.conftest import Parse
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan import jobconfig, tiny
-from titan_grpo.titan.flavors import FLAVORS
+from titan_grpo.titan.flavors import FLAVORS, parameters_of
 from titan_grpo.titan.tiny import Kind
 
 
@@ -139,6 +139,16 @@ def test_weights_that_are_not_the_models_are_one_line(parse: Parse, model: Path)
     assert refusal().endswith("model.norm.weight of shape (5,), qwen3/grpo_tiny needs (128,)")
     save_file({"model.norm.weight": norm}, model / "rest.safetensors")
     jobconfig.check_files(good)
+
+
+def test_deepseek_v3_is_built_too_where_no_trainer_is(parse: Parse, model: Path) -> None:
+    """Before, titan-grpo plan ended in a traceback: torchtitan completes its arguments late."""
+    assert parameters_of("deepseek_v3", "debugmodel") == 33_014_016
+    (model / "config.json").write_text("{}")
+    named = ("--model.name=deepseek_v3", "--model.flavor=debugmodel")
+    keys = (*named, f"--model.hf_assets_path={model}", "--checkpoint.enable")
+    with pytest.raises(ConfigError, match=r"of shape .*, deepseek_v3/debugmodel needs \(2048, 256"):
+        jobconfig.check_files(parse("", *keys, "--checkpoint.initial_load_in_hf"))
 
 
 def test_an_index_that_torchtitan_cannot_read_is_one_line(parse: Parse, model: Path) -> None:

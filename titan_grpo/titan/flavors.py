@@ -70,7 +70,11 @@ def model_of(name: str, flavor: str) -> tuple[Any, Any]:
             f"model.flavor must be one of {', '.join(sorted(spec.model_args))} for {name}, got"
             f" {flavor!r}{hint}"
         )
-    return spec, spec.model_args[flavor]
+    args = spec.model_args[flavor]
+    if hasattr(args, "expert_parallel_comm_backend") and not hasattr(args, "moe_impl"):
+        # deepseek_v3 cannot be built without: torchtitan sets it as it reads a job
+        args.moe_impl = args.expert_parallel_comm_backend
+    return spec, args
 
 
 MODELS = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "llama": "llama3"}
