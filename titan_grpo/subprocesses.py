@@ -40,6 +40,13 @@ SHARED_MEMORY = Path("/dev/shm")
 ENDING = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
 """Signals to a whole process group, or to all processes of a job, that end it."""
 
+SIGNALLED = 128
+"""Exit code of a process ended by a signal, minus the signal's number."""
+
+received: list[int] = []
+"""The one of ENDING by which this process ends (train.stop), if any. Its SystemExit alone does not
+tell: code that catches it may raise another error in its place."""
+
 Output = int | IO[Any] | None
 """Destination of stdout or stderr, as for subprocess.Popen; None: this process's own."""
 

@@ -21,15 +21,20 @@ def _stop_on_signals() -> None:
     # If torchrun is killed, its ranks (each in a session of its own) would go on training.
     end_with_parent(signal.SIGTERM)
 
-    def stop(number: int, frame: Any) -> None:
-        # torchrun repeats its signals, which would interrupt the closing; it kills after its grace.
-        for each in ENDING:
-            signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
     # SIGHUP too: torchrun hands a terminal's end on, also under nohup.
     for each in ENDING:
         signal.signal(each, stop)
+
+
+def stop(number: int, frame: Any) -> None:
+    """Handle a signal that ends this rank: raise SystemExit, and ignore further ones."""
+    from titan_grpo.subprocesses import ENDING, SIGNALLED, received
+
+    received.append(number)
+    # torchrun repeats its signals, which would interrupt the closing; it kills after its grace.
+    for each in ENDING:
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(SIGNALLED + number)
 
 
 def _check_environment() -> None:

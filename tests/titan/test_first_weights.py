@@ -112,7 +112,9 @@ def test_adapters_that_a_job_would_leave_in_a_checkpoint_are_named(
     parse: Parse, tmp_path: Path, model: Path, lost: str
 ) -> None:
     """Before, the run went on without what they had learnt."""
-    names = [f"layers.0.attention.w{part}.lora_{end}" for part in "qv" for end in "ab"]
+    names = [
+        f"layers.{n}.attention.w{part}.lora_{end}" for n in "01" for part in "qv" for end in "ab"
+    ]
     parts = {key: {"of": 0} for key in ("optimizer", "lr_scheduler", "dataloader")}
     state = {**dict.fromkeys(names, torch.zeros(1)), **parts, "train_state": {"version": 2}}
     dcp.save(state, checkpoint_id=tmp_path / "checkpoint/step-2", no_dist=True)
@@ -127,6 +129,42 @@ def test_adapters_that_a_job_would_leave_in_a_checkpoint_are_named(
             jobconfig.check_files(parse("", *keys, *start))
     both = ["--lora.rank=4", "--lora.targets=q_proj,v_proj", f"--job.dump_folder={tmp_path}"]
     assert jobconfig.check_files(parse("", *keys, *both)) == []
+
+
+def test_adapters_that_a_checkpoint_lacks_are_named(
+    parse: Parse, tmp_path: Path, model: Path
+) -> None:
+    """Before, the start ended in a traceback of torch's."""
+    save(tmp_path, 2, version=2)
+    keys = ["--checkpoint.enable", f"--job.dump_folder={tmp_path}", "--lora.rank=4"]
+    config = parse("", f"--model.hf_assets_path={model}", *keys)
+    with pytest.raises(
+        ConfigError, match=r"lora\] must be left out, .*step-2 .* has no .*\.lora_a"
+    ):
+        jobconfig.check_files(config)
+
+
+@pytest.mark.parametrize("excluded", ["train_state", "train_state,lr_scheduler"])
+def test_a_schedule_that_would_go_on_past_its_end_is_refused(
+    parse: Parse, tmp_path: Path, model: Path, excluded: str
+) -> None:
+    """Before, torchtitan stopped the run with an assertion, or the learning rate was negative."""
+    parts = {"optimizer": {"of": 0}, "lr_scheduler": {"last_epoch": 4}, "dataloader": {"of": 0}}
+    state = {"layers.0.attention.wq.weight": torch.zeros(1), "train_state": {"version": 4}, **parts}
+    dcp.save(state, checkpoint_id=tmp_path / "checkpoint/step-4", no_dist=True)
+    keys = ["--checkpoint.enable", f"--model.hf_assets_path={model}", "--training.steps=6"]
+    anew = [*keys, f"--checkpoint.exclude_from_loading={excluded}"]
+    here = f"--job.dump_folder={tmp_path}"
+    if "lr_scheduler" in excluded:
+        jobconfig.check_files(parse("", *anew, here))
+        return
+    whole = [f"--checkpoint.initial_load_path={tmp_path}/checkpoint/step-4"]
+    whole += ["--checkpoint.no-initial_load_model_only", f"--job.dump_folder={tmp_path}/run"]
+    for start in ([here], whole):
+        with pytest.raises(ConfigError, match=r'"lr_scheduler" too, or .*total_steps .* least 10,'):
+            jobconfig.check_files(parse("", *anew, *start))
+        jobconfig.check_files(parse("", *anew, *start, "--lr_scheduler.total_steps=10"))
+        jobconfig.check_files(parse("", *keys, *start))
 
 
 def test_a_damaged_checkpoint_is_named_before_the_model_is_made(

@@ -2,6 +2,7 @@
 settings with which it goes on, and the files that it leaves for Hugging Face."""
 
 import json
+import signal
 from concurrent.futures import Future
 from itertools import islice
 from pathlib import Path
@@ -15,8 +16,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.rigs.ranks import run_ranks
 from tests.rigs.sockets import free_port
+from titan_grpo.errors import ConfigError
 from titan_grpo.observe.run_lock import LOCK, held
+from titan_grpo.subprocesses import ENDING, received
 from titan_grpo.titan import compat
+from titan_grpo.train import stop
 
 compat.prepare()
 
@@ -231,14 +235,34 @@ class Unwritable:
         raise OSError("the disk is full")
 
 
+class Signalled(Unwritable):
+    """A signal in the middle of a save, after which torch's zip writer finds a torn file (or not:
+    ``torn``)."""
+
+    def __init__(self, torn: bool) -> None:
+        self._torn = torn
+
+    def __getstate__(self) -> dict[str, Any]:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            if self._torn:
+                raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 0")
+        raise AssertionError("the signal does not return")
+
+
 @pytest.fixture
-def checkpointer() -> Any:
+def checkpointer(tmp_path: Path) -> Any:
     """With our hooks, and without the rest of a trainer."""
 
     def save(state: dict[str, Any], checkpoint_id: str, **_: Any) -> None:
         dcp.save(state, checkpoint_id=checkpoint_id, no_dist=True)
 
-    made = SimpleNamespace(load=None, maybe_wait_for_staging=None, dcp_save=save)
+    def load(_: int) -> None:
+        dcp.load({"weight": torch.zeros(4)}, checkpoint_id=checkpoint, no_dist=True)
+
+    checkpoint = tmp_path / "step-2"
+    made = SimpleNamespace(load=load, maybe_wait_for_staging=None, dcp_save=save)
     trainer_of(lr=1.0)._hook(made)
     return made
 
@@ -262,3 +286,30 @@ def test_a_checkpoint_whose_second_writing_broke_off_is_no_whole_one(
             {"weight": torch.ones(9), "other": Unwritable()}, checkpoint_id=f"{tmp_path}/step-2"
         )
     assert not checkpoints_in(tmp_path)
+
+
+@pytest.mark.parametrize("torn", [True, False])
+def test_a_signal_in_the_middle_of_a_checkpoint_ends_the_run_as_at_any_other_time(
+    checkpointer: Any, tmp_path: Path, torn: bool
+) -> None:
+    """Before, torch's traceback ended the rank, or an advice to make room on the disk, and the
+    summary had that as the end's cause."""
+    handlers = {number: signal.signal(number, stop) for number in ENDING}
+    try:
+        with pytest.raises(SystemExit) as caught:
+            checkpointer.dcp_save({"other": Signalled(torn)}, checkpoint_id=f"{tmp_path}/step-2")
+    finally:
+        received.clear()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert caught.value.code == 128 + signal.SIGTERM
+
+
+def test_a_checkpoint_of_another_model_is_refused_in_one_line(
+    checkpointer: Any, tmp_path: Path
+) -> None:
+    """Before, the start of a run with another model, or another lora.rank, ended in a traceback."""
+    for name in ("weight", "bias"):
+        checkpointer.dcp_save({name: torch.zeros(9)}, checkpoint_id=f"{tmp_path}/step-2")
+        with pytest.raises(ConfigError, match=r"\[lora\] must be those of .*: .* weight"):
+            checkpointer.load(-1)

@@ -1,7 +1,8 @@
 """Checkpoints of torchtitan in a run's folder: those that are there, and what a run begins with."""
 
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.receive.checkpoint import INDEX
+from titan_grpo.subprocesses import SIGNALLED, received
 from titan_grpo.titan import compat, rules
 from titan_grpo.titan.lora import adapter_shapes, is_adapter
 
@@ -20,6 +22,9 @@ PREFIX = "step-"
 
 VERSION = "train_state.version"
 """Name of the version in a checkpoint's state (GRPOTrainer.state_dict, under torchtitan's key)."""
+
+SCHEDULE = "lr_scheduler.last_epoch"
+"""Name of the number of steps that the learning rate's schedule has behind it."""
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
@@ -97,6 +102,12 @@ class Stored(dcp.FileSystemReader):
         found = self.read_metadata().state_dict_metadata.items()
         return {name: each for name, each in found if isinstance(each, TensorStorageMetadata)}
 
+    def number(self, name: str) -> int:
+        """Return the number of this name."""
+        state = {name: 0}
+        self.fill(state)
+        return state[name]
+
     def load(self, *names: str) -> dict[str, torch.Tensor]:
         """Return these tensors, by name."""
         shapes = self.shapes()
@@ -120,9 +131,7 @@ def version_of(checkpoint: Path) -> int | None:
     stored = Stored(checkpoint)
     if VERSION not in stored.names():
         return None
-    state = {VERSION: 0}
-    stored.fill(state)
-    return state[VERSION]
+    return stored.number(VERSION)
 
 
 def checkpoint_of(folder: Path, version: int) -> Path:
@@ -208,6 +217,53 @@ def _check_text(config: Any, checkpoint: Path, names: Set[str], ranks: int | Non
         )
 
 
+def _check_schedule(config: Any, checkpoint: Stored) -> None:
+    """Check that the learning rate's schedule, where it goes on and the steps begin anew, has a
+    rate for each step."""
+    loaded, steps = _loaded(config), config.training.steps
+    if (
+        "train_state" in loaded
+        or "lr_scheduler" not in loaded
+        or SCHEDULE not in checkpoint.names()
+    ):
+        return
+    end = checkpoint.number(SCHEDULE) + steps
+    if end > (config.lr_scheduler.total_steps or steps):
+        raise ConfigError(
+            'checkpoint.exclude_from_loading must have "lr_scheduler" too, or'
+            f" lr_scheduler.total_steps must be at least {end}, got"
+            f" {config.checkpoint.exclude_from_loading} and {config.lr_scheduler.total_steps}: the"
+            f" schedule goes on from {checkpoint} for {steps} steps, and has no rates past its end"
+        )
+
+
+MISFITS = "Missing key in checkpoint", "Size mismatch between saved"
+"""How torch begins what it says of a checkpoint of another model."""
+
+
+@contextmanager
+def known_failures() -> Iterator[None]:
+    """Raise, in place of what torch.distributed.checkpoint does, the SystemExit of a signal, which
+    it takes for an error of its own, and a ConfigError for a checkpoint of another model."""
+    try:
+        yield
+    except CheckpointException as error:
+        # It maps ranks to (error, stack).
+        causes = [cause for cause, _ in error.failures.values()]
+        # torch's zip writer replaces that of this rank by an error of a torn file.
+        ends: list[BaseException] = [SystemExit(SIGNALLED + number) for number in received]
+        for cause in ends + causes:
+            if isinstance(cause, SystemExit):
+                raise cause from None
+        if (found := str(causes[0])).startswith(MISFITS):
+            raise ConfigError(
+                "[model] and [lora] must be those of the run that saved the checkpoint that this"
+                f" one begins with: {' '.join(found.split())}; leave them as they were, or set"
+                " another job.dump_folder"
+            ) from error
+        raise
+
+
 def check_saver(checkpoint: Path | Stored, names: Set[str]) -> None:
     """Raise ConfigError for a checkpoint of the other torchtitan."""
     if reason := compat.other_saver(names, compat.require_torchtitan()):
@@ -225,6 +281,13 @@ def _check_adapters(config: Any, checkpoint: Path, names: Set[str]) -> None:
             f" {lost[0]}: what that has learnt would be lost; to go on without it, export the"
             " merged weights (titan-grpo export) and start from those files"
             " (checkpoint.initial_load_in_hf)"
+        )
+    if missing := sorted(own - names):
+        raise ConfigError(
+            f"[lora] must be left out, or be that of {checkpoint} (lora.rank, lora.targets), which"
+            f" has no {missing[0]}; to train adapters on its weights, export them (titan-grpo"
+            " export), and start from those files (checkpoint.initial_load_in_hf) with another"
+            " job.dump_folder"
         )
 
 
@@ -245,7 +308,8 @@ def _check_start(config: Any, folder: Path, ranks: int | None) -> None:
             "checkpoint.initial_load_path must be a folder with a checkpoint of torchtitan (or of"
             f" Hugging Face files with initial_load_in_hf), got {start!r}"
         )
-    names = Stored(start).names()
+    stored = Stored(start)
+    names = stored.names()
     check_saver(Path(start), names)
     _check_adapters(config, Path(start), names)
     if keys.initial_load_model_only:
@@ -256,6 +320,7 @@ def _check_start(config: Any, folder: Path, ranks: int | None) -> None:
             f" {start} was saved without {', '.join(missing)}"
         )
     _check_text(config, Path(start), names, ranks)
+    _check_schedule(config, stored)
 
 
 def _check_newest(config: Any, folder: Path, steps: Mapping[str, int], ranks: int | None) -> None:
@@ -271,7 +336,8 @@ def _check_newest(config: Any, folder: Path, steps: Mapping[str, int], ranks: in
         )
     complete = checkpoints_in(folder)
     step = max(steps.values()) if keys.load_step == -1 else keys.load_step
-    names: Set[str] = Stored(complete[step]).names() if step in complete else set()
+    stored = Stored(complete[step]) if step in complete else None
+    names: Set[str] = stored.names() if stored else set()
 
     def lacks(step: int, names: Set[str]) -> list[str]:
         # torchtitan loads the weights alone of step 0.
@@ -303,5 +369,6 @@ def _check_newest(config: Any, folder: Path, steps: Mapping[str, int], ranks: in
     newest = complete[step]
     check_saver(newest, names)
     _check_adapters(config, newest, names)
-    if step:
+    if step and stored:
         _check_text(config, newest, names, ranks)
+        _check_schedule(config, stored)

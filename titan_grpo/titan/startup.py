@@ -24,6 +24,7 @@ from titan_grpo.rollout.messages import RolloutSpec, WorkerTransport
 from titan_grpo.rollout.records import ReplayClient
 from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.runkey import Key
+from titan_grpo.subprocesses import SIGNALLED
 from titan_grpo.sync.lanes import load_deadline_s
 from titan_grpo.titan.jobfile import read_config
 
@@ -202,10 +203,6 @@ def _refused(error: OSError, folder: Path) -> bool:
         return False
     path = os.path.realpath(os.fsdecode(error.filename))
     return Path(path).is_relative_to(os.path.realpath(folder))
-
-
-SIGNALLED = 128
-"""Exit code of a process ended by a signal, minus the signal's number."""
 
 
 def ending(error: BaseException | None, folder: Path) -> str:

@@ -39,6 +39,7 @@ from titan_grpo.observe.run_lock import held
 from titan_grpo.protocol.admission import too_stale
 from titan_grpo.receive.checkpoint import INDEX
 from titan_grpo.titan import compat
+from titan_grpo.titan.checkpoints import known_failures
 from titan_grpo.titan.data import BatchLoader, Result, Share, TextMixin, on_rank0
 from titan_grpo.titan.jobfile import one_line
 from titan_grpo.titan.modules import (
@@ -175,7 +176,8 @@ class GRPOTrainer(Engine):
                     # as a kill in the first save leaves it. (0.3 does.)
                     after.callback(setattr, checkpointer, "folder", checkpointer.folder)
                     checkpointer.folder = os.path.join(checkpointer.folder, "none")
-                found: bool = load(step)
+                with known_failures():
+                    found: bool = load(step)
             if self.should_continue_training():  # a schedule has no rate past its end
                 use_settings(self.optimizers, self.lr_schedulers, self.job_config.optimizer)
             return found
@@ -187,7 +189,8 @@ class GRPOTrainer(Engine):
             # Of a course that this run has left: with it, what a crash leaves would count as whole.
             for name in (".metadata", INDEX):
                 Path(checkpoint_id, name).unlink(missing_ok=True)
-            return save(states, checkpoint_id, *args, **options)
+            with known_failures():
+                return save(states, checkpoint_id, *args, **options)
 
         checkpointer.maybe_wait_for_staging, checkpointer.load = fenced, loaded
         checkpointer.dcp_save = saved
