@@ -284,6 +284,10 @@ def test_no_bound_on_the_gradient_norm_is_infinity(parse: Parse) -> None:
         ("--training.gc_freq=0", "training.gc_freq must be 1 or more, got 0"),
         ("--training.max_norm=-1", "training.max_norm must be greater than 0"),
         ("--optimizer.name=Adamax", "optimizer.name must be"),
+        (
+            "--activation_checkpoint.debug --activation_checkpoint.selective_ac_option=op",
+            'activation_checkpoint.debug must be false with selective_ac_option = "op"',
+        ),
         ("--optimizer.eps=1e-300", "optimizer.eps must be at least 1e-37 .*, got 1e-300"),
         ("--optimizer.lr=1e39", "optimizer.lr must be at most 1e\\+20 .*, got 1e\\+39"),
         ("--grpo.clip_ratio_upper_bound=1e39", "clip_ratio_upper_bound must be at most 3.4e"),

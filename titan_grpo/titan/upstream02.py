@@ -98,6 +98,11 @@ def violations(config: Any, on_cpu: bool) -> list[str]:
             '"op", or a number such as "2" (each second layer)',
         ),
         (
+            a.mode == "selective" and a.selective_ac_option == "op" and a.debug,
+            "activation_checkpoint.debug",
+            'false with selective_ac_option = "op" (torch has no such record of it)',
+        ),
+        (
             split > 1 and p.enable_async_tensor_parallel and uncompiled,
             "parallelism.enable_async_tensor_parallel",
             f"false, or true {compiled} (the compiler makes the products overlap)",
