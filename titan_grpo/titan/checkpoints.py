@@ -260,7 +260,7 @@ def known_failures() -> Iterator[None]:
                 "[model] and [lora] must be those of the run that saved the checkpoint that this"
                 f" one begins with: {' '.join(found.split())}; leave them as they were, or set"
                 " another job.dump_folder"
-            ) from error
+            ) from None  # torchrun's report would have both tracebacks
         raise
 
 
