@@ -10,4 +10,4 @@ COPY pyproject.toml README.md LICENSE /source/
 COPY titan_grpo /source/titan_grpo
 COPY patches /source/patches
 RUN python3 -m pip install --no-cache-dir --no-deps /source \
-    && python3 -m pip install --no-cache-dir "h11>=0.14,<1" "httpx>=0.27,<1" "xxhash>=3.4,<5" "blake3>=1.0,<2" "msgspec>=0.18,<1"
+    && python3 -m pip install --no-cache-dir "h11>=0.14,<1" "httpx>=0.27,<1" "xxhash>=3.4,<5" "blake3>=1.0,<2" "msgspec>=0.21,<1"

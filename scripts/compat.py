@@ -11,6 +11,9 @@ gets two versions through a real lane, and its log-probabilities are compared wi
 fp32 after each (as in bench_agreement.py). A row of Python imports what a server loads of
 titan_grpo and needs no torch.
 
+The row "floors" has the oldest version that pyproject.toml allows of each library of a trainer
+(torch: the checkout's, whose older CPU builds are in no registry) and runs the fast tests.
+
 A row of torch trains two ranks for two steps, compares their log-probabilities with those of the
 default environment (.venv), and their image with the export of their checkpoint. It takes the
 checkout's environment of that torchtitan where that has this torch, else it makes one: 6.5 GB with
@@ -19,12 +22,14 @@ a CUDA build of torch, which runs without a GPU too.
 Exit code 1 if a row failed; what is absent here is said, and fails nothing.
 """
 
+import importlib.metadata
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,6 +51,36 @@ each with its package."""
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 ROOMS = ("receive", "layout", "protocol", "engines", "sync/transports", "observe", "config")
 """What a server imports."""
+
+ROOMS_OF_TESTS = [
+    "engines",
+    "layout",
+    "observe",
+    "protocol",
+    "receive",
+    "rollout",
+    "views",
+    "commands",
+    "titan",
+    "algorithm",
+    "sync",
+    "verify",
+    "plan",
+]
+
+TOOLS = [
+    "pytest>=8,<9.2",
+    "pytest-timeout",
+    "pytest-xdist",
+    "hypothesis",
+    "psutil",
+    "setuptools",
+    "transformers",
+    "prometheus_client",
+    "opentelemetry-sdk",
+    "openai==1.60.0",
+]
+"""Of tests. What openai is now needs a newer h11 than the oldest."""
 
 TRAINERS = {"0.2": (".venv", "train"), "0.3": (".venv-titan03", "train03")}
 """torchtitan -> the environment that scripts/setup.sh makes for it, and the extra that it has."""
@@ -78,7 +113,9 @@ class Row:
 
 def run(*words: str) -> str:
     """Output of a command. Raises RuntimeError with the last line of one that fails."""
-    done = subprocess.run(words, capture_output=True, text=True, timeout=1800, check=False)
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=1800, check=False, cwd=ROOT
+    )
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or "failed").splitlines()
         raise RuntimeError(f"{Path(words[0]).name}: {said[-1]}")
@@ -182,6 +219,41 @@ def python_row(version: str) -> Row:
     return Row(name, said or "ok", time.monotonic() - began)
 
 
+def floors() -> list[str]:
+    """Constraints of pip: the oldest version of each library that a trainer may have."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["train"]
+    found = [re.match(r"([\w.-]+)>=([\w.]+)", each) for each in wanted]
+    oldest = [f"{each[1]}=={each[2]}" for each in found if each and each[1] != "torch"]
+    return [*oldest, f"torch=={importlib.metadata.version('torch')}"]
+
+
+def floors_row() -> Row:
+    """Make an environment with the oldest libraries, and run the fast tests in it."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            limits = Path(folder) / "floors.txt"
+            limits.write_text("\n".join(floors()) + "\n")
+            run(sys.executable, "-m", "venv", f"{folder}/environment")
+            python = f"{folder}/environment/bin/python"
+            pip = (python, "-m", "pip", "install", "--quiet", "-c", str(limits))
+            run(*pip, "torch")
+            run(*pip, f"{ROOT}[train]", *TOOLS)
+            fast = (
+                "-m",
+                "not e2e and not long and not slow",
+                *(f"tests/{each}" for each in ROOMS_OF_TESTS),
+            )
+        except RuntimeError as error:
+            return Row("floors", str(error)[:200], time.monotonic() - began)
+        # What fails is shown as pytest shows it.
+        options = ("-q", "-n", "3", "-p", "no:cacheprovider")
+        done = subprocess.run((python, "-m", "pytest", *options, *fast), check=False, cwd=ROOT)
+    result = "tests failed" if done.returncode else "ok"
+    return Row("floors", result, time.monotonic() - began)
+
+
 def trainer_python(torchtitan: str, torch: str, folder: Path) -> str:
     """Interpreter of an environment with both: the checkout's own, or one that is made in
     ``folder``."""
@@ -222,6 +294,7 @@ def main() -> int:
     rows: dict[str, tuple[Callable[..., Row], tuple[str, ...]]] = {
         f"python-{version}": (python_row, (version,)) for version in PYTHONS
     }
+    rows["floors"] = floors_row, ()
     for titan, torch in TORCHES:
         rows[f"torchtitan-{titan}-torch-{torch}"] = torch_row, (titan, torch)
     for engine, versions in ENGINES.items():

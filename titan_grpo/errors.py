@@ -125,8 +125,8 @@ class TransferFailed(PeerError):
 
 
 NOT_JSON = (ValueError, RecursionError)
-"""What msgspec and json raise for bytes that are no UTF-8, no JSON, of another form, or nested
-deeper than Python's recursion limit."""
+"""What msgspec (from 0.21 on) and json raise for bytes that are no UTF-8, no JSON, of another form,
+or nested deeper than Python's recursion limit."""
 
 CROSSING: dict[str, type[TitanGrpoError]] = {
     kind.__name__: kind

@@ -49,7 +49,7 @@ TALK: list[dict[str, Any]] = [
     {"role": "user", "content": " What is 2<3 & \u00e9?\n"},
     {"role": "assistant", "content": "ask ", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]},
     {"role": "tool", "content": "5"},
-    {"role": "user", "content": "And now?", "tool_calls": None},
+    {"role": "user", "content": "And now?"},
 ]
 TOOL: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "f", "description": "<b>\u00e9</b>"}}
@@ -90,6 +90,14 @@ def test_a_template_gives_the_tokens_that_transformers_gives(
     found = TextCodec(model, keys).chat(messages, tools)
     assert found == reference(model, FEATURES, messages, tools, variables)
     assert found.count(1) == 1  # one <bos>
+
+
+def test_a_field_without_a_value_is_as_good_as_absent(model: str, tmp_path: Path) -> None:
+    """As in transformers, from 5.1 on: JSON tables give each message the fields of all."""
+    path = tmp_path / "template.jinja"
+    path.write_text(FEATURES)
+    codec = TextCodec(model, TaskKeys(chat_template=str(path)))
+    assert codec.chat([TALK[1] | {"tool_calls": None}]) == codec.chat(TALK[1:2])
 
 
 def test_the_models_own_template_gives_the_tokens_that_transformers_gives(model: str) -> None:

@@ -77,8 +77,8 @@ def write_weights(
             save_file(pending, file, metadata={"format": "pt"})
         except SafetensorError as error:
             # The report of a run needs room on the same disk.
-            for number in range(shards):
-                (out / f"shard-{number}.partial").unlink()
+            for number in range(shards + 1):
+                (out / f"shard-{number}.partial").unlink(missing_ok=True)
             raise StorageError(
                 f"{file} could not be written ({error}), so no weights are saved; make room there"
             ) from error

@@ -243,9 +243,10 @@ def open_table(keys: TaskKeys) -> Any:
         raise DataError(f"{key} {name!r} has no rows") from error
     except Exception as error:  # whatever a damaged file leads to, in many libraries
         if files:
-            # The error of ``datasets`` for a file of blank lines.
-            empty = "corresponds to no data" in str(error)
-            unread = "has no rows" if empty else f"cannot be read: {_cause(error)}"
+            cause = _cause(error)
+            # The errors of ``datasets`` for a file of blank lines, and before 5.0 for an empty one.
+            empty = "corresponds to no data" in str(error) or "at least one example" in cause
+            unread = "has no rows" if empty else f"cannot be read: {cause}"
             why = _bad_line(files) or f"{name!r} {unread}"
             raise DataError(f"{key} {why}") from error
         # Not found, no such configuration or split, or the Hub is unreachable.
