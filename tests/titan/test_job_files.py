@@ -151,6 +151,18 @@ def test_deepseek_v3_is_built_too_where_no_trainer_is(parse: Parse, model: Path)
         jobconfig.check_files(parse("", *keys, "--checkpoint.initial_load_in_hf"))
 
 
+def test_a_run_that_would_write_over_the_weights_that_it_reads_is_refused(
+    parse: Parse, tmp_path: Path, model: Path
+) -> None:
+    """Before, it did, at its end, and said that no version was saved."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/hf").symlink_to(model)
+    here = f"--job.dump_folder={tmp_path}/run"
+    with pytest.raises(ConfigError, match=r"^model\.hf_assets_path must be another folder than hf"):
+        jobconfig.check_files(parse("", here, f"--model.hf_assets_path={model}"))
+    jobconfig.check_files(parse("", f"{here}2", f"--model.hf_assets_path={tmp_path}/run/hf"))
+
+
 def test_an_index_that_torchtitan_cannot_read_is_one_line(parse: Parse, model: Path) -> None:
     """Before, it was a traceback of each rank, also of a run that reads other weights."""
     index = {"weight_map": {"model.norm.weight": "model.safetensors"}}

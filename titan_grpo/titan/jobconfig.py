@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from titan_grpo import config as our_config
-from titan_grpo.config import LAUNCH
+from titan_grpo.config import LAUNCH, sends_adapters
 from titan_grpo.config.grpo import GRPO, resolve_aliases
 from titan_grpo.config.inert import inert
 from titan_grpo.config.rollout import PYTHONS, Rollout, server_url
@@ -352,8 +352,15 @@ def _check_models(config: Any) -> None:
         key = "grpo.reference_model" if grpo.reference_model else rules.ASSETS
         folders.append((key, "grpo.kl_beta"))
     _, args = model_of(config.model.name, config.model.flavor)
+    left = Path(config.job.dump_folder, "hf").resolve()
     for key, reader in folders:
         place = Path(attrgetter(key)(config))
+        if not sends_adapters(config.lora) and place.resolve() == left:
+            raise ConfigError(
+                f"{key} must be another folder than hf in job.dump_folder, got {str(place)!r}: the"
+                " run writes its last version there, over these weights; move them, or set another"
+                " job.dump_folder"
+            )
         if found := other_model(key, config.model.flavor, args, read_config(place)):
             raise ConfigError(found)
         if reader and (lost := _lost_weights(config, place)):
