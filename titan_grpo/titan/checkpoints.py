@@ -247,15 +247,16 @@ def known_failures() -> Iterator[None]:
     it takes for an error of its own, and a ConfigError for a checkpoint of another model."""
     try:
         yield
-    except CheckpointException as error:
-        # It maps ranks to (error, stack).
-        causes = [cause for cause, _ in error.failures.values()]
-        # torch's zip writer replaces that of this rank by an error of a torn file.
-        ends: list[BaseException] = [SystemExit(SIGNALLED + number) for number in received]
-        for cause in ends + causes:
+    except (Exception, CheckpointException) as error:  # torch goes on after a signal's SystemExit
+        # Its zip writer finds a torn file, or its next collective a rank that has ended.
+        causes: list[BaseException] = [SystemExit(SIGNALLED + number) for number in received]
+        if isinstance(error, CheckpointException):
+            # It maps ranks to (error, stack).
+            causes += [cause for cause, _ in error.failures.values()]
+        for cause in causes:
             if isinstance(cause, SystemExit):
                 raise cause from None
-        if (found := str(causes[0])).startswith(MISFITS):
+        if causes and (found := str(causes[0])).startswith(MISFITS):
             raise ConfigError(
                 "[model] and [lora] must be those of the run that saved the checkpoint that this"
                 f" one begins with: {' '.join(found.split())}; leave them as they were, or set"
