@@ -173,6 +173,16 @@ def test_a_model_without_positions_is_refused(folder: Path, positions: Any) -> N
         make()
 
 
+def test_a_model_that_the_trainer_would_compute_otherwise_is_refused(folder: Path) -> None:
+    path = folder / "model/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_bias": True}))
+    with pytest.raises(
+        ConfigError, match=r"^--model cannot be trained as qwen3/.*attention_bias True"
+    ):
+        make()
+    assert not (folder / "train.toml").exists()
+
+
 def test_messages_need_a_model_with_a_chat_template(folder: Path) -> None:
     """Before, its job had chat_template = "none", with which a run refuses messages."""
     tokenizer = folder / "model/tokenizer_config.json"

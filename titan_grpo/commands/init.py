@@ -219,22 +219,26 @@ def _first(names: tuple[str, ...], columns: list[str]) -> str:
 
 
 def _flavor(named: str, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """Return torchtitan's name and flavor: as named, or found by the model's sizes."""
+    """Return torchtitan's name and flavor: as named, or found by the model's sizes. Raises
+    ConfigError for a model that a start would refuse."""
     # Imported here: torchtitan takes seconds, and --help does not need it.
     from titan_grpo.titan import compat
-    from titan_grpo.titan.flavors import flavor_of, model_of
+    from titan_grpo.titan.flavors import flavor_of, model_of, other_model
+    from titan_grpo.titan.rules import ASSETS
 
-    if named:
-        name, slash, flavor = named.partition("/")
-        if not slash:
-            raise ConfigError(f"--flavor must be NAME/FLAVOR of torchtitan, got {named!r}")
-        compat.prepare()
-        try:
-            model_of(name, flavor)
-        except ConfigError as error:
-            raise ConfigError(f"--flavor must be torchtitan's, got {named!r}: {error}") from error
-        return name, flavor
-    return flavor_of(settings)
+    if not named:
+        named = "/".join(flavor_of(settings))
+    name, slash, flavor = named.partition("/")
+    if not slash:
+        raise ConfigError(f"--flavor must be NAME/FLAVOR of torchtitan, got {named!r}")
+    compat.prepare()
+    try:
+        _, model_args = model_of(name, flavor)
+    except ConfigError as error:
+        raise ConfigError(f"--flavor must be torchtitan's, got {named!r}: {error}") from error
+    if found := other_model(ASSETS, flavor, model_args, settings):
+        raise ConfigError(f"--model cannot be trained as {named}: {found}")
+    return name, flavor
 
 
 def _prompt(columns: list[str], data: str) -> str:
