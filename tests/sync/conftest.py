@@ -237,6 +237,10 @@ class Rig:
             f"not within {WAIT_S} s: {self.server_set!r} {self.slots!r}"
         )
 
+    def until_error(self, words: str) -> None:
+        """Wait for an error that has these words."""
+        self.until(lambda: words in str(self.server_set.take_error()))
+
     def until_held(self, url: str, version: int) -> None:
         """Wait until one server was read back with ``version``."""
         self.until(lambda: self.server_set.entry(url).held == version)

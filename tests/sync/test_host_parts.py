@@ -36,11 +36,6 @@ def published(run: Rig, version: int) -> None:
     assert time.monotonic() - began < COPY_S
 
 
-def error_with(run: Rig, words: str) -> None:
-    """Wait for an error that has these words."""
-    run.until(lambda: words in str(run.server_set.take_error()))
-
-
 def a_thawed_host_serves(run: Rig, version: int) -> None:
     """The first host goes on, and the server gets this version."""
     run.hosts[0].thaw()
@@ -69,7 +64,7 @@ def test_a_host_that_stands_still_costs_the_version_that_it_does_not_hash_and_no
     run.deliver(1)
     run.hosts[0].freeze()
     published(run, 2)
-    error_with(run, "waiting for part 1 of version 2 from rank 1")
+    run.until_error("waiting for part 1 of version 2 from rank 1")
     assert run.server_set.entry("a").standing is Standing.HOLDS
     assert run.loaded["a"].value() == 1.0
     a_thawed_host_serves(run, 3)
@@ -83,7 +78,7 @@ def test_a_host_that_announces_what_are_no_digests_costs_that_version_and_no_oth
     report = Hashed(1, 1, RangeSource("127.0.0.2", 1, ""), "no digits")
     put_text(present(run.pool.hashed), hashed_key(1, 1), report.to_json())
     published(run, 1)
-    error_with(run, "part 1 of rank 1's host has no digests: non-hexadecimal number")
+    run.until_error("part 1 of rank 1's host has no digests: non-hexadecimal number")
     a_thawed_host_serves(run, 2)
 
 
@@ -138,7 +133,7 @@ def test_a_host_that_ends_in_the_middle_of_serving_leaves_servers_on_the_version
     run.complete(2)
     end(run.hosts[0])
     run.slots.go_on("a")
-    error_with(run, words)
+    run.until_error(words)
     assert run.loaded["a"].value() == 1.0
     assert not run.servers["a"].paused
     if end is HostProcess.freeze:
