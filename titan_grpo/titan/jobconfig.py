@@ -369,7 +369,7 @@ def _check_models(config: Any) -> None:
                 f" {lost}"
             )
         # torchtitan reads the index beside the assets, and of a second model, whatever it loads
-        if not key.startswith("checkpoint.") and (name := _unnumbered(place / INDEX)):
+        if not key.startswith("checkpoint.") and (name := _unnumbered(place)):
             raise ConfigError(
                 f"{INDEX} in the directory of {key} must name files with numbers (torchtitan reads"
                 f" them), in {str(place)!r} it names {name!r}: remove it, one file needs no index"
@@ -382,10 +382,19 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def _unnumbered(index: Path) -> str:
-    """Return a file without a number that an index names, or "" (also of an unreadable one)."""
+def _indexed(folder: Path) -> set[str]:
+    """Return the files that a folder's index names; empty without one."""
+    path = folder / INDEX
+    if not path.is_file():
+        return set()
+    return set(msgspec.json.decode(path.read_bytes(), type=_Index).weight_map.values())
+
+
+def _unnumbered(folder: Path) -> str:
+    """Return a file without a number that a folder's index names, or "" (also of an unreadable
+    one)."""
     try:
-        names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
+        names = sorted(_indexed(folder))
     except (OSError, *NOT_JSON):
         return ""
     return next((name for name in names if not re.search(r"\d", name)), "")
@@ -396,14 +405,11 @@ def _lost_weights(config: Any, folder: Path) -> str:
     there = {path.name for path in folder.glob("*.safetensors")}
     if not there:
         return "none"
-    named = there
-    if (folder / INDEX).is_file():
-        try:
-            index = msgspec.json.decode((folder / INDEX).read_bytes(), type=_Index)
-        except (OSError, *NOT_JSON) as error:
-            return f"an unreadable {INDEX} ({error})"
-        named = set(index.weight_map.values())
-    if lost := sorted(named - there):
+    try:
+        lost = sorted(_indexed(folder) - there)
+    except (OSError, *NOT_JSON) as error:
+        return f"an unreadable {INDEX} ({error})"
+    if lost:
         return f"no {lost[0]}, which its {INDEX} names"
     found: dict[str, tuple[Shape, str]] = {}
     for file in sorted(there):
