@@ -26,6 +26,7 @@ from titan_grpo.engines.http import (
     HttpRefused,
     SyncDriver,
     TlsFailed,
+    ignore,
 )
 from titan_grpo.errors import ConfigError, PeerError, ServerRefused, ServerUnreachable
 from titan_grpo.subprocesses import readable
@@ -214,6 +215,40 @@ def test_a_body_may_take_the_longer_the_larger_it_is() -> None:
         with SyncDriver(f"http://127.0.0.1:{listener.getsockname()[1]}") as driver:
             driver.run(vllm.health(0.5))
         served.result(60)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_request_may_take_the_longer_the_larger_it_is_but_not_for_ever(reads: bool) -> None:
+    """A manifest, or a long prompt with images, to a server that reads slowly."""
+    size = (8 if reads else 1) << 20
+
+    def serve() -> None:
+        for _ in range(2):
+            connection, _ = listener.accept()
+            with connection:
+                if not reads:
+                    assert over.wait(60)
+                    continue
+                left = size
+                while left > 0 and (came := len(connection.recv(size // 8))):
+                    left -= came
+                    over.wait(came / size)  # a second for all of it
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    call = Call("POST", "/hello", 0.3, ignore, json="x" * size)
+    over = threading.Event()
+    with socket.socket() as listener, ThreadPoolExecutor() as threads:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        served = threads.submit(serve)
+        found = both(f"http://127.0.0.1:{listener.getsockname()[1]}", call)
+        over.set()
+        served.result(60)
+    if reads:
+        assert found == [None, None]
+    else:
+        assert [type(error) for error in found] == [ServerUnreachable] * 2
 
 
 def test_a_connection_on_which_a_server_failed_is_not_used_again(board: Board) -> None:

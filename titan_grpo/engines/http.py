@@ -34,7 +34,8 @@ T = TypeVar("T")
 BODY_CHARS = 300
 
 SLOWEST_BODY = 1 << 20
-"""Bytes in a second of the slowest body that a blocking call waits for, past its deadline."""
+"""Bytes in a second of the slowest body that a call waits for, past its deadline: of any request,
+and of a blocking call's answer."""
 
 NOT_RECOMPUTED = (
     'older weights would go on in it, so nothing is committed; weight_sync.kv_after_update = "keep"'
@@ -77,8 +78,8 @@ class Call(Generic[T]):
     ``parse`` gets the decoded JSON body, or ``None`` for an empty or non-JSON one, and raises
     ServerRefused (through ``want``) if the answer has another form. Call ``read`` instead of it:
     what ``parse`` does not foresee is the server's fault too. ``timeout_s``: the deadline in
-    seconds. ``admin``: send the admin key, if there is one. ``key_from``: settings that name the
-    variables with the key.
+    seconds, without the time for a large body (SLOWEST_BODY). ``admin``: send the admin key, if
+    there is one. ``key_from``: settings that name the variables with the key.
     """
 
     method: str
@@ -170,19 +171,17 @@ class _Driver:
         authorities = [os.environ.get(name) or None for name in CA_VARIABLES]
         self._tls = _tls(*authorities) if at.scheme == "https" else None
 
-    def _request(self, call: Call[Any]) -> tuple[str, dict[str, str], bytes | None]:
-        """Return the call's target, headers and body."""
+    def _request(self, call: Call[Any]) -> tuple[str, dict[str, str], bytes | None, float]:
+        """Return the call's target, headers, body, and deadline in seconds."""
         target = self._path + call.path + (f"?{urlencode(call.params)}" if call.params else "")
         # A server with an admin key accepts only it for admin calls, and refuses it elsewhere.
         key = self._admin_key if call.admin and self._admin_key else self._api_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         if call.json is None:
-            return target, headers, None
-        return (
-            target,
-            headers | {"Content-Type": "application/json"},
-            msgspec.json.encode(call.json),
-        )
+            return target, headers, None, call.timeout_s
+        headers["Content-Type"] = "application/json"
+        body = msgspec.json.encode(call.json)
+        return target, headers, body, call.timeout_s + len(body) / SLOWEST_BODY
 
     def _check(self, call: Call[Any], status: int, body: bytes) -> None:
         if not 200 <= status < 300:
@@ -228,10 +227,10 @@ class _Driver:
 class SyncDriver(_Driver):
     """Blocking calls to one server.
 
-    The deadline holds for each of: connect, send, the whole answer, whose body may take a second
-    longer per MiB (a group of long completions from a rollout service). The standard library's
-    client carries them: a third of httpx's processor time (docs/measurements.md), in calls that are
-    part of each pause.
+    The deadline holds for each of: connect, send, the whole answer. A large request or answer (a
+    group of long completions from a rollout service) may take longer, a second per MiB. The
+    standard library's client carries them: a third of httpx's processor time
+    (docs/measurements.md), in calls that are part of each pause.
     """
 
     def __init__(
@@ -263,11 +262,15 @@ class SyncDriver(_Driver):
 
     def _answer(self, call: Call[Any]) -> tuple[HTTPResponse, bytes]:
         self._calling()
-        target, headers, body = self._request(call)
+        target, headers, body, within_s = self._request(call)
         connection, reusable = self._connection(call.timeout_s), False
         try:
+            if connection.sock is None:
+                connection.connect()
+            connection.sock.settimeout(within_s)
             connection.request(call.method, target, body, headers)
-            answer = functools.partial(_Response, time.monotonic() + call.timeout_s)
+            # Again: the server may have the end of the body still to read.
+            answer = functools.partial(_Response, time.monotonic() + within_s)
             cast(Any, connection).response_class = answer
             response = connection.getresponse()
             content = _body(response)
@@ -284,8 +287,8 @@ class SyncDriver(_Driver):
         return response, content
 
     def _connection(self, timeout_s: float) -> HTTPConnection:
-        """Return an idle connection that the server has not closed, else one that the request
-        opens."""
+        """Return an idle connection that the server has not closed, else a new one that is still
+        to be opened."""
         # Not "while self._idle": another thread may take the last one in between.
         with suppress(IndexError):
             while True:
@@ -293,7 +296,6 @@ class SyncDriver(_Driver):
                 kept = time.monotonic() - since < KEEPALIVE_S
                 # An idle connection has nothing to read but its end.
                 if kept and not readable(0.0, connection.sock.fileno()):
-                    connection.sock.settimeout(timeout_s)
                     return connection
                 connection.close()
         if self._tls is not None:
@@ -396,21 +398,20 @@ class AsyncDriver(_Driver):
     async def run(self, call: Call[T]) -> T:
         """Execute a call within ``call.timeout_s`` in total. Raises as SyncDriver.run does.
         Cancelling it closes the connection, so that the engine aborts the request."""
+        within_s, asked = self._ask(call)
         try:
             # no deadline: each call that ends makes room, and its time or its silences are bounded
-            async with (
-                self._connections.room,
-                asyncio.timeout(call.timeout_s),
-                self._asked(call) as answer,
-            ):
+            async with self._connections.room, asyncio.timeout(within_s), asked as answer:
                 body = b"".join([chunk async for chunk in answer.chunks()])
         except BROKEN as error:
             raise self._unreachable(call, error) from error
         return self._value(call, answer.status, body)
 
-    def _asked(self, call: Call[Any]) -> AbstractAsyncContextManager[Exchange]:
-        target, headers, body = self._request(call)
-        return self._connections.ask(call.method, target, list(headers.items()), body or b"")
+    def _ask(self, call: Call[Any]) -> tuple[float, AbstractAsyncContextManager[Exchange]]:
+        """Return the call's deadline in seconds, and the call, which is still to be entered."""
+        target, headers, body, within_s = self._request(call)
+        ask = self._connections.ask(call.method, target, list(headers.items()), body or b"")
+        return within_s, ask
 
     async def stream(self, call: Call[Any], sink: Sink) -> None:
         """Execute a call, and hand the body of a 2xx answer to ``sink`` as it comes.
@@ -420,12 +421,13 @@ class AsyncDriver(_Driver):
         whole. Connection errors after that are ignored.
         """
         began, clock = False, asyncio.get_running_loop().time
+        within_s, asked = self._ask(call)
         try:
             # no deadline: as in ``run``
             async with (
                 self._connections.room,
-                asyncio.timeout(call.timeout_s) as silence,
-                self._asked(call) as answer,
+                asyncio.timeout(within_s) as silence,
+                asked as answer,
             ):
                 if not 200 <= answer.status < 300:
                     body = b"".join([chunk async for chunk in answer.chunks()])
