@@ -26,6 +26,9 @@ VLLM: Routes = {
 }
 
 
+PATHS = ("/model_info", "/weight_info")
+
+
 def backend(name: str | None) -> Routes:
     """The transfer backend that a vLLM was started with."""
     config = {"weight_transfer_config": None if name is None else {"backend": name}}
@@ -92,6 +95,14 @@ def test_a_refused_key_or_a_server_in_trouble_is_not_taken_for_a_stranger(
     with pytest.raises(HttpRefused) as refusal:
         ask(board)
     assert refusal.value.status == status
+
+
+def test_a_page_of_a_proxy_is_a_server_in_trouble_and_no_stranger(board: Board) -> None:
+    """A run would end of it: its proxy answers every call with the page, until the server is up."""
+    board.routes = {f"GET {path}": lambda _: (200, b"<html>") for path in PATHS}
+    with pytest.raises(HttpRefused, match="answered with 200 and no JSON, as by a proxy") as refusal:
+        ask(board)
+    assert (type(refusal.value), refusal.value.status) == (HttpRefused, 502)
 
 
 def test_a_server_that_came_back_as_another_engine_is_met_as_that_one(board: Board) -> None:

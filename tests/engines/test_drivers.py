@@ -91,8 +91,8 @@ def test_a_page_of_a_web_server_is_shown_in_one_line() -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [{}, {"choices": [1]}, {"choices": [None]}, b"[" * 100_000, b"<html>", {"choices": 2}],
-    ids=["empty", "number", "null", "deep", "page", "no list"],
+    [{}, {"choices": [1]}, {"choices": [None]}, None, {"choices": 2}],
+    ids=["empty", "number", "null", "nothing", "no list"],
 )
 def test_an_answer_of_another_form_is_a_refusal_of_the_named_server(
     board: Board, answer: Any
@@ -103,6 +103,17 @@ def test_an_answer_of_another_form_is_a_refusal_of_the_named_server(
     for error in both(board.url, call):
         assert type(error) is ServerRefused
         assert str(error).startswith(f"{board.url}: /v1/completions must answer ")
+
+
+@pytest.mark.parametrize("answer", [b"[" * 100_000, b"<html>", b""], ids=["deep", "page", "empty"])
+def test_an_answer_without_json_is_that_of_a_proxy_whose_server_is_away(
+    board: Board, answer: bytes
+) -> None:
+    board.routes = {"POST /v1/completions": lambda _: (200, answer), "GET /health": 200}
+    for error in both(board.url, vllm.generate([1], Sampling(1), 5.0)):
+        assert (type(error), error.status) == (HttpRefused, 502)
+        assert str(error).startswith(f"{board.url}: POST /v1/completions was answered with 200 and")
+    assert both(board.url, vllm.health()) == [None, None], "it needs none"
 
 
 @pytest.mark.parametrize(

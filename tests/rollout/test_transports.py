@@ -49,7 +49,8 @@ WAIT_S = 60.0
 
 class Relay:
     """An HTTP server that passes requests on as ``way`` says: "" (as it is), "drop" (before),
-    "lose" (the answer), "twice", "late" (after the next one), or "away" (it finds no service)."""
+    "lose" (the answer), "twice", "late" (after the next one), "away" (it finds no service), or "page"
+    (it says so with 200)."""
 
     def __init__(self, target: str, way: Callable[[], str]) -> None:
         self.target, self.way = target, way
@@ -65,12 +66,14 @@ class Relay:
             late, self._late = self._late, [request] if way == "late" else []
         answers = [
             self._pass(request)
-            for _ in range({"drop": 0, "away": 0, "late": 0, "twice": 2}.get(way, 1))
+            for _ in range({"drop": 0, "away": 0, "page": 0, "late": 0, "twice": 2}.get(way, 1))
         ]
         for old in late:
             self._pass(old)
         if way == "away":
             return Reply(404, {"error": "default backend"})
+        if way == "page":
+            return Reply(200, b"<html>", kind="text/html")
         lost = Reply(502, {"error": "lost on the way"})
         return lost if way in ("drop", "lose", "late") else answers[-1]
 
@@ -322,8 +325,9 @@ def test_what_is_lost_doubled_delayed_and_reordered_on_the_way_changes_nothing(
     assert there.passed > 4
 
 
+@pytest.mark.parametrize("answer", ["away", "page"])
 def test_a_proxy_without_its_service_is_an_outage_once_the_service_has_answered(
-    cluster: Cluster, completion_server: MakeServer
+    cluster: Cluster, completion_server: MakeServer, answer: str
 ) -> None:
     cluster.serve()
     server, away = completion_server(), threading.Event()
@@ -333,7 +337,7 @@ def test_a_proxy_without_its_service_is_an_outage_once_the_service_has_answered(
         if not away.is_set():
             return ""
         refused.release()
-        return "away"
+        return answer
 
     client = cluster.client(cluster.transport(url=cluster.relay(way).url))
     client.start(60)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, Generic, Protocol, TypeVar, cast
 from urllib.parse import quote, urlencode, urlsplit, urlunsplit
@@ -23,6 +24,7 @@ from titan_grpo.engines.connections import BROKEN, KEEPALIVE_S, Connections, Exc
 from titan_grpo.errors import (
     NOT_JSON,
     ConfigError,
+    PeerError,
     ServerRefused,
     ServerUnfit,
     ServerUnreachable,
@@ -56,7 +58,8 @@ UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueErro
 
 
 class HttpRefused(ServerRefused):
-    """A non-2xx answer, or an error in the middle of an answer. ``status``: HTTP status code."""
+    """A non-2xx answer, or an error in the middle of an answer. ``status``: HTTP status code; 502
+    too for a 2xx answer without the JSON that the call needs (a proxy's page)."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -198,7 +201,14 @@ class _Driver:
         try:
             answer = msgspec.json.decode(body)
         except NOT_JSON:
-            answer = None
+            with suppress(PeerError):
+                return call.read(None)
+            raise HttpRefused(
+                f"{self.url}: {call.method} {call.path} was answered with {status} and no JSON, as"
+                " by a proxy whose server is away; if it stays so, the URL is of another kind of"
+                " server",
+                HTTPStatus.BAD_GATEWAY,
+            ) from None
         with self._named():
             return call.read(answer)
 
@@ -250,7 +260,7 @@ class SyncDriver(_Driver):
         """Idle connections and the times of their release. One, unless two threads call."""
 
     def run(self, call: Call[T]) -> T:
-        """Execute a call. Raises ServerUnreachable (no answer), HttpRefused (not 2xx),
+        """Execute a call. Raises ServerUnreachable (no answer), HttpRefused (not 2xx, or no JSON),
         ServerRefused (unreadable answer)."""
         response, body = self._answer(call)
         return self._value(call, response.status, body)
