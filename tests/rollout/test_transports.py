@@ -49,8 +49,8 @@ WAIT_S = 60.0
 
 class Relay:
     """An HTTP server that passes requests on as ``way`` says: "" (as it is), "drop" (before),
-    "lose" (the answer), "twice", "late" (after the next one), "away" (it finds no service), or "page"
-    (it says so with 200)."""
+    "lose" (the answer), "twice", "late" (after the next one), "away" (it finds no service), or
+    "page" (it says so with 200)."""
 
     def __init__(self, target: str, way: Callable[[], str]) -> None:
         self.target, self.way = target, way
