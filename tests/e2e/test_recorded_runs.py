@@ -167,6 +167,19 @@ def test_a_finished_job_that_is_started_again_says_so_and_keeps_its_files(
     assert {name: (whole / name).read_bytes() for name in kept} == before
 
 
+def test_a_finished_job_that_was_killed_before_it_had_saved_its_last_version_saves_it(
+    runs: Runs, server: ServerProcess, whole: Path, arguments: list[str], tmp_path: Path
+) -> None:
+    out, before = tmp_path / "out", runs.summary(whole)
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "hf")
+    (out / "summary.json").unlink()
+    summary = runs.complete(out, [server.url], *arguments, nproc=2)
+    assert runs.same_weights(whole, out)
+    assert json.loads((out / "hf/config.json").read_text())["torch_dtype"] == "float32"
+    assert summary == before | {"run": "out"}
+
+
 LARGE, HUGE = (1e6, -1e6, -1e6, -1e6), (3e38, -3e38, -3e38, -3e38)
 """Rewards of a group whose gradient is past any sensible limit; and of one whose mean less its
 first reward is no float32."""

@@ -44,7 +44,8 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     write = export.export_adapter if args.adapter else export.export_version
     checkpoint = checkpoints.checkpoint_of(folder, args.version)
     named = checkpoints.version_of(checkpoint)
-    written = write(config, checkpoint, args.out, dtype)
+    with export.whole_or_not_at_all(args.out) as draft:
+        written = write(config, checkpoint, draft, dtype)
     what = checkpoint.name if named is None else f"version {named} ({checkpoint.name})"
     size = f"{written.tensors} tensors, {written.nbytes} bytes in {written.shards} file(s), {dtype}"
     print(f"{what}: {size} -> {args.out}")

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from titan_grpo.errors import utf8_text
+from titan_grpo.errors import NOT_JSON, utf8_text
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder, read_last, read_metrics
 from titan_grpo.observe.schema import MeanMax, MedianP95, Server, Summary
@@ -160,6 +160,17 @@ def write_report(recorder: Recorder, run: str, mode: str, ended_by: str = "") ->
     except OSError as error:
         recorder.error(f"the report in {recorder.run_dir} is not whole: {error.strerror}")
     return summarize(recorder, run, mode, ended_by)
+
+
+def came_to_its_end(run_dir: Path, last: Path) -> bool:
+    """Return whether the folder's summary.json tells of a run that nothing ended early, and is
+    newer than ``last``, a file of its last step."""
+    summary = run_dir / "summary.json"
+    try:
+        newer = summary.stat().st_mtime >= last.stat().st_mtime
+        return newer and not msgspec.json.decode(summary.read_bytes(), type=Summary).ended_by
+    except (OSError, *NOT_JSON):
+        return False
 
 
 def plot_rewards(metrics: Path, out: Path) -> None:

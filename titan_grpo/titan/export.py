@@ -16,13 +16,20 @@ from typing import Any
 
 import torch
 
+from titan_grpo.config import sends_adapters
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.layout.infer import Layout, ToHF, strip_prefixes
 from titan_grpo.layout.peft import MergedRows, adapter_config
 from titan_grpo.titan import compat, lora
 from titan_grpo.titan.checkpoints import Stored, check_saver
 from titan_grpo.titan.flavors import disable_unexported_buffers, model_of
-from titan_grpo.titan.hf_files import Written, copy_assets, write_adapter, write_weights
+from titan_grpo.titan.hf_files import (
+    Written,
+    copy_assets,
+    last_place,
+    write_adapter,
+    write_weights,
+)
 from titan_grpo.titan.weight_sync import layout_of, stored_tensors
 
 
@@ -157,43 +164,51 @@ def whole_or_not_at_all(out: Path) -> Iterator[Path]:
 
 
 def export_version(config: Any, checkpoint: Path, out: Path, dtype: str) -> Written:
-    """Write a version as a Hugging Face directory, its adapters merged. ``checkpoint`` is its DCP
-    folder. ``out`` appears whole or not at all. ``config`` comes from ``titan.jobconfig.parse``;
-    only [model], [lora] and the settings that shape the model are used.
+    """Write a version into ``out`` as a Hugging Face directory, its adapters merged. ``checkpoint``
+    is its DCP folder. ``config`` comes from ``titan.jobconfig.parse``; only [model], [lora] and the
+    settings that shape the model are used.
 
-    Raises: ConfigError: ``out`` is in use, the checkpoint is of another model, or the base model's
-        files are missing. DataError: weights that are not finite. StorageError: the disk refuses
-        a shard.
+    Raises: ConfigError: the checkpoint is of another model, or the base model's files are missing.
+        DataError: weights that are not finite. StorageError: the disk refuses a shard.
     """
-    with whole_or_not_at_all(out) as draft:
-        stored = Stored(checkpoint)
-        model, to_hf, layout = _read_model(config, stored)
-        keep = layout.shapes.keys() & {strip_prefixes(fqn) for fqn, _ in model.named_buffers()}
-        scales = {name: layer.scale for name, layer in lora.adapted(model)}
-        copy_assets(Path(config.model.hf_assets_path), draft, dtype)
-        return write_weights(
-            hf_tensors(stored, layout, to_hf, getattr(torch, dtype), keep, scales), draft
-        )
+    stored = Stored(checkpoint)
+    model, to_hf, layout = _read_model(config, stored)
+    keep = layout.shapes.keys() & {strip_prefixes(fqn) for fqn, _ in model.named_buffers()}
+    scales = {name: layer.scale for name, layer in lora.adapted(model)}
+    out.mkdir(parents=True, exist_ok=True)
+    copy_assets(Path(config.model.hf_assets_path), out, dtype)
+    return write_weights(
+        hf_tensors(stored, layout, to_hf, getattr(torch, dtype), keep, scales), out
+    )
 
 
 def export_adapter(config: Any, checkpoint: Path, out: Path, dtype: str) -> Written:
-    """Write the adapters of a version as PEFT does: adapter_model.safetensors and
+    """Write the adapters of a version into ``out`` as PEFT does: adapter_model.safetensors and
     adapter_config.json. Raises as ``export_version``, and ConfigError for a job without [lora]."""
     if not config.lora.rank:
         raise ConfigError("--adapter needs a job with [lora], this one trains every weight")
-    with whole_or_not_at_all(out) as draft:
-        stored = Stored(checkpoint)
-        model, _, base = _read_model(config, stored)
-        layout = lora.adapter_layout(base, lora.adapter_shapes(model))
-        tensors = {}
-        for each in layout.tensors:
-            value = stored.load(each.fqn)[each.fqn][each.row_ids()].to(getattr(torch, dtype))
-            _check_finite(stored, each.name, value)
-            tensors[each.name] = value
-        settings = adapter_config(
-            config.lora.rank,
-            config.lora.alpha,
-            config.lora.targets,
-            str(config.model.hf_assets_path),
-        )
-        return write_adapter(tensors.items(), draft, settings)
+    stored = Stored(checkpoint)
+    model, _, base = _read_model(config, stored)
+    layout = lora.adapter_layout(base, lora.adapter_shapes(model))
+    tensors = {}
+    for each in layout.tensors:
+        value = stored.load(each.fqn)[each.fqn][each.row_ids()].to(getattr(torch, dtype))
+        _check_finite(stored, each.name, value)
+        tensors[each.name] = value
+    settings = adapter_config(
+        config.lora.rank,
+        config.lora.alpha,
+        config.lora.targets,
+        str(config.model.hf_assets_path),
+    )
+    return write_adapter(tensors.items(), out, settings)
+
+
+def export_last(config: Any, checkpoint: Path, run_dir: Path) -> Path:
+    """Write the version of a checkpoint where ``hf_files.save_version`` leaves a run's last one, as
+    servers held it; return that place. Raises as ``export_version``."""
+    adapters = sends_adapters(config.lora)
+    out = last_place(run_dir, adapters)
+    write = export_adapter if adapters else export_version
+    write(config, checkpoint, out, config.weight_sync.wire_dtype)
+    return out

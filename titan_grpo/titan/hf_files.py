@@ -64,7 +64,8 @@ def write_weights(
     Takes the tensors one by one and writes a shard as soon as it is full: with a generator, memory
     for one shard is enough. Tensors may share storage: the format stores each name alone.
 
-    Raises StorageError if the disk refuses a shard; then none is left, and what was there stays.
+    Raises StorageError if the disk refuses a shard. After an error none is left, and what was there
+    stays.
     """
     where: dict[str, int] = {}
     total = pending_bytes = shards = 0
@@ -76,22 +77,25 @@ def write_weights(
         try:
             save_file(pending, file, metadata={"format": "pt"})
         except SafetensorError as error:
-            # The report of a run needs room on the same disk.
-            for number in range(shards + 1):
-                (out / f"shard-{number}.partial").unlink(missing_ok=True)
             raise StorageError(
                 f"{file} could not be written ({error}), so no weights are saved; make room there"
             ) from error
         pending, pending_bytes, shards = {}, 0, shards + 1
 
-    for name, tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        if pending and pending_bytes + nbytes > shard_bytes:
-            flush()
-        # clone: safetensors refuses views of a shared storage, such as a stacked parameter's.
-        pending[name] = tensor.detach().to("cpu").contiguous().clone()
-        where[name], pending_bytes, total = shards, pending_bytes + nbytes, total + nbytes
-    flush()
+    try:
+        for name, tensor in tensors:
+            nbytes = tensor.numel() * tensor.element_size()
+            if pending and pending_bytes + nbytes > shard_bytes:
+                flush()
+            # clone: safetensors refuses views of a shared storage, such as a stacked parameter's.
+            pending[name] = tensor.detach().to("cpu").contiguous().clone()
+            where[name], pending_bytes, total = shards, pending_bytes + nbytes, total + nbytes
+        flush()
+    except BaseException:
+        # The report of a run needs room on the same disk.
+        for part in out.glob("shard-*.partial"):
+            part.unlink()
+        raise
     files = (
         ["model.safetensors"]
         if shards == 1
@@ -173,6 +177,11 @@ def whole_image(
         yield image.tensor()
 
 
+def last_place(run_dir: Path, adapters: bool) -> Path:
+    """Return where a run leaves its last version: whole weights, or adapters."""
+    return run_dir / ("adapter" if adapters else "hf")
+
+
 def save_version(
     process: SyncProcess, version: int, job_config: Any, model_dir: str, run_dir: Path
 ) -> str:
@@ -186,7 +195,7 @@ def save_version(
     sync, lora = job_config.weight_sync, job_config.lora
     remedy = "titan-grpo export makes it from the last checkpoint"
     adapters = has_adapters(process.manifest)
-    out = run_dir / ("adapter" if adapters else "hf")
+    out = last_place(run_dir, adapters)
     published = process.complete
     if published is None:
         return f"no version's image is complete; {remedy}"

@@ -44,8 +44,10 @@ from titan_grpo.sync.lanes import SyncOptions, load_deadline_s
 from titan_grpo.sync.process import SyncProcess
 from titan_grpo.sync.transports.channel import check_address
 from titan_grpo.sync.transports.tls import check_certificate
+from titan_grpo.titan.checkpoints import checkpoints_in
 from titan_grpo.titan.data import Share, StepGroups, StepWork, varied_groups
 from titan_grpo.titan.evaluations import Evaluations, evaluation_spec
+from titan_grpo.titan.export import export_last
 from titan_grpo.titan.hf_files import save_version
 from titan_grpo.titan.jobfile import read_config
 from titan_grpo.titan.rules import end_waits_s, sync_waits_s
@@ -486,6 +488,21 @@ class Controller:
         if missing := save_version(process, version, self._job, self._model_dir, self._run_dir):
             self.recorder.error(f"version {version} is not saved: {missing}")
         return values
+
+    def finish_again(self, step: int, version: int) -> None:
+        """Save ``version`` from the checkpoint of the last step, and write the report, if no
+        process of the run came to that. Otherwise change no file."""
+        folder = self._run_dir / self._job.checkpoint.folder
+        checkpoint = checkpoints_in(folder).get(step)
+        if checkpoint is None or report.came_to_its_end(self._run_dir, checkpoint / ".metadata"):
+            return
+        self.recorder = Recorder(self._run_dir)
+        self._ends.callback(self._close_records)
+        self._ends.callback(self._report)
+        out = export_last(self._job, checkpoint, self._run_dir)
+        terminal.print_status(
+            f"version {version} was not saved at the run's end: now it is in {out}"
+        )
 
     def close(self, error: BaseException | None = None) -> None:
         """End lanes, rollouts and servers within ``END_S`` and write the report, which names the

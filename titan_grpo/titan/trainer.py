@@ -231,6 +231,7 @@ class GRPOTrainer(Engine):
             if self.controller is not None:
                 done = f"step {self.step} of {self.job_config.training.steps} is done"
                 terminal.print_status(f"{done}: nothing to train; raise training.steps to go on")
+            self._on_rank0(lambda controller: controller.finish_again(self.step, self.version))
             return
         published = self._published == self.version or self._publish_now(self.version)
         self.sync.publisher.fence()
