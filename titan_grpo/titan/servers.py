@@ -28,7 +28,7 @@ from titan_grpo.unix_rpc import Handler, Server, call, listens
 MAX_HOSTS = 65_536
 """Bound on a host list: a mistyped range must not fill the memory."""
 
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
 _PART = re.compile(r"\[[^\[\]]*\]|[^\[\],\s]+")
 _ITEM = re.compile(rf"(?:{_PART.pattern})+")
 
@@ -43,17 +43,21 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     ('rack1n9', 'rack1n10', 'rack2n9', 'rack2n10')
     """
     out: dict[str, None] = {}
-    items = _ITEM.findall(text)
+    items, total = _ITEM.findall(text), 0
     if not items or ",".join(items) != text.strip():
-        raise ConfigError(f"a host list must look like node[01-03,07],gpu2, got {text!r}")
+        raise ConfigError(f"a host list must look like node[01-03,07],gpu2, got {text!r:.200}")
     for item in items:
-        choices = [
-            _numbers(part[1:-1], text) if part[0] == "[" else [part] for part in _PART.findall(item)
-        ]
-        for names in itertools.product(*choices):
-            out["".join(names)] = None
-            if len(out) > MAX_HOSTS:
-                raise ConfigError(f"a host list must have {MAX_HOSTS} hosts at most, got {text!r}")
+        choices, count = [], 1
+        for part in _PART.findall(item):
+            choices.append(_numbers(part[1:-1], text) if part[0] == "[" else [part])
+            count *= len(choices[-1])
+            # Before the names are made: repeated ones would take as long, and count no less.
+            if total + count > MAX_HOSTS:
+                raise ConfigError(
+                    f"a host list must have {MAX_HOSTS} hosts at most, got {text!r:.200}"
+                )
+        total += count
+        out |= dict.fromkeys(map("".join, itertools.product(*choices)))
     return tuple(out)
 
 
@@ -64,9 +68,10 @@ def _numbers(ranges: str, text: str) -> list[str]:
         low, high = (
             (int(found.group(1)), int(found.group(2) or found.group(1))) if found else (1, 0)
         )
-        if found is None or not 0 <= high - low < MAX_HOSTS:
+        if found is None or not 0 <= high - low < MAX_HOSTS - len(out):
             raise ConfigError(
-                f"a range of a host list must be like 01-03 or 7, got {piece!r} in {text!r}"
+                f"a range of a host list must be like 01-03 or 7, with {MAX_HOSTS} hosts at most,"
+                f" got {piece!r:.100} in {text!r:.200}"
             )
         out += [f"{number:0{len(found.group(1))}d}" for number in range(low, high + 1)]
     return out
