@@ -81,15 +81,19 @@ BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 
 DRESS = (
     (re.compile(r"\{,\}"), ","),
-    (re.compile(r"\\[ !,:;]|\\?[$%£€]|~"), ""),
+    (re.compile(r"\\[ !,:;]|\\?[$%£€]|~|\u00b0|\^(?:\\circ|\{\\circ\})"), ""),
     (re.compile("\u2212"), "-"),
     (re.compile(r"\\(?:text|textbf|mathrm|mathbf) *\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\\[dt]?frac *(\d) *(\d)(?!\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"(?<!\d)\\[dt]?frac *\{([\d,.]+)\} *\{([\d,.]+)\}"), r"\1/\2"),
 )
-"""What LaTeX writes around a number, a currency, the Unicode minus; what is read in their place."""
+"""What LaTeX writes around a number, a currency, degrees, the Unicode minus; what is read in their
+place."""
+
+SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
 PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-WRITTEN = re.compile(rf"((?<!\d)-)?({PLAIN})(?:/({PLAIN}))?")
+WRITTEN = re.compile(rf"((?<!\d)[-+])?({PLAIN})(?:/({PLAIN}))?(?: *(?i:({'|'.join(SCALES)}))\b)?")
 UNIT = re.compile(r"\.? *(?:/?[A-Za-z][A-Za-z /.]*(?:\^\{?\d\}?)?)?\.?")
 
 
@@ -124,14 +128,15 @@ def final_number(text: str) -> Fraction | None:
 
 def number_of(text: str) -> Fraction | None:
     """Return the value of a text that is a number, after any "x =", before any unit; else None.
-    Computes nothing: "9^{9^9}" is no number."""
-    said = undressed(text).rpartition("=")[2].strip()
+    Computes nothing, except that 1.5 million is 1500000: "9^{9^9}" is no number."""
+    said = undressed(text).rpartition("=")[2].strip("(){}" + string.whitespace)
     found = WRITTEN.match(said)
     if not found or not UNIT.fullmatch(said, found.end()) or len(found[0]) > LONGEST_ANSWER:
         return None
-    sign, above, below = found.groups()
+    sign, above, below, scale = found.groups()
     number, divisor = (Fraction(part.replace(",", "")) for part in (above, below or "1"))
-    return (-number if sign else number) / divisor if divisor else None
+    number *= SCALES[scale.lower()] if scale else 1
+    return (-number if sign == "-" else number) / divisor if divisor else None
 
 
 def undressed(text: str) -> str:
