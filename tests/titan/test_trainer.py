@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.rigs.ranks import run_ranks
 from tests.rigs.sockets import free_port
+from titan_grpo.config import Lora
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe.run_lock import LOCK, held
 from titan_grpo.subprocesses import ENDING, received
@@ -57,7 +58,7 @@ RUNS: dict[str, Run] = {
         f"{RECOMPUTED}mode=selective {RECOMPUTED}selective_ac_option=op"
         f" {RECOMPUTED}per_op_sac_force_recompute_mm_shapes_by_fqns=attention",
     ),
-    **{case: (case, 1, "") for case in ("bias", "skipped", "ended", "tied")},
+    **{case: (case, 1, "") for case in ("bias", "skipped", "ended", "tied", "scaled")},
 }
 
 
@@ -153,6 +154,16 @@ def test_the_last_save_for_hugging_face_has_only_names_that_have_values(
     assert "lm_head.weight" not in names
 
 
+@pytest.mark.e2e
+def test_adapters_are_used_with_the_scale_alone_with_which_they_were_trained(
+    said: dict[str, list[Any]],
+) -> None:
+    ((start, export, *same),) = said["scaled"]
+    assert start == export
+    assert start.startswith("lora.alpha must be 12.5, with which the adapters of ")
+    assert same == ["", ""]
+
+
 @pytest.mark.parametrize("written", [True, False])
 def test_a_checkpoint_that_was_not_written_is_said_and_in_time_for_the_summary_if_it_can_be(
     written: bool,
@@ -186,7 +197,9 @@ def trainer_of(**keys: Any) -> Any:
     settings = Optimizer(**{"implementation": "for-loop", **keys})
     trainer: Any = GRPOTrainer.__new__(GRPOTrainer)
     training, disabled = SimpleNamespace(steps=10), SimpleNamespace(enable=False)
-    trainer.job_config = SimpleNamespace(optimizer=settings, training=training, checkpoint=disabled)
+    trainer.job_config = SimpleNamespace(
+        optimizer=settings, training=training, checkpoint=disabled, lora=Lora()
+    )
     trainer.step = 3
     trainer.model_parts = [torch.nn.Linear(2, 1)]
     trainer.optimizers = build_optimizers(trainer.model_parts, settings, None)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests.titan.pipeline_rank import job_of, published, train_to
-from titan_grpo.errors import SyncError
+from titan_grpo.errors import ConfigError, SyncError
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.receive.checkpoint import INDEX
 from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.sync.process import SyncProcess
+from titan_grpo.titan.export import export_version
+from titan_grpo.titan.jobconfig import check_files
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.titan.trainer import GRPOTrainer, run
 
@@ -207,6 +210,27 @@ def tied(place: Place) -> list[Any]:
     return [began, sorted(names), sorted(written)]
 
 
+def scaled(place: Place) -> list[str]:
+    """Save adapters: what the start and an export say of the checkpoint to a job with another
+    lora.alpha, and to one with the same."""
+    with made(place, "--lora.rank=4", "--lora.alpha=12.5") as trainer:
+        train_to(trainer, 1)
+    said = []
+    checkpoint = place.folder / "run/checkpoint/step-1"
+    for alpha in ("25", "12.5"):
+        job = place.job("--lora.rank=4", f"--lora.alpha={alpha}")
+        for use in (
+            partial(check_files, job),
+            partial(export_version, job, checkpoint, place.folder / "out", "float32"),
+        ):
+            try:
+                use()
+                said.append("")
+            except ConfigError as error:
+                said.append(str(error))
+    return said
+
+
 def refused(place: Place, *arguments: str) -> list[str]:
     """A run that cannot start: type and text of the error that ends this rank."""
     nobody = ("--rollout.servers=http://127.0.0.1:9", "--weight_sync.startup_deadline_s=5")
@@ -218,7 +242,7 @@ def refused(place: Place, *arguments: str) -> list[str]:
 
 
 CASES: dict[str, Callable[..., Any]] = {
-    case.__name__: case for case in (bias, skipped, committed, ended, tied, refused)
+    case.__name__: case for case in (bias, skipped, committed, ended, tied, scaled, refused)
 }
 
 

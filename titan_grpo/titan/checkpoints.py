@@ -26,6 +26,10 @@ VERSION = "train_state.version"
 SCHEDULE = "lr_scheduler.last_epoch"
 """Name of the number of steps that the learning rate's schedule has behind it."""
 
+ALPHA = "lora_alpha"
+"""Name of lora.alpha in a checkpoint of adapters: no tensor depends on it, but the model does. Only
+the checks read it: a checkpoint of an older version of titan_grpo has none."""
+
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
     """Return the complete checkpoints in a folder (step-N folders with metadata) by step,
@@ -102,7 +106,7 @@ class Stored(dcp.FileSystemReader):
         found = self.read_metadata().state_dict_metadata.items()
         return {name: each for name, each in found if isinstance(each, TensorStorageMetadata)}
 
-    def number(self, name: str) -> int:
+    def number(self, name: str) -> Any:
         """Return the number of this name."""
         state = {name: 0}
         self.fill(state)
@@ -131,7 +135,7 @@ def version_of(checkpoint: Path) -> int | None:
     stored = Stored(checkpoint)
     if VERSION not in stored.names():
         return None
-    return stored.number(VERSION)
+    return int(stored.number(VERSION))
 
 
 def checkpoint_of(folder: Path, version: int) -> Path:
@@ -292,6 +296,17 @@ def _check_adapters(config: Any, checkpoint: Path, names: Set[str]) -> None:
         )
 
 
+def check_alpha(config: Any, checkpoint: Stored) -> None:
+    """Raise ConfigError if adapters were trained with another scale: the policy would be another
+    one."""
+    own = config.lora.alpha
+    if ALPHA in checkpoint.names() and (theirs := checkpoint.number(ALPHA)) != own:
+        raise ConfigError(
+            f"lora.alpha must be {theirs:g}, with which the adapters of {checkpoint} were trained,"
+            f" got {own:g}: the weights that they change would be others"
+        )
+
+
 def _check_start(config: Any, folder: Path, ranks: int | None) -> None:
     """Check what a run begins with whose checkpoint ``folder`` has none."""
     keys, start = config.checkpoint, config.checkpoint.initial_load_path
@@ -370,6 +385,8 @@ def _check_newest(config: Any, folder: Path, steps: Mapping[str, int], ranks: in
     newest = complete[step]
     check_saver(newest, names)
     _check_adapters(config, newest, names)
+    if stored:
+        check_alpha(config, stored)
     if step and stored:
         _check_text(config, newest, names, ranks)
         _check_schedule(config, stored)

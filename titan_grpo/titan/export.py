@@ -21,7 +21,7 @@ from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.layout.infer import Layout, ToHF, strip_prefixes
 from titan_grpo.layout.peft import MergedRows, adapter_config
 from titan_grpo.titan import compat, lora
-from titan_grpo.titan.checkpoints import Stored, check_saver
+from titan_grpo.titan.checkpoints import Stored, check_alpha, check_saver
 from titan_grpo.titan.flavors import disable_unexported_buffers, model_of
 from titan_grpo.titan.hf_files import (
     Written,
@@ -118,7 +118,7 @@ def _read_model(config: Any, checkpoint: Stored) -> tuple[torch.nn.Module, ToHF,
     """Return (model on the meta device, its to_hf, layout of the base model).
 
     Raises ConfigError if the checkpoint is of another model or torchtitan, or has adapters that the
-    job does not have.
+    job does not have, or another lora.alpha.
     """
     model, to_hf = skeleton(config)
     layout = layout_of(model, stored_tensors(model, to_hf), to_hf)
@@ -133,6 +133,7 @@ def _read_model(config: Any, checkpoint: Stored) -> tuple[torch.nn.Module, ToHF,
             f"{checkpoint} must have the adapters that the job's [lora] asks for, it also has"
             f" {extra[0]}: what is exported would lack it; name the job's own --job.config_file"
         )
+    check_alpha(config, checkpoint)
     return model, to_hf, layout
 
 

@@ -39,7 +39,7 @@ from titan_grpo.observe.run_lock import held
 from titan_grpo.protocol.admission import too_stale
 from titan_grpo.receive.checkpoint import INDEX
 from titan_grpo.titan import compat
-from titan_grpo.titan.checkpoints import known_failures
+from titan_grpo.titan.checkpoints import ALPHA, known_failures
 from titan_grpo.titan.data import BatchLoader, Result, Share, TextMixin, on_rank0
 from titan_grpo.titan.jobfile import one_line
 from titan_grpo.titan.modules import (
@@ -162,6 +162,7 @@ class GRPOTrainer(Engine):
         # torchtitan calls this before the parameters change: the place for the fence.
         staging, load = checkpointer.maybe_wait_for_staging, checkpointer.load
         save, enabled = checkpointer.dcp_save, self.job_config.checkpoint.enable
+        lora = self.job_config.lora
 
         def fenced() -> None:
             start = time.perf_counter()
@@ -189,6 +190,8 @@ class GRPOTrainer(Engine):
             # Of a course that this run has left: with it, what a crash leaves would count as whole.
             for name in (".metadata", INDEX):
                 Path(checkpoint_id, name).unlink(missing_ok=True)
+            if lora.rank:
+                states = {**states, ALPHA: lora.alpha}
             with known_failures():
                 return save(states, checkpoint_id, *args, **options)
 
