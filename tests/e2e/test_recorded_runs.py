@@ -249,6 +249,8 @@ def test_skipped_steps_change_nothing_and_too_many_in_a_row_stop_the_run_on_ever
     for step, why in enumerate(reasons, 2):
         said = f"step {step}: 1 optimizer step skipped ({why}"
         assert any(said in error for error in summary["errors"]), summary["errors"]
+    rows = read_metrics(out / "metrics.jsonl")
+    assert min(row[names.STALENESS] for row in rows) == 0, "no token is newer than the trainer"
     # Had a skipped step left its gradient behind, the fifth one would have been skipped too.
     assert committed(summary) == [0, 1, 2]
     assert checkpoint_of(out, 2).name == "step-5", "what export takes for it"

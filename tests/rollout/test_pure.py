@@ -374,6 +374,20 @@ def test_a_recording_keeps_the_spans_of_versions_and_one_without_them_can_be_rea
     assert [completion.token_spans for completion in read] == [spans, ((3, 2),)]
 
 
+def test_a_batch_that_a_trainer_takes_at_an_earlier_version_keeps_its_staleness(
+    tmp_path: Path,
+) -> None:
+    """After a step that made no version; before, its tokens were newer than the trainer."""
+    path = tmp_path / "r.jsonl"
+    spread = replace(GOOD, version_first=1, version_last=2, spans=((1, 1), (2, 1)))
+    record(path, *[[Group(Prompt(0, (1,)), (spread,))]] * 3)
+    replay = ReplayClient(str(path))
+    at = [replay.next_batch(version, 1, 1)[0].completions[0] for version in (0, 1, 1)]
+    assert at[:2] == [spread, spread]
+    assert (at[2].version_first, at[2].version_last) == (0, 1)
+    assert at[2].token_spans == ((0, 1), (1, 1))
+
+
 def test_a_replay_keeps_no_recorded_group_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     text = {"text": "x" * (1 << 20)}

@@ -4,13 +4,14 @@ compare."""
 import json
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from titan_grpo.errors import NOT_JSON, DataError, StorageError
-from titan_grpo.samples import Group
+from titan_grpo.samples import Completion, Group, spans_from
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -104,8 +105,9 @@ class ReplayClient:
         """Return the next recorded batch, beginning with the one of the first requested
         ``version``.
 
-        A step that made no version takes a new batch too. Raises DataError if there is none, or one
-        of another size.
+        A step that made no version takes a new batch too: its groups then have older versions than
+        the recorded ones, and their recorded staleness. Raises DataError if there is no batch, or
+        one of another size.
         """
         versions = [recorded for recorded, _ in self._batches]
         if self._next is None:
@@ -138,7 +140,7 @@ class ReplayClient:
             )
         self._next += 1
         self._consumed += found
-        return list(batch.groups)
+        return [_aged(group, batch.version - version) for group in batch.groups]
 
     def counters(self) -> dict[str, int]:
         return {"consumed_groups": self._consumed}
@@ -158,6 +160,23 @@ class ReplayClient:
 
     set_server = remove_server = fail = drain = skip_drains = _ignored
     used_without_version = record = close = _ignored
+
+
+def _aged(group: Group, behind: int) -> Group:
+    """Return a group for a trainer that is that many versions behind the recorded one: otherwise
+    its tokens would be newer than the trainer."""
+    if behind <= 0:
+        return group
+
+    def aged(version: int) -> int:
+        return max(version - behind, 0)
+
+    def older(c: Completion) -> Completion:
+        first, last = aged(c.version_first), aged(c.version_last)
+        spans = spans_from(first, [(aged(version), tokens) for version, tokens in c.token_spans])
+        return replace(c, version_first=first, version_last=last, spans=spans)
+
+    return replace(group, completions=tuple(map(older, group.completions)))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
