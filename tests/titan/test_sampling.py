@@ -105,6 +105,16 @@ def test_a_completion_that_is_not_trained_on_makes_no_spread_and_its_reward_stop
     assert [g.prompt.index for g in found.groups] == [2]
 
 
+@pytest.mark.parametrize("ids", [(5, 9), (5, -100)])
+def test_a_group_with_a_token_that_the_model_lacks_is_replaced(ids: tuple[int, ...]) -> None:
+    """As the batch leaves it out: before, the step had a group less."""
+    source = Source(True, True, True)
+    first, *others = source.groups[0].completions
+    strange = (*others, replace(first, token_ids=ids))
+    source.groups[0] = replace(source.groups[0], completions=strange)
+    assert source.run(2, 1, replace(KIND, vocabulary=9)) == ([1, 2], 1)
+
+
 def test_more_groups_than_asked_for_are_all_kept_and_none_is_asked_for_again() -> None:
     asked = []
 

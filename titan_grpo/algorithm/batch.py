@@ -167,7 +167,7 @@ def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], di
     dropped: Counter[str] = Counter()
     sound: list[tuple[Completion, ...]] = []
     for group in groups:
-        reasons = [_defect(group.prompt, completion, options) for completion in group.completions]
+        reasons = [unfit(group.prompt, completion, options) for completion in group.completions]
         spoilt = any(reasons)
         dropped.update((why or "group_of_defective" for why in reasons) if spoilt else ())
         sound.append(() if spoilt else group.completions)
@@ -188,7 +188,9 @@ def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], di
     return rows, {reason: count for reason, count in dropped.items() if count}
 
 
-def _defect(prompt: Prompt, completion: Completion, options: BatchOptions) -> str:
+def unfit(prompt: Prompt, completion: Completion, options: BatchOptions) -> str:
+    """Return why a completion must not be trained on (samples.defect, or what this model cannot
+    take), or ""."""
     if fault := defect(prompt, completion):
         return fault
     # Groups from outside and from files may have any id. On a GPU, one past the vocabulary ends the

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
 
 from titan_grpo.algorithm.advantages import by_episode, has_spread
-from titan_grpo.algorithm.batch import BatchOptions
+from titan_grpo.algorithm.batch import BatchOptions, unfit
 from titan_grpo.algorithm.rows import MicroBatch, Rows, attention_rows, build
 from titan_grpo.errors import ConfigError, ProtocolError, RunStopped
-from titan_grpo.samples import Group, defect
+from titan_grpo.samples import Group
 from titan_grpo.titan.rules import rank0_waits_s
 
 GROUP_MARGIN_S = 120.0
@@ -63,7 +63,7 @@ def varied_groups(
 
     def varied(group: Group) -> bool:
         # A group with a defect is not trained on; an invalid reward would raise below.
-        if any(defect(group.prompt, c) for c in group.completions):
+        if any(unfit(group.prompt, c, options) for c in group.completions):
             return False
         return has_spread(by_episode(group.completions)[0], options.grpo, options.longest)
 
