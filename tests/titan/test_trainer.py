@@ -58,7 +58,7 @@ RUNS: dict[str, Run] = {
         f"{RECOMPUTED}mode=selective {RECOMPUTED}selective_ac_option=op"
         f" {RECOMPUTED}per_op_sac_force_recompute_mm_shapes_by_fqns=attention",
     ),
-    **{case: (case, 1, "") for case in ("bias", "skipped", "ended", "tied", "scaled")},
+    **{case: (case, 1, "") for case in ("bias", "skipped", "ended", "tied", "scaled", "kept")},
 }
 
 
@@ -155,6 +155,12 @@ def test_the_last_save_for_hugging_face_has_only_names_that_have_values(
 
 
 @pytest.mark.e2e
+def test_what_killed_saves_have_left_costs_no_whole_checkpoint(said: dict[str, list[Any]]) -> None:
+    """Before, torchtitan removed all three: two halves of later steps were the newest two."""
+    assert said["kept"] == [["step-2", "step-3"]]
+
+
+@pytest.mark.e2e
 def test_adapters_are_used_with_the_scale_alone_with_which_they_were_trained(
     said: dict[str, list[Any]],
 ) -> None:
@@ -196,7 +202,8 @@ def trainer_of(**keys: Any) -> Any:
     """A trainer of one small layer, with its optimizer and its schedule of ten steps."""
     settings = Optimizer(**{"implementation": "for-loop", **keys})
     trainer: Any = GRPOTrainer.__new__(GRPOTrainer)
-    training, disabled = SimpleNamespace(steps=10), SimpleNamespace(enable=False)
+    training = SimpleNamespace(steps=10)
+    disabled = SimpleNamespace(enable=False, keep_latest_k=0)
     trainer.job_config = SimpleNamespace(
         optimizer=settings, training=training, checkpoint=disabled, lora=Lora()
     )

@@ -231,6 +231,19 @@ def scaled(place: Place) -> list[str]:
     return said
 
 
+def kept(place: Place) -> list[str]:
+    """Save three times, where two saves of later steps were killed: the checkpoints that are
+    left."""
+    folder = place.folder / "run/checkpoint"
+    with made(place, "--checkpoint.keep_latest_k=2", "--checkpoint.interval=1") as trainer:
+        for step in (8, 9):
+            (folder / f"step-{step}").mkdir(parents=True)
+            (folder / f"step-{step}/__0_0.distcp").write_bytes(b"half of it")
+        for step in (1, 2, 3):
+            trainer.checkpointer.save(step)
+    return sorted(path.parent.name for path in folder.glob("*/.metadata"))
+
+
 def refused(place: Place, *arguments: str) -> list[str]:
     """A run that cannot start: type and text of the error that ends this rank."""
     nobody = ("--rollout.servers=http://127.0.0.1:9", "--weight_sync.startup_deadline_s=5")
@@ -242,7 +255,7 @@ def refused(place: Place, *arguments: str) -> list[str]:
 
 
 CASES: dict[str, Callable[..., Any]] = {
-    case.__name__: case for case in (bias, skipped, committed, ended, tied, scaled, refused)
+    case.__name__: case for case in (bias, skipped, committed, ended, tied, scaled, kept, refused)
 }
 
 

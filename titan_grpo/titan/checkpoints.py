@@ -1,6 +1,7 @@
 """Checkpoints of torchtitan in a run's folder: those that are there, and what a run begins with."""
 
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,16 @@ def steps_in(folder: Path) -> dict[str, int]:
     files = (*folder.glob("*/.metadata"), *folder.glob(f"*/{INDEX}"))
     found = {path.parent.name: re.search(rf"{PREFIX}(\d+)", path.parent.name) for path in files}
     return {name: int(match[1]) for name, match in found.items() if match}
+
+
+def remove_torn(folder: Path, but: Path) -> None:
+    """Remove what killed saves have left in a folder, except in the place of the next save:
+    torchtitan counts it among keep_latest_k, and removes whole checkpoints in its favour."""
+    for place in folder.glob(f"{PREFIX}*"):
+        names = {path.name for path in place.rglob("*")}
+        whole = any(name.endswith((".metadata", INDEX, ".safetensors")) for name in names)
+        if place.name.removeprefix(PREFIX).isdigit() and place != but and not whole:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 class Stored(dcp.FileSystemReader):

@@ -39,7 +39,7 @@ from titan_grpo.observe.run_lock import held
 from titan_grpo.protocol.admission import too_stale
 from titan_grpo.receive.checkpoint import INDEX
 from titan_grpo.titan import compat
-from titan_grpo.titan.checkpoints import ALPHA, known_failures
+from titan_grpo.titan.checkpoints import ALPHA, known_failures, remove_torn
 from titan_grpo.titan.data import BatchLoader, Result, Share, TextMixin, on_rank0
 from titan_grpo.titan.jobfile import one_line
 from titan_grpo.titan.modules import (
@@ -161,8 +161,7 @@ class GRPOTrainer(Engine):
     def _hook(self, checkpointer: Any) -> None:
         # torchtitan calls this before the parameters change: the place for the fence.
         staging, load = checkpointer.maybe_wait_for_staging, checkpointer.load
-        save, enabled = checkpointer.dcp_save, self.job_config.checkpoint.enable
-        lora = self.job_config.lora
+        save, keys, lora = checkpointer.dcp_save, self.job_config.checkpoint, self.job_config.lora
 
         def fenced() -> None:
             start = time.perf_counter()
@@ -172,7 +171,7 @@ class GRPOTrainer(Engine):
 
         def loaded(step: int = -1) -> bool:
             with ExitStack() as after:
-                if enabled and step == -1 and checkpointer._find_load_step() == -1:
+                if keys.enable and step == -1 and checkpointer._find_load_step() == -1:
                     # 0.2.2 loads its initial weights only where no folder is: not in an empty one,
                     # as a kill in the first save leaves it. (0.3 does.)
                     after.callback(setattr, checkpointer, "folder", checkpointer.folder)
@@ -187,6 +186,8 @@ class GRPOTrainer(Engine):
             if (folder := Path(checkpoint_id).parent).is_symlink():
                 # Perhaps to a folder that is not there yet: mkdir would take the link for a file.
                 os.makedirs(os.path.realpath(folder), exist_ok=True)
+            if keys.keep_latest_k and dist.get_rank() == 0:
+                remove_torn(folder, Path(checkpoint_id))
             # Of a course that this run has left: with it, what a crash leaves would count as whole.
             for name in (".metadata", INDEX):
                 Path(checkpoint_id, name).unlink(missing_ok=True)
