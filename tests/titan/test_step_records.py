@@ -245,6 +245,15 @@ def test_a_single_logger_is_wrapped_too() -> None:
     assert "at its end" in said[0]
 
 
+def test_a_mean_that_torchtitan_would_call_the_largest_loss_is_not_written(tmp_path: Path) -> None:
+    processor = processor_of(TensorBoardLogger(str(tmp_path)))
+    make_dispensable(processor, print)
+    average = "loss_metrics/global_avg_loss"
+    processor.logger.log({average: 0.5, "loss_metrics/global_max_loss": 0.5}, 1)
+    processor.logger.close()
+    assert EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"] == [average]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_what_ends_a_process_passes(error: type[BaseException]) -> None:
     class Ending(BaseLogger):  # type: ignore[misc]  # torchtitan has no types

@@ -231,6 +231,11 @@ def rows(chosen: Sequence[Shown], decode: Callable[[Sequence[int]], str]) -> lis
     ]
 
 
+MAX_LOSS = "loss_metrics/global_max_loss"
+"""torchtitan's name for the largest mean loss of a rank. A loss here is normalised over all ranks'
+tokens or sequences: a rank's part of it is no mean."""
+
+
 class Dispensable:
     """Wrapper of a torchtitan logger (TensorBoard, W&B). Its first error is reported and stops this
     logger only, not the run (a full disk, a lost network); metrics.jsonl has all values."""
@@ -240,9 +245,10 @@ class Dispensable:
         self._failed = False
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Log as torchtitan's BaseLogger.log; do nothing after an error."""
+        """Log as torchtitan's BaseLogger.log, without MAX_LOSS; do nothing after an error."""
         if not self._failed:
-            self._run(lambda: self._inner.log(metrics, step), f"at step {step}")
+            values = {name: value for name, value in metrics.items() if name != MAX_LOSS}
+            self._run(lambda: self._inner.log(values, step), f"at step {step}")
 
     def table(self, rows: Sequence[Row], step: int) -> None:
         """Log completions as a table if the logger has tables; do nothing after an error."""
