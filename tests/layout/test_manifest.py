@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,6 +40,10 @@ def test_tensors_lie_one_after_the_other_at_aligned_offsets() -> None:
         [(512, 768)],
     ]
     assert manifest.spec("b").shape == (2,)
+
+
+def test_an_element_has_as_many_bytes_as_torchs() -> None:
+    assert ITEM_BYTES == {name: getattr(torch, name).itemsize for name in ITEM_BYTES}
 
 
 def test_an_unknown_tensor_or_block_is_an_error() -> None:
