@@ -64,7 +64,8 @@ def restart_notes(environ: Mapping[str, str]) -> list[str]:
 
 
 def _run(argv: list[str]) -> None:
-    # First: some patches must be applied before torchtitan is imported.
+    _stop_on_signals()
+    # Before the next imports: some patches must be applied before torchtitan is imported.
     from titan_grpo.titan.compat import prepare
 
     prepare()
@@ -80,7 +81,6 @@ def _run(argv: list[str]) -> None:
     _check_environment()
     from titan_grpo.titan.trainer import run
 
-    _stop_on_signals()
     run(job_config)
 
 

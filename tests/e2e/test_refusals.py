@@ -12,6 +12,7 @@ from scripts.common import keys
 from tests.e2e.conftest import Replay, Runs
 from tests.rigs.server_handle import ServerProcess
 from tests.rigs.sockets import free_port
+from tests.rigs.tasks import UNREADY
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import write_tiny_model
 
@@ -53,6 +54,15 @@ def test_under_torchrun_one_rank_says_it_also_where_it_comes_last(
     assert "parallelism.context_parallel_degree must be 1" in complaints[0]
     assert training.cause == complaints[0].removeprefix("titan-grpo: ")
     assert training.exitcode == 2
+
+
+def test_a_signal_before_the_task_is_ready_leaves_a_summary(runs: Runs, tmp_path: Path) -> None:
+    words = [f"--rollout.task={UNREADY}", "--training.steps=2"]
+    with runs.start(tmp_path, ["http://127.0.0.1:9"], *words) as training:
+        assert training.wait_until(lambda: "waiting for task" in "".join(training.shown))
+        assert training.stop() != 0
+    summary = runs.summary(tmp_path)
+    assert (summary["ended_by"], summary["steps"]) == ("SIGTERM", 0), training.log
 
 
 def test_a_server_that_is_not_there_is_named_with_what_was_tried(

@@ -3,6 +3,7 @@ them."""
 
 import random
 import string
+import threading
 from collections.abc import Sequence
 
 from titan_grpo.rollout.task_runner import Codec, TaskOptions
@@ -10,6 +11,7 @@ from titan_grpo.rollout.tasks.built_in import Digits
 from titan_grpo.samples import Prompt
 
 FLAT, LONG = "tests.rigs.tasks:Flat", "tests.rigs.tasks:LongPrompts"
+UNREADY = "tests.rigs.tasks:Unready"
 """Their names in ``rollout.task``."""
 
 LETTERS = 150
@@ -26,6 +28,15 @@ class Flat(Digits):
     async def reward(self, prompt: Prompt, text: str, token_ids: Sequence[int]) -> float:
         """As Digits, plus 1, so that no other group is all 0 by chance."""
         return 0.0 if is_flat(prompt.index) else 1 + await super().reward(prompt, text, token_ids)
+
+
+class Unready(Digits):
+    """Digits, whose start takes longer than a test."""
+
+    def __init__(self, options: TaskOptions) -> None:
+        # no deadline: the end of its process ends it.
+        threading.Event().wait()
+        super().__init__(options)
 
 
 class LongPrompts:

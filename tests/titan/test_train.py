@@ -86,6 +86,22 @@ def test_each_signal_that_ends_a_job_lets_a_rank_close_what_it_has_started(numbe
     assert process.returncode == 128 + number
 
 
+@pytest.mark.parametrize("number", ENDING)
+def test_a_signal_while_torch_is_imported_ends_a_rank_without_a_traceback(number: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "titan_grpo.train"],
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    assert process.stderr is not None
+    assert any("| " in line and line.split()[-1] == "torch._C" for line in process.stderr)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    assert [line for line in said.splitlines() if not line.startswith("import time:")] == []
+    assert process.returncode == 128 + number
+
+
 def test_the_start_says_when_ranks_that_torchrun_restarts_could_not_connect() -> None:
     shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "2"}
     (note,) = restart_notes(shared)

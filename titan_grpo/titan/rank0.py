@@ -163,6 +163,7 @@ class Controller:
         # ``close`` runs these in reverse, also after a start that failed halfway.
         ends.callback(self._close_records)
         ends.callback(self._servers.stop)
+        ends.callback(self._report)
         process = SyncProcess.launch(sync)  # it loads its modules while servers and rollouts start
         # One deadline for all waits below, but for the last one, which may have connect_deadline_s
         # more: the other ranks wait for a batch too (rules.rank0_waits_s).
@@ -173,7 +174,6 @@ class Controller:
         rollouts = self._rollouts = start_rollouts(
             self._job, self._model_dir, version, state, os.environ, pool.manifest.total_bytes
         )
-        ends.callback(self._report)
         ends.callback(self._close_rollouts)
         remote = rollout.controller != "local" and isinstance(rollouts, RolloutClient)
         # Skip the counts in a resumed state: the process that made them has recorded them.
