@@ -2,6 +2,7 @@
 be read is shown, the rest is one line."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +52,27 @@ def test_a_summary_that_this_version_does_not_write_is_one_line(
     assert cli.main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"RUN must have the summary of a run, {summary} is none" in line
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        *(("report", f) for f in ("metrics.jsonl", "trace.json", "samples.jsonl", "summary.json")),
+        *(("watch", f) for f in ("metrics.jsonl", "history.jsonl", "summary.json")),
+        ("check", "metrics.jsonl"),
+    ],
+)
+def test_a_file_that_the_disk_does_not_give_is_one_line_with_its_name(
+    folder: Path, command: str, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in folder.iterdir():
+        os.utime(path, (0, 0))  # the summary must not be the older
+    (folder / file).unlink()
+    (folder / file).symlink_to("/proc/self/mem")  # opens, and then the kernel answers EIO
+    words = ["watch", str(folder), *ALERT] if command == "check" else [command, str(folder)]
+    assert cli.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{folder / file} cannot be used: " in line
 
 
 DAMAGE = {

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 TAIL_BYTES = 1 << 20
 """Bytes at the end of an earlier trace in which to find its last event; no event is as long."""
@@ -73,6 +73,16 @@ class Output:
         with self._noting_errors():
             if self._file is not None:
                 self._file.close()
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading. An OSError names it: one of a read has no name."""
+    with path.open("rb") as file:
+        try:
+            yield file
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def open_lines(path: Path) -> TextIO:

@@ -25,7 +25,7 @@ from msgspec import Meta, ValidationError
 from titan_grpo.errors import ConfigError, utf8_text
 from titan_grpo.observe import names, terminal
 from titan_grpo.observe.dashboards import Traces
-from titan_grpo.observe.output import Output, open_lines, open_trace
+from titan_grpo.observe.output import Output, open_lines, open_trace, reading
 from titan_grpo.observe.schema import Change, Evaluated, decoded
 
 Event = dict[str, Any]
@@ -45,7 +45,7 @@ def read_metrics(
     """
     rows: list[dict[str, Any]] = []
     # Line by line: with 64 servers 20,000 lines are 220 MB.
-    with path.open("rb") as lines:
+    with reading(path) as lines:
         for line in lines:
             if (row := row_of(line)) is not None:
                 while rows and rows[-1]["step"] >= row["step"]:
@@ -74,7 +74,7 @@ def row_of(line: bytes) -> dict[str, Any] | None:
 def read_last(path: Path) -> dict[str, Any]:
     """Return all values of the last whole line of metrics.jsonl, or {}."""
     if path.is_file():
-        with path.open("rb") as lines:
+        with reading(path) as lines:
             # The last line may be torn, even if it ends with a newline (a resumed run adds one).
             for line in reversed(deque(lines, maxlen=2)):
                 if (row := row_of(line)) is not None:
@@ -185,7 +185,7 @@ def read_history(path: Path) -> Histories:
     if not path.is_file():
         return found
     # Line by line: after days with many servers they are hundreds of megabytes.
-    with path.open("rb") as lines:
+    with reading(path) as lines:
         for line in lines:
             # The last is a ValueError from msgspec 0.21 on.
             with suppress(ValueError, TypeError, KeyError, ValidationError):

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from titan_grpo.observe import names
 from titan_grpo.observe.names import short
+from titan_grpo.observe.output import reading
 from titan_grpo.observe.recorder import ENTRY, row_of
 from titan_grpo.observe.report import duration, held_by, number
 from titan_grpo.observe.run_lock import lives
@@ -80,7 +81,7 @@ class Tail:
     def lines(self) -> list[bytes]:
         """Return the lines since the last call; none while there is no file."""
         try:
-            with self._path.open("rb") as file:
+            with reading(self._path) as file:
                 size = file.seek(0, 2)
                 if size < self._at:
                     self._at, self._last = 0, b""

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from titan_grpo.errors import NOT_JSON, ConfigError
 from titan_grpo.observe.names import SERVER
+from titan_grpo.observe.output import reading
 from titan_grpo.observe.recorder import read_history, read_metrics
 from titan_grpo.observe.run_lock import LOCK, lives
 from titan_grpo.observe.schema import Evaluated, ShownStep, Summary, decoded
@@ -230,7 +231,7 @@ def read_samples(path: Path) -> list[ShownStep]:
     known: list[tuple[int, int, int]] = []
     """Step, its tokens, and where its line begins. All steps of a long run with long completions
     would be gigabytes."""
-    with path.open("rb") as file:
+    with reading(path) as file:
         end = 0
         for line in file:
             begin, end = end, end + len(line)
@@ -287,7 +288,8 @@ def read_summary(folder: Path) -> Summary | None:
     if (path := summary_of(folder)) is None:
         return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Summary)
+        with reading(path) as file:
+            return msgspec.json.decode(file.read(), type=Summary)
     except NOT_JSON as error:
         raise ConfigError(
             f"RUN must have the summary of a run, {path} is none: {error}; read it with the version"
@@ -315,7 +317,7 @@ def read_trace(path: Path, block_bytes: int = BLOCK_BYTES) -> Trace:
     """Read a recorder's trace. Torn lines, of a kill or a write in progress, are skipped."""
     names: defaultdict[str, int] = defaultdict(count().__next__)
     parts, others = [np.empty(0, SPAN)], []
-    with path.open("rb") as file:
+    with reading(path) as file:
         while data := file.read(block_bytes):
             # no deadline: this reads a file up to the end of a line.
             events = _decoded(data + file.readline())
