@@ -27,6 +27,14 @@ def test_a_key_is_found_in_the_environment_or_in_a_file(tmp_path: Path) -> None:
         assert found.raw == KEY.raw
 
 
+def test_a_key_file_may_begin_with_the_mark_that_some_editors_write(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(KEY.hex() + "\n", encoding="utf-8-sig")
+    found = find_run_key({}, str(path))
+    assert found is not None
+    assert found.raw == KEY.raw
+
+
 def test_two_places_for_one_key_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"TITAN_GRPO_RUN_KEY and weight_sync.run_key_file are set"

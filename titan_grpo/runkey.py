@@ -146,7 +146,7 @@ def find_run_key(environ: Mapping[str, str], path: str = "") -> Key | None:
     if not path:
         return None
     try:
-        text = Path(path).read_text(encoding="ascii", errors="replace")
+        text = Path(path).read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
         raise ConfigError(
             f"{sources[0]} must name a readable file with the run key, got {path!r}:"

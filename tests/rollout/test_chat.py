@@ -85,7 +85,7 @@ def test_a_template_gives_the_tokens_that_transformers_gives(
     variables: dict[str, Any],
 ) -> None:
     path = tmp_path / "template.jinja"
-    path.write_text(FEATURES)
+    path.write_text(FEATURES, encoding="utf-8-sig")  # as some editors write it
     keys = TaskKeys(chat_template=str(path), chat_template_kwargs=variables)
     found = TextCodec(model, keys).chat(messages, tools)
     assert found == reference(model, FEATURES, messages, tools, variables)

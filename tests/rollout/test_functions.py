@@ -130,7 +130,7 @@ def test_a_prompt_is_made_of_columns_with_a_system_message_and_tools(
     task: MakeTask, codec: TextCodec, tmp_path: Path
 ) -> None:
     tools = tmp_path / "tools.json"
-    tools.write_text('["f"]')
+    tools.write_text('["f"]', encoding="utf-8-sig")
     made = task(
         [{"question": "2+2", "tools": '["g"]'}, {"question": "3+3", "tools": None}],
         right_or_wrong,

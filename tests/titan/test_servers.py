@@ -129,6 +129,12 @@ def replaced(path: Path, text: str) -> None:
     os.replace(other, path)
 
 
+def test_a_servers_file_may_begin_with_the_mark_that_some_editors_write(tmp_path: Path) -> None:
+    path = tmp_path / "servers"
+    path.write_text("http://a:1\n", encoding="utf-8-sig")
+    assert ServersFile(path).read() == ("http://a:1",)
+
+
 def test_a_file_is_read_again_only_when_it_changed_and_complains_once(tmp_path: Path) -> None:
     path = tmp_path / "servers"
     file = ServersFile(path)

@@ -232,7 +232,7 @@ def _json_file(path: Path) -> dict[str, Any]:
 
 def _read(path: str, what: str = "a file of the chat template") -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what} cannot be read: {path!r}: {error}") from error
 

@@ -119,7 +119,7 @@ class ServersFile:
         """Return the URLs in the file. Raises ConfigError naming the file if it is unreadable or
         malformed."""
         try:
-            with self._path.open(encoding="utf-8") as file:
+            with self._path.open(encoding="utf-8-sig") as file:
                 # Before reading: ``changed`` then notices a write in between.
                 self._seen = _stamp(os.fstat(file.fileno()))
                 return parse_servers(file.read())

@@ -408,7 +408,7 @@ def _tools(keys: WorkerKeys) -> list[Any] | None:
     if not path:
         return None
     try:
-        tools = json.loads(Path(path).read_text(encoding="utf-8"))
+        tools = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (OSError, *NOT_JSON) as error:
         raise ConfigError(f"{key} must be a JSON file, got {path!r}: {error}") from error
     if not isinstance(tools, list):
