@@ -174,6 +174,14 @@ def test_a_broken_rule_is_one_line_with_key_rule_and_value(
     assert line.startswith(f"{NAMES[type(section)]}.{rule}"), line
 
 
+@pytest.mark.parametrize(
+    "change", [{"servers": ["x" * 1_000_000]}, {"controller": "x" * 1_000_000}]
+)
+def test_of_a_long_value_a_refusal_has_the_beginning(change: dict[str, Any]) -> None:
+    (line, *_) = found(replace(ROLLOUT, **change))
+    assert len(line) < 500
+
+
 @pytest.mark.parametrize("url", ["http://user:password@a:1", "http://a:99999", "http://a:1?x=1"])
 def test_a_server_that_is_no_plain_url_is_one_line(url: str) -> None:
     (line,) = found(replace(ROLLOUT, servers=[url]))

@@ -91,8 +91,8 @@ def test_a_page_of_a_web_server_is_shown_in_one_line() -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [{}, {"choices": [1]}, {"choices": [None]}, None, {"choices": 2}],
-    ids=["empty", "number", "null", "nothing", "no list"],
+    [{}, {"choices": [1]}, {"choices": [None]}, None, {"choices": 2}, {"x" * 1_000_000: 1}],
+    ids=["empty", "number", "null", "nothing", "no list", "long"],
 )
 def test_an_answer_of_another_form_is_a_refusal_of_the_named_server(
     board: Board, answer: Any
@@ -103,6 +103,15 @@ def test_an_answer_of_another_form_is_a_refusal_of_the_named_server(
     for error in both(board.url, call):
         assert type(error) is ServerRefused
         assert str(error).startswith(f"{board.url}: /v1/completions must answer ")
+        assert len(str(error)) < 500
+
+
+def test_of_a_long_value_in_an_answer_a_refusal_has_the_beginning(board: Board) -> None:
+    call = Call("GET", "/number", 60.0, lambda answer: float(answer["number"]))
+    board.routes = {"GET /number": lambda _: (200, {"number": "x" * 1_000_000})}
+    for error in both(board.url, call):
+        assert type(error) is ServerRefused
+        assert len(str(error)) < 500
 
 
 @pytest.mark.parametrize("answer", [b"[" * 100_000, b"<html>", b""], ids=["deep", "page", "empty"])

@@ -6,6 +6,7 @@ from typing import Literal
 
 import pytest
 
+from titan_grpo.config import Alerts
 from titan_grpo.titan.jobfile import fits, mismatches
 
 
@@ -74,6 +75,12 @@ def test_an_unknown_key_names_its_nearest_neighbour_or_all_of_them() -> None:
     assert close.endswith("did you mean section.size?")
     (far,) = found("[elsewhere]\nx = 1\n")
     assert far.endswith("known are section")
+
+
+def test_of_a_long_value_the_beginning_is_listed() -> None:
+    (line,) = mismatches(Alerts, {"run": "x" * 1_000_000}, "alerts.")
+    assert line.startswith("alerts.run must be a list, each item a string, got 'xxx")
+    assert len(line) < 300
 
 
 def test_every_mismatch_is_listed() -> None:

@@ -287,7 +287,7 @@ def converted(path: str) -> str:
 def _sections(table: Mapping[str, Any]) -> Iterator[str]:
     for section in ("job", "grpo", "peft", "training"):
         if not isinstance(keys := table.get(section, {}), dict):
-            raise ConfigError(f"{section} must be a table, got {keys!r}")
+            raise ConfigError(f"{section} must be a table, got {keys!r:.200}")
     found = older.convert(table.get("grpo", {})) + older.convert_peft(table.get("peft", {}))
     # In TOML all that is of no section comes first; an array of tables may be one value.
     for name, value in table.items():
@@ -322,7 +322,7 @@ def _source(training: Mapping[str, Any], have: set[str]) -> Iterator[str]:
     yield 'source = "atropos"\natropos_url = "http://localhost:8000"'
     batch = training.get("global_batch_size", 0)
     if not isinstance(batch, int):
-        raise ConfigError(f"training.global_batch_size must be a whole number, got {batch!r}")
+        raise ConfigError(f"training.global_batch_size must be a whole number, got {batch!r:.200}")
     group = gcd(8, batch) if batch > 0 else 8
     group = group if group > 1 else 8
     yield f"group_size = {group}"

@@ -151,7 +151,9 @@ def of_options(path: Path, table: dict[str, Any]) -> dict[str, Any]:
         kind = OPTIONS[name].type
         assert isinstance(kind, type)
         if type(value) is not kind and (kind, type(value)) != (float, int):
-            raise ConfigError(f"FILE {path}: {name} must be of type {kind.__name__}, got {value!r}")
+            raise ConfigError(
+                f"FILE {path}: {name} must be of type {kind.__name__}, got {value!r:.200}"
+            )
     return table
 
 

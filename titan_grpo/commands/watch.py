@@ -134,7 +134,7 @@ def _of_job(path: str | None) -> tuple[alerts.Threshold, ...]:
         return ()
     table = read_toml(path, "--config").get("alerts", {})
     if not isinstance(table, dict):
-        raise ConfigError(f"alerts must be a table, got {table!r} in {path!r}")
+        raise ConfigError(f"alerts must be a table, got {table!r:.200} in {path!r}")
     refuse(mismatches(Alerts, table, "alerts."))
     return alerts.watched(Alerts(**table))
 

@@ -389,5 +389,5 @@ def _evaluations(config: Any) -> Iterator[str]:
     if config.rollout.controller != "local":
         yield (
             'rollout.controller must be "local" with [[evaluation]] (evaluations call the servers'
-            f" from rank 0's host), got {config.rollout.controller!r}"
+            f" from rank 0's host), got {config.rollout.controller!r:.200}"
         )

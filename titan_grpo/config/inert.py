@@ -38,7 +38,7 @@ def inert(
         for name, why in ((name, why) for so, names, why in rows if so for name in names.split()):
             if (key := f"{section}.{name}") in given:
                 value = getattr(getattr(config, section), name)
-                found.setdefault(key, f"{key} = {value!r} has no effect: {why}")
+                found.setdefault(key, f"{key} = {value!r:.200} has no effect: {why}")
     return list(found.values())
 
 

@@ -173,7 +173,7 @@ def convert(older: Mapping[str, Any]) -> list[Converted]:
             form = {"[]": "a list of texts", "None": "a number"}.get(repr(of.default))
             form = form or f"like {of.default!r}"
             raise ConfigError(
-                f"grpo.{name} must be {form}, as the older trainer has it, got {value!r}"
+                f"grpo.{name} must be {form}, as the older trainer has it, got {value!r:.200}"
             )
         if of is None:
             out.append(Converted(f"grpo.{name}", None, "no key of the older trainer"))
@@ -212,7 +212,7 @@ def convert_peft(older: Mapping[str, Any]) -> list[Converted]:
         return []
     for name in PEFT.keys() & older.keys():
         if not isinstance(older[name], int | float):
-            raise ConfigError(f"peft.{name} must be a number, got {older[name]!r}")
+            raise ConfigError(f"peft.{name} must be a number, got {older[name]!r:.200}")
     out = [
         Converted(ours, float(older[name]) if name == "lora_alpha" else older[name])
         for name, ours in PEFT.items()

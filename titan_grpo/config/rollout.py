@@ -232,12 +232,12 @@ def server_url(text: str) -> str:
     if not usable or not text.isprintable() or any(letter in text for letter in "@?# "):
         raise ConfigError(
             "a server must be a URL such as http://host:8000, without user, query and fragment,"
-            f" got {text!r}"
+            f" got {text!r:.200}"
         )
     if parts.path.rstrip("/").endswith("/v1"):
         raise ConfigError(
-            f"a server must be a URL such as http://host:8000, without /v1, got {text!r}: that is"
-            " what a client of OpenAI's API gets"
+            f"a server must be a URL such as http://host:8000, without /v1, got {text!r:.200}: that"
+            " is what a client of OpenAI's API gets"
         )
     return urlunsplit((parts.scheme, parts.netloc.lower(), parts.path.rstrip("/"), "", ""))
 

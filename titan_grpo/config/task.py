@@ -23,7 +23,7 @@ def broken(section: str, values: Any, rules: Iterable[Rule]) -> list[str]:
     ``section``, ``values`` is an object with sections and the keys are dotted."""
     prefix = f"{section}." if section else ""
     return [
-        f"{prefix}{key} must be {rule}, got {attrgetter(key)(values)!r}"
+        f"{prefix}{key} must be {rule}, got {attrgetter(key)(values)!r:.200}"
         for is_broken, key, rule in rules
         if is_broken
     ]

@@ -103,8 +103,8 @@ class Call(Generic[T]):
         except UNREADABLE as error:
             # Without the answer, which may have the server's keys.
             raise ServerRefused(
-                f"{self.path} must answer in the form of its engine ({error!r}): another server or"
-                " another version of it?"
+                f"{self.path} must answer in the form of its engine ({error!r:.200}): another"
+                " server or another version of it?"
             ) from error
 
 

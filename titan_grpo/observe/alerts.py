@@ -56,12 +56,12 @@ class Threshold:
         if found is None or bound - bound != 0 or found[4] == "0":
             raise ConfigError(
                 f'{key} must be like "ratio/max > 10" or "reward/mean < 0.1 for 20" (operators'
-                f" {' '.join(OPERATORS)}), got {text!r}"
+                f" {' '.join(OPERATORS)}), got {text!r:.200}"
             )
         if not names.meaning(found[1]):
             raise ConfigError(
                 f"{key} must name a metric of metrics.jsonl (titan_grpo/observe/names.py has them"
-                f" all), got {found[1]!r} in {text!r}"
+                f" all), got {found[1]!r:.200} in {text!r:.200}"
             )
         return cls(found[1], found[2], bound, int(found[4] or 1), action)
 
@@ -200,12 +200,12 @@ def rules(alerts: Alerts) -> Iterator[str]:
     try:
         words = shlex.split(alerts.command)
     except ValueError as error:
-        yield f"alerts.command must be words as a shell's, got {alerts.command!r}: {error}"
+        yield f"alerts.command must be words as a shell's, got {alerts.command!r:.200}: {error}"
         return
     if bool(alerts.run) != bool(words):
         yield (
             "alerts.command must be set where alerts.run is, and only there, got"
-            f" {alerts.command!r} and {alerts.run!r}"
+            f" {alerts.command!r:.200} and {alerts.run!r:.200}"
         )
     if not 0 < alerts.command_timeout_s < float("inf"):
         yield (

@@ -160,11 +160,13 @@ def stops_of(task: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
     texts = tuple(stop) if isinstance(stop, Collection) and not isinstance(stop, str) else None
     if texts is None or not all(isinstance(text, str) and text for text in texts):
         raise ConfigError(
-            f"a task's stop must be a sequence of texts that are not empty, got {stop!r}"
+            f"a task's stop must be a sequence of texts that are not empty, got {stop!r:.200}"
         )
     tokens = tuple(ids) if isinstance(ids, Collection) else None
     if tokens is None or not all(isinstance(token, int) and token >= 0 for token in tokens):
-        raise ConfigError(f"a task's stop_token_ids must be a sequence of token ids, got {ids!r}")
+        raise ConfigError(
+            f"a task's stop_token_ids must be a sequence of token ids, got {ids!r:.200}"
+        )
     return texts, tokens
 
 

@@ -471,8 +471,8 @@ class ServerLane:
         shown, recorder, version = self._control.label(), self._c.recorder, self._label.version
         if shown != str(self._label):
             self._latch(
-                f"the read-back must show {self._label}, it shows {shown!r}: another trainer writes"
-                " this server"
+                f"the read-back must show {self._label}, it shows {shown!r:.200}: another trainer"
+                " writes this server"
             )
             return table.ReadBack(None)
         # The label alone proves nothing: a server that restarted since its load takes it, if a

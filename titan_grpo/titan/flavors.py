@@ -57,11 +57,11 @@ def model_of(name: str, flavor: str) -> tuple[Any, Any]:
     try:
         spec = upstream.get_spec(name)
     except ValueError as error:
-        raise ConfigError(f"model.name must be {upstream.KNOWN}, got {name!r}") from error
+        raise ConfigError(f"model.name must be {upstream.KNOWN}, got {name!r:.200}") from error
     if spec.state_dict_adapter is None:
         raise ConfigError(
             "model.name must be a model with a Hugging Face state dict adapter (the servers' names"
-            f" come from it), got {name!r}"
+            f" come from it), got {name!r:.200}"
         )
     if flavor not in spec.model_args:
         close = difflib.get_close_matches(flavor, list(spec.model_args), n=1)

@@ -148,7 +148,7 @@ def algorithm_keys(algorithm: str) -> dict[str, Any]:
     if not own and algorithm not in algorithms():
         raise ConfigError(
             f"grpo.algorithm must be one of {', '.join(algorithms())}, or a file that ends with"
-            f" .toml, got {algorithm!r}"
+            f" .toml, got {algorithm!r:.200}"
         )
     path = Path(algorithm) if own else ALGORITHMS / f"{algorithm}.toml"
     table = read_toml(path, "grpo.algorithm")
@@ -205,7 +205,8 @@ def _compiler(keys: Any) -> list[str]:
 
     if keys.backend in list_backends(()):
         return []
-    return [f"compile.backend must be one of {', '.join(list_backends())}, got {keys.backend!r}"]
+    known = ", ".join(list_backends())
+    return [f"compile.backend must be one of {known}, got {keys.backend!r:.200}"]
 
 
 def _model_violations(config: Any) -> list[str]:

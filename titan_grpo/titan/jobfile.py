@@ -315,10 +315,10 @@ def mismatches(cls: type, data: Mapping[str, Any], prefix: str = "") -> list[str
             out += (
                 mismatches(nested, value, f"{key}.")
                 if isinstance(value, Mapping)
-                else [f"{key} must be a table, got {value!r}"]
+                else [f"{key} must be a table, got {value!r:.200}"]
             )
         elif not fits(known[name], value):
-            out.append(f"{key} must be {describe(known[name])}, got {value!r}")
+            out.append(f"{key} must be {describe(known[name])}, got {value!r:.200}")
     return out
 
 

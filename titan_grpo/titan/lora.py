@@ -65,7 +65,7 @@ def put_on(model: nn.Module, to_hf: ToHF, lora: Lora) -> list[str]:
         if target not in have:
             raise ConfigError(
                 f"lora.targets must name linear layers of the model ({', '.join(have)}; experts are"
-                f" none), got {target!r}"
+                f" none), got {target!r:.200}"
             )
     chosen = [name for name in layers if name.rpartition(".")[2] in lora.targets]
     for name in chosen:

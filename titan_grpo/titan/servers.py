@@ -303,7 +303,7 @@ class Membership:
         if what == "list":
             return {"servers": self._servers.lines(self._in_flight())}
         if what not in ("add", "remove"):
-            raise DataError(f"a request must be one of add, remove, list, got {what!r}")
+            raise DataError(f"a request must be one of add, remove, list, got {what!r:.200}")
         try:
             url = server_url(str(request.get("url", "")))
         except ConfigError as error:

@@ -59,19 +59,19 @@ class Condition:
         if not found:
             raise ConfigError(
                 f'{key} must hold conditions "COLUMN OPERATOR VALUE" with one of'
-                f" {' '.join(OPERATORS)}, got {text!r}"
+                f" {' '.join(OPERATORS)}, got {text!r:.200}"
             )
         column, sign, shown = found.groups()
         try:
             value = json.loads(shown)
         except NOT_JSON as error:
             raise ConfigError(
-                f"{key} must compare with a JSON value (a text in double quotes), got {shown!r} in"
-                f" {text!r}"
+                f"{key} must compare with a JSON value (a text in double quotes), got"
+                f" {shown!r:.200} in {text!r:.200}"
             ) from error
         sign = " ".join(sign.split())
         if sign.endswith("in") and not isinstance(value, list):
-            raise ConfigError(f"{key} must have a list after {sign}, got {text!r}")
+            raise ConfigError(f"{key} must have a list after {sign}, got {text!r:.200}")
         return cls(column, sign, value)
 
     def holds(self, value: Any) -> bool:
