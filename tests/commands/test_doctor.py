@@ -1,7 +1,9 @@
 import re
 import resource
+import socket
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,13 @@ from titan_grpo.commands.doctor_servers import (
     Access,
     Needs,
     Options,
+    clock_ahead_s,
     server,
     server_facts,
     tokens_here,
 )
 from titan_grpo.config import Rollout
+from titan_grpo.engines.http import SyncDriver
 from titan_grpo.sync.transports.channel import resolve_bind_host
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.tiny import write_tiny_model
@@ -117,6 +121,24 @@ def test_a_server_whose_clock_is_off_by_five_seconds_is_a_warning(
     clocks = [f for f in found if f.subject == "clocks"]
     assert [f.status for f in clocks] == (["warning"] if words else [])
     assert all(words in f.text and "NTP" in f.remedy for f in clocks)
+
+
+@pytest.mark.parametrize(
+    "date",
+    ["Mon, 01 Jan 99999999999 00:00:00 GMT", "Mon, 01 Jan 2024 99999999999999999999:00:00 GMT"],
+)
+def test_a_date_that_no_clock_shows_says_nothing_of_a_servers_clock(date: str) -> None:
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(f"HTTP/1.1 200 OK\r\nDate: {date}\r\n\r\n".encode())
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as threads:
+        served = threads.submit(serve)
+        with SyncDriver(f"http://127.0.0.1:{listener.getsockname()[1]}") as driver:
+            assert clock_ahead_s(driver, 60.0) == 0.0
+        served.result(60)
 
 
 @pytest.mark.parametrize(("status", "lacking"), [(404, 1), (405, 0), (500, 0)])

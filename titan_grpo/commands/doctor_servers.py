@@ -338,7 +338,7 @@ def clock_ahead_s(driver: SyncDriver, timeout_s: float) -> float:
     try:
         # Date is truncated to seconds: the clock was between it and one second later.
         date = parsedate_to_datetime(text).timestamp()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return 0.0
     return max(0.0, date - time.time()) - max(0.0, before - (date + 1))
 
