@@ -172,6 +172,18 @@ def test_a_check_from_outside_has_an_exit_code_for_a_scheduler(
     assert watch.run([str(run), "--check", *arguments], {}) == code
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_check_finds_a_value_that_is_not_finite(
+    run: Path, value: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(run)
+    recorder.step(4, {names.KL: value, names.REWARD: 0.5})
+    write_report(recorder, "run", "async")
+    arguments = [f"--alert={names.KL} > 2 for 2", f"--alert={names.KL} > 0 for 5"]
+    assert watch.run([str(run), "--check", *arguments], {}) == 3
+    assert capsys.readouterr().out == "step 4: loss/kl > 2 for 2 (nan)\n"
+
+
 def test_a_check_takes_the_thresholds_of_a_job(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,9 +34,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--interval", type=float, default=1.0, metavar="S", help=interval)
     check = out.add_argument_group(
         "check once, for a scheduler",
-        "exit code 0: nothing to tell; 3: a threshold holds; 4: no step for too long; 1: no step"
-        " yet, or the run ended without a summary or before its last step; 2: a mistake in the"
-        " arguments, or a file that cannot be read",
+        "exit code 0: nothing to tell; 3: a threshold holds, or its metric is infinite or nan; 4:"
+        " no step for too long; 1: no step yet, or the run ended without a summary or before its"
+        " last step; 2: a mistake in the arguments, or a file that cannot be read",
     )
     check.add_argument("--check", action="store_true", help="look once instead of following")
     threshold = 'a threshold as in [alerts], such as "ratio/max > 10 for 3" (may be repeated)'
