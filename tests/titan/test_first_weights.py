@@ -107,6 +107,40 @@ def test_the_newest_checkpoint_must_be_one_of_the_installed_torchtitan(
         jobconfig.check_files(config)
 
 
+IN_HF = "--checkpoint.enable --checkpoint.initial_load_in_hf"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "parts"),
+    [
+        (IN_HF, 3, 3),
+        (IN_HF, 4, 0),
+        ("--checkpoint.enable", 3, 0),
+        ("--checkpoint.enable --checkpoint.last_save_in_hf", 3, 3),
+        ("--grpo.kl_beta=0.1", 3, 3),
+        (f"{IN_HF} --parallelism.expert_parallel_degree=2", 6, 6),
+        (f"{IN_HF} --parallelism.expert_parallel_degree=2", 8, 0),
+        (f"{IN_HF} --parallelism.expert_parallel_degree=4", 12, 0),
+    ],
+)
+def test_experts_that_ranks_would_read_or_write_in_unequal_parts_are_refused(
+    parse: Parse, tmp_path: Path, arguments: str, ranks: int, parts: int
+) -> None:
+    """Before, every rank ended in torchtitan's traceback. A run that goes on reads no such file."""
+    model = tiny.write_tiny_model("qwen3_moe", tmp_path / "moe")
+    keys = ["--model.flavor=grpo_tiny_moe", f"--model.hf_assets_path={model}"]
+    keys.append(f"--job.dump_folder={tmp_path}")
+    config = parse("", *keys, *arguments.split(), world_size=ranks)
+    if not parts:
+        jobconfig.check_files(config, ranks=ranks)
+        return
+    with pytest.raises(ConfigError, match=rf"layer's 8 experts .*, got {parts} such ranks$"):
+        jobconfig.check_files(config, ranks=ranks)
+    if arguments == IN_HF:
+        save(tmp_path, 2, version=2)
+        assert jobconfig.check_files(config, ranks=ranks) == []
+
+
 @pytest.mark.parametrize("lost", ["v", "q"])
 def test_adapters_that_a_job_would_leave_in_a_checkpoint_are_named(
     parse: Parse, tmp_path: Path, model: Path, lost: str

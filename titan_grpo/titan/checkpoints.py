@@ -13,9 +13,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from titan_grpo.errors import ConfigError, DataError
+from titan_grpo.patches.versions import inside
 from titan_grpo.receive.checkpoint import INDEX
 from titan_grpo.subprocesses import SIGNALLED, received
 from titan_grpo.titan import compat, rules
+from titan_grpo.titan.flavors import model_of
 from titan_grpo.titan.lora import adapter_shapes, is_adapter
 
 PREFIX = "step-"
@@ -186,12 +188,38 @@ def check(config: Any, ranks: int | None) -> list[str]:
     the start. Raises as ``jobconfig.check_files``."""
     keys = config.checkpoint
     folder = Path(config.job.dump_folder) / keys.folder
-    if keys.enable and (steps := steps_in(folder)):
+    steps = steps_in(folder) if keys.enable else {}
+    in_hf = keys.enable and (keys.last_save_in_hf or (keys.initial_load_in_hf and not steps))
+    if ranks is not None and (in_hf or config.grpo.kl_beta > 0):
+        _check_experts(config, ranks)
+    if steps:
         _check_newest(config, folder, steps, ranks)
         return _later(config, folder)
     if keys.enable:
         _check_start(config, folder, ranks)
     return [] if keys.initial_load_in_hf or keys.initial_load_path else [RANDOM]
+
+
+def _check_experts(config: Any, ranks: int) -> None:
+    """Check that torchtitan can read and write the experts as Hugging Face files: it knows those of
+    a rank only where every rank has as many."""
+    p, (_, args) = config.parallelism, model_of(config.model.name, config.model.flavor)
+    moe, degree = getattr(args, "moe_args", None), p.expert_parallel_degree
+    if moe is None or not getattr(args, "moe_enabled", True):
+        return
+    parts = rules.data_parallel_ranks(config, ranks) // p.data_parallel_replicate_degree
+    if degree > 1:
+        parts = parts * p.tensor_parallel_degree // p.expert_tensor_parallel_degree
+    other_dimension = degree > 1 or inside(compat.require_torchtitan(), compat.THREE)
+    if parts > moe.num_experts and other_dimension:
+        parts = degree  # the data-parallel shards are cuts through each expert
+    if moe.num_experts % parts != 0:
+        raise ConfigError(
+            "parallelism.data_parallel_shard_degree must be one at which the ranks that share a"
+            f" layer's {moe.num_experts} experts have equal numbers of them, where torchtitan reads"
+            " or writes Hugging Face files (checkpoint.initial_load_in_hf, last_save_in_hf,"
+            f" grpo.kl_beta), got {parts} such ranks"
+        )
 
 
 def _later(config: Any, folder: Path) -> list[str]:
