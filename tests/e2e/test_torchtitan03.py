@@ -61,7 +61,6 @@ REFUSED = {
     "--parallelism.tensor_parallel_degree=32 --training.seq_len=64": (
         "parallelism.tensor_parallel_degree must be a divisor of the attention heads"
     ),
-    "--checkpoint.keep_latest_k=-1": "keep_latest_k cannot be negative",
     "--parallelism.context_parallel_load_balancer=": "load_balancer cannot be an empty string",
 }
 """What 0.3 does not take -> words of the message."""
