@@ -204,8 +204,8 @@ def _check_experts(config: Any, ranks: int) -> None:
     """Check that torchtitan can read and write the experts as Hugging Face files: it knows those of
     a rank only where every rank has as many."""
     p, (_, args) = config.parallelism, model_of(config.model.name, config.model.flavor)
-    moe, degree = getattr(args, "moe_args", None), p.expert_parallel_degree
-    if moe is None or not getattr(args, "moe_enabled", True):
+    moe, degree = rules.experts_of(args), p.expert_parallel_degree
+    if moe is None:
         return
     parts = rules.data_parallel_ranks(config, ranks) // p.data_parallel_replicate_degree
     if degree > 1:

@@ -9,7 +9,7 @@ from typing import Any
 from titan_grpo.errors import ConfigError
 from titan_grpo.receive.checkpoint import ROPE, difference, essential
 from titan_grpo.titan import compat
-from titan_grpo.titan.rules import ASSETS, attention_violation
+from titan_grpo.titan.rules import ASSETS, attention_violation, experts_of
 from titan_grpo.titan.tiny import Kind
 
 logger = logging.getLogger(__name__)
@@ -30,12 +30,8 @@ def disable_unexported_buffers(model_args: Any, adapter: Any) -> None:
     The bias changes routing. An engine without it would sample from another model than the trained
     one, and no digest would show that.
     """
-    moe = getattr(model_args, "moe_args", None)
-    if (
-        moe is None
-        or getattr(moe, "load_balance_coeff", None) is None
-        or not getattr(model_args, "moe_enabled", True)
-    ):
+    moe = experts_of(model_args)
+    if getattr(moe, "load_balance_coeff", None) is None:
         return
     table = getattr(adapter, "from_hf_map", {})
     if any(
@@ -148,8 +144,7 @@ def other_model(key: str, flavor: str, model_args: Any, config: Mapping[str, Any
     ``key`` names, or ""."""
     ours = FIXED | _values(model_args, SIZES | COMPUTING)
     ours["tie_word_embeddings"] = getattr(model_args, "enable_weight_tying", False)
-    moe = getattr(model_args, "moe_args", None)
-    if moe is not None and getattr(model_args, "moe_enabled", True):
+    if (moe := experts_of(model_args)) is not None:
         # torchtitan 0.3 has these in the router.
         ours |= _values(getattr(moe, "router", moe), ROUTING)
     if (scaling := getattr(model_args, "rope_scaling_args", None)) is not None:

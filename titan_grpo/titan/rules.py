@@ -158,6 +158,13 @@ def attention_violation(flavor: str, model_args: Any) -> str:
     return f"model.flavor must be one with sdpa attention, got {flavor!r} with {kind}"
 
 
+def experts_of(model_args: Any) -> Any:
+    """Return torchtitan's arguments of a model's layers of experts; None of a dense model."""
+    if getattr(model_args, "moe_enabled", True):
+        return getattr(model_args, "moe_args", None)
+    return None
+
+
 def model_violations(config: Any, model_args: Any) -> list[str]:
     """Return the broken rules of a job's model. ``model_args`` are torchtitan's."""
     texts = (
@@ -175,8 +182,7 @@ def _model(config: Any, model_args: Any) -> Rules:
         "one whose embeddings are not tied with pipeline parallelism (the first and the last stage"
         " would each train them on their own)",
     )
-    moe = getattr(model_args, "moe_args", None)
-    if moe is None or not getattr(model_args, "moe_enabled", True):
+    if (moe := experts_of(model_args)) is None:
         rule = f"false with a model without experts, as {config.model.name}/{flavor} is"
         yield config.grpo.router_replay, "grpo.router_replay", rule
         return
