@@ -43,7 +43,7 @@ def test_tensors_lie_one_after_the_other_at_aligned_offsets() -> None:
 
 
 def test_an_element_has_as_many_bytes_as_torchs() -> None:
-    assert ITEM_BYTES == {name: getattr(torch, name).itemsize for name in ITEM_BYTES}
+    assert {name: getattr(torch, name).itemsize for name in ITEM_BYTES} == ITEM_BYTES
 
 
 def test_an_unknown_tensor_or_block_is_an_error() -> None:
