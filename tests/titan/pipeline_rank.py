@@ -30,12 +30,11 @@ from titan_grpo.samples import Completion, Group, Prompt  # noqa: E402
 from titan_grpo.sync.publisher import Snapshotter, local_shards  # noqa: E402
 from titan_grpo.titan import lora  # noqa: E402
 from titan_grpo.titan.checkpoints import checkpoint_of  # noqa: E402
-from titan_grpo.titan.data import Share, StepWork  # noqa: E402
+from titan_grpo.titan.data import Share, StepWork, batch_options  # noqa: E402
 from titan_grpo.titan.export import export_version  # noqa: E402
 from titan_grpo.titan.jobconfig import check_files, parse  # noqa: E402
 from titan_grpo.titan.modules import route_width  # noqa: E402
 from titan_grpo.titan.optimizer_step import reduce_metrics  # noqa: E402
-from titan_grpo.titan.rank0 import batch_options  # noqa: E402
 from titan_grpo.titan.step_records import sequences  # noqa: E402
 from titan_grpo.titan.trainer import GRPOTrainer, token_cost  # noqa: E402
 from titan_grpo.titan.verify_train import image_of  # noqa: E402

@@ -28,7 +28,7 @@ from titan_grpo.titan import compat, jobconfig
 
 compat.prepare()
 
-from titan_grpo.titan.rank0 import batch_options  # noqa: E402 - torchtitan after its preparation
+from titan_grpo.titan.data import batch_options  # noqa: E402 - torchtitan after its preparation
 
 WORDS = 6
 NAMES = jobconfig.algorithms()

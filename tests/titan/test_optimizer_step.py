@@ -28,10 +28,9 @@ from titan_grpo.titan import compat
 
 compat.prepare()
 
-from titan_grpo.titan.data import TextMixin  # noqa: E402 - torchtitan after its preparation
+from titan_grpo.titan.data import TextMixin, batch_options  # noqa: E402 - patches come first
 from titan_grpo.titan.modules import PackedAttention, RouterReplay  # noqa: E402
 from titan_grpo.titan.optimizer_step import Outcome, Stepper, reduce_metrics  # noqa: E402
-from titan_grpo.titan.rank0 import batch_options  # noqa: E402
 from titan_grpo.titan.step_records import loss_values  # noqa: E402
 
 WORDS = 6

@@ -13,7 +13,7 @@ from titan_grpo.titan import compat
 
 compat.prepare()
 
-from titan_grpo.titan.rank0 import batch_options  # noqa: E402 - torchtitan after its preparation
+from titan_grpo.titan.data import batch_options  # noqa: E402 - torchtitan after its preparation
 
 UNTIED = "--model.flavor=grpo_tiny_untied"
 

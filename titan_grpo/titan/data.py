@@ -7,6 +7,7 @@ from which each rank builds the same tensors. The scatter has its own gloo group
 rollouts may be longer than torchtitan's training timeout.
 """
 
+import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
 
 from titan_grpo.algorithm.advantages import by_episode, has_spread
+from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import BatchOptions, unfit
 from titan_grpo.algorithm.rows import MicroBatch, Rows, attention_rows, build
 from titan_grpo.errors import ConfigError, ProtocolError, RunStopped
@@ -27,6 +29,26 @@ from titan_grpo.titan.rules import rank0_waits_s
 GROUP_MARGIN_S = 120.0
 """Seconds that the loader's group waits beyond rank 0's own deadlines: rank 0 also builds tensors
 and writes files, and its error says more than a gloo timeout."""
+
+
+def batch_options(
+    job_config: Any, cost: TokenCost, vocabulary: int, routes: int = 0, experts: int = 1 << 15
+) -> BatchOptions:
+    """Return how rows are cut, padded and weighted."""
+    training, grpo = job_config.training, job_config.grpo
+    return BatchOptions(
+        token_budget=grpo.token_budget or training.local_batch_size * training.seq_len,
+        max_len=training.seq_len,
+        pad_multiple=math.lcm(8, job_config.parallelism.tensor_parallel_degree),
+        pack=grpo.pack_sequences,
+        routes=routes,
+        experts=experts,
+        grpo=grpo,
+        longest=job_config.rollout.max_completion_tokens,
+        cost=cost,
+        vocabulary=vocabulary,
+        stages=job_config.parallelism.pipeline_parallel_degree,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import torch
 
-from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.loss import Collapse
 from titan_grpo.config import check_rate, engines_read_calls
@@ -79,26 +78,6 @@ logger = logging.getLogger(__name__)
 
 END_S = 15.0
 """Seconds for the whole shutdown: torchrun kills its ranks 30 s after a signal."""
-
-
-def batch_options(
-    job_config: Any, cost: TokenCost, vocabulary: int, routes: int = 0, experts: int = 1 << 15
-) -> BatchOptions:
-    """Return how rows are cut, padded and weighted."""
-    training, grpo = job_config.training, job_config.grpo
-    return BatchOptions(
-        token_budget=grpo.token_budget or training.local_batch_size * training.seq_len,
-        max_len=training.seq_len,
-        pad_multiple=math.lcm(8, job_config.parallelism.tensor_parallel_degree),
-        pack=grpo.pack_sequences,
-        routes=routes,
-        experts=experts,
-        grpo=grpo,
-        longest=job_config.rollout.max_completion_tokens,
-        cost=cost,
-        vocabulary=vocabulary,
-        stages=job_config.parallelism.pipeline_parallel_degree,
-    )
 
 
 class Controller:
@@ -490,8 +469,10 @@ class Controller:
         return values
 
     def finish_again(self, step: int, version: int) -> None:
-        """Save ``version`` from the checkpoint of the last step, and write the report, if no
-        process of the run came to that. Otherwise change no file."""
+        """Say that no step is left. Save ``version`` from the checkpoint of the last one, and write
+        the report, if no process of the run came to that. Otherwise change no file."""
+        done = f"step {step} of {self._job.training.steps} is done"
+        terminal.print_status(f"{done}: nothing to train; raise training.steps to go on")
         folder = self._run_dir / self._job.checkpoint.folder
         checkpoint = checkpoints_in(folder).get(step)
         if checkpoint is None or report.came_to_its_end(self._run_dir, checkpoint / ".metadata"):

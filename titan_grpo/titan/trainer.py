@@ -40,7 +40,7 @@ from titan_grpo.protocol.admission import too_stale
 from titan_grpo.receive.checkpoint import INDEX
 from titan_grpo.titan import compat
 from titan_grpo.titan.checkpoints import ALPHA, known_failures, remove_torn
-from titan_grpo.titan.data import BatchLoader, Result, Share, TextMixin, on_rank0
+from titan_grpo.titan.data import BatchLoader, Result, Share, TextMixin, batch_options, on_rank0
 from titan_grpo.titan.jobfile import one_line
 from titan_grpo.titan.modules import (
     PackedAttention,
@@ -51,7 +51,7 @@ from titan_grpo.titan.modules import (
 )
 from titan_grpo.titan.optimizer_step import Outcome, Stepper, reduce_metrics, use_settings
 from titan_grpo.titan.pipeline import Pipeline
-from titan_grpo.titan.rank0 import Controller, batch_options
+from titan_grpo.titan.rank0 import Controller
 from titan_grpo.titan.startup import write_failure
 from titan_grpo.titan.step_records import log_table, make_dispensable
 from titan_grpo.titan.weight_sync import Here, Stages, TrainerSync
@@ -232,9 +232,6 @@ class GRPOTrainer(Engine):
         """Run torchtitan's loop, then flush the newest version to the servers."""
         super().train()
         if not self._started:
-            if self.controller is not None:
-                done = f"step {self.step} of {self.job_config.training.steps} is done"
-                terminal.print_status(f"{done}: nothing to train; raise training.steps to go on")
             self._on_rank0(lambda controller: controller.finish_again(self.step, self.version))
             return
         published = self._published == self.version or self._publish_now(self.version)
