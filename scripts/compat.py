@@ -11,8 +11,9 @@ gets two versions through a real lane, and its log-probabilities are compared wi
 fp32 after each (as in bench_agreement.py). A row of Python imports what a server loads of
 titan_grpo and needs no torch.
 
-The row "floors" has the oldest version that pyproject.toml allows of each library of a trainer
-(torch: the checkout's, whose older CPU builds are in no registry) and runs the fast tests.
+The row "floors" has the oldest version that pyproject.toml allows of each library of a trainer and
+of its agents and dashboards (torch: the checkout's, whose older CPU builds are in no registry) and
+runs the fast tests.
 
 A row of torch trains two ranks for two steps, compares their log-probabilities with those of the
 default environment (.venv), and their image with the export of their checkpoint. It takes the
@@ -32,6 +33,7 @@ import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
@@ -76,11 +78,11 @@ TOOLS = [
     "psutil",
     "setuptools",
     "transformers",
-    "prometheus_client",
-    "opentelemetry-sdk",
-    "openai==1.60.0",
 ]
-"""Of tests. What openai is now needs a newer h11 than the oldest."""
+"""Of tests."""
+
+EXTRAS = ("train", "agents", "dashboards")
+"""Of pyproject.toml: what a trainer may have."""
 
 TRAINERS = {"0.2": (".venv", "train"), "0.3": (".venv-titan03", "train03")}
 """torchtitan -> the environment that scripts/setup.sh makes for it, and the extra that it has."""
@@ -222,7 +224,8 @@ def python_row(version: str) -> Row:
 def floors() -> list[str]:
     """Constraints of pip: the oldest version of each library that a trainer may have."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = project["dependencies"] + project["optional-dependencies"]["train"]
+    extras = (project["optional-dependencies"][each] for each in EXTRAS)
+    wanted = [*project["dependencies"], *chain.from_iterable(extras)]
     found = [re.match(r"([\w.-]+)>=([\w.]+)", each) for each in wanted]
     oldest = [f"{each[1]}=={each[2]}" for each in found if each and each[1] != "torch"]
     return [*oldest, f"torch=={importlib.metadata.version('torch')}"]
@@ -239,7 +242,7 @@ def floors_row() -> Row:
             python = f"{folder}/environment/bin/python"
             pip = (python, "-m", "pip", "install", "--quiet", "-c", str(limits))
             run(*pip, "torch")
-            run(*pip, f"{ROOT}[train]", *TOOLS)
+            run(*pip, f"{ROOT}[{','.join(EXTRAS)}]", *TOOLS)
             fast = (
                 "-m",
                 "not e2e and not long and not slow",

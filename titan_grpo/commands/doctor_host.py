@@ -87,7 +87,7 @@ RANGES = {
     "jinja2": Range("3.1", "", "chat templates are rendered with it", required=False),
     "matplotlib": Range("3.9", "", "reward.png", required=False),
     "rich": Range("13", "", "titan-grpo watch", required=False),
-    "tensorboard": Range("2.16", "", "TensorBoard files", required=False),
+    "tensorboard": Range("2.16.2", "", "TensorBoard files", required=False),
 }
 """Requirements of the trainer's environment; the same as in pyproject.toml."""
 
