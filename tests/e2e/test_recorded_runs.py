@@ -167,13 +167,21 @@ def test_a_finished_job_that_is_started_again_says_so_and_keeps_its_files(
     assert {name: (whole / name).read_bytes() for name in kept} == before
 
 
-def test_a_finished_job_that_was_killed_before_it_had_saved_its_last_version_saves_it(
-    runs: Runs, server: ServerProcess, whole: Path, arguments: list[str], tmp_path: Path
+@pytest.mark.parametrize("killed", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_finished_job_that_has_not_saved_its_last_version_saves_it_when_it_is_started_again(
+    runs: Runs,
+    server: ServerProcess,
+    whole: Path,
+    arguments: list[str],
+    tmp_path: Path,
+    killed: bool,
 ) -> None:
+    """It was killed before that, or could not: a host's part was missing, a disk was full."""
     out, before = tmp_path / "out", runs.summary(whole)
     shutil.copytree(whole, out)
     shutil.rmtree(out / "hf")
-    (out / "summary.json").unlink()
+    if killed:
+        (out / "summary.json").unlink()
     summary = runs.complete(out, [server.url], *arguments, nproc=2)
     assert runs.same_weights(whole, out)
     assert json.loads((out / "hf/config.json").read_text())["torch_dtype"] == "float32"

@@ -23,13 +23,7 @@ from titan_grpo.layout.peft import MergedRows, adapter_config
 from titan_grpo.titan import compat, lora
 from titan_grpo.titan.checkpoints import Stored, check_alpha, check_saver
 from titan_grpo.titan.flavors import disable_unexported_buffers, model_of
-from titan_grpo.titan.hf_files import (
-    Written,
-    copy_assets,
-    last_place,
-    write_adapter,
-    write_weights,
-)
+from titan_grpo.titan.hf_files import Written, copy_assets, write_adapter, write_weights
 from titan_grpo.titan.weight_sync import layout_of, stored_tensors
 
 
@@ -205,11 +199,8 @@ def export_adapter(config: Any, checkpoint: Path, out: Path, dtype: str) -> Writ
     return write_adapter(tensors.items(), out, settings)
 
 
-def export_last(config: Any, checkpoint: Path, run_dir: Path) -> Path:
-    """Write the version of a checkpoint where ``hf_files.save_version`` leaves a run's last one, as
-    servers held it; return that place. Raises as ``export_version``."""
-    adapters = sends_adapters(config.lora)
-    out = last_place(run_dir, adapters)
-    write = export_adapter if adapters else export_version
+def export_last(config: Any, checkpoint: Path, out: Path) -> None:
+    """Write the version of a checkpoint as ``hf_files.save_version`` leaves a run's last one in
+    ``out``, as servers held it. Raises as ``export_version``."""
+    write = export_adapter if sends_adapters(config.lora) else export_version
     write(config, checkpoint, out, config.weight_sync.wire_dtype)
-    return out

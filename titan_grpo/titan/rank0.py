@@ -20,7 +20,7 @@ import torch
 
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.loss import Collapse
-from titan_grpo.config import check_rate, engines_read_calls
+from titan_grpo.config import check_rate, engines_read_calls, sends_adapters
 from titan_grpo.config.rollout import known_gpus, read_key
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.launch import ServerGroup
@@ -47,7 +47,7 @@ from titan_grpo.titan.checkpoints import checkpoints_in
 from titan_grpo.titan.data import Share, StepGroups, StepWork, varied_groups
 from titan_grpo.titan.evaluations import Evaluations, evaluation_spec
 from titan_grpo.titan.export import export_last
-from titan_grpo.titan.hf_files import save_version
+from titan_grpo.titan.hf_files import last_place, save_version
 from titan_grpo.titan.jobfile import read_config
 from titan_grpo.titan.rules import end_waits_s, sync_waits_s
 from titan_grpo.titan.servers import Membership, known_servers
@@ -470,17 +470,21 @@ class Controller:
 
     def finish_again(self, step: int, version: int) -> None:
         """Say that no step is left. Save ``version`` from the checkpoint of the last one, and write
-        the report, if no process of the run came to that. Otherwise change no file."""
+        the report, if no process of the run has done both. Otherwise change no file."""
         done = f"step {step} of {self._job.training.steps} is done"
         terminal.print_status(f"{done}: nothing to train; raise training.steps to go on")
         folder = self._run_dir / self._job.checkpoint.folder
         checkpoint = checkpoints_in(folder).get(step)
-        if checkpoint is None or report.came_to_its_end(self._run_dir, checkpoint / ".metadata"):
+        if checkpoint is None:
+            return
+        out = last_place(self._run_dir, sends_adapters(self._job.lora))
+        ended = report.came_to_its_end(self._run_dir, checkpoint / ".metadata")
+        if ended and any(out.glob("*.safetensors")):
             return
         self.recorder = Recorder(self._run_dir)
         self._ends.callback(self._close_records)
         self._ends.callback(self._report)
-        out = export_last(self._job, checkpoint, self._run_dir)
+        export_last(self._job, checkpoint, out)
         terminal.print_status(
             f"version {version} was not saved at the run's end: now it is in {out}"
         )
