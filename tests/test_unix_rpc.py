@@ -5,6 +5,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,26 @@ def test_a_client_that_hangs_up_or_sends_no_object_costs_nothing(serve: Serve) -
             client.connect(address)
             client.sendall(raw)
     assert call(address, {"still": "there"}, 60.0) == {"still": "there"}
+
+
+def test_a_line_without_end_is_read_until_the_deadline() -> None:
+    """It held the one thread of a server for ever."""
+    ours, theirs = socket.socketpair()
+
+    def send() -> None:
+        with suppress(OSError):
+            while True:
+                theirs.sendall(b"x" * 1000)
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    channel = Channel(ours)
+    with pytest.raises(PeerError, match="no whole message"):
+        channel.receive(0.5)
+    channel.close()
+    sender.join(60)
+    assert not sender.is_alive()
+    theirs.close()
 
 
 class Interrupted(socket.socket):

@@ -190,6 +190,9 @@ class Channel:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while (cut := self._rest.find(b"\n")) < 0:
+            # Before each read: of a line without end there is always more to read.
+            if deadline is not None and time.monotonic() > deadline:
+                raise PeerError("no whole message on the channel before the deadline")
             chunk = self._read(deadline)
             if not chunk:
                 return None
