@@ -60,6 +60,12 @@ def remove_torn(folder: Path, but: Path) -> None:
             shutil.rmtree(place, ignore_errors=True)
 
 
+def failures_of(error: BaseException) -> list[BaseException]:
+    """Return the errors of the ranks of which torch.distributed.checkpoint has made ``error``; none
+    of another one."""
+    return [cause for cause, _ in getattr(error, "failures", {}).values()]
+
+
 class Stored(dcp.FileSystemReader):
     """A DCP checkpoint that is loaded from more than once. DCP reads the metadata at each load:
     8 s and 1 GB of memory for that of 512 ranks; here it is read once."""
@@ -106,8 +112,7 @@ class Stored(dcp.FileSystemReader):
         try:
             dcp.load(state, storage_reader=self, no_dist=True)
         except CheckpointException as error:
-            # It maps ranks to (error, stack).
-            ((cause, _),) = error.failures.values()
+            (cause,) = failures_of(error)
             raise self._damaged("its files cannot be read", cause) from error
 
     def names(self) -> Set[str]:
@@ -292,10 +297,7 @@ def known_failures() -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as error:  # torch goes on after a signal's SystemExit
         # Its zip writer finds a torn file, or its next collective a rank that has ended.
-        causes: list[BaseException] = [SystemExit(SIGNALLED + number) for number in received]
-        if isinstance(error, CheckpointException):
-            # It maps ranks to (error, stack).
-            causes += [cause for cause, _ in error.failures.values()]
+        causes = [SystemExit(SIGNALLED + number) for number in received] + failures_of(error)
         for cause in causes:
             if isinstance(cause, SystemExit):
                 raise cause from None

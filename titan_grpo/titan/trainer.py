@@ -39,7 +39,7 @@ from titan_grpo.observe.run_lock import held
 from titan_grpo.protocol.admission import too_stale
 from titan_grpo.receive.checkpoint import INDEX
 from titan_grpo.titan import compat
-from titan_grpo.titan.checkpoints import ALPHA, known_failures, remove_torn
+from titan_grpo.titan.checkpoints import ALPHA, failures_of, known_failures, remove_torn
 from titan_grpo.titan.data import BatchLoader, Result, Share, TextMixin, batch_options, on_rank0
 from titan_grpo.titan.jobfile import one_line
 from titan_grpo.titan.modules import (
@@ -486,10 +486,9 @@ class GRPOTrainer(Engine):
     def _check_saved(self, saving: Future[Any]) -> None:
         """Say why a checkpoint was not written: nothing else looks at what its thread raised."""
         if error := saving.exception(0):
-            # torch.distributed.checkpoint maps ranks to (error, stack).
-            errors = [failure[0] for failure in getattr(error, "failures", {}).values()] or [error]
+            first, *_ = failures_of(error) or [error]
             self._warn(
-                f"the last checkpoint was not written: {type(errors[0]).__name__}: {errors[0]}; the"
+                f"the last checkpoint was not written: {type(first).__name__}: {first}; the"
                 " next start goes on from the one before it, or from the beginning"
             )
 
