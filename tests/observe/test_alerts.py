@@ -90,12 +90,14 @@ def test_no_kv_and_no_quantisation_are_blamed_that_the_run_has_not(last: dict[st
         "loss/kl > inf",
         "loss/kl == 1",
         "loss/kl > 1 for 0",
+        "loss/kl > 1 for " + "1" * 5000,
     ],
+    ids=lambda text: text[:20],
 )
 def test_a_threshold_that_cannot_be_read_names_its_key_and_the_form(text: str) -> None:
     with pytest.raises(ConfigError, match=r"alerts\.warn must be like .* got") as failed:
         watched(Alerts(warn=[text]))
-    assert repr(text) in str(failed.value)
+    assert repr(text)[:200] in str(failed.value)
 
 
 def test_an_unknown_metric_is_refused_and_those_of_servers_and_evaluations_are_known() -> None:

@@ -20,7 +20,7 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
 }
 
-_FORM = re.compile(r"\s*(\S+)\s*(>=|<=|>|<)\s*(\S+?)(?:\s+for\s+(\d+))?\s*")
+_FORM = re.compile(r"\s*(\S+)\s*(>=|<=|>|<)\s*(\S+?)(?:\s+for\s+(\d{1,18}))?\s*")
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class HttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         its text beginning with ``what``, if the address cannot be bound."""
         self.key, self.answer = key, answer
         if (place := host_and_port(address)) is None:
-            raise ConfigError(f"{what} must be {ADDRESS}, got {address!r}")
+            raise ConfigError(f"{what} must be {ADDRESS}, got {address!r:.200}")
         host = place[0]
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
