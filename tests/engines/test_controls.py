@@ -100,9 +100,7 @@ def test_a_refused_key_or_a_server_in_trouble_is_not_taken_for_a_stranger(
 def test_a_page_of_a_proxy_is_a_server_in_trouble_and_no_stranger(board: Board) -> None:
     """A run would end of it: its proxy answers every call with the page, until the server is up."""
     board.routes = {f"GET {path}": lambda _: (200, b"<html>") for path in PATHS}
-    with pytest.raises(
-        HttpRefused, match="answered with 200 and no JSON, as by a proxy"
-    ) as refusal:
+    with pytest.raises(HttpRefused, match="answered with 200 and no JSON: by a proxy") as refusal:
         ask(board)
     assert (type(refusal.value), refusal.value.status) == (HttpRefused, 502)
 

@@ -204,9 +204,8 @@ class _Driver:
             with suppress(PeerError):
                 return call.read(None)
             raise HttpRefused(
-                f"{self.url}: {call.method} {call.path} was answered with {status} and no JSON, as"
-                " by a proxy whose server is away; if it stays so, the URL is of another kind of"
-                " server",
+                f"{self.url}: {call.method} {call.path} was answered with {status} and no JSON: by"
+                " a proxy whose server is away, or by another server or another version of it?",
                 HTTPStatus.BAD_GATEWAY,
             ) from None
         with self._named():
