@@ -8,6 +8,7 @@ text: keep its content out of messages and logs."""
 import json
 import os
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from titan_grpo.engines.generation import (
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 NAME = "sglang"
 GENERATE, PARSE = "/generate", "/parse_function_call"
-BAD_REQUEST = 400
 LOADER = "titan_grpo.receive.sglang_plugin.commit"
 """Value of ``--custom-weight-loader`` that lets our plugin load weights, and the load format of its
 updates."""
@@ -146,7 +146,7 @@ def parse_piece(event: Any) -> Piece:
     reason = meta.get("finish_reason")
     ended = want(reason, "type", str, GENERATE) if reason is not None else ""
     status = reason.get("status_code") if reason is not None else None
-    if ended == "abort" and isinstance(status, int) and status >= BAD_REQUEST:
+    if ended == "abort" and isinstance(status, int) and status >= HTTPStatus.BAD_REQUEST:
         raise HttpRefused(f"{GENERATE} broke its answer off: {str(reason)[:300]}", status)
     start = max(count - len(ids), 0)
     # An answer that ends in the queue has only the last token, but all log-probabilities.

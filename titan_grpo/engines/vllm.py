@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from titan_grpo.config import LORA_RANKS
@@ -49,7 +50,6 @@ NAME = "vllm"
 COMPLETIONS = "/v1/completions"
 RENDER, DERENDER = "/v1/chat/completions/render", "/v1/chat/completions/derender"
 FINISH = "/finish_weight_update"
-BAD_REQUEST = 400
 
 
 def _post(path: str, timeout_s: float, body: Any = None, **params: str) -> Call[None]:
@@ -321,7 +321,7 @@ class VllmControl:
             # Any other 400 comes from the chat template, which runs after the parser's check.
             if error.status in (403, 404) or TOOL_PARSER in str(error):
                 raise ServerUnfit(f"{error}: {CANNOT_READ}") from error
-            if error.status != BAD_REQUEST:
+            if error.status != HTTPStatus.BAD_REQUEST:
                 raise
 
     def paused(self) -> bool:
@@ -394,12 +394,8 @@ def command(spec: "ServerSpec") -> list[str]:
         # once suffice to trigger it.
         out += ["--enforce-eager", "--no-enable-chunked-prefill"]
     if spec.tensor_parallel > 1:
-        out += [
-            "--tensor-parallel-size",
-            str(spec.tensor_parallel),
-            "--distributed-executor-backend",
-            "mp",
-        ]
+        out += ["--tensor-parallel-size", str(spec.tensor_parallel)]
+        out += ["--distributed-executor-backend", "mp"]
     if spec.shares_cores:
         out += [] if spec.tensor_parallel > 1 else ["--distributed-executor-backend", "uni"]
         out += ["--disable-uvicorn-access-log", "--disable-log-stats"]
