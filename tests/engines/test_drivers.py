@@ -151,10 +151,11 @@ def test_an_event_of_another_form_is_a_refusal_of_the_named_server(
     [
         b"Content-Length: 9999999999999999\r\n\r\n{}",
         b"Content-Length: 99999999999999999999\r\n\r\n{}",
+        b"Content-Length: " + b"9" * 400 + b"\r\n\r\n{}",
         b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffffff\r\n{}",
         b"Transfer-Encoding: chunked\r\n\r\n-5\r\n{}",
     ],
-    ids=["more than memory", "no index", "chunk", "negative"],
+    ids=["more than memory", "no index", "no float", "chunk", "negative"],
 )
 def test_a_body_of_a_length_that_none_has_is_no_answer_of_the_named_server(head: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -221,19 +222,36 @@ def test_a_body_may_take_the_longer_the_larger_it_is() -> None:
     """A group of long completions, from a rollout service behind a slow network."""
 
     def serve() -> None:
-        connection, _ = listener.accept()
-        with connection:
-            connection.recv(1 << 16)
-            size = 8 << 20
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size)
-            for _ in range(8):
-                assert not readable(0.1, connection.fileno()), "it was closed"
-                connection.sendall(b" " * (size // 8))
+        for _ in range(2):
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                size = 8 << 20
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size)
+                for _ in range(8):
+                    assert not readable(0.1, connection.fileno()), "it was closed"
+                    connection.sendall(b" " * (size // 8))
 
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as threads:
         served = threads.submit(serve)
-        with SyncDriver(f"http://127.0.0.1:{listener.getsockname()[1]}") as driver:
-            driver.run(vllm.health(0.5))
+        found = both(f"http://127.0.0.1:{listener.getsockname()[1]}", vllm.health(0.5))
+        assert found == [None, None]
+        served.result(60)
+
+
+def test_a_large_body_that_stops_coming_is_given_up_after_a_silence() -> None:
+    def serve() -> None:
+        for _ in range(2):
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n{" % (8 << 30))
+                assert readable(60.0, connection.fileno()), "it was not given up"
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as threads:
+        served = threads.submit(serve)
+        for error in both(f"http://127.0.0.1:{listener.getsockname()[1]}", vllm.health(0.5)):
+            assert type(error) is ServerUnreachable
         served.result(60)
 
 

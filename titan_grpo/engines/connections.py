@@ -35,6 +35,8 @@ class Exchange:
         self._http = h11.Connection(h11.CLIENT)
         self.status = 0
         """HTTP status code of the answer."""
+        self.length = 0
+        """Bytes of the answer's body; 0 if it does not say."""
 
     async def begin(self, method: str, target: bytes, headers: Headers, body: bytes) -> None:
         """Send a request, and wait for the answer's head."""
@@ -48,6 +50,7 @@ class Exchange:
         while not isinstance(event := await self._event(), h11.Response):
             pass  # informational, such as "100 Continue"
         self.status = event.status_code
+        self.length = int(dict(event.headers).get(b"content-length", 0))
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Yield the body as it arrives."""

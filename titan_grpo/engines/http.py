@@ -8,6 +8,7 @@ import io
 import os
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
@@ -36,8 +37,8 @@ T = TypeVar("T")
 BODY_CHARS = 300
 
 SLOWEST_BODY = 1 << 20
-"""Bytes in a second of the slowest body that a call waits for, past its deadline: of any request,
-and of a blocking call's answer."""
+"""Bytes in a second of the slowest body, of a request or an answer, that a call waits for past its
+deadline."""
 
 NOT_RECOMPUTED = (
     'older weights would go on in it, so nothing is committed; weight_sync.kv_after_update = "keep"'
@@ -184,7 +185,7 @@ class _Driver:
             return target, headers, None, call.timeout_s
         headers["Content-Type"] = "application/json"
         body = msgspec.json.encode(call.json)
-        return target, headers, body, call.timeout_s + len(body) / SLOWEST_BODY
+        return target, headers, body, call.timeout_s + _body_s(len(body))
 
     def _check(self, call: Call[Any], status: int, body: bytes) -> None:
         if not 200 <= status < 300:
@@ -279,7 +280,7 @@ class SyncDriver(_Driver):
             connection.sock.settimeout(within_s)
             connection.request(call.method, target, body, headers)
             # Again: the server may have the end of the body still to read.
-            answer = functools.partial(_Response, time.monotonic() + within_s)
+            answer = functools.partial(_Response, within_s)
             cast(Any, connection).response_class = answer
             response = connection.getresponse()
             content = _body(response)
@@ -325,11 +326,18 @@ class SyncDriver(_Driver):
         self.close()
 
 
-class _Until(io.RawIOBase):
-    """What comes through a connection until ``deadline`` (monotonic clock)."""
+def _body_s(nbytes: int) -> float:
+    """Return how long a body may take, in seconds. A peer may claim more bytes than a float has."""
+    return min(nbytes, sys.maxsize) / SLOWEST_BODY
 
-    def __init__(self, sock: socket.socket, deadline: float) -> None:
-        self._sock, self.deadline, self._late = sock, deadline, False
+
+class _Until(io.RawIOBase):
+    """What comes through a connection until ``deadline`` (monotonic clock), each byte within
+    ``longest_s`` seconds."""
+
+    def __init__(self, sock: socket.socket, longest_s: float) -> None:
+        self._sock, self._longest_s, self._late = sock, longest_s, False
+        self.deadline = time.monotonic() + longest_s
         self._raw = sock.makefile("rb", buffering=0)
 
     def readable(self) -> bool:
@@ -344,7 +352,7 @@ class _Until(io.RawIOBase):
         # One look past the deadline: all may have come while this process stood still.
         self._late = left_s <= 0
         # Zero would mean not to wait, with another error.
-        self._sock.settimeout(max(left_s, 1e-3))
+        self._sock.settimeout(max(min(left_s, self._longest_s), 1e-3))
         return self._raw.readinto(buffer)
 
     def close(self) -> None:
@@ -353,17 +361,17 @@ class _Until(io.RawIOBase):
 
 
 class _Response(HTTPResponse):
-    """An answer that must be whole at ``deadline`` (monotonic clock), but for SLOWEST_BODY."""
+    """An answer that must be whole within ``within_s`` seconds, but for SLOWEST_BODY."""
 
-    def __init__(self, deadline: float, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, within_s: float, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
         self.fp.close()
-        self._until = _Until(sock, deadline)
+        self._until = _Until(sock, within_s)
         self.fp = io.BufferedReader(self._until)
 
     def begin(self) -> None:
         super().begin()
-        self._until.deadline += (self.length or 0) / SLOWEST_BODY
+        self._until.deadline += _body_s(self.length or 0)
 
 
 def _body(response: HTTPResponse) -> bytes:
@@ -405,16 +413,21 @@ class AsyncDriver(_Driver):
         self._connections = Connections(self._host, self._port, self._tls, max_connections)
 
     async def run(self, call: Call[T]) -> T:
-        """Execute a call within ``call.timeout_s`` in total. Raises as SyncDriver.run does.
+        """Execute a call within ``call.timeout_s`` in total, but for a large request or answer, as
+        SyncDriver does. Raises as its ``run`` does.
         Cancelling it closes the connection, so that the engine aborts the request."""
         within_s, asked = self._ask(call)
+        parts, clock = list[bytes](), asyncio.get_running_loop().time
         try:
             # no deadline: each call that ends makes room, and its time or its silences are bounded
-            async with self._connections.room, asyncio.timeout(within_s), asked as answer:
-                body = b"".join([chunk async for chunk in answer.chunks()])
+            async with self._connections.room, asyncio.timeout(within_s) as left, asked as answer:
+                until = (left.when() or 0.0) + _body_s(answer.length)
+                async for chunk in answer.chunks():
+                    parts.append(chunk)
+                    left.reschedule(min(until, clock() + within_s))
         except BROKEN as error:
             raise self._unreachable(call, error) from error
-        return self._value(call, answer.status, body)
+        return self._value(call, answer.status, b"".join(parts))
 
     def _ask(self, call: Call[Any]) -> tuple[float, AbstractAsyncContextManager[Exchange]]:
         """Return the call's deadline in seconds, and the call, which is still to be entered."""
