@@ -3,6 +3,7 @@ nothing outlives the run."""
 
 import ast
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -168,6 +169,18 @@ def sglang_python() -> str:
 def atropos_python() -> str:
     """Interpreter of the environment with the Atropos API."""
     return _interpreter("atropos")
+
+
+@pytest.fixture
+def ends_by_signals() -> Iterator[None]:
+    """Handle the signals that end a job as a trainer's rank does."""
+    from titan_grpo.subprocesses import ENDING, received, stop
+
+    handlers = {number: signal.signal(number, stop) for number in ENDING}
+    yield
+    received.clear()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,8 +10,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,11 +44,42 @@ SIGNALLED = 128
 """Exit code of a process ended by a signal, minus the signal's number."""
 
 received: list[int] = []
-"""The one of ENDING by which this process ends (train.stop), if any. Its SystemExit alone does not
+"""The one of ENDING by which this process ends (``stop``), if any. Its SystemExit alone does not
 tell: code that catches it may raise another error in its place."""
+
+_unbroken = 0
+"""How many ``unbroken`` blocks the main thread is in."""
 
 Output = int | IO[Any] | None
 """Destination of stdout or stderr, as for subprocess.Popen; None: this process's own."""
+
+
+@contextmanager
+def unbroken() -> Iterator[None]:
+    """Let a short block of the main thread end before a signal that comes meanwhile ends this
+    process. For what a close finds unusable if it was begun and not finished; no waits in it."""
+    global _unbroken
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are handled in the main thread alone
+        return
+    before = len(received)
+    _unbroken += 1
+    try:
+        yield
+    finally:
+        _unbroken -= 1
+        if len(received) > before:
+            raise SystemExit(SIGNALLED + received[-1])
+
+
+def stop(number: int, frame: Any) -> None:
+    """Handle one of ENDING: raise SystemExit, and ignore further ones."""
+    received.append(number)
+    # torchrun repeats its signals, which would interrupt the closing; it kills after its grace.
+    for each in ENDING:
+        signal.signal(each, signal.SIG_IGN)
+    if not _unbroken:
+        raise SystemExit(SIGNALLED + number)
 
 
 def without_torchrun(base: Mapping[str, str]) -> dict[str, str]:

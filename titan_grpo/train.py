@@ -7,7 +7,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from typing import Any
 
 SAY_S = 30.0
 """Seconds that the other ranks of a host wait for its first rank to print why they all end."""
@@ -16,7 +15,7 @@ SAY_S = 30.0
 def _stop_on_signals() -> None:
     """End this rank in the ordinary way at the first signal that ends a job: lanes, rollouts and
     servers are closed."""
-    from titan_grpo.subprocesses import ENDING, end_with_parent
+    from titan_grpo.subprocesses import ENDING, end_with_parent, stop
 
     # If torchrun is killed, its ranks (each in a session of its own) would go on training.
     end_with_parent(signal.SIGTERM)
@@ -24,17 +23,6 @@ def _stop_on_signals() -> None:
     # SIGHUP too: torchrun hands a terminal's end on, also under nohup.
     for each in ENDING:
         signal.signal(each, stop)
-
-
-def stop(number: int, frame: Any) -> None:
-    """Handle a signal that ends this rank: raise SystemExit, and ignore further ones."""
-    from titan_grpo.subprocesses import ENDING, SIGNALLED, received
-
-    received.append(number)
-    # torchrun repeats its signals, which would interrupt the closing; it kills after its grace.
-    for each in ENDING:
-        signal.signal(each, signal.SIG_IGN)
-    raise SystemExit(SIGNALLED + number)
 
 
 def _check_environment() -> None:

@@ -5,12 +5,16 @@ import json
 import os
 import queue
 import random
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import httpx
@@ -256,6 +260,33 @@ def test_what_is_sent_while_the_process_loads_is_taken_once_it_has(cluster: Clus
     assert isinstance(came.get(timeout=60), Ready)
     assert came.get(timeout=60) == Answer(7, {"http://127.0.0.1:9": 0})
     transport.close(WAIT_S)
+
+
+@pytest.mark.usefixtures("ends_by_signals")
+@pytest.mark.parametrize("line", [5, 9])
+def test_a_signal_in_the_middle_of_the_processs_start_leaves_a_client_that_closes(
+    cluster: Cluster, line: int
+) -> None:
+    """Before, the close raised: there was no thread, or not yet a started one."""
+    client, lines = cluster.client(LocalTransport()), count()
+
+    def at(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code is not LocalTransport.start.__code__:
+            return None
+        if event == "line" and next(lines) == line:
+            signal.raise_signal(signal.SIGTERM)
+        return at
+
+    before = sys.gettrace()
+    sys.settrace(at)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            client.start(WAIT_S)
+    finally:
+        sys.settrace(before)
+    assert caught.value.code == 128 + signal.SIGTERM
+    client.close(WAIT_S)
+    assert not children()
 
 
 def test_a_closed_transport_leaves_no_process(

@@ -19,9 +19,7 @@ from tests.rigs.sockets import free_port
 from titan_grpo.config import Lora
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe.run_lock import LOCK, held
-from titan_grpo.subprocesses import ENDING, received
 from titan_grpo.titan import compat
-from titan_grpo.train import stop
 
 compat.prepare()
 
@@ -314,6 +312,7 @@ def test_a_checkpoint_whose_second_writing_broke_off_is_no_whole_one(
     assert not checkpoints_in(tmp_path)
 
 
+@pytest.mark.usefixtures("ends_by_signals")
 @pytest.mark.parametrize(("torn", "alone"), [(True, True), (False, True), (False, False)])
 def test_a_signal_in_the_middle_of_a_checkpoint_ends_the_run_as_at_any_other_time(
     checkpointer: Any, tmp_path: Path, torn: bool, alone: bool
@@ -321,14 +320,8 @@ def test_a_signal_in_the_middle_of_a_checkpoint_ends_the_run_as_at_any_other_tim
     """Before, torch's traceback ended the rank, or an advice to make room on the disk, and the
     summary had that as the end's cause."""
     state, place = {"other": Signalled(torn)}, f"{tmp_path}/step-2"
-    handlers = {number: signal.signal(number, stop) for number in ENDING}
-    try:
-        with pytest.raises(SystemExit) as caught:
-            checkpointer.dcp_save(state, checkpoint_id=place, alone=alone)
-    finally:
-        received.clear()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    with pytest.raises(SystemExit) as caught:
+        checkpointer.dcp_save(state, checkpoint_id=place, alone=alone)
     assert caught.value.code == 128 + signal.SIGTERM
 
 

@@ -38,7 +38,7 @@ from titan_grpo.rollout.messages import (
 )
 from titan_grpo.rollout.records import GroupRecorder
 from titan_grpo.samples import Group
-from titan_grpo.subprocesses import helper_environment, start_module, wait_process
+from titan_grpo.subprocesses import helper_environment, start_module, unbroken, wait_process
 from titan_grpo.unix_rpc import Pipe
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,8 @@ class RolloutClient:
         deadline.
         """
         self._running = True
-        self._transport.start(self._spec, self._on_message)
+        with unbroken():
+            self._transport.start(self._spec, self._on_message)
         with self._changed:
             self._changed.wait_for(lambda: self._started or self._error is not None, timeout_s)
             self._raise_latched()
