@@ -114,6 +114,17 @@ def test_a_custom_config_module_that_fails_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.usefixtures("ends_by_signals")
+def test_a_signal_in_a_custom_config_module_is_no_mistake_in_it(
+    parse: Parse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "its_slow_module.py").write_text("import signal; signal.raise_signal(15)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        parse("", "--job.custom_config_module=its_slow_module")
+    assert caught.value.code == 128 + 15
+
+
 def test_a_model_that_a_custom_import_registers_is_known(
     parse: Parse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

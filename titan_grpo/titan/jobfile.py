@@ -30,6 +30,7 @@ import msgspec
 
 from titan_grpo.config import older
 from titan_grpo.errors import NOT_JSON, ConfigError
+from titan_grpo.subprocesses import received
 
 OURS = "titan_grpo.config"
 """Default of ``job.custom_config_module``."""
@@ -165,6 +166,8 @@ def importing(key: str, what: str = "") -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # the boundary to the user's module
+        if received:  # not the module's: a signal ends this process
+            raise
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
             f"{key} must be an importable module{what}: {type(error).__name__}:"
@@ -197,7 +200,7 @@ def load(base: Any, args: Sequence[str], table: Mapping[str, Any]) -> Any:
         with contextlib.redirect_stderr(output):
             return _with_arguments(kind, args, table)
     except SystemExit as stop:
-        if not stop.code:
+        if not stop.code or received:  # --help, or a signal
             raise
         words = one_line(output.getvalue())
         option = re.search(r"--([\w.-]+)", words)
