@@ -94,6 +94,7 @@ def test_an_episode_that_begins_again_is_as_new_as_its_server_and_all_its_tokens
     client.next_batch(2, 1, 60)
     counters = client.counters()
     assert (counters["dropped.stale_in_flight"], counters["thrown_tokens"]) == (1, 8)
+    assert counters["requests"] == len(engine.bodies) == 6
 
 
 GIVES_UP = """

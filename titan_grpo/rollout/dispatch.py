@@ -189,7 +189,8 @@ class Dispatcher:
         if server.url not in self._drivers:
             self._drivers[server.url] = self._connect(server.url)
         driver, began_s, size = self._drivers[server.url], loop.time(), spec.group_size
-        attempt = ticket, parts, server, driver, self._free, self._free_one
+        calls = self._free, self._free_one, self._note_request
+        attempt = ticket, parts, server, driver, *calls
         run = Running(*attempt, version=oldest, began_s=began_s, requests=size)
         resumed = [len(p.token_ids) for p in parts if p.token_ids and not p.finished]
         self._counts.add("resumed", len(resumed))
@@ -200,16 +201,8 @@ class Dispatcher:
         task.add_done_callback(self._ended)
 
     async def _make(self, run: Running) -> None:
-        answers = sum(part.answers for part in run.parts)
         whole = not any(part.token_ids for part in run.parts)
-        self._counts.add("requests", sum(not part.finish_reason for part in run.parts))
-        try:
-            group = await self._sampler.group(run)
-        finally:
-            # Each of the task's answers since the start led to one more request. There are fewer if
-            # an agent's episode began again.
-            more = sum(part.answers for part in run.parts) - answers
-            self._counts.add("requests", max(0, more))
+        group = await self._sampler.group(run)
         tokens = self._note_finished(run, group)
         # Answers to an agent that it did not wait for are in no completion.
         unused = sum(part.num_sampled for part in run.parts) - tokens
@@ -228,6 +221,9 @@ class Dispatcher:
         if not run.server.left:
             self._counts.add(messages.TOKENS + run.server.url, tokens)
         return tokens
+
+    def _note_request(self) -> None:
+        self._counts.add("requests")
 
     def _free_one(self, run: Running) -> None:
         """Count one request less: a completion ended, or was finished when the group started."""

@@ -82,6 +82,8 @@ class Attempt:
     ended: Callable[[Any], None] = lambda attempt: None
     """Called likewise for each completion (of agents: episode) once its requests are over; at once
     for one that was finished."""
+    asked: Callable[[], None] = lambda: None
+    """Called for each request."""
     prompt: Prompt = field(init=False)
     """Set by the sampler."""
 
@@ -213,6 +215,7 @@ class Sampler:
             # first finishes, or loses, those that it has.
             return server.newest if spec.in_flight_weight_updates else server.state.version
 
+        attempt.asked()
         if not spec.stream_completions or spec.router_replay:
             # No stream: engines send routes at an answer's end (vLLM not in a stream at all), so
             # the pieces of a broken stream would lack them.
