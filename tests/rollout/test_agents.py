@@ -395,6 +395,23 @@ def test_an_answer_is_cut_at_the_agents_own_stop_but_its_tokens_are_not(
     assert codec.decode(group.completions[0].token_ids) == "onE"
 
 
+@pytest.mark.parametrize(("said", "end"), [("one<", ""), ("one", "<eos>")])
+def test_a_character_of_the_end_token_is_no_part_of_it(
+    group_of: GroupOf, codec: TextCodec, tmp_path: Path, said: str, end: str
+) -> None:
+    template = tmp_path / "ends.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>\n{% endfor %}")
+    asked: list[list[int]] = []
+
+    def behaviour(body: dict[str, Any]) -> tuple[int, Any]:
+        asked.append(body["prompt"])
+        ids = list(codec.encode(said + end))
+        return answer(ids, [-1.0] * len(ids), "stop")
+
+    group_of(talker(2), [behaviour], chat_template=str(template))
+    assert asked[1] == [*asked[0], *codec.encode(f"{said}<eos>\nuser: and 0?<eos>\n")]
+
+
 def test_prompts_with_nothing_in_common_drop_the_group(
     group_of: GroupOf, codec: TextCodec, tmp_path: Path
 ) -> None:

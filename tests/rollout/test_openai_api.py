@@ -12,6 +12,7 @@ from titan_grpo.rollout.openai_api import (
     ChatAnswer,
     ChatRequest,
     Refused,
+    answer_body,
     answer_events,
     parse,
     plain,
@@ -134,6 +135,13 @@ def test_a_streamed_call_of_tools_has_its_log_probabilities() -> None:
     events = [json.loads(line[6:]) for line in sent.split(b"\n\n")[:-2]]
     found = [each["choices"][0]["logprobs"] for each in events]
     assert [each["content"][0]["logprob"] for each in found if each] == [-0.5]
+
+
+def test_a_token_with_a_part_of_a_character_has_no_bytes() -> None:
+    shown = (("é", -0.5), ("\ufffd", -1.0))
+    answer = ChatAnswer("id", 0, {"role": "assistant", "content": "é"}, "stop", 1, 2, shown)
+    (choice,) = answer_body(request(logprobs=True), answer)["choices"]
+    assert [each["bytes"] for each in choice["logprobs"]["content"]] == [[195, 169], None]
 
 
 def test_calls_of_the_hermes_format_are_read_in_their_order() -> None:

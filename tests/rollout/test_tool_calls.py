@@ -233,10 +233,15 @@ def test_what_a_tool_parser_does_wrong_is_the_users_error(
 
 @pytest.mark.parametrize(
     "call",
-    ['{"name": "\\ud800", "arguments": {}}', '{"name": "add", "arguments": {"a": "\\ud800"}}'],
-    ids=["name", "arguments"],
+    [
+        '{"name": "\\ud800", "arguments": {}}',
+        '{"name": "add", "arguments": {"a": "\\ud800"}}',
+        '{"name": "add", "arguments": {"a": NaN}}',
+        '{"name": "add", "arguments": {"a": 1e999}}',
+    ],
+    ids=["name", "arguments", "nan", "infinity"],
 )
-def test_a_call_with_a_lone_surrogate_is_no_call(
+def test_a_call_that_no_request_could_send_back_is_no_call(
     group_of: GroupOf, codec: TextCodec, call: str
 ) -> None:
     seen: list[Any] = []

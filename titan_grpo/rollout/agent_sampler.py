@@ -384,10 +384,11 @@ def first_tokens(part: Completion, count: int) -> Completion:
 
 def _as_json(calls: ToolCalls) -> list[tuple[str, str]] | None:
     """Return calls with their arguments as JSON; None if one has a lone surrogate (a policy may
-    write such an escape): the agent could not send it back."""
+    write such an escape), NaN or an infinity (1e999): JSON has none, and the agent could not send
+    it back."""
     calls = [(str(name), dict(arguments)) for name, arguments in calls]
     try:
-        json.dumps(calls, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
+        json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
         return None
     return [(name, json.dumps(arguments)) for name, arguments in calls]

@@ -196,7 +196,7 @@ class Episode:
                 def render(messages: Sequence[Message], tools: Any = request.tools) -> str:
                     return codec.render(messages, tools, ask=False)
 
-                added = added_text(trajectory, render, messages[:count], rendered)
+                added = added_text(trajectory, render, messages[:count], rendered, codec)
                 if added is not None:
                     return trajectory, codec.encode(added)
         return None
@@ -490,6 +490,7 @@ def added_text(
     render: Callable[[Sequence[Message]], str],
     known: Sequence[Message],
     rendered: str,
+    codec: TextCodec,
 ) -> str | None:
     """Return the text that a call's prompt, ``rendered``, adds to a trajectory, whose messages are
     ``known``. None if the template now renders the earlier messages differently (without their
@@ -507,9 +508,20 @@ def added_text(
     same = before.startswith(trajectory.rendered) and rendered.startswith(before)
     if not (same and mark and before.endswith(end)):
         return None
+
+    def whole(part: str) -> bool:
+        # "<" is no part of the token "<|im_end|>": its rest would be encoded as other tokens.
+        texts = part, end[len(part) :]
+        return sum(_specials(codec, text) for text in texts) == _specials(codec, end)
+
     # The model may have sampled the end of its turn, or a part of it, itself.
-    written = next(n for n in range(len(end), -1, -1) if trajectory.tail.endswith(end[:n]))
-    return end[written:] + rendered[len(before) :]
+    parts = (end[:n] for n in range(len(end), -1, -1) if trajectory.tail.endswith(end[:n]))
+    return end.removeprefix(next(filter(whole, parts))) + rendered[len(before) :]
+
+
+def _specials(codec: TextCodec, text: str) -> int:
+    """Return the number of special tokens in a text."""
+    return sum(bool(codec.spell((t,))) and not codec.decode((t,)) for t in codec.encode(text))
 
 
 def for_template(message: Message) -> Message:

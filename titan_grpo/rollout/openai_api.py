@@ -258,7 +258,8 @@ def _logprobs(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any] | None
         return {
             "token": text,
             "logprob": logprob,
-            "bytes": list(text.encode()),
+            # A token with a part of a character has no text of its own, so its bytes are unknown.
+            "bytes": None if "\ufffd" in text else list(text.encode()),
             "top_logprobs": [],
         }
 
