@@ -2,10 +2,15 @@
 
 import os
 import signal
+import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 STOP_S = 60.0
 """Deadline of a stop, in seconds: a thread of a nice process may wait so long for a core."""
@@ -26,6 +31,26 @@ def send(pid: int | None, number: int) -> None:
         while _runs(pid):
             assert time.monotonic() < deadline, f"process {pid} was not stopped"
             pause.wait(0.001)
+
+
+@contextmanager
+def signal_at(function: Callable[..., Any], line: int) -> Iterator[None]:
+    """Have SIGTERM come to this process before the main thread runs the ``line``-th line (from 0)
+    in ``function``."""
+    lines, before = count(), sys.gettrace()
+
+    def at(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code is not function.__code__:
+            return None
+        if event == "line" and next(lines) == line:
+            signal.raise_signal(signal.SIGTERM)
+        return at
+
+    sys.settrace(at)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _runs(pid: int) -> bool:

@@ -6,15 +6,12 @@ import os
 import queue
 import random
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import httpx
@@ -23,6 +20,7 @@ import psutil
 import pytest
 
 from tests.rigs.present import present
+from tests.rigs.signals import signal_at
 from tests.rigs.sockets import free_port
 from tests.rigs.threads import no_free_thread
 from tests.rigs.trainer_handle import wait_until
@@ -268,22 +266,9 @@ def test_a_signal_in_the_middle_of_the_processs_start_leaves_a_client_that_close
     cluster: Cluster, line: int
 ) -> None:
     """Before, the close raised: there was no thread, or not yet a started one."""
-    client, lines = cluster.client(LocalTransport()), count()
-
-    def at(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code is not LocalTransport.start.__code__:
-            return None
-        if event == "line" and next(lines) == line:
-            signal.raise_signal(signal.SIGTERM)
-        return at
-
-    before = sys.gettrace()
-    sys.settrace(at)
-    try:
-        with pytest.raises(SystemExit) as caught:
-            client.start(WAIT_S)
-    finally:
-        sys.settrace(before)
+    client = cluster.client(LocalTransport())
+    with signal_at(LocalTransport.start, line), pytest.raises(SystemExit) as caught:
+        client.start(WAIT_S)
     assert caught.value.code == 128 + signal.SIGTERM
     client.close(WAIT_S)
     assert not children()

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.rigs.server_handle import ServerProcess, served
-from tests.rigs.signals import send
+from tests.rigs.signals import send, signal_at
 from tests.rigs.sockets import descriptors_left
 from tests.rigs.trainer import MATRICES, Trainer, content, manifest_of, matrices
 from tests.rigs.trainer_handle import wait_until
@@ -138,6 +138,17 @@ def test_at_the_start_one_that_does_not_begin_is_named(
     os.kill(idle.worker.pid, signal.SIGCONT)
     idle.worker.wait_begun(WAIT_S)
     assert idle.worker.slots.take_reserved() is not None
+
+
+@pytest.mark.usefixtures("ends_by_signals")
+def test_a_signal_before_it_was_told_to_begin_leaves_a_close_without_a_traceback(
+    capfd: pytest.CaptureFixture[str], idle: Trainer
+) -> None:
+    """``capfd`` comes first: the process has the stderr of its start."""
+    with signal_at(SyncProcess._begin, 8), pytest.raises(SystemExit):
+        idle.start()
+    idle.worker.close()
+    assert capfd.readouterr().err == ""
 
 
 @contextmanager

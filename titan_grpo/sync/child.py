@@ -141,10 +141,11 @@ class Child:
     def _end(self, within_s: float) -> None:
         """Have the process end; kill it after ``within_s`` seconds."""
         self._ending.set()
-        self.post("end")
+        if self._begun:
+            self.post("end")
+        else:
+            self._process.kill()
         try:
-            if not self._begun:
-                self._process.kill()
             wait_process(self._process, within_s)
         except subprocess.TimeoutExpired:
             # The pause guard recovers servers that it left paused.

@@ -186,8 +186,8 @@ class SyncProcess(Child):
     def start(self) -> None:
         """Have the process seal versions, and open one lane per server."""
         with self.lock:
-            self._begun = True
             self._begin()
+            self._begun = True
         self.servers.start()
 
     def wait_begun(self, timeout_s: float) -> None:
