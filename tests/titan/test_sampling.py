@@ -24,6 +24,7 @@ compat.prepare()
 from titan_grpo.titan.data import (  # noqa: E402 - patches first
     BatchLoader,
     Share,
+    left_out_for,
     pickled_shares,
     text_weight,
     varied_groups,
@@ -69,6 +70,7 @@ def test_what_was_left_out_is_known_so_that_rewards_can_be_shown_unfiltered() ->
     groups = [group(0, 1, 1), group(1, 0, 1)]
     found = varied_groups(lambda count: groups[:count], lambda count: None, 2, 0, KIND)
     assert (found.groups, found.left_out) == ([groups[1]], [groups[0]])
+    assert [left_out_for(each, KIND) for each in groups] == ["no_spread", ""]
 
 
 def test_replacing_ends_after_the_rounds_with_what_there_is() -> None:
@@ -112,7 +114,9 @@ def test_a_group_with_a_token_that_the_model_lacks_is_replaced(ids: tuple[int, .
     first, *others = source.groups[0].completions
     strange = (*others, replace(first, token_ids=ids))
     source.groups[0] = replace(source.groups[0], completions=strange)
-    assert source.run(2, 1, replace(KIND, vocabulary=9)) == ([1, 2], 1)
+    kind = replace(KIND, vocabulary=9)
+    assert [left_out_for(each, kind) for each in source.groups] == ["bad_token", "", ""]
+    assert source.run(2, 1, kind) == ([1, 2], 1)
 
 
 def test_more_groups_than_asked_for_are_all_kept_and_none_is_asked_for_again() -> None:
@@ -200,8 +204,10 @@ def test_the_mean_length_is_that_of_all_episodes_however_few_are_trained_on() ->
 
 def test_the_mean_reward_is_that_of_all_that_was_made_for_a_step_filtered_groups_too() -> None:
     taken = [group(0, 1.0, 1.0), group(1, 0.5, 1.5)]
-    assert reward_values(taken)[names.REWARD] == 1.0
-    assert reward_values(taken, [0.0] * 4)[names.REWARD] == 0.5
+    # Each step has the mean of what it keeps, also one that leaves out nothing.
+    for left_out, mean in ([], 1.0), ([0.0] * 4, 0.5):
+        values = reward_values(taken, left_out)
+        assert (values[names.REWARD], values[names.REWARD_KEPT]) == (mean, 1.0)
 
 
 def test_an_episode_of_several_completions_counts_once_in_the_mean_reward() -> None:

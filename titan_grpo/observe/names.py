@@ -186,7 +186,8 @@ MEANING: dict[str, str] = {
         " (rollout.launch_gpus), since servers do not say how many they have"
     ),
     READY_GROUPS: "finished groups that waited for a later step when this one took its own",
-    IN_FLIGHT: "requests in flight on all servers, as the rollout process last said",
+    IN_FLIGHT: "requests in flight on all servers (an episode of several turns: one, also while its"
+    " tool or agent is at work), as the rollout process last said",
     IN_FLIGHT_AT_COMMIT: (
         "mean number of requests in flight on a server when its commit began, over the commits"
         " since the step before"
@@ -278,7 +279,8 @@ MEANING: dict[str, str] = {
     OUTAGES: "groups that a failing server interrupted",
     INTERRUPTED: "groups of which an engine cut completions short, or lost its version",
     MOVED: "groups that went on elsewhere since their server left or was drained",
-    SKIPPED_PROMPTS: "prompts given up after repeated drops or outages",
+    SKIPPED_PROMPTS: "prompts given up after repeated drops or outages, or at once"
+    " (prompt_too_long)",
 }
 """Unit and meaning of each name: the legend of metrics.jsonl and of the trace."""
 
@@ -294,6 +296,7 @@ REASONS: dict[str, str] = {
     "refused": "a server refused the request itself (400, 413 or 422): too long for its context?",
     "version_unknown": "tokens under the label of another run: an outage of the server",
     "kv_kept": "KV of older weights survived a commit that was to drop it: an outage of the server",
+    "bad_token": "a token id that the model lacks (grpo.dynamic_sampling replaces the group)",
     "no_routes": "without the experts of each token, or of experts that the model lacks",
     "over_budget": "more tokens than were asked for",
     "unfinished": "an end that is neither a stop nor the length limit",

@@ -60,6 +60,16 @@ class StepGroups:
     """Groups that the step does not use."""
 
 
+def left_out_for(group: Group, options: BatchOptions) -> str:
+    """Return why dynamic sampling replaces a group (its reason of a drop): a defect, with which it
+    is not trained on, or "no_spread"; empty if it keeps the group."""
+    for completion in group.completions:
+        if fault := unfit(group.prompt, completion, options):
+            return fault
+    spread = has_spread(by_episode(group.completions)[0], options.grpo, options.longest)
+    return "" if spread else "no_spread"
+
+
 def varied_groups(
     take: Callable[[int], list[Group]],
     give_places_back: Callable[[int], None],
@@ -83,19 +93,13 @@ def varied_groups(
             group, and ``take`` counts alike. 0: groups are counted.
     """
 
-    def varied(group: Group) -> bool:
-        # A group with a defect is not trained on; an invalid reward would raise below.
-        if any(unfit(group.prompt, c, options) for c in group.completions):
-            return False
-        return has_spread(by_episode(group.completions)[0], options.grpo, options.longest)
-
     kept: list[Group] = []
     flat: list[Group] = []
     missing = want
     for round_ in range(rounds + 1):
         taken = take(missing)
-        kept += [group for group in taken if varied(group)]
-        flat += [group for group in taken if not varied(group)]
+        for group in taken:
+            (flat if left_out_for(group, options) else kept).append(group)
         completions = sum(len(group.completions) for group in kept)
         missing = want - (completions // group_size if group_size else len(kept))
         # It is negative where groups from outside are larger.

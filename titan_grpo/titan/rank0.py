@@ -44,7 +44,7 @@ from titan_grpo.sync.process import SyncProcess
 from titan_grpo.sync.transports.channel import check_address
 from titan_grpo.sync.transports.tls import check_certificate
 from titan_grpo.titan.checkpoints import checkpoints_in
-from titan_grpo.titan.data import Share, StepGroups, StepWork, varied_groups
+from titan_grpo.titan.data import Share, StepGroups, StepWork, left_out_for, varied_groups
 from titan_grpo.titan.evaluations import Evaluations, evaluation_spec
 from titan_grpo.titan.export import export_last
 from titan_grpo.titan.hf_files import last_place, save_version
@@ -65,6 +65,7 @@ from titan_grpo.titan.step_records import (
     group_values,
     loss_values,
     reward_values,
+    rewards_of,
     rollout_values,
     rows,
     sequences,
@@ -302,13 +303,10 @@ class Controller:
                 count,
                 reason,
             )
-        left_out = rollouts.take_left_out()
+        left_out = [*rewards_of(found.left_out), *rollouts.take_left_out()]
         kv_kept = sync_settings(self._job).kv_after_update == "keep"
         self._step_values = group_values(groups, batch, version, kv_kept)
-        self._step_values |= reward_values(taken, left_out)
-        if self._job.grpo.dynamic_sampling or left_out:
-            kept = reward_values(groups)
-            self._step_values[names.REWARD_KEPT] = kept[names.REWARD]
+        self._step_values |= reward_values(groups, left_out)
         self._step_values |= self._count_rollouts()
         self._taken = version, groups
         ranks = batch.micro_batches() if self._job.grpo.single_rank_load else batch.rows
@@ -331,7 +329,9 @@ class Controller:
         back = rollouts.used_without_version
         size = 0 if rollout.source == "task" else rollout.group_size
         found = varied_groups(take, back, rollout.prompts_per_step, rounds, self._options, size)
-        self.recorder.count(names.dropped("no_spread"), len(found.left_out))
+        reasons = (left_out_for(group, self._options) for group in found.left_out)
+        for reason, groups in Counter(reasons).items():
+            self.recorder.count(names.dropped(reason), groups)
         return found
 
     @property

@@ -122,13 +122,22 @@ def server_values(version: int, held: Mapping[str, int | None]) -> dict[str, flo
     return values
 
 
-def reward_values(groups: Sequence[Group], left_out: Sequence[float] = ()) -> dict[str, float]:
-    """Return mean and deviation of the rewards of all completions, of an agent's episode once.
-    ``left_out``: further rewards."""
+def rewards_of(groups: Sequence[Group]) -> list[float]:
+    """Return the rewards of all completions, of an agent's episode once."""
     scored = [each for group in groups for each in by_episode(group.completions)[0]]
-    rewards = [each.reward for each in scored if sound_reward(each.reward)]
-    rewards += left_out
-    return {names.REWARD: statistics.fmean(rewards), names.REWARD_STD: statistics.pstdev(rewards)}
+    return [each.reward for each in scored if sound_reward(each.reward)]
+
+
+def reward_values(groups: Sequence[Group], left_out: Sequence[float] = ()) -> dict[str, float]:
+    """Return mean and deviation of the rewards of a step's groups and of those that it leaves out,
+    and the mean of the step's alone."""
+    kept = rewards_of(groups)
+    rewards = [*kept, *left_out]
+    return {
+        names.REWARD: statistics.fmean(rewards),
+        names.REWARD_STD: statistics.pstdev(rewards),
+        names.REWARD_KEPT: statistics.fmean(kept),
+    }
 
 
 def group_values(
