@@ -118,12 +118,16 @@ def test_a_server_leaves_and_comes_again_and_late_orders_to_its_last_lane_cost_n
         assert trainer.recorder.history().errors == []
 
 
-@pytest.fixture
-def idle(tmp_path: Path) -> Iterator[Trainer]:
+def idle_in(folder: Path) -> Trainer:
     """A trainer whose sync process has nothing to do yet."""
     manifest = manifest_of(MATRICES, 1 << 16)
     options = SyncOptions(urls=["http://nowhere"], engine="vllm")
-    with Trainer(manifest, WeightSync(bind_host="127.0.0.1"), tmp_path, options) as made:
+    return Trainer(manifest, WeightSync(bind_host="127.0.0.1"), folder, options)
+
+
+@pytest.fixture
+def idle(tmp_path: Path) -> Iterator[Trainer]:
+    with idle_in(tmp_path) as made:
         yield made
 
 
@@ -142,12 +146,12 @@ def test_at_the_start_one_that_does_not_begin_is_named(
 
 @pytest.mark.usefixtures("ends_by_signals")
 def test_a_signal_before_it_was_told_to_begin_leaves_a_close_without_a_traceback(
-    capfd: pytest.CaptureFixture[str], idle: Trainer
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """``capfd`` comes first: the process has the stderr of its start."""
-    with signal_at(SyncProcess._begin, 8), pytest.raises(SystemExit):
-        idle.start()
-    idle.worker.close()
+    with idle_in(tmp_path) as idle:
+        with signal_at(SyncProcess._begin, 8), pytest.raises(SystemExit):
+            idle.start()
+        idle.worker.close()
     assert capfd.readouterr().err == ""
 
 
