@@ -248,7 +248,8 @@ class Alerts:
     """Thresholds on the metrics of a step: "METRIC OPERATOR NUMBER", such as "ratio/max > 10", or
     "reward/mean < 0.1 for 20", which must hold for that many steps in a row. METRIC is a name in
     metrics.jsonl; operators are > >= < <=. An alert fires once, and again only after its condition
-    was false in between. A step without the metric changes nothing."""
+    was false in between. A metric that is nan or infinite fulfils every condition; a step without
+    the metric changes nothing."""
 
     warn: list[str] = field(default_factory=list)
     """Log the alert and list it among the run's errors (run and stop do so too)."""

@@ -66,15 +66,14 @@ class Threshold:
         return cls(found[1], found[2], bound, int(found[4] or 1), action)
 
     def after(self, metrics: Mapping[str, Any]) -> "Threshold":
-        """Return the threshold after one more step. A missing metric changes nothing, nor does NaN.
-        A null holds: metrics.jsonl has it for infinity and NaN."""
-        value = metrics.get(self.metric, math.nan)
-        if value is None:
-            return replace(self, held=self.held + 1, value=math.nan)
-        if math.isnan(value):
+        """Return the threshold after one more step. A missing metric changes nothing. NaN and
+        infinity hold, whatever the operator; so does null, which metrics.jsonl has for them."""
+        if self.metric not in metrics:
             return self
-        holds = OPERATORS[self.sign](value, self.bound)
-        return replace(self, held=self.held + 1 if holds else 0, value=float(value))
+        found = metrics[self.metric]
+        value = math.nan if found is None else float(found)
+        holds = not math.isfinite(value) or OPERATORS[self.sign](value, self.bound)
+        return replace(self, held=self.held + 1 if holds else 0, value=value)
 
     @property
     def holds(self) -> bool:
