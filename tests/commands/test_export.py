@@ -287,6 +287,15 @@ def test_the_type_in_config_json_is_the_weights_under_each_name(
     assert config == dict.fromkeys(names, "bfloat16")
 
 
+def test_what_is_exported_of_a_quantised_base_is_not_said_to_be_quantised(tmp_path: Path) -> None:
+    """Engines and transformers would take its whole weights for quantised ones without scales."""
+    (tmp_path / "out").mkdir()
+    settings = {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    copy_assets(tmp_path, tmp_path / "out", "bfloat16")
+    assert json.loads((tmp_path / "out/config.json").read_text()) == {"dtype": "bfloat16"}
+
+
 @contextmanager
 def files_of(nbytes: int) -> Iterator[None]:
     """This process may write files of so many bytes at most: one larger fails as on a full disk."""

@@ -183,6 +183,13 @@ def test_a_model_that_the_trainer_would_compute_otherwise_is_refused(folder: Pat
     assert not (folder / "train.toml").exists()
 
 
+def test_a_quantised_model_is_refused(folder: Path) -> None:
+    path = folder / "model/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"bits": 8}}))
+    with pytest.raises(ConfigError, match=r"^--model must have unquantised weights"):
+        make()
+
+
 def test_messages_need_a_model_with_a_chat_template(folder: Path) -> None:
     """Before, its job had chat_template = "none", with which a run refuses messages."""
     tokenizer = folder / "model/tokenizer_config.json"

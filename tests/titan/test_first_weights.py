@@ -327,3 +327,34 @@ def test_a_reference_and_first_weights_of_another_model_or_not_there_are_refused
     (place / "config.json").write_text(json.dumps(settings | {"rope_theta": 5e6}))
     with pytest.raises(ConfigError, match=rf"the model of {key}, .* other settings than .*theta"):
         jobconfig.check_files(config)
+
+
+@pytest.mark.parametrize("key", ["model.hf_assets_path", "grpo.reference_model"])
+def test_quantised_weights_that_would_be_read_without_their_scales_are_refused(
+    parse: Parse, tmp_path: Path, model: Path, key: str
+) -> None:
+    """Before, a run began with the numbers of a model's FP8 files as its weights."""
+    place = tiny.write_tiny_model("qwen3", tmp_path / "other")
+    settings = json.loads((place / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (place / "config.json").write_text(json.dumps(settings))
+    hf = "--checkpoint.enable --checkpoint.initial_load_in_hf --grpo.kl_beta=0.1"
+    keys = f"{hf} --model.hf_assets_path={model} --{key}={place}".split()
+    for more in ([], ["--checkpoint.initial_load_in_hf_quantized"]):
+        with pytest.raises(
+            ConfigError, match=rf"^{key} must be a directory of unquantised weights"
+        ):
+            jobconfig.check_files(parse("", *keys, *more))
+
+
+def test_quantised_weights_of_a_model_whose_scales_torchtitan_reads_need_the_key_for_them(
+    parse: Parse, model: Path
+) -> None:
+    (model / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    named = f"--model.name=deepseek_v3 --model.flavor=debugmodel --model.hf_assets_path={model}"
+    keys = [*named.split(), "--checkpoint.enable", "--checkpoint.initial_load_in_hf"]
+    with pytest.raises(
+        ConfigError, match=r"^checkpoint\.initial_load_in_hf_quantized must be true"
+    ):
+        jobconfig.check_files(parse("", *keys))
+    jobconfig.check_files(parse("", *keys, "--checkpoint.initial_load_in_hf_quantized"))

@@ -56,7 +56,10 @@ RUNS: dict[str, Run] = {
         f"{RECOMPUTED}mode=selective {RECOMPUTED}selective_ac_option=op"
         f" {RECOMPUTED}per_op_sac_force_recompute_mm_shapes_by_fqns=attention",
     ),
-    **{case: (case, 1, "") for case in ("bias", "skipped", "ended", "tied", "scaled", "kept")},
+    **{
+        case: (case, 1, "")
+        for case in ("bias", "coded", "skipped", "ended", "tied", "scaled", "kept")
+    },
 }
 
 
@@ -119,6 +122,14 @@ def test_versions_that_no_slot_was_free_for_are_skipped_until_rollouts_would_wai
 ) -> None:
     """Servers hold version 0, and groups for the trainer at version 2 need version 1 or 2."""
     assert said["skipped"] == [[0, 0, 2]]
+
+
+@pytest.mark.e2e
+def test_the_reference_is_read_from_quantised_files_with_their_scales(
+    said: dict[str, list[Any]],
+) -> None:
+    """Before, the KL term drew the policy to numbers that were thousands of times as large."""
+    assert said["coded"] == [[0.0, 0.0]]
 
 
 @pytest.mark.e2e

@@ -31,6 +31,7 @@ from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.sync.process import SyncProcess
 from titan_grpo.titan.export import export_version
 from titan_grpo.titan.jobconfig import check_files
+from titan_grpo.titan.jobfile import QUANTISED
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.titan.trainer import GRPOTrainer, run
 
@@ -103,6 +104,27 @@ def bias(place: Place) -> dict[str, Any]:
             sent = held[spec.offset : spec.offset + spec.nbytes].view(torch.float32)
             found[layer] = [torch.equal(bias, began[layer]), spec.dtype, torch.equal(sent, bias)]
     return found
+
+
+def coded(place: Place) -> list[float]:
+    """Read quantised files as the reference of the KL term: of a weight that is quantised and of
+    one that is not, the largest difference from what the files stand for."""
+    with made(place, "--model.name=deepseek_v3", "--model.flavor=debugmodel", *NO_FILES) as trainer:
+        to_hf = trainer.own_spec.state_dict_adapter(trainer.model_args, None).to_hf
+        weights = {n: w.detach().clone() for n, w in to_hf(trainer.whole.state_dict()).items()}
+        scale, scaled, other = 2e-4, "model.layers.0.self_attn.o_proj.weight", "model.norm.weight"
+        few = (weights[scaled] / scale).to(torch.float8_e4m3fn)
+        wanted = weights | {scaled: few.float() * scale}
+        # One scale for each block of 128 by 128 numbers.
+        blocks = torch.full([-(-size // 128) for size in few.shape], scale)
+        files = weights | {scaled: few, f"{scaled}_scale_inv": blocks}
+        (place.model / "model.safetensors").unlink()
+        save_file(files, place.model / "model-00001-of-00001.safetensors")
+        index = {"weight_map": dict.fromkeys(files, "model-00001-of-00001.safetensors")}
+        (place.model / INDEX).write_text(json.dumps(index))
+        (place.model / "config.json").write_text(json.dumps({QUANTISED[0]: {"bits": 8}}))
+        found = to_hf(trainer.second_model(str(place.model)).state_dict())
+    return [(found[name] - wanted[name]).abs().max().item() for name in (scaled, other)]
 
 
 def skipped(place: Place) -> list[int]:
@@ -255,7 +277,8 @@ def refused(place: Place, *arguments: str) -> list[str]:
 
 
 CASES: dict[str, Callable[..., Any]] = {
-    case.__name__: case for case in (bias, skipped, committed, ended, tied, scaled, kept, refused)
+    case.__name__: case
+    for case in (bias, coded, skipped, committed, ended, tied, scaled, kept, refused)
 }
 
 

@@ -15,7 +15,7 @@ from titan_grpo.observe.terminal import next_command
 from titan_grpo.rollout.codec import ChatTemplate, templates_of
 from titan_grpo.rollout.tasks.dataset import open_table
 from titan_grpo.rollout.tasks.functions import MESSAGES, TEXTS, said_in
-from titan_grpo.titan.jobfile import read_config, read_toml, toml, toml_key
+from titan_grpo.titan.jobfile import quantised, read_config, read_toml, toml, toml_key
 
 ANSWERS = ("answer", "solution", "target", "label")
 """Columns that the first reward function can compare with, in order of preference."""
@@ -159,6 +159,12 @@ def new(args: argparse.Namespace, out: Path) -> dict[Path, str]:
     if not settings:
         raise ConfigError(
             f"--model must be a directory with the model's config.json, got {args.model!r}"
+        )
+    if quantised(settings):
+        raise ConfigError(
+            f"--model must have unquantised weights, by config.json those in {args.model!r} are"
+            " quantised, and servers could not take trained ones in their place: take the"
+            " unquantised model"
         )
     if args.reward and not all(args.reward.partition(":")):
         raise ConfigError(f"--reward must be MODULE:FUNCTION, got {args.reward!r}")

@@ -11,6 +11,7 @@ from torchtitan.tools import utils
 
 from titan_grpo.patches import torchtitan_gloo_premul, torchtitan_hsdp_experts
 from titan_grpo.titan import lora
+from titan_grpo.titan.jobfile import quantised, read_config
 from titan_grpo.titan.pipeline import Pipeline
 
 
@@ -70,7 +71,8 @@ class Built:
         wrapper = ModelWrapper(parts)
         adapter = self.own_spec.state_dict_adapter(self.model_args, path)
         hf_state = adapter.to_hf(wrapper.state_dict())
-        dcp.load(hf_state, storage_reader=adapter.get_hf_storage_reader(path, False))
+        reader = adapter.get_hf_storage_reader(path, quantised(read_config(path)))
+        dcp.load(hf_state, storage_reader=reader)
         wrapper.load_state_dict(adapter.from_hf(hf_state))
         return model
 

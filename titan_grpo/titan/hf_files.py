@@ -24,7 +24,7 @@ from titan_grpo.receive.commit import tensor_views
 from titan_grpo.receive.fetch import Content, Fetch, MemfdReader, Open, TcpReader
 from titan_grpo.sync.images import ImagePool, Published
 from titan_grpo.sync.process import SyncProcess
-from titan_grpo.titan.jobfile import read_config
+from titan_grpo.titan.jobfile import QUANTISED, read_config
 
 ASSETS = (
     "config.json",
@@ -130,7 +130,8 @@ def write_adapter(
 
 
 def copy_assets(source: Path, out: Path, dtype: str) -> None:
-    """Copy configuration and tokenizer, with ``dtype`` as the type in config.json.
+    """Copy configuration and tokenizer, with ``dtype`` as the type in config.json, and without what
+    it says of a quantised base model's weights.
 
     Raises ConfigError if there is no config.json, or a damaged one: no engine could load the
     directory.
@@ -141,7 +142,7 @@ def copy_assets(source: Path, out: Path, dtype: str) -> None:
             " config.json: no server could load what is exported; point it at the directory of the"
             " base model"
         )
-    config = read_config(source)
+    config = {key: each for key, each in read_config(source).items() if key not in QUANTISED}
     for path in (path for pattern in ASSETS for path in source.glob(pattern)):
         if path.is_file():
             shutil.copyfile(path, out / path.name)

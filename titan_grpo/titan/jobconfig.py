@@ -35,6 +35,7 @@ from titan_grpo.titan.jobfile import (
     load,
     load_toml,
     mismatches,
+    quantised,
     read_config,
     read_toml,
     refuse,
@@ -352,7 +353,7 @@ def _check_models(config: Any) -> None:
     if grpo.kl_beta > 0:
         key = "grpo.reference_model" if grpo.reference_model else rules.ASSETS
         folders.append((key, "grpo.kl_beta"))
-    _, args = model_of(config.model.name, config.model.flavor)
+    spec, args = model_of(config.model.name, config.model.flavor)
     left = Path(config.job.dump_folder, "hf").resolve()
     for key, reader in folders:
         place = Path(attrgetter(key)(config))
@@ -362,9 +363,12 @@ def _check_models(config: Any) -> None:
                 " run writes its last version there, over these weights; move them, or set another"
                 " job.dump_folder"
             )
-        if found := other_model(key, config.model.flavor, args, read_config(place)):
+        settings = read_config(place)
+        if found := other_model(key, config.model.flavor, args, settings):
             raise ConfigError(found)
-        if reader and (lost := _lost_weights(config, place)):
+        if reader and quantised(settings):
+            _check_quantised(config, key, spec.state_dict_adapter)
+        if reader and (lost := _lost_weights(config, place, quantised(settings))):
             raise ConfigError(
                 f"{reader} needs *.safetensors files in the directory of {key}, {str(place)!r} has"
                 f" {lost}"
@@ -375,6 +379,22 @@ def _check_models(config: Any) -> None:
                 f"{INDEX} in the directory of {key} must name files with numbers (torchtitan reads"
                 f" them), in {str(place)!r} it names {name!r}: remove it, one file needs no index"
             )
+
+
+def _check_quantised(config: Any, key: str, adapter: type) -> None:
+    """Refuse a folder of quantised weights that torchtitan would read without their scales."""
+    name, there = config.model.name, repr(str(attrgetter(key)(config)))
+    # torchtitan's base class reads quantised files as they are, with a warning.
+    if "get_hf_storage_reader" not in vars(adapter):
+        raise ConfigError(
+            f"{key} must be a directory of unquantised weights ({name} is read without its scales),"
+            f" config.json in {there} says that its are quantised: take the unquantised model"
+        )
+    if key != "grpo.reference_model" and not config.checkpoint.initial_load_in_hf_quantized:
+        raise ConfigError(
+            "checkpoint.initial_load_in_hf_quantized must be true for the quantised weights (by its"
+            f" config.json) of {key}, {there}: they would be read without their scales"
+        )
 
 
 class _Index(msgspec.Struct):
@@ -401,8 +421,9 @@ def _unnumbered(folder: Path) -> str:
     return next((name for name in names if not re.search(r"\d", name)), "")
 
 
-def _lost_weights(config: Any, folder: Path) -> str:
-    """Return what a folder of safetensors files lacks of the job's model, or has twice, or ""."""
+def _lost_weights(config: Any, folder: Path, coded: bool) -> str:
+    """Return what a folder of safetensors files lacks of the job's model, or has twice, or "".
+    ``coded``: they are quantised, in shapes of their own."""
     there = {path.name for path in folder.glob("*.safetensors")}
     if not there:
         return "none"
@@ -421,7 +442,7 @@ def _lost_weights(config: Any, folder: Path) -> str:
         for name, shape in shapes.items():
             if (first := found.setdefault(name, (shape, file))[1]) != file:
                 return f"{name} in {first} and in {file}, which torchtitan reads too: move one out"
-    if config.checkpoint.initial_load_in_hf_quantized:
+    if coded or config.checkpoint.initial_load_in_hf_quantized:
         return ""
     for name, shape in _tensors(config).items():
         if name not in found or found[name][0] != shape:

@@ -125,6 +125,15 @@ def read_config(place: str | Path) -> dict[str, Any]:
     return found
 
 
+QUANTISED = "quantization_config", "compression_config"
+"""Keys of a config.json whose weights are quantised."""
+
+
+def quantised(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json says that the weights beside it are quantised."""
+    return any(config.get(key) for key in QUANTISED)
+
+
 def load_toml(args: Sequence[str]) -> dict[str, Any]:
     """Return the content of the file that ``--job.config_file`` names; empty without one. Raises
     ConfigError."""
