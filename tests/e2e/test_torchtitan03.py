@@ -59,7 +59,7 @@ REFUSED = {
     ),
     "--training.seq_len=1048576": "training.seq_len must be at most",
     "--parallelism.tensor_parallel_degree=32 --training.seq_len=64": (
-        "parallelism.tensor_parallel_degree must be a divisor of the attention heads"
+        "parallelism.tensor_parallel_degree must be a divisor of the 2 key-value heads"
     ),
     "--parallelism.context_parallel_load_balancer=": "load_balancer cannot be an empty string",
 }

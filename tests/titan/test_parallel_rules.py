@@ -94,6 +94,15 @@ UNTIED = "--model.flavor=grpo_tiny_untied"
             "--training.seq_len=66 --parallelism.tensor_parallel_degree=2",
             "training.seq_len must be a multiple of 4, twice .*, got 66",
         ),
+        (
+            "--model.name=llama3 --parallelism.tensor_parallel_degree=4",
+            "tensor_parallel_degree must be a divisor of the 2 key-value heads of 'grpo_tiny'",
+        ),
+        (
+            "--model.name=deepseek_v3 --model.flavor=debugmodel --training.seq_len=66"
+            " --parallelism.tensor_parallel_degree=3",
+            "tensor_parallel_degree must be a divisor of the 16 key-value heads of 'debugmodel'",
+        ),
         ("--grpo.router_replay", "grpo.router_replay must be false with a model without experts"),
         (
             "--parallelism.context_parallel_degree=2",

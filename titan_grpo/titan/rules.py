@@ -45,12 +45,8 @@ COUNTS = (
     *(
         f"parallelism.{name}_degree"
         for name in (
-            "tensor_parallel",
-            "pipeline_parallel",
-            "context_parallel",
-            "expert_parallel",
-            "expert_tensor_parallel",
-            "data_parallel_replicate",
+            *("tensor_parallel", "pipeline_parallel", "context_parallel"),
+            *("expert_parallel", "expert_tensor_parallel", "data_parallel_replicate"),
         )
     ),
 )
@@ -182,6 +178,9 @@ def _model(config: Any, model_args: Any) -> Rules:
         "one whose embeddings are not tied with pipeline parallelism (the first and the last stage"
         " would each train them on their own)",
     )
+    heads = getattr(model_args, "n_kv_heads", None) or getattr(model_args, "n_heads", 0)
+    rule = f"a divisor of the {heads} key-value heads of {flavor!r} (each rank has as many)"
+    yield heads % p.tensor_parallel_degree != 0, "parallelism.tensor_parallel_degree", rule
     if (moe := experts_of(model_args)) is None:
         rule = f"false with a model without experts, as {config.model.name}/{flavor} is"
         yield config.grpo.router_replay, "grpo.router_replay", rule

@@ -511,12 +511,6 @@ def _of_model(config: Any) -> list[Rule]:
             f"at most {longest}, the longest row that 0.3's {flavor} has positions for",
         ),
         (
-            args.n_heads % split != 0 or args.n_kv_heads % split != 0,
-            "parallelism.tensor_parallel_degree",
-            f"a divisor of the attention heads of {flavor} ({args.n_heads}) and of its key-value"
-            f" heads ({args.n_kv_heads}; 0.3 gives each rank as many)",
-        ),
-        (
             args.moe_enabled and split > 1 and config.parallelism.expert_parallel_degree == 1,
             "parallelism.expert_parallel_degree",
             f"greater than 1 where {flavor} has experts and parallelism.tensor_parallel_degree is"
