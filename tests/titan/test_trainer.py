@@ -56,6 +56,7 @@ RUNS: dict[str, Run] = {
         f"{RECOMPUTED}mode=selective {RECOMPUTED}selective_ac_option=op"
         f" {RECOMPUTED}per_op_sac_force_recompute_mm_shapes_by_fqns=attention",
     ),
+    "routers": ("routers", 2, ""),
     **{
         case: (case, 1, "")
         for case in ("bias", "coded", "skipped", "ended", "tied", "scaled", "kept")
@@ -141,6 +142,14 @@ def test_a_bias_that_the_models_adapter_exports_is_in_a_version_as_the_run_began
     assert len(found) == 5, "the first of six layers is dense"
     for kept, dtype, same in found.values():
         assert (kept, dtype, same) == (True, "float32", True)
+
+
+@pytest.mark.e2e
+def test_tensor_parallel_ranks_train_the_same_router(said: dict[str, list[Any]]) -> None:
+    """They differed after the first step, and servers got rank 0's."""
+    first, second = said["routers"]
+    assert first[0], "no step has changed them"
+    assert first == second
 
 
 @pytest.mark.e2e

@@ -127,6 +127,24 @@ def coded(place: Place) -> list[float]:
     return [(found[name] - wanted[name]).abs().max().item() for name in (scaled, other)]
 
 
+def routers(place: Place) -> list[Any]:
+    """Train an MoE two steps with tensor parallelism: whether the steps changed its routers, and a
+    number of each one's weights on this rank."""
+    model = ("--model.name=deepseek_v3", "--model.flavor=debugmodel")
+    with made(place, *model, "--parallelism.tensor_parallel_degree=2", *NO_FILES) as trainer:
+        parameters: list[tuple[str, Any]] = list(trainer.whole.named_parameters())
+        gates = [p for name, p in parameters if name.endswith("moe.router.gate.weight")]
+        with torch.no_grad():
+            for name, parameter in parameters:
+                if name.endswith("moe.experts.w2"):  # drawn alike on each rank of a CPU
+                    parameter.to_local().mul_(1 + place.rank)
+        before = [gate.to_local().clone() for gate in gates]
+        train_to(trainer, 2)
+        after = [gate.to_local() for gate in gates]
+        moved = any(not torch.equal(*pair) for pair in zip(before, after, strict=True))
+        return [moved, [float(weight.double().square().sum()) for weight in after]]
+
+
 def skipped(place: Place) -> list[int]:
     """Skip versions, with a staleness of at most 1: the published version after each of the
     versions 0, 1 and 2, if none of them got a slot at the end of its step."""
@@ -278,7 +296,7 @@ def refused(place: Place, *arguments: str) -> list[str]:
 
 CASES: dict[str, Callable[..., Any]] = {
     case.__name__: case
-    for case in (bias, coded, skipped, committed, ended, tied, scaled, kept, refused)
+    for case in (bias, coded, routers, skipped, committed, ended, tied, scaled, kept, refused)
 }
 
 

@@ -9,8 +9,13 @@ from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import utils
 
-from titan_grpo.patches import torchtitan_gloo_premul, torchtitan_hsdp_experts
-from titan_grpo.titan import lora
+from titan_grpo.patches import (
+    torchtitan_gloo_premul,
+    torchtitan_hsdp_experts,
+    torchtitan_router_gradient,
+)
+from titan_grpo.patches.versions import inside
+from titan_grpo.titan import compat, lora
 from titan_grpo.titan.jobfile import quantised, read_config
 from titan_grpo.titan.pipeline import Pipeline
 
@@ -28,6 +33,7 @@ class Built:
 
     model_parts: list[torch.nn.Module]
     device: torch.device
+    parallel_dims: Any
     ntokens_seen: int
     post_dataloading_process: Any
     """Set by torchtitan, like the three before it."""
@@ -37,6 +43,10 @@ class Built:
         torchtitan_gloo_premul.apply(self.model_parts)
         if config.parallelism.data_parallel_replicate_degree > 1:
             torchtitan_hsdp_experts.apply()
+        dims = self.parallel_dims
+        if dims.tp_enabled and not inside(compat.require_torchtitan(), compat.THREE):
+            borrowed = dims.ep_enabled and not dims.etp_enabled
+            torchtitan_router_gradient.apply(self.model_parts, dims.get_mesh("tp"), borrowed)
         self.whole = self.model_parts[0] if self.pipeline is None else self._on_meta()
         """The whole model; with a pipeline on the meta device."""
         self.policy: torch.nn.Module = self.pipeline or self.whole
