@@ -222,7 +222,8 @@ MEANING: dict[str, str] = {
     ),
     KEPT_KV: (
         "share of the completions that ran over a commit on KV of older weights"
-        ' (weight_sync.kv_after_update = "keep"), or went on elsewhere on newer ones'
+        ' (weight_sync.kv_after_update = "keep"), or went on with newer ones, elsewhere or in a'
+        " later turn"
     ),
     LAG: "mean over servers of the version a step began from minus the held one, versions",
     LAG_MAX: "largest of those, versions",
