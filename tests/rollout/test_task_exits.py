@@ -1,12 +1,16 @@
 """What a task raises that is no Exception, and returns that is no list."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.rollout.conftest import MakeServer, StartClient
 from tests.rollout.sampling import Letters
 from titan_grpo.config.task import TaskKeys
+from titan_grpo.errors import DataError
+from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.samples import Completion, Prompt
 
@@ -48,3 +52,29 @@ def test_an_answer_that_is_no_list_of_a_groups_rewards_is_the_tasks_error(answer
     task = SimpleNamespace(prompt=list, group_reward=lambda *_: answer)
     with pytest.raises(TaskFailed):
         asyncio.run(TaskRunner(task, Letters(), TaskKeys()).rewards(Prompt(0, (1,)), [DONE, DONE]))
+
+
+CHECKED = """
+from dataclasses import replace
+from titan_grpo.rollout.tasks.built_in import Digits
+class Checked(Digits):
+    def prompt(self, index, codec):
+        return replace(super().prompt(index, codec), payload={"check": lambda text: True})
+"""
+
+
+def test_a_payload_that_pickle_cannot_write_ends_the_run_in_one_line(
+    model_dir: str,
+    start_client: StartClient,
+    completion_server: MakeServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "checked_task.py").write_text(CHECKED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    spec = RolloutSpec(model_dir=model_dir, task="checked_task:Checked", prompts_per_step=1)
+    client = start_client(spec, completion_server())
+    with pytest.raises(
+        DataError, match=r"payload goes to the trainer, .* got \{'check': <function"
+    ):
+        client.next_batch(0, 1, 60)

@@ -2,12 +2,11 @@
 
 import asyncio
 import os
+import pickle
 import socket
 import threading
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from titan_grpo.config.rollout import read_key
@@ -35,7 +34,6 @@ class Worker:
 
     def __init__(self, sock: socket.socket) -> None:
         self._pipe = Pipe(sock, self)
-        self._send: Callable[[messages.FromWorker], None] = partial(self._pipe.post, "on_message")
         self._source: Dispatcher | External | None = None
         self._stop = asyncio.Event()
         self._error: BaseException | None = None
@@ -132,6 +130,17 @@ class Worker:
             self._send(messages.Event(f"agents may talk to {agents.url}/v1", {}))
             sampler = AgentSampler(spec, runner, agents, parser)
         return Dispatcher(spec, sampler, runner, self._send, self._fail, connect)
+
+    def _send(self, message: messages.FromWorker) -> None:
+        if isinstance(message, messages.GroupDone):
+            payload = message.group.prompt.payload
+            try:
+                pickle.dumps(payload)
+            except Exception as error:  # noqa: BLE001 - the boundary to a user's objects
+                text = "a prompt's payload goes to the trainer, so pickle must be able to write it"
+                self._fail(DataError(f"{text}, got {payload!r:.200}: {error}"))
+                return
+        self._pipe.post("on_message", message)
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
