@@ -17,9 +17,14 @@ TWO_STAGES = "--parallelism.pipeline_parallel_degree=2"
 
 HSDP = "--parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=2"
 
+RECOMPUTED = "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op"
 SHARED: dict[Kind, dict[str, tuple[int, str]]] = {
     "qwen3": {"HSDP": (4, HSDP)},
-    "qwen3_moe": {"EP": (2, "--parallelism.expert_parallel_degree=2"), "HSDP": (4, HSDP)},
+    "qwen3_moe": {
+        "EP": (2, "--parallelism.expert_parallel_degree=2"),
+        "HSDP": (4, HSDP),
+        "experts that are sharded too": (4, f"--parallelism.expert_parallel_degree=2 {RECOMPUTED}"),
+    },
     "llama3": {"TP": (2, "--parallelism.tensor_parallel_degree=2"), "stages": (2, TWO_STAGES)},
 }
 

@@ -10,6 +10,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import utils
 
 from titan_grpo.patches import (
+    torch_selective_gather,
     torchtitan_gloo_premul,
     torchtitan_hsdp_experts,
     torchtitan_router_gradient,
@@ -41,6 +42,7 @@ class Built:
     def _complete(self) -> None:
         config = self.job_config
         torchtitan_gloo_premul.apply(self.model_parts)
+        torch_selective_gather.apply()
         if config.parallelism.data_parallel_replicate_degree > 1:
             torchtitan_hsdp_experts.apply()
         dims = self.parallel_dims
