@@ -237,7 +237,7 @@ SPLIT: dict[str, tuple[Kind, int, str, str]] = {
     ),
     "EP": ("qwen3_moe", 2, "--parallelism.expert_parallel_degree=2", ""),
     "LoRA": ("qwen3", 2, "--lora.rank=4", ""),
-    "LoRA, TP": ("llama3", 2, f"--lora.rank=4 {TP}", ""),
+    "LoRA, FSDP2 and TP": ("llama3", 4, f"--lora.rank=4 {TP}", ""),
     "qwen3, TP": ("qwen3", 2, "", TP),
     "MoE, TP and EP, router replay": (
         "qwen3_moe",

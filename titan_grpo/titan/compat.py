@@ -97,7 +97,9 @@ def prepare() -> bool:
     if three:
         torch_set_timeout.apply()
         torchtitan_async_ep.apply()
-        return torchtitan_cpu_device.apply()
+        on_cpu = torchtitan_cpu_device.apply()
+        torchtitan_llama3_shards.apply()
+        return on_cpu
     torchtitan_triton.apply()
     with torchtitan_slow_imports.deferred():
         on_cpu = torchtitan_cpu_device.apply()
