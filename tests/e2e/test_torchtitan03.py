@@ -58,9 +58,6 @@ REFUSED = {
         "parallelism.expert_parallel_degree must be greater than 1 where grpo_tiny_moe has experts"
     ),
     "--training.seq_len=1048576": "training.seq_len must be at most",
-    "--parallelism.tensor_parallel_degree=32 --training.seq_len=64": (
-        "parallelism.tensor_parallel_degree must be a divisor of the 2 key-value heads"
-    ),
     "--parallelism.context_parallel_load_balancer=": "load_balancer cannot be an empty string",
 }
 """What 0.3 does not take -> words of the message."""
