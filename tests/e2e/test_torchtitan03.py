@@ -57,6 +57,10 @@ REFUSED = {
     "--model.flavor=grpo_tiny_moe --parallelism.tensor_parallel_degree=2": (
         "parallelism.expert_parallel_degree must be greater than 1 where grpo_tiny_moe has experts"
     ),
+    "--model.flavor=grpo_tiny_moe --parallelism.tensor_parallel_degree=2"
+    " --parallelism.expert_parallel_degree=2 --compile.enable --compile.components=model": (
+        "compile.enable must be false, or compile.components without model, where grpo_tiny_moe"
+    ),
     "--training.seq_len=1048576": "training.seq_len must be at most",
     "--parallelism.context_parallel_load_balancer=": "load_balancer cannot be an empty string",
 }

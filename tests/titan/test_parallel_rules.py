@@ -103,6 +103,11 @@ UNTIED = "--model.flavor=grpo_tiny_untied"
             " --parallelism.tensor_parallel_degree=3",
             "tensor_parallel_degree must be a divisor of the 16 key-value heads of 'debugmodel'",
         ),
+        (
+            "--model.name=deepseek_v3 --model.flavor=debugmodel --training.seq_len=64"
+            " --parallelism.tensor_parallel_degree=2 --compile.enable",
+            "compile.enable must be false for deepseek_v3 with .*tensor_parallel_degree > 1",
+        ),
         ("--grpo.router_replay", "grpo.router_replay must be false with a model without experts"),
         (
             "--parallelism.context_parallel_degree=2",

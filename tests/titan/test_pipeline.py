@@ -47,6 +47,17 @@ def test_recomputed_and_compiled_layers_train_like_plain_ones(tmp_path: Path) ->
     assert_alike(found["compiled"], found["plain"])
 
 
+@pytest.mark.long
+def test_compiled_layers_that_ranks_share_train_like_plain_ones(tmp_path: Path) -> None:
+    # Graphs alone, without inductor's code: it takes minutes.
+    keys = "--compile.enable --compile.components=model --compile.backend=aot_eager"
+    keys += " --parallelism.tensor_parallel_degree=2"
+    ways = ("TP", 2, 2, keys), ("FSDP2 and TP", 4, 2, keys)
+    found = trained(tmp_path, ("plain", 1, 2, ""), *ways, kind="llama3")
+    for way in ("TP", "FSDP2 and TP"):
+        assert_alike(found[way], found["plain"])
+
+
 EVERYTHING = (
     "--grpo.kl_beta=0.05 --grpo.ref_model_ema=0.9 --grpo.num_microbatches=2 --grpo.fp32_lm_head"
     " --grpo.entropy_loss_weight=0.01 --grpo.top_entropy_share=0.5 --grpo.logit_loss_weight=0.01"

@@ -11,6 +11,8 @@ from torchtitan.tools import utils
 
 from titan_grpo.patches import (
     torch_selective_gather,
+    torch_symbolic_products,
+    torchtitan_compiled_embeddings,
     torchtitan_gloo_premul,
     torchtitan_hsdp_experts,
     torchtitan_router_gradient,
@@ -46,9 +48,14 @@ class Built:
         if config.parallelism.data_parallel_replicate_degree > 1:
             torchtitan_hsdp_experts.apply()
         dims = self.parallel_dims
+        compiled = config.compile.enable and "model" in config.compile.components
+        if compiled:
+            torch_symbolic_products.apply()
         if dims.tp_enabled and not inside(compat.require_torchtitan(), compat.THREE):
             borrowed = dims.ep_enabled and not dims.etp_enabled
             torchtitan_router_gradient.apply(self.model_parts, dims.get_mesh("tp"), borrowed)
+            if compiled:
+                torchtitan_compiled_embeddings.apply(self.model_parts)
         self.whole = self.model_parts[0] if self.pipeline is None else self._on_meta()
         """The whole model; with a pipeline on the meta device."""
         self.policy: torch.nn.Module = self.pipeline or self.whole

@@ -108,6 +108,13 @@ def violations(config: Any, on_cpu: bool) -> list[str]:
             f"false, or true {compiled} (the compiler makes the products overlap)",
         ),
         (
+            split > 1 and config.model.name == "deepseek_v3" and not uncompiled,
+            "compile.enable",
+            "false for deepseek_v3 with parallelism.tensor_parallel_degree > 1, or"
+            " compile.components without model (torch 2.13 fails to compile its attention for rows"
+            " of changing lengths)",
+        ),
+        (
             f.enable_profiling
             and (f.profiler_warmup < 0 or f.profiler_active < 1 or f.profile_freq < traced),
             "profiling.profile_freq",

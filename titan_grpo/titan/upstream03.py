@@ -503,7 +503,8 @@ def _of_model(config: Any) -> list[Rule]:
     if name not in TINY or flavor not in (known := get_spec(name).model_args):
         return []
     args, split = known[flavor], config.parallelism.tensor_parallel_degree
-    longest = args.config.max_seq_len
+    longest, compiled = args.config.max_seq_len, config.compile
+    shared = args.moe_enabled and split > 1
     return [
         (
             config.training.seq_len > longest,
@@ -511,11 +512,18 @@ def _of_model(config: Any) -> list[Rule]:
             f"at most {longest}, the longest row that 0.3's {flavor} has positions for",
         ),
         (
-            args.moe_enabled and split > 1 and config.parallelism.expert_parallel_degree == 1,
+            shared and config.parallelism.expert_parallel_degree == 1,
             "parallelism.expert_parallel_degree",
             f"greater than 1 where {flavor} has experts and parallelism.tensor_parallel_degree is"
             f" {split} (0.3 cuts a micro-batch's rows among these ranks, and its backward fails"
             " where they do not come out)",
+        ),
+        (
+            shared and compiled.enable and "model" in compiled.components,
+            "compile.enable",
+            f"false, or compile.components without model, where {flavor} has experts and"
+            f" parallelism.tensor_parallel_degree is {split} (torch 2.13 fails to compile 0.3's"
+            " router for rows of changing lengths)",
         ),
     ]
 
