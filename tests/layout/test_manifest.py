@@ -99,7 +99,7 @@ def broken(**changes: object) -> str:
     ("text", "message"),
     [
         ("not json", "JSON is malformed"),
-        (b'{"bl\xe5": 1}', "can't decode byte 0xe5"),
+        (b'{"bl\xe5": 1}', "can't decode byte 0xe5|Invalid UTF-8"),
         ("[]", "got `array`"),
         ("{}", "missing required field"),
         (broken(extra=1), "unknown field `extra`"),

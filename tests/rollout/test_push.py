@@ -114,15 +114,19 @@ def test_what_breaks_the_schema_is_refused_by_place_rule_and_value(
         parse(encoded(set_at(body(), path, value)))
 
 
+NO_TEXT = "('utf-8'|Invalid UTF-8)"
+"""How msgspec says it before 0.23, and from then on."""
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (b'{"groups": [{"policy_version": "3", "prompt_tok', "the body must be JSON: Unterminated"),
         (
             b'{"groups": [{"policy_version": "3"}], "x": "\xff"}',
-            "the body must be JSON: 'utf-8'",
+            f"the body must be JSON: {NO_TEXT}",
         ),
-        (b'{"groups": [{"id": "caf\xe9"}]}', "the body must be JSON: 'utf-8'"),
+        (b'{"groups": [{"id": "caf\xe9"}]}', f"the body must be JSON: {NO_TEXT}"),
         (b'{"groups": ' + b"[" * 100_000, "the body must be JSON: maximum recursion depth"),
         (b'{"groups": [3], "groups": []}', r"body.groups\[0\]: Expected `object`, got `int`$"),
     ],
