@@ -51,7 +51,8 @@ def apply(model_parts: Iterable[torch.nn.Module], mesh: DeviceMesh, borrowed: bo
         return whole.to_local(grad_placements=(Partial(),))
 
     def once(_module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        found: torch.Tensor = _Once.apply(inputs[0], mesh.get_local_rank() == 0)  # type: ignore[no-untyped-call]
+        counts = mesh.get_local_rank() == 0
+        found: torch.Tensor = _Once.apply(inputs[0], counts)  # type: ignore[no-untyped-call]
         return found, *inputs[1:]
 
     for part in model_parts:
