@@ -358,3 +358,5 @@ def test_quantised_weights_of_a_model_whose_scales_torchtitan_reads_need_the_key
     ):
         jobconfig.check_files(parse("", *keys))
     jobconfig.check_files(parse("", *keys, "--checkpoint.initial_load_in_hf_quantized"))
+    # Read for the KL term alone, where that key is refused.
+    jobconfig.check_files(parse("", *named.split(), "--grpo.kl_beta=0.1"))

@@ -367,7 +367,7 @@ def _check_models(config: Any) -> None:
         if found := other_model(key, config.model.flavor, args, settings):
             raise ConfigError(found)
         if reader and quantised(settings):
-            _check_quantised(config, key, spec.state_dict_adapter)
+            _check_quantised(config, key, reader, spec.state_dict_adapter)
         if reader and (lost := _lost_weights(config, place, quantised(settings))):
             raise ConfigError(
                 f"{reader} needs *.safetensors files in the directory of {key}, {str(place)!r} has"
@@ -381,8 +381,9 @@ def _check_models(config: Any) -> None:
             )
 
 
-def _check_quantised(config: Any, key: str, adapter: type) -> None:
-    """Refuse a folder of quantised weights that torchtitan would read without their scales."""
+def _check_quantised(config: Any, key: str, reader: str, adapter: type) -> None:
+    """Refuse a folder of quantised weights that torchtitan would read without their scales.
+    ``reader``: the key that has them read; for the KL term the folder's config.json is enough."""
     name, there = config.model.name, repr(str(attrgetter(key)(config)))
     # torchtitan's base class reads quantised files as they are, with a warning.
     if "get_hf_storage_reader" not in vars(adapter):
@@ -390,7 +391,8 @@ def _check_quantised(config: Any, key: str, adapter: type) -> None:
             f"{key} must be a directory of unquantised weights ({name} is read without its scales),"
             f" config.json in {there} says that its are quantised: take the unquantised model"
         )
-    if key != "grpo.reference_model" and not config.checkpoint.initial_load_in_hf_quantized:
+    first = reader == "checkpoint.initial_load_in_hf"
+    if first and not config.checkpoint.initial_load_in_hf_quantized:
         raise ConfigError(
             "checkpoint.initial_load_in_hf_quantized must be true for the quantised weights (by its"
             f" config.json) of {key}, {there}: they would be read without their scales"
