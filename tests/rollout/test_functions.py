@@ -58,12 +58,12 @@ def completed(text: str) -> Completion:
 
 
 def rewards_of(
-    task: FunctionTask, codec: TextCodec, texts: list[str], index: int = 0
+    task: FunctionTask, codec: TextCodec, texts: list[str], index: int = 0, timeout_s: float = 60.0
 ) -> list[float]:
     """Of a group of the task's prompt."""
 
     async def run() -> list[float]:
-        runner = TaskRunner(task, codec, TaskKeys())
+        runner = TaskRunner(task, codec, TaskKeys(task_timeout_s=timeout_s))
         return await runner.rewards(runner.prompt(index), [completed(text) for text in texts])
 
     return asyncio.run(run())
@@ -211,6 +211,33 @@ def test_plain_functions_run_in_threads_and_all_functions_of_a_group_at_once(
 def test_an_answer_that_is_no_list_of_rewards_is_the_functions_mistake(answer: object) -> None:
     with pytest.raises(DataError, match="must return a list of 2 finite numbers"):
         read_rewards(answer, 2)
+
+
+def test_the_error_of_a_deadline_names_the_functions_that_did_not_end_and_the_row(
+    task: MakeTask, codec: TextCodec
+) -> None:
+    leave = threading.Event()
+
+    def plain(completions: list[str]) -> list[float]:
+        leave.wait(60)
+        return [1.0]
+
+    async def awaits(completions: list[str]) -> list[float]:
+        await asyncio.Event().wait()
+        return [1.0]
+
+    made = task(SUMS, right, plain, awaits, dataset_shuffle=False)
+    try:
+        with pytest.raises(
+            TaskFailed, match=r"TimeoutError \(rollout\.task_timeout_s = 0\.5"
+        ) as of:
+            rewards_of(made, codec, ["x"], timeout_s=0.5)
+    finally:
+        leave.set()
+    slow = re.findall(
+        r"rollout\.reward '(\w+)', row 0 of \S*rows\.jsonl: \{'prompt'", str(of.value)
+    )
+    assert sorted(slow) == ["awaits", "plain"]
 
 
 @pytest.mark.parametrize("error", [StopIteration, SystemExit])

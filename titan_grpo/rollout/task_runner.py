@@ -175,7 +175,8 @@ class TaskFailed(TitanGrpoError):
 
     def __init__(self, what: str, error: BaseException) -> None:
         notes = "; ".join(getattr(error, "__notes__", ()))
-        text = f"the task's {what} failed: {type(error).__name__}: {error}"
+        said = f": {error}" if str(error) else ""
+        text = f"the task's {what} failed: {type(error).__name__}{said}"
         super().__init__(f"{text} ({notes})" if notes else text)
         self.error = error
 
@@ -341,6 +342,8 @@ class TaskRunner:
                         f" raise {section}.task_concurrency"
                     )
                 error.add_note(f"{section}.task_timeout_s = {timeout_s:g} ran out {when}")
+                for note in clock.unfinished:
+                    error.add_note(note)
             raise TaskFailed(what, error) from error
         finally:
             _CLOCK.reset(set_before)
@@ -355,6 +358,8 @@ class _Clock:
         self._seconds, self.deadline = seconds, asyncio.timeout(seconds)
         self.queued = 0
         """Functions of the call that wait for a thread."""
+        self.unfinished: list[str] = []
+        """What the call's functions that were cancelled note about themselves."""
 
     def begin(self) -> None:
         """Start the deadline again, in the loop."""
@@ -405,6 +410,12 @@ def _tokens(answer: Sequence[int] | None) -> tuple[int, ...] | None:
             f"turn must return None or at least one token id, got {str(answer)[:100]!r}"
         )
     return None if answer is None else tuple(answer)
+
+
+def unfinished(note: str) -> None:
+    """Keep a note on a cancelled part of the task's call, for the error of its deadline."""
+    if clock := _CLOCK.get(None):
+        clock.unfinished.append(note)
 
 
 async def call(

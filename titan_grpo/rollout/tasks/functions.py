@@ -2,6 +2,7 @@
 (docs/tasks.md). The functions have the signature of TRL's GRPOTrainer:
 https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-function"""
 
+import asyncio
 import importlib
 import inspect
 import json
@@ -30,6 +31,7 @@ from titan_grpo.rollout.task_runner import (
     call,
     in_order,
     stops_of,
+    unfinished,
 )
 from titan_grpo.rollout.tasks.dataset import Rows, open_rows
 from titan_grpo.samples import Prompt
@@ -160,7 +162,7 @@ class FunctionTask:
                 "every reward function returned None, so the completion has no reward: return a"
                 f" number from one of them for {text!r:.200}"
             )
-            self._note(error, number)
+            error.add_note(self._shown(number))
             raise error
         return [total for total in totals if total is not None]
 
@@ -181,15 +183,17 @@ class FunctionTask:
         try:
             answer = await call(self._threads, reward.function, **reward.wanted(arguments))
             return read_rewards(answer, count)
-        except Exception as error:
-            self._note(error, number, f"{reward.section}.reward {reward.path!r}, ")
+        except (Exception, asyncio.CancelledError) as error:
+            note = f"{reward.section}.reward {reward.path!r}, {self._shown(number)}"
+            if isinstance(error, asyncio.CancelledError):
+                unfinished(note)
+            else:
+                error.add_note(note)
             raise
 
-    def _note(self, error: Exception, number: int, what: str = "") -> None:
+    def _shown(self, number: int) -> str:
         row = repr(self.rows[number])
-        error.add_note(
-            f"{what}row {number} of {self.rows.name}: {row[:500]}{'...' if row[500:] else ''}"
-        )
+        return f"row {number} of {self.rows.name}: {row[:500]}{'...' if row[500:] else ''}"
 
     def _said(self, row: dict[str, Any]) -> Any:
         """Return the row's prompt: a text, or a list of messages. Raises DataError otherwise."""
