@@ -51,7 +51,16 @@ def test_a_sound_task_shows_its_rows_and_its_first_prompt(
     reward, dataset, prompt = diagnosis()
     assert reward == "ok       reward        doctored_rewards:right"
     assert dataset == "ok       dataset       rows.jsonl: 5 rows with prompt, answer"
-    assert prompt.startswith("ok       first prompt  22 tokens: 'user: ")
+    assert prompt.startswith("ok       first prompt  22 tokens: '<bos>user: ")
+
+
+def test_a_first_prompt_that_leaves_no_room_for_a_completion_is_a_warning(
+    diagnosis: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "7" * 512, "answer": 7}))
+    *_, prompt = diagnosis(dataset="long.jsonl", chat_template="none")
+    assert prompt.startswith("warning  first prompt  training.seq_len = 512 leaves no room")
+    assert " after 512 tokens: '777" in prompt
 
 
 def test_a_tokenizer_file_that_cannot_be_read_is_one_finding_with_its_path(
@@ -179,7 +188,9 @@ def test_an_evaluation_is_looked_at_like_the_run(
     given = {"reward": "doctored_rewards:right", "job": str(job)}
     job.write_text(EVALUATION.format(reward="doctored_rewards:right"))
     *_, prompt = diagnosis(**given)
-    assert prompt.startswith("ok       first prompt  evaluation 'held_out': 22 tokens: 'user: ")
+    assert prompt.startswith(
+        "ok       first prompt  evaluation 'held_out': 22 tokens: '<bos>user: "
+    )
     job.write_text(EVALUATION.format(reward="doctored_rewards:wrong"))
     lines = diagnosis(**given)
     problems = [line for line in lines if line.startswith("problem")]

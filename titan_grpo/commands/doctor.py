@@ -220,7 +220,8 @@ def findings(
 
         spec = RolloutSpec.from_config(rollout, want.model)
         if rollout.source == "task" and not rollout.replay_path and not elsewhere:
-            yield from doctor_task.findings(spec)
+            row = want.needs.options.context
+            yield from doctor_task.findings(replace(spec, row_tokens=row))
         for table in want.evaluations:
             yield from doctor_task.of_evaluation(table, spec)
     if elsewhere:

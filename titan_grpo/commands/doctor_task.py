@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 
-from titan_grpo.commands.doctor_host import Finding, ok, problem
+from titan_grpo.commands.doctor_host import Finding, ok, problem, warning
 from titan_grpo.config import Evaluation
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.rollout.codec import TextCodec
@@ -117,6 +117,13 @@ def _prompt(spec: RolloutSpec, task: AnyTask) -> Finding:
             f"set {spec.section}.chat_template" if template else "correct the task, or its data"
         )
         return problem("chat template" if template else "first prompt", text, remedy)
-    text = codec.decode(prompt.token_ids)
+    text = codec.spell(prompt.token_ids)
     more = "..." if text[SHOWN:] else ""
-    return ok("first prompt", f"{len(prompt.token_ids)} tokens: {text[:SHOWN]!r}{more}")
+    shown = f"{len(prompt.token_ids)} tokens: {text[:SHOWN]!r}{more}"
+    if spec.room(prompt.token_ids) < 1:
+        return warning(
+            "first prompt",
+            f"training.seq_len = {spec.row_tokens} leaves no room for a completion after {shown}",
+            "raise training.seq_len, or leave long prompts out; the run skips them",
+        )
+    return ok("first prompt", shown)
