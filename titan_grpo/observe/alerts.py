@@ -60,8 +60,8 @@ class Threshold:
             )
         if not names.meaning(found[1]):
             raise ConfigError(
-                f"{key} must name a metric of metrics.jsonl (titan_grpo/observe/names.py has them"
-                f" all), got {found[1]!r:.200} in {text!r:.200}"
+                f"{key} must name a metric of metrics.jsonl (titan-grpo config --metrics prints"
+                f" them all), got {found[1]!r:.200} in {text!r:.200}"
             )
         return cls(found[1], found[2], bound, int(found[4] or 1), action)
 
