@@ -103,7 +103,9 @@ def test_a_threshold_that_cannot_be_read_names_its_key_and_the_form(text: str) -
 
 
 def test_an_unknown_metric_is_refused_and_those_of_servers_and_evaluations_are_known() -> None:
-    with pytest.raises(ConfigError, match=r"alerts\.stop .*titan-grpo config --metrics .*'reward/meen'"):
+    with pytest.raises(
+        ConfigError, match=r"alerts\.stop .*titan-grpo config --metrics .*'reward/meen'"
+    ):
         watched(Alerts(stop=["reward/meen < 1"]))
     for name in (
         *("server/a:8000/lag", "evaluation/test/reward", "evaluation/test/pass_at_4_low"),
