@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from titan_grpo.algorithm.rows import Layout, Row, build, compact
+from titan_grpo.commands import watch
 from titan_grpo.observe import names
 from titan_grpo.observe.alerts import Threshold
 from titan_grpo.observe.recorder import Recorder
@@ -282,8 +283,11 @@ def test_completions_are_a_table_of_tensorboards_text_page(tmp_path: Path) -> No
     assert text.splitlines()[2] == row
 
 
-def test_a_value_that_is_infinite_crosses_a_threshold_and_is_in_no_file(tmp_path: Path) -> None:
-    """As the loss of a step that was not taken, which is the one to stop at."""
+def test_a_value_that_is_infinite_crosses_a_threshold_in_the_run_and_of_a_check_from_outside(
+    tmp_path: Path,
+) -> None:
+    """As the loss of a step that was not taken, which is the one to stop at. Before, its line of
+    metrics.jsonl did not have it, and ``watch --check`` saw nothing."""
     controller: Any = Controller.__new__(Controller)
     controller.recorder = Recorder(tmp_path)
     controller.sync_process = SimpleNamespace(servers=SimpleNamespace(versions=dict))
@@ -294,8 +298,9 @@ def test_a_value_that_is_infinite_crosses_a_threshold_and_is_in_no_file(tmp_path
     none = dict.fromkeys(("clipped_low", "clipped_high", "on_policy_count"), 0.0)
     values = controller.record(7, {"loss": math.inf, **none}, {}, {})
     assert controller.stopped_by == f"alerts.stop {names.LOSS} > 100 (inf)"
-    assert names.LOSS not in values | controller.recorder.last_row()
+    assert names.LOSS not in values
     controller.recorder.close()
+    assert watch.run([str(tmp_path), "--check", f"--alert={names.LOSS} > 100"], {}) == watch.HOLDS
 
 
 def test_the_tokenizer_of_shown_completions_is_found_from_another_folder(

@@ -411,11 +411,10 @@ class Controller:
         values = {**self._step_values, **times, **loss_values(metrics)}
         values |= server_values(self._taken[0], versions) | self.recorder.since_last()
         values |= self._evaluations.take_values()
-        # An unhealthy step's loss may be NaN or infinite: no value of a file, but above a bound.
-        everything = values
-        values = {name: value for name, value in values.items() if math.isfinite(value)}
+        # An unhealthy step's loss may be NaN or infinite, which metrics.jsonl has as null.
         self.recorder.step(step, values)
-        self._alert(step, everything)
+        self._alert(step, values)
+        values = {name: value for name, value in values.items() if math.isfinite(value)}
         line = report.progress_line(step, self._job.training.steps, values, versions)
         terminal.print_status(line)
         return values
