@@ -41,6 +41,15 @@ def test_a_page_has_the_runs_curves_findings_waits_and_timeline(tmp_path: Path) 
     assert sent[:2] == ["versions for 10.0.0.0:8000", "their transfer (generation goes on)"]
 
 
+def test_the_pages_first_and_last_reward_are_those_of_the_summary(tmp_path: Path) -> None:
+    """Before, a run of more than 29 steps had others: means over more steps."""
+    make_run(tmp_path, Made(steps=60))
+    run = read_run(tmp_path)
+    assert run.summary is not None
+    shown = f"{run.summary.reward_first:.3g} → {run.summary.reward_last:.3g}"
+    assert ["reward", shown] in page.page_data(run, numbers)["tiles"]
+
+
 def test_what_commits_and_versions_of_a_server_waited_for_is_listed_if_there_was_any(
     tmp_path: Path,
 ) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from titan_grpo.observe import names
 from titan_grpo.observe.names import short
-from titan_grpo.observe.report import duration
+from titan_grpo.observe.report import duration, ends
 from titan_grpo.observe.schema import ShownStep
 from titan_grpo.views.findings import Facts, facts_of, findings, percent
 from titan_grpo.views.run import TOKENS, Array, Run, band, columns, edges, every_step, tokens_of
@@ -217,7 +217,8 @@ def _tiles(run: Run, facts: Facts) -> Iterator[list[str]]:
     yield ["time", duration(run.trace.seconds)]
     if facts.median_step_s:
         yield ["median step", duration(facts.median_step_s)]
-    first, last = facts.first.get(names.REWARD), facts.last.get(names.REWARD)
+    rewards = [row[names.REWARD] for row in run.rows if row.get(names.REWARD) is not None]
+    first, last, _ = ends(rewards)
     if first is not None and last is not None:
         yield ["reward", f"{first:.3g} → {last:.3g}"]
     yield ["servers", str(len(facts.servers))]
