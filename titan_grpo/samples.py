@@ -56,6 +56,9 @@ class Prompt:
 TURN_OVER = "turn"
 """``finish_reason`` of a completion that waits for the task's answer to the policy's turn."""
 
+EXTERNAL = "external"
+"""``finish_reason`` of a completion from outside that does not say what ended it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:

@@ -15,7 +15,7 @@ from titan_grpo.algorithm.loss import LogitTerms, grpo_loss
 from titan_grpo.algorithm.rows import IGNORE_INDEX
 from titan_grpo.config import GRPO
 from titan_grpo.errors import DataError
-from titan_grpo.samples import Completion, Group, Prompt
+from titan_grpo.samples import EXTERNAL, Completion, Group, Prompt
 
 OPTIONS = BatchOptions(token_budget=64, max_len=32, pad_id=1)
 
@@ -147,6 +147,18 @@ def test_a_truncated_completion_can_be_left_out_but_its_reward_counts() -> None:
     assert mb["labels"].tolist() == [[IGNORE_INDEX, 9] + [IGNORE_INDEX] * 6]
     assert mb["weights"][0, 1] == 1
     assert mb["advantages"][0, :2].tolist() == pytest.approx([1.0] * 2, abs=1e-5)
+
+
+def test_a_completion_from_outside_that_does_not_say_what_ended_it_is_truncated_at_the_limit() -> (
+    None
+):
+    """Before, nothing of Atropos was: its completions never say it."""
+    ends = {EXTERNAL: (7, 8, 9), "stop": (10, 11, 12), "length": (13,)}
+    outside = [replace(completion(ids), finish_reason=end) for end, ids in ends.items()]
+    short = replace(completion((14, 15)), finish_reason=EXTERNAL)
+    options = replace(OPTIONS, grpo=GRPO(mask_truncated=True), longest=3)
+    batch = plan([group(*outside, short)], 1, options)
+    assert (batch.dropped, batch.trained) == ({"truncated": 2}, (3, 2))
 
 
 def test_a_step_of_truncated_completions_alone_is_one_without_a_gradient() -> None:

@@ -9,7 +9,7 @@ from itertools import groupby
 
 import torch
 
-from titan_grpo.algorithm.advantages import by_episode, step_advantages
+from titan_grpo.algorithm.advantages import Scored, by_episode, step_advantages
 from titan_grpo.algorithm.balance import (
     TokenCost,
     cut_alike,
@@ -22,7 +22,7 @@ from titan_grpo.algorithm.balance import (
 from titan_grpo.algorithm.rows import Layout, MicroBatch, Row, Rows, build, compact
 from titan_grpo.config import GRPO
 from titan_grpo.errors import DataError
-from titan_grpo.samples import Completion, Group, Prompt, defect, whole_routes
+from titan_grpo.samples import EXTERNAL, Completion, Group, Prompt, defect, whole_routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +182,18 @@ def _rows(groups: Sequence[Group], options: BatchOptions) -> tuple[list[Row], di
             advantage = 0.0 if completion.zero_advantage else advantage
             rows.append(Row(number, prompt, completion, advantage))
     if options.grpo.mask_truncated:
-        whole = [row for row in rows if row.completion.finish_reason != "length"]
+        whole = [row for row in rows if not _truncated(row.completion, options)]
         dropped["truncated"] += len(rows) - len(whole)
         rows = whole or rows
     return rows, {reason: count for reason, count in dropped.items() if count}
+
+
+def _truncated(completion: Completion, options: BatchOptions) -> bool:
+    """Return whether the length limit ended a completion. One from outside that does not say what
+    ended it counts if it has the greatest length."""
+    if completion.finish_reason == EXTERNAL:
+        return Scored.of(completion).length >= options.longest
+    return completion.finish_reason == "length"
 
 
 def unfit(prompt: Prompt, completion: Completion, options: BatchOptions) -> str:
@@ -217,7 +225,7 @@ def _weighted(rows: Sequence[Row], options: BatchOptions) -> list[Row]:
     sequence 1/2 and 1/6; constant with longest = 10: 1/20 each. A ``zero_advantage`` row counts in
     the divisors and has weight 0: the KL and entropy terms would train on it too.
     """
-    if options.grpo.mask_truncated and rows[0].completion.finish_reason == "length":
+    if options.grpo.mask_truncated and _truncated(rows[0].completion, options):
         # ``_rows`` keeps a truncated row only if every row of the step is truncated.
         return list(rows)
     match options.grpo.loss_normalization:

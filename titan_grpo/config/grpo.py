@@ -129,8 +129,9 @@ class GRPO:
     """Least reward of a completion that counts as correct for length_penalty."""
 
     mask_truncated: bool = False
-    """Do not train on completions that reach rollout.max_completion_tokens; their rewards still
-    count in their group's baseline (DAPO's overlong filtering)."""
+    """Do not train on completions that the length limit ended (rollout.max_completion_tokens, or
+    training.seq_len after a long prompt); their rewards still count in their group's baseline
+    (DAPO's overlong filtering)."""
 
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal by other groups (DAPO). A replayed run leaves them

@@ -24,7 +24,7 @@ from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.external import External, Reward, Send
 from titan_grpo.rollout.messages import RolloutSpec
-from titan_grpo.samples import Completion, Group, Prompt, shared_prefix, sound_logprobs
+from titan_grpo.samples import EXTERNAL, Completion, Group, Prompt, shared_prefix, sound_logprobs
 
 POLL_S = (0.1, 1.0)
 """First and longest pause, in seconds, between two polls of an API that has no batch yet."""
@@ -213,7 +213,7 @@ def _completion(item: Item, number: int, start: int, version: int) -> Completion
     return Completion(
         token_ids=tuple(item.tokens[number][start:end]),
         logprobs=tuple(lp if s else 0.0 for lp, s in zip(logprobs, sampled, strict=True)),
-        finish_reason="external",
+        finish_reason=EXTERNAL,
         version_first=version,
         version_last=version,
         server=f"atropos environment {item.env_id}",

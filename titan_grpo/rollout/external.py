@@ -40,7 +40,7 @@ from titan_grpo.protocol.messages import Label, ServerState
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.httpd import RETRY_AFTER_S, HttpServer, Reply, Request
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.samples import LARGEST_REWARD, Completion, Group, Prompt, sound_logprobs
+from titan_grpo.samples import EXTERNAL, LARGEST_REWARD, Completion, Group, Prompt, sound_logprobs
 
 REMEMBERED_IDS = 100_000
 """Number of ids kept to detect duplicates; the oldest are evicted first."""
@@ -77,7 +77,14 @@ class PushedCompletion(Struct, frozen=True, forbid_unknown_fields=True):
     zero_advantage: Annotated[
         bool, Meta(description="do not train on it; its reward still counts in the group's mean")
     ] = False
-    finish_reason: str = "external"
+    finish_reason: Annotated[
+        str,
+        Meta(
+            description='"length" if a length limit ended it (grpo.mask_truncated leaves it out);'
+            ' "stop" if nothing did. Default: unknown, a completion of'
+            " rollout.max_completion_tokens counts as ended by it"
+        ),
+    ] = EXTERNAL
 
 
 class PushedGroup(Struct, frozen=True, forbid_unknown_fields=True):
