@@ -98,6 +98,29 @@ computes. The keys of `summary.json` are in `titan_grpo/observe/schema.py`.
 
 Prometheus and OpenTelemetry need `pip install 'titan_grpo[dashboards]'`.
 
+## How they are counted
+
+* **Tokens** are the sampled tokens of the sequences in the batch: once in each optimizer step that
+  has them (`grpo.num_epochs` times), with the policy as it is before that optimizer step, also if
+  the step is skipped. Means are over all of them, or over those that are *in the loss*: the ones
+  that `loss/kept_fraction` counts. In `ratio/` and `importance/` a share is that of the tokens in
+  the loss with a property among all tokens.
+* A completion that is in the batch with `zero_advantage` (Atropos: `set_advantage_to_zero`) is
+  among them, and has no weight in the loss. Only `rollout/trained_tokens` and
+  `rollout/trained_sequences` leave it out.
+* **Losses** are sums over all ranks, and means over the optimizer steps, skipped ones included.
+* **Totals** count from the start of the run, and go on in a resumed one, where steps that are made
+  again count again: the names under `sync/` without `_s`, `dropped/`,
+  `health/skipped_optimizer_steps`, and `rollout/` with `requests`, `outages`, `interrupted_groups`,
+  `moved_groups` and `skipped_prompts`.
+* **Durations** under `sync/` are means over what ended since the step before; a step without any
+  has no value.
+* A value that is NaN or infinite, as the loss of a skipped step, is null in `metrics.jsonl` and
+  missing elsewhere. An alert on it holds.
+
+TensorBoard and W&B have torchtitan's own values too ([torchtitan.md](torchtitan.md)).
+`loss_metrics/global_avg_loss` is `loss/total`, `grad_norm` is `optim/grad_norm`.
+
 ## Names
 
 This page is what `titan-grpo config --metrics` prints.

@@ -129,7 +129,7 @@ MEANING: dict[str, str] = {
         "mean reward of the completions (of agents: episodes) that a step took, with those that"
         " dynamic sampling left out and those that the user's filter dropped since the step before"
     ),
-    REWARD_STD: "standard deviation of those rewards",
+    REWARD_STD: "population standard deviation of those rewards",
     REWARD_KEPT: "mean reward of the completions that filter and dynamic sampling kept",
     LOSS: (
         "loss of an optimizer step with all its terms, globally normalised; mean over those of a"
@@ -141,41 +141,56 @@ MEANING: dict[str, str] = {
     LOGIT_LOSS: "the part of the logits, grpo.logit_loss_weight included",
     GRAD_NORM: "norm of the gradient before clipping, the largest of a step's optimizer steps",
     LEARNING_RATE: "learning rate of the step's optimizer steps",
-    KL: "mean KL estimate to the reference model, nats per token",
-    RATIO_MEAN: (
-        "mean ratio of the policy to the proximal policy (with cispo and topr: to the engine), of"
-        " the tokens that are left in the loss"
+    KL: (
+        "mean KL estimate to the reference model as the loss has it, its weight w included (with"
+        " grpo.kl_in_reward: k1), nats per token"
     ),
-    RATIO_MAX: "largest of those ratios",
+    RATIO_MEAN: (
+        "mean ratio of the policy to the proximal policy (with cispo and topr: to the engine) over"
+        " the tokens in the loss; a sequence's ratio counts for each of its tokens"
+    ),
+    RATIO_MAX: "largest of those ratios; no ratio is above e^20",
     CLIP_FRACTION: (
         "share of tokens whose ratio was past its bound: the sum of the next two, without those"
-        " that only grpo.clip_ratio_dual bounds"
+        " that only grpo.clip_ratio_dual bounds. All three are 0 unless grpo.policy_loss is clip or"
+        " gmpo"
     ),
     CLIPPED_LOW: "share of tokens with a negative advantage and a ratio below the lower bound",
     CLIPPED_HIGH: "share of tokens with a positive advantage and a ratio above the upper bound",
-    ENTROPY: "mean entropy of the policy's next-token distribution, nats",
-    LOGPROB: "mean log-probability of the sampled tokens, nats",
+    ENTROPY: (
+        "mean entropy of the policy's next-token distribution at rollout.temperature, nats (only"
+        " with grpo.entropy_loss_weight)"
+    ),
+    LOGPROB: "mean log-probability of the tokens at rollout.temperature, nats",
     LOGPROB_MIN: "least of them",
     LOGPROB_MAX: "greatest of them",
     LOGPROB_SEPARATION: (
-        "their mean over tokens with a positive advantage minus that over tokens with a negative"
-        " one, nats"
+        "their mean over tokens of completions with a positive advantage minus that over tokens of"
+        " completions with a negative one, nats"
     ),
-    LOGIT_SQUARE: "mean square of the policy's logits",
+    LOGIT_SQUARE: (
+        "mean square of the policy's logits before the temperature (only with"
+        " grpo.logit_loss_weight)"
+    ),
     PTX_LOSS: "cross-entropy of the plain text that is mixed in, nats per token",
-    IMPORTANCE_MEAN: "mean weight of the off-policy correction of those tokens",
+    IMPORTANCE_MEAN: (
+        "mean weight of the off-policy correction (`is` in docs/algorithm.md) over the tokens in"
+        " the loss; a token that m2_threshold left out has 0"
+    ),
     IMPORTANCE_MAX: "largest weight of the off-policy correction",
     IMPORTANCE_CUT: "share of tokens whose weight bounds changed, or that m2_threshold left out",
-    VETOED: "share of tokens in sequences that one token took out",
+    VETOED: (
+        "share of tokens in sequences that one token took out (grpo.rollout_is_veto_threshold)"
+    ),
     KEPT: (
         "share of completion tokens that grpo.onpolicy_logp_threshold and"
         " grpo.token_staleness_limit leave in the loss"
     ),
     COMPLETION_TOKENS: (
-        "mean number of sampled tokens of a completion (of agents: of an episode), with those that"
-        " are not trained on"
+        "mean number of sampled tokens of a completion (of agents: of an episode) that filter and"
+        " dynamic sampling kept, with those that are not trained on"
     ),
-    TRAINED_TOKENS: "completion tokens that the step trained on, each once",
+    TRAINED_TOKENS: "sampled tokens that the step trained on, each once",
     TRAINED_SEQUENCES: "completions that it trained on",
     GENERATED: (
         "sampled tokens of the groups that were finished since the step before, per second, all"
@@ -200,21 +215,27 @@ MEANING: dict[str, str] = {
     LOGPROB_GAP_MAX: "largest absolute difference of a step, nats",
     LOGPROB_DIFFERENCE: "mean of trainer minus engine log-probability, nats",
     ON_POLICY_GAP: (
-        "mean absolute difference of both log-probabilities over tokens whose weights and KV are of"
-        " the trainer's own version, nats: only arithmetic can cause it"
+        "mean absolute difference of both log-probabilities in a step's first optimizer step, over"
+        " the tokens of completions whose weights and KV are all of the trainer's own version,"
+        " nats: only arithmetic can cause it"
     ),
     ON_POLICY_GAP_MAX: "largest of those, nats",
     ROUTES_DIFFER: (
         "share of the tokens, prompts included, that the trainer's own routers would have sent to"
         " other experts than the engine did, in any layer (grpo.router_replay)"
     ),
-    WORK_CV: "coefficient of variation of the ranks' work in a step, after balancing",
+    WORK_CV: (
+        "coefficient of variation of the ranks' work in a step (operations, estimated from lengths"
+        " and the model's dimensions), after balancing"
+    ),
     WORK_CV_DEALT: (
         "the same if groups (with grpo.balance_split_groups: completions) were dealt to the ranks"
         " in the order in which they came"
     ),
     BATCH_FILL: "share of the tokens that ranks compute which are not padding",
-    STALENESS: "mean of trainer version minus the oldest one that a group depends on, versions",
+    STALENESS: (
+        "mean over groups of trainer version minus the oldest one that a group depends on, versions"
+    ),
     STALENESS_MAX: "largest staleness of a step, versions",
     STALENESS_TOKENS: (
         "mean over the sampled tokens of the batch of trainer version minus the one that sampled"
@@ -225,12 +246,17 @@ MEANING: dict[str, str] = {
         ' (weight_sync.kv_after_update = "keep"), or went on with newer ones, elsewhere or in a'
         " later turn"
     ),
-    LAG: "mean over servers of the version a step began from minus the held one, versions",
+    LAG: (
+        "mean over servers of the version a step began from minus the one held at its end (0 if"
+        " that is newer), versions"
+    ),
     LAG_MAX: "largest of those, versions",
     VERSION: "the version that the step began from",
-    STEP_S: "a whole step on the main thread, seconds",
+    STEP_S: "a whole step on the main thread, without its checkpoint, seconds",
     BLOCKED_S: "main thread lost to weight sync, seconds per step",
-    ROLLOUT_WAIT_S: "main thread waited for rollouts, seconds per step",
+    ROLLOUT_WAIT_S: (
+        "main thread waited for rollouts, and for the batch that is made of them, seconds per step"
+    ),
     TRAIN_S: (
         "forward, backward and optimizer, with the wait for the last version's copy in between"
         " (which is in time/blocked_s too), seconds per step"
@@ -339,7 +365,10 @@ GAP_PARTS: dict[str, tuple[float, ...]] = {
 completion, the engine's probability, versions behind the trainer."""
 
 GAP_OF = {
-    "position": "tokens up to that place in their completion, past the part before it",
+    "position": (
+        "tokens up to that place among the sampled ones of their completion, past the part before"
+        " it"
+    ),
     "probability": "tokens that the engine gave up to that probability, more than the part before",
     "lag": "tokens that were sampled up to so many versions ago, more than the part before",
 }
@@ -362,8 +391,8 @@ def lengths(kind: str, longest: str) -> str:
 
 
 OF_SERVER = {
-    "version": "version that the server held",
-    "lag": "version that the step began from minus the held one, versions",
+    "version": "version that the server held at the step's end",
+    "lag": "version that the step began from minus that one, or 0, versions",
     "in_flight": "requests in flight on it, as the rollout process last said",
     "tokens_per_s": "sampled tokens of its groups finished since the step before, per second",
 }
@@ -397,8 +426,8 @@ def of_server(url: str, what: str) -> str:
 def meaning(name: str) -> str:
     """Return unit and meaning of any name in metrics.jsonl, or "" if the name is unknown.
 
-    >>> meaning("server/a:8000/version"), meaning("dropped/bad_reward")
-    ('version that the server held', 'dropped: a reward that is nan, or beyond 3e38')
+    >>> meaning("servers/lag_max"), meaning("dropped/bad_reward")
+    ('largest of those, versions', 'dropped: a reward that is nan, or beyond 3e38')
     """
     prefix, _, rest = name.partition("/")
     if prefix == GAP and "/" in rest:
