@@ -206,8 +206,10 @@ class Rollout(WorkerKeys):
     """JSONL file that gets every consumed group."""
 
     sample_every: int = 10
-    """Add up to four completions to samples.jsonl, with the log-probabilities of engine and
-    trainer, at the first step and every this many steps (for titan-grpo report). 0: never."""
+    """Add up to four completions of rank 0's first microbatch (those of the highest and the lowest
+    reward and of the largest gap, then the first ones) to samples.jsonl, with the log-probabilities
+    of engine and trainer, at the first step and every this many steps (for titan-grpo report). 0:
+    never."""
 
     replay_path: str = ""
     """Recorded file (see record_path) to train on instead of sampling. Servers still get all

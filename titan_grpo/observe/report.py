@@ -57,7 +57,7 @@ def median_p95(values: list[float]) -> MedianP95:
 
 def mean_max(means: list[float], largest: list[float]) -> MeanMax:
     """Return the mean of the steps' means, and the maximum of their largest values; None without
-    any. Every step consumes the same number of groups: it is the mean over groups."""
+    any."""
     one, other = finite(means), finite(largest)
     return MeanMax(
         float(one.mean()) if one.size else None, float(other.max()) if other.size else None

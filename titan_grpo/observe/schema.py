@@ -19,14 +19,15 @@ class Record(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MedianP95(Record):
-    """Median and 95th percentile of a duration, in seconds."""
+    """Median and 95th percentile of a duration over all steps or operations of the run, in
+    seconds."""
 
     median: Number
     p95: Number
 
 
 class MeanMax(Record):
-    """Mean and maximum of a series over steps."""
+    """Mean of the steps' means, each step counted once, and the largest value."""
 
     mean: Number
     max: Number
@@ -123,7 +124,7 @@ class Summary(Record):
     logprob_gap: MeanMax
     logprob_gap_on_policy: MeanMax
     dropped: dict[str, Count]
-    """Groups by reason."""
+    """Groups by reason; completions for a reason that begins with "completion_"."""
     lengths: dict[str, dict[str, Count]]
     """Completions by length: "made" (also those thrown away unfinished) and "trained". A key is the
     greatest number of sampled tokens of a range, which begins above half of it. Where the shares
