@@ -103,12 +103,13 @@ Prometheus and OpenTelemetry need `pip install 'titan_grpo[dashboards]'`.
 * **Tokens** are the sampled tokens of the sequences in the batch: once in each optimizer step that
   has them (`grpo.num_epochs` times), with the policy as it is before that optimizer step, also if
   the step is skipped. Means are over all of them, or over those that are *in the loss*: the ones
-  that `loss/kept_fraction` counts. In `ratio/` and `importance/` a share is that of the tokens in
-  the loss with a property among all tokens.
+  that `loss/kept_fraction` counts. A share in `ratio/` or `importance/` counts tokens that are in
+  the loss, and is divided by the number of all tokens.
 * A completion that is in the batch with `zero_advantage` (Atropos: `set_advantage_to_zero`) is
   among them, and has no weight in the loss. Only `rollout/trained_tokens` and
   `rollout/trained_sequences` leave it out.
-* **Losses** are sums over all ranks, and means over the optimizer steps, skipped ones included.
+* **Losses** (`loss/total`, its terms, `loss/ptx`) are of all ranks together, and means over the
+  optimizer steps, skipped ones included.
 * **Totals** count from the start of the run, and go on in a resumed one, where steps that are made
   again count again: the names under `sync/` without `_s`, `dropped/`,
   `health/skipped_optimizer_steps`, and `rollout/` with `requests`, `outages`, `interrupted_groups`,
