@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from titan_grpo.titan import compat, jobfile
-from titan_grpo.titan.flavors import model_of
+from titan_grpo.titan.flavors import flavor_of, model_of
 
 
 @pytest.mark.parametrize(
@@ -68,3 +68,12 @@ def test_a_checkpoint_of_the_other_torchtitan_is_known_by_its_names(
 ) -> None:
     reason = compat.other_saver(names, version)
     assert (f"go on with torchtitan {theirs}," in reason) if theirs else reason == ""
+
+
+@pytest.mark.parametrize("named", [{"num_key_value_heads": 16}, {}])
+def test_a_model_whose_heads_all_have_their_own_keys_is_found_by_its_sizes(
+    named: dict[str, int],
+) -> None:
+    sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 16} | named
+    settings = {"model_type": "llama", "vocab_size": 2048} | sizes
+    assert flavor_of(settings) == ("llama3", "debugmodel")

@@ -92,11 +92,15 @@ def flavor_of(settings: Mapping[str, Any]) -> tuple[str, str]:
     compat.prepare()
     kind = str(settings.get("model_type"))
     sizes = {ours: settings.get(theirs) for ours, theirs in SIZES.items()}
+    # Of models whose heads all have their own keys, either side may leave the number out.
+    sizes["n_kv_heads"] = sizes["n_kv_heads"] or sizes["n_heads"]
     tied = bool(settings.get("tie_word_embeddings", False))
     spec: Any = compat.upstream().get_spec(MODELS[kind]) if kind in MODELS else None
     for flavor in spec.model_args if spec is not None else ():
         args = spec.model_args[flavor]
-        same = all(getattr(args, name) == size for name, size in sizes.items())
+        given = {name: getattr(args, name) for name in sizes}
+        given["n_kv_heads"] = given["n_kv_heads"] or given["n_heads"]
+        same = given == sizes
         same &= getattr(args, "moe_enabled", False) == (kind == "qwen3_moe")
         same &= getattr(args, "enable_weight_tying", tied) == tied
         if same and not attention_violation(flavor, args):
