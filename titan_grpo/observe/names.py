@@ -178,7 +178,10 @@ MEANING: dict[str, str] = {
         " the loss; a token that m2_threshold left out has 0"
     ),
     IMPORTANCE_MAX: "largest weight of the off-policy correction",
-    IMPORTANCE_CUT: "share of tokens whose weight bounds changed, or that m2_threshold left out",
+    IMPORTANCE_CUT: (
+        "share of tokens whose weight bounds changed, or that m2_threshold left out (with topr,"
+        " whose bound is 1, rounding alone puts weights of fresh completions past it)"
+    ),
     VETOED: (
         "share of tokens in sequences that one token took out (grpo.rollout_is_veto_threshold)"
     ),
