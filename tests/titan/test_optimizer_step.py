@@ -30,7 +30,12 @@ compat.prepare()
 
 from titan_grpo.titan.data import TextMixin, batch_options  # noqa: E402 - patches come first
 from titan_grpo.titan.modules import PackedAttention, RouterReplay  # noqa: E402
-from titan_grpo.titan.optimizer_step import Outcome, Stepper, reduce_metrics  # noqa: E402
+from titan_grpo.titan.optimizer_step import (  # noqa: E402
+    Outcome,
+    Stepper,
+    least_of_share,
+    reduce_metrics,
+)
 from titan_grpo.titan.step_records import loss_values  # noqa: E402
 
 WORDS = 6
@@ -179,6 +184,15 @@ def test_a_step_reads_a_model_that_does_not_change_once(
     passes: Counter[str] = Counter()
     step_of(grpo, passes=passes)
     assert passes == Counter(policy=policy, reference=reference)
+
+
+def test_tokens_whose_entropies_differ_by_rounding_are_chosen_together() -> None:
+    # As those after one prefix do, computed in batches of other shapes or on other ranks.
+    entropies = torch.tensor([2.0, 1.000001, 1.0, 0.5])
+    for rounded in (entropies, entropies[[0, 2, 1, 3]]):
+        for share in (0.5, 0.75):
+            chosen = rounded >= least_of_share(rounded, share)
+            assert chosen.tolist() == [True, True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -65,14 +65,22 @@ Reader = Callable[[torch.Tensor, torch.Tensor, float, int], torch.Tensor]
 """(logits [R, L, V], labels [R, L], temperature, chunk) -> [R, L]."""
 
 
-def least_of_share(values: torch.Tensor, share: float) -> float:
-    """Return the smallest of the largest ``share`` of the values (at least one value); infinity if
-    there are none. Selects the few tokens of high entropy (arXiv 2506.01939).
+EQUAL_ENTROPY = 1e-4
+"""Nats within which two tokens have one entropy, as all tokens after one prefix have: other batches
+and other ranks round it otherwise."""
 
-    Example: values (1, 4, 2, 3), share 0.5 -> 3.
+
+def least_of_share(values: torch.Tensor, share: float) -> float:
+    """Return a bound that the largest ``share`` of the values reach (at least one value), and those
+    that equal the smallest of them; infinity if there are none. Selects the few tokens of high
+    entropy (arXiv 2506.01939).
+
+    Example: values (1, 4, 2, 3), share 0.5 -> 3 - EQUAL_ENTROPY.
     """
     count = max(round(share * values.numel()), 1)
-    return values.topk(count).values[-1].item() if values.numel() else math.inf
+    if not values.numel():
+        return math.inf
+    return values.topk(count).values[-1].item() - EQUAL_ENTROPY
 
 
 def reduce_metrics(outcome: Outcome, parallel_dims: Any) -> dict[str, float]:
