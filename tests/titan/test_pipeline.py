@@ -58,6 +58,18 @@ def test_compiled_layers_that_ranks_share_train_like_plain_ones(tmp_path: Path) 
         assert_alike(found[way], found["plain"])
 
 
+@pytest.mark.long
+def test_compiled_layers_that_are_computed_again_by_ranks_train_like_plain_ones(
+    tmp_path: Path,
+) -> None:
+    keys = "--compile.enable --compile.components=model --compile.backend=aot_eager"
+    keys += " --parallelism.tensor_parallel_degree=2 --activation_checkpoint.mode="
+    ways = ("full", 2, 1, f"{keys}full"), ("budget", 2, 1, f"{keys}memory_budget")
+    found = trained(tmp_path, ("plain", 1, 1, ""), *ways, kind="llama3")
+    for way in ("full", "budget"):
+        assert_alike(found[way], found["plain"])
+
+
 EVERYTHING = (
     "--grpo.kl_beta=0.05 --grpo.ref_model_ema=0.9 --grpo.num_microbatches=2 --grpo.fp32_lm_head"
     " --grpo.entropy_loss_weight=0.01 --grpo.top_entropy_share=0.5 --grpo.logit_loss_weight=0.01"

@@ -10,6 +10,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import utils
 
 from titan_grpo.patches import (
+    torch_compiled_meshes,
     torch_selective_gather,
     torch_symbolic_products,
     torchtitan_compiled_embeddings,
@@ -51,6 +52,8 @@ class Built:
         compiled = config.compile.enable and "model" in config.compile.components
         if compiled:
             torch_symbolic_products.apply()
+            if dims.tp_enabled:
+                torch_compiled_meshes.apply(self.device.type == "cpu")
         if dims.tp_enabled and not inside(compat.require_torchtitan(), compat.THREE):
             borrowed = dims.ep_enabled and not dims.etp_enabled
             torchtitan_router_gradient.apply(self.model_parts, dims.get_mesh("tp"), borrowed)
