@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import dtype
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.rigs.ranks import run_ranks
 from tests.sync.snapshot_ranks import build
@@ -43,6 +47,33 @@ def test_a_layer_with_an_adapter_computes_what_its_merged_weight_does() -> None:
     merged = lora.merged_shards(model, {"layers.0.attention.wk.weight"})
     weight = merged["layers.0.attention.wk.weight"][:]
     torch.testing.assert_close(layer(x).double(), x.double() @ weight.T, rtol=1e-4, atol=1e-3)
+
+
+def test_rows_of_other_lengths_need_no_other_graphs_of_a_tensor_parallel_layer() -> None:
+    # torch ends a run at the ninth. Ranks that move no data: the sums are of no interest here.
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model, adapter = build("llama3")
+        lora.put_on(model, adapter.to_hf, Lora(rank=4, targets=["k_proj"]))
+        (_, layer), *_ = lora.adapted(model)
+        parallelize_module(layer, init_device_mesh("cpu", (2,)), ColwiseParallel())
+        graphs: list[torch.fx.GraphModule] = []
+
+        def keep(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> object:
+            graphs.append(graph)
+            return graph.forward
+
+        compiled = torch.compile(layer, backend=keep, fullgraph=True)
+
+        def graphs_after(rows: int, length: int) -> int:
+            compiled(torch.zeros(rows, length, 96, requires_grad=True))
+            return len(graphs)
+
+        for rows, length in ((5, 8), (8, 16), (6, 24), (11, 24)):
+            few = graphs_after(rows, length)
+        assert [graphs_after(*shape) for shape in ((4, 8), (16, 512), (64, 1024))] == [few] * 3
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", ["llama3", "qwen3", "qwen3_untied"])

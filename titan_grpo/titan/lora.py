@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titan_grpo.config import Lora
 from titan_grpo.errors import ConfigError
@@ -34,8 +34,21 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[.., in] -> [.., out]."""
-        low = F.linear(F.linear(x, self.lora_a), self.lora_b)
+        low = F.linear(_gathered(F.linear(x, self.lora_a)), self.lora_b)
         return F.linear(x, self.weight, self.bias) + self.scale * low
+
+
+def _gathered(low: torch.Tensor) -> torch.Tensor:
+    """Return the product with A whole where tensor-parallel ranks have some of A's rows each.
+
+    Left to itself, DTensor compares the costs of the ways that there are for each shape, and a
+    compiled layer is compiled anew for each outcome, past torch's limit.
+    """
+    if not isinstance(low, DTensor):
+        return low
+    cut = low.ndim - 1
+    places = [Replicate() if place.is_shard(cut) else place for place in low.placements]
+    return low.redistribute(placements=places)
 
 
 def is_adapter(fqn: str) -> bool:
