@@ -48,6 +48,16 @@ def test_recomputed_and_compiled_layers_train_like_plain_ones(tmp_path: Path) ->
 
 
 @pytest.mark.long
+def test_compiled_layers_may_get_every_kind_of_input(tmp_path: Path) -> None:
+    # Rows alone and beside others, with gradients and without, a reference, and adapters.
+    terms = "--lora.rank=4 --lora.targets=q_proj --grpo.kl_beta=0.05 --grpo.num_microbatches=2"
+    terms += " --training.seq_len=24 --grpo.token_budget=24"
+    keys = f"{terms} --compile.enable --compile.components=model --compile.backend=aot_eager"
+    found = trained(tmp_path, ("plain", 1, 2, terms), ("compiled", 1, 2, keys), kind="llama3")
+    assert_alike(found["compiled"], found["plain"])
+
+
+@pytest.mark.long
 def test_compiled_layers_that_ranks_share_train_like_plain_ones(tmp_path: Path) -> None:
     # Graphs alone, without inductor's code: it takes minutes.
     keys = "--compile.enable --compile.components=model --compile.backend=aot_eager"

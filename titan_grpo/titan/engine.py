@@ -52,6 +52,9 @@ class Built:
         compiled = config.compile.enable and "model" in config.compile.components
         if compiled:
             torch_symbolic_products.apply()
+            # Of a layer's graphs: torch ends a run at the ninth. A batch of one row is one kind of
+            # input, as are no gradients, the embeddings beside adapters, and the reference's layer.
+            torch._dynamo.config.recompile_limit = 64
             if dims.tp_enabled:
                 torch_compiled_meshes.apply(self.device.type == "cpu")
         if dims.tp_enabled and not inside(compat.require_torchtitan(), compat.THREE):
