@@ -24,6 +24,7 @@ from titan_grpo.titan import compat
 from titan_grpo.titan.step_records import (
     Dispensable,
     FirstBatch,
+    lacks_wandb,
     log_table,
     loss_values,
     make_dispensable,
@@ -224,6 +225,12 @@ class Kept(BaseLogger):  # type: ignore[misc]  # torchtitan has no types
         self.steps.append(step)
 
 
+class InWandb(Kept):
+    """One that has W&B's module, as torchtitan's has."""
+
+    wandb = None
+
+
 def test_the_other_loggers_go_on_when_one_fails() -> None:
     said: list[str] = []
     kept = Kept()
@@ -235,6 +242,23 @@ def test_the_other_loggers_go_on_when_one_fails() -> None:
     assert kept.steps == [1, 2]
     assert len(said) == 1
     assert "Lost failed at step 1 and gets nothing more: ConnectionError" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("loggers", "lacks"), [((), True), ((Kept(),), True), ((Kept(), InWandb()), False)]
+)
+def test_a_logger_of_wandb_that_torchtitan_could_not_make_is_missed(
+    loggers: tuple[BaseLogger, ...], lacks: bool
+) -> None:
+    processor = processor_of(*loggers)
+    make_dispensable(processor, print)
+    assert lacks_wandb(processor) is lacks
+
+
+def test_a_rank_that_logs_nothing_misses_no_logger() -> None:
+    processor = SimpleNamespace(logger=BaseLogger())
+    make_dispensable(processor, print)
+    assert not lacks_wandb(processor)
 
 
 def test_a_single_logger_is_wrapped_too() -> None:

@@ -292,6 +292,19 @@ def make_dispensable(processor: Any, warn: Callable[[str], None]) -> None:
         processor.logger = Dispensable(inner, warn)
 
 
+NO_WANDB = (
+    "metrics.enable_wandb: torchtitan made no logger of W&B (a line of the start says why), so W&B"
+    " gets nothing; training goes on, metrics.jsonl has all values"
+)
+
+
+def lacks_wandb(processor: Any) -> bool:
+    """Return whether a processor that ``make_dispensable`` has wrapped logs on this rank, but not
+    in W&B. Where torchtitan cannot make that logger, a line of the start is all that says so."""
+    loggers = getattr(processor.logger, "_loggers", None)
+    return loggers is not None and not any(hasattr(each._inner, "wandb") for each in loggers)
+
+
 def log_table(processor: Any, rows: Sequence[Row], step: int) -> None:
     """Log completions in each logger of a processor that ``make_dispensable`` has wrapped."""
     for each in getattr(processor.logger, "_loggers", [processor.logger]):

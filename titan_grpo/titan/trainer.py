@@ -53,7 +53,7 @@ from titan_grpo.titan.optimizer_step import Outcome, Stepper, reduce_metrics, us
 from titan_grpo.titan.pipeline import Pipeline
 from titan_grpo.titan.rank0 import Controller
 from titan_grpo.titan.startup import write_failure
-from titan_grpo.titan.step_records import log_table, make_dispensable
+from titan_grpo.titan.step_records import NO_WANDB, lacks_wandb, log_table, make_dispensable
 from titan_grpo.titan.weight_sync import Here, Stages, TrainerSync
 
 logger = logging.getLogger(__name__)
@@ -272,6 +272,8 @@ class GRPOTrainer(Engine):
         if self.controller is None:
             self.sync.start()
         self._on_rank0(start)
+        if self.job_config.metrics.enable_wandb and lacks_wandb(self.metrics_processor):
+            self._warn(NO_WANDB)
         if not self._publish_now(self.version):
             raise SyncError(
                 f"no slot became free for version {self.version}, the first: the sync process ended"
