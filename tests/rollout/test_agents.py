@@ -461,6 +461,32 @@ def test_an_agent_elsewhere_that_posts_nothing_costs_its_group(
         group_of(None, [says(codec, "one")], timeout_s=0.5, look=look, agent="outside")
 
 
+def test_as_many_agents_elsewhere_are_served_at_once_as_take_an_episode(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    both = threading.Barrier(2, timeout=60)
+    threads: list[threading.Thread] = []
+
+    def look(agents: Agents) -> None:
+        def outside() -> None:
+            address = agents.url.removeprefix("http://")
+            key = taken(address)["id"]
+            both.wait()
+            talker(1)(f"{agents.url}/v1", key, {})
+            both.wait()
+            send(address, "POST", f"/episodes/{key}/reward", key, {"reward": 1.0})
+
+        threads.extend(threading.Thread(target=outside) for _ in range(2))
+        for thread in threads:
+            thread.start()
+
+    sizes = {"group_size": 2, "task_concurrency": 1}
+    group = group_of(None, [says(codec, "one")], look=look, agent="outside", **sizes)
+    for thread in threads:
+        thread.join(60)
+    assert [completion.reward for completion in group.completions] == [1.0, 1.0]
+
+
 def test_rows_that_are_no_json_are_refused_before_they_are_offered(tmp_path: Path) -> None:
     path = str(tmp_path / "rows.parquet")
     rows = {"text": ["a", "b"], "at": [datetime(2026, 1, 1), datetime(2026, 1, 2)]}

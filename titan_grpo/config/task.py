@@ -119,8 +119,8 @@ class TaskKeys:
     """Data file of the task (gsm8k: a JSONL file with "question" and "answer")."""
 
     task_concurrency: int = 64
-    """Largest number of calls of the task's functions in flight; further calls wait. Of agents: of
-    episodes that servers serve at once."""
+    """Largest number of calls of the task's functions in flight; further calls wait. Of an agent's
+    function: of episodes that servers serve at once. No bound on agents outside."""
 
     task_timeout_s: float = 600.0
     """Deadline of one such call, in seconds. It ends calls that await, not calls that block. An
