@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_grpo.errors import ServerRefused
+from titan_grpo.errors import DataError, ServerRefused
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.atropos import (
     AtroposSource,
@@ -327,3 +327,24 @@ def test_a_refusal_of_an_api_that_never_answered_ends_the_run() -> None:
         api.refusals = [404]
         text = str(asyncio.run(scenario(api)))
     assert "rollout.atropos_url must be that of an Atropos API" in text
+
+
+def test_64_groups_in_a_row_that_cannot_be_trained_on_end_the_run() -> None:
+    async def scenario(api: Api) -> BaseException:
+        said: asyncio.Queue[FromWorker] = asyncio.Queue()
+        failed: asyncio.Queue[BaseException] = asyncio.Queue()
+        spec = RolloutSpec(model_dir="", source="atropos", atropos_url=api.url, row_tokens=64)
+        source = AtroposSource(spec, said.put_nowait, failed.put_nowait)
+        bad = item(inference_logprobs=None)
+        api.batches += [[bad], [bad] * 63 + [item()] + [bad] * 63]
+        error = await asyncio.wait_for(failed.get(), 20)
+        await source.close()
+        came = [said.get_nowait() for _ in range(said.qsize())]
+        # The group that can be trained on begins the count anew.
+        assert [type(message) for message in came].index(GroupDone) == 63
+        return error
+
+    with closing(Api()) as api:
+        error = asyncio.run(scenario(api))
+    assert isinstance(error, DataError)
+    assert str(error).startswith("64 groups in a row cannot be trained on; the last: inference_log")

@@ -251,6 +251,23 @@ def test_a_group_that_is_sent_again_is_taken_once_and_a_refused_one_may_be_sent_
     assert client.post("/groups", json={"groups": three}).json()["taken"] == 1
 
 
+def test_a_body_that_comes_before_enough_wait_is_taken_whole(client: Client) -> None:
+    groups = [group for n in range(5) for group in body(id=str(n))["groups"]]
+    assert client.post("/groups", json={"groups": groups}).json()["taken"] == 5
+    assert client.get("/status").json()["waiting"] == 10
+    assert client.post("/groups", json=body(id="late")).status_code == 429
+
+
+def test_an_id_is_known_until_as_many_others_came_as_are_remembered(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external, "REMEMBERED_IDS", 2)
+    groups = [body(id=name)["groups"][0] for name in "abacba"]
+    answer = client.post("/groups", json={"groups": groups}).json()
+    # c evicts a: the last one is new again.
+    assert answer == {"taken": 4, "duplicates": 2}
+
+
 def test_one_stale_group_refuses_the_whole_body(client: Client) -> None:
     groups = body()["groups"] + body(policy_version=1, id="b")["groups"]
     refused = client.post("/groups", json={"groups": groups})

@@ -55,9 +55,9 @@ class WorkerKeys(TaskKeys):
     sequences."""
 
     push_address: str = "127.0.0.1:8900"
-    """host:port where environments POST groups (GET /schema there describes the format). Groups for
-    up to 1 + max_staleness steps may wait; a step takes as many groups as make prompts_per_step *
-    group_size completions."""
+    """host:port where environments POST groups (GET /schema there describes the format). While
+    groups for 1 + max_staleness steps wait, no more are taken (a body that came before is taken
+    whole); a step takes as many groups as make prompts_per_step * group_size completions."""
 
     push_key_env: str = ""
     """Environment variable with the key that environments must send. Empty (on a loopback address

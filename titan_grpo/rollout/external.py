@@ -257,8 +257,8 @@ class External:
 
 
 class PushSource(External):
-    """Source of the groups that environments POST, ``1 + max_staleness`` steps' worth at most. The
-    HTTP server's threads parse; the loop decides."""
+    """Source of the groups that environments POST. It takes whole bodies, and none while ``1 +
+    max_staleness`` steps' worth wait. The HTTP server's threads parse; the loop decides."""
 
     def __init__(self, spec: RolloutSpec, send: Send) -> None:
         """Start listening. Raises ConfigError if the address cannot be bound, or the key is not
