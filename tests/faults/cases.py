@@ -72,7 +72,7 @@ MEANING: dict[Kind, str] = {
     Kind.SILENCE: "the call is never answered",
     Kind.TWICE: "the call is delivered twice",
     Kind.CORRUPT: "a byte on its way is another one",
-    Kind.LENGTH: "the two ends do not agree on the number of bytes",
+    Kind.LENGTH: "the two ends do not agree on the manifest, or bytes are missing",
     Kind.OLD: (
         "the server is restarted with the weights that it was started with, before the lane notices"
     ),
@@ -105,7 +105,7 @@ AFFLICTS: dict[Kind, tuple[tuple[Who, ...], str]] = {
             " is trusted"
         ),
     ),
-    Kind.LENGTH: ((Who.LINK,), "each end alone is consistent; lengths differ between the two"),
+    Kind.LENGTH: ((Who.LINK,), "each end alone is consistent; the two differ"),
     Kind.OLD: (
         (Who.ENGINE,),
         (
@@ -255,7 +255,7 @@ def _senseless(who: Who, point: Point, kind: Kind, engine: str) -> str:
 
 def _variants(point: Point, kind: Kind, calls: Mapping[str, str]) -> tuple[str, ...]:
     if kind is Kind.LENGTH:
-        return ("longer", "shorter") if point is Point.BEGIN else ("missing",)
+        return ("manifest",) if point is Point.BEGIN else ("missing",)
     if kind in (Kind.RESET, Kind.REFUSE, Kind.ERROR, Kind.LOSE, Kind.SILENCE, Kind.TWICE):
         return tuple(calls or ("",))
     return ("",)

@@ -43,8 +43,6 @@ ACTS = {
     Kind.SILENCE: Act.SILENCE,
     Kind.TWICE: Act.TWICE,
 }
-LENGTHS = {"longer": 2, "shorter": 0.5}
-"""What the receiver is told of a bucket's length, as a multiple of what is sent."""
 
 
 @dataclass(slots=True)
@@ -215,18 +213,24 @@ def _length(scene: Scene) -> Struck:
     if case.point is Point.EXTENT:
         trainer.tell("go", "fail")
         return Struck(time.monotonic())
-    bucket = int(trainer.settings.bucket_bytes * LENGTHS[case.variant])
     since = trainer.mark()
     hello = CALLS[scene.victim.engine][Point.GREET][""]
-    scene.bench.site.victim.proxy.script(Act.REWRITE, hello, {"bucket_bytes": bucket})
+    scene.bench.site.victim.proxy.script(Act.REWRITE, hello, {"manifest_digest": "another"})
     trainer.tell("go")
     url = scene.bench.site.victim.url
+    # Its words, too: the end of the epoch before is an error of the same lane.
     met = trainer.await_event(
-        lambda e: e["event"] == "error" and url in e["message"], SETTLE_S, since
+        lambda e: (
+            e["event"] == "error"
+            and url in e["message"]
+            and "the manifest must have digest another" in e["message"]
+        ),
+        SETTLE_S,
+        since,
     )
     return Struck(
         time.monotonic(),
-        violations=[] if met is not None else ["a transfer of another length was not noticed"],
+        violations=[] if met is not None else ["another manifest was not noticed"],
     )
 
 
