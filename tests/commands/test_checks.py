@@ -150,7 +150,7 @@ def test_a_dump_folder_is_writable_nobodys_and_has_room_for_the_checkpoints(
     writable: bool, live: bool, free: int, checkpoints: int, status: str, text: str
 ) -> None:
     place = doctor_host.Place("out", writable, live, free)
-    found = doctor_host.dump_folder(place, GIB, checkpoints)
+    found = doctor_host.dump_folder(place, 12 * GIB, checkpoints)
     assert (found.status, text in found.text) == (status, True), found
 
 

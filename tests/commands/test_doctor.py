@@ -427,6 +427,21 @@ def test_a_job_that_sends_adapters_is_judged_by_their_size(
     assert 0 < needs[1] < needs[0] / 4
 
 
+def test_a_checkpoint_of_adapters_has_no_optimizer_state_of_the_base(
+    tmp_path: Path, job: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before, it was judged as one that has, so that a disk with room for it had none."""
+    model = write_tiny_model("qwen3", tmp_path / "model", seed=0)
+    job += [f"--rollout.servers=http://127.0.0.1:{free_port()}", f"--model.hf_assets_path={model}"]
+    job += ["--checkpoint.enable", "--checkpoint.initial_load_in_hf"]
+    sizes = []
+    for more in ([], ["--lora.rank=2"]):
+        cli.main([*job, *more])
+        (found,) = re.findall(r"checkpoints? of (\d+) MiB", capsys.readouterr().out)
+        sizes.append(int(found))
+    assert 0 < sizes[1] < sizes[0] / 2
+
+
 @pytest.mark.parametrize(("servers", "status"), [(["launch"], "warning"), (["http://a:1"], "ok")])
 def test_servers_that_the_run_starts_need_open_files_too(
     servers: list[str], status: str, monkeypatch: pytest.MonkeyPatch

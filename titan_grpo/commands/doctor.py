@@ -54,7 +54,9 @@ class Wanted:
     checkpoints: int = 0
     """The most that the run keeps on the disk."""
     adapters: int = 0
-    """Elements of a version of adapters alone; 0: a version is a whole model."""
+    """Elements of the adapters that are trained; 0: every weight is."""
+    sends_adapters: bool = False
+    """Whether a version is the adapters alone."""
     needs: Needs | None = None
     """Needs of the job; None without a valid job."""
     evaluations: Sequence[Evaluation] = ()
@@ -126,9 +128,8 @@ def wanted(
     if saving.enable:
         kept = saving.interval, saving.keep_latest_k
         out.checkpoints = host.kept_checkpoints(config.training.steps, *kept)
-    rank = 0
-    if sends_adapters(config.lora):
-        rank, out.adapters = config.lora.rank, adapter_elements(config)
+    out.adapters, out.sends_adapters = adapter_elements(config), sends_adapters(config.lora)
+    rank = config.lora.rank if out.sends_adapters else 0
     out.evaluations = config.evaluation
     own = [url for table in out.evaluations for url in table.servers]
     out.servers += [url for url in dict.fromkeys(own) if url not in out.servers]
@@ -157,10 +158,11 @@ def machine(want: Wanted, env: Mapping[str, str]) -> Iterator[Finding]:
         except DataError as error:
             yield host.problem("model", str(error), "copy the model's directory again")
     model_bytes = None if elements is None else elements * width
-    version_bytes = want.adapters * width or model_bytes
+    version_bytes = want.adapters * width if want.sends_adapters else model_bytes
     yield host.memory(available_memory(), version_bytes, want.sync.slots)
     if want.dump_folder is not None:
-        yield host.dump_folder(host.Place.of(want.dump_folder), elements, want.checkpoints)
+        each = None if elements is None else host.checkpoint_bytes(elements, want.adapters)
+        yield host.dump_folder(host.Place.of(want.dump_folder), each, want.checkpoints)
     gpus = host.found_gpus()
     yield from host.gpus(gpus, want.rollout, model_bytes, env.get("CUDA_VISIBLE_DEVICES", ""))
     yield host.shared_memory(host.shm_size(), len(gpus))

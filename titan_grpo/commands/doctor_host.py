@@ -159,8 +159,8 @@ def memory(available: int, version_bytes: int | None, slots: int) -> Finding:
     return warning("memory", text, remedy)
 
 
-CHECKPOINT_BYTES = 12
-"""Of an element in a checkpoint: an fp32 weight and AdamW's two moments."""
+FROZEN_BYTES, TRAINED_BYTES = 4, 12
+"""Of an element in a checkpoint: an fp32 weight; with AdamW's two moments where it is trained."""
 
 
 @dataclass(frozen=True)
@@ -184,9 +184,20 @@ class Place:
         return cls(str(folder), writable, bool(lives(folder)), stat.f_frsize * stat.f_bavail)
 
 
-def dump_folder(place: Place, elements: int | None, checkpoints: int) -> Finding:
+def checkpoint_bytes(elements: int, adapters: int) -> int:
+    """Return the size of a checkpoint of a model. ``adapters``: elements of those that are trained
+    in place of the model; 0: none.
+
+    >>> checkpoint_bytes(100, 0), checkpoint_bytes(100, 10)
+    (1200, 520)
+    """
+    frozen, trained = (elements, adapters) if adapters else (0, elements)
+    return frozen * FROZEN_BYTES + trained * TRAINED_BYTES
+
+
+def dump_folder(place: Place, each: int | None, checkpoints: int) -> Finding:
     """Check that a run can write its folder, that no live one does, and that its checkpoints fit.
-    ``elements``: of the model, if known; ``checkpoints``: the most that the run keeps."""
+    ``each``: bytes of one, if known; ``checkpoints``: the most that the run keeps."""
     subject, text = "dump folder", f"{place.folder!r}, {mib(place.free)} free"
     if not place.writable:
         remedy = "choose another job.dump_folder, or give this user the right to write it"
@@ -194,9 +205,8 @@ def dump_folder(place: Place, elements: int | None, checkpoints: int) -> Finding
     if place.live:
         remedy = "wait for its end, or choose another job.dump_folder"
         return problem(subject, f"{place.folder!r} is that of a live run", remedy)
-    if elements is None or not checkpoints:
+    if each is None or not checkpoints:
         return ok(subject, text)
-    each = elements * CHECKPOINT_BYTES
     text += f", {checkpoints} checkpoint{'s' * (checkpoints > 1)} of {mib(each)} (about)"
     if checkpoints * each <= place.free:
         return ok(subject, text)
