@@ -92,6 +92,19 @@ def test_a_server_that_runs_is_asked_for_whole_completions_in_a_job_that_starts_
     assert asked == {5000}
 
 
+def test_an_sglang_that_no_run_has_updated_is_told_the_label_to_start_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board, job = Board(), tmp_path / "job.toml"
+    board.routes["GET /model_info"] = lambda _: (200, {"weight_version": "default"})
+    job.write_text(JOB)
+    words = ["--model.hf_assets_path", str(write_tiny_model("qwen3", tmp_path / "model", seed=1))]
+    assert cli.main(["evaluate", "--server", board.url, "--job.config_file", str(job), *words]) == 1
+    board.close()
+    assert "POST /generate" not in board.paths
+    assert "start it with --weight-version run:0:0" in capsys.readouterr().err
+
+
 def test_an_interpreter_that_is_not_there_is_one_line_before_a_server_is_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
