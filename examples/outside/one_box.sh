@@ -27,7 +27,7 @@ trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 trap 'exit 130' INT TERM
 
 export OMP_NUM_THREADS=1
-VLLM_SERVER_DEV_MODE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 \
+VLLM_SERVER_DEV_MODE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 TORCHDYNAMO_DISABLE=1 \
     .venv-vllm/bin/python -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port "${SERVER##*:}" \
     --model "$MODEL" --enforce-eager --no-enable-chunked-prefill --distributed-executor-backend uni \
     --logprobs-mode processed_logprobs --weight-transfer-config '{"backend":"titan_grpo"}' \
