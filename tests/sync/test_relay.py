@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.sync.conftest import MakeRig, Rig
+from titan_grpo.config.rollout import server_url
 from titan_grpo.observe import names
 from titan_grpo.protocol import relay as table
 from titan_grpo.protocol.messages import Joined
@@ -27,9 +28,9 @@ def relayed(run: Rig) -> tuple[float, float]:
     return totals[names.SYNC_BYTES], totals[names.RELAYED_BYTES]
 
 
-def joined(host: str) -> Joined:
+def joined(host: str, zone: str = "") -> Joined:
     """A server at ``host`` that serves others."""
-    at: dict[str, Any] = {"relay_host": host, "relay_port": 7}
+    at: dict[str, Any] = {"relay_host": host, "relay_port": 7, "zone": zone}
     return Joined(True, "", "titan_grpo", 1, "", -1, "", True, **at)
 
 
@@ -45,6 +46,16 @@ def test_servers_whose_addresses_fit_one_pattern_read_from_each_other_first() ->
     assert read_from(relay, "http://10.0.1.7:8000") == []
     assert read_from(relay, "http://10.0.2.7:8000")[0] == "10.0.1.7"
     assert read_from(relay, "http://10.0.2.8:8000")[0] == "10.0.2.7"
+
+
+def test_patterns_may_be_in_capitals_and_a_servers_own_zone_takes_precedence() -> None:
+    relay, read = Relay(True, zones=["GPU-A*", "GPU-B*"]), []
+    servers = (("gpu-b1", ""), ("gpu-a1", ""), ("GPU-B2", ""), ("gpu-a2", "GPU-B*"))
+    for at, (name, zone) in enumerate(servers, 1):
+        url = server_url(f"http://{name}:8000")
+        relay.came(url, joined(f"10.0.0.{at}", zone), "10.0.0.9")
+        read.append(read_from(relay, url)[:1])
+    assert read == [[], ["10.0.0.1"], ["10.0.0.1"], ["10.0.0.3"]]
 
 
 def test_a_server_on_the_trainers_host_reads_its_memory_and_serves_nobody() -> None:

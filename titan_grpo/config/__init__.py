@@ -82,9 +82,9 @@ class WeightSync:
     from the trainer."""
 
     zones: list[str] = field(default_factory=list)
-    """Patterns of servers' host names or addresses, such as "10.0.1.*" or "rack2-*". With relay,
-    servers whose first matching pattern is the same read from each other first. A server's own
-    TITAN_GRPO_ZONE takes precedence."""
+    """Patterns of the host names or addresses in servers' URLs, such as "10.0.1.*" or "rack2-*".
+    With relay, servers whose first matching pattern is the same read from each other first. A
+    server's own TITAN_GRPO_ZONE takes precedence."""
 
     wire_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Floating-point type of the image. The trainer casts its master weights once."""

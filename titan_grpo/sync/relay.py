@@ -62,7 +62,8 @@ class Relay:
         if not self._on or joined.relay_host == trainer:
             return
         name = urlsplit(url).hostname or ""
-        fits = (zone for zone in self._zones if fnmatchcase(name, zone))
+        # The host's name is in lower case, as in all URLs.
+        fits = (zone for zone in self._zones if fnmatchcase(name, zone.lower()))
         zone = joined.zone or next(fits, "")
         with self._lock:
             self._ports[url] = joined.relay_port, joined.relay_pin
