@@ -341,8 +341,13 @@ def test_an_answer_that_is_no_tokens_is_the_tasks_error(answer: object) -> None:
             "def __init__(self, _): ...\n    def rewards(self, *_): ...",
             "one of the methods reward, group_reward, episode_reward, it has none",
         ),
+        (
+            "",
+            "def __init__(self, _): ...\n    def reward(self, *_): ...",
+            r"must have the method prompt\(index, codec\), it has none",
+        ),
     ],
-    ids=["half a loop", "no reward"],
+    ids=["half a loop", "no reward", "no prompt"],
 )
 def test_a_class_that_lacks_a_method_is_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, body: str, message: str

@@ -320,6 +320,11 @@ def load_task(name: str, options: TaskOptions, section: str = ROLLOUT) -> AnyTas
             f"{section}.task {name!r} must have one of the methods {', '.join(REWARDING)}, it has"
             " none: its completions would have no rewards; add one, or correct its name"
         )
+    if not hasattr(task, "prompt"):
+        raise ConfigError(
+            f"{section}.task {name!r} must have the method prompt(index, codec), it has none: add"
+            " it, or correct its name"
+        )
     stops_of(task)
     return task
 
