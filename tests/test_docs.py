@@ -100,6 +100,14 @@ def test_the_keys_that_pages_write_exist(root: Path) -> None:
     assert wrong == []
 
 
+def test_the_files_that_pages_name_exist(root: Path) -> None:
+    named = re.compile(r"`((?:titan_grpo|tests|scripts|examples|docker|patches)/[\w./]+)`")
+    pages = [*root.glob("docs/*.md"), root / "README.md"]
+    paths = [(page.name, path) for page in pages for path in named.findall(page.read_text())]
+    assert len(paths) > 40
+    assert [each for each in paths if not (root / each[1]).exists()] == []
+
+
 def test_the_kubernetes_manifest_starts_a_job_that_is_one(root: Path, tmp_path: Path) -> None:
     text = (root / "examples" / "cluster" / "kubernetes.yaml").read_text()
     parts = {each["kind"]: each for each in yaml.safe_load_all(text)}
