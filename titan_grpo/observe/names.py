@@ -316,12 +316,14 @@ MEANING: dict[str, str] = {
 
 
 REASONS: dict[str, str] = {
-    "stale": "finished, and too old when a step took them (rollout.max_staleness): made again",
+    "stale": "finished, and too old when a step took them (rollout.max_staleness): made again, if"
+    " not from outside",
     "stale_in_flight": "too old before they were finished: made again",
     "no_spread": "all rewards equal (grpo.dynamic_sampling)",
     "too_short": "a completion shorter than rollout.min_completion_tokens",
     "not_accepted": "the user's filter (rollout.accept) left them out",
-    "task_error": "the task, reward, agent or filter raised an exception",
+    "task_error": "the task, reward, agent or filter raised an exception, missed its deadline, or"
+    " returned what is no answer",
     "prompt_too_long": "a prompt that leaves no room in training.seq_len: skipped at once",
     "refused": "a server refused the request itself (400, 413 or 422): too long for its context?",
     "version_unknown": "tokens under the label of another run: an outage of the server",
