@@ -72,15 +72,17 @@ Begin = Callable[..., tuple[Evaluations, Lanes, Rollouts, Recorder]]
 
 @pytest.fixture
 def begin(tmp_path: Path, model_dir: str) -> Iterator[Begin]:
-    """A factory of Evaluations of the digits task; (evaluations, lanes, rollouts, recorder)."""
+    """A factory of Evaluations of the digits task, and of ``more`` tables; (evaluations, lanes,
+    rollouts, recorder)."""
     made = []
 
     def start(**keys: Any) -> tuple[Evaluations, Lanes, Rollouts, Recorder]:
         keys = {"name": "digits", "task": "digits", "rows": 3, "samples": 2, **keys}
         spec = keys.pop("spec", RolloutSpec(model_dir=model_dir, max_completion_tokens=4))
+        more: list[Evaluation] = keys.pop("more", [])
         recorder, lanes, rollouts = Recorder(tmp_path / "run"), Lanes(), Rollouts()
-        table = Evaluation(**keys)
-        one = Evaluations([table], spec, rollouts, recorder, lanes.keep, lanes.go_on)
+        tables = [Evaluation(**keys), *more]
+        one = Evaluations(tables, spec, rollouts, recorder, lanes.keep, lanes.go_on)
         made.append((one, recorder))
         return one, lanes, rollouts, recorder
 
@@ -263,6 +265,27 @@ def test_servers_of_its_own_get_no_rollouts_and_others_no_evaluation(
     assert versions(recorder) == [0]
     assert rollouts.told == [shared.url]
     assert shared.bodies == []
+
+
+def test_a_server_that_two_tables_share_goes_on_when_both_are_over(
+    begin: Begin, completion_server: MakeServer
+) -> None:
+    server = completion_server()
+
+    def slow_at_half(body: dict[str, Any]) -> tuple[int, Any]:
+        return server.hang(body) if body["temperature"] == 0.5 else server.good(body)
+
+    server.behaviour, shared = slow_at_half, [server.url]
+    slow = Evaluation(name="slow", task="digits", rows=1, temperature=0.5, servers=shared)
+    one, lanes, _, recorder = begin(servers=shared, more=[slow])
+    one.set_server(held(server, 0))
+    with one._changed:
+        assert one._changed.wait_for(lambda: one._latest, WAIT_S), "one of them is over"
+    assert lanes.calls.count(("go on", server.url)) == 0
+    server.released.set()
+    lanes.wait_free()
+    assert [each.name for each in recorder.history().evaluations] == ["digits", "slow"]
+    assert lanes.calls.count(("go on", server.url)) == 1
 
 
 def test_an_evaluation_whose_server_is_lost_has_no_result_and_ends_at_once(
