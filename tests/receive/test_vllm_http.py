@@ -121,6 +121,14 @@ def test_an_api_whose_requests_take_no_salt_is_refused_with_the_one_to_use() -> 
     assert "/v1/chat/completions" in answer["error"]
 
 
+@pytest.mark.parametrize("path", ["/sleep", "/release_kv_cache_memory"])
+def test_a_route_that_takes_memory_from_the_engine_is_refused_with_what_to_do(path: str) -> None:
+    inner = Inner({})
+    status, answer = ask(inner, "POST", path, {})
+    assert (status, inner.came) == (409, [])
+    assert "POST /pause" in answer["error"]
+
+
 NEWER = {"/v1/decisions"}
 """Since vLLM 0.33."""
 

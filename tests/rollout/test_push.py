@@ -302,6 +302,18 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(source: PushSourc
     connection.close()
 
 
+def test_a_body_that_is_too_large_once_unpacked_is_refused(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = encoded(body())
+    monkeypatch.setattr(httpd, "MAX_BYTES", len(plain))
+    for content, status in ((plain, 202), (plain + b" ", 413)):
+        packed = gzip.compress(content)
+        assert len(packed) < len(plain)
+        sent = client.post("/groups", content=packed, headers={"Content-Encoding": "gzip"})
+        assert sent.status_code == status
+
+
 def test_a_push_that_is_decided_late_is_answered_as_it_was_decided(
     client: Client, source: PushSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
