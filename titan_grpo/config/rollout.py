@@ -203,7 +203,8 @@ class Rollout(WorkerKeys):
     """How long the trainer waits for the groups of one step before it stops the run, in seconds."""
 
     record_path: str = ""
-    """JSONL file that gets every consumed group."""
+    """JSONL file that gets the groups of each step (with grpo.dynamic_sampling, those that it
+    kept)."""
 
     sample_every: int = 10
     """Add up to four completions of rank 0's first microbatch (those of the highest and the lowest
