@@ -382,9 +382,15 @@ class Run:
 
     def report(self, number: int) -> None:
         """Say what the ledger is now."""
+        ledger = self._trainer.servers
         servers = {
-            url: {"standing": e.standing.value, "held": e.held, "incoming": e.incoming}
-            for url, e in self._trainer.servers.entries().items()
+            url: {
+                "standing": e.standing.value,
+                "held": e.held,
+                "incoming": e.incoming,
+                "error": str(ledger.last_error(url) or ""),
+            }
+            for url, e in ledger.entries().items()
         }
         mismatches = self._trainer.recorder.history().totals.get(names.DIGEST_MISMATCHES, 0)
         self._say(
