@@ -7,6 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
+from itertools import chain
 
 SAY_S = 30.0
 """Seconds that the other ranks of a host wait for its first rank to print why they all end."""
@@ -62,10 +63,10 @@ def _run(argv: list[str]) -> None:
 
     world = os.environ.get("WORLD_SIZE", "")
     ranks = int(world) if world.isdigit() else None
-    job_config, notes = read(argv, ranks)
-    notes += check_files(job_config, os.environ, ranks) + restart_notes(os.environ)
+    job_config, *lines = read(argv, ranks)
+    lines += [check_files(job_config, os.environ, ranks), restart_notes(os.environ)]
     if os.environ.get("RANK", "0") == "0":
-        print_status("\n".join(notes))
+        print_status("\n".join(chain.from_iterable(lines)))
     _check_environment()
     from titan_grpo.titan.trainer import run
 

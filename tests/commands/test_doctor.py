@@ -244,6 +244,25 @@ def job(root: Path) -> list[str]:
     return ["doctor", "--job.config_file", str(root / "train_configs" / "quickstart_cpu.toml")]
 
 
+def test_what_the_start_of_the_run_says_of_the_job_is_said_before_it(
+    tmp_path: Path, job: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before, a key without effect and random first weights were "valid", and no more."""
+    model = write_tiny_model("qwen3", tmp_path / "model", seed=0)
+    job += [f"--rollout.servers=http://127.0.0.1:{free_port()}", f"--model.hf_assets_path={model}"]
+    job += ["--grpo.algorithm=dr_grpo", "--grpo.kl_in_reward", "--checkpoint.no-enable"]
+    job += ["--checkpoint.no-initial_load_in_hf"]
+    cli.main(job)
+    lines = capsys.readouterr().out.splitlines()
+    said = [(line[:9].strip(), line[23:]) for line in lines if line[9:22].strip() == "start"]
+    (expanded, unused, weights) = said
+    assert expanded[0] == "ok"
+    assert expanded[1].startswith("grpo.algorithm = ")
+    assert unused[0] == weights[0] == "warning"
+    assert unused[1].startswith("grpo.kl_in_reward = True has no effect: ")
+    assert weights[1].startswith("training starts from random weights")
+
+
 def test_servers_of_a_file_are_looked_at_too(
     tmp_path: Path, job: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

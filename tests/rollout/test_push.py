@@ -314,6 +314,16 @@ def test_a_body_that_is_too_large_once_unpacked_is_refused(
         assert sent.status_code == status
 
 
+@pytest.mark.parametrize(("rest", "status"), [(b"]}", 202), (b"]", 400)])
+def test_all_members_of_a_gzipped_body_are_read(client: Client, rest: bytes, status: int) -> None:
+    """Before, the first one alone was, and without a word (RFC 1952, 2.2: a file may have more)."""
+    plain = encoded(body())
+    assert plain.endswith(b"]}")
+    packed = gzip.compress(plain[:-2]) + gzip.compress(rest)
+    sent = client.post("/groups", content=packed, headers={"Content-Encoding": "gzip"})
+    assert sent.status_code == status
+
+
 def test_a_push_that_is_decided_late_is_answered_as_it_was_decided(
     client: Client, source: PushSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:

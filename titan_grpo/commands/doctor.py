@@ -34,6 +34,7 @@ LONGEST_S = 3600.0
 """Largest --timeout."""
 
 CORRECT = "correct the TOML file or the command line"
+INTENDED = "the start of the run says so too; correct the job if this is not intended"
 
 
 @dataclass
@@ -91,8 +92,8 @@ def parser() -> argparse.ArgumentParser:
 
 def wanted(
     args: argparse.Namespace, rest: list[str], env: Mapping[str, str]
-) -> tuple[Wanted, Finding | None]:
-    """Return what to check, and a finding about the configuration itself."""
+) -> tuple[Wanted, list[Finding]]:
+    """Return what to check, and findings about the configuration itself."""
     named = {"vllm": args.engine_python, "sglang": args.sglang_python}
     keys = {"api_key_env": args.api_key_env, "admin_key_env": args.admin_key_env}
     out = Wanted(
@@ -101,14 +102,14 @@ def wanted(
         Rollout(**keys, max_concurrent_requests=0),
     )
     if not rest:
-        return out, None
+        return out, []
     from titan_grpo.titan import jobconfig
     from titan_grpo.titan.export import adapter_elements
     from titan_grpo.titan.jobfile import read_config
     from titan_grpo.titan.servers import known_servers
 
     try:
-        config = jobconfig.parse(rest)
+        config, expanded, notes = jobconfig.read(rest)
         out.model_fields = essential(read_config(config.model.hf_assets_path))
         rollout = config.rollout
         tokens = servers.tokens_here(config.model.hf_assets_path)
@@ -118,7 +119,7 @@ def wanted(
             known = known_servers(rollout, env, apart=apart).urls
             out.servers += [url for url in known if url not in out.servers]
     except ConfigError as error:
-        return out, host.problem("configuration", str(error), CORRECT)
+        return out, [host.problem("configuration", str(error), CORRECT)]
     if launched:
         pythons = {engine: getattr(rollout, PYTHONS[engine]) for engine in rollout.launch_engines}
         out.pythons = pythons | out.pythons
@@ -139,10 +140,12 @@ def wanted(
     out.needs = Needs(options, tokens, reads, streamed)
     try:
         # Without the data of reward functions and interpreters: they are tried, which says more.
-        jobconfig.check_files(config, env, all_files=False)
+        notes += jobconfig.check_files(config, env, all_files=False)
+        found = [host.ok("configuration", "valid")]
     except (ConfigError, DataError) as error:
-        return out, host.problem("configuration", str(error), CORRECT)
-    return out, host.ok("configuration", "valid")
+        found = [host.problem("configuration", str(error), CORRECT)]
+    found += [host.ok("start", text) for text in expanded]
+    return out, found + [host.warning("start", note, INTENDED) for note in notes]
 
 
 def machine(want: Wanted, env: Mapping[str, str]) -> Iterator[Finding]:
@@ -212,8 +215,7 @@ def findings(
         find_run_key(env, want.sync.run_key_file),
         want.model_fields,
     )
-    if configuration:
-        yield configuration
+    yield from configuration
     yield from machine(want, env)
     elsewhere = rollout.controller != "local"
     if want.needs:

@@ -1,7 +1,9 @@
 """Small HTTP server with a key, for pushed groups, agents and the rollout service. A thread per
 connection reads the requests, calls ``answer``, and writes the replies."""
 
+import gzip
 import hmac
+import io
 import json
 import select
 import socket
@@ -152,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
         except _TooLarge:
             text = f"a body must not be larger than {MAX_BYTES} bytes"
             return self._write(Reply(413, {"error": text}), keep=False)
-        except (ValueError, zlib.error) as error:
+        except ValueError as error:
             text = f"the request cannot be read: {error}"
             return self._write(Reply(400, {"error": text}), keep=False)
         scheme, _, key = self.headers.get("Authorization", "").partition(" ")
@@ -193,12 +195,12 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(max(length, 0))
         if self.headers.get("Content-Encoding", "identity").lower() != "gzip":
             return body
-        gunzip = zlib.decompressobj(wbits=31)
-        plain = gunzip.decompress(body, MAX_BYTES)
-        if gunzip.unconsumed_tail:
+        try:
+            plain = gzip.GzipFile(fileobj=io.BytesIO(body)).read(MAX_BYTES + 1)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"the body is no whole gzip stream: {error}") from error
+        if len(plain) > MAX_BYTES:
             raise _TooLarge
-        if not gunzip.eof:
-            raise ValueError("the gzip stream is torn")
         return plain
 
     def _write(self, reply: Reply, keep: bool) -> None:

@@ -60,14 +60,14 @@ ANY_SERVER = "http://server:8000"
 
 
 def parse(argv: Sequence[str], world_size: int | None = None, calls_servers: bool = True) -> Any:
-    """Return the configuration of ``read``, without the notes."""
+    """Return the configuration of ``read`` alone."""
     return read(argv, world_size, calls_servers)[0]
 
 
 def read(
     argv: Sequence[str], world_size: int | None = None, calls_servers: bool = True
-) -> tuple[Any, list[str]]:
-    """Return the merged, checked JobConfig, and notes for the start: what ``grpo.algorithm`` set,
+) -> tuple[Any, list[str], list[str]]:
+    """Return the merged, checked JobConfig, and lines for the start: what ``grpo.algorithm`` set,
     and which given keys have no effect. Argument beats TOML beats ``grpo.algorithm`` beats default.
 
     Derived if neither TOML nor argument gives them: ``job.custom_config_module``,
@@ -100,11 +100,11 @@ def read(
     r = config.rollout
     if not (calls_servers or r.servers or r.servers_file or r.servers_slurm):
         r.servers = [ANY_SERVER]
-    notes = []
+    expanded = []
     if config.grpo.algorithm:
         keys = algorithm_keys(config.grpo.algorithm)
         refuse(mismatches(type(config.grpo), keys, f"{config.grpo.algorithm}: grpo."))
-        notes.append(expand(config.grpo, keys, given))
+        expanded.append(expand(config.grpo, keys, given))
         given |= {f"grpo.{name}" for name in keys}
     config.evaluation = [_evaluation(n, t, config.rollout) for n, t in enumerate(config.evaluation)]
     # In this order: each part computes with numbers that the parts before have checked.
@@ -118,10 +118,10 @@ def read(
     refuse(_compiler(config.compile))
     refuse(_model_violations(config))
     resolve_aliases(config.grpo)
-    notes += inert(config, given, rules.inert(config))
+    unused = inert(config, given, rules.inert(config))
     # It means nothing here, and torchtitan refuses one that its data-parallel ranks do not divide.
     config.training.global_batch_size = -1
-    return config, notes
+    return config, expanded, unused
 
 
 def _evaluation(number: int, table: Mapping[str, Any], rollout: Any) -> Evaluation:
