@@ -74,7 +74,7 @@ def test_the_doctor_finds_nothing_wrong_with_it_but_servers_that_are_not_there(
 
 def test_every_key_it_writes_has_an_effect_and_a_word(folder: Path) -> None:
     make("--reward", "examples.own_reward.rewards:number", "--out", "jobs/mine.toml")
-    config, notes = jobconfig.read(["--job.config_file", "jobs/mine.toml"])
+    config, _, notes = jobconfig.read(["--job.config_file", "jobs/mine.toml"])
     assert notes == []
     assert config.rollout.servers == ["http://a:8000", "http://b:8000"]
     assert (config.model.name, config.model.flavor) == ("qwen3", "grpo_tiny")

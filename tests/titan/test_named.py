@@ -167,7 +167,7 @@ def test_the_start_says_what_an_algorithm_set_and_what_cannot_act(tmp_path: Path
     own = "clip_ratio_dual = 3.0\ngrpo_by_token = true\n"
     path.write_text(f'{MINIMAL}[grpo]\nalgorithm = "gspo"\n{own}')
     arguments = ["--job.config_file", str(path), "--grpo.num_microbatches=1"]
-    config, (first, *notes) = jobconfig.read(arguments)
+    config, (first,), notes = jobconfig.read(arguments)
     assert (config.grpo.num_microbatches, config.grpo.rollout_is_level) == (1, "geometric")
     assert first.startswith('grpo.algorithm = "gspo" sets policy_loss = "clip", ')
     assert first.endswith(
@@ -223,17 +223,17 @@ def test_a_key_of_torchtitans_without_effect_is_named(
     """Before, it did nothing, and nothing said so."""
     of = ["--job.config_file", parse().job.config_file, "--compile.enable"]
     of += ["--grpo.token_budget=64", argument]
-    _, (line,) = jobconfig.read(of)
+    _, _, (line,) = jobconfig.read(of)
     assert line.startswith(f"{argument[2:].partition('=')[0]} = ")
     assert " has no effect: " in line
-    assert jobconfig.read([*of, other])[1] == []
+    assert jobconfig.read([*of, other])[2] == []
 
 
 def test_a_batch_size_of_torchtitans_is_named_as_without_effect_and_refused_nowhere(
     parse: Parse,
 ) -> None:
     arguments = ["--job.config_file", parse().job.config_file, "--training.global_batch_size=7"]
-    config, (line,) = jobconfig.read(arguments)
+    config, _, (line,) = jobconfig.read(arguments)
     assert line.startswith("training.global_batch_size = 7 has no effect: ")
     # torchtitan stops at 7 on two ranks
     assert config.training.global_batch_size == -1

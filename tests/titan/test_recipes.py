@@ -21,7 +21,9 @@ RANKS |= {"qwen3_0.6b_one_node": 4}
 def recipe(name: str, *arguments: str) -> tuple[Any, list[str]]:
     """Its configuration, and the notes of the start."""
     (path,) = [p for p in RECIPES if p.stem == name]
-    return jobconfig.read(["--job.config_file", str(path), *arguments], RANKS[name])
+    arguments = ("--job.config_file", str(path), *arguments)
+    config, expanded, unused = jobconfig.read(arguments, RANKS[name])
+    return config, expanded + unused
 
 
 def test_the_recipes_of_the_readme_are_all_there() -> None:
