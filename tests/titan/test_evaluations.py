@@ -160,6 +160,31 @@ def test_a_version_is_evaluated_where_it_is_due_and_its_server_is_kept_meanwhile
     assert processes() == []
 
 
+def test_a_result_of_one_prompt_has_no_interval_of_the_result_before_it(
+    begin: Begin, completion_server: MakeServer
+) -> None:
+    """Before, Prometheus and the step's line had the new mean between the ends of an older one."""
+    server = completion_server()
+    one, lanes, _, _ = begin(every=1)
+    one.set_server(held(server, 0))
+    lanes.wait_free()
+    first = one.latest()
+    kept = server.bodies[0]["prompt"]
+
+    def refuse_others(body: dict[str, Any]) -> tuple[int, Any]:
+        return server.good(body) if body["prompt"] == kept else (400, {"error": "too long"})
+
+    server.behaviour = refuse_others
+    one.set_server(held(server, 1))
+    lanes.wait_free()
+    values = one.latest()
+    assert (values["evaluation/digits/version"], values["evaluation/digits/refused"]) == (1, 2)
+    ends = {name for name in first if name.endswith(("_low", "_high"))}
+    assert first.keys() - values.keys() == ends
+    assert len(ends) == 6
+    assert one.take_values() == values
+
+
 @pytest.mark.parametrize(("own", "asked"), [(False, 2), (True, 4)], ids=["launched", "its own"])
 def test_no_request_asks_for_more_than_a_launched_server_has_room_for(
     begin: Begin, completion_server: MakeServer, model_dir: str, own: bool, asked: int

@@ -80,6 +80,15 @@ def evaluation_spec(job_config: Any, model_dir: str, version: int = 0) -> Rollou
     return replace(spec, row_tokens=job_config.training.seq_len)
 
 
+def replace_values(values: dict[str, float], outcome: Evaluated) -> None:
+    """Put an evaluation's metrics in place of its earlier ones. A result may have fewer: one prompt
+    has no interval."""
+    first = f"{names.EVALUATION}/{outcome.name}/"
+    for name in [name for name in values if name.startswith(first)]:
+        del values[name]
+    values |= evaluation.metrics(outcome)
+
+
 class Evaluations:
     """ServerObserver between the server set and the rollouts. It forwards to ``rollouts``, except
     for servers that only evaluate. Lanes call it under the set's lock; these calls never block."""
@@ -317,9 +326,8 @@ class Evaluations:
             table.running = None
             if isinstance(outcome, Evaluated):
                 table.evaluated, table.tries = outcome.version, 0
-                values = evaluation.metrics(outcome)
-                self._values |= values
-                self._latest |= values
+                for values in (self._values, self._latest):
+                    replace_values(values, outcome)
             else:
                 self._try_again(table, run, outcome)
             self._let_go(run)
