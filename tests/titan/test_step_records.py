@@ -307,20 +307,44 @@ def test_completions_are_a_table_of_tensorboards_text_page(tmp_path: Path) -> No
     assert text.splitlines()[2] == row
 
 
+NO_TOKENS = dict.fromkeys(("clipped_low", "clipped_high", "on_policy_count"), 0.0)
+"""What every step's metrics of the loss have."""
+
+
+def recording(folder: Path) -> Any:
+    """A controller that can record steps, and nothing else."""
+    controller: Any = Controller.__new__(Controller)
+    controller.recorder = Recorder(folder)
+    controller.sync_process = SimpleNamespace(servers=SimpleNamespace(versions=dict))
+    controller._evaluations = SimpleNamespace(own=(), take_values=dict)
+    controller._job = SimpleNamespace(training=SimpleNamespace(steps=9))
+    controller._step_values, controller._taken, controller.stopped_by = {}, (3, []), ""
+    controller._watched = ()
+    return controller
+
+
+@pytest.mark.parametrize(("first", "totals"), [(1, [1, 2]), (3, [21, 22])])
+def test_the_totals_of_an_older_run_in_the_folder_are_those_of_a_resumed_run_alone(
+    tmp_path: Path, first: int, totals: list[int]
+) -> None:
+    """Before, the first line of a new run had them, and the second one fewer again."""
+    for steps, commits in (((1, 2), 10), ((first, first + 1), 1)):
+        controller, found = recording(tmp_path), []
+        for step in steps:
+            controller.recorder.count(names.SYNC_COUNT, commits)
+            found.append(controller.record(step, NO_TOKENS, {}, [])[names.SYNC_COUNT])
+        controller.recorder.close()
+    assert found == totals
+
+
 def test_a_value_that_is_infinite_crosses_a_threshold_in_the_run_and_of_a_check_from_outside(
     tmp_path: Path,
 ) -> None:
     """As the loss of a step that was not taken, which is the one to stop at. Before, its line of
     metrics.jsonl did not have it, and ``watch --check`` saw nothing."""
-    controller: Any = Controller.__new__(Controller)
-    controller.recorder = Recorder(tmp_path)
-    controller.sync_process = SimpleNamespace(servers=SimpleNamespace(versions=dict))
-    controller._evaluations = SimpleNamespace(own=(), take_values=dict)
-    controller._job = SimpleNamespace(training=SimpleNamespace(steps=9))
-    controller._step_values, controller._taken, controller.stopped_by = {}, (3, []), ""
+    controller = recording(tmp_path)
     controller._watched = (Threshold.parse(f"{names.LOSS} > 100", "alerts.stop", "stop"),)
-    none = dict.fromkeys(("clipped_low", "clipped_high", "on_policy_count"), 0.0)
-    values = controller.record(7, {"loss": math.inf, **none}, {}, {})
+    values = controller.record(7, {"loss": math.inf, **NO_TOKENS}, {}, [])
     assert controller.stopped_by == f"alerts.stop {names.LOSS} > 100 (inf)"
     assert names.LOSS not in values
     controller.recorder.close()

@@ -59,7 +59,7 @@ RUNS: dict[str, Run] = {
     "routers": ("routers", 2, ""),
     **{
         case: (case, 1, "")
-        for case in ("bias", "coded", "skipped", "ended", "tied", "scaled", "kept")
+        for case in ("bias", "coded", "skipped", "blocked", "ended", "tied", "scaled", "kept")
     },
 }
 
@@ -123,6 +123,13 @@ def test_versions_that_no_slot_was_free_for_are_skipped_until_rollouts_would_wai
 ) -> None:
     """Servers hold version 0, and groups for the trainer at version 2 need version 1 or 2."""
     assert said["skipped"] == [[0, 0, 2]]
+
+
+@pytest.mark.e2e
+def test_a_wait_for_a_slot_is_time_lost_to_weight_sync(said: dict[str, list[Any]]) -> None:
+    """Before, it counted as a wait for rollouts, and the page's remedy was more servers."""
+    (lost_s,) = said["blocked"]
+    assert 0.9 < lost_s < 60
 
 
 @pytest.mark.e2e

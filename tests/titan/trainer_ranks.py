@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -155,6 +156,21 @@ def skipped(place: Place) -> list[int]:
             trainer._catch_up()
             said.append(trainer._published)
     return said
+
+
+def blocked(place: Place) -> float:
+    """Publish more versions than there are slots, while the sync process stands still for a second:
+    the time lost to weight sync."""
+    with made(place, *NO_FILES, publishes=True) as trainer:
+        trainer._publish_now(0)
+        children = psutil.Process().children(recursive=True)
+        (process,) = [p for p in children if "titan_grpo.sync.process" in p.cmdline()]
+        trainer._blocked_s = 0.0
+        process.suspend()
+        threading.Timer(1.0, process.resume).start()
+        for version in (1, 2, 3):
+            trainer._publish_now(version)
+        return trainer._blocked_s
 
 
 def committed(place: Place) -> float:
@@ -296,7 +312,19 @@ def refused(place: Place, *arguments: str) -> list[str]:
 
 CASES: dict[str, Callable[..., Any]] = {
     case.__name__: case
-    for case in (bias, coded, routers, skipped, committed, ended, tied, scaled, kept, refused)
+    for case in (
+        bias,
+        coded,
+        routers,
+        skipped,
+        blocked,
+        committed,
+        ended,
+        tied,
+        scaled,
+        kept,
+        refused,
+    )
 }
 
 

@@ -256,7 +256,10 @@ MEANING: dict[str, str] = {
     LAG_MAX: "largest of those, versions",
     VERSION: "the version that the step began from",
     STEP_S: "a whole step on the main thread, without its checkpoint, seconds",
-    BLOCKED_S: "main thread lost to weight sync, seconds per step",
+    BLOCKED_S: (
+        "main thread lost to weight sync, with the wait for a slot if all versions that a step's"
+        " rollouts could be made with were skipped; seconds per step"
+    ),
     ROLLOUT_WAIT_S: (
         "main thread waited for rollouts, and for the batch that is made of them, seconds per step"
     ),

@@ -230,6 +230,7 @@ class Recorder:
                 f" ({error.strerror}): name another one"
             ) from error
         self._last: dict[str, Any] = {}
+        self._begun = False
         self._taken: dict[str, int] = {}
         """Number of values of each series that ``since_last`` has returned."""
         self._lock = threading.Lock()
@@ -329,9 +330,8 @@ class Recorder:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """End a training step: write one line of metrics.jsonl with all metrics."""
+        self.begin(step)
         row = {"step": step, "time_s": self._clock(), **_finite(metrics)}
-        if not self._last:
-            self._begin(step)
         with self._lock:
             self._rows.append(_kept(row, names.SUMMARISED))
             self._last = row
@@ -350,10 +350,13 @@ class Recorder:
         """Add a line to samples.jsonl (:class:`titan_grpo.observe.schema.ShownStep`)."""
         self._queue.put(("samples", line))
 
-    def _begin(self, step: int) -> None:
+    def begin(self, step: int) -> None:
         """Before this process's first step, drop what it repeats: later steps, or (at step 1) the
-        older run whose files the directory still has."""
+        older run whose files the directory still has, with its totals. Later calls do nothing."""
         with self._lock:
+            begun, self._begun = self._begun, True
+            if begun:
+                return
             self._rows = [row for row in self._rows if row["step"] < step]
         if step == 1:
             self.add("first step")
@@ -390,7 +393,7 @@ class Recorder:
 
     def since_last(self) -> dict[str, float]:
         """Return the mean of each series' values (names.WORK) since the last call, and all totals
-        so far (names.TOTALS and dropped groups). For one caller."""
+        so far (names.TOTALS and dropped groups). For one caller, which calls ``begin`` before."""
         found = dict.fromkeys(names.TOTALS, 0.0)
         prefix = names.dropped("")
         with self._lock:

@@ -399,11 +399,12 @@ class Controller:
         step: int,
         metrics: Mapping[str, float],
         times: Mapping[str, float],
-        phases: Mapping[str, tuple[float, float]],
+        phases: Sequence[tuple[str, float, float]],
     ) -> dict[str, float]:
-        """Write a step to metrics.jsonl, the terminal and the trace (``phases``: name -> (start,
-        stop) on the recorder's clock). Return the values for TensorBoard."""
-        for name, (start, stop) in phases.items():
+        """Write a step to metrics.jsonl, the terminal and the trace (``phases``: name, start and
+        stop on the recorder's clock). Return the values for TensorBoard."""
+        self.recorder.begin(step)
+        for name, start, stop in phases:
             self.recorder.add_span(name, start, stop, "main thread", step=step)
         # Only the servers that rollouts are sampled on.
         known, own = self.sync_process.servers.versions(), self._evaluations.own

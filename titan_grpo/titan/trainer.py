@@ -284,18 +284,23 @@ class GRPOTrainer(Engine):
     def _publish_now(self, version: int) -> bool:
         """Publish ``version`` between two steps, waiting for a slot on rank 0. Return whether one
         became free. Collective."""
+        begin = time.perf_counter()
         slot = self._on_rank0(Controller.wait_slot)
+        self._blocked_s += time.perf_counter() - begin
         if slot is not None:
             self._publish(version, slot)
         return slot is not None
 
-    def _catch_up(self) -> None:
+    def _catch_up(self) -> bool:
         """Publish the version, once a slot is free, if every version that could make this step's
-        groups was skipped: none of them has begun, and none ever would. Collective."""
+        groups was skipped: none of them has begun, and none ever would. Return whether so.
+        Collective."""
         rollout = self.job_config.rollout
         late = too_stale(self._published, self.version, rollout.max_staleness)
         if late and not rollout.replay_path:
             self._publish_now(self.version)
+            return True
+        return False
 
     def _publish(self, version: int, slot: int) -> None:
         start = time.perf_counter()
@@ -312,7 +317,7 @@ class GRPOTrainer(Engine):
             self._start()
         self._blocked_s = 0.0
         begin = time.perf_counter()
-        self._catch_up()
+        caught_up = time.perf_counter() if self._catch_up() else begin
         share = self._fetch()
         fetched = time.perf_counter()
         learning_rate = self.learning_rate()
@@ -327,7 +332,7 @@ class GRPOTrainer(Engine):
         if outcome.taken and share.slot is not None and not self._grpo.async_weight_update:
             self._wait_committed()
         if self.controller is not None:
-            clock = (begin, fetched, trained)
+            clock = (begin, caught_up, fetched, trained)
             self._record(self.controller, metrics, outcome, clock, learning_rate)
         self._judge(outcome)
         self._obey_alerts()
@@ -382,24 +387,26 @@ class GRPOTrainer(Engine):
         controller: Controller,
         metrics: dict[str, float],
         outcome: Outcome,
-        clock: tuple[float, float, float],
+        clock: tuple[float, float, float, float],
         learning_rate: float,
     ) -> None:
-        begin, fetched, trained = clock
+        begin, caught_up, fetched, trained = clock
         now = time.perf_counter()
         times = {
-            names.ROLLOUT_WAIT_S: fetched - begin,
+            names.ROLLOUT_WAIT_S: fetched - caught_up,
             names.TRAIN_S: trained - fetched,
             names.BLOCKED_S: self._blocked_s,
             names.STEP_S: now - begin,
             names.GRAD_NORM: outcome.grad_norm,
             names.LEARNING_RATE: learning_rate,
         }
-        spans = {
-            "rollout wait": (begin, fetched),
-            "train": (fetched, trained),
-            "publish": (trained, now),
-        }
+        spans = [
+            ("rollout wait", caught_up, fetched),
+            ("train", fetched, trained),
+            ("publish", trained, now),
+        ]
+        if caught_up > begin:
+            spans.insert(0, ("publish", begin, caught_up))
         if outcome.unhealthy:
             controller.unhealthy(self.step, outcome.steps - outcome.taken, outcome.unhealthy)
         tensorboard = controller.record(self.step, metrics, times, spans)
