@@ -65,6 +65,22 @@ def test_a_step_waits_for_the_slow_group_that_was_started_for_it_however_many_ar
     assert not any(name.startswith("dropped") for name in client.counters())
 
 
+def test_requests_are_counted_in_flight_before_the_first_of_them_ends(
+    start: StartClient, completion_server: MakeServer
+) -> None:
+    """Before, a server that was full of long completions had none in any figure, until a group of
+    them ended."""
+    server, client = completion_server(), start()
+    server.behaviour = server.hang
+    client.set_server(ServerState(server.url, 0, True, "0"))
+    full = 2 * PER_STEP * GROUP
+    assert wait_until(lambda: client.counters().get(f"in_flight.{server.url}") == full, 60.0)
+    server.released.set()
+    for version in (0, 1):
+        client.next_batch(version, PER_STEP, 60)
+    assert client.counters()[f"in_flight.{server.url}"] == 0
+
+
 def test_groups_that_made_no_version_leave_room_for_as_many_more(
     start: StartClient, completion_server: MakeServer
 ) -> None:

@@ -427,6 +427,8 @@ class RolloutClient:
                     self._count(counters)
                     self._cursor.use(index)
                     self._left_out += rewards
+                case messages.Counts(counters):
+                    self._count(counters)
                 case messages.Event(text, counters, skipped):
                     self._count(counters)
                     if skipped is not None:

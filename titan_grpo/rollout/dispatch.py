@@ -164,16 +164,20 @@ class Dispatcher:
                 self._pump_soon()
                 break
         size, capacity = self._spec.group_size, self._spec.max_concurrent_requests
-        room = Room(self._servers.values(), size, capacity, loop.time())
+        room, started = Room(self._servers.values(), size, capacity, loop.time()), False
         while (best := room.newest) is not None:
             # A server with an older version may still start a group for an earlier step.
             waiting = self._starts.most_urgent(best)
             if waiting is None:
-                return
+                break
             needed = self._starts.needed_version(waiting.ticket.index)
             server = room.take(needed, waiting.avoid)
             assert server is not None, "one has room and the best version"
             self._start(waiting.ticket, server)
+            started = True
+        if started:
+            # The trainer would else know of these requests when the first group of them ends.
+            self._send(messages.Counts(self._counts.changed()))
 
     def _start(self, ticket: Ticket, server: Server) -> None:
         spec, loop, version = self._spec, asyncio.get_running_loop(), server.state.version

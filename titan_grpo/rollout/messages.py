@@ -378,6 +378,12 @@ class Answer(Frame, frozen=True):
     kind: str = ""
 
 
+class Counts(Frame, frozen=True):
+    """Groups were started: the counts that this changed."""
+
+    counters: dict[str, int]
+
+
 class Event(Frame, frozen=True):
     """Text for the log: a drop or a server failure, say. ``skipped``: a prompt given up."""
 
@@ -405,7 +411,7 @@ ToWorker = (
     | EngineCall
     | Stop
 )
-FromWorker = Ready | GroupDone | LeftOut | Answer | Event | Failed
+FromWorker = Ready | GroupDone | LeftOut | Answer | Counts | Event | Failed
 
 
 class RolloutStopped(TitanGrpoError):
