@@ -35,8 +35,8 @@ def test_a_page_has_the_runs_curves_findings_waits_and_timeline(tmp_path: Path) 
     assert data["tiles"][3:6] == [["reward", "0.21 → 0.75"], ["servers", "3"], ["commits", "53"]]
     trainer, _, paused, sent, *_ = data["waits"]
     assert (trainer[:2], trainer[3]) == (["trainer", "rollouts"], pytest.approx(0.1))
-    # 21 commits of 30 ms each.
-    loading = ["10.0.0.0:8000", "loading a version (generation stands still)", 0.63]
+    # 20 commits of 30 ms each, after the first.
+    loading = ["10.0.0.0:8000", "loading a version (generation stands still)", 0.6]
     assert paused[:3] == loading
     assert sent[:2] == ["versions for 10.0.0.0:8000", "their transfer (generation goes on)"]
 

@@ -44,6 +44,8 @@ class ServerFigures:
     connects: int
     send_median_s: float
     send_s: float
+    """Part of ``served_s``, like ``drain_s`` and ``pause_s``, since a server generates nothing
+    before its first version; of one that held none, the whole time."""
     drain_s: float
     pause_median_s: float
     pause_s: float
@@ -98,15 +100,21 @@ def figures(trace: Trace, url: str) -> ServerFigures:
     served_s = float(serving.sum())
     lag = max(0.0, float((serving * (newest - own)).sum()) / served_s) if served_s else 0.0
     faults = [i for i in trace.instants if i.track == url and i.name == "sync failure"]
+
+    def served(spans: Spans) -> float:
+        if not spans.start.size or not served_s:
+            return spans.total_s
+        return float(np.diff(_done(spans.start, spans.stop, at))[own >= 0].sum())
+
     return ServerFigures(
         url=url,
         commits=int((versions >= 0).sum()),
         connects=int(connect.start.size),
         send_median_s=send.median_s,
-        send_s=send.total_s,
-        drain_s=drain.total_s,
+        send_s=served(send),
+        drain_s=served(drain),
         pause_median_s=pause.median_s,
-        pause_s=pause.total_s,
+        pause_s=served(pause),
         served_s=served_s,
         lag=lag,
         faults=len(faults),
