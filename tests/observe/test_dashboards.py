@@ -76,6 +76,17 @@ def test_a_steps_line_is_a_page_of_gauges_and_counters_with_labels(tmp_path: Pat
     assert ("titan_grpo_loss_total", "") not in found, "null: it has no value"
 
 
+def test_a_name_that_stands_for_several_metrics_has_a_meaning_of_them_all() -> None:
+    """Before, the drops had that of the reason that came first, and the step had none."""
+    values = {"step": 3.0, names.dropped("bad_reward"): 1.0, names.dropped("stale"): 2.0}
+    text = dashboards.page(values).decode()
+    said = {each.name: each.documentation for each in text_string_to_metric_families(text)}
+    assert said == {
+        "titan_grpo_step": "the last training step that ended",
+        "titan_grpo_dropped": "groups dropped, and completions left out, by reason",
+    }
+
+
 def test_the_dashboard_asks_for_metrics_that_exist(root: Path) -> None:
     values = dict.fromkeys(names.MEANING, 1.0) | {"step": 1.0, names.dropped("stale"): 1.0}
     values |= {names.of_server("http://a:1", what): 1.0 for what in names.OF_SERVER}

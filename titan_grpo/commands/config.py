@@ -77,10 +77,11 @@ def page() -> str:
 
 METRICS = """# Metrics
 
-Every name in the lines of `metrics.jsonl`, which also have `step` and `time_s`, and so in
-TensorBoard and W&B, with its unit. Names with `_s` are seconds; what the main thread lost (`time/`)
-and work done elsewhere (`sync/`) never share a name. A run has those that its configuration
-computes. The keys of `summary.json` are in `titan_grpo/observe/schema.py`.
+Every name in the lines of `metrics.jsonl`, which also have `step` and `time_s` (seconds on a clock
+that starts anywhere), and so in TensorBoard and W&B, with its unit. Names with `_s` are seconds;
+what the main thread lost (`time/`) and work done elsewhere (`sync/`) never share a name. A run has
+those that its configuration computes. The keys of `summary.json` are in
+`titan_grpo/observe/schema.py`.
 
 ## Where to look at them
 
@@ -92,7 +93,8 @@ computes. The keys of `summary.json` are in `titan_grpo/observe/schema.py`.
   last step's line and the last values of each evaluation. A rollout service (`titan-grpo rollouts`)
   answers at its own address, with its own key, with what its rollouts counted. `reward/mean` is
   `titan_grpo_reward_mean`, `server/HOST:PORT/lag` is `titan_grpo_server_lag{server="HOST:PORT"}`;
-  totals end in `_total`. `docker/grafana.json` is a dashboard of them, for Grafana's import.
+  totals are counters, and end in `_total` (as does `titan_grpo_loss_total`, a gauge).
+  `docker/grafana.json` is a dashboard of them, for Grafana's import.
 * OpenTelemetry: with `OTEL_EXPORTER_OTLP_ENDPOINT` set, rank 0 also exports the trace's spans
   over HTTP. What belongs to one version, or to one step, is one trace.
 
@@ -113,9 +115,14 @@ Prometheus and OpenTelemetry need `pip install 'titan_grpo[dashboards]'`.
 * **Totals** count from the start of the run, and go on in a resumed one, where steps that are made
   again count again: the names under `sync/` without `_s`, `dropped/`,
   `health/skipped_optimizer_steps`, and `rollout/` with `requests`, `outages`, `interrupted_groups`,
-  `moved_groups` and `skipped_prompts`.
+  `moved_groups` and `skipped_prompts`. A line has those of `rollout/` and of dropped groups as they
+  were when the step took its groups, `summary.json` all of them at the run's end.
 * **Durations** under `sync/` are means over what ended since the step before; a step without any
   has no value.
+* **Rates** are over the time since the step before took its groups, in a process's first step since
+  its rollouts started, with the start of the servers in it.
+* Of several ranks, times of the main thread are rank 0's, and `sync/` has the copy of its shard and
+  the hash of its host's part of a version.
 * A value that is NaN or infinite, as the loss of a skipped step, is null in `metrics.jsonl` and
   missing elsewhere. An alert on it holds.
 

@@ -66,6 +66,13 @@ def page(values: Mapping[str, float | None]) -> bytes:
     return generate_latest(registry)
 
 
+HELP = {
+    "titan_grpo_step": "the last training step that ended",
+    "titan_grpo_dropped": "groups dropped, and completions left out, by reason",
+}
+"""Meanings of the names that are no metric's, or stand for several."""
+
+
 def _families(values: Mapping[str, float | None]) -> Iterable[Any]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -77,7 +84,8 @@ def _families(values: Mapping[str, float | None]) -> Iterable[Any]:
         if shown not in families:
             counts_up = name in names.TOTALS or name.startswith(names.dropped(""))
             kind = CounterMetricFamily if counts_up else GaugeMetricFamily
-            families[shown] = kind(shown, names.meaning(name), labels=list(labels))
+            help_ = HELP.get(shown) or names.meaning(name)
+            families[shown] = kind(shown, help_, labels=list(labels))
         families[shown].add_metric(list(labels.values()), value)
     return families.values()
 

@@ -228,8 +228,8 @@ MEANING: dict[str, str] = {
         " other experts than the engine did, in any layer (grpo.router_replay)"
     ),
     WORK_CV: (
-        "coefficient of variation of the ranks' work in a step (operations, estimated from lengths"
-        " and the model's dimensions), after balancing"
+        "coefficient of variation of the ranks' work in a step, all its optimizer steps together"
+        " (operations, estimated from lengths and the model's dimensions), after balancing"
     ),
     WORK_CV_DEALT: (
         "the same if groups (with grpo.balance_split_groups: completions) were dealt to the ranks"
@@ -251,7 +251,7 @@ MEANING: dict[str, str] = {
     ),
     LAG: (
         "mean over servers of the version a step began from minus the one held at its end (0 if"
-        " that is newer), versions"
+        " that is newer), versions; without servers of which it is not known what they hold"
     ),
     LAG_MAX: "largest of those, versions",
     VERSION: "the version that the step began from",
@@ -267,8 +267,8 @@ MEANING: dict[str, str] = {
         "forward, backward and optimizer, with the wait for the last version's copy in between"
         " (which is in time/blocked_s too), seconds per step"
     ),
-    COPY_S: "copy of a rank's shard into the version image, seconds per version",
-    DIGEST_S: "hash of all blocks of a version, seconds",
+    COPY_S: "copy of rank 0's shard into the version image, seconds per version",
+    DIGEST_S: "hash of a version's blocks on rank 0's host, seconds",
     CONNECT_S: "opening a lane to a server, attempts that failed included, seconds",
     SEND_S: "bytes of a version on their way to one server, seconds",
     VERIFY_S: (
@@ -291,7 +291,9 @@ MEANING: dict[str, str] = {
     SYNC_S: "publish to verified commit on one server, seconds",
     HELD_S: "evaluations kept a server of rollouts on its version, seconds",
     SYNC_COUNT: "commits on all servers",
-    SYNC_BYTES: "bytes sent to all servers",
+    SYNC_BYTES: (
+        "bytes sent to all servers; none of a transfer that broke off before the receiver's answer"
+    ),
     RELAYED_BYTES: "of sync/bytes, what servers read from each other (weight_sync.relay)",
     SPARED_BYTES: "bytes that servers did not read, since patches made them (weight_sync.delta)",
     SYNC_FAILURES: (
