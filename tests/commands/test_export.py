@@ -1,6 +1,8 @@
 import json
+import os
 import resource
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -260,6 +262,15 @@ def test_an_adapter_larger_than_a_shard_is_one_file(
     tensors = {"a": torch.ones(8), "b": torch.zeros(8)}
     assert write_adapter(tensors.items(), tmp_path / "adapter", {}).shards == 1
     assert load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys() == {"a", "b"}
+
+
+def test_the_weights_may_be_read_by_those_whom_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_weights({"a": torch.ones(2)}.items(), tmp_path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "model.safetensors").stat().st_mode) == 0o640
 
 
 def test_views_of_one_stacked_parameter_are_written_as_tensors_of_their_own(tmp_path: Path) -> None:

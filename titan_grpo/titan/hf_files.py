@@ -5,7 +5,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -75,8 +75,14 @@ def write_weights(
         nonlocal pending, pending_bytes, shards
         file = out / f"shard-{shards}.partial"
         try:
+            file.touch()
+            mode = file.stat().st_mode
             save_file(pending, file, metadata={"format": "pt"})
-        except SafetensorError as error:
+            # safetensors (0.8) lets the owner alone read it, whatever the umask says; a file system
+            # without modes refuses the change, and has no use for it.
+            with suppress(OSError):
+                file.chmod(mode)
+        except (SafetensorError, OSError) as error:
             raise StorageError(
                 f"{file} could not be written ({error}), so no weights are saved; make room there"
             ) from error
