@@ -122,6 +122,12 @@ def test_a_rule_says_what_is_past_its_bound(name: str) -> None:
     assert [f.level for f in findings(given) if text in f.text] == [level]
 
 
+def test_an_asynchronous_run_is_not_told_to_become_asynchronous() -> None:
+    (found,) = rules.blocked_by_sync(facts(blocked_s=5.0, asynchronous=True))
+    assert found.level == "note"
+    assert "held the trainer up for 5 s (5 %): grpo.async_weight_update is on, so" in found.text
+
+
 @pytest.mark.parametrize("finished", [False, True], ids=["goes on", "has ended"])
 def test_faults_and_dropped_groups_are_known_of_a_run_at_any_time_and_without_its_trace(
     tmp_path: Path, finished: bool
@@ -141,6 +147,7 @@ def test_faults_and_dropped_groups_are_known_of_a_run_at_any_time_and_without_it
     found = facts_of(read_run(tmp_path))
     assert (found.digest_mismatches, found.dropped) == (2, {"stale": 3, "no_spread": 0})
     assert (found.skipped_versions, found.errors) == (4, ("a lane failed",))
+    assert found.asynchronous == finished
 
 
 def test_a_sound_run_has_no_complaint_and_one_without_a_step_no_finding() -> None:

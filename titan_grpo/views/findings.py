@@ -50,6 +50,8 @@ class Facts:
     """Sum over the steps, like the next two."""
     waited_s: float = 0.0
     blocked_s: float = 0.0
+    asynchronous: bool = False
+    """Whether grpo.async_weight_update is known to be on: only a run that has ended says so."""
     median_step_s: float = 0.0
     longest: Step | None = None
     first: Mapping[str, float] = field(default_factory=dict)
@@ -89,6 +91,7 @@ def facts_of(run: Run) -> Facts:
         step_s=sum(step.step_s for step in steps),
         waited_s=sum(step.waited_s for step in steps),
         blocked_s=sum(step.blocked_s for step in steps),
+        asynchronous=s is not None and s.mode == "async",
         median_step_s=float(np.median([step.step_s for step in steps])) if steps else 0.0,
         longest=max(steps, key=lambda step: step.step_s, default=None),
         first=_means(run.rows[:window]),
@@ -243,7 +246,13 @@ def blocked_by_sync(f: Facts) -> Iterator[Finding]:
         return
     share = f.blocked_s / f.step_s
     text = f"weight sync held the trainer up for {duration(f.blocked_s)} ({percent(share)})"
-    if share >= BLOCKED:
+    if share >= BLOCKED and f.asynchronous:
+        yield Finding(
+            "note",
+            f"{text}: grpo.async_weight_update is on, so this is the copy of the ranks' own shards,"
+            " with [lora] the gather of each A, and the wait for a slot after skipped versions",
+        )
+    elif share >= BLOCKED:
         yield Finding(
             "bad",
             f"{text}: with grpo.async_weight_update = true it costs the copy of a rank's own shard"
