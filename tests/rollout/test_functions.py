@@ -330,8 +330,8 @@ def test_a_prompts_column_without_a_value_in_a_row_that_is_asked_is_one_line(
         task(rows, right, prompt=prompt)
     user = "rollout.prompt asks for 'prompt'" if prompt else "a prompt is made of 'prompt'"
     assert str(caught.value).endswith(
-        f"rows.jsonl' has no value (null) in its row 2, and {user}: fill it, or leave such rows out"
-        " with rollout.dataset_filter = ['prompt != null']"
+        f"rows.jsonl' has no value (null) in its row 2 (the first is row 0), and {user}: fill it,"
+        " or leave such rows out with rollout.dataset_filter = ['prompt != null']"
     )
     # Rows that are left out may lack it.
     made = task(rows, right, prompt=prompt, dataset_filter=["prompt != null"])
@@ -536,6 +536,6 @@ def test_gsm8k_has_no_filter_that_could_leave_rows_out(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         load_task("gsm8k", TaskOptions(seed=1, path=path))
     assert str(caught.value) == (
-        f"rollout.task_path '{path}' has no value (null) in its row 0, and rollout.prompt asks for"
-        " 'question': fill it (scripts/get_gsm8k.py makes that file)"
+        f"rollout.task_path '{path}' has no value (null) in its row 0 (the first is row 0), and"
+        " rollout.prompt asks for 'question': fill it (scripts/get_gsm8k.py makes that file)"
     )

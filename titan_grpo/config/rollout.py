@@ -113,7 +113,8 @@ class WorkerKeys(TaskKeys):
 
     max_concurrent_requests: int = 64
     """Largest number of requests in flight on one server. A group starts where there is room for
-    all of its completions; each frees its place when it ends (an episode: when it is over)."""
+    all of its completions; each frees its place when it ends (an episode: when it is over). A group
+    larger than this starts on a server without requests, and its requests wait for each other."""
 
     request_timeout_s: float = 300.0
     """Deadline of one generation request, in seconds. If its answer is streamed

@@ -137,8 +137,8 @@ class Rows:
             if absent[number]:
                 raise DataError(
                     f"{self._section}.dataset {self.name!r} has no value (null) in its row"
-                    f" {number}, and {user}: fill it, or leave such rows out with"
-                    f" {self._section}.dataset_filter = ['{column} != null']"
+                    f" {number} (the first is row 0), and {user}: fill it, or leave such rows out"
+                    f" with {self._section}.dataset_filter = ['{column} != null']"
                 )
 
     def number(self, index: int) -> int:
