@@ -26,6 +26,7 @@ from tests.rigs.threads import no_free_thread
 from tests.rigs.trainer_handle import wait_until
 from tests.rollout.conftest import MakeServer, StartClient
 from titan_grpo.errors import ConfigError
+from titan_grpo.protocol.frames import End
 from titan_grpo.protocol.messages import ServerState, new_run_id
 from titan_grpo.rollout.client import LocalTransport, RolloutClient, RolloutsLate
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
@@ -33,15 +34,17 @@ from titan_grpo.rollout.messages import (
     FORMAT,
     Answer,
     AskLoad,
+    Counts,
     Message,
     Ready,
     RolloutSpec,
     RolloutStopped,
+    ServerLeft,
     WorkerTransport,
     encode,
 )
 from titan_grpo.rollout.remote import RemoteTransport
-from titan_grpo.rollout.service import Service
+from titan_grpo.rollout.service import Service, Session
 from titan_grpo.samples import Group
 
 PER_STEP, GROUP, KEY = 2, 2, "a-secret"
@@ -239,6 +242,17 @@ def test_prometheus_reads_what_a_services_session_counted(
     (line,) = [x for x in page().splitlines() if x.startswith("titan_grpo_rollout_requests_total")]
     assert float(line.split()[1]) >= PER_STEP * GROUP
     assert 'titan_grpo_server_in_flight{server="' + server.url.removeprefix("http://") in page()
+
+
+def test_counts_on_their_way_when_a_server_left_do_not_bring_it_back(cluster: Cluster) -> None:
+    """Before, Prometheus had its last requests in flight until the session's end."""
+    session, url = Session("s", cluster.spec), "http://a:1"
+    cluster.closing.append(lambda: session.close(5))
+    end = End("s").put(encode(ServerState(url, 0, True, "0"))).put(encode(ServerLeft(url)))
+    session.exchange(end.post(0.0, 1 << 20)[1], 0.0)
+    session._on_message(Counts({f"in_flight.{url}": 4, "requests": 9}))
+    assert session.counters["requests"] == 9
+    assert not any(url in name for name in session.counters)
 
 
 def test_a_worker_that_cannot_serve_says_why(

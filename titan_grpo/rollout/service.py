@@ -26,6 +26,7 @@ from titan_grpo.errors import ConfigError, DataError, PeerError, TitanGrpoError
 from titan_grpo.observe import dashboards
 from titan_grpo.protocol import frames
 from titan_grpo.protocol.lease import Lease
+from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
 from titan_grpo.rollout.client import LocalTransport
 from titan_grpo.rollout.httpd import RETRY_AFTER_S, HttpServer, Reply, Request
@@ -76,7 +77,8 @@ class Session:
         self._end = frames.End(name)
         self.closing = False
         self.counters: dict[str, int] = {}
-        """Latest counters of the rollout process."""
+        """Latest counters of the rollout process, without those of servers that left."""
+        self._servers: set[str] = set()
         self._worker.start(spec, self._on_message)
 
     def exchange(self, post: frames.Post, longest_s: float) -> frames.Post:
@@ -92,7 +94,10 @@ class Session:
             self._end = end
             for message in taken:
                 self._worker.send(message)
-                if isinstance(message, messages.ServerLeft):
+                if isinstance(message, ServerState):
+                    self._servers.add(message.url)
+                elif isinstance(message, messages.ServerLeft):
+                    self._servers.discard(message.url)
                     messages.forget(self.counters, message.url)
             if not post.wait:
                 return frames.Post(self.name, 0, (), end.have)
@@ -114,13 +119,19 @@ class Session:
         if isinstance(message, TitanGrpoError):
             config = isinstance(message, ConfigError)
             message = messages.Failed("config" if config else "bug", str(message))
-        self.counters.update(getattr(message, "counters", {}))
+        counters: dict[str, int] = getattr(message, "counters", {})
         try:
             text = encode(message)
         except DataError as error:
             message = messages.Failed("data", str(error))
             text = encode(message)
         with self._changed:
+            # A message on its way when a server left still names it.
+            self.counters |= {
+                name: count
+                for name, count in counters.items()
+                if not (url := messages.server_of(name)) or url in self._servers
+            }
             self._end = self._end.put(text)
             self._changed.notify_all()
 
