@@ -207,8 +207,8 @@ MEANING: dict[str, str] = {
     IN_FLIGHT: "requests in flight on all servers (an episode of several turns: one, also while its"
     " tool or agent is at work), as the rollout process last said",
     IN_FLIGHT_AT_COMMIT: (
-        "mean number of requests in flight on a server when its commit began (where it finishes them"
-        " first: before that), over the commits since the step before"
+        "mean number of requests in flight on a server when its commit began (where it finishes"
+        " them first: before that), over the commits since the step before"
     ),
     THROWN_TOKENS: (
         "sampled tokens that were thrown away since the step before (stale, unfit, filtered, broken"
@@ -311,7 +311,10 @@ MEANING: dict[str, str] = {
     SERVERS_JOINED: "servers added while training ran",
     SERVERS_LEFT: "servers removed while training ran",
     REQUESTS: "generation requests sent to all servers, without those of evaluations",
-    OUTAGES: "groups that a failing server interrupted",
+    OUTAGES: (
+        "groups that a failing server interrupted; with rollout.source = 'atropos', failed calls of"
+        " its API"
+    ),
     INTERRUPTED: "groups of which an engine cut completions short, or lost its version",
     MOVED: "groups that went on elsewhere since their server left or was drained",
     SKIPPED_PROMPTS: "prompts given up after repeated drops or outages, or at once"
