@@ -47,6 +47,16 @@ def test_a_server_reads_patches_after_its_first_version(rig: MakeRig, hosts: int
     assert loaded(r, "a") == loaded(r, "b") == {0.0, 2.0}
 
 
+def test_the_check_of_a_patched_version_takes_time_too(rig: MakeRig) -> None:
+    """Before, its figure was 0, although each block is hashed."""
+    r = rig("a", delta="on", changed=CHANGED)
+    r.deliver(0)
+    r.deliver(1)
+    whole_s, patched_s = r.recorder.series(names.VERIFY_S)
+    assert spared(r) > 0
+    assert min(whole_s, patched_s) > 0
+
+
 def test_a_restarted_server_reads_the_whole_version_and_patches_after_it(rig: MakeRig) -> None:
     r = rig("a", delta="on", changed=CHANGED)
     r.deliver(0)

@@ -286,7 +286,7 @@ MEANING: dict[str, str] = {
     PAUSE_S: "generation stood still on one server, seconds",
     LOAD_S: (
         "the engine's own loader, or the copies that repeat its first load, at work within that"
-        " pause, seconds"
+        " pause (in the first of several workers), seconds"
     ),
     SYNC_S: "publish to verified commit on one server, seconds",
     HELD_S: "evaluations kept a server of rollouts on its version, seconds",

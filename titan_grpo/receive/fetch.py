@@ -420,7 +420,7 @@ class Fetch:
         part, manifest = range_.part, self._content.manifest
         pieces = manifest.parts[part].pieces(range_.start, range_.stop)
         views = [self._buffer[low:high] for low, high in pieces]
-        if part in self._patched and self._content.first_bad(self._buffer, range_.blocks) is None:
+        if part in self._patched and self._first_bad(range_) is None:
             self._done(range_)
             return
         reason, bad = "", -1
@@ -439,10 +439,8 @@ class Fetch:
                 reason, bad = str(error), -1
                 self._strike(source, reason)
                 continue
-            began = time.monotonic()
-            wrong = self._content.first_bad(self._buffer, range_.blocks)
+            wrong = self._first_bad(range_)
             with self._turn:
-                self.verify_s += time.monotonic() - began
                 self.read_bytes += range_.stop - range_.start
                 if source in self._others and wrong is None:
                     self.relay_bytes += range_.stop - range_.start
@@ -453,6 +451,14 @@ class Fetch:
             reason = self._content.differs(bad)
             self._strike(source, reason)
         raise _RangeLost(reason or "the trainer named no source", bad)
+
+    def _first_bad(self, range_: _Range) -> int | None:
+        """Check a range; return the first of its blocks that differs, or None."""
+        began = time.monotonic()
+        wrong = self._content.first_bad(self._buffer, range_.blocks)
+        with self._turn:
+            self.verify_s += time.monotonic() - began
+        return wrong
 
     def _strike(self, source: Open, reason: str) -> None:
         """Exclude another server that failed from this transfer: each retry could time out. If
