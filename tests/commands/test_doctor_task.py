@@ -63,6 +63,14 @@ def test_a_first_prompt_that_leaves_no_room_for_a_completion_is_a_warning(
     assert " after 512 tokens: '777" in prompt
 
 
+def test_a_first_prompt_without_a_token_is_a_warning(
+    diagnosis: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "empty.jsonl").write_text(json.dumps({"prompt": "", "answer": 7}))
+    *_, prompt = diagnosis(dataset="empty.jsonl", chat_template="none")
+    assert prompt.startswith("warning  first prompt  the first row and the chat template make")
+
+
 def test_a_tokenizer_file_that_cannot_be_read_is_one_finding_with_its_path(
     diagnosis: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

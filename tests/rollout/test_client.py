@@ -25,6 +25,7 @@ from titan_grpo.rollout.dispatch import MAX_DROPS, MAX_OUTAGES, MAX_SKIPS_IN_A_R
 from titan_grpo.rollout.messages import RolloutSpec, RolloutStopped
 from titan_grpo.rollout.records import ReplayClient
 from titan_grpo.rollout.task_runner import TaskOptions
+from titan_grpo.rollout.tasks.built_in import correct
 from titan_grpo.rollout.tasks.functions import load_task
 
 PER_STEP, GROUP = 2, 3
@@ -200,6 +201,19 @@ def test_prompts_that_fill_their_rows_are_skipped_at_once_and_stop_no_run_in_whi
     # At once: no server is asked, and no prompt has a second attempt.
     assert client.counters()["dropped.prompt_too_long"] == skipped
     assert len(server.bodies) == groups * GROUP
+
+
+def test_a_prompt_without_a_token_is_skipped_at_once_and_no_server_is_asked(
+    start: StartClient, completion_server: MakeServer, tmp_path: Path
+) -> None:
+    server, rows = completion_server(), tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": p, "answer": "1"}) + "\n" for p in ("", "x")))
+    keys: dict[str, Any] = {"reward": [f"{correct.__module__}:correct"], "dataset": str(rows)}
+    client = start(server, chat_template="none", dataset_shuffle=False, max_staleness=0, **keys)
+    assert [group.prompt.index for group in client.next_batch(0, 2, 60)] == [1, 3]
+    counters = client.counters()
+    assert (counters["dropped.empty_prompt"], "dropped.refused" in counters) == (2, False)
+    assert all(body["prompt"] for body in server.bodies)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,12 @@ def _prompt(spec: RolloutSpec, task: AnyTask) -> Finding:
             f"set {spec.section}.chat_template" if template else "correct the task, or its data"
         )
         return problem("chat template" if template else "first prompt", text, remedy)
+    if not prompt.token_ids:
+        return warning(
+            "first prompt",
+            "the first row and the chat template make a prompt without a token",
+            "leave empty rows out, or correct the task or the chat template; the run skips them",
+        )
     text = codec.spell(prompt.token_ids)
     more = "..." if text[SHOWN:] else ""
     shown = f"{len(prompt.token_ids)} tokens: {text[:SHOWN]!r}{more}"

@@ -318,7 +318,7 @@ MEANING: dict[str, str] = {
     INTERRUPTED: "groups of which an engine cut completions short, or lost its version",
     MOVED: "groups that went on elsewhere since their server left or was drained",
     SKIPPED_PROMPTS: "prompts given up after repeated drops or outages, or at once"
-    " (prompt_too_long)",
+    " (prompt_too_long, empty_prompt)",
 }
 """Unit and meaning of each name: the legend of metrics.jsonl and of the trace."""
 
@@ -340,7 +340,8 @@ REASONS: dict[str, str] = {
     "no_routes": "without the experts of each token, or of experts that the model lacks",
     "over_budget": "more tokens than were asked for",
     "unfinished": "an end that is neither a stop nor the length limit",
-    "empty_prompt": "no prompt token, or none that all completions share",
+    "empty_prompt": "no prompt token (of a task: skipped at once), or none that all completions"
+    " share",
     "empty_completion": "a completion without tokens",
     "nothing_sampled": "a completion without a sampled token",
     "length_mismatch": "tokens, log-probabilities and versions of different lengths",

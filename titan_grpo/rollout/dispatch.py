@@ -18,7 +18,7 @@ from titan_grpo.rollout.sampler import (
     Interrupted,
     NotAccepted,
     OtherWeights,
-    PromptTooLong,
+    PromptUnfit,
     Sampler,
 )
 from titan_grpo.rollout.schedule import Durations, Room, Server, Starts
@@ -283,7 +283,7 @@ class Dispatcher:
                 self._throw_away(run.parts)
                 self._server_failed(run, f"{url} used other weights ({error})", ())
             case GroupDropped():
-                self._drop(run, error.reason, str(error), isinstance(error, PromptTooLong))
+                self._drop(run, error.reason, str(error), isinstance(error, PromptUnfit))
             case TaskFailed():
                 self._task_error(run, error)
             case HttpRefused() if error.status in BAD_REQUEST:

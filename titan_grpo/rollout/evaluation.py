@@ -27,7 +27,7 @@ from titan_grpo.observe.schema import Estimate, Evaluated
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.dispatch import BAD_REQUEST
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
-from titan_grpo.rollout.sampler import Attempt, GroupDropped, Interrupted, PromptTooLong, Sampler
+from titan_grpo.rollout.sampler import Attempt, GroupDropped, Interrupted, PromptUnfit, Sampler
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner, at_once
 from titan_grpo.rollout.tasks.functions import FunctionTask, ready
@@ -271,7 +271,7 @@ async def _group(
                 if error.status in BAD_REQUEST:
                     return None
                 failure: TitanGrpoError = error
-            except PromptTooLong:
+            except PromptUnfit:
                 return None
             except GroupDropped as error:
                 if error.reason == "bad_reward":

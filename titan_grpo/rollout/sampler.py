@@ -39,8 +39,23 @@ class GroupDropped(TitanGrpoError):
         self.reason = reason
 
 
-class PromptTooLong(GroupDropped):
-    """No completion fits into a row after the prompt, so no further attempt can succeed."""
+class PromptUnfit(GroupDropped):
+    """No completion of the prompt can be trained on, so no further attempt can succeed."""
+
+
+class PromptEmpty(PromptUnfit):
+    """The prompt has no token, and engines refuse such a request."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "empty_prompt",
+            "a prompt must have a token, and this one has none: leave empty rows out, or correct"
+            " the task or the chat template",
+        )
+
+
+class PromptTooLong(PromptUnfit):
+    """No completion fits into a row after the prompt."""
 
     def __init__(self, what: str, spec: RolloutSpec) -> None:
         super().__init__(
@@ -128,10 +143,12 @@ class Sampler:
 
         Raises PeerError if the server fails (the other requests are cancelled), Interrupted if it
         aborts completions or its version becomes unknown, GroupDropped if the result is unfit
-        (PromptTooLong: any result would be), NotAccepted if it is left out by choice, TaskFailed if
+        (PromptUnfit: any result would be), NotAccepted if it is left out by choice, TaskFailed if
         the task fails.
         """
         prompt = attempt.prompt = self._runner.prompt(attempt.ticket.index)
+        if not prompt.token_ids:
+            raise PromptEmpty
         if self._spec.room(prompt.token_ids) < 1:
             raise PromptTooLong(f"a prompt of {len(prompt.token_ids)} tokens", self._spec)
         parts, url = attempt.parts, attempt.server.url
