@@ -20,7 +20,7 @@ from tests.rollout.conftest import (
 from tests.rollout.sampling import Letters
 from titan_grpo.config.task import TaskKeys
 from titan_grpo.errors import ConfigError
-from titan_grpo.rollout.client import RolloutClient
+from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.task_runner import Filter, TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.functions import filter_of
@@ -47,6 +47,10 @@ class Counted:
 EVEN = """
 def even(group):
     return group.completions[0].reward % 2 == 0
+"""
+NONE = """
+def none(group):
+    return False
 """
 OWN = """
     async def should_accept(self, group):
@@ -113,6 +117,15 @@ def test_a_step_is_made_of_the_groups_that_the_filter_keeps_and_none_is_made_aga
     resumed, _ = started(source, accept=accept, state=state)
     assert [g.prompt.index for g in resumed.next_batch(0, 3, 60)] == [6, 8, 10]
     assert resumed.counters()["consumed_groups"] == 6
+
+
+def test_a_filter_that_keeps_nothing_ends_the_wait_with_its_name_and_count(
+    started: Started,
+) -> None:
+    client, _ = started(TASK + NONE, accept="own_filter:none")
+    with pytest.raises(RolloutsLate, match=r"; \d+ groups were left out by rollout\.accept"):
+        client.next_batch(0, 3, 5.0)
+    assert client.counters()["dropped.not_accepted"] >= 1
 
 
 def test_a_group_with_a_completion_below_the_least_length_is_dropped_and_not_made_again(

@@ -485,11 +485,17 @@ class RolloutClient:
         ready = len(self._ready)
         if self._in_order:
             ready = sum(index in self._ready for index in self._started_for(count))
+        counts = dict(self._own) | self._theirs
+        advice = "Check that the servers take requests and hold a recent version"
+        if left_out := sum(counts.get(f"dropped.{r}", 0) for r in ("not_accepted", "too_short")):
+            advice += (
+                f"; {left_out} groups were left out by rollout.accept, a task's should_accept or"
+                " rollout.min_completion_tokens: let these keep more, or raise"
+                " rollout.batch_timeout_s"
+            )
         return RolloutsLate(
             f"{ready} of {count} groups for version {version} were ready after"
-            f" {timeout_s:g} s (rollout.batch_timeout_s); counts so far:"
-            f" {dict(self._own) | self._theirs}. Check that the servers take requests and hold a"
-            " recent version"
+            f" {timeout_s:g} s (rollout.batch_timeout_s); counts so far: {counts}. {advice}"
         )
 
     def fail(self, error: TitanGrpoError) -> None:
