@@ -147,6 +147,18 @@ def test_of_an_older_run_in_the_same_folder_no_server_commit_or_error_is_shown()
     assert list(state.errors) == ["second failed", "later"]
 
 
+def test_a_commit_in_which_a_server_leaves_does_not_bring_it_back() -> None:
+    """Before, the screen had it to the run's end, behind ever more versions."""
+    state = State()
+    for entry in (["process"], ["server", "a"], ["commit", "a", 3], ["member", "a", "left", 5]):
+        state.add_entry(entry)
+    state.add_entry(["commit", "a", 4])
+    assert (state.held, state.commits) == ({}, {"a": 2})
+    state.add_entry(["member", "a", "joined", 9])
+    state.add_entry(["commit", "a", 9])
+    assert (state.held, state.commits) == ({"a": 9}, {"a": 3})
+
+
 def test_a_step_that_comes_again_replaces_those_from_it_on(tmp_path: Path) -> None:
     follower = follower_of(tmp_path, Made(steps=5, finished=False))
     make_run(tmp_path, Made(steps=1, first_step=3, finished=False))

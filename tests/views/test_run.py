@@ -174,6 +174,29 @@ def test_time_in_which_a_server_was_away_from_the_run_is_neither_served_nor_lag(
     assert np.isclose(server.lag, 0.0)
 
 
+def test_a_commit_in_which_a_server_leaves_does_not_bring_it_back(tmp_path: Path) -> None:
+    """Before, it served from then on until it joined again, or to the run's end, behind ever more
+    versions."""
+    clock = Clock(0.0)
+    recorder = Recorder(tmp_path, clock=clock)
+    for version in range(9):
+        recorder.record_span(names.DIGEST_S, version, version, "sealer", version=version)
+    for version, begin in ((0, 0.0), (1, 1.0), (6, 6.0)):
+        if version == 1:
+            clock.now = 1.5
+            recorder.left(url_of(0), 1)
+        if version == 6:
+            clock.now = 5.5
+            recorder.joined(url_of(0), 5)
+        recorder.record_span(names.COMMIT_S, begin, begin + 1.0, url_of(0), version=version)
+    recorder.close()
+    trace = read_trace(tmp_path / "trace.json")
+    assert held(trace, url_of(0))[1].tolist() == [0, -1, 6]
+    server = figures(trace, url_of(0))
+    assert server.commits == 3
+    assert np.isclose(server.served_s, 0.5 + 1.0)
+
+
 def test_a_servers_first_version_is_no_time_that_it_stood_still(tmp_path: Path) -> None:
     """Before, one whose first load took long "stood still for 17.9 s of 9.67 s (185 %)"."""
     recorder = Recorder(tmp_path, clock=Clock(0.0))

@@ -127,6 +127,8 @@ class State:
     rows: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     held: dict[str, int | None] = field(default_factory=dict)
     """Server -> version; None: none yet."""
+    left: set[str] = field(default_factory=set)
+    """Servers that left. A commit that had begun is ended all the same, and brings none back."""
     commits: dict[str, int] = field(default_factory=dict)
     """Server -> number of commits seen."""
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=ERRORS))
@@ -159,17 +161,20 @@ class State:
         """Apply a line of history.jsonl."""
         match entry:
             case ["process"]:  # it may have other servers than the one before
-                self.held, self.own, self.begun = {}, {}, False
+                self.held, self.left, self.own, self.begun = {}, set(), {}, False
                 self.own_errors.clear()
             case ["server", str(url)] | ["member", str(url), "joined", _]:
+                self.left.discard(url)
                 self.held.setdefault(url, None)
                 self.own.setdefault(url, 0)
             case ["commit", str(url), int(version)]:
-                self.held[url] = version
+                if url not in self.left:
+                    self.held[url] = version
                 for commits in (self.commits, self.own):
                     commits[url] = commits.get(url, 0) + 1
             case ["member", str(url), "left", _]:
                 self.held.pop(url, None)
+                self.left.add(url)
             case ["error", str(message)]:
                 self.errors.append(message)
                 self.own_errors.append(message)

@@ -80,10 +80,12 @@ def held(trace: Trace, url: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[n
     """Return when a server was verified to hold each version: (times, versions); -1: it left, or
     the run's process ended, and the next one may have other servers."""
     commits = trace.of(url, names.COMMIT_S)
-    gone = [i.time_s for i in trace.instants if i.track == url and i.name == "server left"]
-    gone += trace.ends
-    times = np.concatenate([commits.stop, gone])
-    versions = np.concatenate([commits.number, np.full(len(gone), -1)]).astype(np.int64)
+    left = [i.time_s for i in trace.instants if i.track == url and i.name == "server left"]
+    # A commit in which it left is ended all the same, and does not bring it back.
+    stays = np.searchsorted(left, commits.start) == np.searchsorted(left, commits.stop)
+    gone = [*left, *trace.ends]
+    times = np.concatenate([commits.stop[stays], gone])
+    versions = np.concatenate([commits.number[stays], np.full(len(gone), -1)]).astype(np.int64)
     order = np.argsort(times, kind="stable")
     return times[order], versions[order]
 
@@ -108,7 +110,7 @@ def figures(trace: Trace, url: str) -> ServerFigures:
 
     return ServerFigures(
         url=url,
-        commits=int((versions >= 0).sum()),
+        commits=int(trace.of(url, names.COMMIT_S).start.size),
         connects=int(connect.start.size),
         send_median_s=send.median_s,
         send_s=served(send),
