@@ -408,10 +408,8 @@ EVALUATION = Evaluation(name="test", rows=8, every=10)
         ({"every": 0, "at_start": False, "at_end": False}, "every must be greater than 0"),
         ({"rows": 0}, "rows must be greater than 0 with a task of a class"),
         ({"samples": 2, "pass_at": [1, 3]}, "pass_at must be numbers from 1 to samples (2)"),
-        ({"temperature": float("nan")}, "temperature must be 0 or at least 0.01 (vLLM would"),
         ({"temperature": 0.005}, "temperature must be 0 or at least 0.01 (vLLM would"),
-        ({"pass_reward": float("nan")}, "pass_reward must be a finite number"),
-        ({"timeout_s": float("inf")}, "timeout_s must be greater than 0, and finite"),
+        ({"timeout_s": 0.0}, "timeout_s must be greater than 0"),
         ({"task_concurrency": 0}, "task_concurrency must be greater than 0"),
         ({"reward": ["a:b"]}, "dataset must be set with rollout.reward"),
         (

@@ -143,7 +143,7 @@ def test_each_threshold_has_the_action_of_its_key() -> None:
         (Alerts(run=["loss/kl > 1"]), "alerts.command must be set where alerts.run is"),
         (Alerts(command="mail me"), "alerts.command must be set where alerts.run is"),
         (Alerts(run=["loss/kl > 1"], command="mail 'me"), "alerts.command must be words"),
-        (Alerts(command_timeout_s=float("nan")), "alerts.command_timeout_s must be greater"),
+        (Alerts(command_timeout_s=-1.0), "alerts.command_timeout_s must be greater"),
     ],
 )
 def test_a_mistake_in_the_section_is_one_line(section: Alerts, rule: str) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_grpo.config import Alerts
+from titan_grpo.config.task import broken
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
 
@@ -208,8 +209,5 @@ def rules(alerts: Alerts) -> Iterator[str]:
             "alerts.command must be set where alerts.run is, and only there, got"
             f" {alerts.command!r:.200} and {alerts.run!r:.200}"
         )
-    if not 0 < alerts.command_timeout_s < float("inf"):
-        yield (
-            "alerts.command_timeout_s must be greater than 0, and finite, got"
-            f" {alerts.command_timeout_s!r}"
-        )
+    late = (alerts.command_timeout_s <= 0, "command_timeout_s", "greater than 0")
+    yield from broken("alerts", alerts, [late])

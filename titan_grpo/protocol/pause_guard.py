@@ -18,6 +18,7 @@ from enum import Enum
 
 from titan_grpo.errors import ProtocolError
 from titan_grpo.protocol.lane import LaneEvent, Point
+from titan_grpo.protocol.recovery import Health
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +37,6 @@ class Deadlines:
     tries: int = 10
     first_s: float = 0.25
     longest_s: float = 5.0
-
-    def rest_s(self, failures: int) -> float:
-        """Return the wait after ``failures`` in a row.
-
-        >>> [Deadlines(1, 1).rest_s(n) for n in (1, 2, 3, 9)]
-        [0.25, 0.5, 1.0, 5.0]
-        """
-        return min(self.longest_s, self.first_s * 2.0 ** (failures - 1))
 
 
 class Phase(Enum):
@@ -280,9 +273,9 @@ def step(s: GuardState, event: Event) -> _Result:
         case Superseded(url):
             return _put(s, url, None), ()
         case Failed(url, _, now):
-            failures = server.failures + 1
-            if failures >= s.deadlines.tries:
+            d, failures = s.deadlines, server.failures + 1
+            if failures >= d.tries:
                 return _put(s, url, None), (GiveUp(url),)
             phase = Phase.PAUSED if server.opened else Phase.CONNECTING
-            again = now + s.deadlines.rest_s(failures)
+            again = Health(d.first_s, d.longest_s, server.failures).silent(now).until
             return _put(s, url, replace(server, phase=phase, due=again, failures=failures)), ()
