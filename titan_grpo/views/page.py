@@ -15,7 +15,7 @@ from titan_grpo.observe.names import short
 from titan_grpo.observe.report import duration, ends
 from titan_grpo.observe.schema import ShownStep
 from titan_grpo.views.findings import Facts, facts_of, findings, percent
-from titan_grpo.views.run import TOKENS, Array, Run, band, columns, edges, every_step, tokens_of
+from titan_grpo.views.run import Array, Run, band, columns, edges
 from titan_grpo.views.timeline import timeline
 
 PROMPT_TOKENS = 400
@@ -287,15 +287,9 @@ def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
     return out
 
 
-def completions(
-    steps: Sequence[ShownStep], decode: Decode, limit: int = TOKENS
-) -> list[dict[str, Any]]:
+def completions(steps: Sequence[ShownStep], decode: Decode) -> list[dict[str, Any]]:
     """Return the completions for the page; ``tokens`` are [text, gap in thousandths of a nat or
-    None].
-
-    Steps are thinned evenly to at most ``limit`` tokens; the first step stays.
-    """
-    every = every_step([tokens_of(step) for step in steps], limit)
+    None]."""
     return [
         {
             "step": step.step,
@@ -313,6 +307,6 @@ def completions(
                 )
             ],
         }
-        for step in steps[::every]
+        for step in steps
         for c in step.completions
     ]

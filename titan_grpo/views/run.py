@@ -238,7 +238,8 @@ def read_samples(path: Path) -> list[ShownStep]:
             if (found := decoded(line, _SAMPLE)) is not None:
                 while known and known[-1][0] >= found.step:
                     known.pop()
-                known.append((found.step, tokens_of(found), begin))
+                tokens = sum(len(c.tokens) for c in found.completions)
+                known.append((found.step, tokens, begin))
         lines = []
         for _, _, begin in known[:: every_step([tokens for _, tokens, _ in known], TOKENS)]:
             file.seek(begin)
@@ -249,11 +250,6 @@ def read_samples(path: Path) -> list[ShownStep]:
 
 TOKENS = 60_000
 """Tokens of completions on a page (1.5 MB); a longer run shows evenly spaced steps."""
-
-
-def tokens_of(step: ShownStep) -> int:
-    """Return the number of tokens of a step's completions."""
-    return sum(len(c.tokens) for c in step.completions)
 
 
 def every_step(tokens: Sequence[int], limit: int) -> int:
