@@ -28,9 +28,9 @@ GRACE_S = 2.0
 
 
 def served(after: int = 0, timeout_s: float = 60.0) -> Call[dict[str, Any]]:
-    """What GET /served says; ``visible``, the (label, digest) pairs that requests could meet, from
-    entry ``after`` on."""
-    return Call("GET", "/served", timeout_s, dict, params={"after": str(after)})
+    """What POST /served says; ``visible``, the (label, digest) pairs that requests could meet,
+    from entry ``after`` on."""
+    return Call("POST", "/served", timeout_s, dict, json={"after": after})
 
 
 def served_digest(url: str, timeout_s: float) -> str:

@@ -4,7 +4,8 @@
 It speaks the RL routes of vLLM that ``engines.vllm`` uses, over real HTTP, so the production
 ``VllmControl`` drives it; behind the routes is a ``ReceiverServer``, with the real plugin half and
 the real receiver process. The "model" is a copy of the tensors in this process's own memory,
-replaced one by one during a load, so a half load can be seen: ``GET /served`` hashes what is there.
+replaced one by one during a load, so a half load can be seen: ``POST /served`` hashes what is
+there.
 
 With ``--token-seconds`` it also answers completions, of one and the same token, after the time that
 they take.
@@ -114,7 +115,7 @@ class Server:
             ("GET", "/weight_info"): lambda _: {"weight_version": control.label()},
             ("GET", "/is_paused"): lambda _: {"is_paused": control.paused()},
             ("GET", "/get_world_size"): lambda _: {"world_size": 1},
-            ("GET", "/served"): self._served,
+            ("POST", "/served"): self._served,
             ("POST", "/pause"): self._does(lambda _: control.pause()),
             ("POST", "/resume"): self._does(lambda _: control.resume()),
             ("POST", "/init_weight_transfer_engine"): self._does(
@@ -138,7 +139,7 @@ class Server:
         if route is None:
             return Reply(404, {"error": f"no route {request.method} {request.path}"})
         try:
-            body = json.loads(request.body) if request.body else request.query
+            body = json.loads(request.body) if request.body else {}
             return Reply(200, self._engine.submit(route, body).result())
         except (KeyError, TypeError, ValueError) as error:
             return Reply(
@@ -155,13 +156,13 @@ class Server:
         body = json.dumps({"choices": [choice | {"token_ids": [TOKEN] * tokens}]})
         return Reply(200, f"data: {body}\n\ndata: [DONE]\n\n".encode())
 
-    def _served(self, query: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _served(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         client = self._server.receiver
         assert client is not None
         return {
             "label": self._server.label,
             "paused": self._server.paused,
-            "visible": self._visible[int(query.get("after", 0)) :],
+            "visible": self._visible[body["after"] :],
             "digest": self._model.digest(),
             "intact": client.state.intact,
             "loads": self._model.loads,

@@ -90,7 +90,6 @@ class Relay:
             answer = httpx.request(
                 request.method,
                 url,
-                params=request.query,
                 content=request.body,
                 headers=headers,
                 trust_env=False,

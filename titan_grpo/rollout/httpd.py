@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from titan_grpo.config.rollout import ADDRESS, host_and_port
 from titan_grpo.errors import ConfigError
@@ -44,7 +44,6 @@ class Request:
 
     method: str
     path: str
-    query: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
     key: str = field(default="", repr=False)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -149,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
         if refusal := self._refusal():
             return self._write(refusal, keep=False)
         try:
-            parts = urlsplit(self.path)
+            path = urlsplit(self.path).path
             body = self._body() if method == "POST" else b""
         except _TooLarge:
             text = f"a body must not be larger than {MAX_BYTES} bytes"
@@ -159,9 +158,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._write(Reply(400, {"error": text}), keep=False)
         scheme, _, key = self.headers.get("Authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
-        query = dict(parse_qsl(parts.query))
         headers = {name.lower(): value for name, value in self.headers.items()}
-        request = Request(method, parts.path, query, body, key, headers, self._gone)
+        request = Request(method, path, body, key, headers, self._gone)
         return self._write(self.server.answer(request), keep=True)
 
     def _gone(self) -> bool:
