@@ -60,14 +60,14 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import ROOT, python_of, write_json
+from scripts.common import ROOT, write_json
 from scripts.hosts_options import parse
 from tests.faults.netns import Host, Hosts, NotAllowed
 from tests.rigs.interpreter import wrapper
 from tests.rigs.scores import Scores, apart, right, said
 from tests.rigs.server_handle import ServerProcess, served_digest
 from tests.rigs.watched_sync import WatchedSync
-from titan_grpo.commands.processes import stop_on_signals
+from titan_grpo.commands.processes import engine_python, stop_on_signals
 from titan_grpo.config import WeightSync
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.launch import Server, ServerSpec
@@ -330,7 +330,7 @@ def serving(host: Host, port: int, engine: str, folder: Path) -> ServerProcess |
         env = {"PYTHONPATH": str(ROOT)}
         return ServerProcess(host.address, port, env=env, inside=host.network)
     name = f"{host.address}-{port}"
-    python = wrapper(folder / f"{name}.python", *host.inside, python_of(engine))
+    python = wrapper(folder / f"{name}.python", *host.inside, engine_python(engine))
     log, model = str(folder / f"{name}.log"), str(folder / "start")
     return Server(ServerSpec(python, model, log, engine, port, host.address, max_num_seqs=8))
 

@@ -30,9 +30,10 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
 from scripts.bench_pause import SHAPES
-from scripts.common import deliver, options_of, python_of, write_json
+from scripts.common import deliver, options_of, write_json
 from tests.rigs.scores import PROMPTS, Scores, said
 from tests.rigs.trainer import Trainer, manifest_of
+from titan_grpo.commands.processes import engine_python
 from titan_grpo.config import LINEAR, WeightSync
 from titan_grpo.engines import vllm
 from titan_grpo.engines.http import ServerAccess
@@ -93,7 +94,7 @@ class Fleet:
         """Start the server; ``lora``: versions are adapters."""
         self.versions, self.lora = versions, lora
         spec = ServerSpec(
-            python_of(vllm.NAME),
+            engine_python(vllm.NAME),
             str(versions.folder),
             str(folder / f"server_{lora}.log"),
             max_num_seqs=8,

@@ -69,13 +69,6 @@ WAIT_S = 120.0
 ROLE = "TITAN_GRPO_BENCH"
 """Variable with a rank's Role in JSON."""
 
-REFERENCES = {
-    "torchstore_put_and_get_s": 0.24,
-    "gloo_alone_share_of_raw_socket": 0.93,
-}
-"""The field's own figures for 256 MiB, taken on another machine: for orientation, nothing here is
-compared with them."""
-
 MEANING = {
     "total_s": "publish to verified commit, on rank 0's clock",
     "copy_s": (
@@ -381,7 +374,6 @@ def result(options: argparse.Namespace, measured: list[dict[str, float]]) -> dic
         "median": median,
         "goodput_gib_s": options.mib / 1024 / median["total_s"],
         **shares,
-        "reference_only": REFERENCES,
         "rounds": measured,
     }
 
@@ -407,10 +399,6 @@ def table(record: dict[str, Any]) -> str:
         ),
         f"total is {record['total_over_copy_plus_socket']:.2f} x (copy + raw socket)",
         f"machine: {record['machine']}",
-        (
-            "reference only, measured elsewhere: TorchStore put + get of 256 MiB 0.24 s; gloo alone"
-            " 0.93 of a raw socket"
-        ),
     ]
     if o["hosts"] == "two":
         lines.append("commit_s and total_s have the stub server's copies and hashes of all tensors")

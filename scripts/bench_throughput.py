@@ -42,10 +42,10 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
-from scripts.common import RECIPE, ROOT, Table, keys, options_of, python_of, write_json
+from scripts.common import RECIPE, ROOT, Table, keys, options_of, write_json
 from tests.faults.netns import Host, Hosts, NotAllowed
 from tests.rigs.interpreter import wrapper
-from titan_grpo.commands.processes import run_logged, stop_on_signals, torchrun
+from titan_grpo.commands.processes import engine_python, run_logged, stop_on_signals, torchrun
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.observe import names
@@ -141,7 +141,7 @@ class Served:
 def serving_on(host: Host, number: int, model: Path, folder: Path) -> Iterator[Served]:
     """A vLLM that shares no network and no processes with us, on the second core."""
     # With its own /proc it cannot open the trainer's memory: versions go over the link.
-    second = "taskset", "-c", str(last_core()), python_of("vllm")
+    second = "taskset", "-c", str(last_core()), engine_python("vllm")
     spec = ServerSpec(
         wrapper(folder / f"python{number}", *host.inside, *second),
         str(model),

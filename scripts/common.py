@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from titan_grpo.commands.processes import engine_python
 from titan_grpo.engines.launch import Server, ServerSpec
 from titan_grpo.titan.tiny import TinyShape
 from titan_grpo.verify.server import GPU_ARGUMENTS
@@ -57,11 +58,6 @@ def write_json(path: Path | None, figures: Any) -> None:
         path.write_text(json.dumps(figures, indent=1, default=str) + "\n")
 
 
-def python_of(engine: str) -> str:
-    """Interpreter of an engine's environment."""
-    return str(ROOT / f".venv-{engine}" / "bin" / "python")
-
-
 def on_device(engine: str, device: str) -> dict[str, Any]:
     """Of a ServerSpec on ``device``, cpu or cuda (the first GPU, which it shares)."""
     return {"cpu": False, "args": tuple(GPU_ARGUMENTS[engine])} if device == "cuda" else {}
@@ -72,7 +68,8 @@ def serving(
     engine: str, model: Path, log: Path, startup_s: float = 300.0, **settings: Any
 ) -> Iterator[Server]:
     """A real server of ``model``, once it is healthy. ``settings``: of its ServerSpec."""
-    with Server(ServerSpec(python_of(engine), str(model), str(log), engine, **settings)) as server:
+    python = engine_python(engine)
+    with Server(ServerSpec(python, str(model), str(log), engine, **settings)) as server:
         server.wait_healthy(startup_s)
         yield server
 

@@ -39,8 +39,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, for tests and scripts
 
 from scripts.bench_agreement import measure
-from scripts.common import ROOT, Table, options_of, python_of, write_json
+from scripts.common import ROOT, Table, options_of, write_json
 from tests.rigs.titan_ranks import trained
+from titan_grpo.commands.processes import engine_python
 from titan_grpo.errors import TitanGrpoError
 
 ENGINES = {
@@ -127,7 +128,7 @@ def run(*words: str) -> str:
 def overlay(engine: str, version: str, folder: Path) -> str:
     """Install the version into ``folder``; the PYTHONPATH with which the engine's environment runs
     it: empty where the environment has that version."""
-    package, python = ENGINES[engine][version], python_of(engine)
+    package, python = ENGINES[engine][version], engine_python(engine)
     asked = "from importlib.metadata import distributions as d; print(*(x.version for x in d({})))"
     if version in run(python, "-c", asked.format(f"name={package!r}")).split():
         return ""
@@ -159,7 +160,7 @@ def use_cpu_kernels(python: str, package: Path, metadata: Path) -> None:
 def engine_row(engine: str, version: str) -> Row:
     """Install, start, sync twice, compare."""
     name, began = f"{engine}-{version}", time.monotonic()
-    if not Path(python_of(engine)).exists():
+    if not Path(engine_python(engine)).exists():
         return Row(name, ABSENT, 0.0)
     before = os.environ.get("PYTHONPATH", "")
     with tempfile.TemporaryDirectory() as folder:

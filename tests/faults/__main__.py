@@ -22,15 +22,17 @@ from tests.faults.runner import Launches, Reference, Runner, groups, run_network
 from tests.faults.site import Launch, Site, engineless_launcher, launcher
 from tests.rigs.trainer_process import Settings
 from titan_grpo.cli import guarded
-from titan_grpo.commands.processes import own_folder, require_file, stop_on_signals
+from titan_grpo.commands.processes import (
+    engine_python,
+    own_folder,
+    require_file,
+    stop_on_signals,
+)
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify.server import choose_devices
 
 MODEL, OTHER_MODEL = "qwen3", "llama3"
-
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
@@ -50,8 +52,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, default=3.0, help="a lane's, in seconds")
     parser.add_argument("--out", default="", help="new directory for logs and evidence")
     parser.add_argument("--json", default="", metavar="PATH", help="also write the result as JSON")
-    parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm/bin/python"))
-    parser.add_argument("--sglang-python", default=str(ROOT / ".venv-sglang/bin/python"))
+    parser.add_argument("--vllm-python", default=engine_python("vllm"))
+    parser.add_argument("--sglang-python", default=engine_python("sglang"))
     # engineless: for tests of the matrix itself; what passes for a user is a real engine.
     parser.add_argument("--servers", default="real", choices=["real", "engineless"])
     options = parser.parse_args(argv)

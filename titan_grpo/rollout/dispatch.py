@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from titan_grpo.algorithm.advantages import by_episode
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
@@ -193,7 +194,7 @@ class Dispatcher:
         if server.url not in self._drivers:
             self._drivers[server.url] = self._connect(server.url)
         driver, began_s, size = self._drivers[server.url], loop.time(), spec.group_size
-        calls = self._free, self._free_one, self._note_request
+        calls = self._free, self._free_one, partial(self._counts.add, "requests")
         attempt = ticket, parts, server, driver, *calls
         run = Running(*attempt, version=oldest, began_s=began_s, requests=size)
         resumed = [len(p.token_ids) for p in parts if p.token_ids and not p.finished]
@@ -225,9 +226,6 @@ class Dispatcher:
         if not run.server.left:
             self._counts.add(messages.TOKENS + run.server.url, tokens)
         return tokens
-
-    def _note_request(self) -> None:
-        self._counts.add("requests")
 
     def _free_one(self, run: Running) -> None:
         """Count one request less: a completion ended, or was finished when the group started."""

@@ -26,6 +26,7 @@ from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.runkey import Key
 from titan_grpo.subprocesses import SIGNALLED
 from titan_grpo.sync.lanes import load_deadline_s
+from titan_grpo.titan.checkpoints import failures_of
 from titan_grpo.titan.jobfile import read_config
 
 Rollouts = RolloutClient | ReplayClient
@@ -189,9 +190,7 @@ def write_failure(error: BaseException, folder: Path) -> str:
                 f"{what} ({reason}), so the run stopped; make room there, or restore access, and"
                 " start it again: it resumes from its last complete checkpoint"
             )
-        # torch.distributed.checkpoint maps ranks to (error, stack).
-        failures = [failure[0] for failure in getattr(each, "failures", {}).values()]
-        found = (each.__cause__, each.__context__, *failures)
+        found = (each.__cause__, each.__context__, *failures_of(each))
         chain += [other for other in found if other is not None and other not in chain]
     return ""
 
