@@ -12,7 +12,7 @@ import pytest
 
 from titan_grpo import cli
 from titan_grpo.commands import verify
-from titan_grpo.commands.processes import TrainingFailed, own_folder, run_logged
+from titan_grpo.commands.processes import TrainingFailed, new_folder, run_logged
 from titan_grpo.errors import ConfigError, StorageError
 from titan_grpo.subprocesses import ENDING
 
@@ -187,7 +187,7 @@ def test_more_servers_than_the_memory_holds_are_refused_in_one_line(
 
 
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own() -> None:
-    name = str(own_folder("verify"))
+    name = str(new_folder("", "verify"))
     assert name.startswith("outputs/verify-20")
     assert name.endswith(f"-{os.getpid()}")
 

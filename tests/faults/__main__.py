@@ -24,8 +24,10 @@ from tests.rigs.trainer_process import Settings
 from titan_grpo.cli import guarded
 from titan_grpo.commands.processes import (
     engine_python,
-    own_folder,
+    new_folder,
+    print_progress,
     require_file,
+    require_python,
     stop_on_signals,
 )
 from titan_grpo.errors import ConfigError
@@ -69,17 +71,9 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
             " routes only"
         )
     options.python = getattr(options, f"{options.engine}_python")
-    if options.servers == "real" and not Path(options.python).exists():
-        raise ConfigError(
-            f"--{options.engine}-python must be an interpreter, {options.python} does not exist:"
-            " run scripts/setup.sh"
-        )
-    options.out = Path(options.out) if options.out else own_folder("faults")
-    if options.out.exists() and any(options.out.iterdir()):
-        raise ConfigError(
-            f"--out must be a new directory, {options.out} has files in it: remove it or name"
-            " another"
-        )
+    if options.servers == "real":
+        require_python(options.engine, options.python)
+    options.out = new_folder(options.out, "faults")
     return options
 
 
@@ -106,18 +100,14 @@ def run(options: argparse.Namespace, cases: Sequence[Case], env: Mapping[str, st
 
     def done(result: report.Result) -> None:
         results.append(result)
-        say(report.line(result))
+        print_progress(report.line(result))
 
     code = 1
     try:
         Matrix(options, env, done).run(cases, extra)
-        code = (
-            0
-            if all(r.verdict != report.FAILED for r in results) and len(results) == len(cases)
-            else 1
-        )
+        code = int(len(results) != len(cases) or any(r.verdict == report.FAILED for r in results))
     except KeyboardInterrupt:
-        say("stopped; every process that was started has ended")
+        print_progress("stopped; every process that was started has ended")
         code = 130
     finally:
         extra["seconds"] = time.monotonic() - began
@@ -132,10 +122,6 @@ def run(options: argparse.Namespace, cases: Sequence[Case], env: Mapping[str, st
         )
         print(report.summary(results, extra["seconds"], len(cases)), flush=True)
     return code
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 class Matrix:
@@ -192,7 +178,7 @@ class Matrix:
             engine=self._o.engine,
         )
         site = Site(self._launch("server_model"), out, self._base, victim)
-        return site_bench(stack, site, Bench(site, settings, out, self._env, say))
+        return site_bench(stack, site, Bench(site, settings, out, self._env, print_progress))
 
     def _launch(self, model: str, host: str = "127.0.0.1", inside: Sequence[str] = ()) -> Launch:
         o, folder = self._o, self._o.out / model

@@ -11,7 +11,7 @@ from tests.faults import judge
 from tests.faults.bench import REACH_S, SETTLE_S, Bench
 from tests.faults.cases import CALLS, Case, Kind, Who
 from tests.faults.report import Result
-from tests.faults.site import Instance, thaw
+from tests.faults.site import Instance
 from tests.rigs.proxy import Act
 from tests.rigs.signals import send
 from tests.rigs.trainer_handle import TrainerProcess, wait_until
@@ -129,7 +129,7 @@ def _freeze(scene: Scene) -> Struck:
         wrong = [] if scene.case.who is Who.RECEIVER else _noticed(scene)
     finally:
         for pid in pids:
-            thaw(pid)
+            send(pid, signal.SIGCONT)
     return Struck(time.monotonic(), violations=wrong)
 
 

@@ -4,7 +4,6 @@ not notice."""
 
 import json
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import psutil
 import torch
 from safetensors import safe_open
@@ -22,7 +22,6 @@ from tests.rigs.census import descendants
 from tests.rigs.interpreter import wrapper
 from tests.rigs.proxy import Proxy, address_of
 from tests.rigs.server_handle import ServerProcess
-from tests.rigs.signals import send
 from tests.rigs.trainer import digests
 from titan_grpo.engines.http import ServerAccess, SyncDriver
 from titan_grpo.engines.launch import Server, ServerSpec
@@ -133,11 +132,9 @@ class Record:
                     file.seek(self._offset)
                     # the last line may be half written
                     whole = file.read().rpartition(b"\n")[0]
-                for line in whole.splitlines():
-                    fields = json.loads(line)
-                    self._commits.append(
-                        Committed(**{key: fields[key] for key in Committed.__slots__})
-                    )
+                self._commits += [
+                    msgspec.json.decode(line, type=Committed) for line in whole.splitlines()
+                ]
                 self._offset += len(whole) + (1 if whole else 0)
             return list(self._commits)
 
@@ -265,11 +262,6 @@ def _titles(pids: list[int]) -> list[tuple[int, str]]:
             if text := " ".join(psutil.Process(pid).cmdline()).strip():
                 out.append((pid, text))
     return out
-
-
-def thaw(pid: int | None) -> None:
-    """Let a frozen process go on."""
-    send(pid, signal.SIGCONT)
 
 
 class Seat:

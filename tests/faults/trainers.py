@@ -9,7 +9,6 @@ from tests.faults.bench import SETTLE_S, Bench
 from tests.faults.cases import Kind, Who
 from tests.faults.lanes import OVER_S
 from tests.faults.report import Result
-from tests.faults.site import thaw
 from tests.rigs.signals import send
 from tests.rigs.trainer_handle import wait_until
 
@@ -119,7 +118,7 @@ def _sync(bench: Bench, result: Result) -> None:
         _released(bench, result, struck_s + stood_s)
     finally:
         if not killed:
-            thaw(pid)
+            send(pid, signal.SIGCONT)
     lifted = time.monotonic()
     if killed:
         # not the start of the next one, which imports torch
@@ -187,7 +186,7 @@ def _end(bench: Bench, result: Result) -> None:
         stopped_s = time.monotonic()
         ended = trainer.stop()
     finally:
-        thaw(engine)
+        send(engine, signal.SIGCONT)
     thawed = time.monotonic()
     allowed = trainer.settings.shutdown_s
     spent = ended["flush_s"] + ended["lanes_s"]

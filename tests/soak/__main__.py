@@ -21,6 +21,7 @@ from tests.rigs.server_handle import ServerProcess
 from tests.soak.faults import Kind
 from tests.soak.judge import Verdict, judge, record
 from tests.soak.run import NAMES, Options, Soak
+from titan_grpo.commands.processes import print_progress
 from titan_grpo.errors import TitanGrpoError
 
 
@@ -42,11 +43,6 @@ def parse(argv: Sequence[str]) -> tuple[Options, Path | None]:
     return Options(**values), path
 
 
-def say(line: str) -> None:
-    """Progress; the table goes to stdout."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def run(options: Options, logs: Path) -> tuple[list[Verdict], dict[str, Any]]:
     """(the table, everything as JSON). The processes write their logs into ``logs``."""
     start = time.monotonic()
@@ -59,7 +55,7 @@ def run(options: Options, logs: Path) -> tuple[list[Verdict], dict[str, Any]]:
         servers = [stack.enter_context(one.result()) for one in begun if one.exception() is None]
         for one in begun:
             one.result()
-        soak = Soak(options, servers, logs, say)
+        soak = Soak(options, servers, logs, print_progress)
         seen = soak.run()
     soak.after()
     struck = {kind.value: count for kind, count in soak.injector.struck.items()}

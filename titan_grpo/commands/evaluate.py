@@ -4,7 +4,6 @@ server."""
 import argparse
 import asyncio
 import json
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from titan_grpo.commands.processes import require_file
+from titan_grpo.commands.processes import print_progress, require_file
 from titan_grpo.config import LAUNCH
 from titan_grpo.config.rollout import PYTHONS, read_key, server_url
 from titan_grpo.engines.http import SyncDriver
@@ -140,7 +139,7 @@ def _launched(config: Any, model: str, key: str, folder: str) -> Iterator[Server
         args=(*spec.args, "--weight-version", label) if sglang else spec.args,
     )
     with Server(spec) as server:
-        print(f"starting {spec.engine} for {model}", file=sys.stderr, flush=True)
+        print_progress(f"starting {spec.engine} for {model}")
         nbytes = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
         server.wait_healthy(config.weight_sync.startup_s(nbytes))
         yield ServerState(server.url, 0, True, label, spec.engine)

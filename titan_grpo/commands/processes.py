@@ -93,10 +93,18 @@ def run_logged(
         raise TrainingFailed(f"{cause.text} (exit code {status}; all output is in {log})")
 
 
-def own_folder(kind: str) -> Path:
-    """Return the default folder of a run's evidence, by time and process: a run that starts in the
-    same second has another one."""
-    return Path(f"outputs/{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+def new_folder(out: str, kind: str) -> Path:
+    """Return the folder of a run's evidence: ``out``, or if that is empty one by time and process
+    (a run that starts in the same second has another one). Raises ConfigError if it is not new."""
+    own = f"outputs/{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    folder = Path(out or own)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out must be a new directory, {folder} is a file: name another")
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(
+            f"--out must be a new directory, {folder} has files in it: remove it or name another"
+        )
+    return folder
 
 
 def print_progress(text: str) -> None:

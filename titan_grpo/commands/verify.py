@@ -14,7 +14,7 @@ from pathlib import Path
 from titan_grpo.commands.processes import (
     add_tiny_run,
     in_foreground,
-    own_folder,
+    new_folder,
     require_file,
     require_python,
 )
@@ -52,14 +52,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         )
     options.python = getattr(options, f"{options.engine}_python")
     require_python(options.engine, options.python)
-    out = Path(options.out) if options.out else own_folder("verify")
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out must be a new directory, {out} is a file: name another")
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(
-            f"--out must be a new directory, {out} has files in it: remove it or name another"
-        )
-    options.out = out
+    out = options.out = new_folder(options.out, "verify")
     # A file beside the evidence is in order: its directory is made with the first run.
     if options.json and Path(options.json).absolute().parent != out.absolute():
         require_file("--json", Path(options.json))
