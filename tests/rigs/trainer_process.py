@@ -24,7 +24,7 @@ from tests.rigs.trainer import SpoiledImages, Trainer, manifest_of, weights
 from tests.rigs.watched_sync import WatchedSync
 from titan_grpo.config import WeightSync
 from titan_grpo.engines import vllm
-from titan_grpo.errors import TitanGrpoError, TransferFailed
+from titan_grpo.errors import TransferFailed
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol.lane import LaneEvent, Point
@@ -32,6 +32,7 @@ from titan_grpo.protocol.messages import ServerState
 from titan_grpo.protocol.pause_guard import Deadlines
 from titan_grpo.subprocesses import end_with_parent
 from titan_grpo.sync.lanes import SyncOptions
+from titan_grpo.sync.server_set import NoObserver
 from titan_grpo.unix_rpc import Pipe
 
 SIDE = 384
@@ -191,20 +192,14 @@ class SendRecorder(Recorder):
             self._say("send", url=track, seconds=stop_s - start_s)
 
 
-class LedgerObserver:
-    """server_set.ServerObserver: the ledger's changes as events."""
+class LedgerObserver(NoObserver):
+    """The ledger's changes as events; no server leaves, and no other run takes over."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
 
     def set_server(self, state: ServerState) -> None:
         self._say("server", url=state.url, held=state.version)
-
-    def remove_server(self, url: str) -> None:
-        """No server leaves."""
-
-    def fail(self, error: TitanGrpoError) -> None:
-        """No other run takes over."""
 
 
 class ThreadClock:
