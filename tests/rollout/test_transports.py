@@ -535,9 +535,15 @@ def test_a_service_of_another_version_is_a_mistake_of_the_configuration(cluster:
     assert "must run the same titan_grpo" in answer.json()["error"]
 
 
+def test_a_silent_service_is_named(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    threading.Thread(target=cluster.client().start, args=(60,)).start()
+    assert wait_until(lambda: f"{cluster.url} does not answer (" in caplog.text, 30.0)
+    cluster.serve()
+    assert wait_until(lambda: f"{cluster.url} answers again" in caplog.text, 30.0)
+    assert caplog.text.count("does not answer (") == 1
+
+
 def test_a_service_that_stays_away_stops_the_run_and_names_url_and_remedy(cluster: Cluster) -> None:
-    with pytest.raises(
-        RolloutStopped,
-        match=rf"service {cluster.url} was not there for 0\.5 s.*titan-grpo rollouts --bind",
-    ):
+    gone = rf"service {cluster.url} was not there for 0\.5 s.*titan-grpo rollouts --bind"
+    with pytest.raises(RolloutStopped, match=gone):
         cluster.client(cluster.transport(deadline_s=0.5)).start(60)

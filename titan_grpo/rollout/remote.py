@@ -1,6 +1,7 @@
 """Worker transport to a rollout service on another host: the trainer's end (service.py is the other
 one)."""
 
+import logging
 import secrets
 import threading
 import time
@@ -30,6 +31,8 @@ from titan_grpo.rollout.messages import (
 )
 from titan_grpo.rollout.service import POLL_S, POST_BYTES
 
+logger = logging.getLogger(__name__)
+
 OPEN_S = 40.0
 """Deadline of opening a session, in seconds: the service may have to end another one first."""
 
@@ -39,6 +42,9 @@ CALL_S = 10.0
 FINAL = frozenset({400, 401, 409})
 """Status codes with which a service refuses a run that it has served. Others are those of a proxy,
 whose service restarts."""
+
+NAMED_AFTER_S = 3.0
+"""Silence of the service after which a line says so, in seconds: the trainer soon waits for it."""
 
 HEALTH = Health(first_s=0.25, longest_s=2.0)
 """Back-off after the service did not answer, in seconds."""
@@ -71,6 +77,8 @@ class RemoteTransport:
         self._opened = self._closing = self._served = False
         self._health = HEALTH
         self._silent_since: float | None = None
+        self._named = False
+        """Whether a line said that the service is silent."""
         self._threads: list[threading.Thread] = []
 
     def start(self, spec: RolloutSpec, on_message: OnMessage) -> None:
@@ -187,8 +195,10 @@ class RemoteTransport:
             ) from error
         else:
             with self._changed:
-                self._silent_since = None
+                named, self._named, self._silent_since = self._named, False, None
                 self._health = self._health.answered()
+            if named:
+                logger.warning("rollout: the service %s answers again", self._url)
 
     def _silent(self, due: float, error: PeerError) -> None:
         with self._changed:
@@ -204,6 +214,14 @@ class RemoteTransport:
                     " rollouts --bind HOST:PORT) and resume from the last checkpoint"
                 ) from error
             self._health = self._health.silent(now)
+            first = not self._named and now - self._silent_since >= NAMED_AFTER_S
+            self._named |= first
+        if first:
+            logger.warning(
+                "rollout: the service %s does not answer (%s); the run ends after %g s of silence"
+                " (rollout.controller_deadline_s)",
+                *(self._url, error, self._deadline_s),
+            )
 
     def _refusal(self, error: HttpRefused) -> TitanGrpoError:
         if error.status == 401:
