@@ -119,7 +119,17 @@ WORK += (PAUSE_S, LOAD_S, SYNC_S, HELD_S)
 step before, and no value if none did."""
 
 SUMMARISED = frozenset(
-    (REWARD, GENERATED, BLOCKED_S, STEP_S, STALENESS, STALENESS_MAX, LOGPROB_GAP, LOGPROB_GAP_MAX)
+    (
+        REWARD,
+        GENERATED,
+        BLOCKED_S,
+        STEP_S,
+        ROLLOUT_WAIT_S,
+        STALENESS,
+        STALENESS_MAX,
+        LOGPROB_GAP,
+        LOGPROB_GAP_MAX,
+    )
 ) | {ON_POLICY_GAP, ON_POLICY_GAP_MAX}
 """Step values of which summary.json needs all steps. Rank 0 keeps no others: a line has hundreds
 with many servers."""

@@ -81,11 +81,12 @@ def summarize(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> Su
     rows, history, series = recorder.rows(), recorder.history(), recorder.series
     totals, resumes = history.totals, set(history.resumes)
     # The first step of a process has no predecessor on its clock.
-    steps = [(b["time_s"] - a["time_s"], b) for a, b in pairwise(rows) if b["step"] not in resumes]
-    seconds = sum(step_s for step_s, _ in steps)
+    steps = [(a, b) for a, b in pairwise(rows) if b["step"] not in resumes]
+    seconds = sum(b["time_s"] - a["time_s"] for a, b in steps)
     # By time: the mean of the steps' rates would count a burst in a short step as much as a long
     # step without one.
-    generated = [s * row[names.GENERATED] for s, row in steps if row.get(names.GENERATED)]
+    rated = [(_took(b) - _took(a), b[names.GENERATED]) for a, b in steps if b.get(names.GENERATED)]
+    rated_s = sum(_took(b) - _took(a) for a, b in steps)
     first, last, window = ends(series(names.REWARD))
     prefix = names.dropped("")
     figures: dict[str, Any] = {key: int(totals[name]) for key, name in _COUNTS.items()}
@@ -104,7 +105,9 @@ def summarize(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> Su
             for server, versions in history.commits.items()
         },
         membership=history.membership,
-        generated_tokens_per_s=sum(generated) / seconds if generated and seconds > 0 else None,
+        generated_tokens_per_s=sum(s * rate for s, rate in rated) / rated_s
+        if rated and rated_s > 0
+        else None,
         steps_per_s=len(steps) / seconds if seconds > 0 else None,
         dropped={
             name.removeprefix(prefix): int(n)
@@ -119,6 +122,13 @@ def summarize(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> Su
         ended_by=utf8_text(ended_by),
         **figures,
     )
+
+
+def _took(row: Mapping[str, Any]) -> float:
+    """Return when a step took its groups: its rate of generated tokens is of the time between that
+    of the step before and its own."""
+    waited_s = (row.get(names.ROLLOUT_WAIT_S) or 0.0) - (row.get(names.STEP_S) or 0.0)
+    return float(row["time_s"] + waited_s)
 
 
 def _lengths(totals: Mapping[str, float], kind: str) -> dict[str, int]:

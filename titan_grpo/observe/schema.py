@@ -106,7 +106,8 @@ class Summary(Record):
     outages: Count
     """Groups that a failing server interrupted."""
     generated_tokens_per_s: Number
-    """Mean over the time of those steps that ``steps_per_s`` counts, all servers."""
+    """Sampled tokens of finished groups, all servers, over the time from when the first step of a
+    process took its groups to when its last one did."""
     blocked_s: MedianP95
     copy_s: MedianP95
     send_s: MedianP95
