@@ -104,7 +104,7 @@ class LaneTrainer:
         """Wait until the ledger says so."""
 
         def there() -> bool:
-            entry = self.servers.entry(self.url)
+            entry = self.servers.entries()[self.url]
             return entry.standing is standing and (version is None or entry.held == version)
 
         assert self.servers.wait(there, WAIT_S), (self.servers, self.servers.take_error())
@@ -177,7 +177,7 @@ def a_transfer_that_breaks_off_is_known_until_a_whole_one_is_in(e: EngineUnderTe
         run.publish(2, second)
         run.until(Standing.QUARANTINED)
         assert_half_loaded(e)
-        assert not run.servers.entry(run.url).accepting
+        assert not run.servers.entries()[run.url].accepting
         label = run.publish(3, third)
         looked.set()
         run.until(Standing.HOLDS, 3)

@@ -243,7 +243,7 @@ class Rig:
 
     def until_held(self, url: str, version: int) -> None:
         """Wait until one server was read back with ``version``."""
-        self.until(lambda: self.server_set.entry(url).held == version)
+        self.until(lambda: self.server_set.entries()[url].held == version)
 
     def everyone(self, version: int) -> None:
         """Wait until every server was read back with ``version``."""

@@ -65,7 +65,7 @@ def test_a_host_that_stands_still_costs_the_version_that_it_does_not_hash_and_no
     run.hosts[0].freeze()
     published(run, 2)
     run.until_error("waiting for part 1 of version 2 from rank 1")
-    assert run.server_set.entry("a").standing is Standing.HOLDS
+    assert run.server_set.entries()["a"].standing is Standing.HOLDS
     assert run.loaded["a"].value() == 1.0
     a_thawed_host_serves(run, 3)
 
@@ -90,7 +90,7 @@ def test_what_a_killed_sync_process_of_a_host_had_hashed_is_served_by_the_next_o
     run.deliver(1)
     run.slots.keep("a")
     run.publish(2)
-    run.until(lambda: run.server_set.entry("b").held == 2)
+    run.until(lambda: run.server_set.entries()["b"].held == 2)
     run.hosts[0].kill_sync()
     run.slots.go_on("a")
     run.everyone(2)

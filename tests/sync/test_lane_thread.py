@@ -69,7 +69,7 @@ def test_versions_reach_every_server_through_one_epoch_and_are_read_back(rig: Ma
             assert server.label == str(r.complete(version).label)
             assert not server.paused
             assert r.loaded[url].value() == version
-            assert r.server_set.entry(url).accepting
+            assert r.server_set.entries()[url].accepting
     assert r.recorder.history().commits == {"a": [1, 2, 3], "b": [1, 2, 3]}
     assert r.recorder.history().quantised == {"a": "", "b": "fp8"}
     assert len(r.recorder.series(names.CONNECT_S)) == 2
@@ -151,7 +151,7 @@ def test_a_receiver_that_thaws_in_time_goes_on_and_then_takes_the_newest(rig: Ma
     r.deliver(1)
     r.servers["a"].freeze_receiver()
     r.publish(2)
-    r.until(lambda: r.server_set.entry("a").incoming == 2)
+    r.until(lambda: r.server_set.entries()["a"].incoming == 2)
     for version in (3, 4):
         r.publish(version)
         assert r.servers["b"].wait_version(version, WAIT_S)
@@ -185,8 +185,8 @@ def test_a_server_that_went_away_takes_no_rollouts_and_gets_the_newest_when_it_i
     for version in (2, 3):
         r.publish(version)
         assert r.servers["b"].wait_version(version, WAIT_S)
-    r.until(lambda: r.server_set.entry("a").standing is Standing.UNKNOWN)
-    assert not r.server_set.entry("a").accepting
+    r.until(lambda: r.server_set.entries()["a"].standing is Standing.UNKNOWN)
+    assert not r.server_set.entries()["a"].accepting
     r.servers["a"].come_back()
     assert r.servers["a"].wait_version(3, WAIT_S)
     assert r.servers["a"].versions == [1, 3]
@@ -272,7 +272,7 @@ def test_a_half_loaded_server_stays_paused_until_a_whole_load(rig: MakeRig) -> N
     assert (r.servers["a"].versions, r.servers["a"].paused) == ([1], True)
     looked.set()
     assert r.servers["a"].wait_version(2, WAIT_S)
-    r.until(lambda: r.server_set.entry("a").held == 2)
+    r.until(lambda: r.server_set.entries()["a"].held == 2)
     assert not r.servers["a"].paused
     assert r.loaded["a"].value() == 2.0
     assert "half loaded" in str(r.server_set.take_error())
@@ -509,7 +509,7 @@ def test_a_draining_server_generates_and_takes_nothing_new_while_the_other_one_c
     for version in (2, 3):
         r.publish(version)
         assert r.servers["b"].wait_version(version, WAIT_S)
-    entry = r.server_set.entry("a")
+    entry = r.server_set.entries()["a"]
     assert entry.standing is Standing.COMMITTING
     assert not entry.accepting
     assert not r.servers["a"].paused

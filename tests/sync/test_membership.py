@@ -32,10 +32,10 @@ def test_a_server_that_joins_gets_the_newest_version_and_only_then_accepts(rig: 
     for version in (1, 2, 3):
         r.deliver(version)
     late = join(r, "late")
-    assert not r.server_set.entry("late").accepting
+    assert not r.server_set.entries()["late"].accepting
     r.everyone(3)
     assert late.versions == [3]
-    assert r.server_set.entry("late").accepting
+    assert r.server_set.entries()["late"].accepting
     r.deliver(4)
     assert late.versions == [3, 4]
     assert r.recorder.history().commits["late"] == [3, 4]
@@ -48,7 +48,7 @@ def test_a_server_that_leaves_gets_no_more_versions_until_it_is_joined_in_a_newe
     r.deliver(1)
     for version in (2, 3):
         assert r.server_set.remove("b", WAIT_S)
-        assert r.server_set.entry("b").standing is Standing.GONE
+        assert r.server_set.entries()["b"].standing is Standing.GONE
         r.publish(version)
         assert r.server_set.wait_held(version, WAIT_S, everyone=True) == ["a"]
         assert (r.servers["b"].versions[-1], r.servers["b"].paused) == (version - 1, False)
@@ -67,7 +67,7 @@ def test_a_server_that_leaves_in_the_middle_of_a_frozen_transfer_costs_no_deadli
     r.deliver(1)
     r.servers["b"].freeze_receiver()
     r.publish(2)
-    r.until(lambda: r.server_set.entry("b").incoming == 2)
+    r.until(lambda: r.server_set.entries()["b"].incoming == 2)
     start = time.monotonic()
     assert r.server_set.remove("b", WAIT_S)
     assert time.monotonic() - start < WAIT_S
@@ -85,7 +85,7 @@ def test_a_dead_server_leaves_at_once_and_its_image_is_free(rig: MakeRig) -> Non
     r.deliver(1)
     r.servers["b"].go_away()
     r.publish(2)
-    r.until(lambda: r.server_set.entry("b").standing is Standing.UNKNOWN)
+    r.until(lambda: r.server_set.entries()["b"].standing is Standing.UNKNOWN)
     start = time.monotonic()
     assert r.server_set.remove("b", WAIT_S)
     assert time.monotonic() - start < WAIT_S
@@ -137,11 +137,11 @@ def test_a_server_that_another_run_took_in_a_transfer_gets_no_rollouts_and_nobod
     first.deliver(1)
     first.servers["a"].freeze_receiver()
     first.publish(2)
-    first.until(lambda: first.server_set.entry("a").incoming == 2)
+    first.until(lambda: first.server_set.entries()["a"].incoming == 2)
     other = second(rig, first)  # kills the receiver, so the transfer fails
     other.everyone(1)
     present(first.server_set.lane("a")).join(WAIT_S)
-    assert first.server_set.entry("a") == Entry()
+    assert first.server_set.entries()["a"] == Entry()
     start = time.monotonic()
     assert first.server_set.wait_held(2, 10 * WAIT_S, everyone=True) == ["b"]
     assert time.monotonic() - start < WAIT_S
@@ -265,5 +265,5 @@ def test_a_server_that_cannot_read_calls_of_tools_is_refused_before_it_is_greete
     r.start()
     r.publish(1)
     r.until(lambda: "b reads no calls of tools" in str(r.server_set.last_error("b")))
-    r.until(lambda: all(r.server_set.entry(url).held == 1 for url in ("a", "own")))
+    r.until(lambda: all(r.server_set.entries()[url].held == 1 for url in ("a", "own")))
     assert r.servers["b"].receiver_pid is None

@@ -95,7 +95,7 @@ def test_a_server_that_dies_costs_the_others_no_version(rig: MakeRig, elsewhere:
     run.deliver(1)
     run.servers["a"].freeze_receiver()
     run.publish(2)
-    run.until(lambda: all(run.server_set.entry(url).held == 2 for url in "bc"))
+    run.until(lambda: all(run.server_set.entries()[url].held == 2 for url in "bc"))
     run.servers["a"].kill_receiver()
     run.deliver(3)
     assert [run.loaded[url].value() for url in "abc"] == [3, 3, 3]

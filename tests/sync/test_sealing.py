@@ -25,10 +25,12 @@ def test_a_version_is_skipped_when_every_slot_is_being_read_and_the_next_one_is_
     r.deliver(1)
     r.servers["a"].freeze_receiver()
     r.publish(2)
-    r.until(lambda: r.server_set.entry("a").incoming == 2 and r.server_set.entry("b").held == 2)
+    r.until(
+        lambda: r.server_set.entries()["a"].incoming == 2 and r.server_set.entries()["b"].held == 2
+    )
     r.servers["b"].freeze_receiver()
     r.publish(3)
-    r.until(lambda: r.server_set.entry("b").incoming == 3)
+    r.until(lambda: r.server_set.entries()["b"].incoming == 3)
     assert r.slots.reserved.take() is None
     for server in r.servers.values():
         server.thaw_receiver()

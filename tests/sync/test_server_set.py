@@ -61,7 +61,7 @@ class Site:
         self.seen.append(("", None, False, str(error)))
 
     def commit(self, url: str, version: int) -> None:
-        held = self.set.entry(url).held
+        held = self.set.entries()[url].held
         for standing in (Standing.RECEIVING, Standing.COMMITTING):
             self.set.note(url, Entry(standing, held, version), "vllm")
         self.set.note(url, Entry(Standing.HOLDS, version), "vllm", Label("run", version, "f"))
@@ -182,11 +182,11 @@ def test_a_server_that_left_takes_nothing_and_may_come_again_in_a_later_epoch(si
     assert s.seen[-1:] == [("a", None, False, "left")], (
         "what its lane reports on its way out is late"
     )
-    assert s.set.entry("a").standing is Standing.GONE
+    assert s.set.entries()["a"].standing is Standing.GONE
     assert s.set.wait_held(1, 0.0, everyone=True) == []
     s.set.latch(SyncError("of the time before", url="a"))
     assert s.set.add("a")
-    assert repr(s.set.entry("a")) == "unknown(?)"
+    assert repr(s.set.entries()["a"]) == "unknown(?)"
     assert s.set.last_error("a") is None
     s.commit("a", 2)
     assert s.seen[-1:] == [("a", 2, True, "run:2:f")]

@@ -32,9 +32,11 @@ def test_the_live_server_is_flushed_and_all_others_cost_one_deadline_together(
     for url in FROZEN:
         r.servers[url].freeze_receiver()
     r.publish(2)
-    r.until(lambda: all(r.server_set.entry(url).incoming == 2 for url in FROZEN))
-    r.until(lambda: all(r.server_set.entry(url).standing is Standing.COMMITTING for url in HANGING))
-    r.until(lambda: r.server_set.entry("live").held == 2)
+    r.until(lambda: all(r.server_set.entries()[url].incoming == 2 for url in FROZEN))
+    r.until(
+        lambda: all(r.server_set.entries()[url].standing is Standing.COMMITTING for url in HANGING)
+    )
+    r.until(lambda: r.server_set.entries()["live"].held == 2)
     start = time.monotonic()
     assert r.flush(2, TIMEOUT_S) == ["live"]
     r.end()
@@ -43,7 +45,9 @@ def test_the_live_server_is_flushed_and_all_others_cost_one_deadline_together(
     assert not any(r.servers[url].paused for url in ("live", "dead", *FROZEN))
     goes_on.set()
     # Given up inside their commit: no record may say that they hold anything.
-    r.until(lambda: all(r.server_set.entry(url).standing is Standing.UNKNOWN for url in HANGING))
+    r.until(
+        lambda: all(r.server_set.entries()[url].standing is Standing.UNKNOWN for url in HANGING)
+    )
 
 
 def test_without_a_flush_every_lane_ends_when_it_is_told_to(
@@ -54,7 +58,7 @@ def test_without_a_flush_every_lane_ends_when_it_is_told_to(
     r.servers["frozen"].freeze_receiver()
     r.servers["dead"].go_away()
     r.publish(2)
-    r.until(lambda: r.server_set.entry("frozen").incoming == 2)
+    r.until(lambda: r.server_set.entries()["frozen"].incoming == 2)
     r.end()
     assert [r for r in caplog.records if r.name == server_set.logger.name] == []
 
@@ -64,7 +68,7 @@ def test_a_lane_that_does_not_end_is_waited_for_once_and_the_summary_says_it(rig
     r.deliver(1)
     r.loaded["stuck"].hold = threading.Event()
     r.publish(2)
-    r.until(lambda: r.server_set.entry("stuck").standing is Standing.COMMITTING)
+    r.until(lambda: r.server_set.entries()["stuck"].standing is Standing.COMMITTING)
     r.end(within_s=1.0)
     lane = present(r.server_set.lane("stuck"))
     assert lane.is_alive()

@@ -188,11 +188,11 @@ def test_a_server_that_meets_another_certificate_is_named_and_the_others_go_on(
     monkeypatch.setattr(DirectControl, "greet", elsewhere)
     run.start()
     run.publish(1)
-    run.until(lambda: run.server_set.entry("a").held == 1)
+    run.until(lambda: run.server_set.entries()["a"].held == 1)
     run.until(lambda: run.server_set.last_error("b") is not None)
     assert "must show the certificate with SHA-256" in str(run.server_set.last_error("b"))
     run.publish(2)
-    run.until(lambda: run.server_set.entry("a").held == 2)
+    run.until(lambda: run.server_set.entries()["a"].held == 2)
     assert run.loaded["b"].values == {}
 
 

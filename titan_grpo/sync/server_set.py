@@ -336,10 +336,6 @@ class ServerSet:
                 )
             self._changed.notify_all()
 
-    def entry(self, url: str) -> Entry:
-        with self._changed:
-            return self._servers[url].entry
-
     def entries(self) -> dict[str, Entry]:
         """Return a copy of all lines, also of servers that have left."""
         with self._changed:
