@@ -362,15 +362,18 @@ MOST_SHOWN = 12
 
 def throughput(summary: Mapping[str, Any], image_bytes: int, gather_s: float) -> dict[str, Any]:
     """Return one run's figures from its summary.json. ``sent_mib_s``: bytes of an image per median
-    transfer time. ``synced_mib_s``: bytes committed per time from the first to the last step. Steps
-    include the verification's own gather (``gather_s`` each)."""
-    rate = summary["steps_per_s"] or 0.0
-    elapsed = (summary["steps"] - 1) / rate if rate else 0.0
+    transfer time. ``synced_mib_s``: bytes committed per time from the first to the last step, which
+    is that of all versions but the one before the first step and the last. Steps include the
+    verification's own gather (``gather_s`` each)."""
+    rate, steps = summary["steps_per_s"] or 0.0, summary["steps"]
+    elapsed = (steps - 1) / rate if rate else 0.0
+    servers = summary["versions_committed"].values()
+    synced = sum(0 < version < steps for server in servers for version in server["committed"])
     send_s = summary["send_s"]["median"] or 0.0
     return {
         "mode": summary["mode"],
         "steps_per_s": rate,
-        "synced_mib_s": summary["sync_count"] * image_bytes / MIB / elapsed if elapsed else 0.0,
+        "synced_mib_s": synced * image_bytes / MIB / elapsed if elapsed else 0.0,
         "sent_mib_s": image_bytes / MIB / send_s if send_s else 0.0,
         "commit_s": summary["commit_s"]["median"] or 0.0,
         "blocked_s": summary["blocked_s"]["median"] or 0.0,
