@@ -26,7 +26,7 @@ from titan_grpo.rollout import atropos, external
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.messages import Cursor, RolloutSpec
 from titan_grpo.rollout.records import GroupRecorder, ReplayClient
-from titan_grpo.rollout.sampler import completion_fault, request_seed, versioned
+from titan_grpo.rollout.sampler import GroupDropped, completion_fault, request_seed, versioned
 from titan_grpo.rollout.schedule import Room, Server
 from titan_grpo.rollout.task_runner import TaskOptions
 from titan_grpo.rollout.tasks.built_in import Digits
@@ -426,3 +426,7 @@ def test_a_resumed_recording_behind_a_link_is_cut_in_its_place(tmp_path: Path) -
         record(link, [Group(Prompt(0, (1,)), (GOOD, GOOD))])
     assert link.is_symlink()
     assert len(path.read_bytes().splitlines()) == 1
+
+
+def test_a_dropped_group_says_what_its_reason_means() -> None:
+    assert str(GroupDropped("bad_reward")) == "bad_reward (a reward that is nan, or beyond 3e38)"

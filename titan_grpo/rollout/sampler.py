@@ -11,6 +11,7 @@ from titan_grpo.engines.generation import Piece, Sampled, Sampling, StreamedAnsw
 from titan_grpo.engines.http import AsyncDriver, Call
 from titan_grpo.engines.server import dialect
 from titan_grpo.errors import PeerError, TitanGrpoError
+from titan_grpo.observe.names import REASONS
 from titan_grpo.protocol.messages import Label
 from titan_grpo.rollout.messages import RolloutSpec, Ticket
 from titan_grpo.rollout.schedule import Server
@@ -32,10 +33,11 @@ ABORTED = "abort"
 
 
 class GroupDropped(TitanGrpoError):
-    """A group is unfit for training. ``reason``: name of its counter."""
+    """A group is unfit for training. ``reason``: name of its counter. Without a text, the reason's
+    meaning is the text: it may be the last word of a run."""
 
     def __init__(self, reason: str, text: str = "") -> None:
-        super().__init__(text or reason)
+        super().__init__(text or f"{reason} ({REASONS[reason]})")
         self.reason = reason
 
 
