@@ -59,6 +59,17 @@ def test_a_job_without_the_table_is_told_what_there_is(
     assert rule in capsys.readouterr().err
 
 
+def test_an_adapter_alone_is_refused_with_the_command_that_writes_the_whole_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    words = ["--model", str(tmp_path), "--job.config_file", str(tmp_path / "job.toml")]
+    assert cli.main(["evaluate", *words]) == 2
+    rule = f"--model must be a whole model, got the adapter in {str(tmp_path)!r}: titan-grpo export"
+    assert rule in capsys.readouterr().err
+
+
 def test_a_job_that_names_no_servers_is_evaluated_on_the_one_that_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

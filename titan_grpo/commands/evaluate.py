@@ -74,6 +74,11 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     from titan_grpo.observe.report import write_whole
     from titan_grpo.titan.evaluations import evaluation_spec
 
+    if args.model is not None and (args.model / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"--model must be a whole model, got the adapter in {str(args.model)!r}: titan-grpo"
+            " export --version V --out DIR, without --adapter, writes the base model with it"
+        )
     key = read_key(env, config.rollout.api_key_env)
     model = str(args.model or config.model.hf_assets_path)
     config = replace(config, rollout=replace(config.rollout, servers=[server or LAUNCH]))
