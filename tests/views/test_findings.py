@@ -182,6 +182,15 @@ def test_what_is_bad_comes_first() -> None:
     assert levels == ["bad", "note", "good", "good"]
 
 
+def test_one_of_a_kind_is_not_many() -> None:
+    one = server(1, faults=1, commits=1, pause_s=20.0)
+    said = "; ".join(
+        f.text for f in findings(facts(servers=(one,), errors=("a",), skipped_versions=1))
+    )
+    for text in ("1 error did", "1 fault;", "1 version was not published", "load 1 version,"):
+        assert text in said
+
+
 def test_shares_read_well() -> None:
     assert [percent(x) for x in (0.1234, 0.0012, 1.0, 0.0)] == ["12 %", "0.12 %", "100 %", "0 %"]
 

@@ -127,6 +127,11 @@ def findings(facts: Facts) -> list[Finding]:
     return sorted(found, key=lambda finding: ("bad", "note", "good").index(finding.level))
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things: "1 error", "2 errors"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def percent(share: float) -> str:
     """Format a share: 0.1234 -> "12 %", 0.0012 -> "0.12 %"."""
     return f"{share * 100:.2g} %" if share < 0.995 else f"{share * 100:.0f} %"
@@ -141,7 +146,8 @@ def trouble(f: Facts) -> Iterator[Finding]:
     if f.ended_by:
         yield Finding("bad", f"the run ended before its last step: {f.ended_by}")
     if f.errors:
-        yield Finding("bad", f"{len(f.errors)} errors did not stop the run; first: {f.errors[0]}")
+        errors = counted(len(f.errors), "error")
+        yield Finding("bad", f"{errors} did not stop the run; first: {f.errors[0]}")
     if f.digest_mismatches:
         yield Finding(
             "bad",
@@ -149,10 +155,12 @@ def trouble(f: Facts) -> Iterator[Finding]:
             " served. Memory or network of a host is faulty",
         )
     if f.skipped_versions:
+        verb = "was" if f.skipped_versions == 1 else "were"
         yield Finding(
             "note",
-            f"{f.skipped_versions} versions were not published since every image was still being"
-            " sent: weight_sync.slots, or faster transfers, change it",
+            f"{counted(f.skipped_versions, 'version')} {verb}"
+            " not published since every image was still being sent: weight_sync.slots, or faster"
+            " transfers, change it",
         )
     parts = ", ".join(f"{count} {reason}" for reason, count in f.dropped.items() if count)
     if parts:
@@ -177,13 +185,13 @@ def _service(server: ServerFigures) -> Iterator[Finding]:
         )
     if server.faults:
         again = f", and its lane connected {server.connects} times" * (server.connects > 1)
-        yield Finding("bad", f"{name} had {server.faults} faults{again}")
+        yield Finding("bad", f"{name} had {counted(server.faults, 'fault')}{again}")
     share = server.pause_s / server.served_s if server.served_s else 0.0
     if share >= OFTEN_PAUSED:
         yield Finding(
             "bad",
             f"{name} stood still for {duration(server.pause_s)} of {duration(server.served_s)}"
-            f" ({percent(share)}) to load {server.commits} versions,"
+            f" ({percent(share)}) to load {counted(server.commits, 'version')},"
             f" {duration(server.pause_median_s)} each",
         )
 
