@@ -112,6 +112,7 @@ CASES = {
     "sapo": GRPO(policy_loss="sapo", sapo_tau_neg=3.0),
     "topr": GRPO(policy_loss="topr"),
     "kl in the reward": GRPO(kl_beta=0.4, kl_in_reward=True),
+    "kl of no weight": GRPO(kl_in_reward=True),
     "scalers": GRPO(pos_scaler=2.0, neg_scaler=0.25),
     "entropy": GRPO(entropy_loss_weight=0.3),
     "logits": GRPO(logit_loss_weight=0.7),
@@ -155,7 +156,7 @@ def test_loss_and_gradient_are_those_of_the_formula_in_every_layout(
 
 def test_the_cases_differ_from_each_other() -> None:
     seen: dict[float, str] = {}
-    same = {"grpo": "engine as proximal interpolated", "kl k2": "kl mse"}
+    same = {"grpo": "kl of no weight, engine as proximal, interpolated", "kl k2": "kl mse"}
     for case, g in CASES.items():
         loss = round(expected(g, True)[0], 9)
         if loss in seen:

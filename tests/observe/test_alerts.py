@@ -58,6 +58,7 @@ def test_every_run_is_told_of_a_gap_on_the_same_weights_with_its_likely_cause() 
 
 GROWS = {names.gap("position", 16): 0.01, names.gap("position", 1024): 0.3}
 LEARNT = {names.gap("lag", 0): 0.004, names.gap("lag", 1): 0.2}
+UNLIKELY = {names.gap("probability", 0.01): 0.3, names.gap("probability", math.inf): 0.01}
 NONE_FRESH = {names.gap("lag", 1): 0.2}
 FP8 = {"http://a": "fp8", "http://b": ""}
 
@@ -66,6 +67,7 @@ FACTS: dict[str, tuple[dict[str, float], dict[str, str], str]] = {
     "older versions before it": (LEARNT, FP8, "what the policy learnt since"),
     "a quantised server, and no token of the trainer's version": (NONE_FRESH, FP8, "with fp8"),
     "no token of the trainer's version": (NONE_FRESH, {}, "may be what the policy learnt since"),
+    "unlikely tokens": (UNLIKELY, {}, "mostly at tokens that the engine finds unlikely"),
     "no part": ({names.gap("position", 16): 0.2}, {}, "everywhere alike"),
     "kept KV": (GROWS | {names.KEPT_KV: 0.125}, {}, "12 % of the completions ran over a commit"),
 }

@@ -198,7 +198,8 @@ def cut_packed(lengths: Sequence[int], token_budget: int, at_least: int = 1) -> 
     budget. If not, first fit's are taken, and single sequences out of them until there are
     ``at_least``. Requires max(lengths) <= token_budget.
 
-    Example: lengths (5, 3, 2, 6), budget 8 -> [[2, 3], [0, 1]], 8 tokens each.
+    Example: lengths (3, 2, 5, 6), budget 8 -> [[1, 3], [0, 2]], 8 tokens each (in the order given
+    they would need three).
     """
     if not lengths:
         return []

@@ -183,9 +183,7 @@ def _source_rows(
 def _check_rows_used_once(fqn: str, rows: int, found: Iterable[HFTensor]) -> None:
     ids = torch.cat([tensor.row_ids() for tensor in found])
     in_range = bool(((ids >= 0) & (ids < rows)).all())
-    if not in_range or not torch.equal(
-        torch.bincount(ids, minlength=rows), torch.ones(rows, dtype=torch.int64)
-    ):
+    if not in_range or not torch.equal(torch.bincount(ids), torch.ones(rows, dtype=torch.int64)):
         raise ConfigError(
             f"each of the {rows} rows of {fqn} must reach the HF tensors exactly once, got"
             f" {ids.numel()} rows: the adapter drops, repeats or changes values, which cannot be"

@@ -392,7 +392,7 @@ def buckets(manifest: Manifest, bucket_bytes: int) -> list[tuple[TensorSpec, ...
     """Return runs of tensors without gaps between them in the image, in order, each of at most
     ``bucket_bytes`` (or one tensor).
 
-    A bucket is one slice of the image. Every tensor starts at a multiple of its item size in it, so
+    A bucket is one slice of the image. Every tensor starts at a multiple of ALIGNMENT in it, so
     that the receiving end can view it in place.
 
     Worked example: bf16 tensors of 256, 256, 30 and 512 bytes lie at 0, 256, 512 and 768; with
@@ -403,10 +403,7 @@ def buckets(manifest: Manifest, bucket_bytes: int) -> list[tuple[TensorSpec, ...
     for spec in manifest.tensors:
         if out:
             start, last = out[-1][0].offset, out[-1][-1]
-            joins = (
-                last.offset + last.nbytes == spec.offset
-                and (spec.offset - start) % ITEM_BYTES[spec.dtype] == 0
-            )
+            joins = last.offset + last.nbytes == spec.offset
             if joins and spec.offset + spec.nbytes - start <= bucket_bytes:
                 out[-1].append(spec)
                 continue
