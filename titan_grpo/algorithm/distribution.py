@@ -87,7 +87,7 @@ def _local(logits: torch.Tensor) -> tuple[torch.Tensor, _Shard]:
 def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
     step = chunk_tokens if chunk_tokens > 0 else max(num_tokens, 1)
     for start in range(0, num_tokens, step):
-        yield slice(start, min(start + step, num_tokens))
+        yield slice(start, start + step)
 
 
 def _per_token(logits: torch.Tensor) -> torch.Tensor:

@@ -178,7 +178,7 @@ def _local_row_of(shape: Shape, offsets: Sequence[int], sizes: Sequence[int]) ->
     """Return int64[full rows]: the local shard's row of each row of the parameter; -1 for rows of
     other shards."""
     leading = max(len(shape) - 1, min(len(shape), 1))
-    table = torch.full(shape[:leading] or (1,), -1, dtype=torch.int64, device="cpu")
+    table = torch.full(shape[:leading], -1, dtype=torch.int64, device="cpu")
     box = tuple(slice(o, o + n) for o, n in zip(offsets[:leading], sizes[:leading], strict=True))
     held = table[box]
     held.copy_(torch.arange(held.numel(), device="cpu").view(held.shape))
