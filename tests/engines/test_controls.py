@@ -153,6 +153,21 @@ def test_a_commit_goes_with_the_admin_key_and_aborts_nothing(
     assert {key for _, key in board.asked} == {"admin"}
 
 
+@pytest.mark.parametrize(
+    ("engine", "route"),
+    [(SglangControl, "POST /titan_grpo/load"), (VllmControl, "POST /update_weights")],
+)
+def test_a_load_has_a_deadline_of_its_own(
+    board: Board, engine: type[SglangControl | VllmControl], route: str
+) -> None:
+    """It may wait for a whole transfer."""
+    board.routes, board.silent = {"POST /start_weight_update": 200}, {route}
+    control = engine(ServerAccess(board.url, CALL_S, load_deadline_s=0.1))
+    with pytest.raises(ServerUnreachable, match=r"0\.1 s"):
+        control.load({})
+    control.close()
+
+
 @pytest.mark.parametrize("absent", [401, 404])
 def test_without_the_plugin_sglangs_own_calls_end_an_update_and_set_the_label(
     board: Board, sglang: SglangControl, absent: int

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from titan_grpo.engines import sglang, vllm
+from titan_grpo.engines.generation import RETURN_ROUTES
 from titan_grpo.engines.launch import Server, ServerSpec, command, environment
 from titan_grpo.errors import ServerUnreachable
 from titan_grpo.patches import sglang_cpu
@@ -81,6 +82,12 @@ def test_our_plugin_and_middleware_are_asked_for_unless_switched_off() -> None:
     without = command(of(weight_transfer=False))
     assert not {"--weight-transfer-config", "--middleware"} & set(without)
     assert "--custom-weight-loader" not in command(of("sglang", weight_transfer=False))
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_experts_of_tokens_are_asked_for_where_a_run_replays_them(engine: str) -> None:
+    assert RETURN_ROUTES in command(of(engine, routes=True))
+    assert RETURN_ROUTES not in command(of(engine))
 
 
 def test_a_server_that_shares_cores_has_no_spinning_worker_process() -> None:
