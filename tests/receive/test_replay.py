@@ -304,6 +304,12 @@ def rearranged(model: Model, version: Checkpoint) -> None:
     model.qkv.data.copy_(square.t())
 
 
+def cast_on_the_way(model: Model, version: Checkpoint) -> None:
+    same = torch.empty(HIDDEN, dtype=torch.bfloat16)
+    same.copy_(version.tensors["norm"])
+    model.norm.data.copy_(same)
+
+
 def copied_within(model: Model, version: Checkpoint) -> None:
     model.qkv.data[:4].copy_(model.qkv.data[4:8])
 
@@ -439,6 +445,7 @@ GONE = "1 tensors are loaded into memory that is gone, and nothing copied them o
         (transposed, "a block is written with gaps"),
         (copied_on_in_part, "a part of a block is copied on"),
         (rearranged, "a block is rearranged"),
+        (cast_on_the_way, "a block is rearranged"),
         (copied_within, "something else is copied into weights"),
         (left_a_gap, "norm is not filled by copies alone"),
         (copied_as_bytes, "norm is not filled by copies alone"),
