@@ -10,6 +10,7 @@ from tests.rigs.board import Board, Reply
 from titan_grpo.engines.http import HttpRefused, ServerAccess, SyncDriver
 from titan_grpo.engines.server import detect, make_control
 from titan_grpo.engines.sglang import SglangControl
+from titan_grpo.engines.sglang_stock import StockRoutes
 from titan_grpo.engines.vllm import VllmControl
 from titan_grpo.errors import ConfigError, ServerRefused, ServerUnfit, ServerUnreachable
 
@@ -151,6 +152,14 @@ def test_a_commit_goes_with_the_admin_key_and_aborts_nothing(
     assert sent[-1] == {"new_version": "r:2:f", "abort_all_requests": False}
     sglang.paused()
     assert {key for _, key in board.asked} == {"admin"}
+
+
+def test_a_stock_servers_update_goes_with_the_admin_key(board: Board) -> None:
+    board.routes = {"POST /begin_weight_update": 200}
+    routes = StockRoutes(ServerAccess(board.url, CALL_S, None, "api", "admin"))
+    routes.begin(CALL_S)
+    routes.close()
+    assert [key for _, key in board.asked] == ["admin"]
 
 
 @pytest.mark.parametrize(
