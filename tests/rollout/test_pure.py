@@ -5,6 +5,7 @@ import json
 import math
 import random
 import resource
+import time
 import tracemalloc
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,12 +21,13 @@ from tests.rigs.present import present
 from tests.rollout.sampling import Letters
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.engines.generation import Sampled, VersionSpan
-from titan_grpo.errors import DataError, StorageError
+from titan_grpo.errors import DataError, ServerUnreachable, StorageError
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import atropos, external
 from titan_grpo.rollout.client import RolloutClient
-from titan_grpo.rollout.messages import Cursor, RolloutSpec
+from titan_grpo.rollout.messages import Cursor, RolloutSpec, RolloutStopped
 from titan_grpo.rollout.records import GroupRecorder, ReplayClient
+from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.rollout.sampler import GroupDropped, completion_fault, request_seed, versioned
 from titan_grpo.rollout.schedule import Room, Server
 from titan_grpo.rollout.task_runner import TaskOptions
@@ -430,3 +432,17 @@ def test_a_resumed_recording_behind_a_link_is_cut_in_its_place(tmp_path: Path) -
 
 def test_a_dropped_group_says_what_its_reason_means() -> None:
     assert str(GroupDropped("bad_reward")) == "bad_reward (a reward that is nan, or beyond 3e38)"
+
+
+def test_an_outage_ends_with_the_next_answer() -> None:
+    transport = RemoteTransport("http://127.0.0.1:1", "", deadline_s=30.0)
+
+    def away() -> None:
+        raise ServerUnreachable("http://127.0.0.1:1: away")
+
+    transport._silent_since = time.monotonic() - 60.0
+    transport._attempt(lambda: None)
+    transport._attempt(away)  # counts from now
+    transport._silent_since = time.monotonic() - 60.0
+    with pytest.raises(RolloutStopped, match="was not there for 30 s"):
+        transport._attempt(away)
