@@ -135,6 +135,19 @@ def test_a_proof_of_another_connection_is_refused(server: RangeServer, image: Sh
         assert sock.recv(1) == b""
 
 
+def test_a_greeting_may_come_in_pieces(server: RangeServer, image: SharedImage) -> None:
+    source = place(server, image)
+    ticket, nonce = bytes.fromhex(source.ticket), bytes(NONCE_BYTES)
+    with socket.create_connection((LOOPBACK, source.port), SOON_S) as sock:
+        theirs = sock.recv(NONCE_BYTES, socket.MSG_WAITALL)
+        greeting = GREETING.pack(nonce, ticket, proof(None, "reader", theirs, nonce, ticket))
+        sock.sendall(greeting[:1])
+        read(source, 0, 1)  # when this reader is served, the first piece has been read
+        sock.sendall(greeting[1:])
+        answer = sock.recv(PROOF_BYTES, socket.MSG_WAITALL)
+    assert answer == proof(None, "source", theirs, nonce, ticket)
+
+
 def test_a_source_that_may_open_no_more_files_says_so_once(
     server: RangeServer,
     image: SharedImage,

@@ -346,7 +346,7 @@ class _Watch(TorchDispatchMode):
         return ""
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> str:
-        if not _in_memory(target) or not _in_memory(source):
+        if not _in_memory(target):
             return ""  # a loader that only counts
         origin, storage = _storage(source), _storage(target)
         if origin in self._sources:
