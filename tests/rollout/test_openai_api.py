@@ -137,6 +137,12 @@ def test_a_streamed_call_of_tools_has_its_log_probabilities() -> None:
     assert [each["content"][0]["logprob"] for each in found if each] == [-0.5]
 
 
+def test_the_events_of_an_answer_are_of_its_only_choice() -> None:
+    answer = ChatAnswer("id", 0, {"role": "assistant", "content": "a"}, "stop", 1, 1, ())
+    sent = answer_events(request(stream=True), answer).split(b"\n\n")[:-2]
+    assert {json.loads(line[6:])["choices"][0]["index"] for line in sent} == {0}
+
+
 def test_a_token_with_a_part_of_a_character_has_no_bytes() -> None:
     shown = (("é", -0.5), ("\ufffd", -1.0))
     answer = ChatAnswer("id", 0, {"role": "assistant", "content": "é"}, "stop", 1, 2, shown)
