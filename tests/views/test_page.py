@@ -13,7 +13,7 @@ from titan_grpo.commands import report
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.observe.report import write_report
+from titan_grpo.observe.report import duration, write_report
 from titan_grpo.observe.run_lock import held
 from titan_grpo.views import page
 from titan_grpo.views.page import decoder
@@ -41,13 +41,25 @@ def test_a_page_has_the_runs_curves_findings_waits_and_timeline(tmp_path: Path) 
     assert sent[:2] == ["versions for 10.0.0.0:8000", "their transfer (generation goes on)"]
 
 
-def test_the_pages_first_and_last_reward_are_those_of_the_summary(tmp_path: Path) -> None:
-    """Before, a run of more than 29 steps had others: means over more steps."""
+def test_the_pages_reward_and_median_step_are_those_of_the_summary(tmp_path: Path) -> None:
+    """Before, a run of more than 29 steps had other rewards (means over more steps), and the median
+    left out each process's first step."""
     make_run(tmp_path, Made(steps=60))
     run = read_run(tmp_path)
     assert run.summary is not None
     shown = f"{run.summary.reward_first:.3g} → {run.summary.reward_last:.3g}"
-    assert ["reward", shown] in page.page_data(run, numbers)["tiles"]
+    tiles = page.page_data(run, numbers)["tiles"]
+    assert ["reward", shown] in tiles
+    assert run.summary.step_s.median is not None
+    assert ["median step", duration(run.summary.step_s.median)] in tiles
+
+
+def test_the_median_step_is_of_all_steps(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    for step, seconds in enumerate((9.0, 2.0, 4.0, 1.0), 1):
+        recorder.step(step, {names.STEP_S: seconds})
+    recorder.close()
+    assert ["median step", "3 s"] in page.page_data(read_run(tmp_path), numbers)["tiles"]
 
 
 def test_what_commits_and_versions_of_a_server_waited_for_is_listed_if_there_was_any(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from titan_grpo.observe import names
 from titan_grpo.observe.names import short
-from titan_grpo.observe.report import duration, ends
+from titan_grpo.observe.report import duration, ends, median_p95
 from titan_grpo.observe.schema import ShownStep
 from titan_grpo.views.findings import Facts, facts_of, findings, percent
 from titan_grpo.views.run import Array, Run, band, columns, edges
@@ -215,8 +215,10 @@ def _tiles(run: Run, facts: Facts) -> Iterator[list[str]]:
     """Yield the figures at the top: [title, figure]."""
     yield ["steps", str(run.rows[-1]["step"] if run.rows else 0)]
     yield ["time", duration(run.trace.seconds)]
-    if facts.median_step_s:
-        yield ["median step", duration(facts.median_step_s)]
+    # Of all steps, as in summary.json; the findings leave out each process's first.
+    step = median_p95([row[names.STEP_S] for row in run.rows if row.get(names.STEP_S) is not None])
+    if step.median is not None:
+        yield ["median step", duration(step.median)]
     rewards = [row[names.REWARD] for row in run.rows if row.get(names.REWARD) is not None]
     first, last, _ = ends(rewards)
     if first is not None and last is not None:
