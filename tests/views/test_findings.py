@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.views.runs import Made, make_run
 from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.observe.report import write_report
@@ -18,7 +19,7 @@ from titan_grpo.views.timeline import ServerFigures
 def server(port: int = 1, **figures: Any) -> ServerFigures:
     usual: dict[str, Any] = {
         "commits": 10,
-        "connects": 1,
+        "reconnects": 0,
         "send_median_s": 0.4,
         "send_s": 4.0,
         "drain_s": 0.0,
@@ -75,7 +76,7 @@ FIRING = {
         "host:2 was 3.0 versions behind",
     ),
     "often_paused": (
-        facts(servers=(server(1, pause_s=20.0),)),
+        facts(waited_s=40.0, servers=(server(1, pause_s=20.0),)),
         "bad",
         "host:1 stood still for 20 s of 1 min 40 s (20 %) to load 10 versions, 100 ms each",
     ),
@@ -86,11 +87,15 @@ FIRING = {
         " 4 s for rollouts meanwhile: with servers of its own",
     ),
     "drains": (facts(servers=(server(1, drain_s=3.0),)), "note", "commits waited 3 s for requests"),
-    "never_served": (facts(servers=(server(1, commits=0),)), "bad", "host:1 never held a version"),
-    "faults": (
-        facts(servers=(server(1, faults=4, connects=3),)),
+    "never_served": (
+        facts(servers=(server(1, commits=0),)),
         "bad",
-        "host:1 had 4 faults, and its lane connected 3 times",
+        "host:1 never held a version, so it generated nothing: unless it has just joined,",
+    ),
+    "faults": (
+        facts(servers=(server(1, faults=4, reconnects=3),)),
+        "bad",
+        "host:1 had 4 faults, and its lane had to connect again 3 times",
     ),
     "wrong_bytes": (facts(digest_mismatches=2), "bad", "2 transfers or loads of a version"),
     "skipped_versions": (facts(skipped_versions=7), "note", "7 versions were not published"),
@@ -167,6 +172,47 @@ def test_slow_transfers_are_bad_only_where_the_server_falls_behind(lag: float, l
     assert [f.level for f in findings(run) if "transfers take" in f.text] == [level]
 
 
+@pytest.mark.parametrize(
+    ("waited_s", "served_s"),
+    [(5.0, 100.0), (40.0, 5.0)],
+    ids=["the trainer hardly waits", "a trial of seconds"],
+)
+def test_pauses_that_do_no_harm_are_a_note(waited_s: float, served_s: float) -> None:
+    paused = server(1, pause_s=0.2 * served_s, served_s=served_s)
+    run = facts(waited_s=waited_s, servers=(paused,))
+    assert [f.level for f in findings(run) if "stood still" in f.text] == ["note"]
+
+
+def test_a_run_whose_servers_are_idle_is_not_only_told_to_add_some() -> None:
+    (found,) = rules.waiting_for_rollouts(facts(waited_s=68.0))
+    assert "add servers if these are busy, else speed up what asks them" in found.text
+
+
+def test_a_run_that_may_be_asynchronous_already_is_told_with_an_if() -> None:
+    (found,) = rules.blocked_by_sync(facts(blocked_s=5.0))
+    assert "if grpo.async_weight_update is off, turn it on" in found.text
+
+
+def test_the_cut_of_topr_is_not_laid_to_old_data_alone() -> None:
+    (found,) = rules.much_is_cut(facts(last={names.IMPORTANCE_CUT: 0.5}))
+    assert 'With grpo.policy_loss = "topr" rounding alone does it' in found.text
+
+
+def test_the_servers_of_a_run_without_its_trace_have_held_versions(tmp_path: Path) -> None:
+    make_run(tmp_path, Made(steps=3))
+    (tmp_path / "trace.json").unlink()
+    found = facts_of(read_run(tmp_path))
+    assert [s.commits for s in found.servers] == [4, 4]
+    assert not any("never held" in f.text for f in findings(found))
+
+
+def test_the_first_connection_of_a_resumed_run_is_none_again(tmp_path: Path) -> None:
+    for first in (1, 21):
+        make_run(tmp_path, Made(first_step=first, faulty_server=1))
+    said = [f.text for f in findings(facts_of(read_run(tmp_path)))]
+    assert "10.0.0.1:8000 had 4 faults" in said
+
+
 def test_waits_as_long_as_at_other_times_are_not_laid_to_an_evaluation() -> None:
     run = facts(waited_s=40.0, servers=(server(1, held_s=10.0, waited_meanwhile_s=5.0),))
     assert [f.level for f in findings(run) if "evaluations held" in f.text] == ["note"]
@@ -204,6 +250,16 @@ def test_a_gap_that_grew_or_is_there_from_the_start_is_named_with_its_likely_cau
     given = {names.ON_POLICY_GAP: 0.3}
     (found,) = rules.engine_differs(facts(last=given, quantised={"http://host:1": "fp8"}))
     assert "http://host:1 with fp8" in found.text
+
+
+def test_older_tokens_may_differ_more_than_the_fresh_ones_of_the_first_step() -> None:
+    """Before, nearly each run of a few steps was told that its gap grew."""
+    gaps = {names.LOGPROB_GAP: 0.001}, {names.LOGPROB_GAP: 0.13}
+    for before, found in ((0.0, 0), (0.5, 0), (0.9, 1)):
+        first, last = (
+            {**g, names.STALENESS_TOKENS: a} for g, a in zip(gaps, (before, 1.0), strict=True)
+        )
+        assert len(list(rules.engine_differs(facts(first=first, last=last)))) == found
 
 
 def test_a_gap_of_arithmetic_may_grow() -> None:

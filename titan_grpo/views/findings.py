@@ -1,8 +1,9 @@
 """What stands out in a run, in words: rules over its figures. Pure."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ FAR_BEHIND = 1.5
 """Mean lag in versions from which a server is reported."""
 OFTEN_PAUSED = 0.05
 """Share of a server's time paused for commits from which it is reported."""
+LONG_SERVED_S = 60.0
+"""A server's time from which such a share is bad: a trial's steps are too short for a judgement."""
 LONG_WAIT = 0.3
 """Share of the steps' time waiting for rollouts from which it is bad."""
 BLOCKED = 0.02
@@ -85,7 +88,8 @@ def facts_of(run: Run) -> Facts:
     skipped, mismatches = (
         int(totals.get(name) or 0) for name in (names.SKIPPED_VERSIONS, names.DIGEST_MISMATCHES)
     )
-    urls = {*run.trace.servers, *(s.versions_committed if s else ())}
+    commits = {u: len(known.committed) for u, known in s.versions_committed.items()} if s else {}
+    each = [figures(run.trace, url) for url in in_order({*run.trace.servers, *commits})]
     return Facts(
         steps=len(steps),
         step_s=sum(step.step_s for step in steps),
@@ -96,7 +100,8 @@ def facts_of(run: Run) -> Facts:
         longest=max(steps, key=lambda step: step.step_s, default=None),
         first=_means(run.rows[:window]),
         last=_means(run.rows[-window:]),
-        servers=tuple(figures(run.trace, url) for url in in_order(urls)),
+        # The trace may be missing, or end before the run did.
+        servers=tuple(replace(e, commits=max(e.commits, commits.get(e.url, 0))) for e in each),
         skipped_versions=s.skipped_versions if s else skipped,
         digest_mismatches=s.digest_mismatches if s else mismatches,
         quantised=run.quantised,
@@ -170,26 +175,29 @@ def trouble(f: Facts) -> Iterator[Finding]:
 def servers(f: Facts) -> Iterator[Finding]:
     """What stands out about each server."""
     for server in f.servers:
-        yield from _service(server)
+        yield from _service(f, server)
         yield from _transfers(f, server)
         yield from _held_by_evaluations(f, server)
 
 
-def _service(server: ServerFigures) -> Iterator[Finding]:
+def _service(f: Facts, server: ServerFigures) -> Iterator[Finding]:
     name = short(server.url)
     if not server.commits:
         yield Finding(
             "bad",
-            f"{name} never held a version, so it generated nothing: titan-grpo doctor says what is"
-            " wrong with it",
+            f"{name} never held a version, so it generated nothing: unless it has just joined,"
+            " titan-grpo doctor says what is wrong with it",
         )
     if server.faults:
-        again = f", and its lane connected {server.connects} times" * (server.connects > 1)
+        again = f", and its lane had to connect again {counted(server.reconnects, 'time')}"
+        again *= server.reconnects > 0
         yield Finding("bad", f"{name} had {counted(server.faults, 'fault')}{again}")
     share = server.pause_s / server.served_s if server.served_s else 0.0
     if share >= OFTEN_PAUSED:
+        # Its pauses do no harm while the trainer does not wait.
+        harm = f.waited_s >= LONG_WAIT * f.step_s > 0 and server.served_s >= LONG_SERVED_S
         yield Finding(
-            "bad",
+            "bad" if harm else "note",
             f"{name} stood still for {duration(server.pause_s)} of {duration(server.served_s)}"
             f" ({percent(share)}) to load {counted(server.commits, 'version')},"
             f" {duration(server.pause_median_s)} each",
@@ -242,7 +250,10 @@ def waiting_for_rollouts(f: Facts) -> Iterator[Finding]:
     share = f.waited_s / f.step_s
     text = f"the trainer waited {duration(f.waited_s)} of {duration(f.step_s)} for rollouts"
     if share >= LONG_WAIT:
-        more = "generation is the bottleneck: add servers, or allow more staleness"
+        more = (
+            "add servers if these are busy, else speed up what asks them (a task, agent or"
+            " environment); more staleness hides single slow groups"
+        )
         yield Finding("bad", f"{text} ({percent(share)}): {more}")
     else:
         yield Finding("good", f"{text} ({percent(share)})")
@@ -263,8 +274,8 @@ def blocked_by_sync(f: Facts) -> Iterator[Finding]:
     elif share >= BLOCKED:
         yield Finding(
             "bad",
-            f"{text}: with grpo.async_weight_update = true it costs the copy of a rank's own shard"
-            " only",
+            f"{text}: if grpo.async_weight_update is off, turn it on: it leaves only the copy of a"
+            " rank's own shard",
         )
     else:
         yield Finding("good", text)
@@ -292,9 +303,10 @@ def drains(f: Facts) -> Iterator[Finding]:
     """Servers finish their requests before each commit."""
     total, commits = sum(s.drain_s for s in f.servers), sum(s.commits for s in f.servers)
     if total:
+        number = counted(commits, "commit")
         yield Finding(
             "note",
-            f"commits waited {duration(total)} for requests to finish ({commits} commits):"
+            f"commits waited {duration(total)} for requests to finish ({number}):"
             " rollout.in_flight_weight_updates = true lets them run over a commit",
         )
 
@@ -324,7 +336,13 @@ def engine_differs(f: Facts) -> Iterator[Finding]:
             f" {likely_cause(f.last, f.quantised)}",
         )
         return
-    for name, which in ((names.ON_POLICY_GAP, " on the same weights"), (names.LOGPROB_GAP, "")):
+    compared = [(names.ON_POLICY_GAP, " on the same weights"), (names.LOGPROB_GAP, "")]
+    young, old = (means.get(names.STALENESS_TOKENS, math.nan) for means in (f.first, f.last))
+    if GREW * young <= old:
+        # Older tokens differ more. A run begins with fresh ones, and a short one's first fifth is
+        # no more than that.
+        compared.pop()
+    for name, which in compared:
         before, after = f.first.get(name, 0.0), f.last.get(name, 0.0)
         if f.steps >= 5 and after >= max(GREW * before, LEAST_GAP):
             yield Finding(
@@ -343,10 +361,12 @@ def much_is_cut(f: Facts) -> Iterator[Finding]:
         (names.VETOED, "the veto took out"),
     ):
         if (share := f.last.get(name, 0.0)) >= CUT_TOKENS:
+            topr = '. With grpo.policy_loss = "topr" rounding alone does it'
+            topr *= name == names.IMPORTANCE_CUT
             yield Finding(
                 "bad",
                 f"{what} {percent(share)} of the tokens in the last fifth of the steps: data are"
-                " older, or steps larger, than the loss allows for",
+                f" older, or steps larger, than the loss allows for{topr}",
             )
 
 

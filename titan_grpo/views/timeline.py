@@ -41,7 +41,8 @@ class ServerFigures:
 
     url: str
     commits: int
-    connects: int
+    reconnects: int
+    """Times that its lane went to connect again in a process of the run."""
     send_median_s: float
     send_s: float
     """Part of ``served_s``, like ``drain_s`` and ``pause_s``, since a server generates nothing
@@ -103,6 +104,8 @@ def figures(trace: Trace, url: str) -> ServerFigures:
     lag = max(0.0, float((serving * (newest - own)).sum()) / served_s) if served_s else 0.0
     faults = [i for i in trace.instants if i.track == url and i.name == "sync failure"]
 
+    process = np.searchsorted(trace.ends, connect.start, side="right")
+
     def served(spans: Spans) -> float:
         if not spans.start.size or not served_s:
             return spans.total_s
@@ -111,7 +114,7 @@ def figures(trace: Trace, url: str) -> ServerFigures:
     return ServerFigures(
         url=url,
         commits=int(trace.of(url, names.COMMIT_S).start.size),
-        connects=int(connect.start.size),
+        reconnects=connect.start.size - np.unique(process).size,
         send_median_s=send.median_s,
         send_s=served(send),
         drain_s=served(drain),
