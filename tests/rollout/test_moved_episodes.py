@@ -182,7 +182,11 @@ def test_episodes_after_a_drop_on_a_server_that_leaves_at_that_moment_sample_all
                 dispatcher.on(holding(staying.url, 0).state)
         return 1.0
 
-    numbers = count()
+    numbers, drivers = count(), dict[str, AsyncDriver]()
+
+    def connect(url: str) -> AsyncDriver:
+        drivers[url] = AsyncDriver(url)
+        return drivers[url]
 
     async def run() -> Group:
         nonlocal dispatcher
@@ -190,7 +194,7 @@ def test_episodes_after_a_drop_on_a_server_that_leaves_at_that_moment_sample_all
         sizes = {"group_size": 2, "prompts_per_step": 1, "max_staleness": 0}
         async with sampler_of_agents(agent, **sizes) as (sampler, _), asyncio.timeout(60):
             of, runner = sampler._spec, sampler._runner
-            dispatcher = Dispatcher(of, sampler, runner, out.put_nowait, failed.append, AsyncDriver)
+            dispatcher = Dispatcher(of, sampler, runner, out.put_nowait, failed.append, connect)
             dispatcher.on(holding(leaving.url, 0).state)
             counters: dict[str, int] = {}
             while not isinstance(done := await out.get(), GroupDone):
@@ -201,6 +205,7 @@ def test_episodes_after_a_drop_on_a_server_that_leaves_at_that_moment_sample_all
             return done.group
 
     group = asyncio.run(run())
+    assert [drivers[s.url]._connections._closed for s in (leaving, staying)] == [True, True]
     shown = [codec.spell((*group.prompt.token_ids, *c.token_ids)) for c in group.completions]
     assert sorted(heard) == ["0 old", "2 new", "3 new"]
     assert shown == [f"<bos>user: I am {n}\nassistant:new<eos>" for n in (2, 3)]
