@@ -67,7 +67,7 @@ class RemoteTransport:
     def __init__(self, url: str, key: str, deadline_s: float = 120.0) -> None:
         self._sender, self._poller = SyncDriver(url, key), SyncDriver(url, key)
         self._url = self._sender.url
-        self._deadline_s, self._poll_s = deadline_s, POLL_S
+        self._deadline_s = deadline_s
         self._run_id = new_run_id(time.time())
         self._delivering = threading.Lock()
         """Keeps delivered messages in order. Lock order: this one, the client's, ``_changed``."""
@@ -152,7 +152,7 @@ class RemoteTransport:
     def _poll_loop(self) -> None:
         with self._poller:
             while self._wait(lambda: self._opened):
-                self._attempt(self._poll, self._poll_s)
+                self._attempt(self._poll, POLL_S)
 
     def _wait(self, ready: Callable[[], bool]) -> bool:
         """Wait until ``ready()`` and the end of the back-off; return False to end the thread."""
@@ -242,10 +242,8 @@ class RemoteTransport:
             session, spec = self._end.session, msgspec.to_builtins(self._spec, str_keys=True)
         body = {"format": FORMAT, "run": self._run_id, "session": session, "spec": spec}
         parse = partial(convert, kind=Opened, what="the answer to /open")
-        opened = self._sender.run(Call("POST", "/open", OPEN_S, parse, json=body))
+        self._sender.run(Call("POST", "/open", OPEN_S, parse, json=body))
         with self._changed:
-            # A poll must return well before the lease ends: the next one renews it.
-            self._poll_s = min(self._poll_s, opened.lease_s / 3)
             self._opened = self._served = True
             self._changed.notify_all()
 
@@ -256,7 +254,7 @@ class RemoteTransport:
 
     def _poll(self) -> None:
         with self._changed:
-            post = frames.Post(self._end.session, 0, (), self._end.have, self._poll_s)
+            post = frames.Post(self._end.session, 0, (), self._end.have, POLL_S)
         self._exchange(self._poller, post)
 
     def _exchange(self, driver: SyncDriver, post: frames.Post) -> None:
