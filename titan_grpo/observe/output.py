@@ -41,7 +41,7 @@ class Output:
                     file.close()
 
     def write(self, text: str, instead: bool = False) -> None:
-        """Write at the end, or ``instead`` of the last text."""
+        """Write at the end, or ``instead`` of the last text, which is flushed."""
         with self._noting_errors():
             if self._file is None and self._may_open:
                 self._may_open = False
@@ -49,7 +49,6 @@ class Output:
             if self._file is None:
                 return
             if instead:
-                self._file.flush()
                 # The file is open for appending: the next write goes to its new end.
                 self._file.truncate(os.fstat(self._file.fileno()).st_size - self._last_bytes)
             self._file.write(text)
