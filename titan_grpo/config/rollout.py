@@ -114,7 +114,10 @@ class WorkerKeys(TaskKeys):
     max_concurrent_requests: int = 64
     """Largest number of requests in flight on one server. A group starts where there is room for
     all of its completions; each frees its place when it ends (an episode: when it is over). A group
-    larger than this starts on a server without requests, and its requests wait for each other."""
+    larger than this starts on a server without requests, and its requests wait for each other.
+    Groups that wait for a version start on the first server that holds it, as many as fit: of
+    several servers some may idle unless this is at most prompts_per_step * group_size *
+    (max_staleness + 1) / their number."""
 
     request_timeout_s: float = 300.0
     """Deadline of one generation request, in seconds. If its answer is streamed
