@@ -82,6 +82,16 @@ def stop(number: int, frame: Any) -> None:
         raise SystemExit(SIGNALLED + number)
 
 
+def stop_on_signals() -> None:
+    """End this rank of torchrun's in the ordinary way at the first of ENDING: lanes, rollouts and
+    servers are closed."""
+    # If torchrun is killed, its ranks (each in a session of its own) would go on training.
+    end_with_parent(signal.SIGTERM)
+    # SIGHUP too: torchrun hands a terminal's end on, also under nohup.
+    for each in ENDING:
+        signal.signal(each, stop)
+
+
 def without_torchrun(base: Mapping[str, str]) -> dict[str, str]:
     """Return ``base`` without torchrun's variables: a process that inherits them takes itself for
     a rank and hangs in the rendezvous."""

@@ -2,7 +2,6 @@
 X.toml``."""
 
 import os
-import signal
 import sys
 import threading
 import traceback
@@ -11,19 +10,6 @@ from itertools import chain
 
 SAY_S = 30.0
 """Seconds that the other ranks of a host wait for its first rank to print why they all end."""
-
-
-def _stop_on_signals() -> None:
-    """End this rank in the ordinary way at the first signal that ends a job: lanes, rollouts and
-    servers are closed."""
-    from titan_grpo.subprocesses import ENDING, end_with_parent, stop
-
-    # If torchrun is killed, its ranks (each in a session of its own) would go on training.
-    end_with_parent(signal.SIGTERM)
-
-    # SIGHUP too: torchrun hands a terminal's end on, also under nohup.
-    for each in ENDING:
-        signal.signal(each, stop)
 
 
 def _check_environment() -> None:
@@ -53,7 +39,9 @@ def restart_notes(environ: Mapping[str, str]) -> list[str]:
 
 
 def _run(argv: list[str]) -> None:
-    _stop_on_signals()
+    from titan_grpo.subprocesses import stop_on_signals
+
+    stop_on_signals()
     # Before the next imports: some patches must be applied before torchtitan is imported.
     from titan_grpo.titan.compat import prepare
 

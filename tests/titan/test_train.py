@@ -62,8 +62,8 @@ def test_an_end_that_is_no_bug_of_ours_is_one_line_without_a_traceback(error: st
 
 STOPPED = """
 import threading
-from titan_grpo import train
-train._stop_on_signals()
+from titan_grpo.subprocesses import stop_on_signals
+stop_on_signals()
 try:
     print("here", flush=True)
     for _ in range(600):  # a signal that comes just before a wait does not end that one
@@ -84,6 +84,34 @@ def test_each_signal_that_ends_a_job_lets_a_rank_close_what_it_has_started(numbe
     process.send_signal(number)
     assert process.communicate(timeout=20)[0] == "closed\n"
     assert process.returncode == 128 + number
+
+
+VERIFYING = """
+import threading
+from titan_grpo.titan import verify_train
+def parse(argv):
+    try:
+        print("here", flush=True)
+        for _ in range(600):
+            threading.Event().wait(0.1)
+    finally:
+        print("closed")
+verify_train.parse = parse
+verify_train.main(["--evidence", "none", "--"])
+"""
+
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+def test_a_rank_of_a_verification_ends_in_the_ordinary_way_when_torchrun_is_killed() -> None:
+    """Before, it trained on."""
+    torchrun = subprocess.Popen(
+        [sys.executable, "-c", PARENT, VERIFYING], stdout=subprocess.PIPE, text=True
+    )
+    assert torchrun.stdout is not None
+    assert torchrun.stdout.readline() == "here\n"
+    torchrun.kill()
+    assert torchrun.communicate(timeout=20)[0] == "closed\n"
 
 
 @pytest.mark.parametrize("number", ENDING)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from titan_grpo.errors import SyncError
 from titan_grpo.layout.infer import strip_prefixes
 from titan_grpo.layout.manifest import Manifest
+from titan_grpo.subprocesses import stop_on_signals
 from titan_grpo.titan import compat
 from titan_grpo.verify.outcome import TRAINER_EVIDENCE, version_file
 from titan_grpo.verify.recording import content_digest, tensor_digest
@@ -131,6 +132,7 @@ def image_of(tensors: dict[str, torch.Tensor], manifest: Manifest) -> bytearray:
 
 def main(argv: list[str]) -> int:
     """Run one rank with a VerifyTrainer. Errors propagate to torchrun."""
+    stop_on_signals()
     parser = argparse.ArgumentParser(prog="titan_grpo.titan.verify_train", description=__doc__)
     parser.add_argument("--evidence", type=Path, required=True)
     cut = argv.index("--")
