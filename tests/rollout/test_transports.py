@@ -537,11 +537,11 @@ def test_a_service_of_another_version_is_a_mistake_of_the_configuration(cluster:
 
 
 def test_a_silent_service_is_named(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    threading.Thread(target=cluster.client().start, args=(60,)).start()
-    assert wait_until(lambda: f"{cluster.url} does not answer (" in caplog.text, 30.0)
-    cluster.serve()
-    assert wait_until(lambda: f"{cluster.url} answers again" in caplog.text, 30.0)
-    assert caplog.text.count("does not answer (") == 1
+    with ThreadPoolExecutor(1) as pool:  # its end is that of the start
+        pool.submit(cluster.client().start, 60)
+        assert wait_until(lambda: f"{cluster.url} does not answer (" in caplog.text, 30.0)
+        cluster.serve()
+    assert caplog.text.count("does not answer (") == caplog.text.count("answers again") == 1
 
 
 def test_a_service_that_stays_away_stops_the_run_and_names_url_and_remedy(cluster: Cluster) -> None:

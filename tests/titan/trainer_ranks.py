@@ -163,8 +163,8 @@ def blocked(place: Place) -> float:
     the time lost to weight sync."""
     with made(place, *NO_FILES, publishes=True) as trainer:
         trainer._publish_now(0)
-        children = psutil.Process().children(recursive=True)
-        (process,) = [p for p in children if "titan_grpo.sync.process" in p.cmdline()]
+        assert trainer.controller is not None
+        process = psutil.Process(trainer.controller.sync_process.pid)
         trainer._blocked_s = 0.0
         process.suspend()
         threading.Timer(1.0, process.resume).start()
