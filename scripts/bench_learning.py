@@ -251,7 +251,7 @@ def run(setting: Setting, seed: int, steps: int, model_dir: str) -> Run:
     async def whole() -> Run:
         server = TimedServer(spec.max_concurrent_requests, TOKENS // 2, work, learner.sample)
         task = Rules(seed, setting.tail)
-        played = await play(spec, task, codec(model_dir), server, pace, learner.train)
+        played = await play(spec, task, codec(model_dir), [server], pace, learner.train)
         groups = sum(played.trained.values())
         tail = sum(n for index, n in played.trained.items() if index % KINDS == KINDS - 1)
         return Run(

@@ -228,7 +228,7 @@ def in_processes(setting: Setting, spec: RolloutSpec) -> Played:
 async def simulated(setting: Setting, spec: RolloutSpec) -> Played:
     """The same in simulated time."""
     task, codec = task_of(spec), TextCodec(spec.model_dir, spec)
-    return await play(spec, task, codec, server_of(setting), Pace(setting.steps, setting.train_s))
+    return await play(spec, task, codec, [server_of(setting)], Pace(setting.steps, setting.train_s))
 
 
 def train(setting: Setting, model_dir: str, process: bool) -> Outcome:

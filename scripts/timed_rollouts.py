@@ -13,10 +13,10 @@ import asyncio
 import json
 import selectors
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any, NamedTuple, TypeVar
 
 from titan_grpo.engines.http import AsyncDriver, Call, Sink
@@ -37,7 +37,7 @@ PROMPT_TOKENS = 3
 STUCK_S = 60.0
 """Real seconds after which a simulated run without a timer is stuck."""
 
-URL = "http://simulated"
+URL = "http://simulated-{}"
 
 DEADLINE_S = 1e6
 """Simulated seconds that a step may wait for its groups."""
@@ -204,9 +204,9 @@ class LoopTransport:
     """Between a RolloutClient and a Dispatcher in one event loop, in which all methods are
     called."""
 
-    def __init__(self, task: AnyTask, codec: Codec, server: TimedServer) -> None:
-        self._task, self._codec, self._server = task, codec, server
-        self._drained = dict[int, asyncio.Event]()
+    def __init__(self, task: AnyTask, codec: Codec, servers: Mapping[str, TimedServer]) -> None:
+        self._task, self._codec, self._servers = task, codec, servers
+        self._numbers, self._drained = count(), dict[int, asyncio.Event]()
         self.came = asyncio.Event()
         """Set by every message to the client."""
 
@@ -215,7 +215,7 @@ class LoopTransport:
         runner = TaskRunner(self._task, self._codec, spec)
 
         def connect(url: str) -> AsyncDriver:
-            return DirectDriver(url, self._server)
+            return DirectDriver(url, self._servers[url])
 
         sampler = Sampler(spec, runner)
         self.dispatcher = Dispatcher(spec, sampler, runner, self._out, self._fail, connect)
@@ -231,8 +231,9 @@ class LoopTransport:
     async def end(self) -> None:
         await self.dispatcher.close()
 
-    async def drain(self, url: str, number: int) -> None:
+    async def drain(self, url: str) -> None:
         """Wait for the server's running requests, as RolloutClient.drain does for a thread."""
+        number = next(self._numbers)
         self._drained[number] = asyncio.Event()
         self.send(messages.Drain(url, number, DEADLINE_S))
         await asyncio.wait_for(self._drained[number].wait(), DEADLINE_S)
@@ -250,12 +251,14 @@ class LoopTransport:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What takes how long, in seconds: a training step; a new version's way to the server, beside
-    which everything goes on. ``drained``: the server finishes its requests before each commit."""
+    """What takes how long, in seconds: a training step; a new version's way to the first server,
+    and how much longer it is to each further one, beside which everything goes on. ``drained``: a
+    server finishes its requests before each commit."""
 
     steps: int
     train_s: float
     publish_s: float = 0.0
+    further_s: float = 0.0
     drained: bool = False
 
 
@@ -273,32 +276,31 @@ async def play(
     spec: RolloutSpec,
     task: AnyTask,
     codec: Codec,
-    server: TimedServer,
+    servers: Sequence[TimedServer],
     pace: Pace,
     train: Callable[[int, list[Group]], None] = lambda version, groups: None,
 ) -> Played:
     """A whole run in the loop that runs. ``train`` makes version ``version + 1`` of groups."""
-    loop, played, newest = asyncio.get_running_loop(), Played(), asyncio.Queue[int]()
-    transport = LoopTransport(task, codec, server)
+    loop, played = asyncio.get_running_loop(), Played()
+    urls = {URL.format(number): server for number, server in enumerate(servers)}
+    transport = LoopTransport(task, codec, urls)
     client = RolloutClient(spec, transport=transport)
 
-    def hold(version: int, accepting: bool = True) -> None:
-        client.set_server(ServerState(URL, version, accepting, label(version)))
+    def hold(url: str, version: int, accepting: bool = True) -> None:
+        client.set_server(ServerState(url, version, accepting, label(version)))
 
-    async def publish() -> None:
-        number = 0
+    async def publish(url: str, way_s: float, newest: asyncio.Queue[int]) -> None:
         while True:
             # no deadline: cancelled at the run's end
             version = await newest.get()
             while not newest.empty():
                 version = newest.get_nowait()
-            await asyncio.sleep(pace.publish_s)
+            await asyncio.sleep(way_s)
             if pace.drained:
-                hold(server.version, accepting=False)
-                number += 1
-                await transport.drain(URL, number)
-            server.version = version
-            hold(version)
+                hold(url, urls[url].version, accepting=False)
+                await transport.drain(url)
+            urls[url].version = version
+            hold(url, version)
 
     async def batch(version: int) -> list[Group]:
         while True:
@@ -309,17 +311,24 @@ async def play(
                 await asyncio.wait_for(transport.came.wait(), DEADLINE_S)
 
     client.start(STUCK_S)
-    hold(0)
-    publishing: asyncio.Task[None] = loop.create_task(publish())
+    for url in urls:
+        hold(url, 0)
+    queues = [asyncio.Queue[int]() for _ in servers]
+    publishing = [
+        loop.create_task(publish(url, pace.publish_s + number * pace.further_s, queue))
+        for number, (url, queue) in enumerate(zip(urls, queues, strict=True))
+    ]
     for version in range(pace.steps):
         groups = await batch(version)
         played.trained.update(group.prompt.index for group in groups)
         await asyncio.sleep(pace.train_s)
         train(version, groups)
         played.version_s.append(loop.time())
-        newest.put_nowait(version + 1)
+        for queue in queues:
+            queue.put_nowait(version + 1)
     played.counters = client.counters()
-    publishing.cancel()
+    for task_of_server in publishing:
+        task_of_server.cancel()
     await transport.end()
     client.close()
     return played

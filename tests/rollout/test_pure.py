@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tests.rigs.present import present
 from tests.rollout.sampling import Letters
@@ -29,7 +30,7 @@ from titan_grpo.rollout.messages import Cursor, RolloutSpec, RolloutStopped
 from titan_grpo.rollout.records import GroupRecorder, ReplayClient
 from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.rollout.sampler import GroupDropped, completion_fault, request_seed, versioned
-from titan_grpo.rollout.schedule import Room, Server
+from titan_grpo.rollout.schedule import SPREAD, Room, Server, Spread
 from titan_grpo.rollout.task_runner import TaskOptions
 from titan_grpo.rollout.tasks.built_in import Digits
 from titan_grpo.rollout.tasks.functions import load_task
@@ -210,6 +211,57 @@ def test_an_incident_that_breaks_many_groups_pauses_their_server_once() -> None:
     server = Server(ServerState("a", 1, True, "1", "vllm"))
     assert {server.failed(100.0 + 0.01 * group) for group in range(8)} == {100.5}
     assert Room([server], 1, 8, 100.5).take(1) is server
+
+
+def held_by(spread: Spread, servers: list[Server], now: float, waiting: int = 5) -> int | None:
+    """The limit for groups of 8 requests that take 4 s; the time to share lasts 1 s."""
+    return spread.limit(servers, waiting, 8, 1.0 / SPREAD, now)
+
+
+def servers_at(*versions: int | None) -> list[Server]:
+    return [Server(ServerState(f"s{i}", v, True, "label")) for i, v in enumerate(versions)]
+
+
+def now_at(server: Server, version: int, accepting: bool = True) -> None:
+    server.state = structs.replace(server.state, version=version, accepting=accepting)
+
+
+def test_a_server_takes_its_share_until_the_others_have_the_version_or_its_time_ends() -> None:
+    spread, servers = Spread(), servers_at(7, 6, None)
+    assert held_by(spread, servers, 10.0) == 24, "3 of 5 groups, of 2 servers: one has no version"
+    assert spread.until == 11.0
+    servers[0].in_flight = 24
+    assert held_by(spread, servers, 10.9, 2) == 24
+    now_at(servers[1], 7)
+    assert held_by(spread, servers, 10.95, 2) is None
+    now_at(servers[1], 8)
+    now_at(servers[0], 7, accepting=False)
+    servers[1].in_flight = 16
+    assert held_by(spread, servers, 20.0, 2) == 32, "a server in its commit is waited for"
+    assert held_by(spread, servers, 21.0, 2) is None
+
+
+def test_a_server_that_was_late_is_not_waited_for_until_it_was_in_time() -> None:
+    spread, servers = Spread(), servers_at(7, 6, 6)
+    assert held_by(spread, servers, 10.0) == 16
+    now_at(servers[1], 7)
+    assert held_by(spread, servers, 11.0) is None
+    now_at(servers[2], 7)
+    assert held_by(spread, servers, 11.1) is None
+    now_at(servers[0], 8)
+    assert held_by(spread, servers, 20.0) == 24, "of two servers: the last one was late"
+    now_at(servers[2], 8)
+    assert held_by(spread, servers, 20.5) == 16, "of three: it was in time"
+    now_at(servers[1], 8)
+    assert held_by(spread, servers, 20.6) is None
+    now_at(servers[1], 9)
+    assert held_by(spread, servers, 30.0) == 16
+
+
+def test_a_failing_server_is_not_waited_for() -> None:
+    spread, servers = Spread(), servers_at(7, 6)
+    servers[1].failed(9.9)
+    assert held_by(spread, servers, 10.0) is None
 
 
 SPANS = (("r:7:f", 0, 3), ("r:8:f", 3, 5))

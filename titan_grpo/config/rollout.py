@@ -115,9 +115,9 @@ class WorkerKeys(TaskKeys):
     """Largest number of requests in flight on one server. A group starts where there is room for
     all of its completions; each frees its place when it ends (an episode: when it is over). A group
     larger than this starts on a server without requests, and its requests wait for each other.
-    Groups that wait for a version start on the first server that holds it, as many as fit: of
-    several servers some may idle unless this is at most prompts_per_step * group_size *
-    (max_staleness + 1) / their number."""
+    Servers get a version one after the other: the first ones take no more than their share of the
+    groups that wait for it for a quarter of a group's mean duration, except for servers that were
+    late the last time."""
 
     request_timeout_s: float = 300.0
     """Deadline of one generation request, in seconds. If its answer is streamed

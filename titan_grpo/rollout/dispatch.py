@@ -22,7 +22,7 @@ from titan_grpo.rollout.sampler import (
     PromptUnfit,
     Sampler,
 )
-from titan_grpo.rollout.schedule import Durations, Room, Server, Starts
+from titan_grpo.rollout.schedule import Durations, Room, Server, Spread, Starts
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.samples import NO_TOKENS, Completion, Group
 
@@ -78,7 +78,7 @@ class Dispatcher:
         self._send, self._fail = send, fail
         self._servers: dict[str, Server] = {}
         """By URL. The groups in flight of a server that left keep its Server."""
-        self._durations = Durations()
+        self._durations, self._spread = Durations(), Spread()
         self._starts = Starts(spec, runner, self._durations)
         self._running: dict[asyncio.Task[None], Running] = {}
         self._drivers: dict[str, AsyncDriver] = {}
@@ -164,8 +164,7 @@ class Dispatcher:
                 # The loop must turn: thousands of prompts may get a place at once.
                 self._pump_soon()
                 break
-        size, capacity = self._spec.group_size, self._spec.max_concurrent_requests
-        room, started = Room(self._servers.values(), size, capacity, loop.time()), False
+        room, started = self._room(loop.time()), False
         while (best := room.newest) is not None:
             # A server with an older version may still start a group for an earlier step.
             waiting = self._starts.most_urgent(best)
@@ -179,6 +178,16 @@ class Dispatcher:
         if started:
             # The trainer would else know of these requests when the first group of them ends.
             self._send(messages.Counts(self._counts.changed()))
+
+    def _room(self, now: float) -> Room:
+        """Return the servers that can take a group, by capacity and by share (Spread)."""
+        servers, spread, ends = self._servers.values(), self._spread, self._spread.until
+        size, capacity = self._spec.group_size, self._spec.max_concurrent_requests
+        limit = spread.limit(servers, self._starts.waiting, size, self._durations.group_s, now)
+        if spread.until != ends:
+            # What the shares left over starts then, if no server reports before.
+            asyncio.get_running_loop().call_at(spread.until, self._pump_soon)
+        return Room(servers, size, capacity if limit is None else min(capacity, limit), now)
 
     def _start(self, ticket: Ticket, server: Server) -> None:
         spec, loop, version = self._spec, asyncio.get_running_loop(), server.state.version
