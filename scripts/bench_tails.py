@@ -2,7 +2,7 @@
 """What does training see of slow prompts, and what does waiting for them cost?
 
     python scripts/bench_tails.py [--slow 3 6] [--share 0.1] [--staleness 1 2 4] [--steps 40]
-    [--capacity 8] [--no-process] [--json PATH]
+    [--capacity 8] [--servers 2 4 8] [--apart 0.002 0.01] [--no-process] [--json PATH]
 
 The real rollout process over real HTTP, a server whose generation takes a set time (no engine), and
 a trainer whose step takes a set time. A share of the prompts, evenly spread, takes ``--slow`` times
@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
@@ -231,6 +232,29 @@ async def simulated(setting: Setting, spec: RolloutSpec) -> Played:
     return await play(spec, task, codec, [server_of(setting)], Pace(setting.steps, setting.train_s))
 
 
+async def fleet(setting: Setting, servers: int, apart_s: float, model_dir: str) -> Played:
+    """A run on several servers, see the module; ``setting.capacity`` is that of each."""
+    spec = replace(spec_of(setting, model_dir), max_concurrent_requests=PER_STEP * GROUP * 10)
+    task, codec = task_of(spec), TextCodec(spec.model_dir, spec)
+    pace = Pace(setting.steps, setting.train_s, further_s=apart_s)
+    return await play(spec, task, codec, [server_of(setting) for _ in range(servers)], pace)
+
+
+def report_fleets(setting: Setting, options: Namespace, model_dir: str) -> list[dict[str, float]]:
+    """Print the table of several servers; return its rows."""
+    table, rows = Table(), list[dict[str, float]]()
+    for staleness, servers in product((0, 1), options.servers):
+        each = replace(setting, staleness=staleness, capacity=max(1, PER_STEP // servers))
+        least_s = 0.0
+        for apart_s in (0.0, *options.apart):
+            took_s = in_simulated_time(fleet(each, servers, apart_s, model_dir)).version_s[-1]
+            least_s = least_s or took_s
+            row = {"staleness": staleness, "servers": servers, "apart_s": apart_s}
+            rows.append(row | {"seconds": took_s, "/ least": took_s / least_s})
+            table.add(rows[-1])
+    return rows
+
+
 def train(setting: Setting, model_dir: str, process: bool) -> Outcome:
     spec = spec_of(setting, model_dir)
     alone = in_simulated_time(simulated(setting, spec))
@@ -280,11 +304,13 @@ def main() -> int:
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--capacity", type=int, default=8, help="groups that are made at once")
+    parser.add_argument("--servers", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--apart", type=float, nargs="+", default=[0.002, 0.01])
     parser.add_argument(
         "--no-process", dest="process", action="store_false", help="simulated time only"
     )
     options = parser.parse_args()
-    found = []
+    found = list[Outcome]()
     with tempfile.TemporaryDirectory() as model_dir:
         write_tiny_model("qwen3", Path(model_dir), seed=1)
         for slow, staleness, way in product(options.slow, options.staleness, WAYS):
@@ -303,8 +329,11 @@ def main() -> int:
             )
             found.append(train(setting, model_dir, options.process))
             print(found[-1], file=sys.stderr, flush=True)
-    write_json(options.json, [asdict(one) for one in found])
-    return report(found)
+        missed = report(found)
+        equal = replace(found[0].setting, consume="started", lengths_known=True, share=0.0)
+        fleets = report_fleets(equal, options, model_dir)
+    write_json(options.json, [*map(asdict, found), *fleets])
+    return missed
 
 
 if __name__ == "__main__":

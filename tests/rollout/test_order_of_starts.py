@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from scripts.bench_tails import PER_STEP, Setting, least_s, server_of, simulated, spec_of
+from scripts.bench_tails import PER_STEP, Setting, fleet, least_s, simulated, spec_of
 from scripts.timed_rollouts import Pace, Played, TimedServer, Work, in_simulated_time, play
 from tests.rollout.sampling import Letters
 from titan_grpo.config.task import TaskKeys
@@ -21,7 +21,6 @@ from titan_grpo.rollout.dispatch import ADMIT_S
 from titan_grpo.rollout.messages import RolloutSpec, RolloutStopped
 from titan_grpo.rollout.schedule import SPREAD, Durations, Starts
 from titan_grpo.rollout.task_runner import Codec, TaskFailed, TaskRunner
-from titan_grpo.rollout.tasks.functions import task_of
 from titan_grpo.samples import Prompt
 
 SETTING = Setting(
@@ -55,14 +54,11 @@ def test_prompts_are_trained_in_their_order_whatever_they_take_and_steps_hardly_
     assert run.version_s[-1] <= MOST * least_s(setting)
 
 
-async def fleet(servers: int, further_s: float, model: str) -> float:
-    """Seconds of a run with equal prompts whose groups wait for each version: together the servers
-    make those of one step at once. Each may have as many requests as it gets."""
-    setting = replace(SETTING, share=0.0, staleness=0, capacity=PER_STEP // servers)
-    spec = replace(spec_of(setting, model), max_concurrent_requests=1024)
-    pace = Pace(setting.steps, setting.train_s, further_s=further_s)
-    made = [server_of(setting) for _ in range(servers)]
-    return (await play(spec, task_of(spec), Letters(), made, pace)).version_s[-1]
+def shared(servers: int, apart_s: float, model: str) -> float:
+    """Seconds of a run whose groups wait for each version; the servers together make those of one
+    step at once."""
+    each = replace(SETTING, share=0.0, staleness=0, capacity=PER_STEP // servers)
+    return in_simulated_time(fleet(each, servers, apart_s, model)).version_s[-1]
 
 
 @pytest.mark.parametrize("servers", [2, 4])
@@ -70,12 +66,12 @@ def test_servers_that_get_a_version_one_after_the_other_share_the_groups_that_wa
     servers: int, model: str
 ) -> None:
     apart_s = 0.5 * SPREAD * SETTING.unit_s / (servers - 1)
-    took = in_simulated_time(fleet(servers, apart_s, model))
+    took = shared(servers, apart_s, model)
     assert took <= MOST * SETTING.steps * (SETTING.unit_s + SETTING.train_s)
 
 
 def test_a_server_that_gets_no_version_costs_the_others_one_short_wait(model: str) -> None:
-    took = in_simulated_time(fleet(2, 1e5, model))
+    took = shared(2, 1e5, model)
     alone = SETTING.steps * (2 * SETTING.unit_s + SETTING.train_s)
     assert took <= alone + SPREAD * 2 * SETTING.unit_s
 
