@@ -105,6 +105,11 @@ def found(*sections: GRPO | Rollout | WeightSync) -> list[str]:
             'launch_args must be with "--tool-call-parser"',
         ),
         (LAUNCHED, {"engine": "sglang"}, '"auto" for launched servers of vllm'),
+        (
+            replace(BOTH, launch_sglang_python="p"),
+            {"engine": "vllm"},
+            '"auto" for launched servers of vllm, sglang',
+        ),
         (ROLLOUT, {"source": "atropos"}, "atropos_url must be a URL such as http://host:8000 with"),
         (PUSHED, {"push_address": "8900"}, "host:port"),
         (PUSHED, {"push_address": "[::1:8900"}, "host:port"),

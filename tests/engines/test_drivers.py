@@ -1,11 +1,12 @@
 """Drivers against real sockets: each HTTP failure becomes one of ours, with URL and call."""
 
 import asyncio
+import re
 import socket
 import ssl
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -146,6 +147,26 @@ def test_an_event_of_another_form_is_a_refusal_of_the_named_server(
         asyncio.run(run())
 
 
+@pytest.fixture
+def closing() -> Iterator[Callable[[bytes], str]]:
+    """``closing(told)``: URL of a server that answers each of two requests with these bytes, and
+    then closes the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve(told: bytes) -> None:
+            for _ in range(2):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(told)
+
+        def start(told: bytes) -> str:
+            threading.Thread(target=serve, args=(told,), daemon=True).start()
+            return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        yield start
+
+
 @pytest.mark.parametrize(
     "head",
     [
@@ -157,21 +178,32 @@ def test_an_event_of_another_form_is_a_refusal_of_the_named_server(
     ],
     ids=["more than memory", "no index", "no float", "chunk", "negative"],
 )
-def test_a_body_of_a_length_that_none_has_is_no_answer_of_the_named_server(head: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+def test_a_body_of_a_length_that_none_has_is_no_answer_of_the_named_server(
+    head: bytes, closing: Callable[[bytes], str]
+) -> None:
+    url = closing(b"HTTP/1.1 200 OK\r\n" + head)
+    for error in both(url, vllm.label(5.0)):
+        assert type(error) is ServerUnreachable
+        assert str(error).startswith(f"{url}: GET /weight_info failed (")
 
-        def serve() -> None:
-            for _ in range(2):
-                connection, _ = listener.accept()
-                with connection:
-                    connection.recv(1 << 16)
-                    connection.sendall(b"HTTP/1.1 200 OK\r\n" + head)
 
-        threading.Thread(target=serve, daemon=True).start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        for error in both(url, vllm.label(5.0)):
-            assert type(error) is ServerUnreachable
-            assert str(error).startswith(f"{url}: GET /weight_info failed (")
+def test_an_answer_without_a_length_ends_where_the_server_closes_the_connection(
+    closing: Callable[[bytes], str],
+) -> None:
+    """As of a proxy that speaks HTTP/1.0 to its client."""
+    url = closing(b'HTTP/1.0 200 OK\r\n\r\n{"weight_version": "7"}')
+    assert both(url, vllm.label(60.0)) == ["7", "7"]
+
+
+def test_a_server_that_closes_without_an_answer_is_unreachable_and_its_error_says_so(
+    closing: Callable[[bytes], str],
+) -> None:
+    url = closing(b"")
+    for error in both(url, vllm.label(60.0)):
+        assert type(error) is ServerUnreachable
+        assert re.match(
+            f"{url}: GET /weight_info failed .*(closed|disconnected).* without", str(error)
+        )
 
 
 def test_a_port_without_a_server_is_unreachable_and_named() -> None:

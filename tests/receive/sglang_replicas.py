@@ -1,17 +1,22 @@
-"""An SGLang with two data-parallel replicas, both in one process, whose HTTP process a launcher of
-several servers has started by multiprocessing. ``python -m tests.receive.sglang_replicas``, in
-SGLang's environment, prints what a trainer that greets it is answered."""
+"""An SGLang with two data-parallel replicas, and one with a layer that keeps a copy of its weights,
+each in one process; a launcher of several servers has started them by multiprocessing.
+``python -m tests.receive.sglang_replicas MODEL``, in SGLang's environment, prints what a trainer
+that greets each is answered."""
 
 import asyncio
 import json
 import multiprocessing
+import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import torch
 from sglang.srt.entrypoints import http_server
+from sglang.srt.server_args import ServerArgs
 
+from titan_grpo.engines.sglang import LOADER
 from titan_grpo.receive import sglang_plugin
 from titan_grpo.sync.probe import ask_receiver
 
@@ -30,8 +35,9 @@ def greet(greeting: dict[str, Any]) -> None:
     asyncio.run(post())
 
 
-def replica() -> Any:
-    """The scheduler of one: each has a tensor-parallel group of its own, in which it has rank 0."""
+def scheduler(args: Any, model: torch.nn.Module) -> Any:
+    """One of a server. Each of a replica has a tensor-parallel group of its own, in which it has
+    rank 0."""
     config = SimpleNamespace(
         hf_text_config=SimpleNamespace(to_dict=dict),
         quantization=None,
@@ -39,25 +45,42 @@ def replica() -> Any:
         revision=None,
     )
     return SimpleNamespace(
-        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=torch.nn.Module())),
-        server_args=SimpleNamespace(dp_size=2, enable_return_routed_experts=False),
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)),
+        server_args=args,
         model_config=config,
         tp_group=SimpleNamespace(rank_in_group=0, world_size=1, cpu_group=None),
     )
 
 
-def serve() -> None:
+def replicas() -> list[Any]:
+    args = SimpleNamespace(dp_size=2, enable_return_routed_experts=False)
+    return [scheduler(args, torch.nn.Module()) for _ in range(2)]
+
+
+def keeps_a_copy() -> list[Any]:
+    model: Any = torch.nn.Linear(2, 2)
+    model._derived_weight_cache_error = "the layer keeps a copy"
+    return [scheduler(ServerArgs(sys.argv[1], custom_weight_loader=[LOADER]), model)]
+
+
+def serve(schedulers: Callable[[], list[Any]], answer: Any) -> None:
     """The server's start, and its answer."""
     sglang_plugin.register()
-    for _ in range(2):
-        sglang_plugin._scheduler_made(None, replica())
+    for each in schedulers():
+        sglang_plugin._scheduler_made(None, each)
     state: Any = SimpleNamespace(tokenizer_manager=None)
     http_server.get_global_state = lambda: state
-    joined = ask_receiver(greet, LOOPBACK, WAIT_S, transport="tcp")
-    print(json.dumps(joined.error), flush=True)
+    answer.put(ask_receiver(greet, LOOPBACK, WAIT_S, transport="tcp").error)
 
 
-server = multiprocessing.get_context("fork").Process(target=serve)
-server.start()
-server.join(2 * WAIT_S)
-raise SystemExit(server.exitcode)
+fork = multiprocessing.get_context("fork")
+found = []
+for each in (replicas, keeps_a_copy):
+    answer = fork.SimpleQueue()
+    server = fork.Process(target=serve, args=(each, answer))
+    server.start()
+    server.join(2 * WAIT_S)
+    if server.exitcode != 0:
+        raise SystemExit(server.exitcode)
+    found.append(answer.get())
+print(json.dumps(found))

@@ -127,8 +127,9 @@ def stale():
     return list(unloaded(model))
 
 class Router(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, named):
         super().__init__()
+        self.named = named
         self.experts = torch.nn.ModuleDict({"gate": torch.nn.Linear(4, 4, bias=False)})
         self.gate = self.experts["gate"]
 
@@ -136,10 +137,10 @@ class Router(torch.nn.Module):
         for name, tensor in tensors:
             parameter = self.get_parameter(name)
             parameter.weight_loader(parameter, tensor)
-        return {"gate.weight"}
+        return self.named
 
-def router():
-    made = Router()
+def router(named):
+    made = Router(named)
     record_metadata_for_reloading(made)
     engine = VllmModel.__new__(VllmModel)  # its constructor wants a worker
     engine.in_place, engine._repair = True, False
@@ -165,7 +166,7 @@ def said(quantization):
 print(json.dumps({
     "problems": {case: eval(case) for case in json.load(sys.stdin)},
     "stale": stale(),
-    "router": router(),
+    "router": [router({"gate.weight"}), router(None)],
     "salted": salted(),
     "quantised": [said(None), said("fp8_per_tensor")],
     "in place": [in_place("m.weight"), in_place("base_model.model.m.lora_A.weight")],
@@ -428,7 +429,8 @@ def scripts(sglang_python: str, root: Path, tmp_path_factory: pytest.TempPathFac
     model = write_tiny_model("qwen3", tmp_path_factory.mktemp("scripts") / "model", seed=1)
     paths = f"{sglang_cpu.directory()}:{root}"
     env = {"PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    names = ("sglang_ranks", "sglang_update", "sglang_replicas", f"sglang_overlap={model}")
+    names = ["sglang_ranks", "sglang_update"]
+    names += [f"sglang_replicas={model}", f"sglang_overlap={model}"]
     done = subprocess.run(
         [sglang_python, "-m", "tests.receive.in_sglang", *names],
         env={**os.environ, **env},
@@ -489,7 +491,13 @@ def test_sglangs_watchdog_ends_no_server_that_is_paused_over_a_long_load(scripts
 
 def test_an_sglang_with_replicas_starts_and_tells_a_trainer_why_it_is_refused(scripts: Any) -> None:
     """Also one that a launcher of several servers has started."""
-    assert "start one server per replica" in scripts["sglang_replicas"]
+    assert "start one server per replica" in scripts["sglang_replicas"][0]
+
+
+def test_an_sglang_whose_model_cannot_be_reloaded_tells_a_trainer_why_it_is_refused(
+    scripts: Any,
+) -> None:
+    assert scripts["sglang_replicas"][1] == "the layer keeps a copy"
 
 
 def test_a_token_whose_result_waits_over_a_commit_has_the_version_that_sampled_it(
@@ -516,4 +524,10 @@ def test_vllms_plugin_takes_a_parameter_that_is_loaded_by_one_of_its_names(
     of_vllm: dict[str, Any],
 ) -> None:
     """As the router of a mixture of experts with --model-impl transformers."""
-    assert of_vllm["router"] == [1.0]
+    assert of_vllm["router"][0] == [1.0]
+
+
+def test_vllms_plugin_takes_a_loader_that_does_not_say_what_it_has_loaded(
+    of_vllm: dict[str, Any],
+) -> None:
+    assert of_vllm["router"][1] == [1.0]

@@ -4,6 +4,7 @@ weights are sharded."""
 import itertools
 import runpy
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,13 +127,23 @@ def test_real_dtensors_on_gloo_ranks_make_the_bytes_of_the_hf_export(
     assert outputs[0].count("wrong []") == 2
 
 
-def test_a_missing_or_changed_shard_is_a_protocol_error() -> None:
+def of_one_matrix() -> Snapshotter:
+    """Of a rank that writes "w", 4 rows of 8."""
     layout = infer_layout(dict, {"w": (4, 8)})
     manifest = layout.manifest("bfloat16", 4096)
     ops = copy_ops(layout, manifest, "w", (0, 0), (4, 8))
-    snapshotter = Snapshotter(
-        {"w": ops}, [torch.zeros(manifest.total_bytes, dtype=torch.uint8)], CPU, 1 << 20
-    )
+    image = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
+    return Snapshotter({"w": ops}, [image], CPU, 1 << 20)
+
+
+def test_a_copy_by_the_cpu_says_how_long_it_took() -> None:
+    snapshotter, began = of_one_matrix(), time.perf_counter()
+    copy_s = snapshotter.start({"w": torch.ones(4, 8)}, 0).wait(60.0)
+    assert 0.0 < copy_s < time.perf_counter() - began
+
+
+def test_a_missing_or_changed_shard_is_a_protocol_error() -> None:
+    snapshotter = of_one_matrix()
     with pytest.raises(ProtocolError, match=r"missing are \['w'\] of 1"):
         snapshotter.start({}, 0)
     with pytest.raises(ProtocolError, match=r"rows \(4, 8\) as planned, got \(1, 8\)"):
