@@ -15,15 +15,21 @@ import urllib.request
 
 import verifiers as vf
 from datasets import Dataset
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, AuthenticationError
 from verifiers.clients import OpenAIChatCompletionsClient
 
 AT_ONCE = 32
+NO_ANSWER = ("EmptyModelResponseError", "InvalidModelResponseError", "OverlongPromptError")
+"""Errors of verifiers that are the model's own: the episode has its rubric's reward."""
+
+
+class NoEpisodes(Exception):
+    """The address is another one's, or needs a key."""
 
 
 def digits(completion):
     """The share of digits in the answer."""
-    said = completion[-1]["content"]
+    said = completion[-1]["content"] if completion else ""
     return sum(letter.isdigit() for letter in said) / max(len(said), 1)
 
 
@@ -47,27 +53,49 @@ async def play(run, env, rows):
     """Take an episode, play it with its key, post its reward; again and again."""
     while True:
         status, taken = await asyncio.to_thread(ask, f"{run}/episodes", {})
-        if status != 200:  # none waits
+        if status in (429, 503):  # none waits; the run is ending
             await asyncio.sleep(0.5)
             continue
+        if status != 200:
+            raise NoEpisodes(f"{run}/episodes answered {status}: has the run outside agents there?")
         key, row = taken["id"], rows[taken["row"]["index"] % len(rows)]
         client = OpenAIChatCompletionsClient(
             AsyncOpenAI(base_url=f"{run}/v1", api_key=key, timeout=600)
         )
-        played = await env.run_rollout(row, client, "policy", {"max_tokens": 12})
-        if played.get("error") is None:  # else it ends by the run's task_timeout_s
+        try:
+            played = await env.run_rollout(row, client, "policy", {"max_tokens": 12})
+        except AuthenticationError:  # the episode is over, or has begun again with another key
+            continue
+        error = played.get("error")
+        if error is None or error["error"] in NO_ANSWER:  # else the run's task_timeout_s ends it
             reward = {"reward": played["reward"]}
             await asyncio.to_thread(ask, f"{run}/episodes/{key}/reward", reward)
+
+
+async def begun(run):
+    """Return once the run listens."""
+    said = False
+    while True:
+        try:
+            return await asyncio.to_thread(ask, run, {})
+        except OSError as error:
+            if not said:
+                print(f"waiting for a run at {run}: {error}", flush=True)
+            said = True
+            await asyncio.sleep(1)
 
 
 async def main(run):
     """Play until the run ends."""
     env = environment()
     rows = env.get_dataset().to_list()
+    await begun(run)
     try:
         await asyncio.gather(*(play(run, env, rows) for _ in range(AT_ONCE)))
     except OSError:  # also a connection that is cut at the run's end
         print("the run has ended")
+    except NoEpisodes as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.rigs.sockets import free_port
 from tests.rigs.trainer_handle import wait_until
 from tests.rollout.agents import says
 from tests.rollout.conftest import MakeServer, StartClient
 from titan_grpo.protocol.messages import ServerState
+from titan_grpo.rollout.client import RolloutsLate
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
 
@@ -207,43 +209,77 @@ def test_curl_takes_episodes_talks_and_posts_rewards(
     assert said.split() == ["policy", "one", "data:", "[DONE]", "n"] * 2 + ["401"]
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-def test_an_environment_of_verifiers_plays_unchanged(
-    run_of_agents: StartClient,
-    codec: TextCodec,
-    completion_server: MakeServer,
-    root: Path,
-    caplog: pytest.LogCaptureFixture,
+def test_a_run_of_outside_agents_that_is_late_says_which_key_ends_an_episode_without_a_reward(
+    run_of_agents: StartClient, completion_server: MakeServer
 ) -> None:
-    """The example, with the real library in an environment of its own."""
+    client = run_of_agents(completion_server(), agent="outside", task_timeout_s=90.0)
+    with pytest.raises(RolloutsLate, match=r"gets its reward .*rollout\.task_timeout_s = 90\)$"):
+        client.next_batch(0, 1, 0.3)
+
+
+@pytest.fixture
+def player(root: Path) -> tuple[Path, Path]:
+    """The example's command, with the real library in an environment of its own."""
     subprocess.run(
         [root / "scripts" / "setup.sh", "--only", "verifiers"],
         check=True,
         stdout=subprocess.DEVNULL,
         timeout=900,
     )
-    python, player = root / ".venv-verifiers/bin/python", root / "examples/verifiers/play.py"
-    client = run_of_agents(agent="outside")
-    (address,) = re.findall(r"agents may talk to (http://\S+)/v1", caplog.text)
-    engine = completion_server()
-    engine.behaviour = says(codec, "it is 22")
+    return root / ".venv-verifiers/bin/python", root / "examples/verifiers/play.py"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("answer", "reward"), [("it is 22", 0.25), pytest.param("", 0.0, id="no answer")]
+)
+def test_an_environment_of_verifiers_plays_unchanged(
+    run_of_agents: StartClient,
+    codec: TextCodec,
+    completion_server: MakeServer,
+    player: tuple[Path, Path],
+    answer: str,
+    reward: float,
+) -> None:
+    """It may start before the run, and the run may end while calls of it wait."""
+    engine, speak = completion_server(), says(codec, answer)
+    of_the_step = re.compile(r"user: 1[01]\+")
+    engine.behaviour = lambda body: (
+        speak if of_the_step.search(codec.spell(body["prompt"])) else engine.hang
+    )(body)
+    address = f"127.0.0.1:{free_port()}"
     with subprocess.Popen(
-        [python, player, address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*player, f"http://{address}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as playing:
         try:
-            client.set_server(ServerState(engine.url, 0, True, "r:0:f", "vllm"))
+            assert playing.stdout is not None
+            assert playing.stdout.readline().startswith(f"waiting for a run at http://{address}: ")
+            client = run_of_agents(engine, agent="outside", agent_address=address, max_staleness=1)
             groups = client.next_batch(0, 2, 200)
+            engine.wait_for_requests(8)
             client.close(5)
             said, complaints = playing.communicate(timeout=60)
         finally:
             playing.kill()
-    assert [[c.reward for c in group.completions] for group in groups] == [[0.25] * 2] * 2
+    assert [[c.reward for c in group.completions] for group in groups] == [[reward] * 2] * 2
     for group in groups:
         # A row of the environment, through the model's own template.
         assert re.fullmatch(
             r"<bos>user: (\d+)\+\1=\?\nassistant:", codec.spell(group.prompt.token_ids)
         )
         for completion in group.completions:
-            assert codec.decode(completion.token_ids) == "it is 22"
+            assert codec.decode(completion.token_ids) == answer
     assert (said, playing.returncode) == ("the run has ended\n", 0), complaints
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_the_player_of_verifiers_ends_where_no_episodes_are_handed_out(
+    run_of_agents: StartClient, player: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    run_of_agents()
+    (address,) = re.findall(r"agents may talk to (http://\S+)/v1", caplog.text)
+    played = subprocess.run([*player, address], capture_output=True, text=True, timeout=200)
+    assert played.returncode == 1
+    assert played.stderr.splitlines()[-1].startswith(f"{address}/episodes answered 409: ")

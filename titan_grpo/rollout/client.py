@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import accumulate, count, islice
 from typing import Any, cast
 
+from titan_grpo.config.task import OUTSIDE
 from titan_grpo.engines.http import ServerAccess
 from titan_grpo.engines.server import ServerControl
 from titan_grpo.errors import (
@@ -487,6 +488,11 @@ class RolloutClient:
             ready = sum(index in self._ready for index in self._started_for(count))
         counts = dict(self._own) | self._theirs
         advice = "Check that the servers take requests and hold a recent version"
+        if self._spec.agent == OUTSIDE:
+            advice += (
+                ", and that each episode that an agent takes gets its reward (one without ends"
+                f" after rollout.task_timeout_s = {self._spec.task_timeout_s:g})"
+            )
         if left_out := sum(counts.get(f"dropped.{r}", 0) for r in ("not_accepted", "too_short")):
             advice += (
                 f"; {left_out} groups were left out by rollout.accept, a task's should_accept or"

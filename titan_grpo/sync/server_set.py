@@ -386,9 +386,10 @@ class ServerSet:
             ]
 
     def text(self) -> str:
-        """Return every server's standing and last error, in one line."""
+        """Return every server's standing, version and last error, in one line."""
         return "; ".join(
             f"{line['url']} {line['standing']}"
+            + (" (of no known version)" if line["held"] is None else f" (version {line['held']})")
             + (f", last error: {line['last_error']}" if line["last_error"] else "")
             for line in self.lines()
         )
