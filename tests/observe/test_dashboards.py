@@ -217,7 +217,8 @@ def test_a_service_has_the_name_that_the_environment_gives_it(
     monkeypatch.setitem(sys.modules, EXPORTER, package)
     monkeypatch.setenv(variable, text)
     environment = {variable: text, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
-    traces = present(dashboards.traces_of(environment, "run", 0.0))
+    traces = dashboards.traces_of(environment, "run", 0.0)
+    assert isinstance(traces, dashboards.Traces)
     traces.span("train", 1.0, 2.0, "main thread", {"step": 1})
     assert traces.close(60) == ""
     assert [s.resource.attributes["service.name"] for s in kept.get_finished_spans()] == [name]
@@ -255,3 +256,35 @@ def test_spans_that_wait_for_a_slow_exporter_are_bounded(tmp_path: Path) -> None
 
 def test_nothing_is_exported_unless_the_environment_names_a_collector() -> None:
     assert dashboards.traces_of({}, "run", 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("package", "variable", "why"),
+    [
+        (None, "", rf"OTEL_EXPORTER_OTLP_ENDPOINT is set, and {EXPORTER} is not installed: pip"),
+        (
+            ModuleType(EXPORTER),
+            "OTEL_BSP_MAX_EXPORT_BATCH_SIZE",
+            "OpenTelemetry refuses its variables: ValueError: max_export_batch_size must be less",
+        ),
+    ],
+)
+def test_a_run_whose_spans_cannot_be_exported_goes_on_and_says_so_at_once_and_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    package: ModuleType | None,
+    variable: str,
+    why: str,
+) -> None:
+    """Before, it said nothing where a package was missing, and a wrong variable ended it."""
+    monkeypatch.setitem(sys.modules, EXPORTER, package)
+    if package is not None:
+        vars(package)["OTLPSpanExporter"] = InMemorySpanExporter
+        monkeypatch.setenv(variable, "99999")
+    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
+    recorder = Recorder(tmp_path, traces=dashboards.traces_of(environment, "run", 0.0))
+    assert re.match(f"spans are not exported: {why}", caplog.messages[0])
+    recorder.add_span("train", 1.0, 2.0, "main thread", step=1)
+    assert recorder.close() == caplog.messages
+    assert json.loads((tmp_path / "trace.json").read_text())[-1]["name"] == "train"

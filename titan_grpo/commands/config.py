@@ -96,7 +96,8 @@ those that its configuration computes. The keys of `summary.json` are in
   totals are counters, and end in `_total` (as does `titan_grpo_loss_total`, a gauge).
   `docker/grafana.json` is a dashboard of them, for Grafana's import.
 * OpenTelemetry: with `OTEL_EXPORTER_OTLP_ENDPOINT` set, rank 0 also exports the trace's spans
-  over HTTP. What belongs to one version, or to one step, is one trace.
+  over HTTP. What belongs to one version, or to one step, is one trace. Spans that are missing there
+  are among the run's errors, with the reason.
 
 Prometheus and OpenTelemetry need `pip install 'titan_grpo[dashboards]'`.
 

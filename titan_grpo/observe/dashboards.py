@@ -7,6 +7,7 @@ training). OpenTelemetry's own variables configure everything else.
 """
 
 import hashlib
+import logging
 import re
 import threading
 import time
@@ -15,6 +16,8 @@ from typing import Any
 
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
+
+logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -188,17 +191,45 @@ class Traces:
         return self._zero_ns + int(at_s * 1e9)
 
 
-def traces_of(env: Mapping[str, str], run: str, clock_s: float) -> Traces | None:
-    """Return the exporter that the environment configures; None without endpoint or packages."""
-    if not any(env.get(name) for name in ENDPOINTS):
+class NoTraces:
+    """In place of ``Traces``, where the environment asks for spans that cannot be exported."""
+
+    def __init__(self, why: str) -> None:
+        self._problem = f"spans are not exported: {why}"
+        logger.warning("%s", self._problem)
+
+    def span(
+        self, name: str, start_s: float, stop_s: float, track: str, args: dict[str, Any]
+    ) -> None:
+        """Ignore the span."""
+
+    def close(self, deadline_s: float) -> str:
+        """Return why spans are missing."""
+        return self._problem
+
+
+def traces_of(env: Mapping[str, str], run: str, clock_s: float) -> Traces | NoTraces | None:
+    """Return the exporter that the environment configures; None without an endpoint."""
+    endpoint = next((name for name in ENDPOINTS if env.get(name)), "")
+    if not endpoint:
         return None
     try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError:
-        return None
+        return _traces(env, run, clock_s)
+    except ImportError as error:
+        return NoTraces(
+            f"{endpoint} is set, and {error.name} is not installed: pip install"
+            " 'titan_grpo[dashboards]', or unset it"
+        )
+    except Exception as error:  # noqa: BLE001 - the boundary to a plugin
+        return NoTraces(f"OpenTelemetry refuses its variables: {type(error).__name__}: {error}")
+
+
+def _traces(env: Mapping[str, str], run: str, clock_s: float) -> Traces:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
     named = env.get("OTEL_SERVICE_NAME") or "service.name=" in env.get(ATTRIBUTES, "")
     resource = Resource.create({} if named else {"service.name": "titan_grpo"})
     # Not again at the process's end, which would wait for a collector that is gone: close() does.
