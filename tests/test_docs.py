@@ -28,7 +28,7 @@ JOB = """
 name = "qwen3"
 flavor = "grpo_tiny"
 [rollout]
-servers = []
+servers = ["http://of-init:8000"]
 """
 
 
@@ -126,6 +126,7 @@ def test_the_kubernetes_manifest_starts_a_job_that_is_one(root: Path, tmp_path: 
     (tmp_path / "train.toml").write_text(JOB)
     arguments = [a.replace("/assets/train.toml", str(tmp_path / "train.toml")) for a in arguments]
     job = jobconfig.parse(arguments)
+    assert job.rollout.servers == [], "of the file as titan-grpo init writes it, which names some"
     assert trainer["workingDir"] == "/assets", "where train.toml is, and so its rewards and data"
     mounts = {each["mountPath"]: each for each in trainer["volumeMounts"]}
     folder = str(Path(job.rollout.servers_file).parent)
@@ -233,6 +234,7 @@ def test_the_slurm_script_starts_a_torchrun_and_two_servers_on_each_host(
     (words,) = re.findall(r"titan_grpo\.train (.*) hosts=", trainer)
     job = jobconfig.parse(words.replace("train.toml", str(tmp_path / "train.toml")).split())
     assert (job.rollout.servers_slurm, job.rollout.servers_per_host) == ("SERVER_HOSTS", 2)
+    assert job.rollout.servers == [], "of the file as titan-grpo init writes it, which names some"
     rollout = Rollout(servers_slurm="SERVER_HOSTS", servers_per_host=2)
     assert known_servers(rollout, {"SERVER_HOSTS": hosts}).urls == [
         f"http://{host}:{port}" for host in ("s1", "s2") for port in (8000, 8001)

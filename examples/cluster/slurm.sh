@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Trainer on two hosts with 8 GPUs each, vLLM servers on two others:  sbatch examples/cluster/slurm.sh
 #
-# Edit the partition, the numbers of hosts, MODEL and the two environments. The TOML file is the one that titan-grpo init writes.
+# Edit the partition, the numbers of hosts, MODEL and the two environments. The TOML file is the one that titan-grpo init writes;
+# its servers do not count here.
 # One group of hosts does too (delete the lines from "hetjob" on, and ask for 4 nodes): the last SERVER_NODES of them serve.
 #SBATCH --job-name=titan_grpo
 # Whole hosts: without --exclusive a host's ranks would share the one core of a task.
@@ -56,4 +57,4 @@ srun "${train[@]}" --ntasks="$trainers" --ntasks-per-node=1 --gpus-per-node="$GP
     .venv/bin/torchrun --nnodes "$trainers" --nproc_per_node "$GPUS" \
     --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$(hostname):29500" -m titan_grpo.train \
     --job.config_file train.toml --model.hf_assets_path "$MODEL" \
-    --rollout.servers_slurm SERVER_HOSTS --rollout.servers_port $PORT --rollout.servers_per_host "$PER_HOST"
+    --rollout.servers= --rollout.servers_slurm SERVER_HOSTS --rollout.servers_port $PORT --rollout.servers_per_host "$PER_HOST"
