@@ -94,6 +94,14 @@ def test_servers_that_cannot_be_used_are_each_told_why_and_the_exit_code_is_1(
     assert [request for request in seen if request.startswith(("POST", "GET /health"))] == []
 
 
+def test_a_server_that_is_not_healthy_is_not_asked_for_its_state() -> None:
+    """Each question to one that hangs takes the whole deadline."""
+    with http_server({"/weight_info": {"weight_version": "1"}, "/health": 503}) as (url, seen):
+        (found,) = server(server_facts(url, Access(60)))
+    assert found.text.startswith(f"{url}: GET /health was refused with 503")
+    assert not {"GET /is_paused", "GET /server_info", "GET /generate"} & set(seen)
+
+
 def test_a_server_with_another_backend_is_never_greeted() -> None:
     # The greeting would raise in its worker, and that ends a vLLM engine.
     answers = {

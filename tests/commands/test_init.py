@@ -298,6 +298,7 @@ def test_every_key_here_that_the_table_names_exists() -> None:
         ("grpo.sglang_urls", "is not a key .*; it is rollout.servers here"),
         ("grpo.sglang_port", "a key of the older trainer; none: each lane takes a free port"),
         ("rollout.sglang_urls", "is not a key .*; it is rollout.servers here"),
+        ("peft.enable_peft", r"is not a key .*; adapters are \[lora\] here \(.*lora_rank is lora"),
     ],
 )
 def test_an_older_key_is_refused_with_what_it_is_here(key: str, said: str, folder: Path) -> None:

@@ -122,6 +122,11 @@ def test_a_broken_rule_is_refused_in_one_line(parse: Parse, arguments: str, mess
     assert "\n" not in str(caught.value)
 
 
+def test_one_row_of_an_adapter_for_each_tensor_parallel_rank_is_enough(parse: Parse) -> None:
+    split = "--parallelism.tensor_parallel_degree=2"
+    assert parse("", "--model.name=llama3", split, "--lora.rank=2").lora.rank == 2
+
+
 @pytest.mark.parametrize(
     ("first", "last", "refused"),
     [
