@@ -9,6 +9,7 @@ from titan_grpo.config import (
     GRPO,
     LONGEST_S,
     Alerts,
+    Dashboards,
     Evaluation,
     JobConfig,
     Rollout,
@@ -36,10 +37,17 @@ UNREAD = {"config": "main", "split": "train[9:]", "filter": ["level > 1"], "shuf
 """Ends of the dataset_* keys' names -> a value that chooses other rows than the default."""
 
 
-NAMES = {GRPO: "grpo", Rollout: "rollout", WeightSync: "weight_sync"}
+Section = GRPO | Rollout | WeightSync | Dashboards
+
+NAMES = {
+    GRPO: "grpo",
+    Rollout: "rollout",
+    WeightSync: "weight_sync",
+    Dashboards: "dashboards",
+}
 
 
-def job(*sections: GRPO | Rollout | WeightSync) -> JobConfig:
+def job(*sections: Section) -> JobConfig:
     """A sound job with these sections."""
     made = JobConfig(GRPO(), replace(ROLLOUT), WeightSync())
     for section in sections:
@@ -47,7 +55,7 @@ def job(*sections: GRPO | Rollout | WeightSync) -> JobConfig:
     return made
 
 
-def found(*sections: GRPO | Rollout | WeightSync) -> list[str]:
+def found(*sections: Section) -> list[str]:
     return violations(job(*sections))
 
 
@@ -167,10 +175,11 @@ def found(*sections: GRPO | Rollout | WeightSync) -> list[str]:
         (WeightSync(), {"bucket_bytes": 5000}, "a positive multiple of"),
         (WeightSync(), {"backoff_max_s": 0.1}, "at least"),
         (WeightSync(), {"commit_deadline_s": 0.0}, "greater than 0"),
+        (Dashboards(), {"metrics_address": "9090"}, "host:port"),
     ],
 )
 def test_a_broken_rule_is_one_line_with_key_rule_and_value(
-    section: GRPO | Rollout | WeightSync, changes: dict[str, Any], rule: str
+    section: Section, changes: dict[str, Any], rule: str
 ) -> None:
     """``rule``: of the key that is changed, unless it names another one."""
     assert found(section) == [] or isinstance(section, GRPO)
@@ -221,7 +230,7 @@ def test_a_server_that_is_no_plain_url_is_one_line(url: str) -> None:
         WeightSync(relay=True, transport="nixl"),
     ],
 )
-def test_what_keeps_the_rules_passes(section: GRPO | Rollout | WeightSync) -> None:
+def test_what_keeps_the_rules_passes(section: Section) -> None:
     assert found(section) == []
 
 

@@ -27,6 +27,7 @@ from titan_grpo.rollout.records import GroupRecorder, ReplayClient
 from titan_grpo.samples import Group
 from titan_grpo.titan.checkpoints import checkpoint_of
 from titan_grpo.titan.tiny import write_tiny_model
+from titan_grpo.views.timeline import TRAINER_STATES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -124,6 +125,11 @@ def test_a_run_with_every_term_makes_one_version_per_batch(runs: Runs, whole: Pa
     assert 0 < rows[0][names.ENTROPY] < 4.86
     assert rows[-1][names.PTX_LOSS] < rows[0][names.PTX_LOSS]
     assert json.loads((whole / "job.json").read_text())["model"]["name"] == "qwen3"
+
+
+def test_a_runs_trace_has_every_state_of_its_trainer_that_the_page_shows(whole: Path) -> None:
+    trace = json.loads((whole / "trace.json").read_text())
+    assert {event["name"] for event in trace} >= set(TRAINER_STATES.values())
 
 
 def test_a_server_without_the_last_version_at_the_end_is_an_error_of_the_summary(

@@ -97,9 +97,17 @@ def test_patches_are_read_in_place_of_versions_where_links_are_slow() -> None:
     quick = replace(patched, trainer_link_gbit=800.0, server_link_gbit=800.0, source_gb_s=100.0)
     assert Simulation(quick).run().patched == 0
     assert patched.patch_bytes(6) == 0  # more than a quarter of a version
+    assert Simulation(replace(patched, patch_share=0.2)).run().patched > 0, "over one version"
     two = replace(patched, trainer_hosts=2, trainer_link_gbit=patched.trainer_link_gbit / 2)
     assert two.encode_s == patched.encode_s / 2
     assert quantile(Simulation(two).run().send_s, 0.5) == pytest.approx(4.0 * 0.05, rel=0.1)
+
+
+def test_servers_on_the_trainers_host_read_no_patches() -> None:
+    """Also with delta = "on": they map the image."""
+    here = replace(SMALL, same_host=True, patch_share=0.05, sync=WeightSync(delta="on"))
+    result = Simulation(here).run()
+    assert (result.patched, len(result.send_s) > 20) == (0, True)
 
 
 def test_servers_that_read_from_each_other_get_versions_too_fast_for_patches() -> None:

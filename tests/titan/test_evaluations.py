@@ -313,6 +313,25 @@ def test_a_server_that_two_tables_share_goes_on_when_both_are_over(
     assert lanes.calls.count(("go on", server.url)) == 1
 
 
+def test_none_begins_on_a_server_that_takes_no_requests_and_none_outlives_the_run(
+    begin: Begin, completion_server: MakeServer
+) -> None:
+    server = completion_server()
+    server.behaviour = server.hang
+    one, lanes, _, _ = begin(every=1)
+    one.set_server(ServerState(server.url, None, True, ""))
+    one.set_server(held(server, 0, accepting=False))
+    assert lanes.calls == []
+    one.set_server(held(server, 0))
+    wait_requests(server, 6)
+    one.close()
+    assert "digits" not in {thread.name for thread in threading.enumerate()}
+    lanes.calls.clear()
+    one.set_server(held(server, 1))
+    assert lanes.calls == []
+    server.released.set()
+
+
 def test_an_evaluation_whose_server_is_lost_has_no_result_and_ends_at_once(
     begin: Begin, completion_server: MakeServer
 ) -> None:

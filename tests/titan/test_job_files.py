@@ -171,6 +171,13 @@ def test_an_index_that_torchtitan_cannot_read_is_one_line(parse: Parse, model: P
         jobconfig.check_files(parse("", f"--model.hf_assets_path={model}"))
 
 
+def test_weights_in_numbered_files_with_their_index_are_let_in(parse: Parse, model: Path) -> None:
+    file = (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(load_file(file), file.name)}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    jobconfig.check_files(parse("", f"--model.hf_assets_path={model}", "--grpo.kl_beta=0.1"))
+
+
 @pytest.mark.parametrize(
     ("key", "job"),
     [

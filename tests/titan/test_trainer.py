@@ -145,10 +145,18 @@ def test_a_bias_that_the_models_adapter_exports_is_in_a_version_as_the_run_began
     said: dict[str, list[Any]],
 ) -> None:
     """An MoE's load balancing bias, which routes tokens and has no gradient."""
-    (found,) = said["bias"]
+    ((found, _),) = said["bias"]
     assert len(found) == 5, "the first of six layers is dense"
     for kept, dtype, same in found.values():
         assert (kept, dtype, same) == (True, "float32", True)
+
+
+@pytest.mark.e2e
+def test_a_verification_expects_such_a_bias_in_a_version_as_it_is(
+    said: dict[str, list[Any]],
+) -> None:
+    ((_, expected),) = said["bias"]
+    assert expected
 
 
 @pytest.mark.e2e

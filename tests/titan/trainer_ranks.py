@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
@@ -35,6 +35,7 @@ from titan_grpo.titan.jobconfig import check_files
 from titan_grpo.titan.jobfile import QUANTISED
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.titan.trainer import GRPOTrainer, run
+from titan_grpo.titan.verify_train import VerifyTrainer, image_of
 
 NO_FILES = ("--checkpoint.no-enable", "--checkpoint.no-initial_load_in_hf")
 SHORTER_S = 4.0
@@ -82,10 +83,10 @@ def made(place: Place, *arguments: str, publishes: bool = False) -> Iterator[GRP
     dist.destroy_process_group()
 
 
-def bias(place: Place) -> dict[str, Any]:
+def bias(place: Place) -> list[Any]:
     """Train an MoE whose load balancing bias has a name in its checkpoint, and publish it: layer ->
     whether the bias is what it was before two steps, the type that it has in the image, and whether
-    the image has its very numbers."""
+    the image has its very numbers; and whether a verification expects this image."""
     # Of the model's files only the tokenizer's are read: the weights are torchtitan's first ones.
     with made(place, "--model.name=deepseek_v3", "--model.flavor=debugmodel", *NO_FILES) as trainer:
         biases = {
@@ -104,7 +105,11 @@ def bias(place: Place) -> dict[str, Any]:
             spec = tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
             sent = held[spec.offset : spec.offset + spec.nbytes].view(torch.float32)
             found[layer] = [torch.equal(bias, began[layer]), spec.dtype, torch.equal(sent, bias)]
-    return found
+        with torch.no_grad():
+            gathered = trainer.to_hf(VerifyTrainer._gathered(cast(Any, trainer)))
+        whole = {name: tensor.contiguous() for name, tensor in gathered.items()}
+        expected = image_of(whole, trainer.sync.plan.manifest)
+    return [found, bytes(expected) == held.numpy().tobytes()]
 
 
 def coded(place: Place) -> list[float]:

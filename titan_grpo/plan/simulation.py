@@ -153,8 +153,8 @@ class Simulation:
         for server in self._servers:
             self._todo.append((server, lane.Started()))
             self._schedule_death(server)
-        self._drain()
         while True:
+            self._drain()
             at = self._heap[0][0] if self._heap else float("inf")
             arrives = self._network.next_end(self._now)
             now = min(at, arrives)
@@ -165,7 +165,6 @@ class Simulation:
                 self._arrive()
             else:
                 heapq.heappop(self._heap)[-1]()
-            self._drain()
         result = self.result
         result.busy_s, result.sent_bytes = self._network.busy_s, self._network.sent_bytes
         if self._first_step is not None:

@@ -97,7 +97,7 @@ bias (below 7)."""
 
 def routers(model: torch.nn.Module) -> dict[int, Any]:
     """Return the router of each MoE layer by layer number. Raises ConfigError if there is none."""
-    layers: Any = getattr(model, "layers", {})
+    layers: Any = model.layers
     found = {
         int(number): layer.moe.router
         for number, layer in layers.items()
