@@ -2,7 +2,8 @@
 """What does training see of slow prompts, and what does waiting for them cost?
 
     python scripts/bench_tails.py [--slow 3 6] [--share 0.1] [--staleness 1 2 4] [--steps 40]
-    [--capacity 8] [--servers 2 4 8] [--apart 0.002 0.01] [--no-process] [--json PATH]
+    [--capacity 8] [--servers 2 4 8] [--apart 0.002 0.01] [--slower 4 10] [--no-process]
+    [--json PATH]
 
 The real rollout process over real HTTP, a server whose generation takes a set time (no engine), and
 a trainer whose step takes a set time. A share of the prompts, evenly spread, takes ``--slow`` times
@@ -142,12 +143,12 @@ class Tails:
         return float(len(token_ids))
 
 
-def server_of(setting: Setting) -> TimedServer:
+def server_of(setting: Setting, slower: float = 1.0) -> TimedServer:
     """One that makes ``capacity`` groups at once, in pieces of half a short completion."""
 
     def work(sequence: Sequence[int]) -> Work:
         tokens = setting.tokens(sequence[1])
-        return Work(tokens, setting.duration_s(sequence[1]) / tokens)
+        return Work(tokens, slower * setting.duration_s(sequence[1]) / tokens)
 
     return TimedServer(setting.capacity * GROUP, TOKENS // 2, work)
 
@@ -232,27 +233,36 @@ async def simulated(setting: Setting, spec: RolloutSpec) -> Played:
     return await play(spec, task, codec, [server_of(setting)], Pace(setting.steps, setting.train_s))
 
 
-async def fleet(setting: Setting, servers: int, apart_s: float, model_dir: str) -> Played:
-    """A run on several servers, see the module; ``setting.capacity`` is that of each."""
+async def fleet(
+    setting: Setting, servers: Sequence[float], apart_s: float, model_dir: str
+) -> Played:
+    """A run on several servers, see the module; each is so many times as slow as the setting says,
+    and makes ``setting.capacity`` groups at once."""
     spec = replace(spec_of(setting, model_dir), max_concurrent_requests=PER_STEP * GROUP * 10)
     task, codec = task_of(spec), TextCodec(spec.model_dir, spec)
     pace = Pace(setting.steps, setting.train_s, further_s=apart_s)
-    return await play(spec, task, codec, [server_of(setting) for _ in range(servers)], pace)
+    made = [server_of(setting, slower) for slower in servers]
+    return await play(spec, task, codec, made, pace)
 
 
 def report_fleets(setting: Setting, options: Namespace, model_dir: str) -> list[dict[str, float]]:
     """Print the table of several servers; return its rows."""
-    table, rows = Table(), list[dict[str, float]]()
-    for staleness, servers in product((0, 1), options.servers):
-        each = replace(setting, staleness=staleness, capacity=max(1, PER_STEP // servers))
-        least_s = 0.0
-        for apart_s in (0.0, *options.apart):
-            took_s = in_simulated_time(fleet(each, servers, apart_s, model_dir)).version_s[-1]
-            least_s = least_s or took_s
-            row = {"staleness": staleness, "servers": servers, "apart_s": apart_s}
-            rows.append(row | {"seconds": took_s, "/ least": took_s / least_s})
-            table.add(rows[-1])
-    return rows
+    table = Table()
+    for staleness, count in product((0, 1), options.servers):
+        each = replace(setting, staleness=staleness, capacity=max(1, PER_STEP // count))
+        runs = [(1.0, apart_s) for apart_s in (0.0, *options.apart)]
+        runs += [(slower, 0.0) for slower in options.slower]
+
+        def took_s(speeds: Sequence[float], apart_s: float, each: Setting = each) -> float:
+            return in_simulated_time(fleet(each, speeds, apart_s, model_dir)).version_s[-1]
+
+        together_s, without_s = took_s([1.0] * count, 0.0), took_s([1.0] * (count - 1), 0.0)
+        for slower, apart_s in runs:
+            seconds = took_s([*[1.0] * (count - 1), slower], apart_s)
+            least_s = together_s if slower == 1.0 else without_s
+            row = {"staleness": staleness, "servers": count, "apart_s": apart_s, "slower": slower}
+            table.add(row | {"seconds": seconds, "/ least": seconds / least_s})
+    return table.rows
 
 
 def train(setting: Setting, model_dir: str, process: bool) -> Outcome:
@@ -306,6 +316,7 @@ def main() -> int:
     parser.add_argument("--capacity", type=int, default=8, help="groups that are made at once")
     parser.add_argument("--servers", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--apart", type=float, nargs="+", default=[0.002, 0.01])
+    parser.add_argument("--slower", type=float, nargs="+", default=[4.0, 10.0])
     parser.add_argument(
         "--no-process", dest="process", action="store_false", help="simulated time only"
     )

@@ -54,10 +54,10 @@ def test_prompts_are_trained_in_their_order_whatever_they_take_and_steps_hardly_
     assert run.version_s[-1] <= MOST * least_s(setting)
 
 
-def shared(servers: int, apart_s: float, model: str) -> float:
-    """Seconds of a run whose groups wait for each version; the servers together make those of one
-    step at once."""
-    each = replace(SETTING, share=0.0, staleness=0, capacity=PER_STEP // servers)
+def on_fleet(servers: list[float], at_once: int, model: str, apart_s: float = 0.0) -> float:
+    """Seconds of a run whose groups wait for each version, on servers that are so many times as
+    slow, and make ``at_once`` groups at once."""
+    each = replace(SETTING, share=0.0, staleness=0, capacity=at_once)
     return in_simulated_time(fleet(each, servers, apart_s, model)).version_s[-1]
 
 
@@ -65,15 +65,24 @@ def shared(servers: int, apart_s: float, model: str) -> float:
 def test_servers_that_get_a_version_one_after_the_other_share_the_groups_that_waited_for_it(
     servers: int, model: str
 ) -> None:
-    apart_s = 0.5 * SPREAD * SETTING.unit_s / (servers - 1)
-    took = shared(servers, apart_s, model)
+    apart_s = 0.25 * SPREAD * SETTING.unit_s / (servers - 1)
+    took = on_fleet([1.0] * servers, PER_STEP // servers, model, apart_s)
     assert took <= MOST * SETTING.steps * (SETTING.unit_s + SETTING.train_s)
 
 
 def test_a_server_that_gets_no_version_costs_the_others_one_short_wait(model: str) -> None:
-    took = shared(2, 1e5, model)
+    took = on_fleet([1.0, 1.0], PER_STEP // 2, model, apart_s=1e5)
     alone = SETTING.steps * (2 * SETTING.unit_s + SETTING.train_s)
     assert took <= alone + SPREAD * 2 * SETTING.unit_s
+
+
+@pytest.mark.parametrize("slower", [4.0, 10.0])
+def test_a_server_that_generates_slowly_costs_steps_a_tenth_at_most_after_the_first(
+    slower: float, model: str
+) -> None:
+    first = slower * SETTING.unit_s
+    took = on_fleet([slower, 1.0, 1.0, 1.0], PER_STEP, model) - first
+    assert took <= MOST * SETTING.steps * (SETTING.unit_s + SETTING.train_s)
 
 
 class Laborious:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import random
 import resource
 import time
 import tracemalloc
@@ -16,21 +15,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
 
 from tests.rigs.present import present
 from tests.rollout.sampling import Letters
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.engines.generation import Sampled, VersionSpan
 from titan_grpo.errors import DataError, ServerUnreachable, StorageError
-from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import atropos, external
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.messages import Cursor, RolloutSpec, RolloutStopped
 from titan_grpo.rollout.records import GroupRecorder, ReplayClient
 from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.rollout.sampler import GroupDropped, completion_fault, request_seed, versioned
-from titan_grpo.rollout.schedule import SPREAD, Room, Server, Spread
 from titan_grpo.rollout.task_runner import TaskOptions
 from titan_grpo.rollout.tasks.built_in import Digits
 from titan_grpo.rollout.tasks.functions import load_task
@@ -141,127 +137,6 @@ def test_request_seeds_are_stable_and_fit_int64() -> None:
     assert len({*seeds}) == len(requests)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert [request_seed(*request) for request in requests] == seeds
-
-
-def cheapest(
-    servers: list[Server], requests: int, capacity: int, needed: int, avoid: str
-) -> tuple[Server | None, int | None]:
-    """The server of the rule, by a look at all of them, and the newest version of any with room.
-
-    A full server takes nothing, an idle one a group of any size. A server that is behind by one
-    version is as good as one with one more group.
-    """
-    room = [
-        (s, s.state.version)
-        for s in servers
-        if s.state.accepting and s.state.version is not None
-        if s.health.askable(0.1)
-        if s.in_flight == 0 or s.in_flight + requests <= capacity
-    ]
-    able = [(s, version) for s, version in room if version >= needed]
-    able = [(s, version) for s, version in able if s.url != avoid] or able
-    newest = max((version for _, version in able), default=0)
-    costs = [(s.in_flight + (newest - v) * requests, newest - v, s.url, s) for s, v in able]
-    best = min(costs)[3] if costs else None
-    return best, max((version for _, version in room), default=None)
-
-
-@given(st.integers(0, 2**32), st.integers(1, 6), st.sampled_from((4, 20)))
-def test_groups_go_one_after_the_other_to_the_cheapest_server_that_may_take_them(
-    seed: int, count: int, size: int
-) -> None:
-    chance = random.Random(seed)
-    states = [
-        ServerState(
-            f"s{i}", chance.choice((None, 2, 3, 4, 5)), chance.random() < 0.7, "label", "vllm"
-        )
-        for i in range(count)
-    ]
-    servers = [Server(state) for state in states]
-    for server in servers:
-        server.in_flight = chance.choice((0, 4, 8, 12, 16))
-        if chance.random() < 0.2:
-            server.failed(0.0)
-    room = Room(servers, size, 16, 0.1)
-    for _ in range(12):
-        needed, avoid = chance.choice((0, 2, 3, 4, 5)), chance.choice(("", "s0"))
-        expected, newest = cheapest(servers, size, 16, needed, avoid)
-        before = expected.in_flight if expected is not None else 0
-        assert room.newest == newest
-        taken = room.take(needed, avoid)
-        assert taken is expected
-        assert taken is None or taken.in_flight == before + size
-
-
-def test_a_failing_server_is_paused_for_longer_and_longer() -> None:
-    server = Server(ServerState("a", 1, True, "1", "vllm"))
-    now, waits = 100.0, []
-    for _ in range(7):
-        until = server.failed(now)
-        waits.append(until - now)
-        assert Room([server], 1, 8, until - 0.1).take(1) is None
-        now = until
-    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
-    assert Room([server], 1, 8, now).take(1) is server
-    server.succeeded()
-    assert server.failed(0.0) == 0.5
-
-
-def test_an_incident_that_breaks_many_groups_pauses_their_server_once() -> None:
-    server = Server(ServerState("a", 1, True, "1", "vllm"))
-    assert {server.failed(100.0 + 0.01 * group) for group in range(8)} == {100.5}
-    assert Room([server], 1, 8, 100.5).take(1) is server
-
-
-def held_by(spread: Spread, servers: list[Server], now: float, waiting: int = 5) -> int | None:
-    """The limit for groups of 8 requests that take 4 s; the time to share lasts 1 s."""
-    return spread.limit(servers, waiting, 8, 1.0 / SPREAD, now)
-
-
-def servers_at(*versions: int | None) -> list[Server]:
-    return [Server(ServerState(f"s{i}", v, True, "label")) for i, v in enumerate(versions)]
-
-
-def now_at(server: Server, version: int, accepting: bool = True) -> None:
-    server.state = structs.replace(server.state, version=version, accepting=accepting)
-
-
-def test_a_server_takes_its_share_until_the_others_have_the_version_or_its_time_ends() -> None:
-    spread, servers = Spread(), servers_at(7, 6, None)
-    assert held_by(spread, servers, 10.0) == 24, "3 of 5 groups, of 2 servers: one has no version"
-    assert spread.until == 11.0
-    servers[0].in_flight = 24
-    assert held_by(spread, servers, 10.9, 2) == 24
-    now_at(servers[1], 7)
-    assert held_by(spread, servers, 10.95, 2) is None
-    now_at(servers[1], 8)
-    now_at(servers[0], 7, accepting=False)
-    servers[1].in_flight = 16
-    assert held_by(spread, servers, 20.0, 2) == 32, "a server in its commit is waited for"
-    assert held_by(spread, servers, 21.0, 2) is None
-
-
-def test_a_server_that_was_late_is_not_waited_for_until_it_was_in_time() -> None:
-    spread, servers = Spread(), servers_at(7, 6, 6)
-    assert held_by(spread, servers, 10.0) == 16
-    now_at(servers[1], 7)
-    assert held_by(spread, servers, 11.0) is None
-    now_at(servers[2], 7)
-    assert held_by(spread, servers, 11.1) is None
-    now_at(servers[0], 8)
-    assert held_by(spread, servers, 20.0) == 24, "of two servers: the last one was late"
-    now_at(servers[2], 8)
-    assert held_by(spread, servers, 20.5) == 16, "of three: it was in time"
-    now_at(servers[1], 8)
-    assert held_by(spread, servers, 20.6) is None
-    now_at(servers[1], 9)
-    assert held_by(spread, servers, 30.0) == 16
-
-
-def test_a_failing_server_is_not_waited_for() -> None:
-    spread, servers = Spread(), servers_at(7, 6)
-    servers[1].failed(9.9)
-    assert held_by(spread, servers, 10.0) is None
 
 
 SPANS = (("r:7:f", 0, 3), ("r:8:f", 3, 5))

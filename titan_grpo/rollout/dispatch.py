@@ -22,7 +22,7 @@ from titan_grpo.rollout.sampler import (
     PromptUnfit,
     Sampler,
 )
-from titan_grpo.rollout.schedule import Durations, Room, Server, Spread, Starts
+from titan_grpo.rollout.schedule import Durations, Room, Server, Spread, Starts, compare
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.samples import NO_TOKENS, Completion, Group
 
@@ -51,6 +51,8 @@ class Running(Attempt):
     began_s: float
     requests: int
     """Requests that it counts for on its server: one for each completion that has not ended."""
+    whole: bool
+    """Whether it began without tokens of an earlier attempt."""
     freed: bool = False
     """Whether its requests are over: the server has no part in its rewards."""
     drained: bool = False
@@ -97,7 +99,10 @@ class Dispatcher:
             case ServerState():
                 self._note_commit(message)
                 # A back-off after failures continues.
-                self._servers.setdefault(message.url, Server(message)).state = message
+                server = self._servers.setdefault(message.url, Server(message))
+                server.state = message
+                if message.version is None:
+                    server.restarted()
                 self._note_in_flight(message.url)
             case messages.ServerLeft():
                 self._remove(message.url)
@@ -111,6 +116,7 @@ class Dispatcher:
             case messages.TrainerVersion():
                 self._oldest_usable = message.version - self._spec.max_staleness
                 self._starts.trainer_at(message.version, asyncio.get_running_loop().time())
+                self._compare_servers()
                 for task, run in self._running.items():
                     if self._hopeless(run, message.version):
                         task.cancel()
@@ -121,6 +127,14 @@ class Dispatcher:
             case messages.Unversioned():
                 self._starts.note(Unversioned(message.count))
         self._pump_soon()
+
+    def _compare_servers(self) -> None:
+        for server in compare(self._servers.values()):
+            if server.slowness > 1.0:
+                than = f"{server.slowness:.1f} times as long as the median server for a token"
+                self._report(f"{server.url} takes {than}: it gets fewer groups")
+            else:
+                self._report(f"{server.url} is not slow any more")
 
     def _hopeless(self, run: Running, version: int) -> bool:
         """Return whether the group is too stale for a trainer at ``version`` or later."""
@@ -183,11 +197,12 @@ class Dispatcher:
         """Return the servers that can take a group, by capacity and by share (Spread)."""
         servers, spread, ends = self._servers.values(), self._spread, self._spread.until
         size, capacity = self._spec.group_size, self._spec.max_concurrent_requests
-        limit = spread.limit(servers, self._starts.waiting, size, self._durations.group_s, now)
+        waiting = self._starts.waiting * size
+        share = spread.share(servers, waiting, self._durations.group_s, now)
         if spread.until != ends:
             # What the shares left over starts then, if no server reports before.
             asyncio.get_running_loop().call_at(spread.until, self._pump_soon)
-        return Room(servers, size, capacity if limit is None else min(capacity, limit), now)
+        return Room(servers, size, capacity, now, share)
 
     def _start(self, ticket: Ticket, server: Server) -> None:
         spec, loop, version = self._spec, asyncio.get_running_loop(), server.state.version
@@ -205,7 +220,8 @@ class Dispatcher:
         driver, began_s, size = self._drivers[server.url], loop.time(), spec.group_size
         calls = self._free, self._free_one, partial(self._counts.add, "requests")
         attempt = ticket, parts, server, driver, *calls
-        run = Running(*attempt, version=oldest, began_s=began_s, requests=size)
+        whole = not any(part.token_ids for part in parts)
+        run = Running(*attempt, version=oldest, began_s=began_s, requests=size, whole=whole)
         resumed = [len(p.token_ids) for p in parts if p.token_ids and not p.finished]
         self._counts.add("resumed", len(resumed))
         self._counts.add("resumed_tokens", sum(resumed))
@@ -215,14 +231,13 @@ class Dispatcher:
         task.add_done_callback(self._ended)
 
     async def _make(self, run: Running) -> None:
-        whole = not any(part.token_ids for part in run.parts)
         group = await self._sampler.group(run)
         tokens = self._note_finished(run, group)
         # Answers to an agent that it did not wait for are in no completion.
         unused = sum(part.num_sampled for part in run.parts) - tokens
         self._counts.add("thrown_tokens", unused)
         self._counts.made(group.completions)
-        if whole:
+        if run.whole:
             self._durations.took(group, asyncio.get_running_loop().time() - run.began_s)
         self._send(messages.GroupDone(run.ticket.done(), group, self._counts.changed()))
 
@@ -246,25 +261,31 @@ class Dispatcher:
         if run.server.in_flight + spec.group_size <= spec.max_concurrent_requests:
             self._pump_soon()
 
-    def _free(self, run: Running) -> None:
-        """Take a group off its server once its requests are over."""
-        if not run.freed:
-            run.freed = True
-            run.server.in_flight -= run.requests
-            self._note_in_flight(run.server.url)
-            self._answer_drains(run.server.url)
-            self._pump_soon()
+    def _free(self, run: Running, measured: bool = True) -> None:
+        """Take a group off its server once its requests are over. ``measured``: its tokens and its
+        time say how quick the server is."""
+        if run.freed:
+            return
+        run.freed = True
+        run.server.in_flight -= run.requests
+        if run.whole and measured:
+            now = asyncio.get_running_loop().time()
+            tokens = max((part.num_sampled for part in run.parts), default=0)
+            run.server.took(tokens, now - run.began_s, now)
+        self._note_in_flight(run.server.url)
+        self._answer_drains(run.server.url)
+        self._pump_soon()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         run = self._running.pop(task)
         # As long as it was sampled, it moves with its server.
         moved = run.drained or (run.server.left and not run.freed)
-        self._free(run)
+        # no deadline: the task has ended (this is its done callback)
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        self._free(run, measured=not isinstance(error, PeerError))
         if self._closing:
             return
         ticket, url = run.ticket, run.server.url
-        # no deadline: the task has ended (this is its done callback)
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
         match error:
             case None:
                 run.server.succeeded()

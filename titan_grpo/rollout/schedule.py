@@ -4,11 +4,12 @@ time is an argument, in seconds of any monotonic clock."""
 
 from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
-from math import ceil
+from math import inf
+from statistics import median_low
 
 from titan_grpo.protocol import admission
 from titan_grpo.protocol.admission import Admission, Admit, GiveUp, Start, Unversioned, Used
@@ -20,6 +21,17 @@ from titan_grpo.samples import Group, Prompt
 
 HEALTH = Health(first_s=0.5, longest_s=15.0)
 """Back-off of new groups after a server failed to generate, in seconds."""
+
+SMOOTHING = 0.3
+"""Weight of the newest value in an exponential moving average."""
+
+SLOW = 2.5
+"""Seconds per token, of those of the median server, from which a server counts as slow. Less is
+noise, or the load's doing: equal servers get equal loads."""
+
+TRUST = 10.0
+"""How long a measurement counts, in durations of the measured group. Then a slow server without
+groups gets one again, which takes a tenth of the time at most."""
 
 
 @dataclass(slots=True)
@@ -33,6 +45,11 @@ class Server:
     health: Health = HEALTH
     late: bool = False
     """Whether it missed the time in which Spread waited for its newest version."""
+    slowness: float = 1.0
+    """Seconds per token, of those of the median server; 1.0 unless it is slow (``compare``)."""
+    sampled: tuple[float, float] = (0.0, 0.0)
+    """Tokens of one completion, and its seconds: of the latest groups, newer ones weigh more."""
+    known_until: float = 0.0
 
     @property
     def url(self) -> str:
@@ -56,27 +73,74 @@ class Server:
         """End the back-off after a whole group."""
         self.health = self.health.answered()
 
+    def took(self, tokens: int, seconds: float, now: float) -> None:
+        """Note a group's end at ``now``, and the tokens of its longest completion."""
+        # Sums, not a mean of quotients: completions of a token or two would count as slow.
+        kept = 1.0 - SMOOTHING if now - seconds < self.known_until else 0.0
+        before, before_s = self.sampled
+        self.sampled = kept * before + tokens, kept * before_s + seconds
+        self.known_until = now + TRUST * seconds
+
+    def restarted(self) -> None:
+        """Forget the measurements of its speed."""
+        self.slowness, self.sampled, self.known_until = 1.0, (0.0, 0.0), 0.0
+
+    def load(self, requests: int, now: float) -> float:
+        """Return its load with ``requests`` more, in requests of a server that is not slow."""
+        known = self.in_flight > 0 or now < self.known_until
+        # Twice: it makes so many fewer groups in a time, and a step waits so much longer for each.
+        return (self.in_flight + requests) * (self.slowness**2 if known else 1.0)
+
+
+def compare(servers: Collection[Server]) -> list[Server]:
+    """Set the slowness of servers, and return those that are slow, or not slow, from now on."""
+    each = {s.url: s.sampled[1] / max(1.0, s.sampled[0]) for s in servers if s.sampled[1]}
+    if len(each) < 2:
+        return []
+    median, changed = median_low(each.values()), list[Server]()
+    for server in servers:
+        was_slow, slowness = server.slowness > 1.0, each.get(server.url, median) / median
+        # Not on and off by noise.
+        is_slow = slowness >= (SLOW**0.5 if was_slow else SLOW)
+        server.slowness = slowness if is_slow else 1.0
+        if is_slow != was_slow:
+            changed.append(server)
+    return changed
+
 
 class Room:
     """Snapshot of the servers that can take a group of ``requests`` at ``now``: they accept, are
     not in back-off, and have at most ``capacity`` requests with it. An idle server takes even a
     larger group; the connection limit of its driver then bounds the requests in flight.
 
-    The cost of a server is its load, plus one group's requests for each version that it is behind.
-    So a late server, whose groups go stale first, fills up last. All requests of a group go to one
-    server, which has the prompt in its prefix cache after the first request.
+    The cost of a server is its load with the group, plus one group's requests for each version that
+    it is behind. So a late server, whose groups go stale first, fills up last. All requests of a
+    group go to one server, which has the prompt in its prefix cache after the first request.
+    ``share``: load from which a server takes no more (Spread).
     """
 
-    def __init__(self, servers: Iterable[Server], requests: int, capacity: int, now: float) -> None:
-        self._requests, self._capacity = requests, capacity
-        self._heaps: dict[int, list[tuple[int, int, str, Server]]] = {}
+    def __init__(
+        self,
+        servers: Collection[Server],
+        requests: int,
+        capacity: int,
+        now: float,
+        share: float = inf,
+    ) -> None:
+        self._requests, self._capacity, self._share, self._now = requests, capacity, share, now
+        self._heaps: dict[int, list[tuple[float, int, str, Server]]] = {}
         """Version -> heap of (cost, lag, URL, server), cost and lag up to a constant that all
         servers share. One heap per version: a group that needs a minimum version finds its server
         without a scan of all servers."""
-        for server in servers:
-            version = server.state.version
-            able = server.state.accepting and server.health.askable(now)
-            if version is not None and able and self._takes(server):
+        able = [(s, v) for s in servers if (v := s.state.version) is not None]
+        able = [(s, v) for s, v in able if s.state.accepting and s.health.askable(now)]
+        newest = max((v for _, v in able), default=0)
+        for server, version in able:
+            if version == newest and server.slowness == 1.0 and not self._fits(server):
+                # What a full server has sooner, a slow one does not take.
+                self._share = min(self._share, server.in_flight)
+        for server, version in able:
+            if self._takes(server):
                 self._heaps.setdefault(version, []).append(self._entry(server, version))
         for heap in self._heaps.values():
             heapify(heap)
@@ -103,11 +167,16 @@ class Room:
             heappush(heap, self._entry(server, version))
         return server
 
-    def _takes(self, server: Server) -> bool:
+    def _fits(self, server: Server) -> bool:
         return server.in_flight + self._requests <= self._capacity or server.in_flight == 0
 
-    def _entry(self, server: Server, version: int) -> tuple[int, int, str, Server]:
-        return server.in_flight - version * self._requests, -version, server.url, server
+    def _takes(self, server: Server) -> bool:
+        load = server.load(self._requests, self._now)
+        return self._fits(server) and load < self._share + self._requests
+
+    def _entry(self, server: Server, version: int) -> tuple[float, int, str, Server]:
+        load = server.load(self._requests, self._now)
+        return load - version * self._requests, -version, server.url, server
 
 
 SPREAD = 0.25
@@ -115,16 +184,16 @@ SPREAD = 0.25
 
 
 class Spread:
-    """Limit of a server's requests while a new version reaches the other servers.
+    """Each server's share of the load while a new version reaches the servers.
 
     Servers get a version one after the other, and many groups may wait for it. The first server
     would take all that fit, and the others would idle until the next version. So for a short time a
     server takes its share only. A server that misses this time (it is slow or frozen) is not waited
     for again until it has got a version in time.
 
-    Worked example: groups of 8 requests, two servers without load, 5 groups wait. The first server
-    with the version takes 3 groups. The second one takes the other 2 when it has the version; if it
-    has not at ``until``, the first one takes them as well.
+    Worked example: groups of 8 requests, two servers without load, 5 groups wait. The share is 20
+    requests: the first server with the version takes 3 groups. The second one takes the other 2
+    when it has the version; if it has not at ``until``, the first one takes them as well.
     """
 
     def __init__(self) -> None:
@@ -132,13 +201,13 @@ class Spread:
         self.until = 0.0
         """When the time for the newest version ends, by the dispatcher's clock."""
 
-    def limit(
-        self, servers: Collection[Server], waiting: int, size: int, group_s: float, now: float
-    ) -> int | None:
-        """Return the largest number of requests of one server; None: no limit.
+    def share(
+        self, servers: Collection[Server], requests: int, group_s: float, now: float
+    ) -> float:
+        """Return the load from which a server takes no more groups (Room); inf: no limit.
 
-        ``waiting``: groups that may start, of ``size`` requests each. ``group_s``: mean duration of
-        a group in seconds, 0.0 while unknown.
+        ``requests``: of all groups that wait. ``group_s``: mean duration of a group in seconds, 0.0
+        while unknown.
         """
         able = [(s, v) for s in servers if (v := s.state.version) is not None]
         able = [(s, v) for s, v in able if s.health.askable(now)]
@@ -146,7 +215,7 @@ class Spread:
         if newest > self._version:
             self._version, self._over, self.until = newest, False, now + SPREAD * group_s
         if self._over:
-            return None
+            return inf
         self._over = now >= self.until
         for server, version in able:
             if version >= self._version or self._over:
@@ -154,16 +223,13 @@ class Spread:
         sharing = [s for s, _ in able if not s.late]
         missing = [s for s, v in able if not s.late and v < self._version]
         if self._over or not missing:
-            return None
-        requests = sum(s.in_flight for s in sharing) + waiting * size
-        return size * ceil(requests / (size * len(sharing)))
+            return inf
+        requests += sum(s.in_flight for s in sharing)
+        return requests / sum(1 / s.slowness**2 for s in sharing)
 
 
 REMEMBERED = 100_000
 """Number of prompts whose durations are kept; the oldest are evicted first."""
-
-SMOOTHING = 0.3
-"""Weight of the newest value in an exponential moving average."""
 
 
 class Durations:
