@@ -285,3 +285,16 @@ def test_a_module_that_is_started_is_there_once(tmp_path: Path) -> None:
         "    sock.sendall(f'{same} {parent} {arguments}'.encode())\n"
     )
     assert said_by(tmp_path, source, "-1") == f"True {os.getpid()} ('-1',)"
+
+
+def test_a_started_module_collects_garbage_and_leaves_out_what_its_imports_made(
+    tmp_path: Path,
+) -> None:
+    source = (
+        "import gc\n"
+        "meanwhile = gc.isenabled()\n"
+        "def main(sock, parent):\n"
+        "    left_out = gc.get_freeze_count() > 1000\n"
+        "    sock.sendall(f'{meanwhile} {gc.isenabled()} {left_out}'.encode())\n"
+    )
+    assert said_by(tmp_path, source) == "False True True"

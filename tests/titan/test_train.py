@@ -1,10 +1,14 @@
 """How ranks that refuse their configuration say it."""
 
+import gc
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
+from titan_grpo import train
+from titan_grpo.errors import ConfigError
 from titan_grpo.subprocesses import ENDING
 from titan_grpo.train import refuse, restart_notes
 
@@ -58,6 +62,25 @@ def test_an_end_that_is_no_bug_of_ours_is_one_line_without_a_traceback(error: st
         [sys.executable, "-c", ENDED_BY, error], capture_output=True, text=True, timeout=60
     )
     assert (ended.returncode, ended.stderr) == (1, "titan-grpo: rank 1: why\n")
+
+
+def test_a_rank_collects_garbage_once_it_has_imported_what_it_trains_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    enabled = []
+
+    def start(argv: list[str]) -> Callable[[], None]:
+        enabled.append(gc.isenabled())
+        if argv:
+            raise ConfigError(*argv)
+        return lambda: enabled.append(gc.isenabled())
+
+    monkeypatch.setattr(train, "_start", start)
+    train._run([])
+    assert enabled == [False, True]
+    with pytest.raises(ConfigError):
+        train._run(["refused"])
+    assert gc.isenabled()
 
 
 STOPPED = """
