@@ -124,9 +124,11 @@ def step_of(grpo: GRPO, *arguments: Any, **options: Any) -> dict[str, float]:
     return loss_values(reduce_metrics(outcome, ONE_RANK))
 
 
-def test_a_gradient_norm_that_is_not_a_number_is_the_steps_largest() -> None:
-    outcome = outcome_of(replace(ALL_ON, num_microbatches=2), rate=math.inf)
-    assert (outcome.taken, outcome.steps) == (1, 2)
+def test_a_gradient_norm_that_is_not_a_number_skips_its_step_and_is_the_largest_of_the_batch() -> (
+    None
+):
+    outcome = outcome_of(replace(ALL_ON, num_microbatches=3), rate=math.inf)
+    assert (outcome.taken, outcome.steps, outcome.skipped) == (1, 3, 2)
     assert math.isnan(outcome.grad_norm)
 
 

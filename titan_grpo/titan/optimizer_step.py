@@ -60,6 +60,11 @@ class Outcome:
     first: FirstBatch | None
     """This rank's first micro-batch with the policy's log-probabilities before the step."""
 
+    @property
+    def skipped(self) -> int:
+        """Optimizer steps that changed nothing."""
+        return self.steps - self.taken
+
 
 Reader = Callable[[torch.Tensor, torch.Tensor, float, int], torch.Tensor]
 """(logits [R, L, V], labels [R, L], temperature, chunk) -> [R, L]."""

@@ -408,7 +408,7 @@ class GRPOTrainer(Engine):
         if caught_up > begin:
             spans.insert(0, ("publish", begin, caught_up))
         if outcome.unhealthy:
-            controller.unhealthy(self.step, outcome.steps - outcome.taken, outcome.unhealthy)
+            controller.unhealthy(self.step, outcome.skipped, outcome.unhealthy)
         tensorboard = controller.record(self.step, metrics, times, spans)
         self.metrics_processor.logger.log(tensorboard, self.step)
         if completions := controller.show(self.step, outcome.first):
