@@ -62,7 +62,9 @@ def http_server(
 
 def test_the_doctor_passes_this_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
-    assert "problem " not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "problem " not in said
+    assert "version images need" not in said, "it has no job, of whose model they would be"
 
 
 def test_servers_that_cannot_be_used_are_each_told_why_and_the_exit_code_is_1(
@@ -452,6 +454,15 @@ def test_a_job_that_sends_adapters_is_judged_by_their_size(
         (found,) = re.findall(r"256 version images need (\d+) MiB", capsys.readouterr().out)
         needs.append(int(found))
     assert 0 < needs[1] < needs[0] / 4
+
+
+@pytest.mark.parametrize("sync", ["merged", "adapter"])
+def test_a_server_without_adapters_is_a_problem_only_for_a_job_that_sends_them(
+    sync: str, job: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with http_server(SGLANG) as (url, _):
+        cli.main([*job, f"--rollout.servers={url}", "--lora.rank=2", f"--lora.sync={sync}"])
+    assert ("takes no adapters as versions" in capsys.readouterr().out) == (sync == "adapter")
 
 
 def test_a_checkpoint_of_adapters_has_no_optimizer_state_of_the_base(

@@ -357,6 +357,14 @@ def test_servers_that_a_job_starts_itself_are_on_the_trainers_host_and_more_on_o
     assert (setup.same_host, setup.servers_per_host) == (False, 4)
 
 
+def test_a_server_that_a_job_starts_on_several_gpus_loads_a_version_over_each(
+    tmp_path: Path,
+) -> None:
+    job, of_four = tmp_path / "job.toml", (RECIPES / "qwen3_0.6b_one_node.toml").read_text()
+    job.write_text(of_four.replace("launch_count = 4", "launch_count = 2"))
+    assert (of_file(job).servers, of_file(job).server_gpus) == (2, 2)
+
+
 @pytest.mark.parametrize("servers", [[], ["--servers", "12"]])
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_recipe_has_a_plan_with_steps(

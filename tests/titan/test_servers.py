@@ -392,6 +392,8 @@ def test_the_socket_is_for_its_owner_only_and_may_lie_deep(start: Start, tmp_pat
     start(A, folder=deep)
     assert stat.S_IMODE((deep / NAME).stat().st_mode) == 0o600
     assert ask(deep, {"do": "list"})["servers"]
+    opened = Path("/proc/self/fd").iterdir()
+    assert deep not in [fd.readlink() for fd in opened if fd.is_symlink()], "a call leaves it open"
 
 
 def test_a_dead_trainers_socket_is_replaced_a_live_ones_is_not(tmp_path: Path) -> None:

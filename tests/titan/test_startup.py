@@ -240,3 +240,4 @@ def test_a_registration_says_all_that_an_atropos_api_asks_but_the_size_of_a_batc
     }
     assert None not in said.values()
     assert (said["max_token_len"], said["starting_step"]) == (64, 3)
+    assert said["wandb_project"] == "titan_grpo"
