@@ -1,9 +1,19 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import msgspec
 import pytest
 
+from tests.rigs.present import present
+from tests.rigs.sockets import free_port
 from titan_grpo.commands import rollouts
 from titan_grpo.commands.doctor_servers import controller
 from titan_grpo.errors import ConfigError
+from titan_grpo.rollout.messages import FORMAT, RolloutSpec
 from titan_grpo.rollout.service import Service
+from titan_grpo.titan.tiny import write_tiny_model
 
 
 @pytest.mark.parametrize(
@@ -41,6 +51,25 @@ def test_a_service_that_anybody_could_use_and_what_can_not_be_bound_are_refused(
 def test_with_a_key_an_address_of_another_host_is_only_impossible() -> None:
     with pytest.raises(ConfigError, match="--bind must be an address of this host"):
         rollouts.run(["--bind", "192.0.2.1:0"], {rollouts.KEY_VARIABLE: "secret"})
+
+
+def test_a_signal_to_the_service_ends_its_session_in_order(tmp_path: Path) -> None:
+    spec = RolloutSpec(model_dir=str(write_tiny_model("qwen3", tmp_path / "model", seed=1)))
+    opening = {"format": FORMAT, "run": "r", "session": "s"}
+    opening |= {"spec": msgspec.to_builtins(spec, str_keys=True)}
+    address = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "titan_grpo.cli", "rollouts", f"--bind={address}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:
+        try:
+            assert "serving at" in present(service.stdout).readline()
+            url = f"http://{address}/open"
+            answer = httpx.post(url, json=opening, timeout=60.0, trust_env=False)
+            service.terminate()
+            said, _ = service.communicate(timeout=60)
+        finally:
+            service.kill()
+    assert (answer.status_code, service.returncode) == (200, 0)
+    assert said.splitlines()[-1] == "rollouts: the session has ended: the service ends"
 
 
 def test_the_doctor_looks_at_the_service_of_a_job() -> None:
