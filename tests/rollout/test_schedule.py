@@ -186,7 +186,7 @@ def test_what_a_server_was_measured_at_before_it_was_restarted_is_forgotten() ->
     assert taken(servers, 2 * 8, now=1.0) == ["s0", "s1", "s0", "s1"]
 
 
-def test_completions_of_a_token_or_two_do_not_make_a_server_slow() -> None:
+def test_a_short_request_does_not_make_a_server_slow() -> None:
     servers = servers_at(1, 1)
     for now in range(5):
         servers[0].took(100, 1.0, now)

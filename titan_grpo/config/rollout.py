@@ -118,7 +118,8 @@ class WorkerKeys(TaskKeys):
     Servers get a version one after the other: the first ones take no more than their share of the
     groups that wait for it for a quarter of a group's mean duration, except for servers that were
     late the last time. A server that takes 2.5 times as long for a token as the median one, or
-    more, gets groups when the others have many; one at least in ten times a group's duration."""
+    more, gets groups when the others have many; one at least in 20 times a request's duration.
+    The speed is that of streamed answers of more than 32 tokens (stream_completions)."""
 
     request_timeout_s: float = 300.0
     """Deadline of one generation request, in seconds. If its answer is streamed

@@ -51,8 +51,6 @@ class Running(Attempt):
     began_s: float
     requests: int
     """Requests that it counts for on its server: one for each completion that has not ended."""
-    whole: bool
-    """Whether it began without tokens of an earlier attempt."""
     freed: bool = False
     """Whether its requests are over: the server has no part in its rewards."""
     drained: bool = False
@@ -220,8 +218,7 @@ class Dispatcher:
         driver, began_s, size = self._drivers[server.url], loop.time(), spec.group_size
         calls = self._free, self._free_one, partial(self._counts.add, "requests")
         attempt = ticket, parts, server, driver, *calls
-        whole = not any(part.token_ids for part in parts)
-        run = Running(*attempt, version=oldest, began_s=began_s, requests=size, whole=whole)
+        run = Running(*attempt, version=oldest, began_s=began_s, requests=size)
         resumed = [len(p.token_ids) for p in parts if p.token_ids and not p.finished]
         self._counts.add("resumed", len(resumed))
         self._counts.add("resumed_tokens", sum(resumed))
@@ -231,13 +228,14 @@ class Dispatcher:
         task.add_done_callback(self._ended)
 
     async def _make(self, run: Running) -> None:
+        whole = not any(part.token_ids for part in run.parts)
         group = await self._sampler.group(run)
         tokens = self._note_finished(run, group)
         # Answers to an agent that it did not wait for are in no completion.
         unused = sum(part.num_sampled for part in run.parts) - tokens
         self._counts.add("thrown_tokens", unused)
         self._counts.made(group.completions)
-        if run.whole:
+        if whole:
             self._durations.took(group, asyncio.get_running_loop().time() - run.began_s)
         self._send(messages.GroupDone(run.ticket.done(), group, self._counts.changed()))
 
@@ -261,31 +259,25 @@ class Dispatcher:
         if run.server.in_flight + spec.group_size <= spec.max_concurrent_requests:
             self._pump_soon()
 
-    def _free(self, run: Running, measured: bool = True) -> None:
-        """Take a group off its server once its requests are over. ``measured``: its tokens and its
-        time say how quick the server is."""
-        if run.freed:
-            return
-        run.freed = True
-        run.server.in_flight -= run.requests
-        if run.whole and measured:
-            now = asyncio.get_running_loop().time()
-            tokens = max((part.num_sampled for part in run.parts), default=0)
-            run.server.took(tokens, now - run.began_s, now)
-        self._note_in_flight(run.server.url)
-        self._answer_drains(run.server.url)
-        self._pump_soon()
+    def _free(self, run: Running) -> None:
+        """Take a group off its server once its requests are over."""
+        if not run.freed:
+            run.freed = True
+            run.server.in_flight -= run.requests
+            self._note_in_flight(run.server.url)
+            self._answer_drains(run.server.url)
+            self._pump_soon()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         run = self._running.pop(task)
         # As long as it was sampled, it moves with its server.
         moved = run.drained or (run.server.left and not run.freed)
-        # no deadline: the task has ended (this is its done callback)
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        self._free(run, measured=not isinstance(error, PeerError))
+        self._free(run)
         if self._closing:
             return
         ticket, url = run.ticket, run.server.url
+        # no deadline: the task has ended (this is its done callback)
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
         match error:
             case None:
                 run.server.succeeded()

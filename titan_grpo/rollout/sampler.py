@@ -249,6 +249,8 @@ class Sampler:
             with suppress(GroupDropped, Interrupted):
                 added(tokens.kept(), tokens.version)
             raise
+        finally:
+            server.took(*tokens.pace, asyncio.get_running_loop().time())
         sampled, last = tokens.sampled(tokens.count, tokens.finish_reason), newest()
         if last is None:
             # The same if the ledger lost the server's version before the answer's end.
@@ -293,9 +295,24 @@ class TokenStream(StreamedAnswer):
         super().__init__(call)
         self._newest, self._count = newest, 0
         self.version: int | None = None
+        self._first: tuple[int, float] | None = None
+        self._last_s = 0.0
+
+    @property
+    def pace(self) -> tuple[int, float]:
+        """Tokens after the first piece, and the seconds in which they came: without the time that
+        the request waited, or that the engine read the prompt."""
+        if self._first is None:
+            return 0, 0.0
+        count, first_s = self._first
+        return self.count - count, self._last_s - first_s
 
     def take(self, chunk: bytes) -> bool:
+        before = self.count
         came = super().take(chunk)
+        if self.count > before:
+            self._last_s = asyncio.get_running_loop().time()
+            self._first = self._first or (self.count, self._last_s)
         if (newest := self._newest()) is not None and self.count:
             self._count, self.version = self.count, newest
         return came

@@ -29,9 +29,12 @@ SLOW = 2.5
 """Seconds per token, of those of the median server, from which a server counts as slow. Less is
 noise, or the load's doing: equal servers get equal loads."""
 
-TRUST = 10.0
-"""How long a measurement counts, in durations of the measured group. Then a slow server without
-groups gets one again, which takes a tenth of the time at most."""
+OLDER = 0.9
+"""Weight of all requests before the newest one in the measurement of a server's speed."""
+
+TRUST = 20.0
+"""How long a measurement counts, in durations of the measured request. Then a slow server without
+groups gets one again, which takes a twentieth of the time."""
 
 
 @dataclass(slots=True)
@@ -48,8 +51,9 @@ class Server:
     slowness: float = 1.0
     """Seconds per token, of those of the median server; 1.0 unless it is slow (``compare``)."""
     sampled: tuple[float, float] = (0.0, 0.0)
-    """Tokens of one completion, and its seconds: of the latest groups, newer ones weigh more."""
+    """Tokens of its latest requests, and the seconds that it took for them."""
     known_until: float = 0.0
+    """When ``sampled`` is too old to count."""
 
     @property
     def url(self) -> str:
@@ -74,12 +78,12 @@ class Server:
         self.health = self.health.answered()
 
     def took(self, tokens: int, seconds: float, now: float) -> None:
-        """Note a group's end at ``now``, and the tokens of its longest completion."""
-        # Sums, not a mean of quotients: completions of a token or two would count as slow.
-        kept = 1.0 - SMOOTHING if now - seconds < self.known_until else 0.0
-        before, before_s = self.sampled
-        self.sampled = kept * before + tokens, kept * before_s + seconds
-        self.known_until = now + TRUST * seconds
+        """Note ``tokens`` of a request that came, one after the other, in ``seconds``."""
+        if tokens:
+            # Sums, not a mean of quotients: a short request says little.
+            older = OLDER if now - seconds < self.known_until else 0.0
+            self.sampled = older * self.sampled[0] + tokens, older * self.sampled[1] + seconds
+            self.known_until = now + TRUST * seconds
 
     def restarted(self) -> None:
         """Forget the measurements of its speed."""
@@ -94,7 +98,7 @@ class Server:
 
 def compare(servers: Collection[Server]) -> list[Server]:
     """Set the slowness of servers, and return those that are slow, or not slow, from now on."""
-    each = {s.url: s.sampled[1] / max(1.0, s.sampled[0]) for s in servers if s.sampled[1]}
+    each = {s.url: s.sampled[1] / s.sampled[0] for s in servers if s.sampled[1]}
     if len(each) < 2:
         return []
     median, changed = median_low(each.values()), list[Server]()
