@@ -33,7 +33,8 @@ def ask(root: Path, python03: str) -> Callable[[Path, str], Any]:
     """``ask(folder, code)``: the JSON that Python code with torchtitan 0.3 prints last."""
 
     def run(folder: Path, code: str) -> Any:
-        env = {**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
+        paths = f"{root}{os.pathsep}{os.environ['PYTHONPATH']}"
+        env = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(
             [python03, "-c", code], cwd=folder, env=env, capture_output=True, text=True
         )
@@ -277,7 +278,8 @@ OF_BOTH = ("test_modules", "test_recipes")
 @pytest.mark.long
 @pytest.mark.parametrize("name", OF_BOTH)
 def test_models_of_03_pass_the_tests_of_022s(root: Path, python03: str, name: str) -> None:
-    env = {**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
+    paths = f"{root}{os.pathsep}{os.environ['PYTHONPATH']}"
+    env = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     words = [python03, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/titan/{name}.py"]
     done = subprocess.run(words, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]

@@ -416,7 +416,7 @@ def test_vllm_refuses_what_a_reload_or_a_temperature_would_make_wrong_and_nothin
 def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore(
     sglang_python: str, tmp_path: Path, root: Path
 ) -> None:
-    paths = f"{sglang_cpu.directory()}:{root}"
+    paths = os.pathsep.join((sglang_cpu.directory(), str(root), os.environ["PYTHONPATH"]))
     on_cpu = {"PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1"}
     found = answers(sglang_python, SGLANG, OF_SGLANG, tmp_path, **on_cpu)
     assert found["routes"] == [False, True]
@@ -427,7 +427,7 @@ def test_sglang_refuses_load_balanced_experts_and_weights_that_it_cannot_restore
 def scripts(sglang_python: str, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What the scripts of this folder printed in SGLang's environment."""
     model = write_tiny_model("qwen3", tmp_path_factory.mktemp("scripts") / "model", seed=1)
-    paths = f"{sglang_cpu.directory()}:{root}"
+    paths = os.pathsep.join((sglang_cpu.directory(), str(root), os.environ["PYTHONPATH"]))
     env = {"PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     names = ["sglang_ranks", "sglang_update"]
     names += [f"sglang_replicas={model}", f"sglang_overlap={model}"]

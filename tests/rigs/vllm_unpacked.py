@@ -1,6 +1,7 @@
 """A plugin that has vLLM's CPU backend compute with its weights as they are loaded, as it does on
 GPUs: without it each layer packs them into memory that no copy reaches."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ def install(folder: Path) -> dict[str, str]:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 0\n")
     entry = f"[vllm.general_plugins]\n{NAME} = {__name__}:start\n"
     (info / "entry_points.txt").write_text(entry)
-    return {"PYTHONPATH": f"{folder}:{ROOT}"}
+    paths = str(folder), str(ROOT), os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def start() -> None:

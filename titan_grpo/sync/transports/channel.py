@@ -41,7 +41,6 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from titan_grpo.config.rollout import is_loopback
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.protocol.messages import Kind
 from titan_grpo.runkey import Key
@@ -96,6 +95,8 @@ def resolve_bind_host(configured: str, url: str) -> str:
     """Return the local address for the sockets of a server's lane: the configured one, else
     loopback for a local server, else the source address of the route to the server (to anywhere, if
     its name does not resolve yet)."""
+    from titan_grpo.config.rollout import is_loopback  # not for a receiver
+
     host = urlsplit(url).hostname or ""
     ways = iter(()) if is_loopback(host) else addresses_towards(host)
     return configured or next(ways, "127.0.0.1")

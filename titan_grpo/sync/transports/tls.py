@@ -12,10 +12,13 @@ import socket
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, TransferFailed
 from titan_grpo.runkey import Key
+
+if TYPE_CHECKING:  # receivers start without the sections
+    from titan_grpo.config import WeightSync
 
 WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 """Exceptions of a call on a non-blocking socket that would block."""
@@ -63,13 +66,13 @@ class Certificate:
             ) from error
 
 
-def own_certificate(config: WeightSync) -> Certificate | None:
+def own_certificate(config: "WeightSync") -> Certificate | None:
     """Load the certificate of this trainer host. Raises ConfigError as Certificate.load."""
     names = "weight_sync.tls_certificate", "weight_sync.tls_key"
     return Certificate.load(config.tls_certificate, config.tls_key, names)
 
 
-def check_certificate(config: WeightSync, run_key: Key | None) -> None:
+def check_certificate(config: "WeightSync", run_key: Key | None) -> None:
     """Raise ConfigError for a certificate that cannot be loaded, or that protects nothing."""
     if own_certificate(config) is not None and run_key is None:
         raise ConfigError(
