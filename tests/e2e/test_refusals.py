@@ -1,6 +1,7 @@
 """What a run says, and with which exit code, when it cannot start."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -82,6 +83,8 @@ def test_a_server_that_is_not_there_is_named_with_what_was_tried(
     assert f"tried {url}" in training.cause
     assert "/model_info failed" in training.cause
     assert "Connection refused" in training.cause
+    waits = [line for line in training.shown if line.startswith("waiting for the first commit")]
+    assert re.search(r"\]; http\S+: connect failed: .*Connection refused", waits[-1])
 
 
 @pytest.mark.long

@@ -96,14 +96,16 @@ def test_a_wait_says_at_once_what_for_and_then_how_long() -> None:
         if len(said) == 3:
             enough.set()
 
-    with waiting("server a", 600.0, say, every_s=0.01):
+    reasons = iter(("", "it is down", "it is down"))
+    with waiting("server a", 600.0, say, every_s=0.01, why=lambda: next(reasons, "")):
         assert said[0] == "waiting for server a"
         assert enough.wait(60)
     for thread in telling():
         thread.join(60)
     assert not telling(), "it is silent once the wait is over"
-    line = re.compile(r"waiting for server a: \d+ s of at most 600 s \[#*\.+\]")
-    assert all(map(line.fullmatch, said[1:3]))
+    line = r"waiting for server a: \d+ s of at most 600 s \[#*\.+\]"
+    assert re.fullmatch(line, said[1])
+    assert re.fullmatch(f"{line}; it is down", said[2])
 
 
 def test_a_wait_that_fails_passes_its_error_on_and_is_silent() -> None:

@@ -150,8 +150,10 @@ def test_the_first_error_is_kept_with_its_place_and_given_once_and_the_others_ar
     assert s.set.take_error() is None
     s.set.latch(SyncError("bytes differ", url="a", version=7, block=3))
     s.set.latch(SyncError("second"))
+    assert s.set.latched() == "a, version 7, block 3: bytes differ"
     error = s.set.take_error()
     assert error is not None
+    assert s.set.latched() == ""
     assert str(error) == "a, version 7, block 3: bytes differ (and 1 more since the last step)"
     assert (error.url, error.version, error.block) == ("a", 7, 3)
     assert s.set.take_error() is None

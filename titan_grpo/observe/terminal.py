@@ -121,8 +121,10 @@ def waiting(
     deadline_s: float | None = None,
     say: Callable[[str], None] = print_status,
     every_s: float = EVERY_S,
+    why: Callable[[], str] = str,
 ) -> Iterator[None]:
-    """Print what the body waits for: at its start, then every ``every_s`` seconds until it ends.
+    """Print what the body waits for: at its start, then every ``every_s`` seconds until it ends,
+    with what ``why`` returns then, if anything.
 
     The lines come from a thread, because the body may be one blocking call.
     """
@@ -131,7 +133,8 @@ def waiting(
 
     def repeat() -> None:
         while not over.wait(every_s):
-            say(waiting_line(what, time.monotonic() - began, deadline_s))
+            line = waiting_line(what, time.monotonic() - began, deadline_s)
+            say("; ".join(filter(None, (line, why()))))
 
     thread = threading.Thread(target=repeat, name="waiting", daemon=True)
     thread.start()

@@ -462,6 +462,11 @@ class ServerSet:
             self._error, self._further = None, 0
         return error.followed_by(further)
 
+    def latched(self) -> str:
+        """Return the first error that ``take_error`` has not collected; empty if there is none."""
+        error = self._error
+        return str(error) if error is not None else ""
+
     def last_error(self, url: str) -> SyncError | None:
         """Return a server's last background error, collected or not."""
         with self._changed:

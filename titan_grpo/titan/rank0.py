@@ -253,7 +253,8 @@ class Controller:
         ServerUnreachable naming every server, ServerUnfit, or as ServerSet.reached."""
         servers = self.sync_process.servers
         deadline_s = self._job.weight_sync.startup_s(self.sync_process.manifest.total_bytes)
-        with waiting(f"the first commit, of version {version} on any server", deadline_s):
+        what = f"the first commit, of version {version} on any server"
+        with waiting(what, deadline_s, why=servers.latched):
             held = servers.wait_held(version, deadline_s, everyone=False)
         if not held:
             if unfit := servers.unfit():
