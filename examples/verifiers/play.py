@@ -57,7 +57,8 @@ async def play(run, env, rows):
             await asyncio.sleep(0.5)
             continue
         if status != 200:
-            raise NoEpisodes(f"{run}/episodes answered {status}: has the run outside agents there?")
+            why = 'that is no run with agent = "outside", or its agent_key_env names a key'
+            raise NoEpisodes(f"{run}/episodes answered {status}: {why}")
         key, row = taken["id"], rows[taken["row"]["index"] % len(rows)]
         client = OpenAIChatCompletionsClient(
             AsyncOpenAI(base_url=f"{run}/v1", api_key=key, timeout=600)
