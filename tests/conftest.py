@@ -35,13 +35,13 @@ settings.load_profile("shared_cores")
 
 
 SHARED = {
-    "sglang_site": "sglang",
-    "keyed_server": "sglang",
-    "site": "vllm",
+    "sglang_site": "servers",
+    "keyed_server": "servers",
+    "site": "servers",
     "sources": "sources",
 }
 """Fixture that takes long to make (a server that starts, all files parsed) -> group of the tests
-that use it: one worker runs them, on one."""
+that use it: one worker runs them, on one. Servers are in one group, since some tests use two."""
 
 FIRST = "tests/e2e/"
 """What takes longest comes first, so that no worker is left alone with it in the end."""
@@ -102,7 +102,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 if isinstance(item, pytest.Function)
                 else ()
             )
-            if known and known[-1].scope == "session" and groups.get(item.path) != "sglang":
+            if known and known[-1].scope == "session":
                 groups[item.path] = group
     for item in items:
         path = item.path.relative_to(ROOT).as_posix()
@@ -111,10 +111,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if path.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
     long = {item.path for item in items if {"e2e", "slow"} & {m.name for m in item.iter_markers()}}
-    order = {"sglang": 0, "vllm": 1}
     items.sort(
         key=lambda item: (
-            order.get(groups.get(item.path, ""), 2),
+            groups.get(item.path) != "servers",
             FIRST not in item.path.as_posix(),
             item.path not in long,
         )

@@ -95,12 +95,7 @@ def answers(
     ("agent", "shared"),
     [
         pytest.param(OPENAI, "site", id="openai and vLLM"),
-        pytest.param(
-            OPENAI,
-            "sglang_site",
-            id="openai and SGLang",
-            marks=[pytest.mark.long, pytest.mark.xdist_group("sglang")],
-        ),
+        pytest.param(OPENAI, "sglang_site", id="openai and SGLang", marks=pytest.mark.long),
         pytest.param(PYDANTIC_AI, "site", id="Pydantic AI and vLLM", marks=pytest.mark.long),
     ],
 )
