@@ -23,13 +23,14 @@ from tests.conformance.reference import Reference
 from titan_grpo.engines.generation import INTERVAL, Piece, Sampled, Sampling, StreamedAnswer
 from titan_grpo.engines.http import AsyncDriver, Call, HttpRefused
 from titan_grpo.rollout.codec import TextCodec
+from titan_grpo.rollout.sampler import TokenStream
 
 
-class Steps(StreamedAnswer):
+class Steps(TokenStream):
     """An answer that notes how many tokens there were after each chunk."""
 
     def __init__(self, call: Call[Piece]) -> None:
-        super().__init__(call)
+        super().__init__(call, lambda: 0)
         self.counts: list[int] = []
 
     def take(self, chunk: bytes) -> bool:
@@ -82,6 +83,11 @@ def answers_in_pieces_are_the_ones_that_come_whole(e: EngineUnderTest) -> None:
     # An engine joins the pieces of a reader who is behind: how many come is the machine's affair.
     counts = [one.counts for one in crowd]
     assert any(len(set(each) - {0}) > 1 for each in counts if each[-1] > INTERVAL), counts
+    for one in crowd:
+        first = next(count for count in one.counts if count)
+        tokens, seconds = one.pace
+        assert tokens == one.counts[-1] - first
+        assert (seconds > 0.0) == (tokens > 0)
     for seed in (1, 2):
         # Alone, since in bf16 a near tie may fall otherwise where another number of requests is
         # computed at a time.
