@@ -4,6 +4,7 @@ whole.
 engine.py has them over pauses, labels and aborts."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,7 +31,7 @@ class Steps(TokenStream):
     """An answer that notes how many tokens there were after each chunk."""
 
     def __init__(self, call: Call[Piece]) -> None:
-        super().__init__(call, lambda: 0)
+        super().__init__(call, lambda: 0, time.monotonic)
         self.counts: list[int] = []
 
     def take(self, chunk: bytes) -> bool:

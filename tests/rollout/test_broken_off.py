@@ -3,6 +3,7 @@ once."""
 
 import asyncio
 import threading
+import time
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -170,8 +171,8 @@ def test_what_a_drain_cancels_is_of_the_old_version_alone(
 
 
 def test_what_came_after_the_ledger_lost_track_is_not_kept() -> None:
-    server = holding("http://a", 3)
-    stream = TokenStream(vllm.stream([1], Sampling(9), 1.0), lambda: server.newest)
+    server, call = holding("http://a", 3), vllm.stream([1], Sampling(9), 1.0)
+    stream = TokenStream(call, lambda: server.newest, time.monotonic)
     assert (stream.kept().token_ids, stream.version) == ((), None)
     for version, tokens in ((3, [5]), (4, [6, 7]), (None, [8])):
         server.state = msgspec.structs.replace(server.state, version=version)
@@ -180,8 +181,17 @@ def test_what_came_after_the_ledger_lost_track_is_not_kept() -> None:
     assert (kept.token_ids, kept.finish_reason, stream.version) == ((5, 6, 7), "abort", 4)
 
 
+def test_the_pace_of_an_answer_is_that_of_the_tokens_after_its_first_piece() -> None:
+    seconds = iter((10.0, 11.5, 14.0))
+    stream = TokenStream(vllm.stream([1], Sampling(9), 1.0), lambda: 3, lambda: next(seconds))
+    assert stream.pace == (0, 0.0)
+    for tokens in ([], [5, 6], [7], [8, 9]):
+        stream.take(piece(tokens))
+    assert stream.pace == (3, 4.0)
+
+
 def test_an_answer_that_only_lacked_its_last_line_is_kept_as_finished() -> None:
-    stream = TokenStream(vllm.stream([1], Sampling(9), 1.0), lambda: 3)
+    stream = TokenStream(vllm.stream([1], Sampling(9), 1.0), lambda: 3, time.monotonic)
     stream.take(piece([5, 6], "stop"))
     assert (stream.whole, stream.kept().finish_reason) == (True, "stop")
 

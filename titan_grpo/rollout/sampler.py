@@ -241,7 +241,8 @@ class Sampler:
             call = engine.generate(token_ids, sampling, spec.request_timeout_s)
             return added(await attempt.driver.run(call), newest())
         stream = engine.stream(token_ids, sampling, spec.request_timeout_s)
-        tokens = TokenStream(stream, newest)
+        clock = asyncio.get_running_loop().time
+        tokens = TokenStream(stream, newest, clock)
         try:
             await attempt.driver.stream(stream, tokens)
         except (PeerError, asyncio.CancelledError):
@@ -250,7 +251,7 @@ class Sampler:
                 added(tokens.kept(), tokens.version)
             raise
         finally:
-            server.took(*tokens.pace, asyncio.get_running_loop().time())
+            server.took(*tokens.pace, clock())
         sampled, last = tokens.sampled(tokens.count, tokens.finish_reason), newest()
         if last is None:
             # The same if the ledger lost the server's version before the answer's end.
@@ -290,10 +291,13 @@ class TokenStream(StreamedAnswer):
     before that moment stay valid: ``kept``, sampled by ``version`` or older (None: no pieces).
     """
 
-    def __init__(self, call: Call[Piece], newest: Callable[[], int | None]) -> None:
-        """``newest``: returns the newest version that the server may serve now; None: unknown."""
+    def __init__(
+        self, call: Call[Piece], newest: Callable[[], int | None], clock: Callable[[], float]
+    ) -> None:
+        """``newest``: returns the newest version that the server may serve now; None: unknown.
+        ``clock``: in seconds."""
         super().__init__(call)
-        self._newest, self._count = newest, 0
+        self._newest, self._clock, self._count = newest, clock, 0
         self.version: int | None = None
         self._first: tuple[int, float] | None = None
         self._last_s = 0.0
@@ -311,7 +315,7 @@ class TokenStream(StreamedAnswer):
         before = self.count
         came = super().take(chunk)
         if self.count > before:
-            self._last_s = asyncio.get_running_loop().time()
+            self._last_s = self._clock()
             self._first = self._first or (self.count, self._last_s)
         if (newest := self._newest()) is not None and self.count:
             self._count, self.version = self.count, newest
