@@ -115,11 +115,11 @@ class WorkerKeys(TaskKeys):
     """Largest number of requests in flight on one server. A group starts where there is room for
     all of its completions; each frees its place when it ends (an episode: when it is over). A group
     larger than this starts on a server without requests, and its requests wait for each other.
-    Servers get a version one after the other: the first ones take no more than their share of the
-    groups that wait for it for a quarter of a group's mean duration, except for servers that were
-    late the last time. A server that takes 2.5 times as long for a token as the median one, or
-    more, gets groups when the others have many; one at least in 20 times a request's duration.
-    The speed is that of streamed answers of more than 32 tokens (stream_completions)."""
+    Servers get a version one after the other: for a quarter of a group's mean duration the first
+    ones take only their share of the groups that wait for it, unless the others were late the last
+    time. A server that takes 2.5 times as long for a token as the median one, or more, gets groups
+    only when the others have many, and one group after every 20 durations of a request. Its speed
+    is that of streamed answers of more than 32 tokens (stream_completions)."""
 
     request_timeout_s: float = 300.0
     """Deadline of one generation request, in seconds. If its answer is streamed

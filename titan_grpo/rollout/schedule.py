@@ -89,11 +89,16 @@ class Server:
         """Forget the measurements of its speed."""
         self.slowness, self.sampled, self.known_until = 1.0, (0.0, 0.0), 0.0
 
+    @property
+    def weight(self) -> float:
+        """Requests of a server that is not slow, for which one of its own counts."""
+        # Twice: it makes so many fewer groups in a time, and a step waits so much longer for each.
+        return self.slowness**2
+
     def load(self, requests: int, now: float) -> float:
         """Return its load with ``requests`` more, in requests of a server that is not slow."""
         known = self.in_flight > 0 or now < self.known_until
-        # Twice: it makes so many fewer groups in a time, and a step waits so much longer for each.
-        return (self.in_flight + requests) * (self.slowness**2 if known else 1.0)
+        return (self.in_flight + requests) * (self.weight if known else 1.0)
 
 
 def compare(servers: Collection[Server]) -> list[Server]:
@@ -229,7 +234,7 @@ class Spread:
         if self._over or not missing:
             return inf
         requests += sum(s.in_flight for s in sharing)
-        return requests / sum(1 / s.slowness**2 for s in sharing)
+        return requests / sum(1 / s.weight for s in sharing)
 
 
 REMEMBERED = 100_000
