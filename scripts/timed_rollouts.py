@@ -11,6 +11,7 @@ the wire, and go from function to function.
 
 import asyncio
 import json
+import math
 import selectors
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
@@ -82,6 +83,13 @@ class TimedServer:
         self._places = asyncio.Semaphore(places)
         self._piece_tokens, self._work, self._sample = piece_tokens, work, sample
         self.version = 0
+        self.stands = (math.inf, math.inf)
+        """From when to when it does nothing, by the loop's clock."""
+
+    async def moves(self) -> None:
+        """Wait while it stands still."""
+        if self.stands[0] <= (now := asyncio.get_running_loop().time()) < self.stands[1]:
+            await asyncio.sleep(self.stands[1] - now)
 
     async def listen(self) -> str:
         """Serve over HTTP from now on; returns the URL."""
@@ -122,6 +130,7 @@ class TimedServer:
             while (have := len(sequence) - PROMPT_TOKENS) < tokens:
                 last = min(have + self._piece_tokens, tokens)
                 await asyncio.sleep(began + (last - done) * token_s - loop.time())
+                await self.moves()
                 seed = body["seed"] + have
                 ids, logprobs = self._sample(sequence, last - have, self.version, seed)
                 sequence += ids
@@ -299,6 +308,7 @@ async def play(
             if pace.drained:
                 hold(url, urls[url].version, accepting=False)
                 await transport.drain(url)
+            await urls[url].moves()
             urls[url].version = version
             hold(url, version)
 

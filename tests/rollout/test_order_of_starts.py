@@ -8,19 +8,30 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from scripts.bench_tails import PER_STEP, Setting, fleet, least_s, simulated, spec_of
+from scripts.bench_tails import (
+    PER_STEP,
+    Setting,
+    fleet,
+    least_s,
+    server_of,
+    simulated,
+    spec_of,
+)
 from scripts.timed_rollouts import Pace, Played, TimedServer, Work, in_simulated_time, play
 from tests.rollout.sampling import Letters
 from titan_grpo.config.task import TaskKeys
+from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.dispatch import ADMIT_S
 from titan_grpo.rollout.messages import RolloutSpec, RolloutStopped
-from titan_grpo.rollout.schedule import SPREAD, Durations, Starts
+from titan_grpo.rollout.schedule import QUIET_S, SPREAD, Durations, Starts
 from titan_grpo.rollout.task_runner import Codec, TaskFailed, TaskRunner
+from titan_grpo.rollout.tasks.functions import task_of
 from titan_grpo.samples import Prompt
 
 SETTING = Setting(
@@ -83,6 +94,23 @@ def test_a_server_that_generates_slowly_costs_steps_a_tenth_at_most_after_the_fi
     first = slower * SETTING.unit_s
     took = on_fleet([slower, 1.0, 1.0, 1.0], PER_STEP, model) - first
     assert took <= MOST * SETTING.steps * (SETTING.unit_s + SETTING.train_s)
+
+
+def test_a_server_that_stands_still_holds_up_one_step_for_little_more_than_the_quiet_time(
+    model: str,
+) -> None:
+    setting = replace(SETTING, share=0.0, unit_s=2.0, capacity=4)
+    spec = spec_of(setting, model)
+    servers = [server_of(setting), server_of(setting)]
+    servers[1].stands = (2.5, 1e5)
+    task, codec, pace = task_of(spec), TextCodec(model, spec), Pace(setting.steps, setting.train_s)
+    run = in_simulated_time(play(spec, task, codec, servers, pace))
+    each = sorted(after - before for before, after in pairwise(run.version_s))
+    # All groups of a step on the other server take twice as long.
+    assert each[-2] <= 2 * setting.unit_s + setting.train_s
+    assert QUIET_S / 2 < each[-1] <= 1.25 * QUIET_S + each[-2]
+    assert run.counters["moved"] > 0
+    assert run.counters["thrown_tokens"] == 0
 
 
 class Laborious:

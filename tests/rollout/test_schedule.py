@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from titan_grpo.protocol.messages import ServerState
-from titan_grpo.rollout.schedule import SPREAD, TRUST, Room, Server, Spread, compare
+from titan_grpo.rollout.schedule import (
+    QUIET,
+    QUIET_S,
+    SPREAD,
+    STUCK_S,
+    TRUST,
+    Room,
+    Server,
+    Spread,
+    compare,
+    stuck,
+)
 
 
 def cheapest(
@@ -100,7 +111,7 @@ def servers_at(*versions: int | None) -> list[Server]:
 
 
 def now_at(server: Server, version: int, accepting: bool = True) -> None:
-    server.state = structs.replace(server.state, version=version, accepting=accepting)
+    server.note(structs.replace(server.state, version=version, accepting=accepting), 0.0)
 
 
 def test_a_server_takes_its_share_until_the_others_have_the_version_or_its_time_ends() -> None:
@@ -182,8 +193,17 @@ def test_a_slow_server_gets_one_group_when_its_measurement_is_old() -> None:
 def test_what_a_server_was_measured_at_before_it_was_restarted_is_forgotten() -> None:
     servers = servers_at(1, 1)
     measured(servers, 0.01, 0.1)
-    servers[1].restarted()
+    servers[1].note(structs.replace(servers[1].state, version=None), 0.5)
+    now_at(servers[1], 1)
     assert taken(servers, 2 * 8, now=1.0) == ["s0", "s1", "s0", "s1"]
+
+
+def test_answers_whose_pieces_came_at_once_make_no_other_server_slow() -> None:
+    servers = servers_at(1, 1)
+    for now in range(5):
+        servers[0].took(15, 1e-5, now)
+        servers[1].took(15, 0.2, now)
+    assert compare(servers) == []
 
 
 def test_a_short_request_does_not_make_a_server_slow() -> None:
@@ -192,3 +212,86 @@ def test_a_short_request_does_not_make_a_server_slow() -> None:
         servers[0].took(100, 1.0, now)
         servers[1].took(*((100, 1.0) if now % 2 else (1, 0.1)), now)
     assert compare(servers) == []
+
+
+def standing(in_flight: int = 8) -> list[Server]:
+    """Two servers with open answers from second 100 on, of which only the second one is heard."""
+    servers = servers_at(1, 1)
+    for server in servers:
+        server.in_flight = in_flight
+        server.asked(100.0)
+    return servers
+
+
+def goes_on(server: Server, until: float) -> Server:
+    """Hear of a server every second, from second 100 on."""
+    for now in range(100, int(until)):
+        server.heard(now)
+    server.heard(until)
+    return server
+
+
+def test_groups_of_a_server_that_sends_no_token_go_on_elsewhere() -> None:
+    servers = standing()
+    goes_on(servers[1], now := 100.0 + QUIET_S)
+    assert stuck(servers, now - 0.1) == []
+    assert stuck(servers, now) == servers[:1]
+    assert Room(servers, 8, 64, now).take(0, avoid="s1") is servers[1]
+    now_at(servers[0], 1)
+    assert not servers[0].able(now), "it was known to hold this version before"
+    now_at(servers[0], 2)
+    assert servers[0].able(now), "its lane reached it"
+
+
+def test_a_stuck_server_gets_groups_again_after_a_time() -> None:
+    servers = standing()
+    goes_on(servers[1], 110.0)
+    assert stuck(servers, 110.0) == servers[:1]
+    assert [servers[0].able(now) for now in (110.0 + STUCK_S - 0.1, 110.0 + STUCK_S)] == [0, 1]
+
+
+def test_groups_stay_where_they_are_if_no_other_server_can_take_them() -> None:
+    servers = standing()
+    assert stuck(servers[:1], 150.0) == [], "there is no other"
+    assert stuck(servers, 150.0) == [], "the other one stands still as well"
+    servers[1].answers = servers[1].in_flight = 0
+    assert stuck(servers, 150.0) == servers[:1], "the other one is idle"
+
+
+@pytest.mark.parametrize("pause_s", [3.0, 20.0])
+def test_a_pause_of_any_server_makes_all_of_them_be_waited_for_longer(pause_s: float) -> None:
+    servers = standing()
+    goes_on(servers[1], 101.0).heard(101.0 + pause_s)
+    until = servers[1].heard_s = 100.0 + max(QUIET_S, QUIET * pause_s)
+    assert stuck(servers, until - 0.1) == []
+    assert stuck(servers, until) == servers[:1]
+
+
+def test_a_server_that_was_stuck_by_mistake_is_waited_for_longer_the_next_time() -> None:
+    servers = standing()
+    goes_on(servers[1], 110.0)
+    assert stuck(servers, 110.0) == servers[:1]
+    servers[0].heard(111.0)
+    goes_on(servers[1], 140.0)
+    assert stuck(servers, 140.0) == [], "29 s of silence are less than 5 times 11"
+
+
+def test_a_server_without_open_answers_may_be_silent() -> None:
+    """Its groups are with their tools, or their answers come whole."""
+    servers = standing()
+    servers[0].answers = 0
+    goes_on(servers[1], 1000.0)
+    assert stuck(servers, 1000.0) == []
+
+
+def test_groups_leave_a_server_whose_version_has_been_unknown_for_long() -> None:
+    servers = standing()
+    servers[0].answers = 0
+    servers[0].note(structs.replace(servers[0].state, version=None), 200.0)
+    servers[0].note(structs.replace(servers[0].state, version=None), 205.0)
+    goes_on(servers[1], 200.0 + QUIET_S)
+    assert stuck(servers, 200.0 + QUIET_S - 0.1) == []
+    assert stuck(servers, 200.0 + QUIET_S) == servers[:1]
+    now_at(servers[0], 1)
+    assert servers[0].able(211.0)
+    assert stuck(servers, 211.0) == []

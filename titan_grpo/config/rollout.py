@@ -123,7 +123,10 @@ class WorkerKeys(TaskKeys):
 
     request_timeout_s: float = 300.0
     """Deadline of one generation request, in seconds. If its answer is streamed
-    (stream_completions, without grpo.router_replay): longest time without data from it."""
+    (stream_completions, without grpo.router_replay): longest time without data from it. Another
+    server takes over the groups of one that stands still before that, with their tokens so far: of
+    a server none of whose streamed answers got a token for 10 s and for 5 times the longest such
+    pause of any server of late, or whose version was unknown for 10 s."""
 
     stream_completions: bool = True
     """Receive completions in pieces of 32 tokens: after a broken connection they continue on

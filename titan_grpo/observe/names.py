@@ -326,7 +326,7 @@ MEANING: dict[str, str] = {
         " its API"
     ),
     INTERRUPTED: "groups of which an engine cut completions short, or lost its version",
-    MOVED: "groups that went on elsewhere since their server left or was drained",
+    MOVED: "groups that went on elsewhere since their server left, stood still or was drained",
     SKIPPED_PROMPTS: "prompts given up after repeated drops or outages, or at once"
     " (prompt_too_long, empty_prompt)",
 }

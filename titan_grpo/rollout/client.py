@@ -368,9 +368,9 @@ class RolloutClient:
         """Return the counts so far, those before a resume included: ``consumed_groups``,
         ``unversioned_groups``, ``requests``, ``tokens``, ``tokens.<url>`` of one server since it
         joined, ``commits``, requests ``in_flight_at_commits``, ``outages``, ``interrupted``,
-        ``skipped``, ``moved`` (groups whose server left or was drained), ``resumed`` (completions
-        that went on from ``resumed_tokens`` tokens), ``dropped.<reason>``, ``thrown_tokens``,
-        completions by length as ``made.<n>`` (messages.length_range),
+        ``skipped``, ``moved`` (groups whose server left, stood still or was drained), ``resumed``
+        (completions that went on from ``resumed_tokens`` tokens), ``dropped.<reason>``,
+        ``thrown_tokens``, completions by length as ``made.<n>`` (messages.length_range),
         ``sessions_lost``, ``late_answers``; and now: ``in_flight.<url>`` requests, ``ready``
         groups."""
         with self._changed:

@@ -5,6 +5,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 
 from titan_grpo.algorithm.advantages import by_episode
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
@@ -22,7 +23,17 @@ from titan_grpo.rollout.sampler import (
     PromptUnfit,
     Sampler,
 )
-from titan_grpo.rollout.schedule import Durations, Room, Server, Spread, Starts, compare
+from titan_grpo.rollout.schedule import (
+    OLDER,
+    QUIET_S,
+    Durations,
+    Room,
+    Server,
+    Spread,
+    Starts,
+    compare,
+    stuck,
+)
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.samples import NO_TOKENS, Completion, Group
 
@@ -53,8 +64,8 @@ class Running(Attempt):
     """Requests that it counts for on its server: one for each completion that has not ended."""
     freed: bool = False
     """Whether its requests are over: the server has no part in its rewards."""
-    drained: bool = False
-    """Whether the deadline of a drain cancelled it."""
+    moved: bool = False
+    """Whether it was cancelled to go on elsewhere: its server was stuck, or a drain took long."""
 
 
 class Dispatcher:
@@ -90,17 +101,14 @@ class Dispatcher:
         """Skipped prompts since the last usable group, by cause."""
         self._task_errors: deque[bool] = deque(maxlen=WINDOW)
         """Whether each of the last groups ended with a task error. Server failures do not count."""
-        self._closing = self._pumping = False
+        self._closing = self._pumping = self._looking = False
 
     def on(self, message: messages.ToWorker) -> None:
         match message:
             case ServerState():
                 self._note_commit(message)
-                # A back-off after failures continues.
                 server = self._servers.setdefault(message.url, Server(message))
-                server.state = message
-                if message.version is None:
-                    server.restarted()
+                server.note(message, asyncio.get_running_loop().time())
                 self._note_in_flight(message.url)
             case messages.ServerLeft():
                 self._remove(message.url)
@@ -127,12 +135,29 @@ class Dispatcher:
         self._pump_soon()
 
     def _compare_servers(self) -> None:
+        for server in self._servers.values():
+            server.pause_s *= OLDER
         for server in compare(self._servers.values()):
             if server.slowness > 1.0:
                 than = f"{server.slowness:.1f} times as long as the median server for a token"
                 self._report(f"{server.url} takes {than}: it gets fewer groups")
             else:
                 self._report(f"{server.url} is not slow any more")
+
+    def _look(self) -> None:
+        """Look for stuck servers while groups are in flight, and move the groups of these."""
+        loop = asyncio.get_running_loop()
+        self._looking = bool(self._running) and not self._closing
+        if not self._looking:
+            return
+        loop.call_later(QUIET_S / 4, self._look)
+        for server in stuck(self._servers.values(), now := loop.time()):
+            since = min(server.heard_s if server.answers else inf, server.lost_s)
+            self._report(
+                f"{server.url} stands still for {now - since:.0f} s: its groups go on elsewhere"
+            )
+            loop.call_at(server.stuck_until, self._pump)
+            self._move(server.url)
 
     def _hopeless(self, run: Running, version: int) -> bool:
         """Return whether the group is too stale for a trainer at ``version`` or later."""
@@ -226,6 +251,9 @@ class Dispatcher:
         task = loop.create_task(self._make(run))
         self._running[task] = run
         task.add_done_callback(self._ended)
+        if not self._looking:
+            self._looking = True
+            loop.call_later(QUIET_S / 4, self._look)
 
     async def _make(self, run: Running) -> None:
         whole = not any(part.token_ids for part in run.parts)
@@ -271,7 +299,7 @@ class Dispatcher:
     def _ended(self, task: asyncio.Task[None]) -> None:
         run = self._running.pop(task)
         # As long as it was sampled, it moves with its server.
-        moved = run.drained or (run.server.left and not run.freed)
+        moved = run.moved or (run.server.left and not run.freed)
         self._free(run)
         if self._closing:
             return
@@ -284,7 +312,8 @@ class Dispatcher:
             case NotAccepted():
                 run.server.succeeded()
                 self._leave_out(run, error)
-            # The server left the run or was drained for a commit: this costs no budget.
+            # The server left the run, stood still, or was drained for a commit: this costs no
+            # budget.
             case PeerError() | Interrupted() | asyncio.CancelledError() if moved:
                 self._counts.add("moved")
                 self._requeue(ticket.moved(tuple(run.parts)))
@@ -352,9 +381,13 @@ class Dispatcher:
     def _end_drain(self, drain: messages.Drain) -> None:
         """Cancel what still runs on the server at the drain's deadline."""
         if drain.number in self._drains:
-            for task, run in self._on(drain.url):
-                run.drained = True
-                task.cancel()
+            self._move(drain.url)
+
+    def _move(self, url: str) -> None:
+        """Cancel what runs on a server, to go on elsewhere."""
+        for task, run in self._on(url):
+            run.moved = True
+            task.cancel()
 
     def _on(self, url: str) -> list[tuple[asyncio.Task[None], Running]]:
         """Return the groups with requests on a server."""

@@ -175,8 +175,8 @@ class Ticket:
         return replace(self, attempt=self.attempt + 1, outages=outages, parts=parts)
 
     def moved(self, parts: tuple[Completion, ...]) -> "Ticket":
-        """Return the ticket after its server left or was drained, or its group became too stale;
-        this costs no budget."""
+        """Return the ticket after its server left, stood still or was drained, or its group became
+        too stale; this costs no budget."""
         return replace(self, attempt=self.attempt + 1, parts=parts)
 
     def done(self) -> "Ticket":

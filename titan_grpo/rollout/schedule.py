@@ -29,8 +29,20 @@ SLOW = 2.5
 """Seconds per token, of those of the median server, from which a server counts as slow. Less is
 noise, or the load's doing: equal servers get equal loads."""
 
+LEAST_S = 0.3
+"""Seconds of measured answers from which a server's speed is known: of a short answer, all pieces
+may come at once, which says nothing about the server."""
+
 OLDER = 0.9
-"""Weight of all requests before the newest one in the measurement of a server's speed."""
+"""Weight of all requests before the newest one in the measurement of a server's speed, and of its
+longest pause after each step."""
+
+QUIET_S, QUIET = 10.0, 5.0
+"""A server is stuck if none of its open answers got a token for QUIET_S seconds and for QUIET times
+the longest such pause of late: that of a commit or a long prompt, or of the last stuck server."""
+
+STUCK_S = 60.0
+"""How long a stuck server gets no groups, in seconds, unless its lane reaches it before."""
 
 TRUST = 20.0
 """How long a measurement counts, in durations of the measured request. Then a slow server without
@@ -54,6 +66,15 @@ class Server:
     """Tokens of its latest requests, and the seconds that it took for them."""
     known_until: float = 0.0
     """When ``sampled`` is too old to count."""
+    answers: int = 0
+    """Open streamed answers."""
+    heard_s: float = 0.0
+    """When one of them got a token, or the first one was asked for."""
+    pause_s: float = 0.0
+    """Longest time between two tokens of any open answers, of late."""
+    lost_s: float = inf
+    """Since when the ledger does not know its version."""
+    stuck_until: float = -inf
 
     @property
     def url(self) -> str:
@@ -65,6 +86,35 @@ class Server:
         is the committing version: the ledger learns of a commit after the engine has resumed."""
         version, committing = self.state.version, self.state.committing
         return version if version is None else max(version, committing or 0)
+
+    def note(self, state: ServerState, now: float) -> None:
+        """Take over the ledger's state. A back-off after failures continues."""
+        if state.version is None:
+            self.lost_s = min(self.lost_s, now)
+            self.slowness, self.sampled, self.known_until = 1.0, (0.0, 0.0), 0.0
+        else:
+            self.lost_s = inf
+            if state.version != self.state.version:
+                self.stuck_until = -inf
+        self.state = state
+
+    def rests(self, now: float) -> bool:
+        """Return whether it gets no groups because it failed or was stuck."""
+        return now < self.stuck_until or not self.health.askable(now)
+
+    def able(self, now: float) -> bool:
+        """Return whether it may get groups."""
+        return self.state.version is not None and self.state.accepting and not self.rests(now)
+
+    def asked(self, now: float) -> None:
+        """Note a streamed answer that begins."""
+        if not self.answers:
+            self.heard_s = now
+        self.answers += 1
+
+    def heard(self, now: float) -> None:
+        """Note a token of a streamed answer."""
+        self.pause_s, self.heard_s = max(self.pause_s, now - self.heard_s), now
 
     def failed(self, now: float) -> float:
         """Start or extend the back-off after a failed group; return the time at which it ends."""
@@ -85,10 +135,6 @@ class Server:
             self.sampled = older * self.sampled[0] + tokens, older * self.sampled[1] + seconds
             self.known_until = now + TRUST * seconds
 
-    def restarted(self) -> None:
-        """Forget the measurements of its speed."""
-        self.slowness, self.sampled, self.known_until = 1.0, (0.0, 0.0), 0.0
-
     @property
     def weight(self) -> float:
         """Requests of a server that is not slow, for which one of its own counts."""
@@ -103,7 +149,7 @@ class Server:
 
 def compare(servers: Collection[Server]) -> list[Server]:
     """Set the slowness of servers, and return those that are slow, or not slow, from now on."""
-    each = {s.url: s.sampled[1] / s.sampled[0] for s in servers if s.sampled[1]}
+    each = {s.url: s.sampled[1] / s.sampled[0] for s in servers if s.sampled[1] >= LEAST_S}
     if len(each) < 2:
         return []
     median, changed = median_low(each.values()), list[Server]()
@@ -115,6 +161,31 @@ def compare(servers: Collection[Server]) -> list[Server]:
         if is_slow != was_slow:
             changed.append(server)
     return changed
+
+
+def stuck(servers: Collection[Server], now: float) -> list[Server]:
+    """Return the servers that stand still, whose groups had better go on elsewhere, and keep groups
+    away from them; none if no other server could take the groups.
+
+    A commit deadline or a request's one would find them too, minutes later. A server that is stuck
+    by mistake costs its prompts' prefill.
+    """
+    patience_s = max(QUIET_S, QUIET * max((s.pause_s for s in servers), default=0.0))
+    found, others = list[Server](), False
+    for server in servers:
+        silent = server.answers > 0 and now - server.heard_s >= patience_s
+        if server.in_flight and (silent or now - server.lost_s >= QUIET_S):
+            found.append(server)
+        else:
+            others = others or server.able(now)
+    if not others:
+        return []
+    for server in found:
+        server.stuck_until = now + STUCK_S
+        if server.answers:
+            # If it was a mistake, it is not made again at once.
+            server.pause_s = max(server.pause_s, now - server.heard_s)
+    return found
 
 
 class Room:
@@ -141,8 +212,7 @@ class Room:
         """Version -> heap of (cost, lag, URL, server), cost and lag up to a constant that all
         servers share. One heap per version: a group that needs a minimum version finds its server
         without a scan of all servers."""
-        able = [(s, v) for s in servers if (v := s.state.version) is not None]
-        able = [(s, v) for s, v in able if s.state.accepting and s.health.askable(now)]
+        able = [(s, v) for s in servers if (v := s.state.version) is not None and s.able(now)]
         newest = max((v for _, v in able), default=0)
         for server, version in able:
             if version == newest and server.slowness == 1.0 and not self._fits(server):
@@ -218,8 +288,7 @@ class Spread:
         ``requests``: of all groups that wait. ``group_s``: mean duration of a group in seconds, 0.0
         while unknown.
         """
-        able = [(s, v) for s in servers if (v := s.state.version) is not None]
-        able = [(s, v) for s, v in able if s.health.askable(now)]
+        able = [(s, v) for s in servers if (v := s.state.version) is not None and not s.rests(now)]
         newest = max((v for s, v in able if s.state.accepting), default=-1)
         if newest > self._version:
             self._version, self._over, self.until = newest, False, now + SPREAD * group_s
