@@ -61,7 +61,7 @@ def test_a_frozen_server_costs_the_trainer_and_the_other_engine_nothing(
     runs: Runs, site: Site, sglang_site: Site, tmp_path: Path
 ) -> None:
     deadlines = [f"--weight_sync.{name}={seconds}" for name, seconds in DEADLINES.items()]
-    # Groups that wait for the frozen server's own deadline would wait too long for this test.
+    # A group that waited for the deadline of its requests would wait too long for this test.
     deadlines.append(f"--rollout.request_timeout_s={2 * WAIT_S}")
     arguments = [*SPARSE, *deadlines, "--training.steps=12000"]
     servers = (site, sglang_site)
@@ -86,7 +86,6 @@ def test_a_frozen_server_costs_the_trainer_and_the_other_engine_nothing(
             # a new lane, and on it the newest version whole
             assert training.wait_until(partial(reached, stopped, (run, ended))), training.log
         training.stop()
-    counted = {row["step"]: row.get(names.MOVED, 0) for row in rows(tmp_path, 1, training.step)}
     for frozen, span in zip(("no server", "SGLang", "vLLM"), spans, strict=True):
         found = rows(tmp_path, *span)
         blocked = [row[names.BLOCKED_S] for row in found]
@@ -95,7 +94,6 @@ def test_a_frozen_server_costs_the_trainer_and_the_other_engine_nothing(
         print(f"{frozen} frozen: a step {busy:.4f} s, blocked {usual:.5f} s, {most:.5f} s at most")
         # What waits for the frozen server waits for a deadline, or for as long as it is frozen.
         assert frozen == "no server" or most < DEADLINE_S / 2
-        assert frozen == "no server" or counted[span[1]] > counted[span[0]]
     for server in servers:
         server.assert_serves()
 
