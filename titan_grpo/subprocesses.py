@@ -196,7 +196,23 @@ def run_command(
     except BaseException:  # Ctrl-C of ours does not reach its session: it would live on
         end(process, KILL_S)
         raise
-    return f"it ended with exit code {status}" if status else ""
+    return f"it ended with {how_ended(status)}" if status else ""
+
+
+def how_ended(status: int | None) -> str:
+    """Return in words how a process ended. ``status``: its exit status, which is negative after a
+    signal, or (of a guard, or a shell) SIGNALLED plus the signal's number; None if unknown. Pure.
+
+    >>> how_ended(2), how_ended(-15), how_ended(SIGNALLED + 9)
+    ('exit code 2', 'signal 15', 'signal 9 (out of memory, maybe)')
+    """
+    if status is None:
+        return "an unknown exit status"
+    number = -status if status < 0 else status - SIGNALLED
+    if number not in list(signal.Signals):
+        return f"exit code {status}"
+    # What the kernel ends for want of memory says nothing itself.
+    return f"signal {number}{' (out of memory, maybe)' if number == signal.SIGKILL else ''}"
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:

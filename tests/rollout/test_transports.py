@@ -307,7 +307,7 @@ def test_a_process_that_dies_is_an_error_of_the_next_batch(start: StartClient) -
     client = start()
     (child,) = children()
     psutil.Process(child).kill()
-    with pytest.raises(RolloutStopped, match="ended with exit code -9"):
+    with pytest.raises(RolloutStopped, match=r"ended with signal 9 \(out of memory, maybe\)"):
         client.next_batch(0, PER_STEP, 60)
 
 

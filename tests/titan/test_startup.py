@@ -16,7 +16,7 @@ from tests.rigs.present import present
 from titan_grpo.config import GRPO, Lora, Rollout
 from titan_grpo.config.rollout import violations
 from titan_grpo.engines.launch import ServerSpec, command
-from titan_grpo.errors import StorageError
+from titan_grpo.errors import ServerUnreachable, StorageError
 from titan_grpo.runkey import Key
 from titan_grpo.titan.startup import (
     ending,
@@ -65,6 +65,17 @@ def test_an_error_of_the_disk_is_found_where_a_library_wrapped_it() -> None:
     ours = StorageError("rollout.record_path elsewhere/rec.jsonl cannot be written")
     ours.__cause__ = full
     assert write_failure(ours, folder) == ""
+
+
+def test_a_run_that_lost_a_rank_says_so_and_where_its_exit_code_is(tmp_path: Path) -> None:
+    """Before, summary.json had only gloo's error, which asks for the logs of a remote worker."""
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+    assert ending(lost, tmp_path) == (
+        "another rank ended, or could not be reached; torchrun's report has its exit code (-9: out"
+        f" of memory, maybe): RuntimeError: {lost}"
+    )
+    ours = ServerUnreachable("http://a:8000: Connection reset by peer")
+    assert ending(ours, tmp_path) == f"ServerUnreachable: {ours}"
 
 
 @pytest.mark.parametrize(

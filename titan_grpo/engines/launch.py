@@ -20,7 +20,7 @@ from titan_grpo.errors import ServerRefused, ServerUnreachable
 from titan_grpo.observe import terminal
 from titan_grpo.observe.terminal import waiting
 from titan_grpo.runkey import Key, with_run_key
-from titan_grpo.subprocesses import Guarded, past_proxies, without_torchrun
+from titan_grpo.subprocesses import Guarded, how_ended, past_proxies, without_torchrun
 
 LOG_TAIL = 2000
 """Characters."""
@@ -175,7 +175,7 @@ class Server:
                     return time.monotonic() - self._started
                 status = self._guarded.poll()
                 if status is not None:
-                    what = f"ended with exit code {status} before it was healthy"
+                    what = f"ended with {how_ended(status)} before it was healthy"
                 elif time.monotonic() > self._started + deadline_s:
                     what = f"was not healthy after {deadline_s:g} s"
                 else:

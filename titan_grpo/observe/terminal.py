@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from titan_grpo.subprocesses import how_ended
+
 MARK = "titan-grpo| "
 """Start of a status line."""
 
@@ -28,6 +30,11 @@ _CONSEQUENCE = re.compile(
     r"Connection (closed|reset)|Broken pipe|gloo|NCCL|DistNetworkError|DistStoreError"
 )
 """Errors of the other ranks after one has ended."""
+
+
+def is_consequence(error: str) -> bool:
+    """Return whether this is what a rank says of a collective after another one has ended. Pure."""
+    return bool(_CONSEQUENCE.search(error))
 
 
 def next_command(*words: str) -> str:
@@ -81,7 +88,7 @@ class Cause:
         elif (found := _EXITCODE.search(line)) and self.exitcode is None:
             self.exitcode = int(found.group(1))
         elif (found := _EXCEPTION.match(line.rstrip())) and _REPORT not in line:
-            if _CONSEQUENCE.search(line):
+            if is_consequence(line):
                 self._consequence = found.group(1)
             else:
                 self._exception = found.group(1)
@@ -92,8 +99,7 @@ class Cause:
         if reason := self._error or self._exception or self._consequence:
             return reason
         if self.exitcode is not None and self.exitcode < 0:
-            memory = " (out of memory, maybe)" if self.exitcode == -9 else ""
-            return f"a rank was ended by signal {-self.exitcode}{memory}"
+            return f"a rank was ended by {how_ended(self.exitcode)}"
         return "no rank gave a reason"
 
 

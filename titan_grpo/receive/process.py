@@ -32,6 +32,7 @@ from titan_grpo.runkey import EpochKeys, Key
 from titan_grpo.subprocesses import (
     end_with_parent,
     helper_environment,
+    how_ended,
     start_module,
     use_any_memory,
     wait_process,
@@ -96,8 +97,8 @@ class ReceiverProcess:
         answer = self._answer(timeout_s)
         if answer is None:
             raise PeerError(
-                f"the receiver process ended (exit status {self._wait()}); the next hello starts"
-                " another"
+                f"the receiver process ended with {how_ended(self._wait())}; the next hello"
+                " starts another"
             )
         if not answer["ok"]:
             raise PeerError(str(answer["error"]))

@@ -39,7 +39,13 @@ from titan_grpo.rollout.messages import (
 )
 from titan_grpo.rollout.records import GroupRecorder
 from titan_grpo.samples import Group
-from titan_grpo.subprocesses import helper_environment, start_module, unbroken, wait_process
+from titan_grpo.subprocesses import (
+    helper_environment,
+    how_ended,
+    start_module,
+    unbroken,
+    wait_process,
+)
 from titan_grpo.unix_rpc import Pipe
 
 logger = logging.getLogger(__name__)
@@ -117,7 +123,7 @@ class LocalTransport:
         if process is None:
             return "its client"
         with suppress(subprocess.TimeoutExpired):
-            return f"exit code {wait_process(process, 5.0)}"
+            return how_ended(wait_process(process, 5.0))
         return "its connection closed while it still runs"
 
 

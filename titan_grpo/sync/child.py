@@ -16,6 +16,7 @@ from titan_grpo.subprocesses import (
     ENDING,
     exit_with_parent,
     helper_environment,
+    how_ended,
     start_module,
     wait_process,
 )
@@ -106,7 +107,7 @@ class Child:
             status = self._perform()
             if self._ending.is_set():
                 return
-            self._ended(f"the {self.NAME} ended with exit code {status}: it is started again")
+            self._ended(f"the {self.NAME} ended with {how_ended(status)}: it is started again")
             while not self._ending.wait(self._rest_s()):
                 # First: a start that fails counts too, or this loop would not rest.
                 self._starts = [self._starts[-1], time.monotonic()]

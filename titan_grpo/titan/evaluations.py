@@ -28,7 +28,7 @@ from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import evaluation
 from titan_grpo.rollout.evaluation import Failure, Job
 from titan_grpo.rollout.messages import RolloutSpec
-from titan_grpo.subprocesses import helper_environment, start_module, wait_process
+from titan_grpo.subprocesses import helper_environment, how_ended, start_module, wait_process
 from titan_grpo.sync.server_set import ServerObserver
 
 logger = logging.getLogger(__name__)
@@ -431,8 +431,14 @@ class _Process:
     def _answer(self, within_s: float) -> Any:
         if not self._connection.poll(within_s):
             raise TimeoutError(f"no answer within {within_s:g} s")
-        # no deadline: the answer has begun to arrive, or the process has ended.
-        return self._connection.recv()
+        try:
+            # no deadline: the answer has begun to arrive, or the process has ended.
+            return self._connection.recv()
+        except EOFError as error:
+            status = None
+            with suppress(subprocess.TimeoutExpired):
+                status = wait_process(self._process, END_S)
+            raise EOFError(f"it ended with {how_ended(status)}") from error
 
     def ended(self) -> bool:
         return self._process.poll() is not None

@@ -18,7 +18,7 @@ from titan_grpo.config.rollout import ARGUMENTS, PYTHONS, gpus_each, required_ke
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.observe.report import write_whole
-from titan_grpo.observe.terminal import waiting
+from titan_grpo.observe.terminal import is_consequence, waiting
 from titan_grpo.rollout.client import LocalTransport, RolloutClient
 from titan_grpo.rollout.messages import RolloutSpec, WorkerTransport
 from titan_grpo.rollout.records import ReplayClient
@@ -216,4 +216,12 @@ def ending(error: BaseException | None, folder: Path) -> str:
     code = error.code if isinstance(error, SystemExit) else None
     if isinstance(code, int) and code - SIGNALLED in list(signal.Signals):
         return signal.Signals(code - SIGNALLED).name
-    return write_failure(error, folder) or f"{type(error).__name__}: {error}".splitlines()[0]
+    if reason := write_failure(error, folder):
+        return reason
+    said = f"{type(error).__name__}: {error}".splitlines()[0]
+    if isinstance(error, TitanGrpoError) or not is_consequence(said):
+        return said
+    return (
+        "another rank ended, or could not be reached; torchrun's report has its exit code (-9: out"
+        f" of memory, maybe): {said}"
+    )
