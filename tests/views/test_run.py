@@ -1,6 +1,7 @@
 """Reading a run's folder: whole, torn, still going, resumed, or used by an older run before."""
 
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -84,12 +85,16 @@ def test_resumes_and_how_servers_quantise_are_known_of_a_run_at_any_time(
     assert present(facts.longest).number == 4, "not the first one after the resume"
 
 
+@pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0], ids=["", "the clock was set back since"])
 def test_the_summary_of_the_process_before_is_none_as_soon_as_a_resumed_one_trains(
-    tmp_path: Path,
+    tmp_path: Path, ahead_s: float
 ) -> None:
+    """After a step of the clock by -1 h, a page of the resumed run said what had ended the first
+    process, for an hour."""
     make_run(tmp_path, Made(steps=3, ended_by="SIGTERM"))
+    written = time.time() + ahead_s
     for path in tmp_path.iterdir():
-        os.utime(path, (1e9, 1e9))
+        os.utime(path, (written, written))
     assert Follower(tmp_path).ended()
     recorder = Recorder(tmp_path)  # before its first step
     assert read_run(tmp_path).summary is None
@@ -119,6 +124,21 @@ def test_a_resumed_run_goes_on_where_it_stopped_also_on_another_clock(
     assert (np.diff(train.start) > 0).all()
     assert train.start[5] >= before
     assert trace.seconds < 2 * before
+
+
+def test_a_clock_that_is_set_between_two_processes_of_a_host_is_no_time_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    for step, ahead_s in ((1, 0.0), (2, 3600.0), (3, -3600.0)):
+        monkeypatch.setattr(time, "time", lambda: now + ahead_s)  # noqa: B023 - called in the loop
+        recorder = Recorder(tmp_path)
+        start = recorder.now()
+        recorder.add_span("train", start, start + 0.01, TRAINER, step=step)
+        recorder.close()
+    trace = read_trace(tmp_path / "trace.json")
+    assert trace.of(TRAINER, "train").number.tolist() == [1, 2, 3]
+    assert trace.seconds < 600
 
 
 def test_an_older_run_in_the_same_folder_is_left_out(tmp_path: Path) -> None:

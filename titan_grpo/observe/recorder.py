@@ -7,7 +7,6 @@ readable.
 """
 
 import json
-import os
 import queue
 import threading
 import time
@@ -29,6 +28,9 @@ from titan_grpo.observe.output import Output, open_lines, open_trace, reading
 from titan_grpo.observe.schema import Change, Evaluated, decoded
 
 Event = dict[str, Any]
+
+SUMMARY = "summary.json"
+"""File that a run's process writes at its end (report.write_report)."""
 
 PENDING_LIMIT = 100_000
 """Queue length above which trace events (never metrics) are dropped and counted: a slow disk."""
@@ -80,6 +82,13 @@ def read_last(path: Path) -> dict[str, Any]:
                 if (row := row_of(line)) is not None:
                     return row
     return {}
+
+
+def _boot_id() -> str:
+    """Return the identity of this host's last start; empty if it has none."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
@@ -218,9 +227,10 @@ class Recorder:
         self._rows: list[dict[str, Any]] = []
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            with self._history_path.open("a") as file:
-                # Entries come later: now already the summary of an earlier process is too old.
-                os.utime(file.fileno())
+            self._history_path.touch()
+            # It is an earlier process's. This one writes its own at its end; until then, or if it
+            # is killed, there is none. (Times of files would not tell: clocks are set back.)
+            (self.run_dir / SUMMARY).unlink(missing_ok=True)
             self._history = read_history(self._history_path)
             if self.metrics_path.exists():
                 self._rows = read_metrics(self.metrics_path, names.SUMMARISED)
@@ -247,8 +257,10 @@ class Recorder:
         self._thread = threading.Thread(target=self._write_loop, name="recorder", daemon=True)
         self._thread.start()
         # When its clock was 0: the next process may run on another host, which has another one.
+        # With one boot both have the same, whatever the time of day was set to in between.
         named = {"name": "rank 0", "zero_s": time.time() - clock()}
-        self._put_event({"ph": "M", "name": "process_name", "args": named})
+        boot = {"boot": _boot_id()} if clock is time.perf_counter else {}
+        self._put_event({"ph": "M", "name": "process_name", "args": named | boot})
         self.add("process")
 
     @contextmanager

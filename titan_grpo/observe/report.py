@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from titan_grpo.errors import NOT_JSON, utf8_text
 from titan_grpo.observe import names
-from titan_grpo.observe.recorder import Recorder, read_last, read_metrics
+from titan_grpo.observe.recorder import SUMMARY, Recorder, read_last, read_metrics
 from titan_grpo.observe.schema import MeanMax, MedianP95, Server, Summary
 
 _TIMES = {
@@ -165,20 +165,18 @@ def write_report(recorder: Recorder, run: str, mode: str, ended_by: str = "") ->
     recorder.close()
     try:
         text = msgspec.json.format(msgspec.json.encode(summarize(recorder, run, mode, ended_by)))
-        write_whole(recorder.run_dir / "summary.json", text.decode() + "\n")
+        write_whole(recorder.run_dir / SUMMARY, text.decode() + "\n")
         plot_rewards(recorder.metrics_path, recorder.run_dir / "reward.png")
     except OSError as error:
         recorder.error(f"the report in {recorder.run_dir} is not whole: {error.strerror}")
     return summarize(recorder, run, mode, ended_by)
 
 
-def came_to_its_end(run_dir: Path, last: Path) -> bool:
-    """Return whether the folder's summary.json tells of a run that nothing ended early, and is
-    newer than ``last``, a file of its last step."""
-    summary = run_dir / "summary.json"
+def came_to_its_end(run_dir: Path) -> bool:
+    """Return whether the folder's summary.json tells of a run that nothing ended early."""
     try:
-        newer = summary.stat().st_mtime >= last.stat().st_mtime
-        return newer and not msgspec.json.decode(summary.read_bytes(), type=Summary).ended_by
+        text = (run_dir / SUMMARY).read_bytes()
+        return not msgspec.json.decode(text, type=Summary).ended_by
     except (OSError, *NOT_JSON):
         return False
 

@@ -479,7 +479,7 @@ class Controller:
         if checkpoint is None:
             return
         out = last_place(self._run_dir, sends_adapters(self._job.lora))
-        ended = report.came_to_its_end(self._run_dir, checkpoint / ".metadata")
+        ended = report.came_to_its_end(self._run_dir)
         if ended and any(out.glob("*.safetensors")):
             return
         self.recorder = Recorder(self._run_dir)

@@ -217,7 +217,7 @@ class Follower:
 
     def ended(self) -> bool:
         """Return whether the run is over: its trainer has ended or, if that is unknown
-        (run_lock.lives), summary.json is newer than its last step and start."""
+        (run_lock.lives), it has a summary.json."""
         alive = lives(self.folder)
         return not alive if alive is not None else summary_of(self.folder) is not None
 

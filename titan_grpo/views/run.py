@@ -9,7 +9,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -22,8 +21,8 @@ import numpy.typing as npt
 from titan_grpo.errors import NOT_JSON, ConfigError
 from titan_grpo.observe.names import SERVER
 from titan_grpo.observe.output import reading
-from titan_grpo.observe.recorder import read_history, read_metrics
-from titan_grpo.observe.run_lock import LOCK, lives
+from titan_grpo.observe.recorder import SUMMARY, read_history, read_metrics
+from titan_grpo.observe.run_lock import lives
 from titan_grpo.observe.schema import Evaluated, ShownStep, Summary, decoded
 
 BLOCK_BYTES = 1 << 18
@@ -47,6 +46,8 @@ class _Args(msgspec.Struct, gc=False):
     message: str = ""
     zero_s: float | None = None
     """Of a process: the time at which its clock was 0, in seconds since 1970."""
+    boot: str = ""
+    """Of a process: which start of which host its clock counts from; empty if unknown."""
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -265,17 +266,10 @@ _SAMPLE, _EVENT = msgspec.json.Decoder(ShownStep), msgspec.json.Decoder(_Event)
 
 
 def summary_of(folder: Path) -> Path | None:
-    """Return the path of a run's summary.json; None if it is missing or of an earlier process:
-    older than the last step, than history.jsonl, which a recorder touches at its start, or than the
-    lock of a process that lives: it may be loading yet."""
-    summary, later = folder / "summary.json", ["metrics.jsonl", "history.jsonl"]
-    later += [LOCK] if lives(folder) else []
-    with suppress(FileNotFoundError):
-        written = summary.stat().st_mtime
-        files = [folder / name for name in later if (folder / name).is_file()]
-        if all(written >= file.stat().st_mtime for file in files):
-            return summary
-    return None
+    """Return the path of a run's summary.json; None if it is missing, or a process of the run
+    lives: that may be loading yet, before its recorder removes the summary of the one before."""
+    summary = folder / SUMMARY
+    return summary if summary.is_file() and not lives(folder) else None
 
 
 def read_summary(folder: Path) -> Summary | None:
@@ -355,14 +349,14 @@ def _assemble(table: Bars, names: list[str], others: list[_Event]) -> Trace:
     tracks: dict[int, tuple[int, str]] = {}
     """Number -> (process, label). Numbers are unique over the processes that appended."""
     points: list[_Event] = []
-    zeros: dict[int, float | None] = {}
+    zeros: dict[int, tuple[float | None, str]] = {}
     process = -1
     for event in others:
         if event.ph == "i":
             points.append(event)
         elif event.name == "process_name":
             process += 1
-            zeros[process] = event.args.zero_s
+            zeros[process] = event.args.zero_s, event.args.boot
         elif event.name == "thread_name":
             tracks[event.tid] = (max(process, 0), event.args.name)
     points = [point for point in points if point.tid in tracks]
@@ -411,14 +405,14 @@ def _shifts(
     tracks: Mapping[int, tuple[int, str]],
     groups: list[Bars],
     points: list[_Event],
-    zeros: Mapping[int, float | None],
+    zeros: Mapping[int, tuple[float | None, str]],
 ) -> tuple[dict[int, float], list[float]]:
     """Return process -> seconds to add to its times, so that the run starts at 0 and time never
     goes back, and when each of these processes ended.
 
     Processes before the last one that started at step 1 belong to an older run and are left out. A
     resumed run has another clock on another host, or if its host was restarted; ``zeros`` are the
-    times at which the clocks were 0 (None: a trace of an older version).
+    times at which the clocks were 0 (None: a trace of an older version), and which clocks they are.
     """
     times: defaultdict[int, list[float]] = defaultdict(list)
     """Process -> times, with its first and last among them."""
@@ -435,13 +429,14 @@ def _shifts(
     shifts: dict[int, float] = {}
     stops: list[float] = []
     clock, end = -math.inf, 0.0
-    before: float | None = None
+    before, boot_before = None, ""
     for process in sorted(p for p in times if p >= first):
         low, high = min(times[process]), max(times[process])
-        zero = zeros.get(process)
-        if before is not None and zero is not None:
+        zero, boot = zeros.get(process, (None, ""))
+        same = boot != "" and boot == boot_before
+        if before is not None and zero is not None and not same:
             clock += zero - before
-        before = zero
+        before, boot_before = zero, boot
         if low + clock < end:
             clock = end - low
         shifts[process], end = clock, high + clock
