@@ -28,15 +28,16 @@ def _check_environment() -> None:
 def restart_notes(environ: Mapping[str, str]) -> list[str]:
     """Return what the start says of ``torchrun --max-restarts``. Pure.
 
-    With a c10d rendezvous (``--standalone`` too), torch 2.13's torchrun keeps one store: ranks of a
-    restart find the addresses of dead ones there. A static rendezvous looks the same from here.
+    torch 2.13's torchrun keeps one store: ranks of a restart may find the addresses of dead ones
+    there. The variable changes that, but for a static rendezvous (--node_rank, --master_port).
     """
     shared = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not shared or environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return []
     return [
-        "--max-restarts: with --standalone or --rdzv_backend c10d, restarted ranks cannot connect"
-        " to each other: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+        "--max-restarts: restarted ranks may not find each other: start torchrun with"
+        " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, and with --rdzv_backend c10d in"
+        " place of --node_rank and --master_port"
     ]
 
 

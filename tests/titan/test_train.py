@@ -157,6 +157,7 @@ def test_the_start_says_when_ranks_that_torchrun_restarts_could_not_connect() ->
     shared = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "2"}
     (note,) = restart_notes(shared)
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in note
+    assert "--rdzv_backend c10d" in note, "with a static rendezvous the variable alone is no remedy"
     assert restart_notes(shared | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) == []
     assert restart_notes(shared | {"TORCHELASTIC_MAX_RESTARTS": "0"}) == []
     assert restart_notes({}) == []
