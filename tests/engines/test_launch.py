@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.rigs.trainer_handle import wait_until
 from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.generation import RETURN_ROUTES
 from titan_grpo.engines.launch import Server, ServerSpec, command, environment
@@ -230,3 +231,21 @@ def test_a_vllm_that_reads_calls_of_tools_gets_the_options_beside_its_parsers_na
     assert {"--enable-scale-out", "--enable-auto-tool-choice"} < set(asked)
     assert asked[-2:] == [*name]
     assert command(of("sglang", tool_calls=True, args=name))[-2:] == [*name]
+
+
+def test_the_log_of_a_server_has_nothing_of_one_that_still_ends(tmp_path: Path) -> None:
+    """A run that torchrun starts again starts its servers while those of the killed one end. These
+    wrote behind a gap of zeros in the new log."""
+    ending = """
+        import signal, sys
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
+        print("up " * 100, flush=True)
+        signal.pause()
+    """
+    with Server(spec(tmp_path, ending)) as first:
+        log = Path(first.spec.log_path)
+        assert wait_until(lambda: b"up" in log.read_bytes(), 60.0)
+        with Server(spec(tmp_path, 'print("new", flush=True)')) as second:
+            assert wait_until(lambda: not second.alive(), 60.0)
+        first.stop()
+    assert log.read_bytes() == b"new\n"

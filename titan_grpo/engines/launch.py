@@ -138,6 +138,8 @@ class Server:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._keys = Path(f"{log}.keys.yaml")
         keys = sglang.keys(spec) if spec.engine == "sglang" else ""
+        # A file of its own: the server of a killed run may write to the one before while it ends.
+        log.unlink(missing_ok=True)
         with log.open("wb") as output, contextlib.ExitStack() as failed:
             failed.callback(self._forget_start)
             if keys:
