@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
+from pathlib import Path
 
 SAY_S = 30.0
 """Seconds that the other ranks of a host wait for its first rank to print why they all end."""
@@ -41,8 +42,28 @@ def restart_notes(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
+def stopped_before(folder: str, environ: Mapping[str, str]) -> str:
+    """Return what stopped the run of this folder as its job asks, if torchrun has started it again
+    since (--max-restarts): to torchrun that was a failure like others. Empty otherwise."""
+    from msgspec import json
+
+    from titan_grpo.errors import NOT_JSON, AlertStop, UnhealthyError
+    from titan_grpo.observe.recorder import SUMMARY
+    from titan_grpo.observe.schema import Summary
+
+    if environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return ""
+    try:
+        ended_by = json.decode(Path(folder, SUMMARY).read_bytes(), type=Summary).ended_by
+    except (OSError, *NOT_JSON):
+        return ""
+    asked = tuple(f"{error.__name__}: " for error in (AlertStop, UnhealthyError))
+    return ended_by if ended_by.startswith(asked) else ""
+
+
 def _start(argv: list[str]) -> Callable[[], None]:
     """Import what a rank needs and read its job; return the training."""
+    from titan_grpo.errors import RunStopped
     from titan_grpo.subprocesses import stop_on_signals
 
     stop_on_signals()
@@ -60,6 +81,8 @@ def _start(argv: list[str]) -> Callable[[], None]:
     if os.environ.get("RANK", "0") == "0":
         print_status("\n".join(chain.from_iterable(lines)))
     _check_environment()
+    if reason := stopped_before(job_config.job.dump_folder, os.environ):
+        raise RunStopped(f"torchrun started the run again, which its own rule had ended: {reason}")
     from titan_grpo.titan.trainer import run
 
     return partial(run, job_config)

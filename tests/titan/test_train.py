@@ -4,13 +4,16 @@ import gc
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from titan_grpo import train
 from titan_grpo.errors import ConfigError
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.observe.report import write_report
 from titan_grpo.subprocesses import ENDING
-from titan_grpo.train import refuse, restart_notes
+from titan_grpo.train import refuse, restart_notes, stopped_before
 
 
 def test_a_hosts_first_rank_says_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,3 +164,23 @@ def test_the_start_says_when_ranks_that_torchrun_restarts_could_not_connect() ->
     assert restart_notes(shared | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) == []
     assert restart_notes(shared | {"TORCHELASTIC_MAX_RESTARTS": "0"}) == []
     assert restart_notes({}) == []
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "again"),
+    [
+        ("AlertStop: step 3: alerts.stop reward/mean < 0.1 for 3 (0)", False),
+        ("UnhealthyError: step 3: the loss is nan", False),
+        ("RuntimeError: another rank ended", True),
+        ("SIGTERM", True),
+    ],
+)
+def test_a_run_that_its_own_rule_ended_is_not_trained_on_by_a_restart_of_torchruns(
+    tmp_path: Path, ended_by: str, again: bool
+) -> None:
+    """Before, a run with --max-restarts trained on after alerts.stop, as often as that allows."""
+    restarted = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    assert stopped_before(str(tmp_path), restarted) == "", "nothing has ended yet"
+    write_report(Recorder(tmp_path), "run", "async", ended_by)
+    assert stopped_before(str(tmp_path), restarted) == ("" if again else ended_by)
+    assert stopped_before(str(tmp_path), {"TORCHELASTIC_RESTART_COUNT": "0"}) == "", "by a user"
