@@ -32,7 +32,8 @@ over the second, since no version is complete while the process is stopped: thes
 ``stopped_versions`` are those published meanwhile, one for each slot. Other load must be steady.
 
 ``seconds`` is publish to verified commit on all servers, ``fetch_s`` what the slowest lane needed
-for the bytes. Compare with a run with ``--trainer-hosts 1``.
+for the bytes, ``others_fetch_s`` the slowest one but the ``--slow`` ones. Compare with a run with
+``--trainer-hosts 1``.
 """
 
 import argparse
@@ -275,9 +276,11 @@ class Lead:
         if len(holding) != len(self._urls) - (kill and not back):
             raise SystemExit(f"version {version} is at {holding}: {known.take_error()}")
         totals = self._recorder.history().totals
+        fetches = sorted(self._recorder.series(names.SEND_S)[-len(self._urls) :])
         figures = {
             "seconds": seconds,
-            "fetch_s": max(self._recorder.series(names.SEND_S)[-len(self._urls) :]),
+            "fetch_s": fetches[-1],
+            "others_fetch_s": fetches[-1 - self._o["slow"]],
             "relayed": totals.get(names.RELAYED_BYTES, 0),
             "spared": totals.get(names.SPARED_BYTES, 0),
         }
@@ -360,8 +363,9 @@ def versions(trainers: Sequence[Host], options: argparse.Namespace, role: str) -
 def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict[str, Any]:
     count = options.trainer_hosts
     hosts = stack.enter_context(Hosts(count + options.receivers)).hosts
-    for host in hosts:
-        host.limit(options.rate)
+    for number, host in enumerate(hosts):
+        slow = count <= number < count + options.slow
+        host.limit(options.rate / (10 if slow else 1))
     servers: dict[str, tuple[Host, int, str]] = {}
     for host in hosts[count:]:
         for port in range(SERVER_PORT, SERVER_PORT + options.per_host):
@@ -381,7 +385,8 @@ def measured(options: argparse.Namespace, stack: ExitStack, folder: str) -> dict
     running = {url: each.result() for url, each in starting.items()}
     for server in running.values():
         server.wait_healthy(START_S)
-    role = {key: getattr(options, key) for key in ("mib", "versions", "relay", "delta", "changed")}
+    same = ("mib", "versions", "relay", "delta", "changed", "slow")
+    role = {key: getattr(options, key) for key in same}
     role |= {"urls": list(servers), "folder": folder, "kill": options.kill_inner}
     role |= {"model": f"{folder}/model" if options.engine else "", "step_s": options.step_s}
     role |= {"engines": engines, "stop_s": options.stop_s, "step_products": options.step_products}
@@ -456,6 +461,7 @@ def figures_of(
         "image_bytes": image,
         "seconds": statistics.median(rows[i]["seconds"] for i in kept),
         "fetch_s": statistics.median(rows[i]["fetch_s"] for i in kept),
+        "others_fetch_s": statistics.median(rows[i]["others_fetch_s"] for i in kept),
         "relayed": rows[-1]["relayed"] / image,
         "spared": rows[-1]["spared"] / image,
         "sent_by_trainer_hosts": [

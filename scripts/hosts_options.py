@@ -60,6 +60,9 @@ def parse(doc: str | None, argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--changed", type=float, default=1.0, help="share of each row that a version changes"
     )
+    parser.add_argument(
+        "--slow", type=int, default=0, help="receivers, from the first, with a tenth of the rate"
+    )
     parser.add_argument("--rate", type=rate, default="20mbit", help="of each link, each way")
     parser.add_argument("--mib", type=positive, default=8, help="bytes of one version, in MiB")
     parser.add_argument(

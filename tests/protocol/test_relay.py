@@ -140,6 +140,21 @@ def test_one_that_reads_from_the_trainer_is_slow_beside_the_fastest_other(
     assert table.now.nodes["b"].slow is slow
 
 
+def test_nobody_is_slow_beside_a_server_that_takes_a_version_from_its_own_hosts_memory() -> None:
+    table = Table(a="1", b="1", c="2", d="3")
+    for version in range(3):
+        # b asks when a has the version: it takes it at the memory's rate.
+        for url, above, rate in (
+            ("a", (), 1.0),
+            ("c", ("a",), 1.0),
+            ("d", ("a",), 1.0),
+            ("b", ("a",), 10.0),
+        ):
+            assert table.asks(url, version) == above
+            table.do(Answered(url, version, True, rate))
+    assert not any(node.slow for node in table.now.nodes.values())
+
+
 def test_the_same_zone_goes_before_the_shorter_way() -> None:
     table = Table(a="1/x", b="2/y", c="3/y")
     table.asks("a")

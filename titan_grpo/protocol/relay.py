@@ -38,8 +38,8 @@ class Node:
     """A server. ``version``: what it has, or reads now (``reading``); ``turn``: number of its last
     Asked; ``parent``: the server that it reads from, empty for the trainer (see Relays.above);
     ``depth``: its place in the chain, 1 for a reader of the trainer. ``shared``: the parent's host
-    sends, or sent during this read, to another reader too. ``rate``: bytes per second of its last
-    version."""
+    sends, or sent during this read, to another reader too. ``rate``: bytes per second of the last
+    version that it read from another host."""
 
     host: str
     zone: str = ""
@@ -237,7 +237,10 @@ def _answered(t: Relays, e: Answered) -> Relays:
         else:
             wanted = max((n.rate for u, n in t.nodes.items() if u != e.url), default=0.0)
         slow = e.rate * SLOW * (DEGREE if node.shared else 1) < wanted
-        t, now = _read_no_more(t, e.url), replace(node, reading=False, rate=e.rate, slow=slow)
+        beside = above is not None and above.host == node.host
+        # No link has the memory's rate: beside it, all others would be slow.
+        rate = node.rate if beside else e.rate
+        t, now = _read_no_more(t, e.url), replace(node, reading=False, rate=rate, slow=slow)
     nodes = {**t.nodes, e.url: now}
     for url in e.lost:
         # A server that has a newer version, or has connected again, is not to blame.
