@@ -17,8 +17,10 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.protocol import members
 from titan_grpo.protocol.messages import Entry, Label, ServerState, Standing
 from titan_grpo.sync.server_set import ServerSet
+from titan_grpo.views.live import Follower
 from titan_grpo.views.run import read_trace
 from titan_grpo.views.timeline import figures
+from titan_grpo.views.timeline import held as held_in
 
 
 class Site:
@@ -96,6 +98,22 @@ def test_the_observer_sees_each_change_and_a_stop_during_a_commit_only(site: Mak
         ("a", 2, True, "run:2:f"),
     ]
     assert s.committing == [None, 2, None], "a server may serve it before the ledger knows"
+
+
+def test_those_who_read_the_run_see_that_a_server_is_lost_and_when_it_is_back(
+    site: Make, tmp_path: Path
+) -> None:
+    s = site("http://a:1")
+    for held in (3, None, 3):
+        s.set.note("http://a:1", Entry(Standing.HOLDS if held else Standing.UNKNOWN, held), "vllm")
+        s.recorder.step(1, {})  # which writes what was said so far
+        follower, deadline = Follower(tmp_path), time.monotonic() + WAIT_S
+        while follower.state.held != {"http://a:1": held}:
+            assert time.monotonic() < deadline
+            follower.read()
+    s.set.close()
+    s.recorder.close()
+    assert held_in(read_trace(tmp_path / "trace.json"), "http://a:1")[1].tolist() == [3, -1, 3]
 
 
 def test_a_wait_for_one_server_ends_with_the_first_that_holds_the_version(site: Make) -> None:

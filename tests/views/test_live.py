@@ -224,6 +224,16 @@ def test_before_the_first_step_the_screen_says_what_the_servers_hold(tmp_path: P
     assert "1 of 2 servers hold a version" in shown(state)
 
 
+def test_a_server_that_is_lost_is_not_shown_with_its_last_version() -> None:
+    state = State()
+    for entry in (["process"], ["server", "http://a:1"], ["commit", "http://a:1", 3]):
+        state.add_entry(entry)
+    state.add_row({"step": 1})
+    assert "a:1           3       0             1" in shown(state)
+    state.add_entry(["holds", "http://a:1", None])
+    assert "a:1     not serving       -             1" in shown(state)
+
+
 def test_values_are_drawn_from_low_to_high() -> None:
     assert spark([0, 1, 2, 3]) == "▁▃▆█"
     assert spark([5, 5]) == "▁▁"

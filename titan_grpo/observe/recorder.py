@@ -132,6 +132,8 @@ class History:
                 self.commits.setdefault(server, []).append(version)
             case "quantised", (str(server), str(method)):
                 self.quantised[server] = method
+            case "holds", (str(), int() | None):
+                pass  # for those who watch the run
             case "member", (str(server), "joined" | "left" as event, int(version)):
                 self.membership.append(Change(server, event, version))
             case "error", (str(message),):
@@ -312,6 +314,12 @@ class Recorder:
         """Record the outcome of an evaluation, as plain values."""
         self.add("evaluation", dict(found))
         self.instant("evaluation", message=str(found["name"]), version=found["version"])
+
+    def holds(self, server: str, version: int | None) -> None:
+        """Record what a server holds whenever that becomes known, or unknown (None): it does not
+        answer, restarts, or is half loaded."""
+        self.add("holds", server, version)
+        self.instant("server holds", server, version=version)
 
     def known_server(self, server: str) -> None:
         """Add a server to the summary, even if it never commits."""

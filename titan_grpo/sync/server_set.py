@@ -329,6 +329,8 @@ class ServerSet:
                 server.refusal, server.final = "", False
                 if held > server.highest:
                     server.highest, self._since = held, None
+            if (before.held is None) != (held is None):
+                self._recorder.holds(url, held)
             if (before.accepting, before.held) != (entry.accepting, held) and not self._ended:
                 # Under the lock: after a concurrent removal this call would bring the server back.
                 self._observer.set_server(

@@ -31,7 +31,8 @@ as many from its beginning (the servers)."""
 METRICS = "metrics.jsonl"
 
 MEMBERS = tuple(
-    f'["{kind}"'.encode() for kind in ("process", "server", "member", "first step", "resume")
+    f'["{kind}"'.encode()
+    for kind in ("process", "server", "holds", "member", "first step", "resume")
 )
 """Beginnings of the lines of history.jsonl that say which servers and steps are in the run: few,
 and each counts, wherever it is."""
@@ -126,7 +127,7 @@ class State:
 
     rows: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     held: dict[str, int | None] = field(default_factory=dict)
-    """Server -> version; None: none yet."""
+    """Server -> version; None: none yet, or it does not answer."""
     left: set[str] = field(default_factory=set)
     """Servers that left. A commit that had begun is ended all the same, and brings none back."""
     commits: dict[str, int] = field(default_factory=dict)
@@ -167,6 +168,8 @@ class State:
                 self.left.discard(url)
                 self.held.setdefault(url, None)
                 self.own.setdefault(url, 0)
+            case ["holds", str(url), int() | None as version] if url not in self.left:
+                self.held[url] = version
             case ["commit", str(url), int(version)]:
                 if url not in self.left:
                     self.held[url] = version
@@ -291,7 +294,8 @@ def _servers(state: State) -> Table:
         version = state.held[url]
         behind = None if version is None else state.newest - version
         style = "yellow" if behind is None or behind > 1 else ""
-        cells = (short(url), version, behind, state.commits.get(url, 0))
+        shown = "not serving" if version is None else version
+        cells = (short(url), shown, behind, state.commits.get(url, 0))
         table.add_row(*("-" if cell is None else str(cell) for cell in cells), style=style)
     return table
 

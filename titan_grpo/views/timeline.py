@@ -78,15 +78,18 @@ def published(trace: Trace) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int
 
 
 def held(trace: Trace, url: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """Return when a server was verified to hold each version: (times, versions); -1: it left, or
-    the run's process ended, and the next one may have other servers."""
+    """Return when a server was verified to hold each version: (times, versions); -1: it left, does
+    not answer, or the run's process ended, and the next one may have other servers."""
     commits = trace.of(url, names.COMMIT_S)
-    left = [i.time_s for i in trace.instants if i.track == url and i.name == "server left"]
+    own = [i for i in trace.instants if i.track == url]
+    left = [i.time_s for i in own if i.name == "server left"]
+    known = [i for i in own if i.name == "server holds"]
     # A commit in which it left is ended all the same, and does not bring it back.
     stays = np.searchsorted(left, commits.start) == np.searchsorted(left, commits.stop)
     gone = [*left, *trace.ends]
-    times = np.concatenate([commits.stop[stays], gone])
-    versions = np.concatenate([commits.number[stays], np.full(len(gone), -1)]).astype(np.int64)
+    found = [i.version for i in known] + [-1] * len(gone)
+    times = np.concatenate([commits.stop[stays], [i.time_s for i in known], gone])
+    versions = np.concatenate([commits.number[stays], found]).astype(np.int64)
     order = np.argsort(times, kind="stable")
     return times[order], versions[order]
 
