@@ -13,6 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from titan_grpo.config.task import (
     ENGINE,
+    GREATEST_TEMPERATURE,
     LEAST_TEMPERATURE,
     Rules,
     TaskKeys,
@@ -487,6 +488,9 @@ def _sampling(r: Rollout) -> Rules:
     least = LEAST_TEMPERATURE
     rule = f"{least} or greater (below it vLLM samples at {least}, and the trainer would not)"
     yield r.temperature < least, "temperature", rule
+    most = GREATEST_TEMPERATURE
+    rule = f'at most {most:g} unless rollout.engine is "sglang" (vLLM refuses requests above it)'
+    yield r.temperature > most and r.engine != "sglang" and not r.replay_path, "temperature", rule
     yield r.top_p != 1, "top_p", f"1 {whole}"
     yield r.top_k != -1, "top_k", f"-1 {whole}"
     yield not all(r.stop), "stop", "without an empty text (it would end every completion at once)"

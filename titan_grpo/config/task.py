@@ -198,6 +198,9 @@ def _agent_rules(r: TaskKeys) -> Rules:
 LEAST_TEMPERATURE = 0.01
 """vLLM samples at this one where a request names a smaller one, other than 0."""
 
+GREATEST_TEMPERATURE = 2.0
+"""vLLM refuses a request with a greater one; SGLang takes any."""
+
 EVALUATION_MARGIN_S = 30.0
 """Seconds that an evaluation's process may take beyond its own deadline."""
 
