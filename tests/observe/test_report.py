@@ -38,6 +38,8 @@ def recorder(tmp_path: Path) -> Iterator[Recorder]:
             recorder.committed(SERVERS[0], step)
             recorder.count(names.SYNC_COUNT)
             recorder.observe(names.SEND_S, 0.1)
+    recorder.count(names.SYNC_BYTES, 4 << 20)
+    recorder.count(names.RELAYED_BYTES, 3 << 20)
     recorder.count(names.SKIPPED_VERSIONS, 5)
     for server, method in ((SERVERS[0], "fp8"), (SERVERS[1], "fp8"), (SERVERS[1], "")):
         recorder.quantised(server, method)
@@ -66,6 +68,7 @@ def test_the_summary_of_a_run_says_what_happened(recorder: Recorder) -> None:
         Change(SERVERS[1], "left", 7),
     ]
     assert (summary.sync_count, summary.skipped_versions, summary.digest_mismatches) == (5, 5, 0)
+    assert (summary.sync_bytes, summary.relayed_bytes) == (4 << 20, 3 << 20)
     assert summary.blocked_s.median == pytest.approx(0.0055)
     assert summary.staleness == MeanMax(0.5, 1.0)
     assert summary.dropped == {"nan_logprobs": 2, "no_spread": 0}
@@ -78,6 +81,7 @@ def test_the_summary_of_a_run_says_what_happened(recorder: Recorder) -> None:
         *SERVERS,
         "0.15 -> 0.95",
         "5 committed, 5 versions skipped",
+        "of these relayed       3.0 MiB",
         "2 nan_logprobs",
         "median 5.5 ms",
         "75 % to 16, 25 % to 128 tokens",

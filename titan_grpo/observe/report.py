@@ -28,6 +28,7 @@ _COUNTS = {
     "skipped_versions": names.SKIPPED_VERSIONS,
     "digest_mismatches": names.DIGEST_MISMATCHES,
     "sync_bytes": names.SYNC_BYTES,
+    "relayed_bytes": names.RELAYED_BYTES,
     "spared_bytes": names.SPARED_BYTES,
     "sync_failures": names.SYNC_FAILURES,
     "quarantines": names.QUARANTINES,
@@ -256,6 +257,7 @@ def final_table(s: Summary) -> str:
         ("digest mismatches", str(s.digest_mismatches)),
         ("sync failures", f"{s.sync_failures}, {s.quarantines} quarantines"),
         ("sent", f"{s.sync_bytes / 2**20:.1f} MiB to all servers"),
+        *(("of these relayed", f"{n / 2**20:.1f} MiB") for n in [s.relayed_bytes] if n),
         *(("spared by patches", f"{n / 2**20:.1f} MiB") for n in [s.spared_bytes] if n),
         ("generated", f"{number(s.generated_tokens_per_s)} tokens per second"),
     ]

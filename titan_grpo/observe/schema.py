@@ -95,6 +95,8 @@ class Summary(Record):
     digest_mismatches: Count
     sync_bytes: Count
     """Bytes sent to all servers."""
+    relayed_bytes: Count
+    """Of these, what servers read from each other."""
     spared_bytes: Count
     """Bytes that servers did not read, thanks to patches."""
     sync_failures: Count
