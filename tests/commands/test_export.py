@@ -27,9 +27,10 @@ from titan_grpo.receive.checkpoint import INDEX
 from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.titan import jobconfig
 from titan_grpo.titan.checkpoints import Stored, checkpoint_of, checkpoints_in
-from titan_grpo.titan.export import hf_tensors, skeleton, whole_or_not_at_all
+from titan_grpo.titan.export import hf_tensors, whole_or_not_at_all
 from titan_grpo.titan.flavors import FLAVORS
 from titan_grpo.titan.hf_files import copy_assets, save_version, write_adapter, write_weights
+from titan_grpo.titan.lora import skeleton
 from titan_grpo.titan.tiny import Kind, write_tiny_model
 
 WAIT_S = 120.0

@@ -104,8 +104,8 @@ def wanted(
     if not rest:
         return out, []
     from titan_grpo.titan import jobconfig
-    from titan_grpo.titan.export import adapter_elements
     from titan_grpo.titan.jobfile import read_config
+    from titan_grpo.titan.lora import adapter_elements
     from titan_grpo.titan.servers import known_servers
 
     try:

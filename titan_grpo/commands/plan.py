@@ -163,9 +163,9 @@ def of_job(path: Path, env: Mapping[str, str], servers: int | None = None) -> di
     (servers_slurm may be an argument of the run). If it exceeds the file's number, all servers are
     taken to be on other hosts."""
     # Imported here: torchtitan takes seconds.
-    from titan_grpo.titan.export import adapter_elements
     from titan_grpo.titan.flavors import parameters_of
     from titan_grpo.titan.jobconfig import ANY_SERVER, parse
+    from titan_grpo.titan.lora import adapter_elements
     from titan_grpo.titan.servers import known_servers
 
     config = parse(["--job.config_file", str(path)], calls_servers=False)

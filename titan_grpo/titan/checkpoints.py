@@ -18,7 +18,7 @@ from titan_grpo.receive.checkpoint import INDEX
 from titan_grpo.subprocesses import SIGNALLED, received
 from titan_grpo.titan import compat, rules
 from titan_grpo.titan.flavors import model_of
-from titan_grpo.titan.lora import adapter_shapes, is_adapter
+from titan_grpo.titan.lora import adapter_shapes, is_adapter, skeleton
 
 PREFIX = "step-"
 """Prefix of torchtitan's checkpoint folders, before the training step."""
@@ -318,8 +318,6 @@ def check_saver(checkpoint: Path | Stored, names: Set[str]) -> None:
 
 def _check_adapters(config: Any, checkpoint: Path, names: Set[str]) -> None:
     # torchtitan asks a checkpoint for the model's own parameters, and leaves others in it
-    from titan_grpo.titan.export import skeleton  # which imports this module
-
     own = set(adapter_shapes(skeleton(config)[0])) if config.lora.rank else set()
     if lost := sorted(set(filter(is_adapter, names)) - own):
         raise ConfigError(

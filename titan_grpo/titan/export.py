@@ -5,8 +5,6 @@ Names and layout come from the model's own state dict adapter, as in a weight sy
 ``weight_sync.wire_dtype`` the export equals what the servers held at that version.
 """
 
-import copy
-import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -20,36 +18,10 @@ from titan_grpo.config import sends_adapters
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.layout.infer import Layout, ToHF, strip_prefixes
 from titan_grpo.layout.peft import MergedRows, adapter_config
-from titan_grpo.titan import compat, lora
+from titan_grpo.titan import lora
 from titan_grpo.titan.checkpoints import Stored, check_alpha, check_saver
-from titan_grpo.titan.flavors import disable_unexported_buffers, model_of
 from titan_grpo.titan.hf_files import Written, copy_assets, write_adapter, write_weights
 from titan_grpo.titan.weight_sync import layout_of, stored_tensors
-
-
-def skeleton(config: Any) -> tuple[torch.nn.Module, ToHF]:
-    """Build the model of a parsed configuration on the meta device, with its LoRA adapters; return
-    it and its state dict adapter's to_hf."""
-    spec, args = model_of(config.model.name, config.model.flavor)
-    # A copy: the table of flavors is shared, and update_from_config changes its entries in place.
-    args = copy.deepcopy(args)
-    args.update_from_config(config)
-    # without the folder, whose index would say into which files torchtitan itself saves
-    adapter = spec.state_dict_adapter(args, None)
-    disable_unexported_buffers(args, adapter)
-    if config.lora.rank:
-        compat.upstream().separate_qkv(args)
-    with torch.device("meta"):
-        model: torch.nn.Module = spec.model_cls(args)
-    if config.lora.rank:
-        lora.put_on(model, adapter.to_hf, config.lora)
-    return model, adapter.to_hf
-
-
-def adapter_elements(config: Any) -> int:
-    """Return the elements of all LoRA adapters of a parsed configuration; 0 without [lora]."""
-    shapes = lora.adapter_shapes(skeleton(config)[0]) if config.lora.rank else {}
-    return sum(map(math.prod, shapes.values()))
 
 
 def check_same_model(shapes: dict[str, tuple[int, ...]], checkpoint: Stored) -> None:
@@ -114,7 +86,7 @@ def _read_model(config: Any, checkpoint: Stored) -> tuple[torch.nn.Module, ToHF,
     Raises ConfigError if the checkpoint is of another model or torchtitan, or has adapters that the
     job does not have, or another lora.alpha.
     """
-    model, to_hf = skeleton(config)
+    model, to_hf = lora.skeleton(config)
     layout = layout_of(model, stored_tensors(model, to_hf), to_hf)
     stored = checkpoint.shapes()
     check_saver(checkpoint, stored.keys())

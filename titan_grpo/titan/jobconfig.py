@@ -216,8 +216,8 @@ def _model_violations(config: Any) -> list[str]:
         if found := rules.model_violations(config, args):
             return found
         if config.lora.rank > 0:
-            # not at the top: it imports torchtitan's models
-            from titan_grpo.titan.export import skeleton
+            # not at the top: it imports torch.distributed
+            from titan_grpo.titan.lora import skeleton
 
             skeleton(config)
     except ConfigError as error:

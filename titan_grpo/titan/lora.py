@@ -6,6 +6,7 @@ checkpoints of every other parameter stay unchanged. FSDP2 and tensor parallelis
 they cut the weight's rows.
 """
 
+import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -20,6 +21,8 @@ from titan_grpo.errors import ConfigError
 from titan_grpo.layout.infer import HFTensor, Layout, Shape, ToHF, strip_prefixes
 from titan_grpo.layout.peft import MergedRows, tensor_name
 from titan_grpo.layout.plan import chunk_of
+from titan_grpo.titan import compat
+from titan_grpo.titan.flavors import disable_unexported_buffers, model_of
 
 A, B = ".lora_a", ".lora_b"
 """Suffixes of the adapters' parameter names."""
@@ -201,3 +204,28 @@ def adapter_layout(base: Layout, shapes: Mapping[str, Shape]) -> Layout:
         rows = range(shape[0]) if end == A else weight.rows
         tensors.append(HFTensor(name, tuple(shape), fqn, rows))
     return Layout(shapes, tuple(tensors))
+
+
+def skeleton(config: Any) -> tuple[nn.Module, ToHF]:
+    """Build the model of a parsed configuration on the meta device, with its LoRA adapters; return
+    it and its state dict adapter's to_hf."""
+    spec, args = model_of(config.model.name, config.model.flavor)
+    # A copy: the table of flavors is shared, and update_from_config changes its entries in place.
+    args = copy.deepcopy(args)
+    args.update_from_config(config)
+    # without the folder, whose index would say into which files torchtitan itself saves
+    adapter = spec.state_dict_adapter(args, None)
+    disable_unexported_buffers(args, adapter)
+    if config.lora.rank:
+        compat.upstream().separate_qkv(args)
+    with torch.device("meta"):
+        model: nn.Module = spec.model_cls(args)
+    if config.lora.rank:
+        put_on(model, adapter.to_hf, config.lora)
+    return model, adapter.to_hf
+
+
+def adapter_elements(config: Any) -> int:
+    """Return the elements of all LoRA adapters of a parsed configuration; 0 without [lora]."""
+    shapes = adapter_shapes(skeleton(config)[0]) if config.lora.rank else {}
+    return sum(map(math.prod, shapes.values()))
