@@ -3,6 +3,7 @@ import os
 import resource
 import shutil
 import stat
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -132,7 +133,8 @@ def test_a_checkpoint_that_two_sharded_ranks_wrote_is_exported_whole(
 def saved(folder: Path, step: int, **state: int) -> Path:
     place = folder / "checkpoint" / f"step-{step}"
     trained = {"train_state": {"step": step, **state}} if state else {}
-    dcp.save({"w": torch.zeros(1), **trained}, checkpoint_id=place, no_dist=True)
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"w": torch.zeros(1), **trained}, checkpoint_id=place, no_dist=True)
     return place
 
 
@@ -165,6 +167,12 @@ def test_the_metadata_is_read_once_for_all_parameters(
     found = dict(hf_tensors(Stored(tmp_path / "kept"), layout, dict, torch.float32, set(), {}))
     assert all(torch.equal(found[name], kept[name]) for name in shapes)
     assert len(reads) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_load_in_one_process_warns_of_nothing(tmp_path: Path) -> None:
+    place = saved(tmp_path, 1, version=1)
+    assert Stored(place).load("w")["w"].tolist() == [0.0]
 
 
 def test_a_value_that_the_type_cannot_hold_is_refused(tmp_path: Path) -> None:

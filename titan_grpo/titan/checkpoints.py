@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,7 +111,10 @@ class Stored(dcp.FileSystemReader):
     def fill(self, state: dict[str, Any]) -> None:
         """Load what ``state`` names in place. Raises DataError if the checkpoint is damaged."""
         try:
-            dcp.load(state, storage_reader=self, no_dist=True)
+            with warnings.catch_warnings():
+                # torch warns of no_dist also where it is asked for
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                dcp.load(state, storage_reader=self, no_dist=True)
         except CheckpointException as error:
             (cause,) = failures_of(error)
             raise self._damaged("its files cannot be read", cause) from error
