@@ -223,6 +223,10 @@ def test_a_reward_rises_falls_or_stays_against_its_spread(last: float, level: st
     assert [f.level for f in rules.reward_trend(facts(**steps(0.3, last)))] == [level]
 
 
+def test_single_steps_are_no_trend_of_the_reward() -> None:
+    assert list(rules.reward_trend(facts(steps=9, **steps(0.3, 0.1)))) == []
+
+
 def test_what_is_bad_comes_first() -> None:
     levels = [f.level for f in findings(facts(digest_mismatches=1, skipped_versions=1))]
     assert levels == ["bad", "note", "good", "good"]

@@ -312,9 +312,10 @@ def drains(f: Facts) -> Iterator[Finding]:
 
 
 def reward_trend(f: Facts) -> Iterator[Finding]:
-    """The reward rose, fell or stayed, relative to its spread."""
+    """The reward rose, fell or stayed, relative to its spread. Of fewer steps a fifth is a single
+    one, whose reward says little."""
     first, last = f.first.get(names.REWARD), f.last.get(names.REWARD)
-    if first is None or last is None or f.steps < 5:
+    if first is None or last is None or f.steps < 10:
         return
     spread = f.first.get(names.REWARD_STD, 0.0)
     text = f"{first:.3g} in the first fifth of the steps, {last:.3g} in the last"
