@@ -36,6 +36,13 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others() -> None:
     assert not torch.equal(a, c)
 
 
+def test_every_file_of_a_model_has_the_mode_that_the_umask_says(tmp_path: Path) -> None:
+    """Before, nobody else could read the weights: not a server of another user."""
+    (tmp_path / "any").touch()
+    folder = tiny.write_tiny_model("qwen3", tmp_path / "model")
+    assert {path.stat().st_mode for path in folder.iterdir()} == {(tmp_path / "any").stat().st_mode}
+
+
 def test_a_text_has_as_many_tokens_as_characters_and_comes_back(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 

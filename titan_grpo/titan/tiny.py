@@ -207,13 +207,14 @@ def write_tiny_model(
 ) -> Path:
     """Write config.json, model.safetensors, the tokenizer and generation_config.json; return the
     directory. ``dtype`` ("bfloat16" or "float32") is the type on disk and in config.json."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     weights = tiny_weights(kind, seed, std, getattr(torch, dtype), shape)
     # One file without an index: torchtitan cannot read an index of file names without numbers.
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    # Not save_file: a server of another user could not read its file.
+    (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     _write_json(folder / "config.json", hf_config(kind, dtype, shape))
     _write_json(
         folder / "generation_config.json",
