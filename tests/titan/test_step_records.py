@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
 
+import msgspec
 import pytest
 import torch
 
@@ -19,8 +20,12 @@ from titan_grpo.commands import watch
 from titan_grpo.observe import names
 from titan_grpo.observe.alerts import Threshold
 from titan_grpo.observe.recorder import Recorder
+from titan_grpo.observe.schema import Estimate, Evaluated
+from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.samples import Completion, Group, Prompt
+from titan_grpo.sync.server_set import NoObserver
 from titan_grpo.titan import compat
+from titan_grpo.titan.evaluations import Evaluations
 from titan_grpo.titan.step_records import (
     Dispensable,
     FirstBatch,
@@ -373,10 +378,27 @@ def test_prometheus_reads_an_evaluation_also_of_a_step_that_no_question_fell_on(
     controller: Any = Controller.__new__(Controller)
     controller.recorder = Recorder(tmp_path)
     controller._evaluations = SimpleNamespace(latest=lambda: {"evaluation/test/reward": 0.75})
-    controller.recorder.step(7, {"evaluation/test/reward": 0.75})
-    controller.recorder.step(8, {names.REWARD: 0.5})
     with closing(controller._listen("127.0.0.1:0")) as server:
-        page = urlopen(f"http://{server.address}/metrics", timeout=60).read().decode()
+        url = f"http://{server.address}/metrics"
+        assert b"dropped" not in urlopen(url, timeout=60).read(), "a resumed run's go on"
+        controller.recorder.step(7, {"evaluation/test/reward": 0.75})
+        controller.recorder.step(8, {names.REWARD: 0.5, names.dropped("stale"): 2.0})
+        page = urlopen(url, timeout=60).read().decode()
     assert 'titan_grpo_evaluation_reward{evaluation="test"} 0.75\n' in page
     assert "titan_grpo_step 8.0\n" in page
+    assert 'titan_grpo_dropped_total{reason="stale"} 2.0\n' in page
+    assert 'titan_grpo_dropped_total{reason="bad_reward"} 0.0\n' in page, "else rate() misses one"
     controller.recorder.close()
+
+
+@pytest.mark.parametrize(("base_version", "shown"), [(7, {0.75}), (0, set[float]())])
+def test_the_evaluations_of_the_process_before_are_those_of_a_resumed_run(
+    base_version: int, shown: set[float], tmp_path: Path
+) -> None:
+    recorder, some = Recorder(tmp_path), Estimate(0.75, None, None)
+    found = Evaluated("test", 4, "http://a:1", 2, 1, some, {}, some, 0, 1.0)
+    recorder.evaluated(msgspec.to_builtins(found))
+    spec = RolloutSpec(model_dir="", base_version=base_version)
+    one = Evaluations([], spec, NoObserver(), recorder, lambda _: None, lambda _: None)
+    assert {n for k, n in one.latest().items() if k == "evaluation/test/reward"} == shown
+    recorder.close()

@@ -55,6 +55,11 @@ def series(name: str) -> tuple[str, dict[str, str]]:
     return "titan_grpo_" + re.sub(r"\W", "_", name), labels
 
 
+NO_DROPS = {names.dropped(reason): 0.0 for reason in names.REASONS}
+"""Values before the first drop: a counter that first appears with its first increment hides it from
+Prometheus' rate()."""
+
+
 def page(values: Mapping[str, float | None]) -> bytes:
     """Return values (by their names in metrics.jsonl) as Prometheus text. Totals are counters, all
     others gauges; null values are left out."""

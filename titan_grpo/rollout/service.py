@@ -192,7 +192,7 @@ class Service:
             # A copy: the rollout process's thread adds counters meanwhile.
             counters = dict(self._session.counters) if self._session is not None else {}
         try:
-            page = dashboards.page(messages.counted(counters))
+            page = dashboards.page(dashboards.NO_DROPS | messages.counted(counters))
         except ImportError:
             return Reply(501, {"error": "pip install 'titan_grpo[dashboards]' on this host"})
         return Reply(200, page, kind=dashboards.CONTENT_TYPE)

@@ -122,6 +122,9 @@ class Evaluations:
         """By server: start of the first evaluation that keeps it, on the recorder's clock."""
         self._values: dict[str, float] = {}
         self._latest: dict[str, float] = {}
+        # Of a new run, the history may be that of an older one in the same folder.
+        for outcome in recorder.history().evaluations if first else ():
+            replace_values(self._latest, outcome)
         self._threads: list[threading.Thread] = []
         self._closing = self._stopped = self._last = False
         self._changed = threading.Condition()

@@ -233,8 +233,10 @@ class Controller:
             if (request.method, request.path) != ("GET", "/metrics"):
                 return Reply(404, {"error": "there is GET /metrics"})
             # Only one step's line has those of an evaluation, and it may be between two questions.
-            row = self.recorder.last_row() | self._evaluations.latest()
+            row = self.recorder.last_row()
             row.pop("time_s", None)
+            # Not before the first step: the totals of a resumed run do not begin at 0.
+            row = (dashboards.NO_DROPS if row else {}) | row | self._evaluations.latest()
             return Reply(200, dashboards.page(row), kind=dashboards.CONTENT_TYPE)
 
         server = HttpServer(address, "", answer, "dashboards.metrics_address")
