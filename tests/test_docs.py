@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 import titan_grpo
-from tests.rigs.trainer_handle import wait_until
 from titan_grpo.commands import config
 from titan_grpo.config import Rollout
 from titan_grpo.engines.vllm import LOGPROBS_MODE
@@ -162,6 +161,26 @@ def test_the_script_of_one_box_is_one_and_starts_a_job(root: Path, tmp_path: Pat
     assert "run scripts/quickstart.sh, or set MODEL" in done.stderr
 
 
+SLURM = "examples/cluster/slurm.sh"
+
+
+def slurm_script(
+    root: Path, folder: Path, programs: dict[str, str], environment: dict[str, str]
+) -> "subprocess.CompletedProcess[str]":
+    """Run the script in a folder with these programs in place of others. Returns when all that it
+    started has ended."""
+    for name, text in programs.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    env = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOME": str(folder)}
+    return subprocess.run(
+        ["bash", str(root / SLURM)],
+        env=env | {"SLURM_JOB_NODELIST": "any", "SLURM_JOB_ID": "7"} | environment,
+        cwd=folder, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
 SRUN = """#!/usr/bin/env bash
 # In place of Slurm's: the command of each task, as that task would run it, goes into a file.
 for word in "$@"; do case "$word" in --ntasks-per-node=*) tasks="${word#*=}";; esac; done
@@ -171,6 +190,7 @@ for SLURM_LOCALID in $(seq 0 $((tasks - 1))); do
      while [ "$1" != --export=ALL ]; do shift; done; shift; "$@"; echo) >"$OUT.$$.$SLURM_LOCALID"
     mv "$OUT.$$.$SLURM_LOCALID" "$OUT/$$.$SLURM_LOCALID"
 done
+case "$*" in *vllm*) exec sleep 60;; esac  # a server ends with the trainer
 """
 PRINTS = '#!/usr/bin/env bash\necho "$0 $* hosts=$SERVER_HOSTS"\n'
 
@@ -187,7 +207,7 @@ PRINTS = '#!/usr/bin/env bash\necho "$0 $* hosts=$SERVER_HOSTS"\n'
             "--het-group=1",
             "s[1-2]",
         ),
-        ({"SLURM_JOB_NODELIST": "any"}, "--nodelist=s1,s2", "s1,s2"),
+        ({}, "--nodelist=s1,s2", "s1,s2"),
     ],
 )
 def test_the_slurm_script_starts_a_torchrun_and_two_servers_on_each_host(
@@ -198,28 +218,13 @@ def test_the_slurm_script_starts_a_torchrun_and_two_servers_on_each_host(
     programs = {
         "bin/srun": SRUN,
         "bin/scontrol": "#!/usr/bin/env bash\nprintf '%s\\n' t1 t2 s1 s2\n",
-        ".venv/bin/torchrun": PRINTS,
+        # It ends after the servers have been noted: they end with it.
+        ".venv/bin/torchrun": f"{PRINTS}until [ -e $OUT/*.1 ]; do sleep 0.1; done\n",
         ".venv-vllm/bin/vllm": PRINTS,
     }
-    for name, text in programs.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    env = {"PATH": path, "HOME": str(tmp_path), "OUT": str(tmp_path / "out"), "PER_HOST": "2"}
-    script = root / "examples" / "cluster" / "slurm.sh"
-    assert script.read_text().count("#SBATCH hetjob") == 1
-    # The script ends its servers with the trainer, here perhaps before they have said anything.
-    deaf = ("bash", "-c", "trap '' TERM; exec bash \"$0\"")
-    subprocess.run(
-        [*deaf, str(script)],
-        env=env | {"SLURM_JOB_ID": "7"} | environment,
-        cwd=tmp_path,
-        check=True,
-        timeout=60,
-    )
-    # the servers are started in the background
-    assert wait_until(lambda: len(list((tmp_path / "out").iterdir())) == 3, 60.0)
+    environment |= {"OUT": str(tmp_path / "out"), "PER_HOST": "2"}
+    assert slurm_script(root, tmp_path, programs, environment).returncode == 0
+    assert (root / SLURM).read_text().count("#SBATCH hetjob") == 1
     said = sorted(p.read_text() for p in (tmp_path / "out").iterdir())
     servers = [each for each in said if "vllm serve" in each]
     (trainer,) = (each for each in said if "torchrun" in each)
@@ -242,6 +247,19 @@ def test_the_slurm_script_starts_a_torchrun_and_two_servers_on_each_host(
     ]
 
 
+def test_the_slurm_script_ends_the_trainer_when_all_servers_have_ended(
+    root: Path, tmp_path: Path
+) -> None:
+    """Before, the trainer waited for servers until its own deadline, on the job's GPUs."""
+    programs = {
+        "bin/srun": '#!/usr/bin/env bash\ncase "$*" in *vllm*) exit 3;; *) exec sleep 600;; esac\n',
+        "bin/scontrol": "#!/usr/bin/env bash\nprintf '%s\\n' t1 t2 s1 s2\n",
+    }
+    done = slurm_script(root, tmp_path, programs, {})
+    assert done.returncode == 2
+    assert done.stderr.startswith("all servers have ended (srun: 3), so the trainer is ended too")
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("PER_HOST", "0"), ("PER_HOST", "16"), ("SERVER_NODES", "0"), ("SERVER_NODES", "two")],
@@ -249,15 +267,8 @@ def test_the_slurm_script_starts_a_torchrun_and_two_servers_on_each_host(
 def test_the_slurm_script_refuses_numbers_that_leave_no_host_or_gpu(
     root: Path, tmp_path: Path, name: str, value: str
 ) -> None:
-    names = tmp_path / "scontrol"
-    names.write_text("#!/usr/bin/env bash\nprintf '%s\\n' t1 s1 s2\n")
-    names.chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "any"}
-    done = subprocess.run(
-        ["bash", str(root / "examples" / "cluster" / "slurm.sh")],
-        env=env | {"HOME": str(tmp_path), "SLURM_JOB_ID": "7", name: value},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    scontrol = "#!/usr/bin/env bash\nprintf '%s\\n' t1 s1 s2\n"
+    done = slurm_script(root, tmp_path, {"bin/scontrol": scontrol}, {name: value})
     assert done.returncode == 2
     assert done.stderr.startswith(f"{name} must")
     assert done.stderr.count("\n") == 1

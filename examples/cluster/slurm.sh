@@ -37,9 +37,9 @@ else
 fi
 
 # Servers and trainer share one secret, so no other process writes weights.
-key="$(mktemp -p "$HOME" .titan_grpo_key.XXXXXX)" servers=""
-# The servers end with the trainer, and the job's state is that of the trainer: scancel would make it CANCELLED.
-trap 'rm -f "$key"; [ -z "$servers" ] || kill "$servers" 2>/dev/null || true' EXIT
+key="$(mktemp -p "$HOME" .titan_grpo_key.XXXXXX)" servers="" trainer=""
+# Either ends with the other, and the job's state is that of the trainer: scancel would make it CANCELLED.
+trap 'rm -f "$key"; for each in $servers $trainer; do kill "$each" 2>/dev/null || true; done' EXIT
 python3 -c 'import secrets; print(secrets.token_hex(32))' >"$key"
 export TITAN_GRPO_RUN_KEY_FILE="$key" MODEL PORT SERVER_GPUS
 
@@ -57,4 +57,12 @@ srun "${train[@]}" --ntasks="$trainers" --ntasks-per-node=1 --gpus-per-node="$GP
     .venv/bin/torchrun --nnodes "$trainers" --nproc_per_node "$GPUS" \
     --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$(hostname):29500" -m titan_grpo.train \
     --job.config_file train.toml --model.hf_assets_path "$MODEL" \
-    --rollout.servers= --rollout.servers_slurm SERVER_HOSTS --rollout.servers_port $PORT --rollout.servers_per_host "$PER_HOST"
+    --rollout.servers= --rollout.servers_slurm SERVER_HOSTS --rollout.servers_port $PORT --rollout.servers_per_host "$PER_HOST" &
+trainer=$!
+
+status=0
+wait -n "$servers" "$trainer" || status=$?
+if kill -0 "$trainer" 2>/dev/null; then
+    wrong "all servers have ended (srun: $status), so the trainer is ended too: it would wait for them; their lines above say why"
+fi
+exit "$status"
