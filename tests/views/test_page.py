@@ -200,7 +200,10 @@ def test_the_page_says_how_far_the_run_is(
     if killed:  # a lock that nobody holds
         with held(tmp_path):
             pass
-    assert page.page_data(read_run(tmp_path), page.decoder([]))["state"] == state
+    data = page.page_data(read_run(tmp_path), page.decoder([]))
+    assert data["state"] == state
+    said = [text for level, text in data["findings"] if "after step 2 without saying so" in text]
+    assert bool(said) == killed
 
 
 def test_a_run_that_is_resumed_has_not_ended_early_while_it_loads(tmp_path: Path) -> None:

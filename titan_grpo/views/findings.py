@@ -88,6 +88,10 @@ def facts_of(run: Run) -> Facts:
     skipped, mismatches = (
         int(totals.get(name) or 0) for name in (names.SKIPPED_VERSIONS, names.DIGEST_MISMATCHES)
     )
+    killed = (
+        f"its process ended after step {totals.get('step', 0)} without saying so, as one does that"
+        " is killed (for its memory, say); the ends of its log and of the host's say more"
+    )
     commits = {u: len(known.committed) for u, known in s.versions_committed.items()} if s else {}
     each = [figures(run.trace, url) for url in in_order({*run.trace.servers, *commits})]
     return Facts(
@@ -107,7 +111,7 @@ def facts_of(run: Run) -> Facts:
         quantised=run.quantised,
         dropped=s.dropped if s else dropped,
         errors=tuple(run.errors),
-        ended_by=s.ended_by if s else "",
+        ended_by=s.ended_by if s else killed if run.gone else "",
     )
 
 
