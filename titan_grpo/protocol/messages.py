@@ -62,7 +62,7 @@ from titan_grpo.runkey import KEY_FILE_VARIABLE, KEY_VARIABLE, Key
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11; servers run on 3.10 too
 
-FORMAT = 3
+FORMAT = 4
 """Number of the messages' form. Raise it with every change that the other end must know."""
 
 UNUSABLE = "unusable"
@@ -493,8 +493,8 @@ class Applied(Message, frozen=True):
     ``intact``: the engine holds one whole version: the new one if ``ok``, otherwise the old one.
     Not intact: the load failed half-way; keep the server paused until a commit succeeds.
     ``loaded``: number of tensors; ``load_s``: seconds in the engine's own loader, or of the copies
-    that repeat it, part of ``apply_s``. Streamed, the receiver adds the seconds of its own work,
-    ``receive_s`` and ``verify_s``, and ``bad_block``, the first block that differs (-1: none).
+    that repeat it, part of ``apply_s``. Streamed, the receiver adds the seconds of its own checks,
+    ``verify_s``, and ``bad_block``, the first block that differs (-1: none).
     """
 
     number: int
@@ -505,7 +505,6 @@ class Applied(Message, frozen=True):
     apply_s: float
     error: str
     intact: bool
-    receive_s: float = 0.0
     verify_s: float = 0.0
     bad_block: int = -1
     final: bool = False

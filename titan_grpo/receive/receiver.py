@@ -245,12 +245,7 @@ class Receiver:
         """Take the image back, and forward the engine's report to the lane."""
         if (window := self._window) is not None:
             window.fail(f"the engine gave up: {report.error}")
-            report = replace(
-                report,
-                receive_s=window.receive_s,
-                verify_s=window.verify_s,
-                bad_block=window.bad_block,
-            )
+            report = replace(report, verify_s=window.verify_s, bad_block=window.bad_block)
         with self._turn:
             self._step(server.Returned())
             self._turn.notify_all()

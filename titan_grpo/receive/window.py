@@ -49,7 +49,7 @@ class Window:
         self._filled = self._consumed = 0
         self._error = ""
         self.bad_block = -1
-        self.receive_s = self.verify_s = 0.0
+        self.verify_s = 0.0
 
     def open(self) -> None:
         """Let ``fill`` begin: the engine is paused and will take."""
@@ -99,12 +99,10 @@ class Window:
             left = deadline - time.monotonic()
             room_made = partial(self._has_consumed, stop - ring.numel())
             self._wait(room_made, left, "the engine stopped loading")
-            began = time.monotonic()
-            at = start % ring.numel()
-            transport.broadcast(ring[at : at + stop - start], max(0.0, deadline - began))
+            at, left = start % ring.numel(), deadline - time.monotonic()
+            transport.broadcast(ring[at : at + stop - start], max(0.0, left))
             received = time.monotonic()
             self._verify(start, stop)
-            self.receive_s += received - began
             self.verify_s += time.monotonic() - received
             with self._turn:
                 self._filled = stop
