@@ -6,9 +6,11 @@
 #   [rollout]
 #   agent = "outside"
 #   agent_address = "127.0.0.1:8500"
+#   agent_key_env = "AGENT_KEY"          # or left out; for an address that others reach
 
 import asyncio
 import json
+import os
 import sys
 import urllib.error
 import urllib.request
@@ -19,12 +21,13 @@ from openai import AsyncOpenAI, AuthenticationError
 from verifiers.clients import OpenAIChatCompletionsClient
 
 AT_ONCE = 32
+KEY = os.environ.get("AGENT_KEY")
 NO_ANSWER = ("EmptyModelResponseError", "InvalidModelResponseError", "OverlongPromptError")
 """Errors of verifiers that are the model's own: the episode has its rubric's reward."""
 
 
 class NoEpisodes(Exception):
-    """The address is another one's, or needs a key."""
+    """The address is another one's, or needs another key."""
 
 
 def digits(completion):
@@ -42,6 +45,8 @@ def environment():
 def ask(url, body):
     """(status, JSON) of a POST."""
     data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    if KEY:
+        headers["Authorization"] = f"Bearer {KEY}"
     try:
         with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=600) as got:
             return got.status, json.load(got)
@@ -57,7 +62,9 @@ async def play(run, env, rows):
             await asyncio.sleep(0.5)
             continue
         if status != 200:
-            why = 'that is no run with agent = "outside", or its agent_key_env names a key'
+            why = (
+                'that is no run with agent = "outside", or its agent_key_env has another AGENT_KEY'
+            )
             raise NoEpisodes(f"{run}/episodes answered {status}: {why}")
         key, row = taken["id"], rows[taken["row"]["index"] % len(rows)]
         client = OpenAIChatCompletionsClient(

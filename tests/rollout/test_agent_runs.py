@@ -218,8 +218,9 @@ def test_a_run_of_outside_agents_that_is_late_says_which_key_ends_an_episode_wit
 
 
 @pytest.fixture
-def player(root: Path) -> tuple[Path, Path]:
-    """The example's command, with the real library in an environment of its own."""
+def player(root: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """The example's command, with the real library in an environment of its own, and a key."""
+    monkeypatch.setenv("AGENT_KEY", "key of the run")
     subprocess.run(
         [root / "scripts" / "setup.sh", "--only", "verifiers"],
         check=True,
@@ -255,7 +256,8 @@ def test_an_environment_of_verifiers_plays_unchanged(
         try:
             assert playing.stdout is not None
             assert playing.stdout.readline().startswith(f"waiting for a run at http://{address}: ")
-            client = run_of_agents(engine, agent="outside", agent_address=address, max_staleness=1)
+            keys = {"agent_address": address, "agent_key_env": "AGENT_KEY"}
+            client = run_of_agents(engine, agent="outside", max_staleness=1, **keys)
             groups = client.next_batch(0, 2, 200)
             engine.wait_for_requests(8)
             client.close(5)
