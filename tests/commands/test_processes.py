@@ -149,6 +149,11 @@ def test_a_killed_command_leaves_nothing_of_what_it_ran(tmp_path: Path) -> None:
             "--json must be a file that can be written, got '/dev/full': the file would replace"
             " this device, pipe or folder",
         ),
+        (
+            ["--out", "new", "--json", "/proc/1/result.json"],
+            "--json must be a file that can be written, got '/proc/1/result.json': this user may"
+            " not write there; name another place",
+        ),
     ],
 )
 def test_a_verification_that_cannot_be_done_is_refused_before_its_runs(

@@ -210,7 +210,7 @@ def require_file(option: str, path: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f"{rule}: there is no folder {str(path.parent)!r}; make it")
     if not os.access(folder, os.W_OK):
-        raise ConfigError(rule)
+        raise ConfigError(f"{rule}: this user may not write there; name another place")
 
 
 def require_python(engine: str, path: str) -> None:
