@@ -273,6 +273,16 @@ def test_what_the_start_of_the_run_says_of_the_job_is_said_before_it(
     assert weights[1].startswith("training starts from random weights")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_job_with_nccl_is_said_to_need_a_gpu(
+    tmp_path: Path, job: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_tiny_model("qwen3", tmp_path / "model", seed=0)
+    job += [f"--rollout.servers=http://127.0.0.1:{free_port()}", f"--model.hf_assets_path={model}"]
+    cli.main([*job, "--weight_sync.transport=nccl"])
+    assert "warning  nccl          torch sees no GPU here" in capsys.readouterr().out
+
+
 def test_servers_of_a_file_are_looked_at_too(
     tmp_path: Path, job: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.titan.conftest import Parse
-from titan_grpo.errors import ConfigError
+from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.titan import jobconfig, tiny
 from titan_grpo.titan.flavors import FLAVORS, parameters_of
 from titan_grpo.titan.tiny import Kind
@@ -208,6 +208,21 @@ def test_a_record_is_no_directory(parse: Parse, model: Path, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"rollout\.record_path must be a file, '/.*' is a dir"):
         jobconfig.check_files(parse("", *keys))
     jobconfig.check_files(parse("", keys[0], f"{keys[1]}/new/record.jsonl"))
+
+
+@pytest.mark.parametrize("content", ["", "no record", "no record\n", '{"version": 1}\n{}\n'])
+def test_what_is_replayed_begins_with_a_batch(
+    content: str, parse: Parse, model: Path, tmp_path: Path
+) -> None:
+    """Before, the ranks found that out after the model was built; and so did the doctor's user."""
+    path = tmp_path / "record.jsonl"
+    path.write_text(content)
+    keys = [f"--model.hf_assets_path={model}", f"--rollout.replay_path={path}"]
+    if "version" in content:
+        jobconfig.check_files(parse("", *keys))
+        return
+    with pytest.raises(DataError, match=r"rollout\.replay_path must be a record, .*/record\.jsonl"):
+        jobconfig.check_files(parse("", *keys))
 
 
 @pytest.mark.parametrize("name", ["", "folder"])

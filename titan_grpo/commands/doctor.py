@@ -168,6 +168,9 @@ def machine(want: Wanted, env: Mapping[str, str]) -> Iterator[Finding]:
         yield host.dump_folder(host.Place.of(want.dump_folder), each, want.checkpoints)
     gpus = host.found_gpus()
     yield from host.gpus(gpus, want.rollout, model_bytes, env.get("CUDA_VISIBLE_DEVICES", ""))
+    if want.sync.transport == "nccl" and not gpus:
+        text = 'torch sees no GPU here, so weight_sync.transport = "nccl" is refused on this host'
+        yield host.warning("nccl", text, 'set it to "auto", or train on a host with GPUs')
     yield host.shared_memory(host.shm_size(), len(gpus))
     if (deadlines := host.first_version(version_bytes, want.sync)) is not None:
         yield deadlines

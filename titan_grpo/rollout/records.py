@@ -88,6 +88,21 @@ class GroupRecorder:
         self._file.close()
 
 
+def check_record(path: str) -> None:
+    """Raise DataError unless a file begins with a recorded batch."""
+    try:
+        with Path(path).open("rb") as file:
+            # no deadline: it reads a file
+            msgspec.json.decode(file.readline(), type=_Version)
+    except NOT_JSON as error:
+        raise DataError(
+            "rollout.replay_path must be a record, as a run with rollout.record_path writes it;"
+            f" {path!r} does not begin with a batch: {error}"
+        ) from error
+    except OSError as error:
+        raise _unreadable(Path(path), error) from error
+
+
 class ReplayClient:
     """RolloutClient's interface over a recorded file. Samples nothing; servers still get all
     versions."""

@@ -22,6 +22,7 @@ from titan_grpo.config.task import TEXT, Evaluation, TaskKeys, inherited
 from titan_grpo.errors import NOT_JSON, ConfigError, DataError
 from titan_grpo.receive.checkpoint import INDEX, Shape, file_shapes
 from titan_grpo.rollout.codec import ChatTemplate
+from titan_grpo.rollout.records import check_record
 from titan_grpo.rollout.tasks.built_in import GSM8K_SOURCE
 from titan_grpo.rollout.tasks.dataset import files_of
 from titan_grpo.runkey import Key, find_run_key
@@ -254,7 +255,7 @@ def check_files(
 
     Raises:
         ConfigError: the first problem, with the key that names the file.
-        DataError: the checkpoint to go on from is damaged.
+        DataError: the checkpoint to go on from, or the replayed record, is damaged.
     """
     try:
         return _check_files(config, environ or {}, ranks, all_files)
@@ -284,6 +285,8 @@ def _check_files(
         if (path := getattr(rollout, name)) and not Path(path).is_file():
             source = f" ({GSM8K_SOURCE})" if name == "task_path" and rollout.task == "gsm8k" else ""
             raise ConfigError(f"rollout.{name} must be an existing file, got {path!r}{source}")
+    if rollout.replay_path:
+        check_record(rollout.replay_path)
     _check_written(config)
     # Rank 0's host alone starts servers.
     starts_servers = rollout.servers == [LAUNCH] and environ.get("RANK", "0") == "0"
