@@ -223,8 +223,11 @@ def test_a_reward_rises_falls_or_stays_against_its_spread(last: float, level: st
     assert [f.level for f in rules.reward_trend(facts(**steps(0.3, last)))] == [level]
 
 
-def test_single_steps_are_no_trend_of_the_reward() -> None:
+def test_single_steps_are_no_trend() -> None:
     assert list(rules.reward_trend(facts(steps=9, **steps(0.3, 0.1)))) == []
+    gaps = {"first": {names.LOGPROB_GAP: 0.02}, "last": {names.LOGPROB_GAP: 0.05}}
+    assert list(rules.engine_differs(facts(**gaps))) != []
+    assert list(rules.engine_differs(facts(steps=9, **gaps))) == []
 
 
 def test_what_is_bad_comes_first() -> None:

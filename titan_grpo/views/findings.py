@@ -29,6 +29,8 @@ BLOCKED = 0.02
 """Share of the steps' time blocked by weight sync from which it is bad."""
 SLOW_STEP = 5.0
 """Ratio of the longest step to the median from which it is reported."""
+COMPARED = 10
+"""Steps from which the first fifth is compared with the last: of fewer, each is a single step."""
 CUT_TOKENS = 0.2
 """Share of tokens changed by clipping or the off-policy correction from which it is reported."""
 
@@ -316,10 +318,9 @@ def drains(f: Facts) -> Iterator[Finding]:
 
 
 def reward_trend(f: Facts) -> Iterator[Finding]:
-    """The reward rose, fell or stayed, relative to its spread. Of fewer steps a fifth is a single
-    one, whose reward says little."""
+    """The reward rose, fell or stayed, relative to its spread."""
     first, last = f.first.get(names.REWARD), f.last.get(names.REWARD)
-    if first is None or last is None or f.steps < 10:
+    if first is None or last is None or f.steps < COMPARED:
         return
     spread = f.first.get(names.REWARD_STD, 0.0)
     text = f"{first:.3g} in the first fifth of the steps, {last:.3g} in the last"
@@ -349,7 +350,7 @@ def engine_differs(f: Facts) -> Iterator[Finding]:
         compared.pop()
     for name, which in compared:
         before, after = f.first.get(name, 0.0), f.last.get(name, 0.0)
-        if f.steps >= 5 and after >= max(GREW * before, LEAST_GAP):
+        if f.steps >= COMPARED and after >= max(GREW * before, LEAST_GAP):
             yield Finding(
                 "bad",
                 f"the gap of trainer and engine{which} grew from {before:.2g} to {after:.2g} nats"
