@@ -39,7 +39,11 @@ fi
 # Servers and trainer share one secret, so no other process writes weights.
 key="$(mktemp -p "$HOME" .titan_grpo_key.XXXXXX)" servers="" trainer=""
 # Either ends with the other, and the job's state is that of the trainer: scancel would make it CANCELLED.
-trap 'rm -f "$key"; for each in $servers $trainer; do kill "$each" 2>/dev/null || true; done' EXIT
+finish() {
+  rm -f "$key"
+  for each in $servers $trainer; do kill "$each" 2>/dev/null || true; done
+}
+trap finish EXIT
 python3 -c 'import secrets; print(secrets.token_hex(32))' >"$key"
 export TITAN_GRPO_RUN_KEY_FILE="$key" MODEL PORT SERVER_GPUS
 
