@@ -307,7 +307,7 @@ def kept(place: Place) -> list[str]:
 
 def refused(place: Place, *arguments: str) -> list[str]:
     """A run that cannot start: type and text of the error that ends this rank."""
-    nobody = ("--rollout.servers=http://127.0.0.1:9", "--weight_sync.startup_deadline_s=5")
+    nobody = ("--rollout.servers=http://127.0.0.1:9", "--weight_sync.startup_deadline_s=120")
     try:
         run(place.job(*nobody, *arguments))
     except Exception as error:  # noqa: BLE001 - whatever it is
