@@ -215,19 +215,19 @@ def test_a_short_request_does_not_make_a_server_slow() -> None:
 
 
 def standing(in_flight: int = 8) -> list[Server]:
-    """Two servers with open answers from second 100 on, of which only the second one is heard."""
+    """Two servers with open answers from second 100 on; only the second one gets tokens."""
     servers = servers_at(1, 1)
     for server in servers:
         server.in_flight = in_flight
-        server.asked(100.0)
+        server.answer_began(100.0)
     return servers
 
 
 def goes_on(server: Server, until: float) -> Server:
-    """Hear of a server every second, from second 100 on."""
+    """Let a token come every second, from second 100 on."""
     for now in range(100, int(until)):
-        server.heard(now)
-    server.heard(until)
+        server.token_came(now)
+    server.token_came(until)
     return server
 
 
@@ -261,8 +261,8 @@ def test_groups_stay_where_they_are_if_no_other_server_can_take_them() -> None:
 @pytest.mark.parametrize("pause_s", [3.0, 20.0])
 def test_a_pause_of_any_server_makes_all_of_them_be_waited_for_longer(pause_s: float) -> None:
     servers = standing()
-    goes_on(servers[1], 101.0).heard(101.0 + pause_s)
-    until = servers[1].heard_s = 100.0 + max(QUIET_S, QUIET * pause_s)
+    goes_on(servers[1], 101.0).token_came(101.0 + pause_s)
+    until = servers[1].last_token_s = 100.0 + max(QUIET_S, QUIET * pause_s)
     assert stuck(servers, until - 0.1) == []
     assert stuck(servers, until) == servers[:1]
 
@@ -271,7 +271,7 @@ def test_a_server_that_was_stuck_by_mistake_is_waited_for_longer_the_next_time()
     servers = standing()
     goes_on(servers[1], 110.0)
     assert stuck(servers, 110.0) == servers[:1]
-    servers[0].heard(111.0)
+    servers[0].token_came(111.0)
     goes_on(servers[1], 140.0)
     assert stuck(servers, 140.0) == [], "29 s of silence are less than 5 times 11"
 

@@ -152,7 +152,7 @@ class Dispatcher:
             return
         loop.call_later(QUIET_S / 4, self._look)
         for server in stuck(self._servers.values(), now := loop.time()):
-            since = min(server.heard_s if server.answers else inf, server.lost_s)
+            since = min(server.last_token_s if server.answers else inf, server.lost_s)
             self._report(
                 f"{server.url} stands still for {now - since:.0f} s: its groups go on elsewhere"
             )

@@ -242,8 +242,8 @@ class Sampler:
             return added(await attempt.driver.run(call), newest())
         stream = engine.stream(token_ids, sampling, spec.request_timeout_s)
         clock = asyncio.get_running_loop().time
-        tokens = TokenStream(stream, newest, clock, server.heard)
-        server.asked(clock())
+        tokens = TokenStream(stream, newest, clock, server.token_came)
+        server.answer_began(clock())
         try:
             await attempt.driver.stream(stream, tokens)
         except (PeerError, asyncio.CancelledError):
@@ -252,7 +252,7 @@ class Sampler:
                 added(tokens.kept(), tokens.version)
             raise
         finally:
-            server.answers -= 1
+            server.answer_ended()
             server.took(*tokens.pace, clock())
         sampled, last = tokens.sampled(tokens.count, tokens.finish_reason), newest()
         if last is None:
@@ -298,12 +298,12 @@ class TokenStream(StreamedAnswer):
         call: Call[Piece],
         newest: Callable[[], int | None],
         clock: Callable[[], float],
-        heard: Callable[[float], None] = lambda at_s: None,
+        came: Callable[[float], None] = lambda at_s: None,
     ) -> None:
         """``newest``: returns the newest version that the server may serve now; None: unknown.
-        ``clock``: in seconds. ``heard``: called with its time at each piece."""
+        ``clock``: in seconds. ``came``: called with its time at each piece."""
         super().__init__(call)
-        self._newest, self._clock, self._heard, self._count = newest, clock, heard, 0
+        self._newest, self._clock, self._came, self._count = newest, clock, came, 0
         self.version: int | None = None
         self._first: tuple[int, float] | None = None
         self._last_s = 0.0
@@ -322,7 +322,7 @@ class TokenStream(StreamedAnswer):
         came = super().take(chunk)
         if self.count > before:
             self._last_s = self._clock()
-            self._heard(self._last_s)
+            self._came(self._last_s)
             self._first = self._first or (self.count, self._last_s)
         if (newest := self._newest()) is not None and self.count:
             self._count, self.version = self.count, newest

@@ -68,7 +68,7 @@ class Server:
     """When ``sampled`` is too old to count."""
     answers: int = 0
     """Open streamed answers."""
-    heard_s: float = 0.0
+    last_token_s: float = 0.0
     """When one of them got a token, or the first one was asked for."""
     pause_s: float = 0.0
     """Longest time between two tokens of any open answers, of late."""
@@ -106,15 +106,19 @@ class Server:
         """Return whether it may get groups."""
         return self.state.version is not None and self.state.accepting and not self.rests(now)
 
-    def asked(self, now: float) -> None:
+    def answer_began(self, now: float) -> None:
         """Note a streamed answer that begins."""
         if not self.answers:
-            self.heard_s = now
+            self.last_token_s = now
         self.answers += 1
 
-    def heard(self, now: float) -> None:
+    def answer_ended(self) -> None:
+        """Note the end of a streamed answer, whole or not."""
+        self.answers -= 1
+
+    def token_came(self, now: float) -> None:
         """Note a token of a streamed answer."""
-        self.pause_s, self.heard_s = max(self.pause_s, now - self.heard_s), now
+        self.pause_s, self.last_token_s = max(self.pause_s, now - self.last_token_s), now
 
     def failed(self, now: float) -> float:
         """Start or extend the back-off after a failed group; return the time at which it ends."""
@@ -173,7 +177,7 @@ def stuck(servers: Collection[Server], now: float) -> list[Server]:
     patience_s = max(QUIET_S, QUIET * max((s.pause_s for s in servers), default=0.0))
     found, others = list[Server](), False
     for server in servers:
-        silent = server.answers > 0 and now - server.heard_s >= patience_s
+        silent = server.answers > 0 and now - server.last_token_s >= patience_s
         if server.in_flight and (silent or now - server.lost_s >= QUIET_S):
             found.append(server)
         else:
@@ -184,7 +188,7 @@ def stuck(servers: Collection[Server], now: float) -> list[Server]:
         server.stuck_until = now + STUCK_S
         if server.answers:
             # If it was a mistake, it is not made again at once.
-            server.pause_s = max(server.pause_s, now - server.heard_s)
+            server.pause_s = max(server.pause_s, now - server.last_token_s)
     return found
 
 
