@@ -15,11 +15,10 @@ from titan_grpo.rollout.schedule import (
     SPREAD,
     STUCK_S,
     TRUST,
+    Fleet,
     Room,
     Server,
     Spread,
-    compare,
-    stuck,
 )
 
 
@@ -106,8 +105,15 @@ def taken(servers: list[Server], limit: float, now: float = 0.0, size: int = 8) 
     return found
 
 
+def fleet_at(*versions: int | None) -> tuple[Fleet, list[Server]]:
+    fleet = Fleet()
+    for i, version in enumerate(versions):
+        fleet.note(ServerState(f"s{i}", version, True, "label"), 0.0)
+    return fleet, list(fleet)
+
+
 def servers_at(*versions: int | None) -> list[Server]:
-    return [Server(ServerState(f"s{i}", v, True, "label")) for i, v in enumerate(versions)]
+    return fleet_at(*versions)[1]
 
 
 def now_at(server: Server, version: int, accepting: bool = True) -> None:
@@ -151,16 +157,16 @@ def test_a_failing_server_is_not_waited_for() -> None:
     assert share(spread, servers, 10.0) == math.inf
 
 
-def measured(servers: list[Server], *token_s: float) -> list[Server]:
+def measured(fleet: Fleet, *token_s: float) -> list[Server]:
     """After a group of 100 tokens on each at second 0; returns those of which something is said."""
-    for server, each in zip(servers, token_s, strict=True):
+    for server, each in zip(fleet, token_s, strict=True):
         server.took(100, 100 * each, 0.0)
-    return compare(servers)
+    return fleet.compare()
 
 
 def test_a_slow_server_gets_a_group_when_the_others_have_so_many_that_they_take_as_long() -> None:
-    servers = servers_at(1, 1, 1)
-    assert measured(servers, 0.01, 0.012, 0.03) == servers[2:]
+    fleet, servers = fleet_at(1, 1, 1)
+    assert measured(fleet, 0.01, 0.012, 0.03) == servers[2:]
     assert servers[2].slowness == pytest.approx(2.5)
     assert servers[1].slowness == 1.0, "a fifth more is noise"
     order = taken(servers, 10 * 8, now=1.0)
@@ -169,8 +175,8 @@ def test_a_slow_server_gets_a_group_when_the_others_have_so_many_that_they_take_
 
 
 def test_a_slow_server_does_not_take_what_full_ones_have_sooner() -> None:
-    servers = servers_at(1, 1, 1)
-    measured(servers, 0.01, 0.01, 0.1)
+    fleet, servers = fleet_at(1, 1, 1)
+    measured(fleet, 0.01, 0.01, 0.1)
     assert Room(servers[2:], 8, 16, 1.0).take(0) is servers[2], "there is no other"
     servers[2].in_flight, servers[0].in_flight, servers[1].in_flight = 0, 16, 16
     assert Room(servers, 8, 16, 1.0).take(0) is None
@@ -179,48 +185,52 @@ def test_a_slow_server_does_not_take_what_full_ones_have_sooner() -> None:
 
 
 def test_a_slow_server_gets_one_group_when_its_measurement_is_old() -> None:
-    servers = servers_at(1, 1)
-    measured(servers, 0.01, 0.1)
+    fleet, servers = fleet_at(1, 1)
+    measured(fleet, 0.01, 0.1)
     until = TRUST * 10.0
     assert taken(servers, 5 * 8, now=until - 0.1) == ["s0"] * 5
     servers[0].in_flight = 0
     assert sorted(taken(servers, 5 * 8, now=until)) == [*["s0"] * 5, "s1"]
     servers[1].took(100, 1.0, until + 1.0)
-    assert compare(servers) == servers[1:], "what was measured before does not count any more"
+    assert fleet.compare() == servers[1:], "what was measured before does not count any more"
     assert servers[1].slowness == 1.0
 
 
 def test_what_a_server_was_measured_at_before_it_was_restarted_is_forgotten() -> None:
-    servers = servers_at(1, 1)
-    measured(servers, 0.01, 0.1)
+    fleet, servers = fleet_at(1, 1)
+    measured(fleet, 0.01, 0.1)
     servers[1].note(structs.replace(servers[1].state, version=None), 0.5)
     now_at(servers[1], 1)
     assert taken(servers, 2 * 8, now=1.0) == ["s0", "s1", "s0", "s1"]
 
 
 def test_answers_whose_pieces_came_at_once_make_no_other_server_slow() -> None:
-    servers = servers_at(1, 1)
+    fleet, servers = fleet_at(1, 1)
     for now in range(5):
         servers[0].took(15, 1e-5, now)
         servers[1].took(15, 0.2, now)
-    assert compare(servers) == []
+    assert fleet.compare() == []
 
 
 def test_a_short_request_does_not_make_a_server_slow() -> None:
-    servers = servers_at(1, 1)
+    fleet, servers = fleet_at(1, 1)
     for now in range(5):
         servers[0].took(100, 1.0, now)
         servers[1].took(*((100, 1.0) if now % 2 else (1, 0.1)), now)
-    assert compare(servers) == []
+    assert fleet.compare() == []
 
 
-def standing(in_flight: int = 8) -> list[Server]:
-    """Two servers with open answers from second 100 on; only the second one gets tokens."""
-    servers = servers_at(1, 1)
-    for server in servers:
-        server.in_flight = in_flight
+def standing() -> tuple[Fleet, Server, Server]:
+    """Two servers with open answers from second 100 on."""
+    fleet, (one, other) = fleet_at(1, 1)
+    for server in fleet:
+        server.in_flight = 8
         server.answer_began(100.0)
-    return servers
+    return fleet, one, other
+
+
+def stuck(fleet: Fleet, now: float) -> list[Server]:
+    return [server for server, _ in fleet.stuck(now)]
 
 
 def goes_on(server: Server, until: float) -> Server:
@@ -232,66 +242,67 @@ def goes_on(server: Server, until: float) -> Server:
 
 
 def test_groups_of_a_server_that_sends_no_token_go_on_elsewhere() -> None:
-    servers = standing()
-    goes_on(servers[1], now := 100.0 + QUIET_S)
-    assert stuck(servers, now - 0.1) == []
-    assert stuck(servers, now) == servers[:1]
-    assert Room(servers, 8, 64, now).take(0, avoid="s1") is servers[1]
-    now_at(servers[0], 1)
-    assert not servers[0].able(now), "it was known to hold this version before"
-    now_at(servers[0], 2)
-    assert servers[0].able(now), "its lane reached it"
+    fleet, one, other = standing()
+    goes_on(other, now := 100.0 + QUIET_S)
+    assert fleet.stuck(now - 0.1) == []
+    assert fleet.stuck(now) == [(one, QUIET_S)]
+    assert Room(fleet, 8, 64, now).take(0, avoid="s1") is other
+    now_at(one, 1)
+    assert not one.able(now), "it was known to hold this version before"
+    now_at(one, 2)
+    assert one.able(now), "its lane reached it"
 
 
 def test_a_stuck_server_gets_groups_again_after_a_time() -> None:
-    servers = standing()
-    goes_on(servers[1], 110.0)
-    assert stuck(servers, 110.0) == servers[:1]
-    assert [servers[0].able(now) for now in (110.0 + STUCK_S - 0.1, 110.0 + STUCK_S)] == [0, 1]
+    fleet, one, other = standing()
+    goes_on(other, 110.0)
+    assert stuck(fleet, 110.0) == [one]
+    assert [one.able(now) for now in (110.0 + STUCK_S - 0.1, 110.0 + STUCK_S)] == [0, 1]
 
 
 def test_groups_stay_where_they_are_if_no_other_server_can_take_them() -> None:
-    servers = standing()
-    assert stuck(servers[:1], 150.0) == [], "there is no other"
-    assert stuck(servers, 150.0) == [], "the other one stands still as well"
-    servers[1].answers = servers[1].in_flight = 0
-    assert stuck(servers, 150.0) == servers[:1], "the other one is idle"
+    fleet, one, other = standing()
+    assert stuck(fleet, 150.0) == [], "the other one stands still as well"
+    other.answers = other.in_flight = 0
+    assert stuck(fleet, 150.0) == [one], "the other one is idle"
+    fleet.remove(other.url)
+    assert stuck(fleet, 300.0) == [], "there is no other"
 
 
 @pytest.mark.parametrize("pause_s", [3.0, 20.0])
 def test_a_pause_of_any_server_makes_all_of_them_be_waited_for_longer(pause_s: float) -> None:
-    servers = standing()
-    goes_on(servers[1], 101.0).token_came(101.0 + pause_s)
-    until = servers[1].last_token_s = 100.0 + max(QUIET_S, QUIET * pause_s)
-    assert stuck(servers, until - 0.1) == []
-    assert stuck(servers, until) == servers[:1]
+    fleet, one, other = standing()
+    goes_on(other, 101.0).token_came(101.0 + pause_s)
+    until = other.last_token_s = 100.0 + max(QUIET_S, QUIET * pause_s)
+    assert stuck(fleet, until - 0.1) == []
+    assert stuck(fleet, until) == [one]
 
 
 def test_a_server_that_was_stuck_by_mistake_is_waited_for_longer_the_next_time() -> None:
-    servers = standing()
-    goes_on(servers[1], 110.0)
-    assert stuck(servers, 110.0) == servers[:1]
-    servers[0].token_came(111.0)
-    goes_on(servers[1], 140.0)
-    assert stuck(servers, 140.0) == [], "29 s of silence are less than 5 times 11"
+    fleet, one, other = standing()
+    goes_on(other, 110.0)
+    assert stuck(fleet, 110.0) == [one]
+    one.token_came(111.0)
+    goes_on(other, 140.0)
+    assert stuck(fleet, 140.0) == [], "29 s of silence are less than 5 times 11"
 
 
 def test_a_server_without_open_answers_may_be_silent() -> None:
     """Its groups are with their tools, or their answers come whole."""
-    servers = standing()
-    servers[0].answers = 0
-    goes_on(servers[1], 1000.0)
-    assert stuck(servers, 1000.0) == []
+    fleet, one, other = standing()
+    one.answers = 0
+    goes_on(other, 1000.0)
+    assert stuck(fleet, 1000.0) == []
 
 
 def test_groups_leave_a_server_whose_version_has_been_unknown_for_long() -> None:
-    servers = standing()
-    servers[0].answers = 0
-    servers[0].note(structs.replace(servers[0].state, version=None), 200.0)
-    servers[0].note(structs.replace(servers[0].state, version=None), 205.0)
-    goes_on(servers[1], 200.0 + QUIET_S)
-    assert stuck(servers, 200.0 + QUIET_S - 0.1) == []
-    assert stuck(servers, 200.0 + QUIET_S) == servers[:1]
-    now_at(servers[0], 1)
-    assert servers[0].able(211.0)
-    assert stuck(servers, 211.0) == []
+    fleet, one, other = standing()
+    one.answers = 0
+    one.note(structs.replace(one.state, version=None), 200.0)
+    one.note(structs.replace(one.state, version=None), 205.0)
+    goes_on(other, 200.0 + QUIET_S)
+    assert stuck(fleet, 200.0 + QUIET_S - 0.1) == []
+    assert fleet.stuck(200.0 + QUIET_S) == [(one, QUIET_S)]
+    now_at(one, 1)
+    assert one.able(211.0)
+    assert stuck(fleet, 211.0) == []

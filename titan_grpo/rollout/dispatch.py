@@ -5,7 +5,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
 
 from titan_grpo.algorithm.advantages import by_episode
 from titan_grpo.engines.http import AsyncDriver, HttpRefused
@@ -23,17 +22,7 @@ from titan_grpo.rollout.sampler import (
     PromptUnfit,
     Sampler,
 )
-from titan_grpo.rollout.schedule import (
-    OLDER,
-    QUIET_S,
-    Durations,
-    Room,
-    Server,
-    Spread,
-    Starts,
-    compare,
-    stuck,
-)
+from titan_grpo.rollout.schedule import QUIET_S, Durations, Fleet, Room, Server, Spread, Starts
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.samples import NO_TOKENS, Completion, Group
 
@@ -87,9 +76,7 @@ class Dispatcher:
     ) -> None:
         self._spec, self._sampler, self._connect = spec, sampler, connect
         self._send, self._fail = send, fail
-        self._servers: dict[str, Server] = {}
-        """By URL. The groups in flight of a server that left keep its Server."""
-        self._durations, self._spread = Durations(), Spread()
+        self._fleet, self._durations, self._spread = Fleet(), Durations(), Spread()
         self._starts = Starts(spec, runner, self._durations)
         self._running: dict[asyncio.Task[None], Running] = {}
         self._drivers: dict[str, AsyncDriver] = {}
@@ -107,8 +94,7 @@ class Dispatcher:
         match message:
             case ServerState():
                 self._note_commit(message)
-                server = self._servers.setdefault(message.url, Server(message))
-                server.note(message, asyncio.get_running_loop().time())
+                self._fleet.note(message, asyncio.get_running_loop().time())
                 self._note_in_flight(message.url)
             case messages.ServerLeft():
                 self._remove(message.url)
@@ -117,7 +103,7 @@ class Dispatcher:
                 asyncio.get_running_loop().call_later(message.within_s, self._end_drain, message)
                 self._answer_drains(message.url)
             case messages.AskLoad():
-                in_flight = {url: server.in_flight for url, server in self._servers.items()}
+                in_flight = {server.url: server.in_flight for server in self._fleet}
                 self._send(messages.Answer(message.number, in_flight))
             case messages.TrainerVersion():
                 self._oldest_usable = message.version - self._spec.max_staleness
@@ -135,9 +121,7 @@ class Dispatcher:
         self._pump_soon()
 
     def _compare_servers(self) -> None:
-        for server in self._servers.values():
-            server.pause_s *= OLDER
-        for server in compare(self._servers.values()):
+        for server in self._fleet.compare():
             if server.slowness > 1.0:
                 than = f"{server.slowness:.1f} times as long as the median server for a token"
                 self._report(f"{server.url} takes {than}: it gets fewer groups")
@@ -151,12 +135,10 @@ class Dispatcher:
         if not self._looking:
             return
         loop.call_later(QUIET_S / 4, self._look)
-        for server in stuck(self._servers.values(), now := loop.time()):
-            since = min(server.last_token_s if server.answers else inf, server.lost_s)
-            self._report(
-                f"{server.url} stands still for {now - since:.0f} s: its groups go on elsewhere"
-            )
-            loop.call_at(server.stuck_until, self._pump)
+        for server, seconds in self._fleet.stuck(loop.time()):
+            text = f"{server.url} stands still for {seconds:.0f} s: its groups go on elsewhere"
+            self._report(text)
+            loop.call_at(server.aside_until, self._pump)
             self._move(server.url)
 
     def _hopeless(self, run: Running, version: int) -> bool:
@@ -191,8 +173,7 @@ class Dispatcher:
         """Start as many groups as admission and the servers' capacity allow."""
         self._pumping = False
         loop = asyncio.get_running_loop()
-        states = [server.state for server in self._servers.values()]
-        newest = max((s.version for s in states if s.version is not None), default=None)
+        newest = self._fleet.newest
         if self._closing or newest is None:
             return
         until = loop.time() + ADMIT_S
@@ -218,14 +199,14 @@ class Dispatcher:
 
     def _room(self, now: float) -> Room:
         """Return the servers that can take a group, by capacity and by share (Spread)."""
-        servers, spread, ends = self._servers.values(), self._spread, self._spread.until
+        spread, ends = self._spread, self._spread.until
         size, capacity = self._spec.group_size, self._spec.max_concurrent_requests
         waiting = self._starts.waiting * size
-        share = spread.share(servers, waiting, self._durations.group_s, now)
+        share = spread.share(self._fleet, waiting, self._durations.group_s, now)
         if spread.until != ends:
             # What the shares left over starts then, if no server reports before.
             asyncio.get_running_loop().call_at(spread.until, self._pump_soon)
-        return Room(servers, size, capacity, now, share)
+        return Room(self._fleet, size, capacity, now, share)
 
     def _start(self, ticket: Ticket, server: Server) -> None:
         spec, loop, version = self._spec, asyncio.get_running_loop(), server.state.version
@@ -360,8 +341,7 @@ class Dispatcher:
 
     def _remove(self, url: str) -> None:
         """Cancel the groups of a server that left the run, then close its driver."""
-        if (server := self._servers.pop(url, None)) is not None:
-            server.left = True
+        self._fleet.remove(url)
         self._counts.forget(url)
         tasks = [t for t, run in self._on(url) if run.server.left]
         for task in tasks:
@@ -473,19 +453,19 @@ class Dispatcher:
 
     def _note_commit(self, state: ServerState) -> None:
         """Count the requests in flight on a server when its commit begins."""
-        known = self._servers.get(state.url)
+        known = self._fleet.get(state.url)
         before = known.state.committing if known is not None else None
         if state.committing not in (None, before):
             self._counts.add("commits")
             self._counts.add("in_flight_at_commits", self._in_flight(state.url))
 
     def _note_in_flight(self, url: str) -> None:
-        if url in self._servers:
-            self._counts.set(messages.IN_FLIGHT + url, self._servers[url].in_flight)
+        if (server := self._fleet.get(url)) is not None:
+            self._counts.set(messages.IN_FLIGHT + url, server.in_flight)
 
     def _in_flight(self, url: str) -> int:
         """Return the requests in flight on a server; 0 for one that is not in the run."""
-        return self._servers[url].in_flight if url in self._servers else 0
+        return 0 if (server := self._fleet.get(url)) is None else server.in_flight
 
     def _report(self, text: str, skipped: int | None = None) -> None:
         self._send(messages.Event(text, self._counts.changed(), skipped))

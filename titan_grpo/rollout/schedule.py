@@ -4,7 +4,7 @@ time is an argument, in seconds of any monotonic clock."""
 
 from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
@@ -58,10 +58,8 @@ class Server:
     in_flight: int = 0
     left: bool = False
     health: Health = HEALTH
-    late: bool = False
-    """Whether it missed the time in which Spread waited for its newest version."""
     slowness: float = 1.0
-    """Seconds per token, of those of the median server; 1.0 unless it is slow (``compare``)."""
+    """Seconds per token, of those of the median server; 1.0 unless it is slow."""
     sampled: tuple[float, float] = (0.0, 0.0)
     """Tokens of its latest requests, and the seconds that it took for them."""
     known_until: float = 0.0
@@ -74,7 +72,8 @@ class Server:
     """Longest time between two tokens of any open answers, of late."""
     lost_s: float = inf
     """Since when the ledger does not know its version."""
-    stuck_until: float = -inf
+    aside_until: float = -inf
+    """Until when it gets no groups, because it was stuck."""
 
     @property
     def url(self) -> str:
@@ -95,12 +94,12 @@ class Server:
         else:
             self.lost_s = inf
             if state.version != self.state.version:
-                self.stuck_until = -inf
+                self.aside_until = -inf
         self.state = state
 
     def rests(self, now: float) -> bool:
         """Return whether it gets no groups because it failed or was stuck."""
-        return now < self.stuck_until or not self.health.askable(now)
+        return now < self.aside_until or not self.health.askable(now)
 
     def able(self, now: float) -> bool:
         """Return whether it may get groups."""
@@ -150,46 +149,87 @@ class Server:
         known = self.in_flight > 0 or now < self.known_until
         return (self.in_flight + requests) * (self.weight if known else 1.0)
 
-
-def compare(servers: Collection[Server]) -> list[Server]:
-    """Set the slowness of servers, and return those that are slow, or not slow, from now on."""
-    each = {s.url: s.sampled[1] / s.sampled[0] for s in servers if s.sampled[1] >= LEAST_S}
-    if len(each) < 2:
-        return []
-    median, changed = median_low(each.values()), list[Server]()
-    for server in servers:
-        was_slow, slowness = server.slowness > 1.0, each.get(server.url, median) / median
+    def compared(self, slowness: float) -> bool:
+        """Take over its seconds per token, of those of the median server; return whether it is
+        slow, or not slow, from now on."""
+        was_slow = self.slowness > 1.0
         # Not on and off by noise.
         is_slow = slowness >= (SLOW**0.5 if was_slow else SLOW)
-        server.slowness = slowness if is_slow else 1.0
-        if is_slow != was_slow:
-            changed.append(server)
-    return changed
+        self.slowness = slowness if is_slow else 1.0
+        return is_slow != was_slow
 
+    def still_s(self, patience_s: float, now: float) -> float:
+        """Return the seconds for which a server with groups has stood still: for ``patience_s`` or
+        more without a token of its open answers, or for QUIET_S or more without a known version;
+        0.0 if it has not."""
+        silent_s = now - self.last_token_s if self.answers else 0.0
+        unknown_s = now - self.lost_s
+        if not self.in_flight or (silent_s < patience_s and unknown_s < QUIET_S):
+            return 0.0
+        return max(silent_s, unknown_s)
 
-def stuck(servers: Collection[Server], now: float) -> list[Server]:
-    """Return the servers that stand still, whose groups had better go on elsewhere, and keep groups
-    away from them; none if no other server could take the groups.
-
-    A commit deadline or a request's one would find them too, minutes later. A server that is stuck
-    by mistake costs its prompts' prefill.
-    """
-    patience_s = max(QUIET_S, QUIET * max((s.pause_s for s in servers), default=0.0))
-    found, others = list[Server](), False
-    for server in servers:
-        silent = server.answers > 0 and now - server.last_token_s >= patience_s
-        if server.in_flight and (silent or now - server.lost_s >= QUIET_S):
-            found.append(server)
-        else:
-            others = others or server.able(now)
-    if not others:
-        return []
-    for server in found:
-        server.stuck_until = now + STUCK_S
-        if server.answers:
+    def set_aside(self, now: float) -> None:
+        """Keep groups away from it for a time, because it is stuck."""
+        self.aside_until = now + STUCK_S
+        if self.answers:
             # If it was a mistake, it is not made again at once.
-            server.pause_s = max(server.pause_s, now - server.last_token_s)
-    return found
+            self.pause_s = max(self.pause_s, now - self.last_token_s)
+
+
+class Fleet:
+    """The servers of a run, and what is said of one by comparison with the others: slow, stuck."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, Server] = {}
+
+    def __iter__(self) -> Iterator[Server]:
+        return iter(self._servers.values())
+
+    def get(self, url: str) -> Server | None:
+        """Return a server of the run; None if there is none of this URL."""
+        return self._servers.get(url)
+
+    @property
+    def newest(self) -> int | None:
+        """Newest version that any server holds; None if there is none."""
+        return max((v for s in self if (v := s.state.version) is not None), default=None)
+
+    def note(self, state: ServerState, now: float) -> None:
+        """Take over the ledger's state of a server, which joins the run with its first one."""
+        self._servers.setdefault(state.url, Server(state)).note(state, now)
+
+    def remove(self, url: str) -> None:
+        """Take a server out of the run. Its groups in flight keep their Server."""
+        if (server := self._servers.pop(url, None)) is not None:
+            server.left = True
+
+    def compare(self) -> list[Server]:
+        """Compare the servers' speeds, once a step; return those that are slow, or not slow, from
+        now on."""
+        for server in self:
+            server.pause_s *= OLDER
+        each = {s.url: s.sampled[1] / s.sampled[0] for s in self if s.sampled[1] >= LEAST_S}
+        if len(each) < 2:
+            return []
+        median = median_low(each.values())
+        return [s for s in self if s.compared(each.get(s.url, median) / median)]
+
+    def stuck(self, now: float) -> list[tuple[Server, float]]:
+        """Return the servers that stand still, whose groups had better go on elsewhere, each with
+        the seconds for which it has done so, and keep groups away from them; none if no other
+        server could take the groups.
+
+        A commit deadline or a request's one would find them too, minutes later. A server that is
+        stuck by mistake costs its prompts' prefill.
+        """
+        patience_s = max(QUIET_S, QUIET * max((s.pause_s for s in self), default=0.0))
+        still = {s.url: s.still_s(patience_s, now) for s in self}
+        if not any(s.able(now) for s in self if not still[s.url]):
+            return []
+        found = [(s, still[s.url]) for s in self if still[s.url]]
+        for server, _ in found:
+            server.set_aside(now)
+        return found
 
 
 class Room:
@@ -205,7 +245,7 @@ class Room:
 
     def __init__(
         self,
-        servers: Collection[Server],
+        servers: Iterable[Server],
         requests: int,
         capacity: int,
         now: float,
@@ -281,12 +321,12 @@ class Spread:
 
     def __init__(self) -> None:
         self._version, self._over = -1, True
+        self._late = set[str]()
+        """URLs of the servers that missed the time for the version before."""
         self.until = 0.0
         """When the time for the newest version ends, by the dispatcher's clock."""
 
-    def share(
-        self, servers: Collection[Server], requests: int, group_s: float, now: float
-    ) -> float:
+    def share(self, servers: Iterable[Server], requests: int, group_s: float, now: float) -> float:
         """Return the load from which a server takes no more groups (Room); inf: no limit.
 
         ``requests``: of all groups that wait. ``group_s``: mean duration of a group in seconds, 0.0
@@ -301,9 +341,10 @@ class Spread:
         self._over = now >= self.until
         for server, version in able:
             if version >= self._version or self._over:
-                server.late = version < self._version
-        sharing = [s for s, _ in able if not s.late]
-        missing = [s for s, v in able if not s.late and v < self._version]
+                in_time = version >= self._version
+                (self._late.discard if in_time else self._late.add)(server.url)
+        sharing = [s for s, _ in able if s.url not in self._late]
+        missing = [s for s, v in able if s.url not in self._late and v < self._version]
         if self._over or not missing:
             return inf
         requests += sum(s.in_flight for s in sharing)
