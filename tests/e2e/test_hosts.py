@@ -1,21 +1,27 @@
-"""A trainer on two hosts, which are namespaces of this machine: weights sharded over both reach
-servers on a third. Needs root."""
+"""Hosts, which are namespaces of this machine: weights sharded over two of them reach servers on a
+third; and servers whose host the network loses. Needs root."""
 
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
+from itertools import starmap
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conformance.commits import difference
-from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest
+from tests.conformance.crowd import REQUEST_S, prompt
+from tests.conformance.engine import MAX_DIFFERENCE, EngineUnderTest, furthest
 from tests.e2e.conftest import Replay, Runs
 from tests.faults.netns import Hosts, NotAllowed
 from tests.faults.site import Record, engineless_launcher, launcher
 from titan_grpo.engines.launch import Server
+from titan_grpo.observe import names
+from titan_grpo.observe.recorder import read_metrics
+from titan_grpo.protocol.messages import Label
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify.recording import tensor_digest
 from titan_grpo.verify.server import Devices, recorded
@@ -170,3 +176,68 @@ def test_both_engines_compute_what_two_hosts_train_and_what_one_host_goes_on_wit
     both = first.keys() & second.keys()
     print("versions that both loaded:", sorted(version for _, version in both))
     assert all(first[key] == second[key] for key in both)
+
+
+LOST_S = 40.0
+"""For longer than a trainer that waited for a transfer's or a call's deadline would stand still."""
+
+
+def holds(engine: EngineUnderTest, version: int) -> bool:
+    """Whether it says that it serves the version or a later one."""
+    with engine.control() as control:
+        label = Label.parse(control.label())
+    return label is not None and label.version >= version
+
+
+def scores(e: EngineUnderTest) -> list[tuple[float, ...]]:
+    """Its log-probabilities of three sequences."""
+    rows = (prompt(seed, 16) for seed in range(3))
+    return [e.run(e.speak.score(row, REQUEST_S, "scores")) for row in rows]
+
+
+MOST_S = 25.0
+"""Of a step: rollouts look for a server that stands still every 2.5 s, and after 10 s."""
+
+
+def test_a_lost_host_holds_up_no_step_for_long_and_its_server_comes_back(
+    runs: Runs, hosts: Hosts, tmp_path: Path, vllm_python: str, sglang_python: str
+) -> None:
+    other = write_tiny_model("qwen3", tmp_path / "other", seed=2)
+    out, arguments = tmp_path / "run", ["--training.steps=12000", "--rollout.prompts_per_step=4"]
+    # long enough that some are in flight at any time
+    arguments += ["--rollout.group_size=2", "--rollout.max_completion_tokens=32"]
+    with ExitStack() as stack:
+        engines = []
+        pythons = {"vllm": vllm_python, "sglang": sglang_python}
+        for host, (engine, python) in zip(hosts.hosts, pythons.items(), strict=True):
+            start = launcher(engine, python, other, Devices("cpu"), host.address, host.inside)
+            server = start(tmp_path / engine)
+            assert isinstance(server, Server)
+            engines.append(EngineUnderTest(server, tmp_path))
+            stack.callback(server.stop)
+        for each in engines:
+            each.server.wait_healthy(280)
+            assert not holds(each, 0)
+        training = stack.enter_context(runs.start(out, [e.server.url for e in engines], *arguments))
+        training.wait_step(10)
+        for host, lost in zip(hosts.hosts, engines, strict=True):
+            began = training.step
+            host.lose()
+            training.run_on(LOST_S)
+            host.find()
+            ended = training.step
+            print(f"{lost.server.url} was away from step {began} to {ended}")
+            assert ended >= began + 20, training.log
+            assert training.wait_until(partial(holds, lost, ended)), training.log
+        training.stop()
+        moved = [difference(e, other) for e in engines]
+        one, two = (scores(e) for e in engines)
+    apart = max(starmap(furthest, zip(one, two, strict=True)))
+    longest = max(row[names.STEP_S] for row in read_metrics(out / "metrics.jsonl"))
+    blocked = max(row[names.BLOCKED_S] for row in read_metrics(out / "metrics.jsonl"))
+    print(f"longest step {longest:.1f} s, blocked {blocked:.3f} s at most")
+    print(f"moved by {moved}, apart {apart}")
+    assert longest < MOST_S
+    assert blocked < 1.0
+    # of the same version, each rounded
+    assert apart <= 2 * MAX_DIFFERENCE < min(moved) / 2

@@ -90,6 +90,15 @@ class Host:
         """Every packet takes so much longer each way (netem). NotAllowed if the kernel cannot."""
         self._shape(f"netem delay {milliseconds:g}ms")
 
+    def lose(self) -> None:
+        """Its link carries nothing from now on, and nobody is told: as when its switch, or it, has
+        lost power."""
+        _run(f"ip link set {self.device} down")
+
+    def find(self) -> None:
+        """Its link is there again."""
+        _run(f"ip link set {self.device} up")
+
     def free(self) -> None:
         """No limit and no delay. Idempotent."""
         for tc, device in self._ends:
