@@ -203,9 +203,9 @@ def test_a_lost_host_holds_up_no_step_for_long_and_its_server_comes_back(
     runs: Runs, hosts: Hosts, tmp_path: Path, vllm_python: str, sglang_python: str
 ) -> None:
     other = write_tiny_model("qwen3", tmp_path / "other", seed=2)
-    out, arguments = tmp_path / "run", ["--training.steps=12000", "--rollout.prompts_per_step=4"]
+    out, arguments = tmp_path / "run", ["--training.steps=12000", "--rollout.prompts_per_step=8"]
     # long enough that some are in flight at any time
-    arguments += ["--rollout.group_size=2", "--rollout.max_completion_tokens=32"]
+    arguments += ["--rollout.group_size=4", "--rollout.max_completion_tokens=48"]
     with ExitStack() as stack:
         engines = []
         pythons = {"vllm": vllm_python, "sglang": sglang_python}
