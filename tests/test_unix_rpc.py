@@ -212,3 +212,27 @@ def test_both_ends_of_a_pipe_end_when_a_call_cannot_be_pickled() -> None:
     for reader in readers:
         reader.join(60)
         assert not reader.is_alive()
+
+
+def test_an_end_that_reads_is_waited_for_however_silent_it_is() -> None:
+    ours, theirs = (Pipe(sock, None) for sock in socket.socketpair())
+    reader = threading.Thread(target=theirs.receive, daemon=True)
+    reader.start()
+    for end in (ours, theirs):
+        end.start()
+    timer = threading.Timer(2.0, theirs.post, ["nothing"])
+    timer.start()
+    with pytest.raises(AttributeError, match="nothing"):
+        ours.receive(first_s=0.3, silent_s=0.3)
+
+
+@pytest.mark.parametrize(("first_s", "words"), [(0.2, 0), (60.0, 1)])
+def test_an_end_that_stands_still_is_given_up(first_s: float, words: int) -> None:
+    one, other = socket.socketpair()
+    ours, theirs = Pipe(one, [0]), Pipe(other, None)
+    ours.start()
+    for word in range(words):
+        theirs.post("append", word)
+    theirs.start()
+    with pytest.raises(PeerError, match=r"has given no sign for 0\.4 s"):
+        ours.receive(first_s, silent_s=0.2)

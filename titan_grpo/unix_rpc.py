@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from math import inf
 from multiprocessing.connection import Connection
 from operator import attrgetter
 from typing import Any
@@ -40,6 +41,13 @@ BATCH = 256
 
 ANSWERED = "<answered>"
 """Method name of a message with the result of an ``ask``."""
+
+SIGN = "<sign>"
+"""Method name of a message whose arrival says that its sender reads. Its argument: whether the
+sender wants one back."""
+
+PIECES = 10
+"""Pieces of a wait for a sign."""
 
 READ_BYTES = 1 << 16
 
@@ -132,19 +140,41 @@ class Pipe:
             with socket.socket(fileno=os.dup(self._connection.fileno())) as both:
                 both.shutdown(socket.SHUT_RDWR)
 
-    def receive(self) -> None:
-        """Perform the other end's calls on this thread, until the other end closes."""
+    def receive(self, first_s: float = inf, silent_s: float = inf) -> None:
+        """Perform the other end's calls on this thread, until the other end closes.
+
+        If that end sends nothing for ``silent_s`` seconds, or ``first_s`` before its first message,
+        it is asked for a sign. Raises PeerError if it gives none for as long again: its process, or
+        the thread that receives there, stands still.
+        """
+        poll, patience_s = select.poll(), first_s
+        poll.register(self._connection, select.POLLIN)
         while True:
+            if patience_s < inf:
+                self._wait_sign(poll, patience_s)
             try:
-                # no deadline: ends with the other process, whose end closes the socket
+                # no deadline: a message is there; or it ends with the other process, whose end
+                # closes the socket
                 calls = self._connection.recv()
             except (EOFError, OSError):
                 return
+            patience_s = silent_s
             for method, arguments in calls:
                 if method == ANSWERED:
                     self._answered(*arguments)
-                else:
+                elif method != SIGN:
                     attrgetter(method)(self._target)(*arguments)
+                elif arguments[0]:
+                    self.post(SIGN, False)
+
+    def _wait_sign(self, poll: select.poll, patience_s: float) -> None:
+        if poll.poll(1e3 * patience_s):
+            return
+        self.post(SIGN, True)
+        # In pieces: if this process has stood still as well (a suspended job), one of them is over
+        # and the other end has the time of the others.
+        if not any(poll.poll(1e3 * patience_s / PIECES) for _ in range(PIECES)):
+            raise PeerError(f"has given no sign for {2 * patience_s:g} s")
 
 
 def abstract_address(name: str) -> str:

@@ -125,6 +125,28 @@ def test_what_a_function_leaves_behind_in_the_loop_does_not_end_the_run(
     assert [[c.reward for c in group.completions] for group in groups] == [[1.0, 1.0]] * 2
 
 
+HOLDING = """
+import time
+from titan_grpo.rollout import dispatch
+
+dispatch.QUIET_S, dispatch.HELD_UP_S = 0.4, 1.0  # it looks every tenth of a second
+
+async def reward(completions, answer):
+    time.sleep(2.0)
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.mark.e2e
+def test_a_coroutine_that_holds_up_all_groups_is_named_and_not_their_servers(
+    started: StartClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert len(started(HOLDING).next_batch(0, 2, 60)) == 2
+    said = [record.message for record in caplog.records]
+    assert any("all groups were held up for 2 s: a coroutine of the task" in text for text in said)
+    assert not any("stands still" in text for text in said)
+
+
 SLOW = """
 import asyncio
 

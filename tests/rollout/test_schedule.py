@@ -287,6 +287,16 @@ def test_a_server_that_was_stuck_by_mistake_is_waited_for_longer_the_next_time()
     assert stuck(fleet, 140.0) == [], "29 s of silence are less than 5 times 11"
 
 
+def test_a_time_in_which_nothing_was_read_is_no_servers_silence() -> None:
+    fleet, one, other = standing()
+    fleet.listen_anew(150.0)
+    until = 150.0 + QUIET_S
+    for now in range(151, int(until)):
+        assert stuck(fleet, now) == []
+        other.token_came(now)
+    assert stuck(fleet, until) == [one]
+
+
 def test_a_server_without_open_answers_may_be_silent() -> None:
     """Its groups are with their tools, or their answers come whole."""
     fleet, one, other = standing()

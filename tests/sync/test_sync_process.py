@@ -86,6 +86,20 @@ def test_killed_in_the_middle_of_a_run_it_is_started_again_and_every_server_ends
         assert "the sync process ended with signal 9 (out of memory, maybe)" in error
 
 
+def test_standing_still_it_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "SILENT_S", 3.0)
+    with training(tmp_path) as (trainer, servers):
+        still = trainer.worker.pid
+        send(still, signal.SIGSTOP)
+        steps(trainer, 1, 3)
+        assert wait_until(lambda: trainer.worker.pid != still, WAIT_S)
+        ends_on_the_newest(trainer, servers, 4)
+        error = trainer.recorder.history().errors[0]
+        assert "the sync process has given no sign for 6 s and was killed" in error
+
+
 def test_killed_right_after_a_publish_it_brings_that_version(tmp_path: Path) -> None:
     with training(tmp_path) as (trainer, servers):
         killed = trainer.worker.pid

@@ -36,6 +36,9 @@ MAX_SKIPS_IN_A_ROW = 16
 in between. So many in a row point to a fault elsewhere; continuing would use up the whole sequence
 of prompts."""
 
+HELD_UP_S = 5.0
+"""Seconds for which this process must have done nothing to say so."""
+
 ADMIT_S = 0.02
 """Seconds in which the prompts of further groups are made in one turn of the loop."""
 
@@ -89,6 +92,8 @@ class Dispatcher:
         self._task_errors: deque[bool] = deque(maxlen=WINDOW)
         """Whether each of the last groups ended with a task error. Server failures do not count."""
         self._closing = self._pumping = self._looking = False
+        self._held_up_s = 0.0
+        """The longest time that was said, of those in which this process did nothing."""
 
     def on(self, message: messages.ToWorker) -> None:
         match message:
@@ -128,18 +133,38 @@ class Dispatcher:
             else:
                 self._report(f"{server.url} is not slow any more")
 
-    def _look(self) -> None:
+    def _look_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + QUIET_S / 4
+        loop.call_at(due_s, self._look, due_s)
+
+    def _look(self, due_s: float) -> None:
         """Look for stuck servers while groups are in flight, and move the groups of these."""
         loop = asyncio.get_running_loop()
         self._looking = bool(self._running) and not self._closing
         if not self._looking:
             return
-        loop.call_later(QUIET_S / 4, self._look)
-        for server, seconds in self._fleet.stuck(loop.time()):
+        self._look_later()
+        now = loop.time()
+        if now - due_s >= HELD_UP_S:
+            # The servers' tokens of that time wait to be read.
+            self._fleet.listen_anew(now)
+            self._say_held_up(now - due_s)
+            return
+        for server, seconds in self._fleet.stuck(now):
             text = f"{server.url} stands still for {seconds:.0f} s: its groups go on elsewhere"
             self._report(text)
             loop.call_at(server.aside_until, self._pump)
             self._move(server.url)
+
+    def _say_held_up(self, seconds: float) -> None:
+        if seconds >= 2 * self._held_up_s:
+            self._held_up_s = seconds
+            self._report(
+                f"all groups were held up for {seconds:.0f} s: a coroutine of the task computed or"
+                " waited without await, or this process was suspended; a plain function and"
+                " asyncio.to_thread hold up nothing"
+            )
 
     def _hopeless(self, run: Running, version: int) -> bool:
         """Return whether the group is too stale for a trainer at ``version`` or later."""
@@ -234,7 +259,7 @@ class Dispatcher:
         task.add_done_callback(self._ended)
         if not self._looking:
             self._looking = True
-            loop.call_later(QUIET_S / 4, self._look)
+            self._look_later()
 
     async def _make(self, run: Running) -> None:
         whole = not any(part.token_ids for part in run.parts)

@@ -214,6 +214,11 @@ class Fleet:
         median = median_low(each.values())
         return [s for s in self if s.compared(each.get(s.url, median) / median)]
 
+    def listen_anew(self, now: float) -> None:
+        """Forget the servers' silence so far: this process read nothing."""
+        for server in self:
+            server.last_token_s = now
+
     def stuck(self, now: float) -> list[tuple[Server, float]]:
         """Return the servers that stand still, whose groups had better go on elsewhere, each with
         the seconds for which it has done so, and keep groups away from them; none if no other

@@ -1,5 +1,5 @@
 """Common base of the sync processes of rank 0 (process.py) and of another trainer host (host.py): a
-process beside a rank, restarted when it ends, with a pipe to the rank."""
+process beside a rank, restarted when it ends or stands still, with a pipe to the rank."""
 
 import logging
 import os
@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from titan_grpo.config import WeightSync
+from titan_grpo.errors import PeerError
 from titan_grpo.subprocesses import (
     ENDING,
     exit_with_parent,
@@ -23,6 +24,10 @@ from titan_grpo.subprocesses import (
 from titan_grpo.unix_rpc import Pipe
 
 logger = logging.getLogger(__name__)
+
+SILENT_S = 60.0
+"""Seconds without a message from the process after which it is asked for a sign; one that gives
+none for as long again is killed. Its reading thread never waits for long."""
 
 RESTART_S = 10.0
 """Least seconds from a start of the process, also one that fails, to the next but one."""
@@ -104,10 +109,10 @@ class Child:
     def _receive(self) -> None:
         """Thread: perform a process's calls until it ends, then start the next one."""
         while True:
-            status = self._perform()
+            how = self._perform()
             if self._ending.is_set():
                 return
-            self._ended(f"the {self.NAME} ended with {how_ended(status)}: it is started again")
+            self._ended(f"the {self.NAME} {how}: it is started again")
             while not self._ending.wait(self._rest_s()):
                 # First: a start that fails counts too, or this loop would not rest.
                 self._starts = [self._starts[-1], time.monotonic()]
@@ -120,11 +125,15 @@ class Child:
             else:
                 return
 
-    def _perform(self) -> int:
-        """Perform the process's calls until it ends; return its exit code."""
-        pipe, process = self._pipe, self._process
+    def _perform(self) -> str:
+        """Perform the process's calls until it ends; return how it ended."""
+        pipe, process, how = self._pipe, self._process, ""
         try:
-            pipe.receive()
+            # It may take long to load its modules.
+            pipe.receive(max(SILENT_S, self._config.startup_deadline_s), SILENT_S)
+        except PeerError as error:
+            how = f"{error} and was killed"
+            process.kill()
         except Exception:  # top of a thread: end the process, whose calls have no reader now
             logger.exception("what the %s said could not be performed", self.NAME)
             process.kill()
@@ -134,7 +143,7 @@ class Child:
             # Its pipe is closed but it still runs: two processes must not have lanes to one server.
             status = _kill(process)
         pipe.close()  # ends the pipe's sending thread, which waits without a deadline
-        return status
+        return how or f"ended with {how_ended(status)}"
 
     def _rest_s(self) -> float:
         return max(0.0, self._starts[0] + RESTART_S - time.monotonic()) * (len(self._starts) > 1)
