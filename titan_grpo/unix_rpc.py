@@ -46,6 +46,9 @@ SIGN = "<sign>"
 """Method name of a message whose arrival says that its sender reads. Its argument: whether the
 sender wants one back."""
 
+SILENT_S = 60.0
+"""Seconds without a message after which an end that has work all the time is asked for a sign."""
+
 PIECES = 10
 """Pieces of a wait for a sign."""
 
@@ -140,18 +143,24 @@ class Pipe:
             with socket.socket(fileno=os.dup(self._connection.fileno())) as both:
                 both.shutdown(socket.SHUT_RDWR)
 
-    def receive(self, first_s: float = inf, silent_s: float = inf) -> None:
+    def receive(
+        self,
+        first_s: float = inf,
+        silent_s: float = inf,
+        on_silence: Callable[[float], object] = float,
+    ) -> None:
         """Perform the other end's calls on this thread, until the other end closes.
 
         If that end sends nothing for ``silent_s`` seconds, or ``first_s`` before its first message,
-        it is asked for a sign. Raises PeerError if it gives none for as long again: its process, or
-        the thread that receives there, stands still.
+        it is asked for a sign. If it gives none for as long again, its process or the thread that
+        receives there stands still: ``on_silence`` is called, with the seconds of both.
         """
         poll, patience_s = select.poll(), first_s
         poll.register(self._connection, select.POLLIN)
         while True:
-            if patience_s < inf:
-                self._wait_sign(poll, patience_s)
+            if patience_s < inf and not self._gives_sign(poll, patience_s):
+                on_silence(2 * patience_s)
+                continue
             try:
                 # no deadline: a message is there; or it ends with the other process, whose end
                 # closes the socket
@@ -167,14 +176,13 @@ class Pipe:
                 elif arguments[0]:
                     self.post(SIGN, False)
 
-    def _wait_sign(self, poll: select.poll, patience_s: float) -> None:
+    def _gives_sign(self, poll: select.poll, patience_s: float) -> bool:
         if poll.poll(1e3 * patience_s):
-            return
+            return True
         self.post(SIGN, True)
         # In pieces: if this process has stood still as well (a suspended job), one of them is over
         # and the other end has the time of the others.
-        if not any(poll.poll(1e3 * patience_s / PIECES) for _ in range(PIECES)):
-            raise PeerError(f"has given no sign for {2 * patience_s:g} s")
+        return any(poll.poll(1e3 * patience_s / PIECES) for _ in range(PIECES))
 
 
 def abstract_address(name: str) -> str:

@@ -5,12 +5,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.example_files import command_of, lines_written
+from tests.rigs.trainer_handle import wait_until
 from tests.rollout.conftest import MakeServer, StartClient
 from tests.rollout.rows import SUMS, write_rows
 from titan_grpo.errors import TaskError
+from titan_grpo.rollout import client
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
@@ -56,9 +59,9 @@ def started(
 def test_a_mistake_in_a_function_shows_its_traceback_and_the_row_and_no_line_of_ours(
     started: StartClient, tmp_path: Path
 ) -> None:
-    client = started(MISTAKEN, prompts_per_step=3)
+    made = started(MISTAKEN, prompts_per_step=3)
     with pytest.raises(TaskError) as caught:
-        client.next_batch(0, 3, 60)
+        made.next_batch(0, 3, 60)
     text = str(caught.value)
     assert text.splitlines()[0] == (
         "the task's reward failed: ZeroDivisionError: division by zero (rollout.reward"
@@ -142,9 +145,35 @@ def test_a_coroutine_that_holds_up_all_groups_is_named_and_not_their_servers(
     started: StartClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert len(started(HOLDING).next_batch(0, 2, 60)) == 2
-    said = [record.message for record in caplog.records]
-    assert any("all groups were held up for 2 s: a coroutine of the task" in text for text in said)
-    assert not any("stands still" in text for text in said)
+    named = r"all groups were held up for [2-9] s: a coroutine of the task"
+    assert wait_until(lambda: bool(re.search(named, caplog.text)), 60)
+    assert "stands still" not in caplog.text
+
+
+STOPPED = """
+import os
+import signal
+
+def reward(completions, answer):
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.mark.e2e
+def test_a_rollout_process_that_stands_still_is_named_and_may_go_on(
+    started: StartClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "SILENT_S", 0.5)
+    before = set(psutil.Process().children())
+    made = started(STOPPED, prompts_per_step=1)
+    (process,) = set(psutil.Process().children()) - before
+    assert wait_until(lambda: process.status() == psutil.STATUS_STOPPED, 60)
+    caplog.clear()
+    named = "the rollout process has given no sign for 1 s: a task's code"
+    assert wait_until(lambda: named in caplog.text, 60)
+    process.resume()
+    assert len(made.next_batch(0, 1, 60)) == 1
 
 
 SLOW = """
@@ -164,9 +193,9 @@ async def reward(completions, answer):
 def test_a_group_that_waits_for_its_rewards_holds_no_place_at_its_server(
     started: StartClient,
 ) -> None:
-    client = started(SLOW, max_concurrent_requests=2)
-    assert len(client.next_batch(0, 2, 20)) == 2
-    assert set(client.in_flight(60).values()) == {0}
+    made = started(SLOW, max_concurrent_requests=2)
+    assert len(made.next_batch(0, 2, 20)) == 2
+    assert set(made.in_flight(60).values()) == {0}
 
 
 LINES = 10

@@ -46,7 +46,7 @@ from titan_grpo.subprocesses import (
     unbroken,
     wait_process,
 )
-from titan_grpo.unix_rpc import Pipe
+from titan_grpo.unix_rpc import SILENT_S, Pipe
 
 logger = logging.getLogger(__name__)
 
@@ -111,12 +111,18 @@ class LocalTransport:
 
     def _receive(self) -> None:
         try:
-            self._pipe.receive()
+            self._pipe.receive(SILENT_S, SILENT_S, self._say_silent)
         except Exception as error:  # noqa: BLE001 - top of a thread: next_batch raises it
             text = f"the rollout process sent something unreadable: {error!r}"
         else:
             text = f"the rollout process ended with {self._exit_status()}; its last output is above"
         self.on_message(RolloutStopped(text))
+
+    def _say_silent(self, seconds: float) -> None:
+        # It may go on; rollout.batch_timeout_s bounds this.
+        why = "a task's code holds its interpreter, or it is stopped"
+        text = f"the rollout process has given no sign for {seconds:g} s: {why}"
+        self.on_message(messages.Event(text, {}))
 
     def _exit_status(self) -> str:
         process = self._process

@@ -140,17 +140,16 @@ class Dispatcher:
 
     def _look(self, due_s: float) -> None:
         """Look for stuck servers while groups are in flight, and move the groups of these."""
-        loop = asyncio.get_running_loop()
-        self._looking = bool(self._running) and not self._closing
-        if not self._looking:
+        if self._closing:
             return
-        self._look_later()
+        loop, self._looking = asyncio.get_running_loop(), bool(self._running)
+        if self._looking:
+            self._look_later()
         now = loop.time()
         if now - due_s >= HELD_UP_S:
             # The servers' tokens of that time wait to be read.
             self._fleet.listen_anew(now)
             self._say_held_up(now - due_s)
-            return
         for server, seconds in self._fleet.stuck(now):
             text = f"{server.url} stands still for {seconds:.0f} s: its groups go on elsewhere"
             self._report(text)

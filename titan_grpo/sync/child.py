@@ -12,7 +12,6 @@ from typing import ClassVar
 import torch
 
 from titan_grpo.config import WeightSync
-from titan_grpo.errors import PeerError
 from titan_grpo.subprocesses import (
     ENDING,
     exit_with_parent,
@@ -21,13 +20,9 @@ from titan_grpo.subprocesses import (
     start_module,
     wait_process,
 )
-from titan_grpo.unix_rpc import Pipe
+from titan_grpo.unix_rpc import SILENT_S, Pipe
 
 logger = logging.getLogger(__name__)
-
-SILENT_S = 60.0
-"""Seconds without a message from the process after which it is asked for a sign; one that gives
-none for as long again is killed. Its reading thread never waits for long."""
 
 RESTART_S = 10.0
 """Least seconds from a start of the process, also one that fails, to the next but one."""
@@ -128,12 +123,15 @@ class Child:
     def _perform(self) -> str:
         """Perform the process's calls until it ends; return how it ended."""
         pipe, process, how = self._pipe, self._process, ""
-        try:
-            # It may take long to load its modules.
-            pipe.receive(max(SILENT_S, self._config.startup_deadline_s), SILENT_S)
-        except PeerError as error:
-            how = f"{error} and was killed"
+
+        def kill(seconds: float) -> None:
+            nonlocal how
+            how = f"has given no sign for {seconds:g} s and was killed"
             process.kill()
+
+        try:
+            # It may take long to load its modules. Then its reading thread never waits for long.
+            pipe.receive(max(SILENT_S, self._config.startup_deadline_s), SILENT_S, kill)
         except Exception:  # top of a thread: end the process, whose calls have no reader now
             logger.exception("what the %s said could not be performed", self.NAME)
             process.kill()
