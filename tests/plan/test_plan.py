@@ -124,6 +124,13 @@ def test_servers_that_read_from_each_other_get_versions_too_fast_for_patches() -
     assert "patches come from the trainer to each server: its hosts send 0.64 times" in said
 
 
+def test_a_slow_server_costs_the_others_little_whichever_it_is() -> None:
+    eight = replace(SMALL, servers=8, slow=1 / 8, slow_factor=0.1, sync=WeightSync())
+    for seed in range(8):
+        result = Simulation(replace(eight, seed=seed)).run()
+        assert quantile(result.send_s, 0.5) < 2.0 < 9.0 < max(result.send_s)
+
+
 @pytest.mark.parametrize(
     ("parameters", "size"),
     [(ONE_GB, "0.5 billion parameters, 1 GB"), (10**12, "1,000 billion parameters, 2,000 GB")],

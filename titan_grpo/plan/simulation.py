@@ -101,7 +101,7 @@ class Simulation:
 
     def __init__(self, setup: Setup) -> None:
         s = self._s = setup
-        self._random = random.Random(s.seed)
+        self._random, self._wakes = random.Random(s.seed), random.Random(s.seed)
         self._now = 0.0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -355,8 +355,11 @@ class Simulation:
         self._patches.completed(version)
         self._step_slots(image_slots.Complete(version))
         self._reserve()
-        for waiting in list(self._waiting):
-            self._pin(self._servers[waiting])
+        waiting = list(self._waiting)
+        # All lanes wake at once; the threads' order is the system's.
+        self._wakes.shuffle(waiting)
+        for n in waiting:
+            self._pin(self._servers[n])
 
     def _arrive(self) -> None:
         for n in self._network.take_arrived(self._now):
