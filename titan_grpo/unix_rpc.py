@@ -47,7 +47,7 @@ SIGN = "<sign>"
 sender wants one back."""
 
 SILENT_S = 60.0
-"""Seconds without a message after which an end that has work all the time is asked for a sign."""
+"""Seconds without a message after which a process beside a rank is asked for a sign."""
 
 PIECES = 10
 """Pieces of a wait for a sign."""

@@ -101,7 +101,7 @@ class Simulation:
 
     def __init__(self, setup: Setup) -> None:
         s = self._s = setup
-        self._random, self._wakes = random.Random(s.seed), random.Random(s.seed)
+        self._random, self._wakes = random.Random(s.seed), random.Random(f"wakes {s.seed}")
         self._now = 0.0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0

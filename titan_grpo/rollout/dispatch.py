@@ -37,7 +37,7 @@ in between. So many in a row point to a fault elsewhere; continuing would use up
 of prompts."""
 
 HELD_UP_S = 5.0
-"""Seconds for which this process must have done nothing to say so."""
+"""Seconds without a turn of the loop from which that is reported."""
 
 ADMIT_S = 0.02
 """Seconds in which the prompts of further groups are made in one turn of the loop."""

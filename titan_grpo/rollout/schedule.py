@@ -205,7 +205,7 @@ class Fleet:
 
     def compare(self) -> list[Server]:
         """Compare the servers' speeds, once a step; return those that are slow, or not slow, from
-        now on."""
+        now on. Their longest pauses count less from step to step."""
         for server in self:
             server.pause_s *= OLDER
         each = {s.url: s.sampled[1] / s.sampled[0] for s in self if s.sampled[1] >= LEAST_S}
@@ -228,10 +228,10 @@ class Fleet:
         stuck by mistake costs its prompts' prefill.
         """
         patience_s = max(QUIET_S, QUIET * max((s.pause_s for s in self), default=0.0))
-        still = {s.url: s.still_s(patience_s, now) for s in self}
-        if not any(s.able(now) for s in self if not still[s.url]):
+        each = [(s, s.still_s(patience_s, now)) for s in self]
+        if not any(s.able(now) for s, still_s in each if not still_s):
             return []
-        found = [(s, still[s.url]) for s in self if still[s.url]]
+        found = [(s, still_s) for s, still_s in each if still_s]
         for server, _ in found:
             server.set_aside(now)
         return found
@@ -327,7 +327,7 @@ class Spread:
     def __init__(self) -> None:
         self._version, self._over = -1, True
         self._late = set[str]()
-        """URLs of the servers that missed the time for the version before."""
+        """URLs of the servers that missed the time for their last version."""
         self.until = 0.0
         """When the time for the newest version ends, by the dispatcher's clock."""
 
