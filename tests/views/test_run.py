@@ -34,8 +34,13 @@ def test_a_run_is_read_as_it_was_recorded(tmp_path: Path) -> None:
     assert run.trace.of(url_of(0), "no such span").total_s == 0.0
 
 
-def test_a_folder_without_a_run_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"neither metrics\.jsonl nor trace\.json"):
+@pytest.mark.parametrize("line", [None, "", '{"epoch": 1, "loss": 2.5}', "epoch 1: 2.5"])
+def test_a_folder_without_a_run_is_a_mistake_of_the_caller(
+    line: str | None, tmp_path: Path
+) -> None:
+    if line is not None:
+        (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
+    with pytest.raises(ConfigError, match=r"has no metrics\.jsonl with a step"):
         read_run(tmp_path)
 
 

@@ -22,7 +22,7 @@ from titan_grpo.errors import NOT_JSON, ConfigError
 from titan_grpo.observe.names import SERVER
 from titan_grpo.observe.output import reading
 from titan_grpo.observe.recorder import SUMMARY, read_history, read_metrics
-from titan_grpo.observe.run_lock import lives
+from titan_grpo.observe.run_lock import LOCK, lives
 from titan_grpo.observe.schema import Evaluated, ShownStep, Summary, decoded
 
 BLOCK_BYTES = 1 << 18
@@ -155,17 +155,19 @@ def read_run(folder: Path) -> Run:
     """Read a run's folder. Raises ConfigError if it holds no run, or a summary of another version,
     and OSError if it cannot be read."""
     metrics, trace = folder / "metrics.jsonl", folder / "trace.json"
-    if not metrics.is_file() and not trace.is_file():
-        raise ConfigError(
-            f"RUN must be the folder of a run (job.dump_folder), {folder} has neither metrics.jsonl"
-            " nor trace.json: name another one"
-        )
+    rows = read_metrics(metrics, without=f"{SERVER}/") if metrics.is_file() else []
     summary = read_summary(folder)
+    # The lock says of a run without a step that it is one.
+    if not (rows or summary or trace.is_file() or (folder / LOCK).exists()):
+        raise ConfigError(
+            f"RUN must be the folder of a run (job.dump_folder), {folder} has no metrics.jsonl with"
+            " a step, no trace.json and no run.lock: name another one"
+        )
     # While the run goes on, only its history has this.
     said = summary or read_history(folder / "history.jsonl").whole()
     return Run(
         folder.resolve().name,
-        read_metrics(metrics, without=f"{SERVER}/") if metrics.is_file() else [],
+        rows,
         read_trace(trace) if trace.is_file() else Trace(),
         read_samples(folder / "samples.jsonl"),
         summary,
