@@ -129,13 +129,13 @@ def test_what_a_function_leaves_behind_in_the_loop_does_not_end_the_run(
 
 
 HOLDING = """
-import time
+import threading
 from titan_grpo.rollout import dispatch
 
 dispatch.QUIET_S, dispatch.HELD_UP_S = 0.4, 1.0  # it looks every tenth of a second
 
 async def reward(completions, answer):
-    time.sleep(2.0)
+    threading.Event().wait(2.0)
     return [1.0] * len(completions)
 """
 
