@@ -93,7 +93,7 @@ class Dispatcher:
         """Whether each of the last groups ended with a task error. Server failures do not count."""
         self._closing = self._pumping = self._looking = False
         self._held_up_s = 0.0
-        """The longest time that was said, of those in which this process did nothing."""
+        """The longest time without a turn of the loop that was reported."""
 
     def on(self, message: messages.ToWorker) -> None:
         match message:
@@ -139,7 +139,8 @@ class Dispatcher:
         loop.call_at(due_s, self._look, due_s)
 
     def _look(self, due_s: float) -> None:
-        """Look for stuck servers while groups are in flight, and move the groups of these."""
+        """Look for stuck servers while groups are in flight, and move the groups of these. A look
+        that comes long after ``due_s`` says that this process did nothing meanwhile."""
         if self._closing:
             return
         loop, self._looking = asyncio.get_running_loop(), bool(self._running)
