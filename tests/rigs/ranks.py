@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from titan_grpo.subprocesses import end
+from titan_grpo.subprocesses import end, end_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 240.0
@@ -35,11 +35,13 @@ def run_ranks(script: Path, count: int, *arguments: str, python: str = sys.execu
 
 def main(script: str, count: int, folder: str, *arguments: str) -> int:
     """Import what the script imports, once, and go on as its ranks. How many of them failed."""
+    end_with_parent()  # in a session of its own, it and its ranks would outlive killed tests
     runpy.run_path(script, run_name="imported")
     ranks = []
     for rank in range(count):
         ranks.append(os.fork())
         if not ranks[-1]:
+            end_with_parent()
             os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 1)
             sys.argv[:] = [script, str(rank), *arguments]
             runpy.run_path(script, run_name="__main__")

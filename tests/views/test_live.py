@@ -297,6 +297,35 @@ def test_a_run_that_failed_ends_the_watcher_and_a_check_with_1(
     assert capsys.readouterr().out == "the run ended after step 2: RunStopped: no rows\n"
 
 
+RESTARTED = """
+import os, signal, sys
+from pathlib import Path
+from titan_grpo.observe import report
+from titan_grpo.observe.recorder import Recorder
+from titan_grpo.observe.run_lock import held
+folder, start = Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+with held(folder):
+    recorder = Recorder(folder)
+    recorder.step(start + 1, {})
+    if start == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    report.write_report(recorder, "run", "async")
+"""
+"""A run that is killed after its first step, and makes its second when it is started again."""
+
+
+def test_a_watcher_goes_on_while_torchrun_starts_a_killed_run_again(tmp_path: Path) -> None:
+    script, run = tmp_path / "job.py", tmp_path / "run"
+    script.write_text(RESTARTED)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
+    with watching(run, stdout=subprocess.PIPE, text=True) as watcher:
+        subprocess.run([*torchrun, script, run], check=True, timeout=DEADLINE_S)
+        said = present(watcher.stdout).read()
+        assert watcher.wait(DEADLINE_S) == 0
+    assert "step 2  " in said
+    assert "run (async)" in said
+
+
 def test_a_terminal_shows_the_screen_until_the_run_ends(tmp_path: Path) -> None:
     make_run(tmp_path, Made(steps=20))
     outer, inner = pty.openpty()

@@ -10,7 +10,7 @@ import fcntl
 import os
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from titan_grpo.errors import ConfigError
@@ -63,8 +63,7 @@ def held(folder: Path) -> Iterator[None]:
         try:
             # A full disk lets files be created and fails at the first byte. Fixed length: a short
             # name must overwrite all of a longer one.
-            holder = f"{os.uname().nodename} process {os.getpid()}"
-            os.pwrite(descriptor, f"{holder:120}\n".encode(), 0)
+            os.pwrite(descriptor, f"{_holder():150}\n".encode(), 0)
             os.fsync(descriptor)
         except OSError as error:
             raise _unusable(folder, error) from error
@@ -74,6 +73,13 @@ def held(folder: Path) -> Iterator[None]:
         if descriptor in _holding:
             _holding.remove(descriptor)
             os.close(descriptor)
+
+
+def _holder() -> str:
+    text = f"{os.uname().nodename} process {os.getpid()}"
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return text
+    return f"{text} of torchrun {os.getppid()}"
 
 
 def _lock(folder: Path, descriptor: int) -> None:
@@ -110,3 +116,16 @@ def lives(folder: Path) -> bool | None:
     except OSError:
         return None
     return False if holder[0] == os.uname().nodename.encode() and len(holder) == 2 else None
+
+
+def restarts(folder: Path) -> bool:
+    """Return whether a run that has ended may be started again: it is one of a torchrun with
+    --max-restarts, which is still there, on this host."""
+    with suppress(OSError):
+        host, _, processes = (folder / LOCK).read_text(errors="replace").partition(" process ")
+        agent = processes.partition(" of torchrun ")[2].strip()
+        if host == os.uname().nodename and agent.isdigit():
+            # Any process may have got its number since.
+            with open(f"/proc/{agent}/cmdline", "rb") as command:
+                return b"torch" in command.read()
+    return False

@@ -19,10 +19,10 @@ from titan_grpo.observe.names import short
 from titan_grpo.observe.output import reading
 from titan_grpo.observe.recorder import ENTRY, row_of
 from titan_grpo.observe.report import duration, held_by, number
-from titan_grpo.observe.run_lock import lives
+from titan_grpo.observe.run_lock import lives, restarts
 from titan_grpo.observe.schema import decoded
 from titan_grpo.views.findings import percent
-from titan_grpo.views.run import band, edges, in_order, summary_of
+from titan_grpo.views.run import band, edges, in_order, read_summary, summary_of
 
 TAIL_BYTES = 1 << 22
 """Bytes read from the end of a long file that exists when watching starts (the newest lines), and
@@ -219,10 +219,17 @@ class Follower:
         return 0.0
 
     def ended(self) -> bool:
-        """Return whether the run is over: its trainer has ended or, if that is unknown
-        (run_lock.lives), it has a summary.json."""
+        """Return whether the run is over: its trainer has ended, and torchrun starts it no more, or
+        if that is unknown (run_lock.lives), it has a summary.json."""
         alive = lives(self.folder)
-        return not alive if alive is not None else summary_of(self.folder) is not None
+        if alive is None:
+            return summary_of(self.folder) is not None
+        if alive:
+            return False
+        if not restarts(self.folder):
+            return True
+        summary = read_summary(self.folder)
+        return summary is not None and not summary.ended_by
 
 
 def spark(values: Sequence[float]) -> str:
