@@ -260,6 +260,22 @@ def test_the_slurm_script_ends_the_trainer_when_all_servers_have_ended(
     assert done.stderr.startswith("all servers have ended (srun: 3), so the trainer is ended too")
 
 
+def test_the_slurm_script_starts_a_server_again_that_had_been_there(
+    root: Path, tmp_path: Path
+) -> None:
+    shift = 'while [ "$1" != --export=ALL ]; do shift; done; shift; exec "$@"\n'
+    crashes = "[ -e crashed ] || { touch crashed; exit 9; }\ntouch again\n"
+    programs = {
+        "bin/srun": f"#!/usr/bin/env bash\nexport SLURM_LOCALID=1; {shift}",
+        "bin/scontrol": "#!/usr/bin/env bash\nprintf '%s\\n' t1 t2 s1 s2\n",
+        ".venv/bin/torchrun": "#!/usr/bin/env bash\nuntil [ -e again ]; do sleep 0.1; done\n",
+        ".venv-vllm/bin/vllm": f"#!/usr/bin/env bash\n{crashes}",
+    }
+    done = slurm_script(root, tmp_path, programs, {"RESTART_AFTER": "0"})
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"the server at port 8001 of \S+ ended \(9\): it is started", done.stderr)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("PER_HOST", "0"), ("PER_HOST", "16"), ("SERVER_NODES", "0"), ("SERVER_NODES", "two")],

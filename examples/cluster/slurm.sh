@@ -15,6 +15,7 @@ PORT=8000                             # of the first server of a host; the other
 PER_HOST="${PER_HOST:-1}"             # servers of a host, which share its GPUs
 GPUS="${GPUS:-8}"                     # of a host
 SERVER_NODES="${SERVER_NODES:-2}"     # in a job of one group
+RESTART_AFTER="${RESTART_AFTER:-600}" # seconds: a server that ends later than that is started again
 
 wrong() { echo "$1" >&2; exit 2; }
 within() { [[ "$1" =~ ^[1-9][0-9]*$ && "$1" -le "$2" ]]; }
@@ -45,15 +46,22 @@ finish() {
 }
 trap finish EXIT
 python3 -c 'import secrets; print(secrets.token_hex(32))' >"$key"
-export TITAN_GRPO_RUN_KEY_FILE="$key" MODEL PORT SERVER_GPUS
+export TITAN_GRPO_RUN_KEY_FILE="$key" MODEL PORT SERVER_GPUS RESTART_AFTER
 
 # --ntasks each time: the allocation's number is in the environment, and Slurm would take that, and ignore the one per node.
 VLLM_SERVER_DEV_MODE=1 srun "${serve[@]}" --ntasks=$((SERVER_NODES * PER_HOST)) --ntasks-per-node="$PER_HOST" \
     --gpus-per-task="$SERVER_GPUS" --export=ALL \
-    bash -c 'exec .venv-vllm/bin/vllm serve "$MODEL" \
-    --host 0.0.0.0 --port $((PORT + SLURM_LOCALID)) --tensor-parallel-size "$SERVER_GPUS" --logprobs-mode processed_logprobs \
-    --weight-transfer-config "{\"backend\":\"titan_grpo\"}" \
-    --middleware titan_grpo.receive.vllm_http.WeightsMiddleware' &
+    bash -c 'trap "exit 143" TERM  # when the server has ended, which gets the signal too
+    while began=$SECONDS; do
+      .venv-vllm/bin/vllm serve "$MODEL" \
+        --host 0.0.0.0 --port $((PORT + SLURM_LOCALID)) --tensor-parallel-size "$SERVER_GPUS" --logprobs-mode processed_logprobs \
+        --weight-transfer-config "{\"backend\":\"titan_grpo\"}" \
+        --middleware titan_grpo.receive.vllm_http.WeightsMiddleware
+      status=$?
+      # One that ends at once has a mistake, and would again. The run takes any other back.
+      [ $((SECONDS - began)) -ge "$RESTART_AFTER" ] || exit "$status"
+      echo "the server at port $((PORT + SLURM_LOCALID)) of $(hostname) ended ($status): it is started again" >&2
+    done' &
 servers=$!
 
 # One torchrun on each trainer host. They meet at the first, on which Slurm runs this script.
