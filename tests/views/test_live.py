@@ -314,12 +314,13 @@ with held(folder):
 """A run that is killed after its first step, and makes its second when it is started again."""
 
 
+@pytest.mark.slow
 def test_a_watcher_goes_on_while_torchrun_starts_a_killed_run_again(tmp_path: Path) -> None:
     script, run = tmp_path / "job.py", tmp_path / "run"
     script.write_text(RESTARTED)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
     with watching(run, stdout=subprocess.PIPE, text=True) as watcher:
-        subprocess.run([*torchrun, script, run], check=True, timeout=DEADLINE_S)
+        subprocess.run([*torchrun, script, run], check=True, timeout=3 * DEADLINE_S)
         said = present(watcher.stdout).read()
         assert watcher.wait(DEADLINE_S) == 0
     assert "step 2  " in said
