@@ -287,7 +287,7 @@ def test_what_an_agent_raises_is_shown_with_its_own_lines_alone(
 
 @pytest.mark.parametrize(
     ("outcome", "text"),
-    [(None, "must return its reward"), ("much", "could not convert"), (float("nan"), "finite")],
+    [(None, "must return its reward"), ("1", "the text .1."), (float("nan"), "finite")],
 )
 def test_an_agent_must_return_a_reward(
     group_of: GroupOf, codec: TextCodec, outcome: Any, text: str
