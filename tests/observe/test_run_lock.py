@@ -1,5 +1,6 @@
 """A dump folder belongs to one live run, and its readers know whether that lives."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from titan_grpo.errors import ConfigError
-from titan_grpo.observe.run_lock import LOCK, held, lives
+from titan_grpo.observe.run_lock import LOCK, held, lives, restarts
 
 HOLD = """
 import sys, time
@@ -35,6 +36,16 @@ def test_a_second_run_is_refused_with_the_first_ones_process_until_that_is_kille
         first.communicate(timeout=60)
     with held(tmp_path):
         pass
+
+
+def test_a_process_that_is_no_torchrun_starts_no_run_again(tmp_path: Path) -> None:
+    """It may have the number of one that has ended. (tests/views/test_live.py has a real one.)"""
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    environment = os.environ | {"TORCHELASTIC_MAX_RESTARTS": "1"}
+    subprocess.run(command, env=environment, input=b"", check=True, timeout=60)
+    assert f" of torchrun {os.getpid()} " in (tmp_path / LOCK).read_text()
+    assert lives(tmp_path) is False
+    assert not restarts(tmp_path)
 
 
 FORK = """

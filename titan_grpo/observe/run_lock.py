@@ -126,6 +126,7 @@ def restarts(folder: Path) -> bool:
         agent = processes.partition(" of torchrun ")[2].strip()
         if host == os.uname().nodename and agent.isdigit():
             # Any process may have got its number since.
-            with open(f"/proc/{agent}/cmdline", "rb") as command:
-                return b"torch" in command.read()
+            with open(f"/proc/{agent}/cmdline", "rb") as file:
+                command = file.read()
+            return b"torchrun" in command or b"torch.distributed" in command
     return False
