@@ -82,6 +82,12 @@ def _holder() -> str:
     return f"{text} of torchrun {os.getppid()}"
 
 
+def _of_this_host(holder: str) -> str | None:
+    """Return the processes that a lock's text names; None if they are another host's, or none."""
+    host, found, processes = holder.partition(" process ")
+    return processes if found and host == os.uname().nodename else None
+
+
 def _lock(folder: Path, descriptor: int) -> None:
     try:
         _ask(descriptor, fcntl.F_OFD_SETLK)
@@ -112,19 +118,19 @@ def lives(folder: Path) -> bool | None:
         with (folder / LOCK).open("rb") as file:
             if _ask(file.fileno(), fcntl.F_OFD_GETLK) != fcntl.F_UNLCK:
                 return True
-            holder = file.read(200).split(b" process ")
+            holder = file.read(200).decode(errors="replace")
     except OSError:
         return None
-    return False if holder[0] == os.uname().nodename.encode() and len(holder) == 2 else None
+    return None if _of_this_host(holder) is None else False
 
 
 def restarts(folder: Path) -> bool:
     """Return whether a run that has ended may be started again: it is one of a torchrun with
     --max-restarts, which is still there, on this host."""
     with suppress(OSError):
-        host, _, processes = (folder / LOCK).read_text(errors="replace").partition(" process ")
+        processes = _of_this_host((folder / LOCK).read_text(errors="replace")) or ""
         agent = processes.partition(" of torchrun ")[2].strip()
-        if host == os.uname().nodename and agent.isdigit():
+        if agent.isdigit():
             # Any process may have got its number since.
             with open(f"/proc/{agent}/cmdline", "rb") as file:
                 command = file.read()

@@ -285,10 +285,10 @@ class TaskRunner:
         """Return the reward of a finished completion, for tasks that reward them one by one."""
         if isinstance(self._task, MultiTurnTask):
             turns = self._turns(completion)
-            return await self._call("reward", number, self._task.episode_reward, prompt, turns)
+            return await self._call("reward", as_reward, self._task.episode_reward, prompt, turns)
         assert hasattr(self._task, "reward"), "the completions of this task are rewarded together"
         text, token_ids = self._codec.decode(completion.token_ids), completion.token_ids
-        return await self._call("reward", number, self._task.reward, prompt, text, token_ids)
+        return await self._call("reward", as_reward, self._task.reward, prompt, text, token_ids)
 
     async def agent(self, function: Callable[..., Any], *arguments: Any) -> float | None:
         """Run an agent, without a place and a deadline; return its reward, or None if it returns
@@ -373,7 +373,7 @@ _CLOCK: ContextVar[_Clock | None] = ContextVar("clock")
 """Clock of the task's call in whose context ``call`` runs: a task may have threads of its own."""
 
 
-def number(value: Any) -> float:
+def as_reward(value: Any) -> float:
     """Return one reward as a float. Raises as ``float``, and TypeError for a text, whose digits
     could be those of an answer."""
     if isinstance(value, str | bytes):
@@ -384,7 +384,7 @@ def number(value: Any) -> float:
 def _reward(answer: Any) -> float | None:
     if answer is None:
         return None
-    reward = number(answer)
+    reward = as_reward(answer)
     if not sound_reward(reward):
         raise DataError(f"an agent must return a finite number, got {answer!r:.100}")
     return reward
@@ -397,7 +397,7 @@ def in_order(answer: Any) -> Any:
 
 
 def _rewards(count: int, answer: Any) -> list[float]:
-    rewards = [number(each) for each in in_order(answer)]
+    rewards = [as_reward(each) for each in in_order(answer)]
     if len(rewards) != count:
         raise DataError(f"group_reward must return a list of {count} numbers, got {answer!r:.200}")
     return rewards

@@ -27,10 +27,10 @@ from titan_grpo.rollout.task_runner import (
     Filter,
     TaskFailed,
     TaskOptions,
+    as_reward,
     at_once,
     call,
     in_order,
-    number,
     stops_of,
     unfinished,
 )
@@ -387,7 +387,7 @@ def read_rewards(answer: Any, count: int) -> list[float | None]:
     [1.0, None, 1.0]
     """
     try:
-        found = [None if each is None else number(each) for each in in_order(answer)]
+        found = [None if each is None else as_reward(each) for each in in_order(answer)]
     except (TypeError, ValueError, OverflowError):
         found = []
     finite = all(each is None or math.isfinite(each) for each in found)
