@@ -3,6 +3,7 @@ be read is shown, the rest is one line."""
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,10 +16,17 @@ from titan_grpo.observe.run_lock import held
 ALERT = ("--check", "--alert", "reward/mean > 100")
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    make_run(folder, Made(steps=3))
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    make_run(tmp_path, Made(steps=3))
-    return tmp_path
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy: each test breaks it in its way."""
+    return shutil.copytree(made, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.fixture

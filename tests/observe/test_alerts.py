@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -154,14 +155,20 @@ def test_a_mistake_in_the_section_is_one_line(section: Alerts, rule: str) -> Non
     assert list(rules(Alerts(run=["loss/kl > 1"], command="mail 'm e'"))) == []
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A run of three steps whose KL rises, by a process that has ended."""
-    recorder = Recorder(tmp_path)
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ended")
+    recorder = Recorder(folder)
     for number in (1, 2, 3):
         recorder.step(number, {names.KL: float(number), names.REWARD: 0.5})
     write_report(recorder, "run", "async")
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def run(ended: Path, tmp_path: Path) -> Path:
+    """A run of three steps whose KL rises, by a process that has ended."""
+    return shutil.copytree(ended, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.mark.parametrize(

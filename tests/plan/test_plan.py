@@ -311,7 +311,7 @@ def test_a_seed_makes_the_same_run_again_and_another_seed_another() -> None:
 
 
 def test_proposed_settings_make_the_run_better() -> None:
-    setup = replace(SMALL, servers=20, hours=0.15)
+    setup = replace(SMALL, servers=12, hours=0.1)
     before = Simulation(setup).run()
     changes, after = report.advice(setup, before)
     assert 1 <= len(changes) <= 3
@@ -321,7 +321,7 @@ def test_proposed_settings_make_the_run_better() -> None:
 
 def test_a_version_of_many_steps_gets_advice_too() -> None:
     # 140 s a version, in steps of 10 s
-    far = replace(SMALL, servers=14, parameters=10 * ONE_GB, hours=0.2)
+    far = replace(SMALL, servers=14, parameters=10 * ONE_GB, hours=0.12)
     changes, _ = report.advice(far, Simulation(far).run())
     assert changes[0].setting == "weight_sync.relay"
 
@@ -508,9 +508,9 @@ def test_a_bad_sizes_file_is_one_line_and_exit_code_2(
 def test_a_plan_that_takes_longer_says_so_beside_its_result(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for say_s, said in ((600.0, ""), (0.01, "simulating 0.5 h of 20 servers")):
+    for say_s, said in ((600.0, ""), (0.01, "simulating 0.1 h of 8 servers")):
         monkeypatch.setattr(plan, "SAY_S", say_s)
-        assert command(["plan", "--servers", "20", "--hours", "0.5"]) == 0
+        assert command(["plan", "--servers", "8", "--hours", "0.1"]) == 0
         assert capsys.readouterr().err.partition(",")[0] == said
 
 

@@ -22,7 +22,7 @@ def slept(work: Callable[[], object]) -> list[float]:
 
 
 def compute() -> None:
-    for _ in range(200):
+    for _ in range(30):
         sum(range(10_000))
 
 

@@ -18,25 +18,41 @@ TWO_STAGES = "--parallelism.pipeline_parallel_degree=2"
 HSDP = "--parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=2"
 
 RECOMPUTED = "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op"
-SHARED: dict[Kind, dict[str, tuple[int, str]]] = {
-    "qwen3": {"HSDP": (4, HSDP)},
-    "qwen3_moe": {
-        "EP": (2, "--parallelism.expert_parallel_degree=2"),
-        "HSDP": (4, HSDP),
-        "experts that are sharded too": (4, f"--parallelism.expert_parallel_degree=2 {RECOMPUTED}"),
-    },
-    "llama3": {"TP": (2, "--parallelism.tensor_parallel_degree=2"), "stages": (2, TWO_STAGES)},
+EXPERTS = "--parallelism.expert_parallel_degree=2"
+Ways = dict[str, tuple[int, str]]
+SHARED: dict[str, tuple[Kind, Ways]] = {
+    "dense": (
+        "llama3",
+        {"TP": (2, "--parallelism.tensor_parallel_degree=2"), "stages": (2, TWO_STAGES)},
+    ),
+    "experts": ("qwen3_moe", {"EP": (2, EXPERTS)}),
 }
+OF_FOUR: dict[str, tuple[Kind, Ways]] = {
+    "dense, four ranks": ("qwen3", {"HSDP": (4, HSDP)}),
+    "experts, four ranks": (
+        "qwen3_moe",
+        {"HSDP": (4, HSDP), "experts that are sharded too": (4, f"{EXPERTS} {RECOMPUTED}")},
+    ),
+}
+"""Each rank starts for 6 s of a core."""
 
 
-@pytest.mark.parametrize("kind", SHARED)
-def test_ranks_that_share_a_model_train_like_one_rank(tmp_path: Path, kind: Kind) -> None:
-    ways = [(way, ranks, 3, keys) for way, (ranks, keys) in SHARED[kind].items()]
-    found = trained(tmp_path, ("whole", 1, 3, ""), *ways, kind=kind)
-    for way in SHARED[kind]:
+@pytest.mark.parametrize(
+    ("kind", "ways"),
+    [
+        *(pytest.param(*job, id=name) for name, job in SHARED.items()),
+        *(pytest.param(*job, id=name, marks=pytest.mark.long) for name, job in OF_FOUR.items()),
+    ],
+)
+def test_ranks_that_share_a_model_train_like_one_rank(
+    tmp_path: Path, kind: Kind, ways: Ways
+) -> None:
+    jobs = [(way, ranks, 3, keys) for way, (ranks, keys) in ways.items()]
+    found = trained(tmp_path, ("whole", 1, 3, ""), *jobs, kind=kind)
+    for way in ways:
         assert_alike(found[way], found["whole"])
         assert found[way]["same_as_export"]
-    if kind == "llama3":
+    if "stages" in ways:
         assert all(found["stages"]["writing"]), "each rank publishes its own stage"
 
 
