@@ -26,7 +26,8 @@ from titan_grpo.errors import (
     kind_of,
 )
 from titan_grpo.protocol.messages import ServerState
-from titan_grpo.rollout.client import LocalTransport, RolloutClient
+from titan_grpo.rollout.child import LocalTransport
+from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.engine_calls import (
     CLOSE,
     METHODS,
@@ -347,7 +348,7 @@ def test_a_service_that_was_restarted_fails_what_it_had_begun_and_nothing_else(
         pausing = pool.submit(one.pause)
         assert server.holding.wait(WAIT_S)
         far.restart()
-        with pytest.raises(ServerUnreachable, match="lost this run's session while"):
+        with pytest.raises(ServerUnreachable, match="lost this run's session; it was making"):
             pausing.result(WAIT_S)
     lost = "was not called: the rollout service lost the session"
     with pytest.raises(ServerUnreachable, match=f"finish {lost}"):

@@ -13,7 +13,7 @@ from tests.rigs.trainer_handle import wait_until
 from tests.rollout.conftest import MakeServer, StartClient
 from tests.rollout.rows import SUMS, write_rows
 from titan_grpo.errors import TaskError
-from titan_grpo.rollout import client
+from titan_grpo.rollout import child
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
@@ -164,7 +164,7 @@ def reward(completions, answer):
 def test_a_rollout_process_that_stands_still_is_named_and_may_go_on(
     started: StartClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "SILENT_S", 0.5)
+    monkeypatch.setattr(child, "SILENT_S", 0.5)
     before = set(psutil.Process().children())
     made = started(STOPPED, prompts_per_step=1)
     (process,) = set(psutil.Process().children()) - before

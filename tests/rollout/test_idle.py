@@ -10,7 +10,8 @@ from tests.rigs.census import wakes
 from tests.rigs.present import present
 from tests.rollout.conftest import MakeServer
 from titan_grpo.protocol.messages import ServerState
-from titan_grpo.rollout.client import LocalTransport, RolloutClient
+from titan_grpo.rollout.child import LocalTransport
+from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.messages import RolloutSpec
 
 REQUESTS, QUIET_S, TRIES = 64, 1.0, 20

@@ -1,6 +1,5 @@
 """Both worker transports: what a client may rely on, and which failures the remote one survives."""
 
-import dataclasses
 import json
 import os
 import queue
@@ -8,27 +7,27 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import psutil
 import pytest
 
 from tests.rigs.present import present
 from tests.rigs.signals import signal_at
-from tests.rigs.sockets import free_port
 from tests.rigs.threads import no_free_thread
 from tests.rigs.trainer_handle import wait_until
+from tests.rollout.cluster import ANY, Cluster
 from tests.rollout.conftest import MakeServer, StartClient
 from titan_grpo.errors import ConfigError
 from titan_grpo.protocol.frames import End
 from titan_grpo.protocol.messages import ServerState, new_run_id
-from titan_grpo.rollout.client import LocalTransport, RolloutClient, RolloutsLate
+from titan_grpo.rollout.child import LocalTransport
+from titan_grpo.rollout.client import RolloutClient, RolloutsLate
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
 from titan_grpo.rollout.messages import (
     FORMAT,
@@ -40,118 +39,13 @@ from titan_grpo.rollout.messages import (
     RolloutSpec,
     RolloutStopped,
     ServerLeft,
-    WorkerTransport,
     encode,
 )
-from titan_grpo.rollout.remote import RemoteTransport
-from titan_grpo.rollout.service import Service, Session
+from titan_grpo.rollout.service import Session
 from titan_grpo.samples import Group
 
-PER_STEP, GROUP, KEY = 2, 2, "a-secret"
-ANY = "127.0.0.1:0"
+PER_STEP, GROUP = 2, 2
 WAIT_S = 60.0
-
-
-class Relay:
-    """An HTTP server that passes requests on as ``way`` says: "" (as it is), "drop" (before),
-    "lose" (the answer), "twice", "late" (after the next one), "away" (it finds no service), or
-    "page" (it says so with 200)."""
-
-    def __init__(self, target: str, way: Callable[[], str]) -> None:
-        self.target, self.way = target, way
-        self.passed = 0
-        self._late: list[Request] = []
-        self._lock = threading.Lock()
-        self._server = HttpServer(ANY, "", self._answer, "the relay")
-        self.url = f"http://{self._server.address}"
-
-    def _answer(self, request: Request) -> Reply:
-        with self._lock:
-            way = self.way()
-            late, self._late = self._late, [request] if way == "late" else []
-        answers = [
-            self._pass(request)
-            for _ in range({"drop": 0, "away": 0, "page": 0, "late": 0, "twice": 2}.get(way, 1))
-        ]
-        for old in late:
-            self._pass(old)
-        if way == "away":
-            return Reply(404, {"error": "default backend"})
-        if way == "page":
-            return Reply(200, b"<html>", kind="text/html")
-        lost = Reply(502, {"error": "lost on the way"})
-        return lost if way in ("drop", "lose", "late") else answers[-1]
-
-    def _pass(self, request: Request) -> Reply:
-        self.passed += 1
-        headers = {"Authorization": f"Bearer {KEY}"}
-        url = self.target + request.path
-        try:
-            answer = httpx.request(
-                request.method,
-                url,
-                content=request.body,
-                headers=headers,
-                trust_env=False,
-                timeout=40,
-            )
-        except httpx.HTTPError as error:
-            return Reply(502, {"error": repr(error)})
-        return Reply(answer.status_code, answer.json())
-
-    def close(self) -> None:
-        self._server.close()
-
-
-class Cluster:
-    """A service that can be restarted at its address, and clients of it, which all end with the
-    test."""
-
-    def __init__(self, spec: RolloutSpec) -> None:
-        self.spec = spec
-        self.address = f"127.0.0.1:{free_port()}"
-        self.said: list[str] = []
-        self.lease_s = 120.0
-        self.service: Service | None = None
-        self.closing: list[Callable[[], None]] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.address}"
-
-    def serve(self) -> None:
-        self.service = Service(self.address, KEY, self.lease_s, self.said.append)
-
-    def stop(self) -> None:
-        if self.service is not None:
-            self.service.close()
-
-    def transport(self, **changes: Any) -> RemoteTransport:
-        return RemoteTransport(**{"url": self.url, "key": KEY, "deadline_s": 60.0, **changes})
-
-    def client(self, transport: WorkerTransport | None = None, **changes: Any) -> RolloutClient:
-        client = RolloutClient(
-            dataclasses.replace(self.spec, **changes),
-            "",
-            transport if transport is not None else self.transport(),
-        )
-        self.closing.insert(0, lambda: client.close(5))
-        return client
-
-    def relay(self, way: Callable[[], str]) -> Relay:
-        relay = Relay(self.url, way)
-        self.closing.append(relay.close)
-        return relay
-
-    def http(self) -> httpx.Client:
-        """A client of the service's routes."""
-        headers = {"Authorization": f"Bearer {KEY}"}
-        return httpx.Client(base_url=self.url, headers=headers, trust_env=False, timeout=60)
-
-    def run(self) -> str:
-        """The run that has the service."""
-        with self.http() as http:
-            return str(http.get("/status").json()["run"])
 
 
 @pytest.fixture
@@ -274,13 +168,13 @@ def test_what_is_sent_while_the_process_loads_is_taken_once_it_has(cluster: Clus
 
 
 @pytest.mark.usefixtures("ends_by_signals")
-@pytest.mark.parametrize("line", [5, 9])
+@pytest.mark.parametrize("line", [7, 18])
 def test_a_signal_in_the_middle_of_the_processs_start_leaves_a_client_that_closes(
     cluster: Cluster, line: int
 ) -> None:
     """Before, the close raised: there was no thread, or not yet a started one."""
     client = cluster.client(LocalTransport())
-    with signal_at(LocalTransport.start, line), pytest.raises(SystemExit) as caught:
+    with signal_at(LocalTransport._begin, line), pytest.raises(SystemExit) as caught:
         client.start(WAIT_S)
     assert caught.value.code == 128 + signal.SIGTERM
     client.close(WAIT_S)
@@ -303,12 +197,26 @@ def test_a_closed_transport_leaves_no_process(
         client.next_batch(0, PER_STEP, 1)
 
 
-def test_a_process_that_dies_is_an_error_of_the_next_batch(start: StartClient) -> None:
-    client = start()
-    (child,) = children()
-    psutil.Process(child).kill()
+def test_a_killed_process_is_replaced_unless_it_had_made_no_group(
+    start: StartClient, completion_server: MakeServer
+) -> None:
+    def replaced() -> set[int]:
+        (killed,) = before = children()
+        psutil.Process(killed).kill()
+        assert wait_until(lambda: bool(children() - before), 60)
+        return children() - before
+
+    server, client = completion_server(), start()
+    client.set_server(ServerState(server.url, 0, True, "0"))
+    batches = [client.next_batch(0, PER_STEP, 60)]
+    replaced()
+    client.set_server(ServerState(server.url, 2, True, "2"))
+    batches += [client.next_batch(version, PER_STEP, 60) for version in (1, 2)]
+    assert indices(*batches) == [*range(3 * PER_STEP)]
+    server.behaviour = server.hang
+    psutil.Process(*replaced()).kill()
     with pytest.raises(RolloutStopped, match=r"ended with signal 9 \(out of memory, maybe\)"):
-        client.next_batch(0, PER_STEP, 60)
+        [client.next_batch(version, PER_STEP, 60) for version in (3, 4, 5)]
 
 
 def test_a_poll_is_answered_by_the_next_frame_and_not_before(cluster: Cluster) -> None:

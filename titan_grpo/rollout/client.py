@@ -1,10 +1,7 @@
-"""Rank 0's handle of its rollouts, and the transport to a rollout process as a child. remote.py has
-the transport to a service."""
+"""Rank 0's handle of its rollouts. child.py has the transport to a rollout process as a child,
+remote.py the one to a service."""
 
 import logging
-import os
-import socket
-import subprocess
 import threading
 import time
 from collections import Counter
@@ -27,11 +24,11 @@ from titan_grpo.errors import (
 )
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
+from titan_grpo.rollout.child import LocalTransport
 from titan_grpo.rollout.engine_calls import RemoteControl
 from titan_grpo.rollout.messages import (
     Cursor,
     Message,
-    OnMessage,
     RolloutSpec,
     RolloutStopped,
     SessionLost,
@@ -39,14 +36,7 @@ from titan_grpo.rollout.messages import (
 )
 from titan_grpo.rollout.records import GroupRecorder
 from titan_grpo.samples import Group
-from titan_grpo.subprocesses import (
-    helper_environment,
-    how_ended,
-    start_module,
-    unbroken,
-    wait_process,
-)
-from titan_grpo.unix_rpc import SILENT_S, Pipe
+from titan_grpo.subprocesses import unbroken
 
 logger = logging.getLogger(__name__)
 
@@ -59,85 +49,11 @@ class RolloutsLate(RolloutStopped):
     version recent enough."""
 
 
-class LocalTransport:
-    """Transport to ``rollout.worker`` as a child process. The child ends when this process does,
-    even by SIGKILL: the socket between them closes."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self, spec: RolloutSpec, on_message: OnMessage) -> None:
-        self.on_message = on_message
-        # No GPU is visible to the rollout process.
-        self._process, self._socket = start_module(
-            "titan_grpo.rollout.worker",
-            env=helper_environment(os.environ) | {"CUDA_VISIBLE_DEVICES": ""},
-        )
-        # A second descriptor, for the shutdown in close(): a process that a task forked may keep
-        # the child's end open, so that the child's exit alone would not end the receiving thread.
-        self._pipe = Pipe(self._socket.dup(), self)
-        self._pipe.post("begin", spec)
-        self._thread = threading.Thread(target=self._receive, name="rollout-receive", daemon=True)
-        try:
-            self._pipe.start()
-            self._thread.start()
-        except RuntimeError as error:  # this host has no thread left now
-            process, self._process = self._process, None
-            process.kill()
-            wait_process(process, 5.0)
-            raise OSError(f"no thread for the rollout process's pipe: {error}") from error
-
-    def send(self, message: messages.ToWorker, within_s: float | None = None) -> None:
-        self._pipe.post("take", message)
-
-    def close(self, deadline_s: float) -> None:
-        """Stop the process (kill it past the deadline) and the threads."""
-        if self._process is None:
-            return
-        self.send(messages.Stop())
-        try:
-            wait_process(self._process, deadline_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            # A process in an uninterruptible wait of the kernel outlives the kill for a while.
-            with suppress(subprocess.TimeoutExpired):
-                wait_process(self._process, 5.0)
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(5.0)
-        self._pipe.close(5.0)
-        self._socket.close()
-        self._process = None
-
-    def _receive(self) -> None:
-        try:
-            self._pipe.receive(SILENT_S, SILENT_S, self._say_silent)
-        except Exception as error:  # noqa: BLE001 - top of a thread: next_batch raises it
-            text = f"the rollout process sent something unreadable: {error!r}"
-        else:
-            text = f"the rollout process ended with {self._exit_status()}; its last output is above"
-        self.on_message(RolloutStopped(text))
-
-    def _say_silent(self, seconds: float) -> None:
-        # It may go on; rollout.batch_timeout_s bounds this.
-        why = "a task's code holds its interpreter, or it is stopped"
-        text = f"the rollout process has given no sign for {seconds:g} s: {why}"
-        self.on_message(messages.Event(text, {}))
-
-    def _exit_status(self) -> str:
-        process = self._process
-        if process is None:
-            return "its client"
-        with suppress(subprocess.TimeoutExpired):
-            return how_ended(wait_process(process, 5.0))
-        return "its connection closed while it still runs"
-
-
 class RolloutClient:
     """Client of the worker at the other end of a transport: sends it versions, takes finished
     groups. Only next_batch, start, drain, engine_call, in_flight and close block, with deadlines.
 
-    A remote that lost the session (``SessionLost``) gets the state again. Finished groups keep
+    A worker that lost the session (``SessionLost``) gets the state again. Finished groups keep
     their places in the admission; unfinished groups are made again.
     """
 
@@ -460,10 +376,7 @@ class RolloutClient:
         with self._changed:
             theirs, self._theirs = self._theirs, {}
             self._own.update({n: c for n, c in theirs.items() if messages.IN_FLIGHT not in n})
-            self._lose(
-                "the rollout service lost this run's session while it made the call: its outcome is"
-                " unknown"
-            )
+            self._lose(f"{lost.why}; it was making the call, whose outcome is unknown")
             self._own["sessions_lost"] += 1
             spec = replace(
                 self._spec,
@@ -474,9 +387,8 @@ class RolloutClient:
             lost.resync(spec, (messages.TrainerVersion(self._version), *self._servers.values()))
             self._changed.notify_all()
         logger.warning(
-            "rollout: the service lost this run's session; %d finished groups are kept, others are"
-            " made again",
-            len(spec.waiting),
+            "rollout: %s; %d finished groups are kept, others are made again",
+            *(lost.why, len(spec.waiting)),
         )
 
     def _drop_stale(self, indices: Sequence[int]) -> None:

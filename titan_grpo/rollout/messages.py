@@ -420,14 +420,16 @@ class RolloutStopped(TitanGrpoError):
 
 @dataclass(frozen=True, slots=True)
 class SessionLost:
-    """The remote lost our session (restart or lease expiry). Unanswered messages are lost; send the
-    state again.
+    """The worker lost our session (it was killed, or the lease of a service expired). Unanswered
+    messages are lost; send the state again.
 
     ``resync`` opens a new session with a spec and its first messages. Messages sent after it belong
-    to the new session, so call it under the lock that guards ``send``. Never blocks.
+    to the new session, so call it under the lock that guards ``send``. Waits for nothing; raises
+    OSError if a process cannot be started. ``why``: in words.
     """
 
     resync: Callable[[RolloutSpec, Sequence[ToWorker]], None]
+    why: str
 
 
 Message = FromWorker | SessionLost | TitanGrpoError

@@ -184,7 +184,9 @@ class RemoteTransport:
                     # Both threads may be refused: the second one finds a new session here. And
                     # close() ends the session under a pending poll.
                     if session == self._end.session and not self._closing:
-                        self._on_message(SessionLost(self._begin))
+                        self._on_message(
+                            SessionLost(self._begin, "the service lost this run's session")
+                        )
             elif error.status >= 500 or passes:
                 self._silent(due, error)
             else:

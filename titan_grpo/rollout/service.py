@@ -28,7 +28,7 @@ from titan_grpo.protocol import frames
 from titan_grpo.protocol.lease import Lease
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout import messages
-from titan_grpo.rollout.client import LocalTransport
+from titan_grpo.rollout.child import LocalTransport
 from titan_grpo.rollout.httpd import RETRY_AFTER_S, HttpServer, Reply, Request
 from titan_grpo.rollout.messages import (
     FORMAT,
@@ -76,6 +76,8 @@ class Session:
         self._changed = threading.Condition()
         self._end = frames.End(name)
         self.closing = False
+        self.lost = ""
+        """How the rollout process ended, if it was killed."""
         self.counters: dict[str, int] = {}
         """Latest counters of the rollout process, without those of servers that left."""
         self._servers: set[str] = set()
@@ -115,7 +117,12 @@ class Session:
         self._worker.close(deadline_s)
 
     def _on_message(self, message: Message) -> None:
-        assert not isinstance(message, SessionLost), "a child process has one session"
+        if isinstance(message, SessionLost):
+            # The trainer has the state for the next process: let it open another session.
+            with self._changed:
+                self.lost, self.closing = message.why, True
+                self._changed.notify_all()
+            return
         if isinstance(message, TitanGrpoError):
             config = isinstance(message, ConfigError)
             message = messages.Failed("config" if config else "bug", str(message))
@@ -285,7 +292,7 @@ class Service:
             session, self._session = self._session, None
         if session is not None:
             session.close(CLOSE_S)
-            self._say(f"the session has ended: {why}")
+            self._say(f"the session has ended: {session.lost or why}")
 
 
 class _NoSession(Exception):

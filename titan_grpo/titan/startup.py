@@ -19,7 +19,8 @@ from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.observe.report import write_whole
 from titan_grpo.observe.terminal import is_consequence, waiting
-from titan_grpo.rollout.client import LocalTransport, RolloutClient
+from titan_grpo.rollout.child import LocalTransport
+from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.messages import RolloutSpec, WorkerTransport
 from titan_grpo.rollout.records import ReplayClient
 from titan_grpo.rollout.remote import RemoteTransport
