@@ -147,7 +147,7 @@ def test_a_run_outlives_the_service_that_makes_its_rollouts_and_shows_what_they_
         service.start()
         gate.touch()
         assert training.finish() == 0, training.log
-    assert any("the service lost this run's session" in line for line in training.lines), (
+    assert any("the rollout service lost this run's session" in line for line in training.lines), (
         training.log
     )
     site.assert_serves()

@@ -77,6 +77,7 @@ class Cluster:
         self.spec = spec
         self.address = f"127.0.0.1:{free_port()}"
         self.said: list[str] = []
+        """What the service and the clients report."""
         self.lease_s = 120.0
         self.service: Service | None = None
         self.closing: list[Callable[[], None]] = []
@@ -100,6 +101,7 @@ class Cluster:
             dataclasses.replace(self.spec, **changes),
             "",
             transport if transport is not None else self.transport(),
+            self.said.append,
         )
         self.closing.insert(0, lambda: client.close(5))
         return client

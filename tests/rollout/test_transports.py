@@ -198,7 +198,7 @@ def test_a_closed_transport_leaves_no_process(
 
 
 def test_a_killed_process_is_replaced_unless_it_had_made_no_group(
-    start: StartClient, completion_server: MakeServer
+    start: StartClient, cluster: Cluster, completion_server: MakeServer
 ) -> None:
     def replaced() -> set[int]:
         (killed,) = before = children()
@@ -213,6 +213,8 @@ def test_a_killed_process_is_replaced_unless_it_had_made_no_group(
     client.set_server(ServerState(server.url, 2, True, "2"))
     batches += [client.next_batch(version, PER_STEP, 60) for version in (1, 2)]
     assert indices(*batches) == [*range(3 * PER_STEP)]
+    assert any("ended with signal 9" in line for line in cluster.said)
+    assert any("finished groups are kept, others are made again" in line for line in cluster.said)
     server.behaviour = server.hang
     psutil.Process(*replaced()).kill()
     with pytest.raises(RolloutStopped, match=r"ended with signal 9 \(out of memory, maybe\)"):

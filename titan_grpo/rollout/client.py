@@ -62,8 +62,11 @@ class RolloutClient:
         spec: RolloutSpec,
         record_path: str = "",
         transport: WorkerTransport | None = None,
+        report: Callable[[str], None] = logger.warning,
     ) -> None:
-        """``transport``: None for a child process."""
+        """``transport``: None for a child process. ``report``: called with a line, on a thread of
+        the transport, when a session was lost."""
+        self._report = report
         self._spec = spec
         self._transport: WorkerTransport = transport or LocalTransport()
         self._cursor = Cursor.from_state(spec.state.get("cursor", {}))
@@ -386,9 +389,8 @@ class RolloutClient:
             )
             lost.resync(spec, (messages.TrainerVersion(self._version), *self._servers.values()))
             self._changed.notify_all()
-        logger.warning(
-            "rollout: %s; %d finished groups are kept, others are made again",
-            *(lost.why, len(spec.waiting)),
+        self._report(
+            f"{lost.why}; {len(spec.waiting)} finished groups are kept, others are made again"
         )
 
     def _drop_stale(self, indices: Sequence[int]) -> None:

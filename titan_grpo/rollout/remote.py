@@ -185,7 +185,7 @@ class RemoteTransport:
                     # close() ends the session under a pending poll.
                     if session == self._end.session and not self._closing:
                         self._on_message(
-                            SessionLost(self._begin, "the service lost this run's session")
+                            SessionLost(self._begin, "the rollout service lost this run's session")
                         )
             elif error.status >= 500 or passes:
                 self._silent(due, error)

@@ -152,7 +152,7 @@ class Controller:
         self._servers.start()
         # Before the wait for servers: a mistake in a task is reported at once.
         rollouts = self._rollouts = start_rollouts(
-            self._job, self._model_dir, version, state, os.environ, pool.manifest.total_bytes
+            self._job, self._model_dir, version, state, pool.manifest.total_bytes, self.warn
         )
         ends.callback(self._close_rollouts)
         remote = rollout.controller != "local" and isinstance(rollouts, RolloutClient)

@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from glob import glob
@@ -108,11 +108,11 @@ def start_rollouts(
     model_dir: str,
     version: int,
     state: str,
-    environ: Mapping[str, str],
     nbytes: int,
+    report: Callable[[str], None],
 ) -> Rollouts:
     """Start the rollouts for training that continues from ``version``. ``state``: the rollout state
-    of a checkpoint, or empty. ``nbytes``: of a version.
+    of a checkpoint, or empty. ``nbytes``: of a version. ``report``: see RolloutClient.
 
     Raises ConfigError or DataError as the task, the tokenizer or the records do, RolloutStopped if
     no rollouts can come.
@@ -134,9 +134,9 @@ def start_rollouts(
     transport: WorkerTransport = LocalTransport()
     if rollout.controller != "local":
         spec = placed(spec)
-        key = required_key(environ, "controller_key_env", rollout.controller_key_env)
+        key = required_key(os.environ, "controller_key_env", rollout.controller_key_env)
         transport = RemoteTransport(rollout.controller, key, rollout.controller_deadline_s)
-    client = RolloutClient(spec, rollout.record_path, transport)
+    client = RolloutClient(spec, rollout.record_path, transport, report)
     with ExitStack() as failed:
         failed.callback(client.close)
         with waiting("task, dataset and tokenizer", sync.startup_deadline_s):
