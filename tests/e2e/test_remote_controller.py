@@ -189,3 +189,29 @@ def check_shown(out: Path, begun: Reference) -> None:
     assert {names.RATIO_MAX, names.IMPORTANCE_MAX, names.LOGPROB} <= row.keys()
     assert report.run([str(out)], {}) == 0
     assert "<main" in (out / "report.html").read_text()
+
+
+@pytest.mark.long
+def test_a_run_outlives_a_killed_rollout_process_and_uses_each_prompt_once_in_order(
+    runs: Runs, site: Site, tmp_path: Path
+) -> None:
+    out, record, steps = tmp_path / "out", tmp_path / "record.jsonl", 12
+    settings = {
+        "rollout.prompts_per_step": PROMPTS,
+        "rollout.record_path": record,
+        "training.steps": steps,
+    }
+    with runs.start(out, [site.url], *keys(settings), nproc=2) as training:
+        training.wait_step(3)
+        processes = psutil.Process(training.process.pid).children(recursive=True)
+        (rollouts,) = [p for p in processes if "titan_grpo.rollout.worker" in p.cmdline()]
+        rollouts.kill()
+        assert training.finish() == 0, training.log
+    site.assert_serves()
+    summary = runs.summary(out)
+    assert summary["versions_committed"][site.url]["last"] == steps
+    (error,) = summary["errors"]
+    assert error.startswith("the rollout process ended with signal 9 (out of memory, maybe), and")
+    batches = [json.loads(line)["groups"] for line in record.read_text().splitlines()]
+    prompts = [group["prompt"]["index"] for groups in batches for group in groups]
+    assert prompts == [*range(steps * PROMPTS)]
