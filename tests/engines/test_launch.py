@@ -1,9 +1,12 @@
 """Launching: the command, the environment, and that nothing outlives its owner. No engine here; e2e
 has the real ones."""
 
+import contextlib
 import json
 import os
+import queue
 import shlex
+import signal
 import socket
 import sys
 import textwrap
@@ -14,10 +17,17 @@ from typing import Any
 import pytest
 
 from tests.rigs.trainer_handle import wait_until
-from titan_grpo.engines import sglang, vllm
+from titan_grpo.engines import launch, sglang, vllm
 from titan_grpo.engines.generation import RETURN_ROUTES
-from titan_grpo.engines.launch import Server, ServerSpec, command, environment
-from titan_grpo.errors import ServerUnreachable
+from titan_grpo.engines.launch import (
+    Restarts,
+    Server,
+    ServerGroup,
+    ServerSpec,
+    command,
+    environment,
+)
+from titan_grpo.errors import ServerUnreachable, TitanGrpoError
 from titan_grpo.patches import sglang_cpu
 from titan_grpo.runkey import KEY_FILE_VARIABLE, KEY_VARIABLE, Key
 
@@ -249,3 +259,76 @@ def test_the_log_of_a_server_has_nothing_of_one_that_still_ends(tmp_path: Path) 
             assert wait_until(lambda: not second.alive(), 60.0)
         first.stop()
     assert log.read_bytes() == b"new\n"
+
+
+SERVING = """
+    import os, sys
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+    from pathlib import Path
+
+    folder = Path(sys.argv[0]).parent
+    if (folder / "broken").exists():
+        raise OSError("no GPU")
+
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+    (folder / "pid").write_text(str(os.getpid()))
+    HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
+"""
+
+
+def test_a_runs_server_that_ends_is_started_again_at_its_port_unless_it_never_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before, a run on servers of its own waited half an hour for one that had crashed."""
+    monkeypatch.setattr(launch, "LOOK_S", 0.05)
+    said, failed = queue.SimpleQueue[str](), queue.SimpleQueue[TitanGrpoError]()
+    group = ServerGroup([spec(tmp_path, SERVING)])
+
+    def kill() -> None:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+    with contextlib.ExitStack() as ends:
+        ends.callback(group.stop)
+        group.start()
+        group.wait_healthy(60)
+        (url,) = group.urls
+        group.watch(Restarts(lambda: [url], said.put, failed.put))
+        kill()
+        again = "the launched server {} ended with signal 9 (out of memory, maybe): it is started"
+        assert said.get(timeout=60) == again.format("server") + " again"
+        shown = ""
+
+        def healthy() -> bool:
+            nonlocal shown
+            shown += capsys.readouterr().err
+            return shown.count(f"vllm at {url} is healthy after ") == 2
+
+        assert wait_until(healthy, 60.0)
+        assert group.urls == (url,)
+        (tmp_path / "broken").touch()
+        kill()
+        assert said.get(timeout=60) == again.format("server-2") + " again"
+        last = "the launched server server-3 ended with exit code 1"
+        why = ", its first error: OSError: no GPU"
+        assert said.get(timeout=60) == f"{last} before it was healthy{why}: it is not started again"
+        assert str(failed.get(timeout=60)) == f"no server is left: {last}{why}"
+    assert {path.name for path in (tmp_path / "log").iterdir()} == {
+        f"server{number}.log" for number in ("", "-2", "-3")
+    }
+
+
+def test_a_server_that_has_left_the_run_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Server(spec(tmp_path, "")) as server:
+        assert wait_until(lambda: not server.alive(), 60.0)
+        lines: list[object] = []
+        assert not Restarts(lambda: ["http://another"], lines.append, lines.append).look(server)
+        assert lines == []
+        assert Restarts(lambda: [server.url], lines.append, lines.append).look(server)
+        monkeypatch.setattr(launch, "received", [signal.SIGTERM])
+        assert not Restarts(lambda: [server.url], lines.append, lines.append).look(server)

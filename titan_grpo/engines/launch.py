@@ -9,22 +9,31 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 
 from titan_grpo.engines import sglang, vllm
 from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.server import dialect
-from titan_grpo.errors import ServerRefused, ServerUnreachable
+from titan_grpo.errors import ServerRefused, ServerUnreachable, TitanGrpoError
 from titan_grpo.observe import terminal
 from titan_grpo.observe.terminal import waiting
 from titan_grpo.runkey import Key, with_run_key
-from titan_grpo.subprocesses import Guarded, how_ended, past_proxies, without_torchrun
+from titan_grpo.subprocesses import (
+    Guarded,
+    how_ended,
+    past_proxies,
+    received,
+    without_torchrun,
+)
 
-LOG_TAIL = 2000
-"""Characters."""
+LOG_END, LOG_TAIL = 1 << 20, 2000
+"""Bytes of the end of a log that are read, and characters that are shown."""
 POLL_S = 0.25
+LOOK_S = 2.0
+"""Seconds between two looks at the servers of a run."""
 GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL."""
 _ERROR = re.compile(r"^(?:.*?[\])] )?((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.MULTILINE)
@@ -168,29 +177,38 @@ class Server:
 
         Raises ServerUnreachable, with what the log says, if the process ends or at the deadline.
         """
-        health = dialect(self.spec.engine).health(2.0)
+        while not self.healthy():
+            if not self.alive():
+                what = f"{self.ended()} before it was healthy"
+            elif time.monotonic() > self._started + deadline_s:
+                what = f"was not healthy after {deadline_s:g} s"
+            else:
+                threading.Event().wait(POLL_S)
+                continue
+            raise ServerUnreachable(
+                f"{self.url}: the launched server {what}{self.why()}; see {self.spec.log_path},"
+                f" which ends with:\n{self._said()[-LOG_TAIL:]}"
+            )
+        return self.age_s
+
+    def healthy(self) -> bool:
+        """Return whether /health answers 200."""
         with SyncDriver(self.url) as driver:
-            while True:
-                with contextlib.suppress(ServerUnreachable, ServerRefused):
-                    driver.run(health)
-                    self._forget_start()
-                    return time.monotonic() - self._started
-                status = self._guarded.poll()
-                if status is not None:
-                    what = f"ended with {how_ended(status)} before it was healthy"
-                elif time.monotonic() > self._started + deadline_s:
-                    what = f"was not healthy after {deadline_s:g} s"
-                else:
-                    threading.Event().wait(POLL_S)
-                    continue
-                log = Path(self.spec.log_path)
-                said = log.read_text(errors="replace")
-                if error := first_error(said):
-                    what += f", its first error: {error}"
-                raise ServerUnreachable(
-                    f"{self.url}: the launched server {what}; see {log}, which ends with:\n"
-                    f"{said[-LOG_TAIL:]}"
-                )
+            try:
+                driver.run(dialect(self.spec.engine).health(2.0))
+            except (ServerUnreachable, ServerRefused):
+                return False
+        self._forget_start()
+        return True
+
+    @property
+    def name(self) -> str:
+        return Path(self.spec.log_path).stem
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since its start."""
+        return time.monotonic() - self._started
 
     def signal(self, number: int) -> None:
         """Signal every process of the server; SIGSTOP and SIGCONT freeze and thaw it."""
@@ -198,6 +216,20 @@ class Server:
 
     def alive(self) -> bool:
         return self._guarded.poll() is None
+
+    def ended(self) -> str:
+        """Return in words how it ended."""
+        return f"ended with {how_ended(self._guarded.poll())}"
+
+    def why(self) -> str:
+        """Return the first error at the end of its log in words, or ""."""
+        error = first_error(self._said())
+        return f", its first error: {error}" if error else ""
+
+    def _said(self) -> str:
+        with open(self.spec.log_path, "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_END))
+            return log.read().decode(errors="replace")
 
     def stop(self) -> None:
         """Send SIGTERM, after the grace SIGKILL, to the whole group, and wait for its end
@@ -219,10 +251,13 @@ class Server:
 
 
 class ServerGroup:
-    """Servers that start and stop together."""
+    """Servers of a run, which start and stop together."""
 
     def __init__(self, specs: Sequence[ServerSpec]) -> None:
         self._specs, self._servers = tuple(specs), list[Server]()
+        self._changing = threading.Lock()
+        """Held while a server is replaced, and while ``stop`` takes them all."""
+        self._stopping = threading.Event()
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -237,19 +272,85 @@ class ServerGroup:
         """Wait until every server answers. Raises ServerUnreachable with the end of the log of a
         server that does not."""
         for server in self._servers:
-            log = Path(server.spec.log_path)
-            with waiting(f"the launched server {log.stem} (log: {log})", deadline_s):
-                started_s = server.wait_healthy(deadline_s)
-            terminal.print_status(
-                f"{server.spec.engine} at {server.url} is healthy after {started_s:.0f} s"
-            )
+            what = f"the launched server {server.name} (log: {server.spec.log_path})"
+            with waiting(what, deadline_s):
+                _say_healthy(server, server.wait_healthy(deadline_s))
+
+    def watch(self, run: "Restarts") -> None:
+        """Start a server again that ends from now on; call it after ``wait_healthy``."""
+        if self._servers:
+            # A daemon, which ``stop`` does not wait for: it may be looking at a server.
+            threading.Thread(target=self._watch, args=(run,), name="launched", daemon=True).start()
+
+    def _watch(self, run: "Restarts") -> None:
+        try:
+            while not self._stopping.wait(LOOK_S):
+                for n, server in enumerate(tuple(self._servers)):
+                    if run.look(server):
+                        self._replace(n, server)
+        except Exception as error:  # noqa: BLE001 - top of a thread
+            run.report(f"launched servers that end are not started again any more: {error!r}")
+
+    def _replace(self, n: int, ended: Server) -> None:
+        """Start a server again, at its port and with a log of its own. Raises OSError."""
+        ended.stop()  # what is left of its group has memory and the port
+        log = Path(self._specs[n].log_path)
+        path = next(p for i in count(2) if not (p := log.with_stem(f"{log.stem}-{i}")).exists())
+        with self._changing:
+            if not self._stopping.is_set():
+                self._servers[n] = Server(replace(ended.spec, log_path=str(path)))
 
     def stop(self) -> None:
         """Stop the started servers; log those that do not end in time. Idempotent."""
-        while self._servers:
-            server = self._servers.pop()
+        self._stopping.set()
+        with self._changing:
+            servers, self._servers = self._servers, []
+        while servers:
+            server = servers.pop()
             try:
                 server.stop()
             except subprocess.TimeoutExpired as error:
                 # Go on: the remaining servers would outlive this process's work.
                 logger.warning("the launched server %s may still run: %s", server.url, error)
+
+
+class Restarts:
+    """Which launched servers of a run are started again: each that ends, unless it ends before it
+    was healthy, since the next one would end like it, and unless it has left the run."""
+
+    def __init__(
+        self,
+        wanted: Callable[[], Collection[str]],
+        report: Callable[[str], None],
+        fail: Callable[[TitanGrpoError], None],
+    ) -> None:
+        """``wanted``: returns the URLs of the run's servers. ``report``: called with a line.
+        ``fail``: called with an error once no server of the run can come back. All three are called
+        on a thread of the group's."""
+        self._wanted, self.report, self._fail = wanted, report, fail
+        self._starting, self._gone = set[str](), set[str]()
+
+    def look(self, server: Server) -> bool:
+        """Return whether to start the server again now."""
+        if server.alive():
+            if server.url in self._starting and server.healthy():
+                self._starting.discard(server.url)
+                _say_healthy(server, server.age_s)
+            return False
+        # A signal to all processes of a job ends its servers too.
+        if received or server.url in self._gone or server.url not in self._wanted():
+            return False
+        ended, why = f"the launched server {server.name} {server.ended()}", server.why()
+        if server.url not in self._starting:
+            self._starting.add(server.url)
+            self.report(f"{ended}{why}: it is started again")
+            return True
+        self._gone.add(server.url)
+        self.report(f"{ended} before it was healthy{why}: it is not started again")
+        if self._gone >= set(self._wanted()):
+            self._fail(ServerUnreachable(f"no server is left: {ended}{why}"))
+        return False
+
+
+def _say_healthy(server: Server, seconds: float) -> None:
+    terminal.print_status(f"{server.spec.engine} at {server.url} is healthy after {seconds:.0f} s")

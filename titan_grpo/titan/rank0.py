@@ -23,7 +23,7 @@ from titan_grpo.algorithm.loss import Collapse
 from titan_grpo.config import check_rate, engines_read_calls, sends_adapters
 from titan_grpo.config.rollout import known_gpus, read_key
 from titan_grpo.engines.http import ServerAccess
-from titan_grpo.engines.launch import ServerGroup
+from titan_grpo.engines.launch import Restarts, ServerGroup
 from titan_grpo.engines.server import RolloutNeeds, ServerControl
 from titan_grpo.errors import ServerUnfit, ServerUnreachable
 from titan_grpo.observe import alerts, dashboards, names, report, terminal
@@ -206,6 +206,7 @@ class Controller:
         # It opens the images within connect_deadline_s, however late the servers came.
         self.sync_process.wait_begun(max(deadline - time.monotonic(), sync.connect_deadline_s))
         servers, file = self.sync_process.servers, rollout.servers_file
+        self._servers.watch(Restarts(lambda: servers.urls, self.warn, rollouts.fail))
         ends.callback(Membership(servers, self._run_dir, rollouts.in_flight, file).close)
         if address := self._job.dashboards.metrics_address:
             ends.callback(self._listen(address).close)
