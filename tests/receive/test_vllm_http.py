@@ -6,12 +6,14 @@ import json
 import runpy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from titan_grpo.engines import vllm
 from titan_grpo.engines.generation import PLAIN
+from titan_grpo.receive import vllm_http
 from titan_grpo.receive.vllm_http import SALTED, UNSALTED, WeightsMiddleware, completed
 
 CHOICE = {
@@ -46,13 +48,13 @@ class Inner:
             await send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
-def ask(inner: Inner, method: str, path: str, body: Any = None, **more: str) -> tuple[int, Any]:
+def ask(inner: Inner, method: str, path: str, body: Any = None, **more: Any) -> tuple[int, Any]:
     """(status, answer) of one request, whose body comes in two pieces."""
     return asyncio.run(asked(inner, method, path, body, **more))
 
 
 async def asked(
-    inner: Inner, method: str, path: str, body: Any = None, **more: str
+    inner: Inner, method: str, path: str, body: Any = None, **more: Any
 ) -> tuple[int, Any]:
     """See ``ask``. ``more``: of the scope."""
     data = json.dumps(body).encode() if body is not None else b""
@@ -80,6 +82,25 @@ def salt_of(inner: Inner, **body: Any) -> str:
 
 def test_launched_servers_name_it_as_it_is() -> None:
     assert f"{WeightsMiddleware.__module__}.{WeightsMiddleware.__name__}" == vllm.MIDDLEWARE
+
+
+def test_a_request_that_waits_for_an_engine_which_dies_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before, the server stopped listening and waited for it for ever, so nobody started another
+    one."""
+    monkeypatch.setattr(vllm_http, "DEAD_S", 0.01)
+    engine, inner = SimpleNamespace(errored=False), Inner()
+
+    async def waiting(scope: Any, receive: Any, send: Any) -> None:
+        engine.errored = True
+        # no deadline: what the test is about
+        await asyncio.get_running_loop().create_future()
+
+    inner.app = WeightsMiddleware(waiting)
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+    said = ask(inner, "GET", "/weight_info", app=app)
+    assert said == (503, {"error": "the engine has ended"})
 
 
 def test_a_request_without_a_salt_gets_one_of_the_weights_that_are_served() -> None:

@@ -104,6 +104,9 @@ NO_SLEEP = (
     " level 2 leaves its label and no weights: pause generation (POST /pause), or end the server"
 )
 
+DEAD_S = 1.0
+"""Seconds between two looks at the engine while a request waits for it."""
+
 LABELS = {"/finish_weight_update": "weight_version", "/update_weight_version": "new_version"}
 """Routes that set the label, and the label's key in their bodies. Recovery uses the second, if a
 lane died between load and label."""
@@ -144,7 +147,7 @@ class WeightsMiddleware:
             try:
                 sent = completion_body(json.loads(body))
             except (AttributeError, LookupError, TypeError, *NOT_JSON):
-                await self._app(scope, _replay(body, receive), send)
+                await self._pass(scope, _replay(body, receive), send)
                 return
             asked = json.dumps(sent).encode()
             inner = _at(scope, "POST", COMPLETIONS)
@@ -163,13 +166,31 @@ class WeightsMiddleware:
             if refusal := await self._load_adapter(scope, body, LABELS[path[1]]):
                 await _answer(send, 500, {"error": refusal})
             else:
-                await self._app(scope, _replay(body, receive), send)
+                await self._pass(scope, _replay(body, receive), send)
         elif path == ("POST", UPDATE) and not await self._paused(scope):
             await _answer(send, 409, {"error": NOT_PAUSED})
         else:
             if path[0] == "POST" and path[1] in UPDATES:
                 self._updates += 1
-            await self._app(scope, receive, send)
+            await self._pass(scope, receive, send)
+
+    async def _pass(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """Pass a request on that computes no tokens.
+
+        vLLM never answers one that waits for an engine which dies, and does not end before it has:
+        nobody would start it again. So cancel it.
+        """
+        engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+        passed = asyncio.ensure_future(self._app(scope, receive, send))
+        try:
+            while not (await asyncio.wait([passed], timeout=DEAD_S))[0]:
+                if getattr(engine, "errored", False):
+                    await _answer(send, 503, {"error": "the engine has ended"})
+                    return
+            # no deadline: it is done; raises its error
+            passed.result()
+        finally:
+            passed.cancel()
 
     async def _ask(self, scope: dict[str, Any], receive: Receive, send: Send, body: bytes) -> None:
         """Pass a request for tokens on, with a salt and the newest adapter."""
@@ -241,7 +262,7 @@ class WeightsMiddleware:
             status = message.get("status", status)
             said += message.get("body", b"")
 
-        await self._app(_with_length(_at(scope, method, path), data), receive, send)
+        await self._pass(_with_length(_at(scope, method, path), data), receive, send)
         return status, said.decode(errors="replace")[:500]
 
 
