@@ -190,6 +190,29 @@ def test_a_mistake_is_said_in_one_line_before_the_servers_are_up(
 
 
 @pytest.mark.long
+def test_a_server_whose_engine_dies_is_started_again_and_gets_the_newest_version(
+    runs: Runs, mark: str, tmp_path: Path
+) -> None:
+    out, steps = tmp_path / "run", 20
+    with start(runs.root, mark, "--steps", str(steps), "--out", str(out)) as process:
+        for line in present(process.stdout):
+            if line.startswith("step  3/"):
+                break
+        # It has written its title over its environment, so the mark is not there.
+        tree = psutil.Process(process.pid).children(recursive=True)
+        (engine,) = [each for each in tree if "EngineCore" in " ".join(each.cmdline())]
+        engine.kill()
+        said, _ = process.communicate(timeout=350)
+    assert process.returncode == 0, said
+    assert "the launched server vllm0 ended with exit code 0: it is started again" in said
+    summary = runs.summary(out)
+    (server,) = summary["versions_committed"].values()
+    assert (summary["steps"], server["last"]) == (steps, steps)
+    assert summary["digest_mismatches"] == 0
+    assert {path.name for path in out.glob("vllm*.log")} == {"vllm0.log", "vllm0-2.log"}
+
+
+@pytest.mark.long
 def test_a_killed_quickstart_leaves_nothing(runs: Runs, mark: str, tmp_path: Path) -> None:
     with start(runs.root, mark, "--steps", "1000", "--out", str(tmp_path / "run")) as process:
         for line in present(process.stdout):

@@ -313,8 +313,8 @@ def test_a_runs_server_that_ends_is_started_again_at_its_port_unless_it_never_an
         kill()
         assert said.get(timeout=60) == again.format("server-2") + " again"
         last = "the launched server server-3 ended with exit code 1"
-        why = ", its first error: OSError: no GPU"
-        assert said.get(timeout=60) == f"{last} before it was healthy{why}: it is not started again"
+        why = " (its first error: OSError: no GPU)"
+        assert said.get(timeout=60) == f"{last} before it was healthy: it is not started again{why}"
         assert str(failed.get(timeout=60)) == f"no server is left: {last}{why}"
     assert {path.name for path in (tmp_path / "log").iterdir()} == {
         f"server{number}.log" for number in ("", "-2", "-3")

@@ -140,9 +140,9 @@ class Rollout(WorkerKeys):
     """Where and how completions are sampled."""
 
     servers: list[str] = field(default_factory=list)
-    """Base URLs of the servers, or the single word "launch" to start servers on this host. Servers
-    of servers_file and servers_slurm are added; `titan-grpo servers add|remove URL --run DIR`
-    changes the list while training runs."""
+    """Base URLs of the servers, or the single word "launch" to start servers on this host, and
+    again if they end. Servers of servers_file and servers_slurm are added; `titan-grpo servers
+    add|remove URL --run DIR` changes the list while training runs."""
 
     take_over: bool = False
     """Take servers from a live run with another dump folder; that run stops when it has lost all of

@@ -185,9 +185,11 @@ class Server:
             else:
                 threading.Event().wait(POLL_S)
                 continue
+            if error := self.error():
+                what += f", its first error: {error}"
             raise ServerUnreachable(
-                f"{self.url}: the launched server {what}{self.why()}; see {self.spec.log_path},"
-                f" which ends with:\n{self._said()[-LOG_TAIL:]}"
+                f"{self.url}: the launched server {what}; see {self.spec.log_path}, which ends"
+                f" with:\n{self._said()[-LOG_TAIL:]}"
             )
         return self.age_s
 
@@ -221,10 +223,9 @@ class Server:
         """Return in words how it ended."""
         return f"ended with {how_ended(self._guarded.poll())}"
 
-    def why(self) -> str:
-        """Return the first error at the end of its log in words, or ""."""
-        error = first_error(self._said())
-        return f", its first error: {error}" if error else ""
+    def error(self) -> str:
+        """Return the first error at the end of its log, or ""."""
+        return first_error(self._said())
 
     def _said(self) -> str:
         with open(self.spec.log_path, "rb") as log:
@@ -340,13 +341,14 @@ class Restarts:
         # A signal to all processes of a job ends its servers too.
         if received or server.url in self._gone or server.url not in self._wanted():
             return False
-        ended, why = f"the launched server {server.name} {server.ended()}", server.why()
+        ended, error = f"the launched server {server.name} {server.ended()}", server.error()
+        why = f" (its first error: {error})" if error else ""
         if server.url not in self._starting:
             self._starting.add(server.url)
-            self.report(f"{ended}{why}: it is started again")
+            self.report(f"{ended}: it is started again{why}")
             return True
         self._gone.add(server.url)
-        self.report(f"{ended} before it was healthy{why}: it is not started again")
+        self.report(f"{ended} before it was healthy: it is not started again{why}")
         if self._gone >= set(self._wanted()):
             self._fail(ServerUnreachable(f"no server is left: {ended}{why}"))
         return False

@@ -15,6 +15,7 @@ server with several HTTP processes (``--api-server-count``): only one would see 
 * ``GET /health_generate``: 200 once a token was generated, as in SGLang.
 * ``POST /update_weights`` to a server that is not paused is answered with 409. vLLM would allow it,
   and answers would mix two versions; SGLang waits until no request runs.
+* A request that waits for an engine which has died is ended: vLLM would wait for it, and not end.
 
 The worker's plugin writes a version that is an adapter in PEFT's format into a folder of this
 host's memory. Before the label is set, the middleware makes vLLM load it under the label as its
