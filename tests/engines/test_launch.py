@@ -12,6 +12,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit, setrlimit
 from typing import Any
 
 import pytest
@@ -319,6 +320,29 @@ def test_a_runs_server_that_ends_is_started_again_at_its_port_unless_it_never_an
     assert {path.name for path in (tmp_path / "log").iterdir()} == {
         f"server{number}.log" for number in ("", "-2", "-3")
     }
+
+
+def test_a_server_for_which_the_system_has_no_descriptor_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "LOOK_S", 0.05)
+    said, failed = queue.SimpleQueue[str](), queue.SimpleQueue[TitanGrpoError]()
+    group = ServerGroup([spec(tmp_path, SERVING)])
+    with contextlib.ExitStack() as ends:
+        ends.callback(group.stop)
+        group.start()
+        group.wait_healthy(60)
+        (url,) = group.urls
+        group.watch(Restarts(lambda: [url], said.put, failed.put))
+        pid, (soft, hard) = int((tmp_path / "pid").read_text()), getrlimit(RLIMIT_NOFILE)
+        ends.callback(setrlimit, RLIMIT_NOFILE, (soft, hard))
+        setrlimit(RLIMIT_NOFILE, (3, hard))  # also for its log, which it cannot read then
+        os.kill(pid, signal.SIGKILL)
+        ended = "the launched server server ended with signal 9 (out of memory, maybe)"
+        assert said.get(timeout=60) == f"{ended}: it is started again"
+        assert said.get(timeout=60).startswith(f"{url} cannot be started again: ")
+        assert said.get(timeout=60) == f"{ended} before it was healthy: it is not started again"
+        assert str(failed.get(timeout=60)) == f"no server is left: {ended}"
 
 
 def test_a_server_that_has_left_the_run_is_not_started_again(

@@ -194,7 +194,7 @@ class Server:
         return self.age_s
 
     def healthy(self) -> bool:
-        """Return whether /health answers 200."""
+        """Return whether /health answers 200; if so, release what only the start needs."""
         with SyncDriver(self.url) as driver:
             try:
                 driver.run(dialect(self.spec.engine).health(2.0))
@@ -228,9 +228,10 @@ class Server:
         return first_error(self._said())
 
     def _said(self) -> str:
-        with open(self.spec.log_path, "rb") as log:
+        with contextlib.suppress(OSError), open(self.spec.log_path, "rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_END))
             return log.read().decode(errors="replace")
+        return ""  # the log is gone
 
     def stop(self) -> None:
         """Send SIGTERM, after the grace SIGKILL, to the whole group, and wait for its end
@@ -288,7 +289,10 @@ class ServerGroup:
             while not self._stopping.wait(LOOK_S):
                 for n, server in enumerate(tuple(self._servers)):
                     if run.look(server):
-                        self._replace(n, server)
+                        try:
+                            self._replace(n, server)
+                        except OSError as error:  # no process, descriptor or disk space now
+                            run.report(f"{server.url} cannot be started again: {error}")
         except Exception as error:  # noqa: BLE001 - top of a thread
             run.report(f"launched servers that end are not started again any more: {error!r}")
 

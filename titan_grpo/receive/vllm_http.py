@@ -178,8 +178,8 @@ class WeightsMiddleware:
     async def _pass(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Pass a request on that computes no tokens.
 
-        vLLM never answers one that waits for an engine which dies, and does not end before it has:
-        nobody would start it again. So cancel it.
+        vLLM never answers one that waits for an engine which dies, and does not end before it has,
+        so that no supervisor starts it again. So cancel it.
         """
         engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
         passed = asyncio.ensure_future(self._app(scope, receive, send))

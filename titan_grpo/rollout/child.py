@@ -124,8 +124,8 @@ class LocalTransport:
 
 
 def _end_of(process: "subprocess.Popen[bytes]") -> tuple[str, bool]:
-    """Return in words how a process ended, and whether it was killed: by a signal that nobody sends
-    to end a run."""
+    """Return in words how a process ended, and whether it was killed, by a signal other than those
+    that end a run."""
     try:
         status = wait_process(process, 5.0)
     except subprocess.TimeoutExpired:
