@@ -59,6 +59,14 @@ def test_a_reward_that_is_the_mean_of_its_group_is_neither_better_nor_worse(
     assert found[0] == pytest.approx(-found[2])
 
 
+def test_one_deviation_of_the_whole_step_divides_all_groups() -> None:
+    groups = [[Scored(reward, 5, 5) for reward in pair] for pair in ((1.0, -1.0), (4.0, -2.0))]
+    root = math.sqrt(5)  # of the mean of 1, 1, 9, 9
+    found = step_advantages(groups, BATCH, LONGEST)
+    assert found[0] == pytest.approx((1 / root, -1 / root), abs=1e-5)
+    assert found[1] == pytest.approx((3 / root, -3 / root), abs=1e-5)
+
+
 def test_nearly_equal_rewards_are_not_blown_up() -> None:
     assert max(one((0.5, 0.5 + 1e-9))) < 1e-3
 

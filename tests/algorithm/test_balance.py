@@ -160,6 +160,18 @@ def test_packed_micro_batches_keep_the_budget_and_come_fullest_first(
         assert len(cuts) <= 2 * sum(lengths) / token_budget + 1
 
 
+def test_the_micro_batch_with_most_padded_tokens_is_halved_for_one_more() -> None:
+    """24 tokens in the first, 25 in the second."""
+    lengths = (8, 8, 8, 5, 5, 5, 5, 5)
+    assert cut_padded(lengths, 25) == [[0, 1, 2], [3, 4, 5, 6, 7]]
+    assert cut_padded(lengths, 25, at_least=3) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+def test_packed_micro_batches_are_made_alike_where_that_keeps_the_budget() -> None:
+    """First fit alone would put 8 tokens into one and 2 into the other."""
+    assert cut_packed((6, 1, 1, 1, 1), 8) == [[0], [1, 2, 3, 4]]
+
+
 def test_nothing_is_cut_into_nothing() -> None:
     assert cut_padded([], 64, 3) == []
     assert cut_packed([], 64, 3) == []

@@ -168,10 +168,8 @@ def test_the_worked_example_of_the_docstring() -> None:
     manifest = Manifest.build(
         [(f"t{i}", "bfloat16", shape) for i, shape in enumerate(shapes)], 4096
     )
-    assert [[spec.name for spec in bucket] for bucket in buckets(manifest, 1024)] == [
-        ["t0", "t1", "t2"],
-        ["t3"],
-    ]
+    found = [[[spec.name for spec in b] for b in buckets(manifest, most)] for most in (1024, 512)]
+    assert found == [[["t0", "t1", "t2"], ["t3"]], [["t0", "t1"], ["t2"], ["t3"]]]
 
 
 @given(
