@@ -167,6 +167,10 @@ def test_shards_that_overlap_are_refused() -> None:
         assign_writers([{"w": ((0, 0), (2, 8))}, {"w": ((0, 4), (2, 8))}], {"w": (4, 8)})
     with pytest.raises(ConfigError, match="must not overlap"):
         assign_writers([{"w": ((0, 0), (4, 3))}, {"w": ((0, 2), (4, 5))}], {"w": (4, 8)})
+    # As many elements as the parameter has: column 2 twice, column 3 not at all.
+    boxes = [((0, 0), (8, 3)), ((0, 4), (8, 2)), ((0, 2), (8, 1))]
+    with pytest.raises(ConfigError, match="must not overlap"):
+        assign_writers([{"w": box} for box in boxes], {"w": (8, 6)})
 
 
 def test_shards_of_columns_are_checked_as_fast_as_shards_of_rows() -> None:
