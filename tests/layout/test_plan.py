@@ -192,6 +192,10 @@ def test_rows_that_cross_a_page_take_both_pages() -> None:
     assert written_pages([op(PAGESIZE - 6, 2, 64, 4)]) == ((0, 2 * PAGESIZE),)
 
 
+def test_rows_that_end_with_a_page_take_no_other() -> None:
+    assert written_pages([op(PAGESIZE - 72, 2, 64, 4)]) == ((0, PAGESIZE),)
+
+
 def test_extents_that_share_or_touch_a_page_are_one_and_others_are_not() -> None:
     page = PAGESIZE
     ops = [op(5 * page, 1, 8, 4), op(0, 1, 8, 4), op(100, 1, 8, page), op(2 * page, 1, 8, 4)]
