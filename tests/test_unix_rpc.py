@@ -245,4 +245,4 @@ def test_an_end_that_stands_still_is_named_again_and_again(first_s: float, words
         theirs.post("append", word)
     for end in (ours, theirs):
         end.start()
-    assert silences(ours, first_s, 0.2) == [0.4, 0.4]
+    assert silences(ours, first_s, 0.2) == [0.4, 0.8]

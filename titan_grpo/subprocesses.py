@@ -288,6 +288,16 @@ def wait_process(process: "subprocess.Popen[Any]", timeout_s: float) -> int:
     return process.wait()
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, by SIGSTOP or a debugger."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except OSError:  # it has ended
+        return False
+    return state in "Tt"
+
+
 def end(process: "subprocess.Popen[Any]", grace_s: float) -> None:
     """End the leader of a process group and all its descendants: SIGTERM to the group, SIGKILL to
     all after the grace. Bounded by the grace and KILL_S. Idempotent."""

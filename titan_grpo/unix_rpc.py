@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from math import inf
 from multiprocessing.connection import Connection
 from operator import attrgetter
@@ -75,11 +76,18 @@ class Pipe:
     """One end of a pipe between two processes: ordered calls of the other end's methods, of any
     size. They are pickled: both ends belong to one program and one user."""
 
-    def __init__(self, sock: socket.socket, target: object) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        target: object,
+        sign: Callable[[Callable[[], None]], object] = lambda give: give(),
+    ) -> None:
         """Take the socket over; send nothing before ``start``. ``target``: object whose methods the
-        other end calls, one after the other; they must not block."""
+        other end calls, one after the other; they must not block. ``sign``: called when the other
+        end asks for a sign, with the function that gives it: where another thread than the
+        receiving one does the work, have that one call it."""
         self._connection: Connection[Any, Any] = Connection(sock.detach())
-        self._target = target
+        self._target, self._sign = target, sign
         self._out: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._asked: dict[int, Future[Any]] = {}
@@ -153,13 +161,15 @@ class Pipe:
 
         If that end sends nothing for ``silent_s`` seconds, or ``first_s`` before its first message,
         it is asked for a sign. If it gives none for as long again, its process or the thread that
-        receives there stands still: ``on_silence`` is called, with the seconds of both.
+        gives signs there stands still: ``on_silence`` is called, with the seconds since its last
+        message, and again after each further such time.
         """
-        poll, patience_s = select.poll(), first_s
+        poll, patience_s, silence_s = select.poll(), first_s, 0.0
         poll.register(self._connection, select.POLLIN)
         while True:
             if patience_s < inf and not self._gives_sign(poll, patience_s):
-                on_silence(2 * patience_s)
+                silence_s += 2 * patience_s
+                on_silence(silence_s)
                 continue
             try:
                 # no deadline: a message is there; or it ends with the other process, whose end
@@ -167,14 +177,14 @@ class Pipe:
                 calls = self._connection.recv()
             except (EOFError, OSError):
                 return
-            patience_s = silent_s
+            patience_s, silence_s = silent_s, 0.0
             for method, arguments in calls:
                 if method == ANSWERED:
                     self._answered(*arguments)
                 elif method != SIGN:
                     attrgetter(method)(self._target)(*arguments)
                 elif arguments[0]:
-                    self.post(SIGN, False)
+                    self._sign(partial(self.post, SIGN, False))
 
     def _gives_sign(self, poll: select.poll, patience_s: float) -> bool:
         if poll.poll(1e3 * patience_s):

@@ -42,13 +42,12 @@ def started(
         monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
         spec = RolloutSpec(
             model_dir=model_dir,
-            reward=["own_rewards:reward"],
             dataset=write_rows(tmp_path / "rows.jsonl", SUMS),
             dataset_shuffle=False,
             max_staleness=0,
             group_size=2,
             chat_template="none",
-            **{"prompts_per_step": 2, **changes},
+            **{"prompts_per_step": 2, "reward": ["own_rewards:reward"], **changes},
         )
         return start_client(spec, completion_server())
 
@@ -170,10 +169,53 @@ def test_a_rollout_process_that_stands_still_is_named_and_may_go_on(
     (process,) = set(psutil.Process().children()) - before
     assert wait_until(lambda: process.status() == psutil.STATUS_STOPPED, 60)
     caplog.clear()
-    named = "the rollout process has given no sign for 1 s: a task's code"
+    named = "the rollout process has given no sign for 1 s: it is stopped, by"
     assert wait_until(lambda: named in caplog.text, 60)
     process.resume()
     assert len(made.next_batch(0, 1, 60)) == 1
+
+
+HANGING = """
+import re
+import threading
+from pathlib import Path
+
+def reward(completions, answer):
+    if first():
+        re.match(r"(a+)+$", "a" * 50 + "b")
+    return [1.0] * len(completions)
+
+async def awaited(completions, answer):
+    if first():
+        threading.Event().wait()
+    return [1.0] * len(completions)
+
+def first():
+    try:
+        Path(__file__).with_suffix(".called").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", ["reward", "awaited"])
+def test_a_call_that_nothing_in_its_process_can_end_is_ended_with_the_process(
+    started: StartClient,
+    name: str,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(child, "SILENT_S", 2.0)
+    keys = {"reward": [f"own_rewards:{name}"], "prompts_per_step": 1, "task_timeout_s": 4.0}
+    made = started(HANGING, **keys)
+    (group,) = made.next_batch(0, 1, 60)
+    assert [c.reward for c in group.completions] == [1.0, 1.0]
+    assert "no sign for 4 s (rollout.task_timeout_s is over) and was killed" in caplog.text
+    assert re.search(rf"own_rewards.py\", line \d+ in {name}", capfd.readouterr().err)
+    assert made.counters()["sessions_lost"] == 1
 
 
 SLOW = """

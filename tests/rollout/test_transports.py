@@ -221,6 +221,25 @@ def test_a_killed_process_is_replaced_unless_it_had_made_no_group(
         [client.next_batch(version, PER_STEP, 60) for version in (3, 4, 5)]
 
 
+@pytest.mark.parametrize("start", ["local"], indirect=True)
+def test_what_a_killed_process_was_making_is_made_with_other_seeds(
+    start: StartClient, completion_server: MakeServer
+) -> None:
+    """With the same ones a completion that ended the process would come again, and end the next."""
+    server, client = completion_server(), start()
+    client.set_server(ServerState(server.url, 0, True, "0"))
+    batches = [client.next_batch(0, PER_STEP, 60)]
+    server.behaviour, sent = server.hang, len(server.bodies)
+    client.set_server(ServerState(server.url, 1, True, "1"))
+    server.wait_for_requests(sent + 1)
+    psutil.Process(*children()).kill()
+    server.behaviour = server.good
+    batches += [client.next_batch(version, PER_STEP, 60) for version in (1, 2)]
+    assert indices(*batches) == [*range(3 * PER_STEP)]
+    seeds = [body["seed"] for body in server.bodies]
+    assert len(set(seeds)) == len(seeds)
+
+
 def test_a_poll_is_answered_by_the_next_frame_and_not_before(cluster: Cluster) -> None:
     cluster.serve()
     spec = msgspec.to_builtins(cluster.spec, str_keys=True)

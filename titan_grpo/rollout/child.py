@@ -1,6 +1,7 @@
 """Transport to a rollout process as a child of this one, which is replaced when it is killed."""
 
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -13,10 +14,14 @@ from titan_grpo.subprocesses import (
     ENDING,
     helper_environment,
     how_ended,
+    is_stopped,
     start_module,
     wait_process,
 )
 from titan_grpo.unix_rpc import SILENT_S, Pipe
+
+STACKS_S = 1.0
+"""Seconds for a process that stands still to write the stacks of its threads."""
 
 
 class LocalTransport:
@@ -24,7 +29,10 @@ class LocalTransport:
     even by SIGKILL: the socket between them closes.
 
     A child that is killed, for want of memory, say, or by a fault in a library of the task, is
-    replaced (SessionLost), unless it had made no group: the next one would end like it.
+    replaced (SessionLost), unless it had made no group: the next one would end like it. One that
+    has loaded, and whose loop stands still for ``task_timeout_s``, is killed and replaced: a call
+    of the task blocks the loop, or holds the interpreter in C code, and nothing in that process can
+    end it. One that is stopped is waited for.
     """
 
     def __init__(self) -> None:
@@ -34,7 +42,7 @@ class LocalTransport:
         self._closing = False
 
     def start(self, spec: RolloutSpec, on_message: OnMessage) -> None:
-        self._deliver = on_message
+        self._deliver, self._patience_s = on_message, spec.task_timeout_s
         self._begin(spec, ())
 
     def _begin(self, spec: RolloutSpec, first: Sequence[messages.ToWorker]) -> None:
@@ -54,7 +62,7 @@ class LocalTransport:
             self._pipe.post("begin", spec)
             for message in first:
                 self.send(message)
-            self._made_group = self._failed = False
+            self._loaded = self._made_group = self._failed = False
             self._thread = threading.Thread(
                 target=self._receive,
                 args=(process, self._pipe, sock),
@@ -94,21 +102,38 @@ class LocalTransport:
 
     def on_message(self, message: messages.FromWorker) -> None:
         """Deliver a message: the child calls this."""
+        self._loaded = True
         self._made_group |= isinstance(message, messages.GroupDone)
         self._failed |= isinstance(message, messages.Failed)
         self._deliver(message)
 
     def _receive(self, process: "subprocess.Popen[bytes]", pipe: Pipe, sock: socket.socket) -> None:
-        killed = False
+        killed, stood_s = False, 0.0
+
+        def silent(seconds: float) -> None:
+            nonlocal stood_s
+            if process.poll() is None:
+                if self._may_go_on(process, seconds):
+                    return
+                stood_s = seconds
+                process.kill()
+            # A process that a task forked may have the child's end of the connection too.
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
         try:
-            pipe.receive(SILENT_S, SILENT_S, self._say_silent)
+            pipe.receive(SILENT_S, SILENT_S, silent)
         except Exception as error:  # noqa: BLE001 - top of a thread: next_batch raises it
             text = f"the rollout process sent something unreadable: {error!r}"
         else:
             text, killed = _end_of(process)
+        if stood_s:
+            silence = f"the rollout process has given no sign for {stood_s:g} s"
+            text = f"{silence} (rollout.task_timeout_s is over) and was killed"
         pipe.close(5.0)
         sock.close()
-        if killed and self._made_group and not (self._failed or self._closing):
+        again = self._made_group or stood_s > 0
+        if killed and again and not (self._failed or self._closing):
             try:
                 self._deliver(SessionLost(self._begin, f"{text}, and is started again"))
                 return
@@ -116,11 +141,25 @@ class LocalTransport:
                 text += f", and cannot be started again: {error}"
         self._deliver(RolloutStopped(f"{text}; its last output is above"))
 
-    def _say_silent(self, seconds: float) -> None:
-        # It may go on; rollout.batch_timeout_s bounds this.
-        why = "a task's code holds its interpreter, or it is stopped"
+    def _may_go_on(self, process: "subprocess.Popen[bytes]", seconds: float) -> bool:
+        """Say why a process gives no sign. Return whether to wait for it."""
+        stopped = is_stopped(process.pid)
+        if stopped:
+            why = "it is stopped, by a debugger maybe"
+        elif not self._loaded:
+            why = "it loads the task"
+        else:
+            why = "a coroutine of the task blocks its loop, or C code holds its interpreter"
         text = f"the rollout process has given no sign for {seconds:g} s: {why}"
         self._deliver(messages.Event(text, {}))
+        if stopped or not self._loaded:
+            return True
+        # It writes the stacks of its threads (run_main). Not if it was stopped: its threads would
+        # run again meanwhile, and a stack that changes while it is read may end the process.
+        process.send_signal(signal.SIGUSR1)
+        with suppress(subprocess.TimeoutExpired):
+            wait_process(process, STACKS_S)
+        return seconds < self._patience_s
 
 
 def _end_of(process: "subprocess.Popen[bytes]") -> tuple[str, bool]:

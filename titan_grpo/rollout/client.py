@@ -386,6 +386,7 @@ class RolloutClient:
                 state={"cursor": self._cursor.state()},
                 places=self._places,
                 waiting={index: len(done.group.completions) for index, done in self._ready.items()},
+                sessions_lost=self._own["sessions_lost"],
             )
             lost.resync(spec, (messages.TrainerVersion(self._version), *self._servers.values()))
             self._changed.notify_all()

@@ -112,6 +112,9 @@ class RolloutSpec(WorkerKeys):
     have the next places."""
     waiting: dict[int, int] = field(default_factory=dict)
     """Prompt index -> number of completions, of the finished groups not used yet."""
+    sessions_lost: int = 0
+    """Sessions before this one: number of the first attempt at a prompt. With the seeds of before,
+    a completion that ended a process, or held it, would do so again."""
     registration: dict[str, Any] = field(default_factory=dict)
     """The trainer's registration with an Atropos API, without batch_size."""
 

@@ -415,7 +415,7 @@ class Starts:
             tuple(sorted(spec.waiting)),
         )
         self._runner, self._durations = runner, durations
-        self._fresh = spec.unused_prompts()
+        self._fresh, self._first_attempt = spec.unused_prompts(), spec.sessions_lost
         self._next = next(self._fresh)
         self._again: deque[Waiting] = deque()
         self._waiting: dict[int, Waiting] = {}
@@ -456,7 +456,7 @@ class Starts:
             waiting = self._again.popleft()
         elif self._admission.may_start(self._next, newest):
             self._admission, _ = admission.step(self._admission, Admit(self._next, newest))
-            waiting = Waiting(Ticket(self._next))
+            waiting = Waiting(Ticket(self._next, self._first_attempt))
             self._next = next(self._fresh)
         else:
             return False

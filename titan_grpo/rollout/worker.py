@@ -6,6 +6,7 @@ import pickle
 import socket
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -33,7 +34,7 @@ class Worker:
     pipe, on its reading thread; all else runs in the loop."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._pipe = Pipe(sock, self)
+        self._pipe = Pipe(sock, self, self._give_sign)
         self._source: Dispatcher | External | None = None
         self._stop = asyncio.Event()
         self._error: BaseException | None = None
@@ -94,6 +95,15 @@ class Worker:
             timer = threading.Timer(EXIT_GRACE_S, os._exit, args=(1,))
             timer.daemon = True
             timer.start()
+
+    def _give_sign(self, give: Callable[[], None]) -> None:
+        """Have the loop give it: a coroutine that blocks the loop holds up all groups. Loading may
+        take long, and also runs in the loop."""
+        if self._source is None:
+            give()
+            return
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(give)
 
     def _read(self) -> None:
         try:
