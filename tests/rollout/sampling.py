@@ -1,9 +1,11 @@
-"""A sampler of a task without the rollout process, and groups made by it."""
+"""A sampler of a task without the rollout process, groups made by it; the runner of a reward."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+from titan_grpo.config.task import TaskKeys
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.codec import TextCodec
@@ -12,7 +14,10 @@ from titan_grpo.rollout.sampler import Attempt, Sampler
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import Codec, TaskOptions, TaskRunner
 from titan_grpo.rollout.tasks.functions import load_task
-from titan_grpo.samples import Completion, Group
+from titan_grpo.samples import Completion, Group, Prompt
+
+DONE = Completion((5, 6), (-0.5, -1.0), "stop", 0, 0, "")
+PROMPT = Prompt(0, (1,))
 
 
 class Letters:
@@ -29,6 +34,12 @@ class Letters:
     def chat(self, messages: Any, tools: Any = None) -> tuple[int, ...]:
         """No task that is tested with these tokens has messages."""
         raise NotImplementedError
+
+
+def runner(reward: Callable[..., Any], limit: int = 8, timeout_s: float = 60.0) -> TaskRunner:
+    """Of a task that has this reward, ``limit`` calls at once."""
+    keys = TaskKeys(task_concurrency=limit, task_timeout_s=timeout_s)
+    return TaskRunner(SimpleNamespace(reward=reward), Letters(), keys)
 
 
 def sampler_of(task: str, model_dir: str, group_size: int, max_tokens: int, *stops: str) -> Sampler:

@@ -5,7 +5,7 @@ import random
 import re
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -17,7 +17,7 @@ import pytest
 
 from tests.rigs.present import present
 from tests.rollout.conftest import CompletionServer, MakeServer, StartClient
-from tests.rollout.sampling import Letters, holding, sample, sampler_of
+from tests.rollout.sampling import DONE, PROMPT, Letters, holding, runner, sample, sampler_of
 from titan_grpo.config.task import TaskKeys
 from titan_grpo.errors import ConfigError, PeerError, TaskError
 from titan_grpo.protocol.messages import ServerState
@@ -29,14 +29,6 @@ from titan_grpo.rollout.task_runner import Codec, TaskFailed, TaskOptions, TaskR
 from titan_grpo.rollout.tasks.built_in import Calculator
 from titan_grpo.rollout.tasks.functions import load_task
 from titan_grpo.samples import NO_TOKENS, TURN_OVER, Completion, Prompt
-
-DONE = Completion((5, 6), (-0.5, -1.0), "stop", 0, 0, "")
-PROMPT = Prompt(0, (1,))
-
-
-def runner(reward: Callable[..., Any], limit: int = 8, timeout_s: float = 60.0) -> TaskRunner:
-    keys = TaskKeys(task_concurrency=limit, task_timeout_s=timeout_s)
-    return TaskRunner(SimpleNamespace(reward=reward), Letters(), keys)
 
 
 def test_a_request_has_the_stops_of_the_run_and_of_its_task(
@@ -181,56 +173,6 @@ def test_a_call_past_its_deadline_is_the_tasks_error() -> None:
     assert caught.value.error.__notes__ == [
         "rollout.task_timeout_s = 0.05 ran out in the task's reward"
     ]
-
-
-@pytest.mark.parametrize("ends", [False, True])
-def test_a_call_that_waits_for_the_thread_of_a_cancelled_one_has_its_own_deadline_and_blame(
-    ends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leave = [threading.Event(), threading.Event()]
-
-    async def run() -> float:
-        loop, count, later_s = asyncio.get_running_loop(), iter((0, 1)), 0.0
-        begun = [asyncio.Event(), asyncio.Event()]
-
-        def reward(*_: object) -> float:
-            number = next(count)
-            loop.call_soon_threadsafe(begun[number].set)
-            leave[number].wait(60)
-            return 0.5
-
-        async def pass_s(seconds: float) -> None:
-            nonlocal later_s
-            later_s += seconds
-            for _ in range(5):  # callbacks that are due, and those that follow them
-                await asyncio.sleep(0)
-
-        real = loop.time
-        monkeypatch.setattr(loop, "time", lambda: real() + later_s)
-        one = runner(reward, limit=1, timeout_s=1000.0)
-        calls = [asyncio.create_task(one.reward(PROMPT, DONE))]
-        await begun[0].wait()
-        calls[0].cancel()
-        await asyncio.wait(calls)
-        calls.append(asyncio.create_task(one.reward(PROMPT, DONE)))
-        await pass_s(0.0)  # it waits for the thread
-        await pass_s(900.0)
-        if ends:
-            leave[0].set()
-            await begun[1].wait()
-        await pass_s(900.0)
-        leave[1].set()
-        return await calls[1]
-
-    try:
-        if ends:
-            assert asyncio.run(run()) == 0.5
-        else:
-            with pytest.raises(TaskFailed, match=r"ran out before the task's reward began.*raise"):
-                asyncio.run(run())
-    finally:
-        for event in leave:
-            event.set()
 
 
 def test_a_servers_error_or_a_cancellation_that_a_task_lets_out_is_the_tasks_error() -> None:

@@ -16,7 +16,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from titan_grpo.config.task import TaskKeys
 from titan_grpo.errors import ConfigError, DataError, TitanGrpoError
+from titan_grpo.rollout.threads import MOST_THREADS, Threads
 from titan_grpo.samples import Completion, Group, Prompt, sound_reward
 
 T = TypeVar("T")
@@ -37,18 +37,13 @@ BETWEEN = tuple(
     str(path)
     for path in (
         HERE / "task_runner.py",
+        HERE / "threads.py",
         HERE / "tasks" / "functions.py",
         LIBRARY / "asyncio",
         LIBRARY / "concurrent" / "futures",
     )
 )
 """Path prefixes of the stack frames between the loop and a user's code."""
-
-
-AGENT_THREADS = 10_000
-"""Bound on the threads of agents, each made when it is needed. It must be far above
-``task_concurrency``: an agent whose group waits for a server keeps its thread. With as few threads
-as places, those agents could hold all threads while the groups that hold the servers need them."""
 
 
 class Codec(Protocol):
@@ -193,10 +188,9 @@ class TaskRunner:
     threads, coroutines in the loop; ``prompt`` and ``ahead`` run in the caller's thread, without a
     deadline.
 
-    Methods raise TaskFailed for any error of the task. Neither a deadline nor a cancellation can
-    end a plain function: its thread runs on, and its result is dropped. A later call may have to
-    wait for that thread, up to ``task_timeout_s``; its own deadline starts when its function
-    begins.
+    Methods raise TaskFailed for any error of the task. A cancellation does not end a plain
+    function: its thread runs on, and its result is dropped. A later call may have to wait for that
+    thread, up to ``task_timeout_s``; its own deadline starts when its function begins.
     """
 
     def __init__(
@@ -207,9 +201,7 @@ class TaskRunner:
         self.spell = codec.spell
         self._ahead: dict[int, tuple[Prompt, array[int]] | TaskFailed] = {}
         self._places = asyncio.Semaphore(keys.task_concurrency)
-        # Not asyncio.to_thread: its executor has few threads on a small machine.
-        most = AGENT_THREADS if keys.agent else keys.task_concurrency
-        self._threads = ThreadPoolExecutor(most, thread_name_prefix="task")
+        self._threads = Threads(MOST_THREADS if keys.agent else keys.task_concurrency)
 
     @property
     def multi_turn(self) -> bool:
@@ -337,7 +329,7 @@ class TaskRunner:
                 when = f"in the task's {what}"
                 if clock.queued:
                     when = (
-                        f"before the task's {what} began: earlier calls, cancelled or too late,"
+                        f"before the task's {what} began: earlier calls, which were cancelled,"
                         " still hold the threads. Let the task's functions end within it, or"
                         f" raise {section}.task_concurrency"
                     )
@@ -350,9 +342,8 @@ class TaskRunner:
 
 
 class _Clock:
-    """Deadline of one call of a task. It starts again when a plain function of the call begins in
-    its thread: threads may be held by functions of calls that were cancelled or too late. None: no
-    deadline."""
+    """Deadline of one call of a task. It starts again when a plain function of the call begins:
+    threads may be held by functions of calls that were cancelled. None: no deadline."""
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds, self.deadline = seconds, asyncio.timeout(seconds)
@@ -427,20 +418,14 @@ def unfinished(note: str) -> None:
 
 
 async def call(
-    threads: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any, **named: Any
+    threads: Threads, function: Callable[..., Any], *arguments: Any, **named: Any
 ) -> Any:
     """Return the function's answer, awaited if it is awaitable."""
     asked = partial(function, *arguments, **named)
     if inspect.iscoroutinefunction(function):
         return await _apart(asked)
-    loop, clock = asyncio.get_running_loop(), _CLOCK.get(None)
-    if clock is not None:
-        clock.queued += 1
 
     def plain() -> Any:
-        if clock is not None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(clock.begin)
         try:
             answer = asked()
             # Of ``yield`` or ``map`` the work is still to do: here, not in the loop.
@@ -450,7 +435,10 @@ async def call(
             # two would end the process.
             raise _left(error) from error
 
-    answer = await loop.run_in_executor(threads, plain)
+    clock = _CLOCK.get(None) or _Clock(None)
+    clock.queued += 1
+    # no deadline: the caller has one
+    answer = await threads.run(plain, clock.begin, clock.deadline.expired)
     # A wrapper of a coroutine function looks like a plain function.
     return await _apart(lambda: answer) if inspect.isawaitable(answer) else answer
 

@@ -9,7 +9,6 @@ import json
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from titan_grpo.rollout.task_runner import (
     unfinished,
 )
 from titan_grpo.rollout.tasks.dataset import Rows, open_rows
+from titan_grpo.rollout.threads import Threads
 from titan_grpo.samples import Prompt
 
 BUILT_IN = {
@@ -115,9 +115,7 @@ class FunctionTask:
         self._columns(keys, rows)
         self._keys, self._rewards, self.rows = keys, rewards, rows
         self._tools = _tools(keys)
-        self._threads = ThreadPoolExecutor(
-            keys.task_concurrency * max(1, len(rewards)), thread_name_prefix="reward"
-        )
+        self._threads = Threads(keys.task_concurrency * max(1, len(rewards)))
 
     @classmethod
     def load(cls, keys: WorkerKeys) -> "FunctionTask":

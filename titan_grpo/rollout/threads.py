@@ -1,0 +1,95 @@
+"""Threads for the plain functions of a task, which may never return."""
+
+import asyncio
+import ctypes
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+MOST_THREADS = 10_000
+"""Bound on the threads of a task, each made when it is needed, and on those that its agents hold.
+It must be far above ``task_concurrency``: an agent whose group waits for a server keeps its thread.
+With as few threads as places, those agents could hold all threads while the groups that hold the
+servers need them."""
+
+
+class Overdue(BaseException):
+    """Raised in the thread of a plain function that is past its call's deadline."""
+
+
+class Threads:
+    """Threads for plain functions, of which ``most`` run at once. One that is past its call's
+    deadline does not count: it is ended at its next line of Python; if it waits in C code, it keeps
+    its thread until that returns."""
+
+    def __init__(self, most: int) -> None:
+        # Not asyncio.to_thread: its executor has few threads on a small machine.
+        self._pool = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="task")
+        self._free = asyncio.Semaphore(most)
+
+    async def run(
+        self, function: Callable[[], Any], begin: Callable[[], None], expired: Callable[[], bool]
+    ) -> Any:
+        """Return the function's answer. ``begin`` is called when it begins; ``expired``: whether
+        its call is past the deadline, asked when it is cancelled."""
+        # no deadline: the caller has one
+        await self._free.acquire()
+        begin()
+        run, loop = _Run(function), asyncio.get_running_loop()
+
+        def free() -> None:
+            if run.counted:
+                run.counted = False
+                self._free.release()
+
+        def ended(_: object) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(free)
+
+        try:
+            work = self._pool.submit(run)
+            work.add_done_callback(ended)
+            # no deadline: the caller has one
+            return await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            if expired():
+                run.end()
+                free()
+            raise
+        except RuntimeError:  # the host has no thread left; or the function raised it
+            free()
+            raise
+
+
+class _Run:
+    """Run of a plain function in a thread."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function, self._thread, self._lock = function, 0, threading.Lock()
+        self.counted = True
+
+    def __call__(self) -> Any:
+        with self._lock:
+            self._thread = threading.get_ident()
+        try:
+            return self._function()
+        finally:
+            with self._lock:
+                self._thread = 0
+                # One that is not raised yet would end the thread's next function.
+                _raise_in(threading.get_ident(), None)
+
+    def end(self) -> None:
+        """End the function at its next line of Python, if it still runs: one that computes for ever
+        would slow down all others. From another thread."""
+        with self._lock:
+            if self._thread:
+                _raise_in(self._thread, Overdue)
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Set the exception that a thread raises at its next line of Python; None: none."""
+    raised = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
