@@ -34,6 +34,9 @@ SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 KILL_S = 5.0
 """Seconds to wait for a process after SIGKILL."""
 
+STACKS_S = 1.0
+"""Seconds for a process that stands still to write the stacks of its threads."""
+
 GUARD_START_S = 30.0
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -286,6 +289,15 @@ def wait_process(process: "subprocess.Popen[Any]", timeout_s: float) -> int:
             os.close(pidfd)
     # no deadline: the process has ended
     return process.wait()
+
+
+def write_stacks(process: "subprocess.Popen[Any]") -> None:
+    """Have a process of ``start_module`` that stands still write the stacks of its threads to its
+    stderr, and wait STACKS_S for that. It must not be stopped: its threads would run again while
+    they are read, which may end the process."""
+    process.send_signal(signal.SIGUSR1)  # see run_main
+    with suppress(subprocess.TimeoutExpired):
+        wait_process(process, STACKS_S)
 
 
 def is_stopped(pid: int) -> bool:

@@ -1,7 +1,6 @@
 """Transport to a rollout process as a child of this one, which is replaced when it is killed."""
 
 import os
-import signal
 import socket
 import subprocess
 import threading
@@ -17,11 +16,9 @@ from titan_grpo.subprocesses import (
     is_stopped,
     start_module,
     wait_process,
+    write_stacks,
 )
 from titan_grpo.unix_rpc import SILENT_S, Pipe
-
-STACKS_S = 1.0
-"""Seconds for a process that stands still to write the stacks of its threads."""
 
 
 class LocalTransport:
@@ -154,11 +151,7 @@ class LocalTransport:
         self._deliver(messages.Event(text, {}))
         if stopped or not self._loaded:
             return True
-        # It writes the stacks of its threads (run_main). Not if it was stopped: its threads would
-        # run again meanwhile, and a stack that changes while it is read may end the process.
-        process.send_signal(signal.SIGUSR1)
-        with suppress(subprocess.TimeoutExpired):
-            wait_process(process, STACKS_S)
+        write_stacks(process)
         return seconds < self._patience_s
 
 

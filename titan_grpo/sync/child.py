@@ -17,8 +17,10 @@ from titan_grpo.subprocesses import (
     exit_with_parent,
     helper_environment,
     how_ended,
+    is_stopped,
     start_module,
     wait_process,
+    write_stacks,
 )
 from titan_grpo.unix_rpc import SILENT_S, Pipe
 
@@ -127,6 +129,8 @@ class Child:
         def kill(seconds: float) -> None:
             nonlocal how
             how = f"has given no sign for {seconds:g} s and was killed"
+            if not is_stopped(process.pid):
+                write_stacks(process)
             process.kill()
 
         try:
