@@ -316,3 +316,6 @@ def test_groups_leave_a_server_whose_version_has_been_unknown_for_long() -> None
     now_at(one, 1)
     assert one.able(211.0)
     assert stuck(fleet, 211.0) == []
+    one.answer_began(220.0)
+    goes_on(other, 220.0 + QUIET_S)
+    assert stuck(fleet, 220.0 + QUIET_S) == [one], "its time without answers was no pause"
