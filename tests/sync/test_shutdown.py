@@ -73,7 +73,7 @@ def test_a_lane_that_does_not_end_is_waited_for_once_and_the_summary_says_it(rig
     lane = present(r.server_set.lane("stuck"))
     assert lane.is_alive()
     (said,) = r.recorder.history().errors
-    assert said.startswith("stuck did not answer within 1.0 s of the end")
+    assert said.startswith("the lane of stuck did not end within 1.0 s: the server or the sync")
     start = time.monotonic()
     r.end(within_s=120.0)
     assert time.monotonic() - start < 60.0

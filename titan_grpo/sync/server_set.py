@@ -200,8 +200,9 @@ class ServerSet:
             lanes = [s.lane for s in self._servers.values() if s.lane is not None]
         for lane in _end(lanes, deadline, min(1.0, within_s / 4)):
             self._recorder.error(
-                f"{lane.url} did not answer within {within_s:.1f} s of the end: if it is paused,"
-                " the pause guard goes on until it has resumed it"
+                f"the lane of {lane.url} did not end within {within_s:.1f} s: the server or the"
+                " sync process does not answer. If the server is paused, the pause guard goes on"
+                " until it has resumed it"
             )
         return deadline
 
