@@ -33,7 +33,8 @@ class Threads:
         self, function: Callable[[], Any], begin: Callable[[], None], expired: Callable[[], bool]
     ) -> Any:
         """Return the function's answer. ``begin`` is called when it begins; ``expired``: whether
-        its call is past the deadline, asked when it is cancelled."""
+        its call is past the deadline, asked when it is cancelled. Raises what the function does,
+        and RuntimeError if the host has no thread left."""
         # no deadline: the caller has one
         await self._free.acquire()
         begin()
