@@ -15,6 +15,11 @@ With as few threads as places, those agents could hold all threads while the gro
 servers need them."""
 
 
+LINES = 1000
+"""Lines of Python after which a thread's exception has been raised for certain: the first one that
+jumps back raises it."""
+
+
 class Overdue(BaseException):
     """Raised in the thread of a plain function that is past its call's deadline."""
 
@@ -69,7 +74,7 @@ class _Run:
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function, self._thread, self._lock = function, 0, threading.Lock()
-        self.counted = True
+        self._over, self.counted = False, True
 
     def __call__(self) -> Any:
         with self._lock:
@@ -79,18 +84,20 @@ class _Run:
         finally:
             with self._lock:
                 self._thread = 0
-                # One that is not raised yet would end the thread's next function.
-                _raise_in(threading.get_ident(), None)
+            if self._over:
+                # If it has not been raised yet, raise it here, and not in the thread's next
+                # function. Not PyThreadState_SetAsyncExc without an exception: Python 3.11 would
+                # look for one for ever, and hang in a traced call.
+                with suppress(Overdue):
+                    for _ in range(LINES):
+                        pass
 
     def end(self) -> None:
         """End the function at its next line of Python, if it still runs: one that computes for ever
-        would slow down all others. From another thread."""
+        would slow down all others. From another thread, once."""
         with self._lock:
             if self._thread:
-                _raise_in(self._thread, Overdue)
-
-
-def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Set the exception that a thread raises at its next line of Python; None: none."""
-    raised = None if error is None else ctypes.py_object(error)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+                self._over = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread), ctypes.py_object(Overdue)
+                )
