@@ -161,10 +161,11 @@ def test_packed_micro_batches_keep_the_budget_and_come_fullest_first(
 
 
 def test_the_micro_batch_with_most_padded_tokens_is_halved_for_one_more() -> None:
-    """24 tokens in the first, 25 in the second."""
+    """24 tokens in the first; in the second 25, or 16."""
     lengths = (8, 8, 8, 5, 5, 5, 5, 5)
     assert cut_padded(lengths, 25) == [[0, 1, 2], [3, 4, 5, 6, 7]]
     assert cut_padded(lengths, 25, at_least=3) == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert cut_padded((8, 8, 8, 4, 4, 4, 4), 25, at_least=3) == [[0, 1], [2], [3, 4, 5, 6]]
 
 
 def test_packed_micro_batches_are_made_alike_where_that_keeps_the_budget() -> None:
