@@ -15,12 +15,12 @@ unset PYTHONDONTWRITEBYTECODE
 case "${1:-}" in -h | --help) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
 # More workers than cores: tests wait for servers and processes to start, and the fast ones for deadlines.
-marks=() states=yes workers=3 long=no
+marks=() states=yes workers=3 long=no limit=2h
 case "${1:-}" in
-  --long) shift; marks=(-m "") long=yes ;;
+  --long) shift; marks=(-m "") long=yes limit=12h ;;
   --fast) shift; marks=(-m "not e2e and not long and not slow"); states=no workers=4 ;;
 esac
-[ $# -eq 0 ] || states=no
+[ $# -eq 0 ] || states=no limit=12h
 
 step() { printf '\n== %s\n' "$*"; }
 
@@ -57,9 +57,12 @@ beside "mypy" .venv/bin/mypy
 step "pytest"
 # What shares a server stays on one worker (tests/conftest.py). The longest tests are named, because the whole has to stay within
 # what a person waits for.
+# A test past its own deadline fails. One that hangs in C code takes no signal, so the whole has a deadline too.
 status=0
-.venv/bin/python -m pytest -n $workers --dist loadgroup --no-loadscope-reorder --durations=25 --durations-min=5 "${marks[@]}" "$@" ||
+timeout --foreground --signal INT --kill-after 60 $limit \
+  .venv/bin/python -m pytest -n $workers --dist loadgroup --no-loadscope-reorder --durations=25 --durations-min=5 "${marks[@]}" "$@" ||
   status=$?
+case $status in 124 | 137) echo "the tests did not end within $limit: one hangs, or the machine is too slow for them" >&2 ;; esac
 ended "mypy"
 # What is said of each seeded bug would hide the end of what the tests say.
 [ $states = no ] || ended "every state of the protocol" "^seeded bug: "

@@ -5,6 +5,8 @@ import ast
 import os
 import re
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +35,17 @@ FORBIDDEN_IN_TESTS = {
     "a mock of our own code": r"\bunittest\.mock\b|\bmonkeypatch\.setattr\(\s*[\"']?titan_grpo",
 }
 
+HANGS = """
+import threading
+
+import pytest
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_of_which_the_last_hangs(index):
+    if index == 3:
+        threading.Event().wait()
+"""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -229,6 +242,20 @@ def test_files_that_share_a_server_stay_on_one_worker(request: pytest.FixtureReq
     silence."""
     if os.environ.get("PYTEST_XDIST_WORKER") and request.config.getvalue("loadgroup"):
         assert request.node.nodeid.endswith("@sources")
+
+
+def test_a_test_past_its_deadline_fails_and_the_others_go_on(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "test_hangs.py").write_text(HANGS)
+    options = ("-c", root / "pyproject.toml", "--rootdir", tmp_path, "-n", "2", "--timeout", "2")
+    done = subprocess.run(
+        (sys.executable, "-m", "pytest", *options, "--dist", "loadgroup", tmp_path),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "1 failed, 3 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_files_that_the_pages_on_the_code_name_exist(root: Path) -> None:

@@ -382,7 +382,7 @@ async def _body(receive: Receive) -> bytes:
     """Return the whole body, or the received part if the client has disconnected."""
     body, more = b"", True
     while more:
-        # no deadline: the server ends a silent connection
+        # no deadline: ends with the connection
         message = await receive()
         body += message.get("body", b"")
         more = message["type"] == "http.request" and message.get("more_body", False)
