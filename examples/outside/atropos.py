@@ -13,7 +13,7 @@
 import sys
 import time
 
-from sampling import PROMPT, TOKENS, ask, sample, version_of
+from sampling import PROMPT, TOKENS, ask, begun, patiently, sample, version_of
 
 GROUP, AHEAD = 4, 8
 """Completions of a group; groups that may wait in the API."""
@@ -36,9 +36,8 @@ def group(server):
 
 
 def main(server, api):
-    """Post groups until it is ended."""
-    while version_of(server) is None:
-        time.sleep(0.5)
+    """Post groups until it is ended, or nothing answers any more."""
+    begun(server)
     mine = {"desired_name": "digits", "max_token_length": len(PROMPT) + TOKENS}
     mine |= {"weight": 1.0, "group_size": GROUP}
     while (answer := ask(f"{api}/register-env", mine)[1])["status"] != "success":
@@ -47,7 +46,8 @@ def main(server, api):
         if ask(f"{api}/status")[1]["queue_size"] >= AHEAD:
             time.sleep(0.1)
             continue
-        status, said = ask(f"{api}/scored_data", group(server) | {"env_id": answer["env_id"]})
+        posted = patiently(group, server) | {"env_id": answer["env_id"]}
+        status, said = ask(f"{api}/scored_data", posted)
         if status != 200:
             sys.exit(f"{api} refused a group: {said}")
 

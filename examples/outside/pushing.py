@@ -12,7 +12,7 @@
 import sys
 import time
 
-from sampling import PROMPT, ask, sample, version_of
+from sampling import PROMPT, ask, begun, patiently, sample, version_of
 
 GROUP = 4
 
@@ -33,17 +33,17 @@ def group(server):
 
 
 def main(server, run):
-    """Push until the run ends."""
-    while version_of(server) is None:
-        time.sleep(0.5)
+    """Push until neither the run nor one that goes on from it answers."""
+    begun(server)
     while True:
-        made, status = group(server), AGAIN[0]
-        while status in AGAIN:
-            try:
-                status, answer = ask(f"{run}/groups", {"groups": [made]})
-            except OSError:  # nothing listens any more: the run has ended
-                return
-            time.sleep(0.2 * (status in AGAIN))
+        try:
+            made, status = patiently(group, server), AGAIN[0]
+            while status in AGAIN:
+                status, answer = patiently(ask, f"{run}/groups", {"groups": [made]})
+                time.sleep(0.2 * (status in AGAIN))
+        except OSError as error:
+            print(f"the run has ended: {error}")
+            return
         if status not in (202, 409):  # 409: too old by now, so another one
             sys.exit(f"{run} refused a group: {answer}")
 

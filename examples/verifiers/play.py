@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 import urllib.error
 import urllib.request
 
@@ -22,6 +23,9 @@ from verifiers.clients import OpenAIChatCompletionsClient
 
 AT_ONCE = 32
 KEY = os.environ.get("AGENT_KEY")
+PATIENCE_S = float(os.environ.get("PATIENCE_S", "300"))
+"""Seconds without an answer after which it ends. The run, or its rollout process, may be killed and
+started again meanwhile, which takes as long as loading the model."""
 NO_ANSWER = ("EmptyModelResponseError", "InvalidModelResponseError", "OverlongPromptError")
 """Errors of verifiers that are the model's own: the episode has its rubric's reward."""
 
@@ -54,10 +58,22 @@ def ask(url, body):
         return error.code, {}
 
 
+async def patiently(url, body):
+    """``ask``, again and again while nothing answers it."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return await asyncio.to_thread(ask, url, body)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            await asyncio.sleep(0.5)
+
+
 async def play(run, env, rows):
     """Take an episode, play it with its key, post its reward; again and again."""
     while True:
-        status, taken = await asyncio.to_thread(ask, f"{run}/episodes", {})
+        status, taken = await patiently(f"{run}/episodes", {})
         if status in (429, 503):  # none waits; the run is ending
             await asyncio.sleep(0.5)
             continue
@@ -77,7 +93,7 @@ async def play(run, env, rows):
         error = played.get("error")
         if error is None or error["error"] in NO_ANSWER:  # else the run's task_timeout_s ends it
             reward = {"reward": played["reward"]}
-            await asyncio.to_thread(ask, f"{run}/episodes/{key}/reward", reward)
+            await patiently(f"{run}/episodes/{key}/reward", reward)
 
 
 async def begun(run):
@@ -94,13 +110,13 @@ async def begun(run):
 
 
 async def main(run):
-    """Play until the run ends."""
+    """Play until neither the run nor one that goes on from it answers."""
     env = environment()
     rows = env.get_dataset().to_list()
     await begun(run)
     try:
         await asyncio.gather(*(play(run, env, rows) for _ in range(AT_ONCE)))
-    except OSError:  # also a connection that is cut at the run's end
+    except OSError:
         print("the run has ended")
     except NoEpisodes as error:
         sys.exit(str(error))

@@ -221,6 +221,7 @@ def test_a_run_of_outside_agents_that_is_late_says_which_key_ends_an_episode_wit
 def player(root: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """The example's command, with the real library in an environment of its own, and a key."""
     monkeypatch.setenv("AGENT_KEY", "key of the run")
+    monkeypatch.setenv("PATIENCE_S", "3")
     subprocess.run(
         [root / "scripts" / "setup.sh", "--only", "verifiers"],
         check=True,

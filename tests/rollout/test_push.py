@@ -7,10 +7,12 @@ import gzip
 import http.client
 import importlib
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import httpx
@@ -381,31 +383,77 @@ def test_an_address_that_can_not_be_bound_is_a_wrong_configuration(
         listening(loop, source.address)
 
 
-def test_the_example_goes_on_after_a_503_and_ends_when_the_run_does_not_listen_any_more(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    statuses, pushed = iter((503, 429, 202, 503)), []
+@pytest.fixture
+def example(root: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """examples/outside/pushing.py, which waits for 0.2 s for what does not answer."""
+    monkeypatch.syspath_prepend(root / "examples" / "outside")
+    module = importlib.import_module("pushing")
+    monkeypatch.setattr(sys.modules["sampling"], "PATIENCE_S", 0.2)
+    return module
 
-    def run(request: httpd.Request) -> httpd.Reply:
-        pushed.append(json.loads(request.body)["groups"][0]["policy_version"])
-        status = next(statuses)
-        if len(pushed) == 4:
-            run_server.close()
+
+class Pushed:
+    """A run that gives these answers to pushed groups, listens no more after the last of them, and
+    an engine whose version is the number of groups so far. ``versions``: those of the groups."""
+
+    def __init__(self, *statuses: int) -> None:
+        self.versions: list[int] = []
+        self.statuses = list(statuses)
+        self.server = httpd.HttpServer("127.0.0.1:0", "", self._run, "a test")
+        self.engine = httpd.HttpServer("127.0.0.1:0", "", self._engine, "a test")
+
+    def listen_again(self, *statuses: int) -> None:
+        self.statuses = list(statuses)
+        self.server = httpd.HttpServer(self.server.address, "", self._run, "a test")
+
+    def close(self) -> None:
+        self.server.close()
+        self.engine.close()
+
+    def _run(self, request: httpd.Request) -> httpd.Reply:
+        self.versions.append(json.loads(request.body)["groups"][0]["policy_version"])
+        status = self.statuses.pop(0)
+        if not self.statuses:
+            self.server.close()
         return httpd.Reply(status, {}, 1)
 
-    def engine(request: httpd.Request) -> httpd.Reply:
+    def _engine(self, request: httpd.Request) -> httpd.Reply:
         if request.path == "/weight_info":
-            return httpd.Reply(200, {"weight_version": f"r:{len(pushed)}:f"})
+            return httpd.Reply(200, {"weight_version": f"r:{len(self.versions)}:f"})
         choice = {"token_ids": [21], "logprobs": {"token_logprobs": [-0.5]}}
         return httpd.Reply(200, {"choices": [choice]})
 
-    monkeypatch.syspath_prepend(root / "examples" / "outside")
-    example = importlib.import_module("pushing")
-    run_server = httpd.HttpServer("127.0.0.1:0", "", run, "a test")
-    with closing(httpd.HttpServer("127.0.0.1:0", "", engine, "a test")) as engine_server:
-        example.main(f"http://{engine_server.address}", f"http://{run_server.address}")
+
+def test_the_example_goes_on_after_a_503_and_ends_when_the_run_does_not_listen_any_more(
+    example: ModuleType,
+) -> None:
+    with closing(Pushed(503, 429, 202, 503)) as run:
+        example.main(f"http://{run.engine.address}", f"http://{run.server.address}")
     # The first group was sent until it was taken, then another one was made.
-    assert pushed == [0, 0, 0, 3]
+    assert run.versions == [0, 0, 0, 3]
+
+
+def test_the_example_waits_for_a_run_that_is_started_again(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = example.ask
+    refusals: list[OSError] = []
+
+    def asked(url: str, body: Any = None) -> Any:
+        try:
+            return ask(url, body)
+        except OSError as error:
+            if not refusals:
+                run.listen_again(202, 503)
+            refusals.append(error)
+            raise
+
+    monkeypatch.setattr(example, "ask", asked)
+    with closing(Pushed(202, 503)) as run:
+        example.main(f"http://{run.engine.address}", f"http://{run.server.address}")
+    # The second group met a run that was ending, and was taken by the one that came after it.
+    assert run.versions == [0, 1, 1, 3]
+    assert len(refusals) > 1
 
 
 def test_a_key_that_is_named_and_not_there_opens_no_endpoint(
