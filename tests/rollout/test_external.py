@@ -2,6 +2,7 @@
 environments that push."""
 
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,7 +110,8 @@ def test_a_group_without_log_probabilities_is_dropped_and_counted(
         scored(env=env, group_overrides={"policy_version": 1}),
     )
     until(lambda: client.counters().get("dropped.no_logprobs") == 1, "both groups were dropped")
-    with pytest.raises(RolloutsLate, match=r"dropped.no_logprobs"):
+    advice = f"environments run, and send groups to {api.url}"
+    with pytest.raises(RolloutsLate, match=rf"dropped.no_logprobs.*{re.escape(advice)}"):
         client.next_batch(0, 2, 0.1)
     api.post(scored(env=env), scored(env=env))
     assert len(client.next_batch(0, 2, 60)) == 2
@@ -231,7 +233,7 @@ def test_pushed_groups_are_trained_on_and_held_back_by_the_bound(
     assert http.post("/groups", json=pushed(4, "f")).status_code == 409
     # The trainer goes on; what is left of version 3 may be used at 4, and no longer at 5.
     assert [g.version for g in client.next_batch(4, 2, 60)] == [3, 3]
-    with pytest.raises(RolloutsLate):
+    with pytest.raises(RolloutsLate, match=r"Check that environments run, and push groups to the"):
         client.next_batch(5, 2, 1)
     until(lambda: http.get("/status").json()["waiting"] == 0, "the stale one is let go")
     assert client.counters()["dropped.stale"] == 1

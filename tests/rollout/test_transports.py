@@ -93,6 +93,21 @@ def indices(*batches: list[Group]) -> list[int]:
     return [group.prompt.index for batch in batches for group in batch]
 
 
+@pytest.mark.parametrize("start", ["local"], indirect=True)
+def test_a_long_wait_for_groups_is_named_five_times_before_the_run_ends(
+    start: StartClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = start()
+    with pytest.raises(RolloutsLate, match=r"0 of 2 groups for version 0 were ready after 0.6 s"):
+        client.next_batch(0, 2, 0.6)
+    said = [text for text in caplog.messages if "the run ends" in text]
+    advice = "Check that the servers take requests and hold a recent version"
+    assert [text.partition(" after ")[2] for text in said] == [
+        f"{passed} s, and the run ends after 0.6 s (rollout.batch_timeout_s). {advice}"
+        for passed in ("0.1", "0.2", "0.3", "0.4", "0.5")
+    ]
+
+
 @pytest.mark.parametrize("start", ["remote"], indirect=True)
 def test_a_transport_carries_versions_groups_up_to_the_bound_drains_and_what_is_in_flight(
     start: StartClient, completion_server: MakeServer
@@ -416,14 +431,24 @@ def test_a_run_with_its_clock_behind_gets_the_service_of_a_dead_run(cluster: Clu
     cluster.serve()
     ahead = new_run_id(time.time() + 3600.0)
     spec = msgspec.to_builtins(cluster.spec, str_keys=True)
+    dead = threading.Event()
+
+    def renew() -> None:
+        poll = {"session": "dead", "first": 0, "frames": [], "have": 0, "wait": 0.1}
+        while not dead.is_set() and http.post("/frames", json=poll).is_success:
+            pass
+
     with cluster.http() as http:
         http.post("/open", json={"format": FORMAT, "run": ahead, "session": "dead", "spec": spec})
-        poll = {"session": "dead", "first": 0, "frames": [], "have": 0, "wait": 20}
-        assert wait_until(lambda: http.post("/frames", json=poll).json()["frames"], WAIT_S)
-        assert http.post("/frames", json=poll | {"have": 1}).status_code == 200, "its lease ended"
-    assert cluster.run() == ahead
-    with pytest.raises(RolloutStopped, match="another run, started later, has the rollout service"):
-        cluster.client(cluster.transport(deadline_s=0.5)).start(60)
+        renewing = threading.Thread(target=renew)
+        renewing.start()
+        try:
+            with pytest.raises(RolloutStopped, match="another run, started later, has the rollout"):
+                cluster.client(cluster.transport(deadline_s=0.5)).start(60)
+            assert cluster.run() == ahead
+        finally:
+            dead.set()
+            renewing.join()
     cluster.client().start(60)
     assert "" < cluster.run() < ahead
 

@@ -40,6 +40,9 @@ from titan_grpo.subprocesses import unbroken
 
 logger = logging.getLogger(__name__)
 
+SHARES = 6
+"""Parts of a batch's deadline. After each but the last, a line says what the batch waits for."""
+
 DRAIN_MARGIN_S = 5.0
 """Seconds that a drain waits for the rollout process's answer beyond its own deadline."""
 
@@ -216,17 +219,23 @@ class RolloutClient:
 
         Groups from outside may have any size; then return as many as together have the completions
         of ``count`` groups. Groups too stale are dropped, counted (``dropped.stale``) and made
-        again. Raises RolloutsLate past the deadline, RolloutStopped if the process died, and the
-        ConfigError, DataError or TaskError that ended it.
+        again. A long wait is named (SHARES). Raises RolloutsLate past the deadline,
+        RolloutStopped if the process died, and the ConfigError, DataError or TaskError that ended
+        it.
         """
-        deadline = time.monotonic() + timeout_s
+        began, share = time.monotonic(), 1
         self.set_trainer_version(version)
         with self._changed:
             self._drop_stale(tuple(self._ready))
             self._raise_latched()
             while not (chosen := self._chosen(count)):
-                if not self._changed.wait_for(self._more(count), deadline - time.monotonic()):
-                    raise self._late(version, count, timeout_s)
+                passed_s = timeout_s * share / SHARES
+                left_s = began + passed_s - time.monotonic()
+                if not self._changed.wait_for(self._more(count), left_s):
+                    if share == SHARES:
+                        raise self._late(version, count, timeout_s)
+                    self._name_wait(version, count, passed_s, timeout_s)
+                    share += 1
                 self._raise_latched()
             done = [self._ready.pop(index) for index in chosen]
             for item in done:
@@ -410,26 +419,50 @@ class RolloutClient:
             self._transport.send(messages.GiveBack(done.ticket))
 
     def _late(self, version: int, count: int, timeout_s: float) -> RolloutsLate:
-        ready = len(self._ready)
-        if self._in_order:
-            ready = sum(index in self._ready for index in self._started_for(count))
         counts = dict(self._own) | self._theirs
+        return RolloutsLate(
+            f"{self._num_ready(count)} of {count} groups for version {version} were ready after"
+            f" {timeout_s:g} s (rollout.batch_timeout_s); counts so far: {counts}. {self._advice()}"
+        )
+
+    def _name_wait(self, version: int, count: int, passed_s: float, timeout_s: float) -> None:
+        text = (
+            f"{self._num_ready(count)} of {count} groups for version {version} are ready after"
+            f" {passed_s:g} s, and the run ends after {timeout_s:g} s (rollout.batch_timeout_s)."
+            f" {self._advice()}"
+        )
+        logger.warning("rollout: %s", text)
+
+    def _num_ready(self, count: int) -> int:
+        if self._in_order:
+            return sum(index in self._ready for index in self._started_for(count))
+        return len(self._ready)
+
+    def _advice(self) -> str:
+        """Return what to look at if groups do not come."""
+        spec = self._spec
+        match spec.source:
+            case "push":
+                return (
+                    "Check that environments run, and push groups to the address in"
+                    f" rollout.push_address ({spec.push_address})"
+                )
+            case "atropos":
+                return f"Check that environments run, and send groups to {spec.atropos_url}"
         advice = "Check that the servers take requests and hold a recent version"
-        if self._spec.agent == OUTSIDE:
+        if spec.agent == OUTSIDE:
             advice += (
                 ", and that each episode that an agent takes gets its reward (one without ends"
-                f" after rollout.task_timeout_s = {self._spec.task_timeout_s:g})"
+                f" after rollout.task_timeout_s = {spec.task_timeout_s:g})"
             )
+        counts = dict(self._own) | self._theirs
         if left_out := sum(counts.get(f"dropped.{r}", 0) for r in ("not_accepted", "too_short")):
             advice += (
                 f"; {left_out} groups were left out by rollout.accept, a task's should_accept or"
                 " rollout.min_completion_tokens: let these keep more, or raise"
                 " rollout.batch_timeout_s"
             )
-        return RolloutsLate(
-            f"{ready} of {count} groups for version {version} were ready after"
-            f" {timeout_s:g} s (rollout.batch_timeout_s); counts so far: {counts}. {advice}"
-        )
+        return advice
 
     def fail(self, error: TitanGrpoError) -> None:
         """Make ``next_batch`` raise ``error`` from now on. Any thread; never blocks."""
