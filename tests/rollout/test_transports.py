@@ -434,8 +434,8 @@ def test_a_run_with_its_clock_behind_gets_the_service_of_a_dead_run(cluster: Clu
     dead = threading.Event()
 
     def renew() -> None:
-        poll = {"session": "dead", "first": 0, "frames": [], "have": 0, "wait": 0.1}
-        while not dead.is_set() and http.post("/frames", json=poll).is_success:
+        sign = {"session": "dead", "first": 0, "frames": [], "have": 0}
+        while http.post("/frames", json=sign).is_success and not dead.wait(0.2):
             pass
 
     with cluster.http() as http:

@@ -40,7 +40,7 @@ from titan_grpo.subprocesses import unbroken
 
 logger = logging.getLogger(__name__)
 
-SHARES = 6
+PARTS = 6
 """Parts of a batch's deadline. After each but the last, a line says what the batch waits for."""
 
 DRAIN_MARGIN_S = 5.0
@@ -219,23 +219,22 @@ class RolloutClient:
 
         Groups from outside may have any size; then return as many as together have the completions
         of ``count`` groups. Groups too stale are dropped, counted (``dropped.stale``) and made
-        again. A long wait is named (SHARES). Raises RolloutsLate past the deadline,
-        RolloutStopped if the process died, and the ConfigError, DataError or TaskError that ended
-        it.
+        again. A long wait is named (PARTS). Raises RolloutsLate past the deadline, RolloutStopped
+        if the process died, and the ConfigError, DataError or TaskError that ended it.
         """
-        began, share = time.monotonic(), 1
+        began, part = time.monotonic(), 1
         self.set_trainer_version(version)
         with self._changed:
             self._drop_stale(tuple(self._ready))
             self._raise_latched()
             while not (chosen := self._chosen(count)):
-                passed_s = timeout_s * share / SHARES
+                passed_s = timeout_s * part / PARTS
                 left_s = began + passed_s - time.monotonic()
                 if not self._changed.wait_for(self._more(count), left_s):
-                    if share == SHARES:
+                    if part == PARTS:
                         raise self._late(version, count, timeout_s)
                     self._name_wait(version, count, passed_s, timeout_s)
-                    share += 1
+                    part += 1
                 self._raise_latched()
             done = [self._ready.pop(index) for index in chosen]
             for item in done:
