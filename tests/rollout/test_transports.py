@@ -24,21 +24,24 @@ from tests.rigs.trainer_handle import wait_until
 from tests.rollout.cluster import ANY, Cluster
 from tests.rollout.conftest import MakeServer, StartClient
 from titan_grpo.errors import ConfigError
-from titan_grpo.protocol.frames import End
+from titan_grpo.protocol.frames import End, Post
 from titan_grpo.protocol.messages import ServerState, new_run_id
 from titan_grpo.rollout.child import LocalTransport
-from titan_grpo.rollout.client import RolloutClient, RolloutsLate
+from titan_grpo.rollout.client import FRUITLESS, RolloutClient, RolloutsLate
 from titan_grpo.rollout.httpd import HttpServer, Reply, Request
 from titan_grpo.rollout.messages import (
     FORMAT,
     Answer,
     AskLoad,
     Counts,
+    FromWorker,
+    Killed,
     Message,
     Ready,
     RolloutSpec,
     RolloutStopped,
     ServerLeft,
+    decode,
     encode,
 )
 from titan_grpo.rollout.service import Session
@@ -163,6 +166,24 @@ def test_counts_on_their_way_when_a_server_left_do_not_bring_it_back(cluster: Cl
     assert not any(url in name for name in session.counters)
 
 
+def test_what_a_killed_process_of_a_service_had_sent_arrives_before_its_end(
+    cluster: Cluster,
+) -> None:
+    """Before, the session was refused at once, with the groups that were on their way."""
+    session = Session("s", cluster.spec)
+    cluster.closing.append(lambda: session.close(5))
+    session._on_message(Counts({"requests": 3}))
+    psutil.Process(*children()).kill()
+    came, end = list[Message](), End("s")
+    while not (came and isinstance(came[-1], Killed)):
+        asked = Post("s", 0, (), end.have, wait=WAIT_S)
+        end, new = end.take(session.exchange(asked, WAIT_S))
+        assert new, f"no frame came within {WAIT_S:g} s"
+        came += [decode(text, FromWorker) for text in new]
+    text = "the rollout process ended with signal 9 (out of memory, maybe)"
+    assert came == [Counts({"requests": 3}), Killed(text)]
+
+
 def test_a_worker_that_cannot_serve_says_why(
     start: StartClient, cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -212,14 +233,14 @@ def test_a_closed_transport_leaves_no_process(
         client.next_batch(0, PER_STEP, 1)
 
 
-def test_a_killed_process_is_replaced_unless_it_had_made_no_group(
+def test_a_killed_process_is_replaced_unless_it_is_the_third_in_a_row_without_a_group(
     start: StartClient, cluster: Cluster, completion_server: MakeServer
 ) -> None:
-    def replaced() -> set[int]:
+    def replaced() -> None:
+        """Kill the process, and wait for the next one."""
         (killed,) = before = children()
         psutil.Process(killed).kill()
         assert wait_until(lambda: bool(children() - before), 60)
-        return children() - before
 
     server, client = completion_server(), start()
     client.set_server(ServerState(server.url, 0, True, "0"))
@@ -231,8 +252,10 @@ def test_a_killed_process_is_replaced_unless_it_had_made_no_group(
     assert any("ended with signal 9" in line for line in cluster.said)
     assert any("finished groups are kept, others are made again" in line for line in cluster.said)
     server.behaviour = server.hang
-    psutil.Process(*replaced()).kill()
-    with pytest.raises(RolloutStopped, match=r"ended with signal 9 \(out of memory, maybe\)"):
+    for _ in range(1, FRUITLESS):
+        replaced()
+    psutil.Process(*children()).kill()
+    with pytest.raises(RolloutStopped, match=r"signal 9 \(out of memory, maybe\); 3 in a row"):
         [client.next_batch(version, PER_STEP, 60) for version in (3, 4, 5)]
 
 

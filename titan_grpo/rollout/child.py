@@ -26,10 +26,9 @@ class LocalTransport:
     even by SIGKILL: the socket between them closes.
 
     A child that is killed, for want of memory, say, or by a fault in a library of the task, is
-    replaced (SessionLost), unless it had made no group: the next one would end like it. One that
-    has loaded, and whose loop stands still for ``task_timeout_s``, is killed and replaced: a call
-    of the task blocks the loop, or holds the interpreter in C code, and nothing in that process can
-    end it. One that is stopped is waited for.
+    replaced (SessionLost). One that has loaded, and whose loop stands still for ``task_timeout_s``,
+    is killed and replaced: a call of the task blocks the loop, or holds the interpreter in C code,
+    and nothing in that process can end it. One that is stopped is waited for.
     """
 
     def __init__(self) -> None:
@@ -59,7 +58,7 @@ class LocalTransport:
             self._pipe.post("begin", spec)
             for message in first:
                 self.send(message)
-            self._loaded = self._made_group = self._failed = False
+            self._loaded = self._failed = False
             self._thread = threading.Thread(
                 target=self._receive,
                 args=(process, self._pipe, sock),
@@ -100,7 +99,6 @@ class LocalTransport:
     def on_message(self, message: messages.FromWorker) -> None:
         """Deliver a message: the child calls this."""
         self._loaded = True
-        self._made_group |= isinstance(message, messages.GroupDone)
         self._failed |= isinstance(message, messages.Failed)
         self._deliver(message)
 
@@ -129,10 +127,9 @@ class LocalTransport:
             text = f"{silence} (rollout.task_timeout_s is over) and was killed"
         pipe.close(5.0)
         sock.close()
-        again = self._made_group or stood_s > 0
-        if killed and again and not (self._failed or self._closing):
+        if killed and not (self._failed or self._closing):
             try:
-                self._deliver(SessionLost(self._begin, f"{text}, and is started again"))
+                self._deliver(SessionLost(self._begin, text, killed=True))
                 return
             except OSError as error:
                 text += f", and cannot be started again: {error}"

@@ -43,6 +43,10 @@ logger = logging.getLogger(__name__)
 PARTS = 6
 """Parts of a batch's deadline. After each but the last, a line says what the batch waits for."""
 
+FRUITLESS = 3
+"""So many killed workers in a row that made no group end the run: the next would end like them. One
+or two may have been killed for a reason that is gone."""
+
 DRAIN_MARGIN_S = 5.0
 """Seconds that a drain waits for the rollout process's answer beyond its own deadline."""
 
@@ -56,8 +60,9 @@ class RolloutClient:
     """Client of the worker at the other end of a transport: sends it versions, takes finished
     groups. Only next_batch, start, drain, engine_call, in_flight and close block, with deadlines.
 
-    A worker that lost the session (``SessionLost``) gets the state again. Finished groups keep
-    their places in the admission; unfinished groups are made again.
+    A worker that lost the session (``SessionLost``) gets the state again, if it is not the third in
+    a row that was killed (FRUITLESS). Finished groups keep their places in the admission;
+    unfinished groups are made again.
     """
 
     def __init__(
@@ -82,6 +87,8 @@ class RolloutClient:
         self._left_out: list[float] = []
         self._error: TitanGrpoError | None = None
         self._running = self._started = self._closing = self._skip_drains = False
+        self._fruitless = 0
+        """Killed workers since the last group."""
         self._numbers = count()
         self._asked: dict[int, tuple[messages.ToWorker, Future[messages.Answer]]] = {}
         """Messages that wait for an answer, by number."""
@@ -360,10 +367,12 @@ class RolloutClient:
                     elif not future.done():
                         future.set_result(message)
                 case messages.GroupDone(ticket, _, counters):
+                    self._fruitless = 0
                     self._count(counters)
                     self._ready[ticket.index] = message
                     self._drop_stale((ticket.index,))
                 case messages.LeftOut(index, rewards, counters):
+                    self._fruitless = 0
                     self._count(counters)
                     self._cursor.use(index)
                     self._left_out += rewards
@@ -385,6 +394,11 @@ class RolloutClient:
 
     def _resync(self, lost: SessionLost) -> None:
         with self._changed:
+            self._fruitless += lost.killed
+            if self._fruitless == FRUITLESS:
+                text = f"{lost.why}; {FRUITLESS} in a row were killed, and made no group between"
+                self.fail(RolloutStopped(f"{text}. Its last output says more"))
+                return
             theirs, self._theirs = self._theirs, {}
             self._own.update({n: c for n, c in theirs.items() if messages.IN_FLIGHT not in n})
             self._lose(f"{lost.why}; it was making the call, whose outcome is unknown")
@@ -399,7 +413,8 @@ class RolloutClient:
             lost.resync(spec, (messages.TrainerVersion(self._version), *self._servers.values()))
             self._changed.notify_all()
         self._report(
-            f"{lost.why}; {len(spec.waiting)} finished groups are kept, others are made again"
+            f"{lost.why}: it begins again; {len(spec.waiting)} finished groups are kept, others are"
+            " made again"
         )
 
     def _drop_stale(self, indices: Sequence[int]) -> None:

@@ -402,6 +402,12 @@ class Failed(Frame, frozen=True):
     text: str
 
 
+class Killed(Frame, frozen=True):
+    """The service's rollout process was killed; nothing follows. ``text``: how it ended."""
+
+    text: str
+
+
 ToWorker = (
     ServerState
     | ServerLeft
@@ -414,7 +420,7 @@ ToWorker = (
     | EngineCall
     | Stop
 )
-FromWorker = Ready | GroupDone | LeftOut | Answer | Counts | Event | Failed
+FromWorker = Ready | GroupDone | LeftOut | Answer | Counts | Event | Failed | Killed
 
 
 class RolloutStopped(TitanGrpoError):
@@ -423,8 +429,8 @@ class RolloutStopped(TitanGrpoError):
 
 @dataclass(frozen=True, slots=True)
 class SessionLost:
-    """The worker lost our session (it was killed, or the lease of a service expired). Unanswered
-    messages are lost; send the state again.
+    """The worker lost our session: it was killed (``killed``), or the lease of a service expired.
+    Unanswered messages are lost; send the state again.
 
     ``resync`` opens a new session with a spec and its first messages. Messages sent after it belong
     to the new session, so call it under the lock that guards ``send``. Waits for nothing; raises
@@ -433,6 +439,7 @@ class SessionLost:
 
     resync: Callable[[RolloutSpec, Sequence[ToWorker]], None]
     why: str
+    killed: bool = False
 
 
 Message = FromWorker | SessionLost | TitanGrpoError
@@ -474,7 +481,7 @@ def encode(message: ToWorker | FromWorker) -> str:
             # msgspec would write NaN as null and convert other types silently. Only the task's
             # payload is not checked elsewhere.
             json.dumps(message.group.prompt.payload, allow_nan=False)
-        if isinstance(message, Event | Failed):
+        if isinstance(message, Event | Failed | Killed):
             message = msgspec.structs.replace(message, text=utf8_text(message.text))
         return msgspec.json.encode(message).decode()
     except (TypeError, ValueError, OverflowError) as error:

@@ -269,4 +269,7 @@ class RemoteTransport:
                 self._end, new = self._end.take(answer)
             for text in new:
                 if text != frames.EMPTY:
-                    self._on_message(decode(text, FromWorker))
+                    message = decode(text, FromWorker)
+                    if isinstance(message, messages.Killed):
+                        message = SessionLost(self._begin, message.text, killed=True)
+                    self._on_message(message)

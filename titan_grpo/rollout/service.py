@@ -77,7 +77,8 @@ class Session:
         self._end = frames.End(name)
         self.closing = False
         self.lost = ""
-        """How the rollout process ended, if it was killed."""
+        """How the rollout process ended, if it was killed. The trainer has the state for the next
+        one: it opens another session."""
         self.counters: dict[str, int] = {}
         """Latest counters of the rollout process, without those of servers that left."""
         self._servers: set[str] = set()
@@ -118,12 +119,9 @@ class Session:
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, SessionLost):
-            # The trainer has the state for the next process: let it open another session.
-            with self._changed:
-                self.lost, self.closing = message.why, True
-                self._changed.notify_all()
-            return
-        if isinstance(message, TitanGrpoError):
+            self.lost = message.why
+            message = messages.Killed(message.why)
+        elif isinstance(message, TitanGrpoError):
             config = isinstance(message, ConfigError)
             message = messages.Failed("config" if config else "bug", str(message))
         counters: dict[str, int] = getattr(message, "counters", {})
