@@ -87,7 +87,7 @@ class HttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             super().__init__(place, _Handler)
         except (OSError, TypeError) as error:  # TypeError: a host that has no encoding
             raise ConfigError(
-                f"{what} must be an address of this host, got {address!r}: {error}"
+                f"{what} must be an address of this host with a free port, got {address!r}: {error}"
             ) from error
         self.address = f"{f'[{host}]' if ':' in host else host}:{self.server_address[1]}"
         self.closing = threading.Event()
