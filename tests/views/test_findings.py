@@ -213,9 +213,17 @@ def test_the_first_connection_of_a_resumed_run_is_none_again(tmp_path: Path) -> 
     assert "10.0.0.1:8000 had 4 faults" in said
 
 
-def test_waits_as_long_as_at_other_times_are_not_laid_to_an_evaluation() -> None:
-    run = facts(waited_s=40.0, servers=(server(1, held_s=10.0, waited_meanwhile_s=5.0),))
-    assert [f.level for f in findings(run) if "evaluations held" in f.text] == ["note"]
+@pytest.mark.parametrize(
+    ("held_s", "meanwhile_s", "level"),
+    [(10.0, 5.0, "note"), (50.0, 20.0, "note"), (50.0, 38.0, "bad")],
+)
+def test_only_waits_that_are_longer_than_at_other_times_are_laid_to_an_evaluation(
+    held_s: float, meanwhile_s: float, level: str
+) -> None:
+    """The trainer waited 40 s of 100 s."""
+    held = server(1, held_s=held_s, waited_meanwhile_s=meanwhile_s)
+    run = facts(waited_s=40.0, servers=(held,))
+    assert [f.level for f in findings(run) if "evaluations held" in f.text] == [level]
 
 
 @pytest.mark.parametrize(("last", "level"), [(0.5, "good"), (0.31, "note"), (0.1, "bad")])
