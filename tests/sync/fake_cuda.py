@@ -109,8 +109,10 @@ class Event:
     def synchronize(self) -> None:
         self.device.run(self.query)
 
-    def elapsed_time(self, _: "Event") -> float:
-        """In milliseconds."""
+    def elapsed_time(self, later: "Event") -> float:
+        """In milliseconds. An event that was never recorded is an error, as in CUDA."""
+        assert self.newest is not None
+        assert later.newest is not None
         return 1000.0
 
 

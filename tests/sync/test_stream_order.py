@@ -33,7 +33,8 @@ class Trainer:
         self.images = [torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(SLOTS)]
         cpu = torch.device("cpu")
         self._snapshotter = Snapshotter(ops, self.images, cpu, STAGING)
-        self._snapshotter._cuda = _CudaSide([], cpu, STAGING)  # as for a CUDA device
+        self._snapshotter._cuda = _CudaSide(self.images, cpu, STAGING)  # as for a CUDA device
+        self.close = self._snapshotter.close
         self._device, self._manifest = device, manifest
         self._weights = {f: torch.zeros(shape) for f, shape in SHAPES.items()}
 
@@ -101,6 +102,65 @@ def test_without_one_of_the_waits_some_order_makes_a_wrong_image(
     owner, name, nothing = MISSING[case]
     monkeypatch.setattr(owner, name, nothing)
     assert orders_that_fail(monkeypatch) > 0
+
+
+FLAT = torch.arange(128.0).bfloat16()
+"""Exact in bfloat16: copied without a cast."""
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        pytest.param(FLAT[:48].view(8, 6), id="whole"),
+        pytest.param(FLAT[:80].view(8, 10)[:, 2:8], id="columns of a wider one"),
+        pytest.param(FLAT[:48].view(6, 8).t(), id="transposed"),
+        pytest.param(FLAT[:96].view(8, 12)[:, ::2], id="every second column"),
+        pytest.param(FLAT[:10].view(1, 10)[:, 2:8], id="one row"),
+    ],
+)
+def test_a_weight_has_its_values_in_the_image_however_it_lies_in_memory(
+    weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, cpu = tuple(weight.shape), torch.device("cpu")
+    layout = infer_layout(lambda state: state, {"w": shape})
+    manifest = layout.manifest("bfloat16", 4096)
+    image = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
+    ops = {"w": copy_ops(layout, manifest, "w", (0, 0), shape)}
+    with fake_cuda(monkeypatch, seed=0) as device:
+        snapshotter = Snapshotter(ops, [image], cpu, STAGING)
+        snapshotter._cuda = _CudaSide([image], cpu, STAGING)
+        with Lazy(device):
+            copy = snapshotter.start({"w": weight}, 0)
+        copy.wait(60.0)
+    (spec,) = manifest.tensors
+    values = image[spec.offset : spec.offset + spec.nbytes].view(torch.bfloat16).view(shape)
+    assert torch.equal(values, weight)
+
+
+def test_what_the_device_waits_at_a_fence_is_known_once_it_is_past_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with fake_cuda(monkeypatch, seed=0) as device:
+        trainer = Trainer(device)  # its images are written to until the end
+        copy = trainer.step(0)
+        assert copy.fenced_s == 0.0, "there is no fence yet"
+        copy.fence()
+        assert copy.fenced_s == 0.0, "the device has not got there"
+        device.run()
+        assert copy.fenced_s == 1.0
+
+
+def test_a_copy_in_flight_is_over_before_its_memory_is_unpinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: list[set[float]] = []
+    for seed in SEEDS:
+        with monkeypatch.context() as patch, fake_cuda(patch, seed) as device:
+            trainer = Trainer(device)
+            trainer.step(0)
+            patch.setattr(Runtime, "unregister", lambda *_, t=trainer: held.append(t.held(0)))
+            trainer.close()
+    assert held == [{1.0}] * SLOTS * len(SEEDS)
 
 
 def test_memory_that_cannot_be_pinned_is_said_once_for_all_of_its_parts(
