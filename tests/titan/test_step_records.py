@@ -102,7 +102,9 @@ def test_what_the_loss_sums_up_reaches_the_step_under_the_names_of_the_table() -
     values = loss_values(found | {"minus_logprob_max": 7.0, "logprob_max": -0.5})
     assert values[names.CLIP_FRACTION] == pytest.approx(0.3)
     assert (values[names.LOGPROB_MIN], values[names.LOGPROB_MAX]) == (-7.0, -0.5)
-    assert names.LOGPROB_SEPARATION not in values, "no token has a negative advantage"
+    for given in ({}, {"better_count": 0, "worse_count": 2}, {"better_count": 4, "worse_count": 0}):
+        sums = {"better_logprob": -2.0, "worse_logprob": -3.0} if given else {}
+        assert names.LOGPROB_SEPARATION not in loss_values(found | given | sums), "of one sign"
     parted = {"better_count": 4, "better_logprob": -2.0, "worse_count": 2, "worse_logprob": -3.0}
     assert loss_values(found | parted)[names.LOGPROB_SEPARATION] == pytest.approx(1.0)
     assert all(names.meaning(name) for name in values)
