@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.rigs.board import Board, Reply
+from tests.rigs.present import present
 from tests.rigs.sockets import free_port
 from titan_grpo import cli
 from titan_grpo.commands import doctor_host
@@ -463,6 +464,8 @@ def test_a_job_that_sends_adapters_is_judged_by_their_size(
         cli.main([*job, f"--lora.sync={sync}"])
         (found,) = re.findall(r"256 version images need (\d+) MiB", capsys.readouterr().out)
         needs.append(int(found))
+    elements = present(doctor_host.model_elements(model))
+    assert needs[0] == round(256 * elements * 2 / 2**20), "bfloat16"
     assert 0 < needs[1] < needs[0] / 4
 
 
