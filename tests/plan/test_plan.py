@@ -385,6 +385,15 @@ def test_every_recipe_has_a_plan_with_steps(
         assert f"{servers[1]} servers on" in out
 
 
+def test_a_job_is_named_as_for_the_other_commands_too(capsys: pytest.CaptureFixture[str]) -> None:
+    job = str(RECIPES / "llama3_8b_gsm8k.toml")
+    said = []
+    for words in ([job], ["--job.config_file", job]):
+        assert command(["plan", *words, "--hours", "0.05"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+
+
 def test_a_job_without_servers_has_a_plan_for_a_given_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

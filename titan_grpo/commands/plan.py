@@ -55,6 +55,10 @@ def parser() -> argparse.ArgumentParser:
         " options as keys (servers = 64, model = \"qwen3/8B\"), or both",
     )  # fmt: skip
     out.add_argument(
+        "--job.config_file", dest="job", type=Path, metavar="FILE",
+        help="the job's TOML, as for torchrun and titan-grpo doctor",
+    )  # fmt: skip
+    out.add_argument(
         "--model", metavar="M",
         help="torchtitan's NAME/FLAVOR, a config.json or its folder, or a number of parameters"
         " such as 8.2e9 (default: as many as Qwen3 8B)",
@@ -76,6 +80,8 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Print the plan; returns 0. Raises ConfigError for mistakes in the input."""
     args = parser().parse_args(argv)
     tables = {path: read_toml(path, "FILE") for path in args.files}
+    if args.job is not None:
+        tables[args.job] = read_toml(args.job, "--job.config_file")
     options: dict[str, Any] = {}
     for path, table in tables.items():
         options |= {} if is_job(table) else of_options(path, table)

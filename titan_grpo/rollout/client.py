@@ -395,7 +395,7 @@ class RolloutClient:
     def _resync(self, lost: SessionLost) -> None:
         with self._changed:
             self._fruitless += lost.killed
-            if self._fruitless == FRUITLESS:
+            if self._fruitless >= FRUITLESS:
                 text = f"{lost.why}; {FRUITLESS} in a row were killed, and made no group between"
                 self.fail(RolloutStopped(f"{text}. Its last output says more"))
                 return
