@@ -1,3 +1,4 @@
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,13 @@ def test_a_service_that_anybody_could_use_and_what_can_not_be_bound_are_refused(
 def test_with_a_key_an_address_of_another_host_is_only_impossible() -> None:
     with pytest.raises(ConfigError, match="--bind must be an address of this host"):
         rollouts.run(["--bind", "192.0.2.1:0"], {rollouts.KEY_VARIABLE: "secret"})
+
+
+def test_a_port_that_is_taken_is_said_to_be_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"with a free port, got '{address}': .*in use"):
+            rollouts.run(["--bind", address], {rollouts.KEY_VARIABLE: "secret"})
 
 
 def test_a_signal_to_the_service_ends_its_session_in_order(tmp_path: Path) -> None:
