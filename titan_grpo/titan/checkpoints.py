@@ -144,9 +144,10 @@ class Stored(dcp.FileSystemReader):
         return state
 
 
-def lacking(names: Set[str], parts: Set[str]) -> list[str]:
-    """Return those of a job's ``parts`` that a DCP checkpoint with these names does not hold. A
-    ``train_state`` without a version is not GRPOTrainer's."""
+def lacking(checkpoint: Stored, parts: Set[str]) -> list[str]:
+    """Return those of a job's ``parts`` that a checkpoint does not hold. A ``train_state`` without
+    a version is not GRPOTrainer's."""
+    names = checkpoint.names()
     found = {name.partition(".")[0] for name in names}
     return sorted(parts - (found if VERSION in names else found - {"train_state"}))
 
@@ -256,11 +257,11 @@ def _loaded(config: Any) -> set[str]:
     return rules.saved_parts(config) - {"model", *config.checkpoint.exclude_from_loading}
 
 
-def _check_text(config: Any, checkpoint: Path, names: Set[str], ranks: int | None) -> None:
+def _check_text(config: Any, checkpoint: Stored, ranks: int | None) -> None:
     # torchtitan has one place in the text per data-parallel rank, and cannot share them anew
     if ranks is None or "text" not in _loaded(config):
         return
-    saved = sum(name.startswith("text.dp_rank_") for name in names)
+    saved = sum(name.startswith("text.dp_rank_") for name in checkpoint.names())
     if saved != (now := rules.data_parallel_ranks(config, ranks)):
         raise ConfigError(
             "the number of data-parallel ranks must stay the same where the text of"
@@ -314,14 +315,15 @@ def known_failures() -> Iterator[None]:
         raise
 
 
-def check_saver(checkpoint: Path | Stored, names: Set[str]) -> None:
+def check_saver(checkpoint: Stored) -> None:
     """Raise ConfigError for a checkpoint of the other torchtitan."""
-    if reason := compat.other_saver(names, compat.require_torchtitan()):
+    if reason := compat.other_saver(checkpoint.names(), compat.require_torchtitan()):
         raise ConfigError(f"{checkpoint} {reason}")
 
 
-def _check_adapters(config: Any, checkpoint: Path, names: Set[str]) -> None:
+def _check_adapters(config: Any, checkpoint: Stored) -> None:
     # torchtitan asks a checkpoint for the model's own parameters, and leaves others in it
+    names = checkpoint.names()
     own = set(adapter_shapes(skeleton(config)[0])) if config.lora.rank else set()
     if lost := sorted(set(filter(is_adapter, names)) - own):
         raise ConfigError(
@@ -368,17 +370,16 @@ def _check_start(config: Any, folder: Path, ranks: int | None) -> None:
             f" Hugging Face files with initial_load_in_hf), got {start!r}"
         )
     stored = Stored(start)
-    names = stored.names()
-    check_saver(Path(start), names)
-    _check_adapters(config, Path(start), names)
+    check_saver(stored)
+    _check_adapters(config, stored)
     if keys.initial_load_model_only:
         return
-    if missing := lacking(names, _loaded(config)):
+    if missing := lacking(stored, _loaded(config)):
         raise ConfigError(
             "checkpoint.initial_load_model_only must be true, got false:"
             f" {start} was saved without {', '.join(missing)}"
         )
-    _check_text(config, Path(start), names, ranks)
+    _check_text(config, stored, ranks)
     _check_schedule(config, stored)
 
 
@@ -393,25 +394,23 @@ def _check_newest(config: Any, folder: Path, steps: Mapping[str, int], ranks: in
             f" {', '.join(odd)}: torchtitan counts each as the step in its name when it looks for"
             " the newest, and finds no folder of that step; move it out of that folder"
         )
-    complete = checkpoints_in(folder)
+    complete = {step: Stored(place) for step, place in checkpoints_in(folder).items()}
     step = max(steps.values()) if keys.load_step == -1 else keys.load_step
-    stored = Stored(complete[step]) if step in complete else None
-    names: Set[str] = stored.names() if stored else set()
 
-    def lacks(step: int, names: Set[str]) -> list[str]:
+    def lacks(step: int) -> list[str]:
+        if step not in complete:
+            return ["train_state"]
         # torchtitan loads the weights alone of step 0.
-        return lacking(names, loaded) if step else []
+        return lacking(complete[step], loaded) if step else []
 
-    missing = lacks(step, names) if step in complete else ["train_state"]
+    missing = lacks(step)
     if missing and "train_state" not in missing:
         raise ConfigError(
             f"checkpoint.exclude_from_loading must have {', '.join(missing)} too, got"
             f" {keys.exclude_from_loading}: {complete[step]} was saved without"
         )
     if missing:
-        others = [
-            each for each, place in complete.items() if not lacks(each, Stored(place).names())
-        ]
+        others = [each for each in complete if not lacks(each)]
         if keys.load_step != -1:
             raise ConfigError(
                 "checkpoint.load_step must be the step of a complete checkpoint of a GRPO run,"
@@ -426,10 +425,9 @@ def _check_newest(config: Any, folder: Path, steps: Mapping[str, int], ranks: in
             f" checkpoint.initial_load_path{hf}"
         )
     newest = complete[step]
-    check_saver(newest, names)
-    _check_adapters(config, newest, names)
-    if stored:
-        check_alpha(config, stored)
-    if step and stored:
-        _check_text(config, newest, names, ranks)
-        _check_schedule(config, stored)
+    check_saver(newest)
+    _check_adapters(config, newest)
+    check_alpha(config, newest)
+    if step:
+        _check_text(config, newest, ranks)
+        _check_schedule(config, newest)
