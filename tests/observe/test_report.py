@@ -7,8 +7,9 @@ import msgspec
 import pytest
 
 from titan_grpo.observe import names, report
+from titan_grpo.observe.output import write_whole
 from titan_grpo.observe.recorder import Recorder
-from titan_grpo.observe.report import duration, ends, mean_max, median_p95, table, write_whole
+from titan_grpo.observe.report import duration, ends, mean_max, median_p95, table
 from titan_grpo.observe.schema import Change, MeanMax, MedianP95, Server, Summary
 
 SERVERS = ("http://127.0.0.1:8000", "http://127.0.0.1:8001")

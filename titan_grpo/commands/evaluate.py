@@ -20,6 +20,7 @@ from titan_grpo.engines.http import SyncDriver
 from titan_grpo.engines.launch import Server
 from titan_grpo.engines.server import detect, dialect
 from titan_grpo.errors import ConfigError, PeerError
+from titan_grpo.observe.output import write_whole
 from titan_grpo.protocol.messages import Label, ServerState
 from titan_grpo.rollout.evaluation import Job, evaluate, line, prepare
 
@@ -71,7 +72,6 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     if out is not None:
         require_file("--out", out)
     tables = [table for table in config.evaluation if table.name in names]
-    from titan_grpo.observe.report import write_whole
     from titan_grpo.titan.evaluations import evaluation_spec
 
     if args.model is not None and (args.model / "adapter_config.json").is_file():

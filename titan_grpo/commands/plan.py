@@ -16,6 +16,7 @@ from titan_grpo.commands.processes import print_progress, require_file
 from titan_grpo.config import sends_adapters
 from titan_grpo.config.rollout import LAUNCH, gpus_each, is_loopback
 from titan_grpo.errors import ConfigError
+from titan_grpo.observe.output import write_whole
 from titan_grpo.plan.setup import Setup
 from titan_grpo.titan.jobfile import read_config, read_toml
 
@@ -103,7 +104,6 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     if args.json is not None:
         require_file("--json", args.json)
     # Imported here, so that --help does not load numpy.
-    from titan_grpo.observe.report import write_whole
     from titan_grpo.plan import report
     from titan_grpo.plan.simulation import Simulation
 

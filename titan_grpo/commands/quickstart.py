@@ -18,6 +18,7 @@ from titan_grpo.config import LAUNCH
 from titan_grpo.config.rollout import ARGUMENTS, PYTHONS
 from titan_grpo.errors import ConfigError
 from titan_grpo.layout.memory import available_memory
+from titan_grpo.observe.recorder import SUMMARY
 
 STARTUP_S = 300.0
 """Seconds per server for all of them to start."""
@@ -90,7 +91,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out must be a new directory, {folder} is a file: name another")
     # Refuse a folder with an earlier run: training would silently resume its checkpoint.
-    if (folder / "summary.json").exists() or (folder / "checkpoint").exists():
+    if (folder / SUMMARY).exists() or (folder / "checkpoint").exists():
         raise ConfigError(
             f"--out must be a new directory, {folder} holds an earlier run: remove it or name"
             " another"
@@ -107,7 +108,7 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 def _train_and_tell(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     began = time.monotonic()
     _train(options, env)
-    summary = json.loads((options.out / "summary.json").read_text())
+    summary = json.loads((options.out / SUMMARY).read_text())
     reward = f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"
     print(f"done in {time.monotonic() - began:.0f} s: reward {reward}")
     adapters = options.lora_sync == "adapter"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from titan_grpo.commands.processes import require_file
 from titan_grpo.errors import ConfigError
+from titan_grpo.observe.output import write_whole
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,7 +27,6 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Write the page; returns 0. Raises ConfigError for a folder without a run or a tokenizer."""
     args = parser().parse_args(argv)
     # Imported here, so that --help does not load numpy.
-    from titan_grpo.observe.report import write_whole
     from titan_grpo.views import page
     from titan_grpo.views.run import read_run
 

@@ -17,7 +17,8 @@ from titan_grpo.config import LAUNCH
 from titan_grpo.config.rollout import PYTHONS
 from titan_grpo.engines.launch import Server
 from titan_grpo.errors import ServerUnreachable
-from titan_grpo.observe.report import write_whole
+from titan_grpo.observe.output import write_whole
+from titan_grpo.observe.recorder import SUMMARY
 from titan_grpo.runkey import Key, find_run_key, with_run_key
 from titan_grpo.titan.startup import launched
 from titan_grpo.titan.tiny import write_tiny_model
@@ -158,7 +159,7 @@ class PhaseRuns:
         self.wait_probes(prober)
         made = read(evidence / TRAINER_EVIDENCE, Made)
         start, self._start = self._start, self.after(name, url, prober, evidence, made)
-        summary = json.loads((folder / "summary.json").read_text())
+        summary = json.loads((folder / SUMMARY).read_text())
         gather_s = statistics.median(each.gather_s for each in made)
         self.speeds[name] = throughput(summary, made[0].image_bytes, gather_s)
         weights = (folder / "hf" / "model.safetensors").read_bytes()

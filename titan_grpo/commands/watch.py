@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from titan_grpo.config import Alerts
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import alerts
-from titan_grpo.observe.recorder import read_metrics
+from titan_grpo.observe.recorder import METRICS, read_metrics
 from titan_grpo.observe.run_lock import LOCK
 from titan_grpo.observe.terminal import next_command
 from titan_grpo.titan.jobfile import mismatches, read_toml, refuse
@@ -99,7 +99,7 @@ def _check(args: argparse.Namespace, run: "Follower") -> int:
         raise ConfigError("--check needs --stalled, --alert, or alerts in --config: got none")
     if args.stalled is not None and not 0 < args.stalled < float("inf"):
         raise ConfigError(f"--stalled must be greater than 0, got {args.stalled:g}")
-    path = args.run / "metrics.jsonl"
+    path = args.run / METRICS
     ended = run.ended()
     # Only what is compared: all of a long run with many servers is gigabytes.
     rows = read_metrics(path, [each.metric for each in thresholds]) if path.is_file() else []
@@ -167,7 +167,7 @@ def _on_screen(follower: "Follower", console: "Console", interval_s: float) -> N
 
 
 def _has_steps(folder: Path) -> bool:
-    metrics = folder / "metrics.jsonl"
+    metrics = folder / METRICS
     return metrics.is_file() and metrics.stat().st_size > 0
 
 

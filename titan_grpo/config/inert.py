@@ -42,11 +42,6 @@ def inert(
     return list(found.values())
 
 
-PROMPTS = (
-    "reward reward_weights dataset dataset_config dataset_split dataset_filter dataset_shuffle"
-)
-PROMPTS += " prompt system_prompt tools chat_template chat_template_kwargs"
-
 NO_TEXT = "grpo.ptx_mixin_batchsize = 0: no text is mixed in"
 
 RATIO = "clip_ratio_lower_bound clip_ratio_upper_bound clip_ratio_dual"
@@ -139,7 +134,9 @@ def _rollout(r: Rollout, evaluates: bool) -> Iterator[Row]:
     yield r.source != "task", unused, elsewhere
     yield (
         r.source != "task" and not evaluates,  # its tables inherit these
-        f"{PROMPTS} task task_path task_concurrency task_timeout_s max_turns stop stop_token_ids",
+        "reward reward_weights dataset dataset_config dataset_split dataset_filter dataset_shuffle"
+        " prompt system_prompt tools chat_template chat_template_kwargs"
+        " task task_path task_concurrency task_timeout_s max_turns stop stop_token_ids",
         elsewhere,
     )
     arrival = f"{source}: groups are taken as they arrive"

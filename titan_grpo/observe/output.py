@@ -1,4 +1,5 @@
-"""The recorder's files: written to their end by its thread, and left out while they cannot be."""
+"""Files of a run: the recorder's, written to their end by its thread and left out while they cannot
+be, and those that are written whole."""
 
 import errno
 import os
@@ -113,3 +114,18 @@ def open_trace(path: Path) -> TextIO:
     stream = path.open("a")
     stream.write(",\n" if kept else "[\n")
     return stream
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file atomically: no reader, kill or full disk leaves half of it. Raises OSError with
+    the file's name."""
+    path = path.resolve()  # a link stays one, /dev/stdout among them
+    draft = path.with_name(path.name + ".partial")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+    except OSError as error:
+        # that of a full disk has no name
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        draft.unlink(missing_ok=True)

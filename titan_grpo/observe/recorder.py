@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, ValidationError
+from msgspec import Meta
 
 from titan_grpo.errors import ConfigError, utf8_text
 from titan_grpo.observe import names, terminal
@@ -28,6 +28,10 @@ from titan_grpo.observe.output import Output, open_lines, open_trace, reading
 from titan_grpo.observe.schema import Change, Evaluated, decoded
 
 Event = dict[str, Any]
+
+METRICS, HISTORY, SAMPLES = "metrics.jsonl", "history.jsonl", "samples.jsonl"
+TRACE = "trace.json"
+"""Files of the recorder."""
 
 SUMMARY = "summary.json"
 """File that a run's process writes at its end (report.write_report)."""
@@ -119,8 +123,7 @@ class History:
     evaluations: list[Evaluated] = field(default_factory=list)
 
     def add(self, kind: str, *values: Any) -> None:
-        """Apply one entry. Raises KeyError, TypeError, ValueError or msgspec.ValidationError for a
-        malformed one."""
+        """Apply one entry. Raises KeyError, TypeError or ValueError for a malformed one."""
         match kind, values:
             case "value", (name, value):
                 self.series[name].append(float(value))
@@ -198,8 +201,7 @@ def read_history(path: Path) -> Histories:
     # Line by line: after days with many servers they are hundreds of megabytes.
     with reading(path) as lines:
         for line in lines:
-            # The last is a ValueError from msgspec 0.21 on.
-            with suppress(ValueError, TypeError, KeyError, ValidationError):
+            with suppress(ValueError, TypeError, KeyError):
                 found.add(*decoded(line, ENTRY) or [""])
     return found
 
@@ -222,9 +224,9 @@ class Recorder:
     ) -> None:
         """``traces`` also gets each span, and is closed with the recorder."""
         self.run_dir, self._clock, self._traces = Path(run_dir), clock, traces
-        self.trace_path = self.run_dir / "trace.json"
-        self.metrics_path = self.run_dir / "metrics.jsonl"
-        self._history_path = self.run_dir / "history.jsonl"
+        self.trace_path = self.run_dir / TRACE
+        self.metrics_path = self.run_dir / METRICS
+        self._history_path = self.run_dir / HISTORY
         self._history = Histories()
         self._rows: list[dict[str, Any]] = []
         try:
@@ -477,7 +479,7 @@ class Recorder:
             "trace": Output(self.trace_path, open_trace),
             "metrics": Output(self.metrics_path, open_lines, again=True),
             "history": Output(self._history_path, open_lines, again=True),
-            "samples": Output(self.run_dir / "samples.jsonl", open_lines, again=True),
+            "samples": Output(self.run_dir / SAMPLES, open_lines, again=True),
         }
         first = True
         # no deadline: the owner's close() puts None into the queue, and the thread is a daemon.

@@ -1,6 +1,5 @@
 """The results of a run: summary.json, a table and a plot; and a step's progress line."""
 
-import os
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy.typing as npt
 
 from titan_grpo.errors import NOT_JSON, utf8_text
 from titan_grpo.observe import names
+from titan_grpo.observe.output import write_whole
 from titan_grpo.observe.recorder import SUMMARY, Recorder, read_last, read_metrics
 from titan_grpo.observe.schema import MeanMax, MedianP95, Server, Summary
 
@@ -143,21 +143,6 @@ def _shares(counts: Mapping[str, int]) -> str:
     total = sum(counts.values())
     parts = (f"{n / total:.0%} to {longest}".replace("%", " %") for longest, n in counts.items())
     return f"{', '.join(parts)} tokens" if total else "-"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: no reader, kill or full disk leaves half of it. Raises OSError with
-    the file's name."""
-    path = path.resolve()  # a link stays one, /dev/stdout among them
-    draft = path.with_name(path.name + ".partial")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
-    except OSError as error:
-        # that of a full disk has no name
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def write_report(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> Summary:

@@ -17,7 +17,7 @@ from titan_grpo.config import LAUNCH, Rollout, WeightSync, engines_read_calls, s
 from titan_grpo.config.rollout import ARGUMENTS, PYTHONS, gpus_each, required_key
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import TitanGrpoError
-from titan_grpo.observe.report import write_whole
+from titan_grpo.observe.output import write_whole
 from titan_grpo.observe.terminal import is_consequence, waiting
 from titan_grpo.rollout.child import LocalTransport
 from titan_grpo.rollout.client import RolloutClient

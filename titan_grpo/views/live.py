@@ -17,7 +17,7 @@ from rich.text import Text
 from titan_grpo.observe import names
 from titan_grpo.observe.names import short
 from titan_grpo.observe.output import reading
-from titan_grpo.observe.recorder import ENTRY, row_of
+from titan_grpo.observe.recorder import ENTRY, HISTORY, METRICS, row_of
 from titan_grpo.observe.report import duration, held_by, number
 from titan_grpo.observe.run_lock import lives, restarts
 from titan_grpo.observe.schema import decoded
@@ -27,8 +27,6 @@ from titan_grpo.views.run import band, edges, in_order, read_summary, summary_of
 TAIL_BYTES = 1 << 22
 """Bytes read from the end of a long file that exists when watching starts (the newest lines), and
 as many from its beginning (the servers)."""
-
-METRICS = "metrics.jsonl"
 
 MEMBERS = tuple(
     f'["{kind}"'.encode()
@@ -196,7 +194,7 @@ class Follower:
         self.folder = folder
         self.state = State()
         self._metrics = Tail(folder / METRICS)
-        self._history = Tail(folder / "history.jsonl", MEMBERS)
+        self._history = Tail(folder / HISTORY, MEMBERS)
 
     def read(self) -> list[dict[str, Any]]:
         """Read new lines. Returns the new rows of metrics.jsonl."""

@@ -21,7 +21,15 @@ import numpy.typing as npt
 from titan_grpo.errors import NOT_JSON, ConfigError
 from titan_grpo.observe.names import SERVER
 from titan_grpo.observe.output import reading
-from titan_grpo.observe.recorder import SUMMARY, read_history, read_metrics
+from titan_grpo.observe.recorder import (
+    HISTORY,
+    METRICS,
+    SAMPLES,
+    SUMMARY,
+    TRACE,
+    read_history,
+    read_metrics,
+)
 from titan_grpo.observe.run_lock import LOCK, lives
 from titan_grpo.observe.schema import Evaluated, ShownStep, Summary, decoded
 
@@ -154,7 +162,7 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Read a run's folder. Raises ConfigError if it holds no run, or a summary of another version,
     and OSError if it cannot be read."""
-    metrics, trace = folder / "metrics.jsonl", folder / "trace.json"
+    metrics, trace = folder / METRICS, folder / TRACE
     rows = read_metrics(metrics, without=f"{SERVER}/") if metrics.is_file() else []
     summary = read_summary(folder)
     # The lock says of a run without a step that it is one.
@@ -164,12 +172,12 @@ def read_run(folder: Path) -> Run:
             " a step, no trace.json and no run.lock: name another one"
         )
     # While the run goes on, only its history has this.
-    said = summary or read_history(folder / "history.jsonl").whole()
+    said = summary or read_history(folder / HISTORY).whole()
     return Run(
         folder.resolve().name,
         rows,
         read_trace(trace) if trace.is_file() else Trace(),
-        read_samples(folder / "samples.jsonl"),
+        read_samples(folder / SAMPLES),
         summary,
         {url: method for url, method in said.quantised.items() if method},
         lives(folder) is False,
