@@ -14,7 +14,6 @@ from titan_grpo.commands import doctor_servers as servers
 from titan_grpo.commands.doctor_host import Finding
 from titan_grpo.commands.doctor_servers import Needs
 from titan_grpo.config import (
-    LAUNCH,
     WIRE_BYTES,
     Evaluation,
     Rollout,
@@ -22,7 +21,7 @@ from titan_grpo.config import (
     engines_read_calls,
     sends_adapters,
 )
-from titan_grpo.config.rollout import PYTHONS, read_key, server_url
+from titan_grpo.config.rollout import PYTHONS, required_key, server_url
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.layout.memory import available_memory
 from titan_grpo.receive.checkpoint import essential
@@ -113,14 +112,13 @@ def wanted(
         out.model_fields = essential(read_config(config.model.hf_assets_path))
         rollout = config.rollout
         tokens = servers.tokens_here(config.model.hf_assets_path)
-        launched = rollout.servers == [LAUNCH]
-        if not launched or rollout.servers_file or rollout.servers_slurm:
-            apart = [url for table in config.evaluation for url in table.servers]
-            known = known_servers(rollout, env, apart=apart).urls
+        own = [url for table in config.evaluation for url in table.servers]
+        if not rollout.launches or rollout.servers_file or rollout.servers_slurm:
+            known = known_servers(rollout, env, apart=own).urls
             out.servers += [url for url in known if url not in out.servers]
     except ConfigError as error:
         return out, [host.problem("configuration", str(error), CORRECT)]
-    if launched:
+    if rollout.launches:
         pythons = {engine: getattr(rollout, PYTHONS[engine]) for engine in rollout.launch_engines}
         out.pythons = pythons | out.pythons
     out.rollout = replace(rollout, **{name: value for name, value in keys.items() if value})
@@ -132,7 +130,6 @@ def wanted(
     out.adapters, out.sends_adapters = adapter_elements(config), sends_adapters(config.lora)
     rank = config.lora.rank if out.sends_adapters else 0
     out.evaluations = config.evaluation
-    own = [url for table in out.evaluations for url in table.servers]
     out.servers += [url for url in dict.fromkeys(own) if url not in out.servers]
     options = servers.Options(rank, config.grpo.router_replay, config.training.seq_len)
     reads = engines_read_calls(rollout)
@@ -176,7 +173,7 @@ def machine(want: Wanted, env: Mapping[str, str]) -> Iterator[Finding]:
         yield deadlines
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     r = want.rollout
-    started = r.launch_count * len(r.launch_engines) if r.servers == [LAUNCH] else 0
+    started = r.launch_count * len(r.launch_engines) if r.launches else 0
     count = len(want.servers) + started
     yield host.descriptors(open_files, count, r.max_concurrent_requests)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -202,13 +199,7 @@ def findings(
     rollout = want.rollout
 
     def key(setting: str) -> str:
-        name = getattr(rollout, setting)
-        if name and not env.get(name):
-            raise ConfigError(
-                f"rollout.{setting} names {name}, which is not set: servers would refuse us;"
-                " export it"
-            )
-        return read_key(env, name)
+        return required_key(env, setting, getattr(rollout, setting))
 
     access = servers.Access(
         args.timeout,

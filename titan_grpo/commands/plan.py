@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from titan_grpo.commands.processes import print_progress, require_file
 from titan_grpo.config import sends_adapters
-from titan_grpo.config.rollout import LAUNCH, gpus_each, is_loopback
+from titan_grpo.config.rollout import gpus_each, is_loopback
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe.output import write_whole
 from titan_grpo.plan.setup import Setup
@@ -201,7 +201,7 @@ def of_job(path: Path, env: Mapping[str, str], servers: int | None = None) -> di
         "adapters_only": sends_adapters(config.lora),
     }
     launched = rollout.launch_count * len(rollout.launch_engines)
-    if rollout.servers == [LAUNCH]:
+    if rollout.launches:
         out["server_gpus"] = max(1, gpus_each(rollout))
     try:
         local = tuple(f"http://127.0.0.1:{port}" for port in range(1, launched + 1))

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from titan_grpo.config.grpo import AGAINST_ENGINE, GRPO, optimizer_steps
-from titan_grpo.config.rollout import ARGUMENTS, LAUNCH, PYTHONS, Rollout
+from titan_grpo.config.rollout import ARGUMENTS, PYTHONS, Rollout
 from titan_grpo.config.task import UNUSED
 
 Row = tuple[bool, str, str]
@@ -117,7 +117,7 @@ def _others(g: GRPO, r: Rollout) -> Iterator[Row]:
 
 def _rollout(r: Rollout, evaluates: bool) -> Iterator[Row]:
     yield (
-        r.servers != [LAUNCH],
+        not r.launches,
         "launch_engines launch_count launch_gpus launch_python launch_sglang_python launch_args"
         " launch_sglang_args",
         'no server is started without rollout.servers = ["launch"]',
@@ -160,7 +160,7 @@ def _weight_sync(r: Rollout, w: Any) -> Iterator[Row]:
     why = 'weight_sync.transport = "nixl": servers read from the trainer, one-sided'
     yield w.transport == "nixl", "relay zones", why
     # A key in the environment is not known here.
-    keyed = bool(w.run_key_file) or r.servers == [LAUNCH]
+    keyed = bool(w.run_key_file) or r.launches
     yield keyed, "digest", "with a run key, as launched servers have one, the hash is keyed blake3"
     yield not w.relay, "zones", "weight_sync.relay = false"
     undrained = "nothing is drained with rollout.in_flight_weight_updates = true"

@@ -226,6 +226,11 @@ class Rollout(WorkerKeys):
     """Recorded file (see record_path) to train on instead of sampling. Servers still get all
     versions."""
 
+    @property
+    def launches(self) -> bool:
+        """Whether the run starts its servers."""
+        return self.servers == [LAUNCH]
+
 
 def server_url(text: str) -> str:
     """Return a server's URL in the form in which URLs are compared: no slash at the end, host in
@@ -322,7 +327,7 @@ def is_loopback(host: str) -> bool:
 def violations(r: Rollout) -> list[str]:
     """Return all broken rules of the section. Pure."""
     urls, out = [], []
-    for text in r.servers if r.servers != [LAUNCH] else []:
+    for text in [] if r.launches else r.servers:
         try:
             urls.append(server_url(text))
         except ConfigError as error:
@@ -351,7 +356,7 @@ def _servers(r: Rollout) -> Rules:
     yield not 0 < r.servers_port < 65536, "servers_port", "a port, 1 to 65535"
     most = 65536 - r.servers_port
     yield not 0 < r.servers_per_host <= most, "servers_per_host", f"1 to {most} (their ports)"
-    if r.servers != [LAUNCH]:
+    if not r.launches:
         rule = 'a list of URLs, or ["launch"], unless servers_file or servers_slurm is set'
         yield not (r.servers or r.servers_file or r.servers_slurm), "servers", rule
         return
@@ -393,8 +398,8 @@ def known_gpus(r: Rollout) -> int:
     >>> known_gpus(launching), known_gpus(Rollout(servers=["http://a:1"], launch_gpus=[4, 5]))
     (2, 0)
     """
-    others = r.servers != [LAUNCH] or r.servers_file or r.servers_slurm
-    return 0 if others else len(r.launch_gpus)
+    others = r.servers_file or r.servers_slurm
+    return len(r.launch_gpus) if r.launches and not others else 0
 
 
 def gpus_each(r: Rollout) -> int:
@@ -470,7 +475,7 @@ def _controller(r: Rollout) -> Rules:
     )
     yield elsewhere and not r.controller_key_env, "controller_key_env", rule
     rule = "URLs while rollout.controller is on another host (launched servers listen on loopback)"
-    yield elsewhere and r.servers == [LAUNCH], "servers", rule
+    yield elsewhere and r.launches, "servers", rule
     rule = '"local" with rollout.replay_path (nothing is sampled)'
     yield bool(r.replay_path), "controller", rule
     yield r.controller_deadline_s <= 0, "controller_deadline_s", "greater than 0"

@@ -22,6 +22,7 @@ from titan_grpo.patches.versions import inside
 from titan_grpo.titan import compat, lora
 from titan_grpo.titan.jobfile import quantised, read_config
 from titan_grpo.titan.pipeline import Pipeline
+from titan_grpo.titan.rules import compiles_model
 
 
 class Built:
@@ -49,7 +50,7 @@ class Built:
         if config.parallelism.data_parallel_replicate_degree > 1:
             torchtitan_hsdp_experts.apply()
         dims = self.parallel_dims
-        compiled = config.compile.enable and "model" in config.compile.components
+        compiled = compiles_model(config)
         if compiled:
             torch_symbolic_products.apply()
             # Of a layer's graphs: torch ends a run at the ninth. A batch of one row is one kind of

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from titan_grpo.config import LAUNCH, Rollout
+from titan_grpo.config import Rollout
 from titan_grpo.config.task import Evaluation
 from titan_grpo.errors import ConfigError, TitanGrpoError
 from titan_grpo.observe import names, terminal
@@ -75,7 +75,7 @@ def evaluation_spec(job_config: Any, model_dir: str, version: int = 0) -> Rollou
     SGLang refuse it, so each would evaluate other prompts. What others have room for is unknown."""
     rollout: Rollout = job_config.rollout
     spec = RolloutSpec.from_config(rollout, model_dir, version)
-    if rollout.servers != [LAUNCH]:
+    if not rollout.launches:
         return spec
     return replace(spec, row_tokens=job_config.training.seq_len)
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from titan_grpo import config as our_config
-from titan_grpo.config import LAUNCH, sends_adapters
+from titan_grpo.config import sends_adapters
 from titan_grpo.config.grpo import GRPO, resolve_aliases
 from titan_grpo.config.inert import inert
 from titan_grpo.config.rollout import PYTHONS, Rollout, server_url
@@ -192,8 +192,7 @@ def _derive(config: Any, given: set[str]) -> None:
         # true, torchtitan's default, drops optimizer, version and data cursor from the last
         # checkpoint; only its HF export needs that.
         config.checkpoint.last_save_model_only = config.checkpoint.last_save_in_hf
-    timeouts = ("init_timeout_seconds", "train_timeout_seconds")
-    for name, wait in zip(timeouts, rules.rank0_waits_s(config), strict=True):
+    for name, wait in zip(rules.TIMEOUTS, rules.rank0_waits_s(config), strict=True):
         if f"comm.{name}" not in given:
             needed = math.ceil(wait) + TIMEOUT_MARGIN_S
             setattr(config.comm, name, max(getattr(config.comm, name), needed))
@@ -289,7 +288,7 @@ def _check_files(
         check_record(rollout.replay_path)
     _check_written(config)
     # Rank 0's host alone starts servers.
-    starts_servers = rollout.servers == [LAUNCH] and environ.get("RANK", "0") == "0"
+    starts_servers = rollout.launches and environ.get("RANK", "0") == "0"
     for engine in rollout.launch_engines if all_files and starts_servers else ():
         check_python(rollout, engine)
     tasks = [*([rollout] if here else []), *config.evaluation]
@@ -299,7 +298,7 @@ def _check_files(
     known_servers(rollout, environ, apart=apart)
     run_key = find_run_key(environ, config.weight_sync.run_key_file)
     # Servers that the run launches get a new key from it.
-    own_key = Key.generate() if rollout.servers == [LAUNCH] else None
+    own_key = Key.generate() if rollout.launches else None
     check_certificate(config.weight_sync, run_key or own_key)
     if (words := shlex.split(config.alerts.command)) and shutil.which(words[0]) is None:
         raise ConfigError(

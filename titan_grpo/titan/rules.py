@@ -5,7 +5,7 @@ import math
 from operator import attrgetter
 from typing import Any
 
-from titan_grpo.config import LAUNCH, sends_adapters
+from titan_grpo.config import sends_adapters
 from titan_grpo.config.inert import NO_TEXT, Row
 from titan_grpo.config.task import Rules, broken
 from titan_grpo.observe import alerts
@@ -82,12 +82,12 @@ def _numbers(config: Any) -> Rules:
     ):
         value = attrgetter(key)(config)
         yield value is not None and not 0 <= value <= 1, key, "from 0 to 1"
-    for name in ("init_timeout_seconds", "train_timeout_seconds"):
+    for name in TIMEOUTS:
         rule = f"at most {LONGEST_TIMEOUT_S} (thirty years; torch fails at far more)"
         yield getattr(config.comm, name) > LONGEST_TIMEOUT_S, f"comm.{name}", rule
-    key, most = "comm.trace_buf_size", (1 << 31) - 1
+    most = (1 << 31) - 1
     rule = f"at most {most} (torch counts its entries in 32 bits, and ends the process)"
-    yield attrgetter(key)(config) > most, key, rule
+    yield config.comm.trace_buf_size > most, "comm.trace_buf_size", rule
     key = "activation_checkpoint.determinism_check"
     yield attrgetter(key)(config) not in ("default", "none"), key, '"default" or "none"'
     rule = 'of "model" and "loss" (torchtitan would compile nothing under another name)'
@@ -96,6 +96,9 @@ def _numbers(config: Any) -> Rules:
 
 LEAST_EPS = 1e-37
 """Bound of optimizer.eps: float32 and bfloat16 round far less to 0."""
+
+TIMEOUTS = ("init_timeout_seconds", "train_timeout_seconds")
+"""Keys of [comm], in the order of ``rank0_waits_s``."""
 
 LONGEST_TIMEOUT_S = 1_000_000_000
 """Bound of the timeouts of torch.distributed, in seconds: past about eight times as much a number
@@ -163,11 +166,9 @@ def experts_of(model_args: Any) -> Any:
 
 def model_violations(config: Any, model_args: Any) -> list[str]:
     """Return the broken rules of a job's model. ``model_args`` are torchtitan's."""
-    texts = (
-        attention_violation(config.model.flavor, model_args),
-        stages_violation(config.parallelism, model_args),
-    )
-    return [*filter(None, texts), *broken("", config, _model(config, model_args))]
+    attention = attention_violation(config.model.flavor, model_args)
+    stages = stages_violation(config.parallelism, model_args)
+    return [*filter(None, (attention, stages)), *broken("", config, _model(config, model_args))]
 
 
 def _model(config: Any, model_args: Any) -> Rules:
@@ -207,8 +208,7 @@ def stages_violation(parallelism: Any, model_args: Any) -> str:
     """Return why a model's layers cannot be cut into a job's stages, or "". Counts as torchtitan
     0.2.2 does, which would stop every rank with a traceback."""
     p, ranks = parallelism, parallelism.pipeline_parallel_degree
-    known = p.pipeline_parallel_schedule in SCHEDULES
-    if ranks == 1 or not known:
+    if ranks == 1 or p.pipeline_parallel_schedule not in SCHEDULES:
         return ""
     if p.module_fqns_per_model_part is not None:
         named = [name for part in p.module_fqns_per_model_part for name in part]
@@ -233,7 +233,7 @@ def stages_violation(parallelism: Any, model_args: Any) -> str:
         rule = (
             f"one stage for each of the {ranks} ranks"
             if least == 1
-            else (f"a multiple of {ranks} stages, and two or more for each rank")
+            else f"a multiple of {ranks} stages, and two or more for each rank"
         )
         return (
             f"{where}layers_per_stage must make {rule} with {p.pipeline_parallel_schedule}"
@@ -246,6 +246,11 @@ def stages_violation(parallelism: Any, model_args: Any) -> str:
             f" (first_stage_less_layers, last_..), got {ranks}"
         )
     return ""
+
+
+def compiles_model(config: Any) -> bool:
+    """Return whether torchtitan compiles a job's model."""
+    return bool(config.compile.enable and "model" in config.compile.components)
 
 
 def inert(config: Any) -> dict[str, list[Row]]:
@@ -294,13 +299,12 @@ def _parallelism(config: Any) -> Rules:
         "parallelism.tensor_parallel_degree",
         "1 with grpo.pack_sequences (positions are not sharded with the tokens)",
     )
-    compiled = config.compile.enable and "model" in config.compile.components
     for key, why in (
         ("pack_sequences", "the shapes in attention are others in every micro-batch"),
         ("router_replay", "each micro-batch brings routes of its own"),
     ):
         yield (
-            compiled and getattr(config.grpo, key),
+            compiles_model(config) and getattr(config.grpo, key),
             "compile.enable",
             f"false with grpo.{key}, or compile.components without model ({why}, so it would be"
             " compiled anew each time)",
@@ -343,8 +347,7 @@ def data_parallel_ranks(config: Any, ranks: int) -> int:
 def _inner(config: Any) -> int:
     """Return the number of ranks that take the same rows."""
     p = config.parallelism
-    inner: int = p.tensor_parallel_degree * p.pipeline_parallel_degree * p.context_parallel_degree
-    return inner
+    return int(p.tensor_parallel_degree * p.pipeline_parallel_degree * p.context_parallel_degree)
 
 
 def _ranks(config: Any, ranks: int | None) -> list[str]:
@@ -405,8 +408,7 @@ def _training(config: Any) -> Rules:
         "grpo.token_budget",
         f"0 (derived) or at least training.seq_len ({length}; one row must fit)",
     )
-    timeouts = ("init_timeout_seconds", "train_timeout_seconds")
-    for name, wait in zip(timeouts, rank0_waits_s(config), strict=True):
+    for name, wait in zip(TIMEOUTS, rank0_waits_s(config), strict=True):
         yield (
             getattr(config.comm, name) <= wait,
             f"comm.{name}",
@@ -493,7 +495,7 @@ def _lora(config: Any) -> Rules:
         "grpo.ref_model_ema",
         "0 or 1 with [lora] (the reference has every weight, the policy trains adapters)",
     )
-    sglang = r.engine == "sglang" or (r.servers == [LAUNCH] and "sglang" in r.launch_engines)
+    sglang = r.engine == "sglang" or (r.launches and "sglang" in r.launch_engines)
     yield (
         sglang and sends_adapters(config.lora),
         "lora.sync",
@@ -540,7 +542,7 @@ def _on_cpu(config: Any) -> Rules:
     yield nccl, "weight_sync.transport", '"auto" or "tcp" on CPU'
     r = config.rollout
     yield (
-        config.grpo.router_replay and r.servers == [LAUNCH] and "vllm" in r.launch_engines,
+        config.grpo.router_replay and r.launches and "vllm" in r.launch_engines,
         "rollout.launch_engines",
         '["sglang"] with grpo.router_replay on CPU (vLLM sends the experts of each token on a GPU'
         " only)",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_grpo.config import LAUNCH, Rollout
+from titan_grpo.config import Rollout
 from titan_grpo.config.rollout import server_url, two_names
 from titan_grpo.errors import (
     ConfigError,
@@ -166,8 +166,7 @@ def known_servers(
     """Return the servers that ``[rollout]`` names now; ``launched`` replaces the word "launch",
     and is empty where they are not started yet. ``apart``: the evaluations' own servers, which
     must be others. Raises ConfigError."""
-    launch = rollout.servers == [LAUNCH]
-    fixed = launched if launch else tuple(server_url(url) for url in rollout.servers)
+    fixed = launched if rollout.launches else tuple(server_url(url) for url in rollout.servers)
     if variable := rollout.servers_slurm:
         if not (hosts := environ.get(variable, "")).strip():
             raise ConfigError(
@@ -180,7 +179,7 @@ def known_servers(
             server_url(f"http://{host}:{port}") for host in expand_hosts(hosts) for port in ports
         )
     listed = ServersFile(rollout.servers_file).read() if rollout.servers_file else ()
-    if not (launch or fixed or listed):
+    if not (rollout.launches or fixed or listed):
         raise ConfigError(
             "rollout.servers_file must name a server at the start of a run, got"
             f" {rollout.servers_file!r} with none"

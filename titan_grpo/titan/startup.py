@@ -13,7 +13,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from titan_grpo.config import LAUNCH, Rollout, WeightSync, engines_read_calls, sends_adapters
+from titan_grpo.config import Rollout, WeightSync, engines_read_calls, sends_adapters
 from titan_grpo.config.rollout import ARGUMENTS, PYTHONS, gpus_each, required_key
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import TitanGrpoError
@@ -56,7 +56,7 @@ def launched(
     """Return the servers that ``rollout.servers = ["launch"]`` starts on this host; otherwise none.
     They share a new run key if ``run_key`` is None. ``keys``: their API key and admin key."""
     rollout: Rollout = job_config.rollout
-    if rollout.servers != [LAUNCH]:
+    if not rollout.launches:
         return ()
     key = run_key or Key.generate()
     limit = read_config(model_dir).get("max_position_embeddings")

@@ -25,6 +25,7 @@ from titan_grpo.titan import lora
 from titan_grpo.titan.engine import Built
 from titan_grpo.titan.flavors import disable_unexported_buffers
 from titan_grpo.titan.pipeline import Activations, Pipeline
+from titan_grpo.titan.rules import compiles_model
 from titan_grpo.titan.tiny import EOS, SHAPE
 
 SECTIONS: Any = JobConfig
@@ -62,7 +63,7 @@ def violations(config: Any, on_cpu: bool) -> list[str]:
     ``on_cpu``: training runs on the CPU."""
     p, split = config.parallelism, config.parallelism.tensor_parallel_degree
     a, f = config.activation_checkpoint, config.profiling
-    uncompiled = not (config.compile.enable and "model" in config.compile.components)
+    uncompiled = not compiles_model(config)
     compiled = "with compile.enable, and model in compile.components"
     traced = f.profiler_warmup + f.profiler_active
     rules = (

@@ -50,6 +50,7 @@ from titan_grpo.titan import lora
 from titan_grpo.titan.engine import Built
 from titan_grpo.titan.flavors import disable_unexported_buffers
 from titan_grpo.titan.jobfile import JobConfig
+from titan_grpo.titan.rules import compiles_model
 from titan_grpo.titan.tiny import SHAPE
 
 SECTIONS: Any = JobConfig
@@ -503,7 +504,7 @@ def _of_model(config: Any) -> list[Rule]:
     if name not in TINY or flavor not in (known := get_spec(name).model_args):
         return []
     args, split = known[flavor], config.parallelism.tensor_parallel_degree
-    longest, compiled = args.config.max_seq_len, config.compile
+    longest = args.config.max_seq_len
     shared = args.moe_enabled and split > 1
     return [
         (
@@ -519,7 +520,7 @@ def _of_model(config: Any) -> list[Rule]:
             " where they do not come out)",
         ),
         (
-            shared and compiled.enable and "model" in compiled.components,
+            shared and compiles_model(config),
             "compile.enable",
             f"false, or compile.components without model, where {flavor} has experts and"
             f" parallelism.tensor_parallel_degree is {split} (torch 2.13 fails to compile 0.3's"
