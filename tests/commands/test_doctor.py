@@ -436,20 +436,20 @@ def test_a_server_is_asked_for_its_tokens_and_options_where_a_job_needs_them(
     with http_server({**SGLANG, "/tokenize": {"tokens": here}}) as (url, seen):
         assert server_facts(url, Access(60)).tokens is None
         assert "POST /tokenize" not in seen
-        found = server_facts(url, Access(60, needs=Needs(tokens=here)))
+        found = server_facts(url, Access(60), Needs(tokens=here))
     assert (found.tokens, found.options) == (here, Options())
     with http_server(SGLANG) as (url, _):
-        assert server_facts(url, Access(60, needs=Needs(tokens=here))).tokens is None
+        assert server_facts(url, Access(60), Needs(tokens=here)).tokens is None
 
 
 def test_a_server_is_asked_whether_it_reads_calls_of_tools_where_agents_need_it() -> None:
     with http_server(SGLANG) as (url, _):
-        assert "tool_calls" not in server_facts(url, Access(60, needs=Needs())).errors
-        asked = server_facts(url, Access(60, needs=Needs(tool_calls=True)))
+        assert "tool_calls" not in server_facts(url, Access(60), Needs()).errors
+        asked = server_facts(url, Access(60), Needs(tool_calls=True))
     assert "--tool-call-parser NAME" in asked.errors["tool_calls"]
     named = SGLANG | {"/server_info": SGLANG["/server_info"] | {"tool_call_parser": "hermes"}}
     with http_server(named) as (url, _):
-        found = server_facts(url, Access(60, needs=Needs(tool_calls=True)))
+        found = server_facts(url, Access(60), Needs(tool_calls=True))
     assert "tool_calls" not in found.errors
 
 

@@ -197,15 +197,11 @@ def findings(
         raise ConfigError(f"--timeout must be in (0, {LONGEST_S:g}], got {args.timeout:g}")
     want, configuration = wanted(args, rest, env)
     rollout = want.rollout
-
-    def key(setting: str) -> str:
-        return required_key(env, setting, getattr(rollout, setting))
-
     access = servers.Access(
         args.timeout,
         want.sync.bind_host,
-        key("api_key_env"),
-        key("admin_key_env"),
+        required_key(env, "api_key_env", rollout.api_key_env),
+        required_key(env, "admin_key_env", rollout.admin_key_env),
         find_run_key(env, want.sync.run_key_file),
         want.model_fields,
     )
@@ -223,10 +219,11 @@ def findings(
         for table in want.evaluations:
             yield from doctor_task.of_evaluation(table, spec)
     if elsewhere:
-        yield servers.controller(rollout.controller, key("controller_key_env"), args.timeout)
+        key = required_key(env, "controller_key_env", rollout.controller_key_env)
+        yield servers.controller(rollout.controller, key, args.timeout)
     for url in want.servers:
         needs = want.needs_of(url)
-        yield from servers.server(servers.server_facts(url, replace(access, needs=needs)), needs)
+        yield from servers.server(servers.server_facts(url, access, needs), needs)
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:

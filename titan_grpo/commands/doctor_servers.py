@@ -117,8 +117,6 @@ class Access:
     run_key: Key | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
     """See Hello."""
-    needs: Needs | None = None
-    """None: no job."""
 
 
 @dataclass
@@ -343,8 +341,9 @@ def clock_ahead_s(driver: SyncDriver, timeout_s: float) -> float:
     return max(0.0, date - time.time()) - max(0.0, before - (date + 1))
 
 
-def server_facts(url: str, access: Access) -> ServerFacts:
-    """Ask one server all questions. Unanswered ones are in ``errors``; no exceptions."""
+def server_facts(url: str, access: Access, needs: Needs | None = None) -> ServerFacts:
+    """Ask one server all questions, those of a job's ``needs`` too. Unanswered ones are in
+    ``errors``; no exceptions."""
     facts = ServerFacts(url, our_key=access.run_key is not None)
     with SyncDriver(url, access.api_key, access.admin_key) as driver:
         try:
@@ -361,10 +360,11 @@ def server_facts(url: str, access: Access) -> ServerFacts:
             questions.of_sglang()
         else:
             questions.of_vllm()
-        if access.needs and access.needs.tokens is not None and facts.label is not None:
-            facts.tokens = questions.tokens()
-        if access.needs and access.needs.tool_calls and facts.label is not None:
-            questions.tool_calls()
+        if needs and facts.label is not None:
+            if needs.tokens is not None:
+                facts.tokens = questions.tokens()
+            if needs.tool_calls:
+                questions.tool_calls()
         facts.clock_ahead_s = clock_ahead_s(driver, access.timeout_s)
     return facts
 
