@@ -80,7 +80,7 @@ from titan_grpo.protocol.marks import marks
 from titan_grpo.sync.host import HostSync
 from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.titan.tiny import TinyShape, write_tiny_model
-from titan_grpo.titan.weight_sync import Here, TrainerSync
+from titan_grpo.titan.weight_sync import Here, Stages, TrainerSync
 from titan_grpo.verify.recording import content_digest, tensor_digest
 
 ROLE = "TITAN_GRPO_BENCH_RANK"
@@ -164,7 +164,9 @@ def rank_main(options: dict[str, Any]) -> None:
         delta=options["delta"],
     )
     cpu = torch.device("cpu")
-    sync = TrainerSync(model, model.to_hf, config, cpu, here=Here(urls=options["urls"]))
+    sync = TrainerSync(
+        Stages([model], model), model.to_hf, config, cpu, here=Here(urls=options["urls"])
+    )
     lead = Lead(options, config, sync, whole) if dist.get_rank() == 0 else None
     sync.start(lead.worker.publish if lead is not None else None)
     last = options["versions"]

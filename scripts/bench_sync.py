@@ -54,7 +54,7 @@ from titan_grpo.observe.recorder import Recorder
 from titan_grpo.receive.commit import tensor_views
 from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.sync.process import SyncProcess
-from titan_grpo.titan.weight_sync import TrainerSync
+from titan_grpo.titan.weight_sync import Stages, TrainerSync
 from titan_grpo.verify.recording import content_digest, tensor_digest
 
 RANKS = 2
@@ -300,7 +300,7 @@ def rounds(options: argparse.Namespace, role: Role, space: Host | None) -> list[
     if options.tls:
         # rank 1 serves nothing
         config.tls_certificate, config.tls_key = certificate(Path(folder), f"rank{rank}")
-    sync = TrainerSync(model, dict, config, torch.device("cpu"))
+    sync = TrainerSync(Stages([model], model), dict, config, torch.device("cpu"))
     nbytes = sync.plan.manifest.total_bytes
     recorder = Recorder(folder) if rank == 0 else None
     raw = RawSocket(rank, nbytes, config.bucket_bytes, space)

@@ -67,7 +67,7 @@ class TamperedTrainer(verify_train.VerifyTrainer):
         """Change the sign of rank 0's first weight."""
         if dist.get_rank() == 0:
             name = next(iter(self.sync.plan.ops))
-            weights = dict(exported_tensors(self.weights, self.to_hf))
+            weights = dict(exported_tensors(self.model_parts, self.to_hf))
             weight = weights[name]
             local = weight.to_local() if isinstance(weight, DTensor) else weight
             with torch.no_grad():

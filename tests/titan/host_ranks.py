@@ -20,7 +20,7 @@ from titan_grpo.config import WeightSync
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.sync.lanes import SyncOptions
 from titan_grpo.sync.process import SyncProcess
-from titan_grpo.titan.weight_sync import Here, TrainerSync, named_tensors
+from titan_grpo.titan.weight_sync import Here, Stages, TrainerSync, named_tensors
 
 WAYS = {"fsdp": fsdp, "hsdp": hsdp, "fsdp_tensor_parallel": fsdp_tensor_parallel}
 VERSIONS = (0, 1, 2)
@@ -53,7 +53,7 @@ def published(rank: int, way: str, hosts: str, folder: Path) -> dict[str, Any]:
     number = sorted(set(hosts)).index(hosts[rank])
     here = Here(name=hosts[rank], address=f"127.0.0.{number + 1}")
     cpu = torch.device("cpu")
-    sync = TrainerSync(model, adapter.to_hf, config, cpu, here=here)
+    sync = TrainerSync(Stages([model], model), adapter.to_hf, config, cpu, here=here)
     seen: dict[str, torch.Tensor] = {}
     recorder = worker = server = None
     if rank == 0:
@@ -76,14 +76,14 @@ def published(rank: int, way: str, hosts: str, folder: Path) -> dict[str, Any]:
     wrong: list[str] = []
     for version in VERSIONS:
         with torch.no_grad():
-            for _, tensor in named_tensors(model):
+            for _, tensor in named_tensors([model]):
                 tensor.add_(version)
         box: list[Any] = [worker.slots.wait_reserved(WAIT_S) if worker else None]
         dist.broadcast_object_list(box, src=0)
         sync.publisher.publish(version, box[0], sync.shards())
         full = {
             name: (t.full_tensor() if hasattr(t, "full_tensor") else t).to(torch.bfloat16)
-            for name, t in named_tensors(model)
+            for name, t in named_tensors([model])
             if name in sync.plan.layout.by_fqn
         }
         if worker:

@@ -18,7 +18,7 @@ from titan_grpo.config import Lora
 from titan_grpo.layout.plan import CopyOp
 from titan_grpo.sync.publisher import Snapshotter, local_shards
 from titan_grpo.titan import lora
-from titan_grpo.titan.weight_sync import named_tensors, plan_writes
+from titan_grpo.titan.weight_sync import Stages, named_tensors, plan_writes
 
 LORA = Lora(rank=5, alpha=12.0)
 
@@ -30,12 +30,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def adapters_alone(model: torch.nn.Module, adapter: Any, rank: int) -> list[str]:
     """Names of an image of the adapters that do not have the bytes of the whole matrices, on rank
     0."""
-    plan = plan_writes(model, adapter.to_hf, "bfloat16", 4096, adapters_only=True)
+    plan = plan_writes(Stages([model], model), adapter.to_hf, "bfloat16", 4096, adapters_only=True)
     image = share_image(plan.manifest.total_bytes, rank)
     shards = lora.adapter_shards(model)
     copier = Snapshotter(plan.ops, [image.tensor()], torch.device("cpu"), 1 << 10)
     copier.start(shards, 0).wait(60.0)
-    full = {name: whole(p) for name, p in named_tensors(model) if lora.is_adapter(name)}
+    full = {name: whole(p) for name, p in named_tensors([model]) if lora.is_adapter(name)}
     dist.barrier()
     held, wrong = image.tensor(), []
     for spec, of in zip(plan.manifest.tensors, plan.layout.tensors, strict=True):
@@ -77,15 +77,15 @@ def main(rank: int, world: int, kind: str, folder: Path) -> None:
                 assert isinstance(layer.lora_b, DTensor)
                 local = layer.lora_b.to_local()
                 local.copy_(torch.randn(local.shape))
-        plan = plan_writes(model, adapter.to_hf, "bfloat16", 4096)
+        plan = plan_writes(Stages([model], model), adapter.to_hf, "bfloat16", 4096)
         image = share_image(plan.manifest.total_bytes, rank)
         ops: dict[str, list[CopyOp]] = plan.ops
         merged = lora.merged_shards(model, set(ops))
-        shards: dict[str, Any] = {**local_shards(named_tensors(model), set(ops)), **merged}
+        shards: dict[str, Any] = {**local_shards(named_tensors([model]), set(ops)), **merged}
         Snapshotter(ops, [image.tensor()], torch.device("cpu"), 1 << 10).start(shards, 0).wait(60.0)
         layers = dict(lora.adapted(model))
         full = {}
-        for fqn, tensor in named_tensors(model):
+        for fqn, tensor in named_tensors([model]):
             full[fqn] = whole(tensor).double()
             if put_on := layers.get(fqn.removesuffix(".weight")):
                 up, down = whole(put_on.lora_b).double(), whole(put_on.lora_a).double()

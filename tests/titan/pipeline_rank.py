@@ -109,7 +109,7 @@ def published(trainer: GRPOTrainer) -> torch.Tensor:
     """The bytes of an image that all ranks write their parts of."""
     plan = trainer.sync.plan
     image = share_image(plan.manifest.total_bytes, dist.get_rank())
-    shards: dict[str, Any] = {**local_shards(named_tensors(trainer.weights), set(plan.ops))}
+    shards: dict[str, Any] = {**local_shards(named_tensors(trainer.model_parts), set(plan.ops))}
     for part in trainer.model_parts:
         shards |= lora.merged_shards(part, set(plan.ops))
     if plan.ops:
@@ -137,7 +137,7 @@ def main(rank: int, world: int, port: str, folder: Path, steps: int, arguments: 
         export_version(config, checkpoint_of(Path(config.job.dump_folder), steps), out, "float32")
         exported = load_file(out / "model.safetensors")
         same = bytes(held.numpy()) == bytes(image_of(exported, trainer.sync.plan.manifest))
-        weights = [t for n, t in named_tensors(trainer.whole) if not lora.is_adapter(n)]
+        weights = [t for n, t in named_tensors([trainer.whole]) if not lora.is_adapter(n)]
         trains = [n for n, p in trainer.whole.named_parameters() if p.requires_grad]
         line = {
             "said": said,

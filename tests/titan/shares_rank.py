@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan.compat import prepare
-from titan_grpo.titan.weight_sync import TrainerSync
+from titan_grpo.titan.weight_sync import Stages, TrainerSync
 
 prepare()  # once for both ranks, which are forked after this
 
@@ -49,13 +49,13 @@ def main(rank: int, folder: Path) -> None:
     def to_hf_but_last(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: value for name, value in state.items() if name != last}
 
-    sync = TrainerSync(model, to_hf, WeightSync(), torch.device("cpu"))
+    sync = TrainerSync(Stages([model], model), to_hf, WeightSync(), torch.device("cpu"))
     said = [sorted(converted), mapped_bytes(), sync.plan.manifest.total_bytes]
     names = [tensor.name for tensor in sync.plan.manifest.tensors]
     assert names == [f"{layer}.weight" for layer in range(LAYERS)], "in the model's order"
     sync.close()
     try:
-        TrainerSync(model, to_hf_but_last, WeightSync(), torch.device("cpu"))
+        TrainerSync(Stages([model], model), to_hf_but_last, WeightSync(), torch.device("cpu"))
     except ConfigError as error:
         print(json.dumps([*said, str(error)]))
     dist.destroy_process_group()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.rigs.ranks import run_ranks
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError
-from titan_grpo.titan.weight_sync import TrainerSync
+from titan_grpo.titan.weight_sync import Stages, TrainerSync
 
 SCRIPT = Path(__file__).with_name("host_ranks.py")
 
@@ -55,9 +55,9 @@ def test_images_that_the_memory_does_not_hold_are_refused_with_the_rank_and_the_
 ) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    slots = 10**12
+    slots, model = 10**12, torch.nn.Linear(4, 4)
     try:
         with pytest.raises(ConfigError, match=f"rank 0: weight_sync.slots = {slots} version image"):
-            TrainerSync(torch.nn.Linear(4, 4), dict, WeightSync(slots=slots), torch.device("cpu"))
+            TrainerSync(Stages([model], model), dict, WeightSync(slots=slots), torch.device("cpu"))
     finally:
         dist.destroy_process_group()

@@ -87,7 +87,7 @@ def _read_model(config: Any, checkpoint: Stored) -> tuple[torch.nn.Module, ToHF,
     job does not have, or another lora.alpha.
     """
     model, to_hf = lora.skeleton(config)
-    layout = layout_of(model, stored_tensors(model, to_hf), to_hf)
+    layout = layout_of(model, stored_tensors([model], to_hf), to_hf)
     stored = checkpoint.shapes()
     check_saver(checkpoint)
     needed = {fqn: shape for fqn, shape in layout.shapes.items() if layout.by_fqn[fqn]}

@@ -466,7 +466,7 @@ def _tensors(config: Any) -> dict[str, Shape]:
     to_hf = spec.state_dict_adapter(args, None).to_hf
     with torch.device("meta"):
         model = spec.model_cls(args)
-    theirs = to_hf(dict(stored_tensors(model, to_hf)))
+    theirs = to_hf(dict(stored_tensors([model], to_hf)))
     return {name: tuple(tensor.shape) for name, tensor in theirs.items()}
 
 

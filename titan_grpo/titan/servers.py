@@ -307,9 +307,9 @@ class Membership:
             url = server_url(str(request.get("url", "")))
         except ConfigError as error:
             raise DataError(str(error)) from error
-        if what == "add" and (both := two_names([*self._servers.urls, url])):
-            raise DataError(f"{both} are one server: it is in the run already")
         if what == "add":
+            if both := two_names([*self._servers.urls, url]):
+                raise DataError(f"{both} are one server: it is in the run already")
             later = "" if self._servers.add(url) else " when its last lane has ended"
             text = f"{url} was added: it gets the newest version before its first rollout{later}"
         elif self._servers.remove(url, CHANGE_S):

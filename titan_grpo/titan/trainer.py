@@ -110,10 +110,8 @@ class GRPOTrainer(Engine):
             self.controller = Controller(job_config, model_dir, nbytes, on_cpu, options)
 
         on_rank0(control if dist.get_rank() == 0 else None, self.loader.group)
-        staged = self.pipeline is not None
-        self.weights = Stages(self.model_parts, self.whole) if staged else self.whole
         self.sync = TrainerSync(
-            self.weights,
+            Stages(self.model_parts, self.whole),
             self.to_hf,
             job_config.weight_sync,
             self.device,

@@ -94,7 +94,7 @@ class VerifyTrainer(GRPOTrainer):
         wire = getattr(torch, self.job_config.weight_sync.wire_dtype)
         layers = dict(adapted(self.model_parts[0]))
         full: dict[str, torch.Tensor] = {}
-        for fqn, tensor in stored_tensors(self.weights, self.to_hf):
+        for fqn, tensor in stored_tensors(self.model_parts, self.to_hf):
             whole = _whole(tensor)
             layer = layers.get(fqn.removesuffix(".weight"))
             if layer is not None:

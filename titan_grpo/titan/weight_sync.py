@@ -155,30 +155,22 @@ class WritePlan:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """A rank's stages of a pipelined model."""
+    """A rank's pipeline stages of a model; without a pipeline one, the model itself."""
 
     parts: Sequence[torch.nn.Module]
     whole: torch.nn.Module
-    """The whole model on the meta device: every rank lays out all of it."""
+    """The whole model, which every rank lays out; with a pipeline on the meta device."""
 
 
-Parts = torch.nn.Module | Stages
-
-
-def _parts(model: Parts) -> Sequence[torch.nn.Module]:
-    return model.parts if isinstance(model, Stages) else (model,)
-
-
-def _parameters(model: Parts) -> list[tuple[str, torch.Tensor]]:
-    parts = _parts(model)
+def _parameters(parts: Sequence[torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
     return [(strip_prefixes(name), p) for part in parts for name, p in part.named_parameters()]
 
 
-def named_tensors(model: Parts) -> list[tuple[str, torch.Tensor]]:
+def named_tensors(parts: Sequence[torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
     """Return parameters, then persistent buffers, in the model's order, wrapper prefixes
     stripped."""
-    out = _parameters(model)
-    for part in _parts(model):
+    out = _parameters(parts)
+    for part in parts:
         for prefix, module in part.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
@@ -186,29 +178,31 @@ def named_tensors(model: Parts) -> list[tuple[str, torch.Tensor]]:
     return out
 
 
-def exported_tensors(model: Parts, to_hf: ToHF) -> list[tuple[str, torch.Tensor]]:
+def exported_tensors(
+    parts: Sequence[torch.nn.Module], to_hf: ToHF
+) -> list[tuple[str, torch.Tensor]]:
     """Return ``named_tensors`` without LoRA adapters and without the buffers that the state dict
     adapter does not export.
 
     Such buffers are tables that the engine computes itself. The one that training would change (an
     MoE's load balancing bias) is switched off by titan.flavors.disable_unexported_buffers.
     """
-    parameters = {name for name, _ in _parameters(model)}
+    parameters = {name for name, _ in _parameters(parts)}
     return [
         (fqn, t)
-        for fqn, t in named_tensors(model)
+        for fqn, t in named_tensors(parts)
         if not is_adapter(fqn) and (fqn in parameters or _exported(to_hf, fqn, t))
     ]
 
 
-def stored_tensors(model: Parts, to_hf: ToHF) -> list[tuple[str, torch.Tensor]]:
+def stored_tensors(parts: Sequence[torch.nn.Module], to_hf: ToHF) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors of a model that its checkpoint has, by the names there: torchtitan 0.3's
     state dict splits fused projections. Leaves out what ``exported_tensors`` does. Collective."""
-    exported = {name for name, _ in exported_tensors(model, to_hf)}
-    left_out = {name for name, _ in named_tensors(model)} - exported
+    exported = {name for name, _ in exported_tensors(parts, to_hf)}
+    left_out = {name for name, _ in named_tensors(parts)} - exported
     return [
         (name, tensor)
-        for part in _parts(model)
+        for part in parts
         for own, tensor in part.state_dict().items()
         if (name := strip_prefixes(own)) not in left_out
     ]
@@ -258,7 +252,7 @@ def _shared_layout(
 
 
 def plan_writes(
-    model: Parts,
+    model: Stages,
     to_hf: ToHF,
     wire_dtype: str,
     block_bytes: int,
@@ -271,16 +265,14 @@ def plan_writes(
     The lowest of the ranks that hold the same shard (replicas) writes it. Raises ConfigError on
     every rank if their models differ or their shards do not cover every parameter exactly once.
     """
-    weights = exported_tensors(model, to_hf)
-    seen = model.whole if isinstance(model, Stages) else model
-    described = exported_tensors(seen, to_hf)
-    layout = _shared_layout(seen, described, to_hf)
-    parameters = {name for name, _ in _parameters(seen)}
+    weights = exported_tensors(model.parts, to_hf)
+    described = exported_tensors([model.whole], to_hf)
+    layout = _shared_layout(model.whole, described, to_hf)
+    parameters = {name for name, _ in _parameters([model.whole])}
     keep = {f: str(t.dtype).removeprefix("torch.") for f, t in described if f not in parameters}
     if adapters_only:
-        assert isinstance(model, torch.nn.Module)
-        layout, keep = adapter_layout(layout, adapter_shapes(model)), {}
-        weights = [pair for pair in named_tensors(model) if is_adapter(pair[0])]
+        layout, keep = adapter_layout(layout, adapter_shapes(model.whole)), {}
+        weights = [pair for pair in named_tensors(model.parts) if is_adapter(pair[0])]
     manifest = layout.manifest(wire_dtype, block_bytes, keep)
     chunks = {fqn: chunk_of(tensor) for fqn, tensor in weights if layout.by_fqn[fqn]}
     held: list[Any] = [None] * dist.get_world_size()
@@ -369,7 +361,7 @@ class TrainerSync:
 
     def __init__(
         self,
-        model: Parts,
+        model: Stages,
         to_hf: ToHF,
         config: WeightSync,
         device: torch.device,
@@ -482,13 +474,12 @@ class TrainerSync:
         """Return this rank's shards (adapters merged) of the next version; with ``adapters_only``
         its adapters."""
         if self._adapters_only:
-            assert isinstance(self._model, torch.nn.Module)
-            return adapter_shards(self._model)
+            return adapter_shards(self._model.whole)
         wanted = set(self.plan.ops)
         merged: dict[str, MergedRows] = {}
-        for part in _parts(self._model):
+        for part in self._model.parts:
             merged |= merged_shards(part, wanted)
-        return {**local_shards(named_tensors(self._model), wanted), **merged}
+        return {**local_shards(named_tensors(self._model.parts), wanted), **merged}
 
     def take_error(self) -> str:
         """Return and clear the latched error of a rank other than 0, as text; empty if none."""
