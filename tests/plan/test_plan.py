@@ -499,7 +499,7 @@ def test_figures_that_could_not_be_written_are_refused_before_the_plan(
     ("content", "said"),
     [
         ("server = 3\n", "unknown key 'server'"),
-        ("servers = 3.5\n", "servers must be of type int"),
+        ("servers = 3.5\n", "servers must be an integer"),
         ("servers =\n", "FILE must be a readable TOML file, got"),
     ],
 )

@@ -18,7 +18,7 @@ from titan_grpo.config.rollout import gpus_each, is_loopback
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe.output import write_whole
 from titan_grpo.plan.setup import Setup
-from titan_grpo.titan.jobfile import read_config, read_toml
+from titan_grpo.titan.jobfile import describe, fits, read_config, read_toml
 
 OPTIONS = {f.name: f for f in fields(Setup) if "help" in f.metadata}
 
@@ -154,12 +154,8 @@ def of_options(path: Path, table: dict[str, Any]) -> dict[str, Any]:
         if name not in OPTIONS:
             known = ", ".join(["model", *OPTIONS])
             raise ConfigError(f"FILE {path}: unknown key {name!r}; there are {known}")
-        kind = OPTIONS[name].type
-        assert isinstance(kind, type)
-        if type(value) is not kind and (kind, type(value)) != (float, int):
-            raise ConfigError(
-                f"FILE {path}: {name} must be of type {kind.__name__}, got {value!r:.200}"
-            )
+        if not fits(kind := OPTIONS[name].type, value):
+            raise ConfigError(f"FILE {path}: {name} must be {describe(kind)}, got {value!r:.200}")
     return table
 
 

@@ -102,12 +102,26 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Make models, start servers, train, print where the files are. All processes end with it."""
     options = _arguments(argv)
-    return in_foreground(lambda: _train_and_tell(options, env))
+    return in_foreground(lambda: _train(options, env))
 
 
-def _train_and_tell(options: argparse.Namespace, env: Mapping[str, str]) -> int:
+def _train(options: argparse.Namespace, env: Mapping[str, str]) -> int:
+    # Imported here, so that --help and mistakes do not load torch.
+    from titan_grpo.titan.tiny import write_tiny_model
+
     began = time.monotonic()
-    _train(options, env)
+    # Before the model is made: it refuses mistakes in the arguments.
+    _, command = tiny_run(options, options.out, [LAUNCH], job_arguments(options))
+    # Adapters are limited by the frozen weights: with the smaller embedding, no token can get more
+    # than a tenth of the probability.
+    std = TINY_STD if options.lora is None else LORA_STD
+    write_tiny_model(options.model, options.out / "model", seed=1, std=std)
+    log = options.out / "train.log"
+    print_progress(
+        f"starting {options.nproc} ranks for {options.steps} steps, and their servers, about a"
+        f" minute on two cores; logs in {log} and beside it"
+    )
+    run_logged(command, log, {**env, "OMP_NUM_THREADS": "1"}, print_progress)
     summary = json.loads((options.out / SUMMARY).read_text())
     reward = f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"
     print(f"done in {time.monotonic() - began:.0f} s: reward {reward}")
@@ -136,21 +150,3 @@ def job_arguments(options: argparse.Namespace) -> list[str]:
     if options.router_replay:
         out += ["--grpo.router-replay"]
     return [*out, f"--grpo.{'no-async' if options.sync else 'async'}-weight-update"]
-
-
-def _train(options: argparse.Namespace, env: Mapping[str, str]) -> None:
-    # Imported here, so that --help and mistakes do not load torch.
-    from titan_grpo.titan.tiny import write_tiny_model
-
-    # Before the model is made: it refuses mistakes in the arguments.
-    _, command = tiny_run(options, options.out, [LAUNCH], job_arguments(options))
-    # Adapters are limited by the frozen weights: with the smaller embedding, no token can get more
-    # than a tenth of the probability.
-    std = TINY_STD if options.lora is None else LORA_STD
-    write_tiny_model(options.model, options.out / "model", seed=1, std=std)
-    log = options.out / "train.log"
-    print_progress(
-        f"starting {options.nproc} ranks for {options.steps} steps, and their servers, about a"
-        f" minute on two cores; logs in {log} and beside it"
-    )
-    run_logged(command, log, {**env, "OMP_NUM_THREADS": "1"}, print_progress)

@@ -8,7 +8,6 @@ there cannot hide itself. ARGUMENTS are those of titan_grpo.train.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -26,7 +26,7 @@ from titan_grpo.layout.infer import strip_prefixes
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.subprocesses import stop_on_signals
 from titan_grpo.titan import compat
-from titan_grpo.verify.outcome import TRAINER_EVIDENCE, version_file
+from titan_grpo.verify.outcome import TRAINER_EVIDENCE, Made, version_file
 from titan_grpo.verify.recording import content_digest, tensor_digest
 
 compat.prepare()
@@ -69,21 +69,15 @@ class VerifyTrainer(GRPOTrainer):
                 return
             exported = {name: t.contiguous() for name, t in self.to_hf(full).items()}
         digests = {name: tensor_digest(t) for name, t in exported.items()}
-        line = {
-            "version": version,
-            "digest": content_digest(digests),
-            "fingerprint": self.controller.sync_process.fingerprint(
-                memoryview(image_of(exported, self.sync.plan.manifest))
-            ),
-            "image_bytes": self.sync.plan.manifest.total_bytes,
-            "tensors": digests,
-        }
+        image = image_of(exported, self.sync.plan.manifest)
+        fingerprint = self.controller.sync_process.fingerprint(memoryview(image))
         save_file(
             {name: t.clone() for name, t in exported.items()}, version_file(self._evidence, version)
         )
-        line["gather_s"] = time.perf_counter() - began
-        with (self._evidence / TRAINER_EVIDENCE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        took_s = time.perf_counter() - began
+        made = Made(version, content_digest(digests), fingerprint, digests, len(image), took_s)
+        with (self._evidence / TRAINER_EVIDENCE).open("ab") as file:
+            file.write(msgspec.json.encode(made) + b"\n")
 
     def _gathered(self) -> dict[str, torch.Tensor]:
         """Return every tensor that servers get, by its name in the trainer: whole, adapters merged,

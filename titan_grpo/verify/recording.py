@@ -6,19 +6,20 @@ of the block digests of the transfer.
 """
 
 import hashlib
-import json
 import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from titan_grpo.protocol.messages import Applied
 from titan_grpo.receive import commit
 from titan_grpo.receive.commit import Engine, EngineSide, Workers
 from titan_grpo.runkey import Key
+from titan_grpo.verify.outcome import Committed
 
 PLUGIN = "titan_grpo_recorder"
 GROUPS = ("vllm.general_plugins", "sglang.srt.plugins")
@@ -48,8 +49,7 @@ def content_digest(tensors: Mapping[str, str]) -> str:
 
 
 class RecordingSide(EngineSide):
-    """EngineSide that appends one JSON line per commit to a file: worker, run, version, outcome,
-    digests by name."""
+    """EngineSide that appends a Committed per commit to a file, a JSON line each."""
 
     def __init__(
         self, path: Path, engine: Engine, workers: Workers, problem: str, run_key: Key | None
@@ -69,17 +69,17 @@ class RecordingSide(EngineSide):
         self._seen = {}
         report = super().commit(data)
         if report is not None:
-            line = {
-                "worker": self._workers.rank,
-                "run_id": data["run_id"],
-                "version": report.version,
-                "ok": report.ok,
-                "fingerprint": report.fingerprint,
-                "tensors": self._seen,
-            }
+            line = Committed(
+                run_id=data["run_id"],
+                worker=self._workers.rank,
+                version=report.version,
+                ok=report.ok,
+                fingerprint=report.fingerprint,
+                tensors=self._seen,
+            )
             try:
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
+                with self._path.open("ab") as file:
+                    file.write(msgspec.json.encode(line) + b"\n")
             except OSError as error:
                 log.error(
                     "the commit of version %d could not be written down: %s", report.version, error
