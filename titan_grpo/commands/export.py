@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
-    """Export; returns 0. Raises ConfigError for mistakes in the input. ``env`` is not used."""
+    """Export; returns 0. Raises ConfigError for mistakes in the input."""
     args, rest = parser().parse_known_args(argv)
     from titan_grpo.titan import jobconfig
 

@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Follow until the run ends. Returns 0 after its last step, 1 if it ended before, 130 on
-    Ctrl-C. ``env`` is not used."""
+    Ctrl-C."""
     args = parser().parse_args(argv)
     if not 0.05 <= args.interval <= 3600:
         raise ConfigError(f"--interval must be in [0.05, 3600], got {args.interval:g}")

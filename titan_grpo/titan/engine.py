@@ -21,7 +21,7 @@ from titan_grpo.patches import (
 from titan_grpo.patches.versions import inside
 from titan_grpo.titan import compat, lora
 from titan_grpo.titan.jobfile import quantised, read_config
-from titan_grpo.titan.pipeline import Pipeline
+from titan_grpo.titan.pipeline import Pipeline, parts_of
 from titan_grpo.titan.rules import compiles_model
 
 
@@ -88,7 +88,7 @@ class Built:
         """Build a model sharded like the trained one (with a pipeline a Pipeline), with the weights
         of the Hugging Face files in ``path``. Collective."""
         model = self._parallelized(self._on_meta())
-        parts: list[Any] = list(model) if isinstance(model, Pipeline) else [model]
+        parts = parts_of(model)
         for part in parts:
             part.to_empty(device=self.device.type)
             with torch.no_grad():

@@ -150,6 +150,11 @@ class Pipeline(torch.nn.ModuleList):
         )
 
 
+def parts_of(model: torch.nn.Module) -> list[Any]:
+    """Return this rank's modules of a model: the stages of a Pipeline, or the model itself."""
+    return list(model) if isinstance(model, Pipeline) else [model]
+
+
 Loaded = tuple[dict[str, Any], torch.Tensor]
 """A micro-batch: tensors [R, L] by name, and labels."""
 

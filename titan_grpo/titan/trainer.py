@@ -50,7 +50,7 @@ from titan_grpo.titan.modules import (
     route_width,
 )
 from titan_grpo.titan.optimizer_step import Outcome, Stepper, reduce_metrics, use_settings
-from titan_grpo.titan.pipeline import Pipeline
+from titan_grpo.titan.pipeline import parts_of
 from titan_grpo.titan.rank0 import Controller
 from titan_grpo.titan.startup import write_failure
 from titan_grpo.titan.step_records import NO_WANDB, lacks_wandb, log_table, make_dispensable
@@ -135,8 +135,8 @@ class GRPOTrainer(Engine):
                 if model is not None:
                     packed.install(model)
         if self._grpo.fp32_lm_head:
-            for model in (self.policy, self.reference):
-                for part in model if isinstance(model, Pipeline) else filter(None, [model]):
+            for model in filter(None, (self.policy, self.reference)):
+                for part in parts_of(model):
                     # only the last pipeline stage has an output layer
                     if getattr(part, "output", None) is not None or self.pipeline is None:
                         compute_head_in_fp32(part)
@@ -150,9 +150,7 @@ class GRPOTrainer(Engine):
             self._save_also("text", text.loader)
         self._moving = self.reference is not None and 0 < self._grpo.ref_model_ema < 1
         if self.reference is not None and self._moving:
-            model = self.reference
-            parts = list(model) if isinstance(model, Pipeline) else model
-            self._save_also("reference", ModelWrapper(parts))
+            self._save_also("reference", ModelWrapper(parts_of(self.reference)))
         self._stepper = Stepper(self, self.reference, packed, replay, text)
         self._hook(self.checkpointer)
 
