@@ -106,17 +106,18 @@ class Controller:
         self._run_dir = Path(job_config.job.dump_folder)
         self._options = options
         self._ends = ExitStack()
-        run_key = find_run_key(os.environ, job_config.weight_sync.run_key_file)
-        rollout = job_config.rollout
+        rollout, sync = job_config.rollout, sync_settings(job_config)
+        self._sync = sync
+        run_key = find_run_key(os.environ, sync.run_key_file)
         self._keys = (
             read_key(os.environ, rollout.api_key_env),
             read_key(os.environ, rollout.admin_key_env),
         )
         specs = launched(job_config, model_dir, cpu, run_key, self._keys)
         self.run_key = specs[0].run_key if specs else run_key
-        check_certificate(job_config.weight_sync, self.run_key)
-        check_address(job_config.weight_sync.bind_host)
-        check_rate(job_config.weight_sync, nbytes)
+        check_certificate(sync, self.run_key)
+        check_address(sync.bind_host)
+        check_rate(sync, nbytes)
         self._servers = ServerGroup(specs)
         self._step_values: dict[str, float] = {}
         self._codec: TextCodec | None = None
@@ -136,7 +137,7 @@ class Controller:
     ) -> SyncProcess:
         """Start servers, rollouts and weight sync for training that continues from ``version``.
         ``state``: the rollout state of a checkpoint, or empty."""
-        rollout, sync, ends = self._job.rollout, sync_settings(self._job), self._ends
+        rollout, sync, ends = self._job.rollout, self._sync, self._ends
         # Not in __init__: restarting a finished job must change no file.
         traces = dashboards.traces_of(os.environ, self._run_dir.name, time.perf_counter())
         self.recorder = Recorder(self._run_dir, traces=traces)
@@ -214,7 +215,7 @@ class Controller:
 
     def _control(self, url: str) -> ServerControl:
         """Return a server's control through the rollout service: rank 0 cannot reach the server."""
-        sync, rollouts = self._job.weight_sync, self._rollouts
+        sync, rollouts = self._sync, self._rollouts
         assert isinstance(rollouts, RolloutClient)
         load_s = load_deadline_s(sync, self.sync_process.manifest.total_bytes)
         access = ServerAccess(url, sync.commit_deadline_s, load_s, *self._keys)
@@ -255,7 +256,7 @@ class Controller:
         """Wait until one server holds the version that training starts from. Raises
         ServerUnreachable naming every server, ServerUnfit, or as ServerSet.reached."""
         servers = self.sync_process.servers
-        deadline_s = self._job.weight_sync.startup_s(self.sync_process.manifest.total_bytes)
+        deadline_s = self._sync.startup_s(self.sync_process.manifest.total_bytes)
         what = f"the first commit, of version {version} on any server"
         with waiting(what, deadline_s, why=servers.latched):
             held = servers.wait_held(version, deadline_s, everyone=False)
@@ -283,7 +284,7 @@ class Controller:
         if error is not None:
             self.recorder.error(str(error))
             terminal.print_status(f"weight sync: {error}")
-            if self._job.weight_sync.on_sync_error == "stop":
+            if self._sync.on_sync_error == "stop":
                 raise error
         servers.reached(version)
         rollouts = self._rollouts
@@ -308,7 +309,7 @@ class Controller:
                 reason,
             )
         left_out = [*rewards_of(found.left_out), *rollouts.take_left_out()]
-        kv_kept = sync_settings(self._job).kv_after_update == "keep"
+        kv_kept = self._sync.kv_after_update == "keep"
         self._step_values = group_values(groups, batch, version, kv_kept)
         self._step_values |= reward_values(groups, left_out)
         self._step_values |= self._count_rollouts()
@@ -450,7 +451,7 @@ class Controller:
         evaluations' values since the last step. ``published``: the newest version that was
         published, which is older if no slot became free for the last one."""
         process = self.sync_process
-        deadline_s = end_waits_s(self._job.weight_sync, process.manifest.total_bytes)
+        deadline_s = end_waits_s(self._sync, process.manifest.total_bytes)
         # No batch follows: the flush need not wait for running requests.
         self._rollouts.skip_drains()
         # Before the flush: an evaluating server takes no other version until it is done.
