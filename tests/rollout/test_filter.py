@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.rigs.trainer_handle import wait_until
 from tests.rollout.conftest import (
     Behaviour,
     CompletionServer,
@@ -113,10 +114,24 @@ def test_a_step_is_made_of_the_groups_that_the_filter_keeps_and_none_is_made_aga
     assert {1.0, 3.0} <= set(client.take_left_out()) <= {1.0, 3.0, 5.0}
     assert client.take_left_out() == []
     state = client.state()
-    assert state["cursor"]["low"] >= 5
+    assert state["cursor"] == {"low": 5, "above": []}
     resumed, _ = started(source, accept=accept, state=state)
     assert [g.prompt.index for g in resumed.next_batch(0, 3, 60)] == [6, 8, 10]
     assert resumed.counters()["consumed_groups"] == 6
+
+
+def test_a_verdict_past_the_steps_prompts_does_not_outlive_a_run_that_is_started_again(
+    started: Started,
+) -> None:
+    client, _ = started(TASK + EVEN, accept="own_filter:even", max_staleness=1)
+    assert wait_until(lambda: client.counters().get("dropped.not_accepted", 0) >= 5, 60)
+    assert [g.prompt.index for g in client.next_batch(0, 3, 60)] == [0, 2, 4]
+    # 6 and 8, which were kept, are made and judged again. So must 5, 7 and 9, or a prompt whose
+    # groups are seldom kept would be trained on less often the more often a run is started.
+    state = client.state()
+    assert state["cursor"] == {"low": 5, "above": []}
+    again, _ = started(TASK, state=state)
+    assert [g.prompt.index for g in again.next_batch(0, 3, 60)] == [5, 6, 7]
 
 
 def test_a_filter_that_keeps_nothing_ends_the_wait_with_its_name_and_count(

@@ -78,6 +78,8 @@ class RolloutClient:
         self._spec = spec
         self._transport: WorkerTransport = transport or LocalTransport()
         self._cursor = Cursor.from_state(spec.state.get("cursor", {}))
+        self._end = self._cursor.end
+        """Index after the last prompt that a step took."""
         self._own: Counter[str] = Counter(spec.state.get("counters", {}))
         self._theirs: dict[str, int] = {}
         self._record = (
@@ -246,6 +248,7 @@ class RolloutClient:
             done = [self._ready.pop(index) for index in chosen]
             for item in done:
                 self._cursor.use(item.ticket.index)
+            self._end = max(self._end, *(index + 1 for index in chosen))
             self._own["consumed_groups"] += len(done)
             self._places += len(done)
             self._transport.send(messages.Used(tuple(chosen)))
@@ -326,11 +329,15 @@ class RolloutClient:
 
     def state(self) -> dict[str, Any]:
         """Return a JSON-able state for an exact resume (``RolloutSpec.state``), without the counts
-        of single servers: they may be gone by then. Call it at a step boundary."""
+        of single servers: they may be gone by then. Call it at a step boundary.
+
+        Prompts past the last one that a step took are unused in it, those left out or given up
+        too: the accepted groups there are made again, and so must have the same chance as these.
+        """
         counts = {n: c for n, c in self.counters().items() if not messages.server_of(n)}
         del counts["ready"]
         with self._changed:
-            return {"cursor": self._cursor.state(), "counters": counts}
+            return {"cursor": self._cursor.before(self._end).state(), "counters": counts}
 
     def close(self, deadline_s: float = 10.0) -> None:
         """End the worker within the deadline. Idempotent; raises nothing."""

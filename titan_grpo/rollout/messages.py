@@ -53,6 +53,15 @@ class Cursor:
         """Return ``{"low": int, "above": sorted list}``, JSON-able."""
         return {"low": self.low, "above": sorted(self._above)}
 
+    @property
+    def end(self) -> int:
+        """Index after the last used one."""
+        return max(self._above, default=self.low - 1) + 1
+
+    def before(self, end: int) -> "Cursor":
+        """Return the cursor of the used indices below ``end``."""
+        return Cursor(min(self.low, end), tuple(index for index in self._above if index < end))
+
     def __contains__(self, index: object) -> bool:
         """Return whether an index is used."""
         return isinstance(index, int) and (index < self.low or index in self._above)
