@@ -146,6 +146,18 @@ def test_a_group_without_a_version_that_waited_is_as_old_as_when_it_came(
     assert [group.version for group in client.next_batch(5, 2, 60)] == [0, 0]
 
 
+def test_groups_that_wait_from_before_a_run_was_resumed_may_be_of_any_version(
+    api: AtroposApi, atropos: StartClient
+) -> None:
+    client = atropos()
+    env = api.environment(group_size=2)
+    api.post(*[scored(env=env) for _ in range(12)])
+    assert len(client.next_batch(0, 2, 60)) == 2
+    client.close()
+    again = atropos(reset=False, base_version=40, max_staleness=40)
+    assert [group.version for group in again.next_batch(40, 2, 60)] == [0, 0]
+
+
 def test_a_server_that_was_restarted_is_registered_again(
     api: AtroposApi, atropos: StartClient
 ) -> None:

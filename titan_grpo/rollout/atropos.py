@@ -270,7 +270,8 @@ class AtroposSource(External):
         self._room = asyncio.Event()
         self._room.set()
         self._rejected_in_a_row = 0
-        self._age = Waiting(spec.base_version, spec.base_version)
+        # Of no version known: a resumed run may meet groups that waited in the API before it.
+        self._age = Waiting(0, 0)
         self._unknown: dict[str, bool] = {}
         """Servers whose version is unknown -> whether ``_held`` has named them."""
         self._task = asyncio.get_running_loop().create_task(self._take_batches())
