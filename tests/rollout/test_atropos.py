@@ -266,6 +266,38 @@ def test_a_lost_server_bounds_versions_until_it_leaves_and_is_named_once() -> No
         asyncio.run(scenario(api))
 
 
+def test_before_a_server_of_a_resumed_run_holds_a_version_groups_may_be_of_any() -> None:
+    async def scenario(api: Api) -> None:
+        said: asyncio.Queue[FromWorker] = asyncio.Queue()
+        spec = RolloutSpec(
+            model_dir="",
+            source="atropos",
+            atropos_url=api.url,
+            base_version=40,
+            prompts_per_step=1,
+            group_size=2,
+            row_tokens=64,
+        )
+        source = AtroposSource(spec, said.put_nowait, lambda error: None)
+
+        async def version() -> int:
+            api.batches.append([item()])
+            done = await asyncio.wait_for(said.get(), 20)
+            assert isinstance(done, GroupDone)
+            source.on(Used((done.ticket.index,)))
+            return done.group.version
+
+        # The API is empty each time, and servers still have the weights of before.
+        assert [await version() for _ in range(2)] == [0, 0]
+        source.on(held("http://s", 40))
+        # The bound moves with the next empty answer.
+        assert [await version() for _ in range(3)][1:] == [40, 40]
+        await source.close()
+
+    with closing(Api()) as api:
+        asyncio.run(scenario(api))
+
+
 def test_a_sequence_longer_than_a_row_is_dropped_with_the_key_that_has_the_length() -> None:
     async def scenario(api: Api) -> None:
         said: asyncio.Queue[FromWorker] = asyncio.Queue()

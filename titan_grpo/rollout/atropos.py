@@ -335,8 +335,9 @@ class AtroposSource(External):
             pause = POLL_S[0] if batch else await _pause(pause, POLL_S[1])
 
     def _held(self) -> int:
-        """Return the oldest version that environments may sample now. Report each server of unknown
-        version that makes it too old to be trained on."""
+        """Return the oldest version that environments may sample now; 0 while no server is known to
+        hold one: it may have weights of before a resume. Report each server of unknown version that
+        makes it too old to be trained on."""
         trainer, most = self._trainer_version, self._spec.max_staleness
         for url, named in self._unknown.items():
             held = self._versions.get(url, trainer)
@@ -348,7 +349,7 @@ class AtroposSource(External):
                     " with it. Start it again, or take it out of the run (titan-grpo servers remove"
                     f" {url} --run DIR), or let environments send policy_version"
                 )
-        return min(self._versions.values(), default=trainer)
+        return min(self._versions.values(), default=0)
 
     async def _register(self) -> Batch:
         """Register (repeating it does no harm) and ask for a batch."""
