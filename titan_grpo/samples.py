@@ -4,7 +4,7 @@ servers load this without torch."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress, groupby
+from itertools import compress, groupby, islice
 from typing import Any
 
 LARGEST_REWARD = 3e38
@@ -125,7 +125,7 @@ class Completion:
 
     def fresh_enough(self, oldest: int, stale_share: float) -> bool:
         """Whether it may be used if versions before ``oldest`` are too stale: it depends on none of
-        them (KV included), or less than ``stale_share`` of its tokens were sampled by them. The
+        them (KV included), or less than ``stale_share`` of its sampled tokens are of them. The
         share counts sampling versions only: KV that was kept over a commit is older than the tokens
         made from it, and is then accepted.
 
@@ -136,10 +136,13 @@ class Completion:
         >>> [admitted_at_3.fresh_enough(4, share) for share in (0.1, 0.0)]
         [True, False]
         """
-        spans = self.token_spans
-        stale = sum(tokens for version, tokens in spans if version < oldest)
-        enough = stale < stale_share * sum(tokens for _, tokens in spans)
-        return self.version_first >= oldest or enough
+        if self.version_first >= oldest:
+            return True
+        flags, stale = iter(self.sampled or (True,) * len(self.token_ids)), 0
+        for version, tokens in self.token_spans:
+            sampled = sum(islice(flags, tokens))
+            stale += sampled if version < oldest else 0
+        return stale < stale_share * self.num_sampled
 
     def then(self, more: "Completion") -> "Completion":
         """Return this completion continued by ``more``, whose finish reason, reward and other

@@ -106,6 +106,18 @@ def test_a_part_with_few_tokens_of_too_old_versions_goes_on_where_a_share_is_bor
     assert worth_keeping((part,), 5, 4, True) == (NO_TOKENS,)
 
 
+def test_a_tools_answer_is_no_part_of_the_share_of_too_old_tokens() -> None:
+    def part(*turns: tuple[int, int, int]) -> Completion:
+        """Turns of (version, its sampled tokens, tokens of the tool's answer to them)."""
+        sampled = tuple(f for _, own, tool in turns for f in (True,) * own + (False,) * tool)
+        spans = tuple((version, own + tool) for version, own, tool in turns)
+        ids, logprobs = (1,) * len(sampled), (-1.0,) * len(sampled)
+        return Completion(ids, logprobs, "", 3, 4, "", sampled=sampled, spans=spans)
+
+    assert part((3, 1, 9), (4, 3, 0)).fresh_enough(4, 0.5)
+    assert not part((3, 3, 0), (4, 1, 9)).fresh_enough(4, 0.5)
+
+
 def test_what_is_finished_when_a_server_fails_is_kept_and_not_asked_for_again(
     completion_server: MakeServer, model_dir: str
 ) -> None:

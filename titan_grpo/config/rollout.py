@@ -94,8 +94,8 @@ class WorkerKeys(TaskKeys):
     max_trajectory_age_steps.)"""
 
     max_stale_token_share: float = 0.0
-    """Use a completion in spite of max_staleness if less than this share of its tokens was sampled
-    by versions that are too old (kept KV of such versions does not count). 0: never. Acts with
+    """Use a completion in spite of max_staleness if less than this share of its sampled tokens is
+    of versions that are too old (kept KV of such versions does not count). 0: never. Acts with
     consume = "ready" or "freshest", where such groups are otherwise made again, and on engines that
     report each token's version (SGLang; vLLM from 0.33)."""
 
