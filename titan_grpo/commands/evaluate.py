@@ -25,8 +25,7 @@ from titan_grpo.protocol.messages import Label, ServerState
 from titan_grpo.rollout.evaluation import Job, evaluate, line, prepare
 
 
-def parser() -> argparse.ArgumentParser:
-    """Make the command's parser; all other arguments are a job's."""
+def _parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="titan-grpo evaluate",
         description="Run the [[evaluation]] tables of a job on the weights of a Hugging Face"
@@ -51,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Evaluate. Returns 0; without a result it raises (ConfigError for mistakes in the input)."""
-    args, rest = parser().parse_known_args(argv)
+    args, rest = _parser().parse_known_args(argv)
     from titan_grpo.titan import jobconfig
 
     config = jobconfig.parse(rest, calls_servers=False)

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def parser() -> argparse.ArgumentParser:
-    """Make the command's parser; all other arguments are a job's, which names the model."""
+def _parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="titan-grpo export",
         description="Write a checkpointed version as a Hugging Face directory: safetensors,"
@@ -32,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Export; returns 0. Raises ConfigError for mistakes in the input."""
-    args, rest = parser().parse_known_args(argv)
+    args, rest = _parser().parse_known_args(argv)
     from titan_grpo.titan import jobconfig
 
     config = jobconfig.parse(rest, calls_servers=False)

@@ -108,8 +108,7 @@ initial_load_in_hf = true
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """Make the command's parser."""
+def _parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="titan-grpo init",
         description="Write the commented TOML file of a job: of a model, a data file and servers,"
@@ -128,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Write the files and print the next command. Raises ConfigError for mistakes in the input."""
-    args = parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     out = Path(args.out)
     new_only = [n for n in ("model", "data", "servers", "reward", "flavor") if getattr(args, n)]
     if args.older and new_only:

@@ -40,8 +40,7 @@ SAY_S = 5.0
 """Seconds of simulation before a line says that it takes longer."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """Make the command's parser."""
+def _parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="titan-grpo plan",
         description="Run the sync's own tables (lanes, image slots, admission, backoff)"
@@ -79,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Print the plan; returns 0. Raises ConfigError for mistakes in the input."""
-    args = parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     tables = {path: read_toml(path, "FILE") for path in args.files}
     if args.job is not None:
         tables[args.job] = read_toml(args.job, "--job.config_file")

@@ -9,8 +9,7 @@ from titan_grpo.errors import ConfigError
 from titan_grpo.observe.output import write_whole
 
 
-def parser() -> argparse.ArgumentParser:
-    """Make the command's parser."""
+def _parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="titan-grpo report",
         description="Write one HTML page about a run, finished or not: what to know in words,"
@@ -25,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Write the page; returns 0. Raises ConfigError for a folder without a run or a tokenizer."""
-    args = parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     # Imported here, so that --help does not load numpy.
     from titan_grpo.views import page
     from titan_grpo.views.run import read_run

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from titan_grpo.views.live import Follower
 
 
-def parser() -> argparse.ArgumentParser:
-    """Make the command's parser."""
+def _parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         prog="titan-grpo watch",
         description="Follow a run in the terminal: curves, servers, errors. It may be started"
@@ -53,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 def run(argv: list[str], env: Mapping[str, str]) -> int:
     """Follow until the run ends. Returns 0 after its last step, 1 if it ended before, 130 on
     Ctrl-C."""
-    args = parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     if not 0.05 <= args.interval <= 3600:
         raise ConfigError(f"--interval must be in [0.05, 3600], got {args.interval:g}")
     if args.run.exists() and not args.run.is_dir():
