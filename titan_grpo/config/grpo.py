@@ -278,11 +278,6 @@ def optimizer_steps(grpo: GRPO) -> int:
     return grpo.num_microbatches * grpo.num_epochs
 
 
-def may_be_off_policy(grpo: GRPO, rollout: Rollout) -> bool:
-    """Return whether tokens may by design come from another policy than the trained one."""
-    return rollout.max_staleness > 0 or optimizer_steps(grpo) > 1
-
-
 def violations(grpo: GRPO, rollout: Rollout) -> list[str]:
     """Return all broken rules of the section, each as "key must be rule, got value". Pure."""
     rules = (*_bounds(grpo), *_combinations(grpo), *_with_rollout(grpo, rollout))
@@ -385,7 +380,8 @@ def _with_rollout(g: GRPO, r: Rollout) -> Rules:
         " abs is another one"
     )
     is_abs = in_loss and g.kl_estimator_type == "abs"
-    yield is_abs and may_be_off_policy(g, r), "kl_estimator_type", rule
+    off_policy = r.max_staleness > 0 or optimizer_steps(g) > 1
+    yield is_abs and off_policy, "kl_estimator_type", rule
     for other, what in ((r.source != "task", "groups from outside"), (r.agent, "agents")):
         rule = f"false with {what} (their tokens come without the experts that computed them)"
         yield g.router_replay and bool(other), "router_replay", rule
