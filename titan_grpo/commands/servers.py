@@ -9,6 +9,7 @@ from typing import Any
 
 from titan_grpo.config.rollout import server_url
 from titan_grpo.errors import ConfigError
+from titan_grpo.observe.terminal import aligned
 from titan_grpo.titan.servers import ask
 
 COLUMNS = ("url", "standing", "held", "accepting", "in_flight", "last_error")
@@ -45,12 +46,8 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
     url         standing  held  accepting  in_flight  last_error
     http://a:1  holds     3     yes        -          -
     """
-    rows = [COLUMNS, *(tuple(_cell(line.get(name)) for name in COLUMNS) for line in lines)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    rows = [[_cell(line.get(name)) for name in COLUMNS] for line in lines]
+    return "\n".join(aligned([COLUMNS, *rows]))
 
 
 def _cell(value: Any) -> str:

@@ -14,6 +14,7 @@ from titan_grpo.observe import names
 from titan_grpo.observe.output import write_whole
 from titan_grpo.observe.recorder import SUMMARY, Recorder, read_last, read_metrics
 from titan_grpo.observe.schema import MeanMax, MedianP95, Server, Summary
+from titan_grpo.observe.terminal import aligned
 
 _TIMES = {
     name.rpartition("/")[2]: name
@@ -217,8 +218,7 @@ def table(rows: list[tuple[str, str]], title: str) -> str:
     Example: ``table([("steps", "60")], "run")`` has the lines ``run``, ``---------`` and
     ``steps  60``.
     """
-    width = max((len(name) for name, _ in rows), default=0)
-    lines = [f"{name:<{width}}  {text}" for name, text in rows]
+    lines = aligned(rows)
     ruler = "-" * min(max(len(line) for line in [title, *lines]), RULER)
     return "\n".join([title, ruler, *lines])
 

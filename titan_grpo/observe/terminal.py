@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -46,6 +46,12 @@ def next_command(*words: str) -> str:
     there = os.path.join(os.path.dirname(sys.executable), "titan-grpo")
     found = shutil.which("titan-grpo") or not os.path.exists(there)
     return f"next: {'titan-grpo' if found else os.path.relpath(there)} {shlex.join(words)}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines with columns two spaces apart."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def print_status(text: str) -> None:
