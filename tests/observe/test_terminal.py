@@ -1,5 +1,6 @@
 """What a watcher of a run sees, what a start waits for, and which line names a failure's cause."""
 
+import io
 import re
 import sys
 import threading
@@ -38,6 +39,15 @@ def test_only_marked_lines_are_shown(capsys: pytest.CaptureFixture[str]) -> None
     print_error("no such key")
     lines = [*capsys.readouterr().err.splitlines(), "[titan] 2026 - root - INFO - step 1", ""]
     assert [status_of(line) for line in lines] == ["a table", "of two lines", None, None, None]
+
+
+def test_lines_that_nothing_takes_cost_who_prints_them_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        print_status("a step")
+        print_error("no such key")
 
 
 def test_the_first_complaint_is_the_cause_whatever_the_other_ranks_say() -> None:

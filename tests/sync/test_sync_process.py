@@ -1,6 +1,7 @@
 """The sync process of a trainer: killed, stopped, and orphaned. Real processes; the servers are
 HTTP servers with real receivers and without an engine."""
 
+import io
 import os
 import signal
 import subprocess
@@ -98,6 +99,18 @@ def test_standing_still_it_is_killed_and_started_again(
         ends_on_the_newest(trainer, servers, 4)
         error = trainer.recorder.history().errors[0]
         assert "the sync process has given no sign for 6 s and was killed" in error
+
+
+def test_killed_where_nothing_takes_what_rank_0_says_it_is_started_again_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True)
+    with full, training(tmp_path) as (trainer, servers):
+        monkeypatch.setattr(sys, "stderr", full)
+        killed = trainer.worker.pid
+        os.kill(killed, signal.SIGKILL)
+        assert wait_until(lambda: trainer.worker.pid != killed, WAIT_S)
+        ends_on_the_newest(trainer, servers, 1)
 
 
 def test_killed_right_after_a_publish_it_brings_that_version(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from titan_grpo.subprocesses import how_ended
@@ -56,15 +56,21 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def print_status(text: str) -> None:
     """Print marked lines, one write each, since other processes write to the same pipe."""
-    for line in text.splitlines():
-        sys.stderr.write(f"{MARK}{line}\n")
-    sys.stderr.flush()
+    _print([f"{MARK}{line}\n" for line in text.splitlines()])
 
 
 def print_error(text: str) -> None:
     """Print why this rank ends. Only the first line carries the mark (a log may follow)."""
-    sys.stderr.write(f"{ERROR}{text}\n")
-    sys.stderr.flush()
+    _print([f"{ERROR}{text}\n"])
+
+
+def _print(lines: Sequence[str]) -> None:
+    # What takes stderr may fail: a disk is full, a reader was killed. That must end neither the run
+    # nor, silently, a thread that says what it does.
+    with suppress(OSError):
+        for line in lines:
+            sys.stderr.write(line)
+        sys.stderr.flush()
 
 
 def status_of(line: str) -> str | None:
