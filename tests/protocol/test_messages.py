@@ -95,6 +95,13 @@ def test_an_impossible_hello_is_refused_with_its_rule(key: str, value: object, r
         Hello.from_dict(HELLO.to_dict() | {key: value})
 
 
+@pytest.mark.parametrize(("key", "value"), [("term_in_force", 1 << 63), ("lost", (0, -5))])
+def test_a_number_that_would_end_the_lane_that_reads_it_is_refused(key: str, value: object) -> None:
+    message = next(m for m in MESSAGES if key in m.__struct_fields__)
+    with pytest.raises(PeerError, match=key):
+        type(message).from_dict(message.to_dict() | {key: value})
+
+
 def test_an_unknown_order_is_refused() -> None:
     with pytest.raises(PeerError, match="Invalid enum value"):
         Order.from_json(json.dumps(MESSAGES[2].to_dict() | {"op": "delete"}))

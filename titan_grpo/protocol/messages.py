@@ -140,7 +140,8 @@ def new_run_id(unix_s: float) -> str:
 
 
 Positive = Annotated[int, Meta(ge=1)]
-Number = Annotated[int, Meta(ge=0)]
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+"""A lane answers a term with its successor, which a message must hold too."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -465,7 +466,7 @@ class Staged(Message, frozen=True):
     bad_block: int = -1
     read_bytes: Number = 0
     relay_bytes: Number = 0
-    lost: tuple[int, ...] = ()
+    lost: tuple[Number, ...] = ()
 
 
 class Attach(Message, frozen=True):
