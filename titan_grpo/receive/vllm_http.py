@@ -380,13 +380,13 @@ class _Mapped:
 
 async def _body(receive: Receive) -> bytes:
     """Return the whole body, or the received part if the client has disconnected."""
-    body, more = b"", True
+    pieces, more = list[bytes](), True
     while more:
         # no deadline: ends with the connection
         message = await receive()
-        body += message.get("body", b"")
+        pieces.append(message.get("body", b""))
         more = message["type"] == "http.request" and message.get("more_body", False)
-    return body
+    return b"".join(pieces)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
