@@ -16,6 +16,7 @@ from tests.rigs.sockets import certificate
 from tests.sync.conftest import SOON_S, MakeRig, read
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError, TransferFailed
+from titan_grpo.layout.manifest import Extent, Part
 from titan_grpo.observe import names
 from titan_grpo.protocol.messages import Hello, RangeSource
 from titan_grpo.receive.fetch import RELAY_HOST
@@ -23,12 +24,15 @@ from titan_grpo.receive.receiver import CERTIFICATE, CERTIFICATE_KEY
 from titan_grpo.runkey import Key
 from titan_grpo.sync.transports import range_server
 from titan_grpo.sync.transports.range_server import RangeServer
+from titan_grpo.sync.transports.sender import TLS_BYTES
 from titan_grpo.sync.transports.tls import Certificate, WrongCertificate, check_certificate
 
 pytestmark = pytest.mark.e2e
 
 KEY = Key(bytes(range(32)))
 NAMES = ("weight_sync.tls_certificate", "weight_sync.tls_key")
+
+PIECE = 64 << 10
 
 image = torch.randint(0, 256, ((3 << 20) + 17,), dtype=torch.uint8)
 
@@ -97,6 +101,29 @@ def test_who_listens_sees_weights_only_without_tls(shown: Certificate, secret: b
     assert (piece in tap.passed) is not secret
     tap.close()
     server.close()
+
+
+class Watched(Part):
+    """A part of short pieces that notes how many bytes of it each call is asked for."""
+
+    asked: list[int]
+
+    def pieces(self, start: int, stop: int) -> Iterator[Extent]:
+        self.asked.append(stop - start)
+        return super().pieces(start, stop)
+
+
+def test_short_pieces_are_gathered_once_and_not_the_whole_range_for_each_call(
+    server: RangeServer,
+) -> None:
+    nbytes = image.numel() // 2 // PIECE * PIECE
+    part = Watched(tuple((at, at + PIECE) for at in range(0, 2 * nbytes, 2 * PIECE)))
+    object.__setattr__(part, "asked", [])
+    ticket = server.grant(image.numpy().data, None, KEY, part)
+    source = RangeSource("127.0.0.1", server.listen("127.0.0.1"), ticket, pin=server.pin)
+    wanted = b"".join(bytes(image.numpy()[a:b]) for a, b in part.extents)
+    assert read(source, 0, nbytes, KEY) == wanted
+    assert max(part.asked) <= TLS_BYTES < nbytes
 
 
 def test_a_reader_without_tls_gets_no_byte_and_the_next_one_is_served(

@@ -127,13 +127,14 @@ class Grant:
 
     def _send(self, sock: socket.socket, offset: int, nbytes: int) -> int:
         # Not under the lock: other threads would wait for the kernel's copy.
-        stop = offset + min(nbytes, SEND_BYTES)
+        tls = isinstance(sock, ssl.SSLSocket)
+        stop = offset + min(nbytes, TLS_BYTES if tls else SEND_BYTES)
         pieces = list(islice(self.part.pieces(offset, stop), PIECES))
         low, high = pieces[0]
         alone = len(pieces) == 1 or high - low >= LONG_BYTES
         if isinstance(sock, ssl.SSLSocket):
             some = self._view[low:high] if alone else b"".join(self._view[a:b] for a, b in pieces)
-            return send_records(sock, memoryview(some)[:TLS_BYTES])
+            return send_records(sock, memoryview(some))
         if self._fd >= 0 and alone:
             return os.sendfile(sock.fileno(), self._fd, low, high - low)
         # One call for all short pieces: by itself, each would be a packet.
