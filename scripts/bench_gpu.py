@@ -238,8 +238,9 @@ class Server:
         self._link.wait_joined(60.0)
         self._link.send_manifest()
         self._side.hello({"attach": self._link.attach().to_dict()})
-        self._digests = Hashing("xxh3").blocks(image.buffer, manifest)
-        self._fingerprint = fingerprint(manifest.digest, self._digests)
+        digests = Hashing("xxh3").blocks(image.buffer, manifest)
+        self._digests = b"".join(digests)
+        self._fingerprint = fingerprint(manifest.digest, digests)
         self._number = 0
 
     def deliver(self, beside: Callable[[], float] | None = None) -> tuple[float, float, float]:

@@ -65,8 +65,9 @@ class Weights:
             self.image[spec.offset : spec.offset + spec.nbytes] = (
                 tensors[spec.name].bfloat16().flatten().view(torch.uint8)
             )
-        self.digests = options.hashing(run_id).blocks(self.image.numpy().data, self.manifest)
-        self.fingerprint = fingerprint(self.manifest.digest, self.digests)
+        digests = options.hashing(run_id).blocks(self.image.numpy().data, self.manifest)
+        self.digests = b"".join(digests)
+        self.fingerprint = fingerprint(self.manifest.digest, digests)
 
 
 def renamed(folder: Path, rename: Callable[[str], str] = str) -> dict[str, torch.Tensor]:

@@ -38,8 +38,9 @@ class Version:
                 tensors[spec.name].flatten().view(torch.uint8)
             )
         hashing = Hashing("blake3" if key else "xxh3", key)
-        self.digests = hashing.blocks(self.image.numpy().data, self.manifest)
-        self.fingerprint = fingerprint(self.manifest.digest, self.digests)
+        self.blocks = hashing.blocks(self.image.numpy().data, self.manifest)
+        self.digests = b"".join(self.blocks)
+        self.fingerprint = fingerprint(self.manifest.digest, self.blocks)
 
 
 class Weights(Version):

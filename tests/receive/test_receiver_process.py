@@ -93,7 +93,7 @@ def broadcast(site: Site, nbytes: int, **config: Any) -> LaneLink:
     link = site.greet(weights, transport="gloo", **config)
     link.wait_joined(180.0)
     assert link.send_manifest().ok
-    link._post(Order(1, "receive", 99, weights.fingerprint), b"".join(weights.digests))
+    link._post(Order(1, "receive", 99, weights.fingerprint), weights.digests)
     link._connected().broadcast(weights.image[:nbytes], 60.0)
     return link
 

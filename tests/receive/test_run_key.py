@@ -176,10 +176,10 @@ def test_blocks_hashed_without_the_key_or_for_another_run_do_not_match(
     for number, key in enumerate((None, OTHER_KEY, block_key(guarded, OLDER_RUN)), start=1):
         wrong = Weights(9.0, key=key)
         digests = (
-            wrong.digests if key else [d * 2 for d in wrong.digests]
+            wrong.blocks if key else [d * 2 for d in wrong.blocks]
         )  # xxh3's, made as long as blake3's
         print_ = fingerprint(wrong.manifest.digest, digests)
-        staged = link.send(number, 99, wrong.image, digests, print_)
+        staged = link.send(number, 99, wrong.image, b"".join(digests), print_)
         assert not staged.ok
         assert staged.bad_block >= 0  # several are read at once
     deliver(4)

@@ -339,7 +339,7 @@ def test_a_server_that_only_reads_leaves_a_server_that_stops_and_names_it(
     assert link.wait_joined(SOON_S).ok
     assert link.send_manifest().ok
     mark = fingerprint(manifest.digest, content.digests)
-    answer = link.send(1, 1, good, content.digests, mark)
+    answer = link.send(1, 1, good, b"".join(content.digests), mark)
     link.close()
     serving.join(SOON_S)
     assert (answer.error, answer.lost) == ("", (0,))

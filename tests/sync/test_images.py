@@ -19,7 +19,7 @@ def publish(slots: ImageSlots, version: int) -> int:
     assert slot is not None
     slots.writing(version, slot, frozenset({0}))
     slots.copied(version, 0)
-    slots.complete(Published(Label("run", version, "f"), slot, (), 0.0))
+    slots.complete(Published(Label("run", version, "f"), slot, b"", 0.0))
     return slot
 
 

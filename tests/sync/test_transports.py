@@ -259,8 +259,9 @@ def test_a_receiver_may_take_longer_for_the_manifest_than_for_a_bucket() -> None
     link.close()
 
 
-def test_all_links_send_one_copy_of_the_manifest() -> None:
+def test_all_links_send_one_copy_of_the_manifest_and_of_a_version_s_digests() -> None:
     manifest = Manifest.build([("a", "bfloat16", (10,))], 4096)
+    image, digests = torch.zeros(manifest.total_bytes, dtype=torch.uint8), bytes(range(16))
     config = WeightSync(bucket_bytes=4096, progress_deadline_s=0.05, connect_deadline_s=0.05)
     queued = []
     for epoch in (1, 2):
@@ -268,11 +269,14 @@ def test_all_links_send_one_copy_of_the_manifest() -> None:
         link.open()
         with pytest.raises(TransferFailed, match="waiting for the receiver"):
             link.send_manifest()  # no receiver comes
+        with pytest.raises(TransferFailed, match="waiting for the receiver"):
+            link.send(1, 1, image, digests, "")
         queued.append([part.obj for part in link._opened().out])
         link.close()
     first, second = queued
-    assert manifest.to_json().encode() in first
-    assert [body for body in first if any(body is other for other in second)] == [manifest.encoded]
+    shared = [body for body in first if any(body is other for other in second)]
+    assert shared == [manifest.encoded, digests]
+    assert manifest.encoded == manifest.to_json().encode()
 
 
 def server_info(tp_size: int) -> dict[str, int]:
@@ -292,7 +296,7 @@ def test_a_server_that_refuses_a_group_is_the_reason_that_it_was_not_opened() ->
     link = StockLink("run", 1, manifest, options, StockRoutes(access))
     link.join(SglangControl(access), SOON_S)
     with pytest.raises(ServerRefused, match="no such backend"):
-        link.offer(1, 1, [], "")
+        link.offer(1, 1, b"", "")
     link.close()
     board.close()
 
@@ -333,7 +337,7 @@ def test_a_stock_server_leaves_the_group_of_a_failed_transfer_too(commits: bool)
     manifest = Manifest.build([("a", "bfloat16", (10,))], 4096)
     link = StockLink("run", 1, manifest, options, StockRoutes(access))
     link.join(SglangControl(access), SOON_S)
-    link.offer(1, 1, [], "")
+    link.offer(1, 1, b"", "")
     if commits:
         link.ping(2, SOON_S)
     for _ in range(2):

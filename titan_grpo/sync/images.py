@@ -133,7 +133,8 @@ class Published:
 
     label: Label
     slot: int
-    digests: tuple[bytes, ...]
+    digests: bytes
+    """Of all blocks, in order: one object for all lanes, which send it."""
     published_s: float
     """Time of its publication, on the recorder's clock."""
     elsewhere: tuple[RangeSource, ...] = ()

@@ -273,17 +273,18 @@ class SyncLanes:
             self.slots.copied(job.version, rank)
         with self._recorder.span(names.DIGEST_S, "sealer", version=job.version):
             image = self.pool.images[job.slot].buffer
-            digests = self.hashing.blocks(image, self.manifest, self.pool.part)
+            digests = [*self.hashing.blocks(image, self.manifest, self.pool.part)]
         patches = self._patches.make(job.version, job.slot, wanted)
         if patches:
             self._deliveries.made(patches[-1].nbytes / self.manifest.parts[0].nbytes)
         others = self._others(job.version)
         for hashed, theirs in others:
-            digests += tuple(theirs)
+            digests += theirs
             patches += hashed.patches
         label = Label(self.run_id, job.version, fingerprint(self.manifest.digest, digests))
         elsewhere = tuple(hashed.source for hashed, _ in others)
-        published = Published(label, job.slot, digests, job.published_s, elsewhere, patches)
+        raw = b"".join(digests)
+        published = Published(label, job.slot, raw, job.published_s, elsewhere, patches)
         self.slots.complete(published)
         self._complete = job.version
         self._reports.sealed(job.version, published)

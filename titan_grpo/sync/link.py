@@ -272,13 +272,14 @@ class LaneLink:
         number: int,
         version: int,
         image: torch.Tensor | SharedImage | Parts,
-        digests: Sequence[bytes],
+        digests: bytes,
         fingerprint: str,
         moved: Moved | None = None,
     ) -> Staged:
         """Send a whole image (uint8[total_bytes], host) and wait for its verification. ``number``
-        counts from 1. A receiver on this host reads a SharedImage in place. Offers the patches of
-        ``image`` that lead from the receiver's staged version to ``version``.
+        counts from 1. ``digests``: of all blocks. A receiver on this host reads a SharedImage in
+        place. Offers the patches of ``image`` that lead from the receiver's staged version to
+        ``version``.
 
         Raises TransferFailed if bytes are lost or late. A returned Staged may be not ok (digests
         differ): the epoch continues, and the image may be sent again under the next number.
@@ -295,7 +296,7 @@ class LaneLink:
                 sources = (place, *elsewhere)
                 order = Order(number, "receive", version, fingerprint, sources, offered)
                 order = replace(order, relays=others.sources, serve=others.serve)
-                self._post(order, b"".join(digests))
+                self._post(order, digests)
                 answer = self._moving(number, moved, sum(patch.nbytes for patch in offered))
             o.relay.answered(o.url, answer, others, self._manifest.total_bytes)
             if answer.ok:
@@ -303,7 +304,7 @@ class LaneLink:
                 if o.deliveries is not None:
                     o.deliveries.came(o.url, answer.read_bytes, answer.receive_s)
             return answer
-        self._post(Order(number, "receive", version, fingerprint), b"".join(digests))
+        self._post(Order(number, "receive", version, fingerprint), digests)
         transport, bucket_bytes = self._connected(), o.config.bucket_bytes
         broadcast_image(transport, bytes_, bucket_bytes, self._transfer_s, moved)
         left = max(0.0, start + self._transfer_s - time.monotonic())
@@ -357,11 +358,9 @@ class LaneLink:
                 moved(mark)
         return self._staged(number, config.progress_deadline_s)
 
-    def offer(
-        self, number: int, version: int, digests: Sequence[bytes], fingerprint: str
-    ) -> Staged:
+    def offer(self, number: int, version: int, digests: bytes, fingerprint: str) -> Staged:
         """Prepare a streamed apply: no byte moves before ``push``. ``number`` counts from 1."""
-        self._post(Order(number, "stream", version, fingerprint), b"".join(digests))
+        self._post(Order(number, "stream", version, fingerprint), digests)
         return self._staged(number, self._options.config.lane_deadline_s)
 
     def push(

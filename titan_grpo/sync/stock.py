@@ -7,7 +7,6 @@ sets the real label after the last one: a server labelled "unusable" needs a who
 
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -85,9 +84,7 @@ class StockLink:
         problem = names_problem([spec.name for spec in self._manifest.tensors], theirs)
         return Staged(0, 0, not problem, "", error=problem)
 
-    def offer(
-        self, number: int, version: int, digests: Sequence[bytes], fingerprint: str
-    ) -> Staged:
+    def offer(self, number: int, version: int, digests: bytes, fingerprint: str) -> Staged:
         """Open the group of one transfer; the server generates nothing meanwhile (a fraction of a
         second)."""
         o, timeout_s = self._options, min(OPEN_S, self._options.config.lane_deadline_s)

@@ -175,7 +175,8 @@ def whole_image(
         for source in published.elsewhere
     }
     sources[0] = [partial(MemfdReader, mine.address.to_json(), manifest.parts[0])]
-    content = Content(manifest, published.digests, hashing)
+    digests = hashing.split(published.digests, manifest.num_blocks)
+    content = Content(manifest, digests, hashing)
     with SharedImage.create(total, "titan_grpo whole image") as image:
         fetch = Fetch(image, content, sources, config.bucket_bytes)
         fetch.run(config.connections, config.transfer_s(total), (total,), lambda _: None)
