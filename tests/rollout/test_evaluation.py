@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.conftest import CompletionServer, MakeServer, answer
+from tests.rollout.conftest import CompletionServer, MakeServer, answer, piece
 from titan_grpo.config.rollout import Rollout
 from titan_grpo.config.task import Evaluation, inherited
 from titan_grpo.errors import ConfigError, DataError, PeerError
@@ -133,6 +133,23 @@ def test_a_server_that_fails_for_a_moment_costs_an_attempt_and_one_that_stays_so
     server.behaviour = lambda body: (503, {"error": "busy"})
     with pytest.raises(PeerError, match=r"prompt \d could not be finished"):
         run(job(), server)
+
+
+def test_a_completion_that_an_error_of_the_server_broke_off_goes_on_with_another_seed(
+    job: Callable[..., Job], completion_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "RETRY_S", 0.0)
+    server = completion_server()
+    broken = b'data: {"error": {"message": "engine error", "code": 500}}\n\n'
+    server.behaviour = lambda body: (
+        (200, iter([piece([7, 8]), broken]))
+        if len(server.bodies) == 1
+        else answer([80] * body["max_tokens"], [-1.0] * body["max_tokens"])
+    )
+    run(job(samples=1, pass_at=[1], rows=1), server)
+    first, again = server.bodies
+    # With the same seed, the random numbers of the tokens so far would come again.
+    assert again["seed"] != first["seed"]
 
 
 def test_prompts_are_asked_while_the_rewards_of_others_are_awaited(

@@ -267,10 +267,6 @@ async def _group(
                 group = await sampler.group(
                     Attempt(ticket, parts, server, driver, lambda _: place.close())
                 )
-            except HttpRefused as error:
-                if error.status in BAD_REQUEST:
-                    return None
-                failure: TitanGrpoError = error
             except PromptUnfit:
                 return None
             except GroupDropped as error:
@@ -280,9 +276,12 @@ async def _group(
                         f" one of prompt {index} is not (NaN, or larger): correct the task; the"
                         " evaluation has no result"
                     ) from error
-                failure, ticket = error, ticket.dropped()
+                failure: TitanGrpoError = error
+                ticket = ticket.dropped()
                 parts = [NO_TOKENS] * len(parts)
             except (PeerError, Interrupted) as error:
+                if isinstance(error, HttpRefused) and error.status in BAD_REQUEST:
+                    return None
                 # Retry with a new seed, from the tokens so far.
                 failure, ticket = error, ticket.moved(tuple(parts))
             else:
