@@ -80,6 +80,13 @@ def evaluation_spec(job_config: Any, model_dir: str, version: int = 0) -> Rollou
     return replace(spec, row_tokens=job_config.training.seq_len)
 
 
+def _due(table: Evaluation, before: Sequence[Evaluated], first: int) -> int | None:
+    """Return from which version on the first evaluation is due of a run that begins at ``first``,
+    without at_start. One that the process before did not finish still is."""
+    made = [each.version for each in before if each.name == table.name and each.version <= first]
+    return evaluation.next_due(table.every, max(made, default=0))
+
+
 def replace_values(values: dict[str, float], outcome: Evaluated) -> None:
     """Put an evaluation's metrics in place of its earlier ones. A result may have fewer: one prompt
     has no interval."""
@@ -108,12 +115,14 @@ class Evaluations:
         self._keep, self._go_on = keep, go_on
         self.own = frozenset(url for table in tables for url in table.servers)
         first = spec.base_version
+        # Of a new run, the history may be that of an older one in the same folder.
+        before = recorder.history().evaluations if first else []
         # What servers of its own have room for is unknown.
         elsewhere = replace(spec, row_tokens=sys.maxsize)
         self._tables = [
             _Table(
                 Job.of(table, elsewhere if table.servers else spec),
-                first if table.at_start else evaluation.next_due(table.every, first),
+                first if table.at_start else _due(table, before, first),
             )
             for table in tables
         ]
@@ -122,8 +131,7 @@ class Evaluations:
         """By server: start of the first evaluation that keeps it, on the recorder's clock."""
         self._values: dict[str, float] = {}
         self._latest: dict[str, float] = {}
-        # Of a new run, the history may be that of an older one in the same folder.
-        for outcome in recorder.history().evaluations if first else ():
+        for outcome in before:
             replace_values(self._latest, outcome)
         self._threads: list[threading.Thread] = []
         self._closing = self._stopped = self._last = False
