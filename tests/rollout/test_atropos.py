@@ -2,7 +2,9 @@
 makes of a server that is lost."""
 
 import asyncio
+import itertools
 import math
+import threading
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -264,6 +266,45 @@ def test_a_lost_server_bounds_versions_until_it_leaves_and_is_named_once() -> No
 
     with closing(Api()) as api:
         asyncio.run(scenario(api))
+
+
+def test_a_commit_while_the_api_answers_that_it_has_no_batch_makes_no_group_newer() -> None:
+    async def scenario() -> None:
+        said: asyncio.Queue[FromWorker] = asyncio.Queue()
+        loop, known = asyncio.get_running_loop(), threading.Event()
+        asked, left = itertools.count(), [0]
+
+        def commit() -> None:
+            source.on(held("http://s", 4))
+            known.set()
+
+        def answer(request: Request) -> Reply:
+            if request.path == "/register":
+                return Reply(200, {"uuid": 1})
+            if request.path == "/status":
+                return Reply(200, {"queue_size": left[0]})
+            if (number := next(asked)) == 2:
+                # Groups come, and then a server gets a version, before this answer arrives.
+                left[0] = 2
+                loop.call_soon_threadsafe(commit)
+                known.wait(20)
+            return Reply(200, {"batch": [item()] if number % 2 else None})
+
+        with closing(HttpServer("127.0.0.1:0", "", answer, "a test")) as server:
+            url = f"http://{server.address}"
+            spec = RolloutSpec(model_dir="", source="atropos", atropos_url=url, row_tokens=64)
+            source = AtroposSource(spec, said.put_nowait, lambda error: None)
+            source.on(held("http://s", 3))
+            made = []
+            for _ in range(3):
+                done = await asyncio.wait_for(said.get(), 20)
+                assert isinstance(done, GroupDone)
+                source.on(Used((done.ticket.index,)))
+                made.append(done.group.version)
+            await source.close()
+        assert made == [3, 3, 3]
+
+    asyncio.run(scenario())
 
 
 def test_before_a_server_of_a_resumed_run_holds_a_version_groups_may_be_of_any() -> None:

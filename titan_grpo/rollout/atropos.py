@@ -306,13 +306,13 @@ class AtroposSource(External):
             # no deadline: the trainer takes a batch and so makes room, or close() cancels
             await self._room.wait()
             try:
+                # Read before the API answers: a group that comes after its answer, or after its
+                # count, is not older.
+                held = self._held()
                 batch = await (self._driver.run(self._batch) if known else self._register())
                 known = batch is not None
                 proven = proven or known
                 if known and not batch:
-                    # Read the servers' versions before the API's count: a group that arrives
-                    # in between is not older than they are.
-                    held = self._held()
                     self._age = self._age.none(held, await self._driver.run(LEFT))
             except PeerError as error:
                 # Later it is an outage: a proxy answers so for an API that restarts.
