@@ -7,6 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -114,6 +115,13 @@ def refuse(text: str, environ: Mapping[str, str], wait_s: float = SAY_S) -> None
     print_error(f"rank {environ.get('RANK', '')}: {text}")
 
 
+def leave_out_stack(environ: Mapping[str, str]) -> None:
+    """Remove the stack that torchtitan's ``train`` has left for torchrun's report: of an end that
+    is no bug it says nothing, and the line that does would be far above it."""
+    with suppress(KeyError, OSError):
+        os.unlink(environ["TORCHELASTIC_ERROR_FILE"])
+
+
 def main(argv: list[str]) -> int:
     """Run one rank. Return 0 after training, 2 for a refused configuration, 1 for another error of
     ours. Errors are printed in one line."""
@@ -132,18 +140,20 @@ def main(argv: list[str]) -> int:
     rank = os.environ.get("RANK", "0")
     try:
         _run(argv)
-    except (ConfigError, DataError, UpstreamError) as error:
-        refuse(str(error), os.environ)
-        return 2
-    except (RunStopped, AlertStop, UnhealthyError) as error:
-        # Every rank ends by it. Rank 0 prints it when it has closed everything: torchrun would end
-        # it in the middle of that if another rank of its host ended now.
-        refuse(str(error), os.environ)
-        return 1
     except TitanGrpoError as error:
         if isinstance(error, ProtocolError):  # a bug of ours
             traceback.print_exc()
-        print_error(f"rank {rank}: {error}")
+        else:
+            leave_out_stack(os.environ)
+        if isinstance(error, (ConfigError, DataError, UpstreamError)):
+            refuse(str(error), os.environ)
+            return 2
+        if isinstance(error, (RunStopped, AlertStop, UnhealthyError)):
+            # Every rank ends by it. Rank 0 prints it when it has closed everything: torchrun would
+            # end it in the middle of that if another rank of its host ended now.
+            refuse(str(error), os.environ)
+        else:
+            print_error(f"rank {rank}: {error}")
         return 1
     return 0
 

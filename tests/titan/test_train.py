@@ -1,6 +1,7 @@
 """How ranks that refuse their configuration say it."""
 
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -65,6 +66,30 @@ def test_an_end_that_is_no_bug_of_ours_is_one_line_without_a_traceback(error: st
         [sys.executable, "-c", ENDED_BY, error], capture_output=True, text=True, timeout=60
     )
     assert (ended.returncode, ended.stderr) == (1, "titan-grpo: rank 1: why\n")
+
+
+REPORTED = """
+import os, sys
+from torch.distributed.elastic.multiprocessing.errors import record
+from titan_grpo import errors, train
+@record
+def run(argv):
+    raise getattr(errors, argv[0])("why")
+train._run = run
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_torchruns_report_has_no_stack_of_an_end_that_is_no_bug_of_ours(tmp_path: Path) -> None:
+    for error in ("TaskError", "AlertStop", "DataError", "ProtocolError"):
+        report = tmp_path / error
+        subprocess.run(
+            [sys.executable, "-c", REPORTED, error],
+            env=dict(os.environ, TORCHELASTIC_ERROR_FILE=str(report)),
+            capture_output=True,
+            timeout=60,
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["ProtocolError"]
 
 
 def test_a_rank_collects_garbage_once_it_has_imported_what_it_trains_with(
