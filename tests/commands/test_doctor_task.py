@@ -71,6 +71,30 @@ def test_a_first_prompt_without_a_token_is_a_warning(
     assert prompt.startswith("warning  first prompt  the first row and the chat template make")
 
 
+def test_null_in_a_column_that_a_function_needs_is_a_warning_with_its_first_row(
+    diagnosis: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"{i}+1=", "answer": i + 1, "level": None} for i in range(600)]
+    del rows[516]["answer"], rows[517]["answer"]
+    (tmp_path / "nulls.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, sound, nulls, _ = diagnosis(dataset="nulls.jsonl")
+    assert sound.startswith("ok       dataset")
+    assert nulls == (
+        "warning  dataset       2 of 600 rows have no value (null) in 'answer', the first is row"
+        " 516 (from 0): rollout.reward 'doctored_rewards:right' gets None"
+    )
+
+
+def test_a_text_that_is_not_utf_8_is_found_before_a_run_meets_its_row(
+    diagnosis: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    row = '{"prompt": "1+1=", "answer": "%s"}\n'
+    (tmp_path / "latin.jsonl").write_bytes((row % "2" * 5 + row % "caf\xe9").encode("latin-1"))
+    _, dataset = diagnosis(dataset="latin.jsonl")
+    assert dataset.startswith("problem  dataset       row 5 of rollout.dataset 'latin.jsonl' must")
+    assert "must be UTF-8: " in dataset
+
+
 def test_a_tokenizer_file_that_cannot_be_read_is_one_finding_with_its_path(
     diagnosis: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

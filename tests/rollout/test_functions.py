@@ -415,6 +415,14 @@ def test_a_file_that_cannot_be_read_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_files_with_other_columns_are_one_line_that_names_them(tmp_path: Path) -> None:
+    for name, column in (("a", "question"), ("b", "q")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({column: "1+1="}) + "\n")
+    with pytest.raises(DataError, match=r"Couldn't cast q: string .*'question'.* don't match") as e:
+        open_table(TaskKeys(dataset=str(tmp_path / "*.jsonl")))
+    assert "\n" not in str(e.value)
+
+
 def test_a_file_of_json_that_begins_with_null_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text("null")

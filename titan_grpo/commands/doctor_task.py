@@ -11,7 +11,7 @@ from titan_grpo.rollout.evaluation import Job
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.task_runner import AnyTask, TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows, load_parser
-from titan_grpo.rollout.tasks.dataset import open_rows
+from titan_grpo.rollout.tasks.dataset import Rows, open_rows
 from titan_grpo.rollout.tasks.functions import (
     FunctionTask,
     Reward,
@@ -71,12 +71,27 @@ def _functions(spec: RolloutSpec) -> _Found:
         rows = open_rows(spec)
         # Pass the functions that did load: they may ask for missing columns.
         task = FunctionTask(spec, rewards, rows)
+        rows.require_texts()
     except (ConfigError, DataError) as error:
         yield problem("dataset", str(error), "correct the dataset, or the key that asks for it")
         return None
     columns = ", ".join(rows.columns)
     yield ok("dataset", f"{spec.dataset}: {len(rows)} rows with {columns}")
+    for reward in rewards:
+        yield from _nulls(reward, rows)
     return task
+
+
+def _nulls(reward: Reward, rows: Rows) -> Iterator[Finding]:
+    for column in reward.columns():
+        if absent := rows.nulls(column):
+            yield warning(
+                "dataset",
+                f"{len(absent)} of {len(rows)} rows have no value (null) in {column!r}, the first"
+                f" is row {absent[0]} (from 0): {reward.section}.reward {reward.path!r} gets None",
+                f"fill it, leave such rows out with {reward.section}.dataset_filter ="
+                f" ['{column} != null'], or let the function expect None",
+            )
 
 
 def _agent(spec: RolloutSpec) -> Iterator[Finding]:

@@ -129,17 +129,29 @@ class Rows:
         """Raise ConfigError as ``require``, or DataError if a row that passes the filters has null
         there."""
         self.require(column, user)
+        if absent := self.nulls(column):
+            raise DataError(
+                f"{self._section}.dataset {self.name!r} has no value (null) in its row"
+                f" {absent[0]} (the first is row 0), and {user}: fill it, or leave such rows out"
+                f" with {self._section}.dataset_filter = ['{column} != null']"
+            )
+
+    def nulls(self, column: str) -> list[int]:
+        """Return the numbers of the rows that pass the filters and have null there."""
         values = self._column(column)
         if not values.null_count:
-            return
+            return []
         absent = values.is_null().to_pylist()
-        for number in self._kept:
-            if absent[number]:
-                raise DataError(
-                    f"{self._section}.dataset {self.name!r} has no value (null) in its row"
-                    f" {number} (the first is row 0), and {user}: fill it, or leave such rows out"
-                    f" with {self._section}.dataset_filter = ['{column} != null']"
-                )
+        return [number for number in self._kept if absent[number]]
+
+    def require_texts(self) -> None:
+        """Raise DataError for a row with a text that is not UTF-8, which a run would meet when it
+        uses the row."""
+        try:
+            self._table.with_format("arrow")[:].validate(full=True)
+        except ValueError:  # Arrow does not name the row
+            for number in self._kept:
+                self[number]
 
     def number(self, index: int) -> int:
         """Return the number in the dataset of row ``index`` of the sequence."""
@@ -300,7 +312,7 @@ def _bad_line(files: Sequence[str]) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the first line of an error's root cause."""
+    """Return an error's root cause in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]

@@ -80,12 +80,18 @@ class Reward:
                     f"{self.section}.reward {self.path!r} must take its arguments by name, got"
                     f" {name!r} before a / in its parameters: take the / away"
                 )
-            demanded = parameter.default is parameter.empty and parameter.kind not in (
-                parameter.VAR_KEYWORD,
-                parameter.VAR_POSITIONAL,
-            )
-            if demanded and name not in GIVEN:
-                rows.require(name, f"{self.section}.reward {self.path!r} asks for {name!r}")
+        for name in self.columns():
+            rows.require(name, f"{self.section}.reward {self.path!r} asks for {name!r}")
+
+    def columns(self) -> list[str]:
+        """Return the columns without which the function cannot be called."""
+        return [
+            name
+            for name, parameter in self._parameters().items()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+            and name not in GIVEN
+        ]
 
     def wanted(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that the function takes: all, if it has ``**kwargs``."""
