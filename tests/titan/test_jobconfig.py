@@ -402,6 +402,7 @@ def test_what_a_cpu_cannot_run_is_refused_by_ranks_and_by_no_command_that_only_r
         (["--grpo.async_weight_update=false"], "Unrecognized options: false; a boolean is a flag"),
         (["--training.steps=3", "--checkpoint.enable", "True"], "--grpo.no-KEY for false"),
         (["--grpo.async_weight_updat"], "did you mean --grpo.async-weight-update?"),
+        (["job.toml"], "options: job.toml; the job's file is named by --job.config_file"),
     ],
 )
 def test_a_boolean_with_a_value_is_refused_with_its_flags_and_a_misspelt_one_with_its_name(
@@ -409,6 +410,11 @@ def test_a_boolean_with_a_value_is_refused_with_its_flags_and_a_misspelt_one_wit
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         parse("", *arguments)
+
+
+def test_a_table_under_single_brackets_is_refused_with_the_double_ones(parse: Parse) -> None:
+    with pytest.raises(ConfigError, match=re.escape("each item a table under [[NAME]], got {")):
+        parse('[evaluation]\nname = "test"\ntask = "digits"\n')
 
 
 def test_a_mistake_on_the_command_line_is_the_same_line_where_the_output_is_ascii(

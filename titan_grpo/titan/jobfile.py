@@ -50,6 +50,9 @@ FLAGS = "a boolean is a flag without a value: --grpo.KEY for true, --grpo.no-KEY
 DASHES = "a value that begins with - needs =, as in --rollout.launch_args=--enforce-eager"
 """Remedy of an argument whose value was taken for the next argument."""
 
+FILE = "the job's file is named by --job.config_file"
+"""Remedy of a TOML file without an option."""
+
 _STRAY = re.compile(r"Unrecognized options: (true|false)\b", re.IGNORECASE)
 
 
@@ -216,6 +219,8 @@ def load(base: Any, args: Sequence[str], table: Mapping[str, Any]) -> Any:
         hint = older.hint(option[1].replace("-", "_")) if option else ""
         if _STRAY.match(words):
             hint = FLAGS
+        elif re.match(r"Unrecognized options: [^-]\S*\.toml\b", words):
+            hint = FILE
         elif words.startswith("Missing value"):
             hint = DASHES
         raise ConfigError(f"command line: {words}{hint and '; ' + hint}") from stop
@@ -404,7 +409,9 @@ def describe(kind: Any) -> str:
             describe(option) for option in get_args(kind) if option is not types.NoneType
         )
     if origin is list:
-        return f"a list, each item {describe(get_args(kind)[0])}"
+        item = describe(get_args(kind)[0])
+        # [NAME] in place of [[NAME]] is TOML too, and makes one table.
+        return f"a list, each item {item}{' under [[NAME]]' if item == 'a table' else ''}"
     if origin is dict:
         return "a table"
     words = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
