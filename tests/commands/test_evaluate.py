@@ -103,6 +103,22 @@ def test_a_server_that_runs_is_asked_for_whole_completions_in_a_job_that_starts_
     assert asked == {5000}
 
 
+def test_a_server_with_another_tokenizer_is_refused_before_it_is_asked_for_a_completion(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board, job = Board(), tmp_path / "job.toml"
+    board.routes["GET /weight_info"] = lambda _: (200, {"weight_version": "default"})
+    board.routes["POST /tokenize"] = lambda _: (200, {"tokens": [1, 2, 3]})
+    job.write_text(JOB)
+    model = str(write_tiny_model("qwen3", tmp_path / "model", seed=1))
+    words = ["--job.config_file", str(job), "--model.hf_assets_path", model]
+    assert cli.main(["evaluate", "--server", board.url, *words]) == 2
+    board.close()
+    assert "POST /v1/completions" not in board.paths
+    rule = f"--server must have the tokenizer of model.hf_assets_path ({model!r}), {board.url} has"
+    assert rule in capsys.readouterr().err
+
+
 def test_an_sglang_that_no_run_has_updated_is_told_the_label_to_start_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -298,20 +298,35 @@ def _tool_calls(facts: ServerFacts) -> Finding:
 
 def _tokenizer(url: str, here: Sequence[int], there: Sequence[int]) -> Finding:
     """Compare the ids of TEXT from the trainer's and a server's tokenizer."""
-    if list(here) == list(there):
+    what = difference(here, there)
+    if not what:
         return ok("tokenizer", f"{url} has the trainer's")
-    place = next((n for n, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), -1)
-    what = (
-        f"{len(here)} tokens here, {len(there)} there"
-        if place < 0
-        else f"token {place} of a sample text is {here[place]} here and {there[place]} there"
-    )
     return warning(
         "tokenizer",
         f"{url} has another tokenizer than model.hf_assets_path: {what}. Completions would end at"
         " other tokens, and stop texts and what users read would be wrong",
         "start the server with the model directory that the trainer has (or --tokenizer with it)",
     )
+
+
+def difference(here: Sequence[int], there: Sequence[int]) -> str:
+    """Return where two tokenizers' ids of TEXT differ; empty if they are the same. Pure."""
+    if list(here) == list(there):
+        return ""
+    place = next((n for n, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), -1)
+    if place < 0:
+        return f"{len(here)} tokens here, {len(there)} there"
+    return f"token {place} of a sample text is {here[place]} here and {there[place]} there"
+
+
+def tokens_there(timeout_s: float) -> Call[list[int]]:
+    """Ask a server for TEXT's ids by its tokenizer (``POST /tokenize`` of both engines)."""
+
+    def parse(answer: Any) -> list[int]:
+        return [int(each) for each in want(answer, "tokens", list, "/tokenize")]
+
+    body = {"prompt": TEXT, "add_special_tokens": False}
+    return Call("POST", "/tokenize", timeout_s, parse, json=body)
 
 
 def tokens_here(model_dir: str) -> list[int] | None:
@@ -427,13 +442,8 @@ class _Questions:
             self._answer("stock", sglang_stock.world_size(self._s))
 
     def tokens(self) -> list[int] | None:
-        """Return the ids of TEXT by the server's tokenizer (``POST /tokenize`` of both engines)."""
-
-        def parse(answer: Any) -> list[int]:
-            return [int(each) for each in want(answer, "tokens", list, "/tokenize")]
-
-        body = {"prompt": TEXT, "add_special_tokens": False}
-        return self._answer("tokens", Call("POST", "/tokenize", self._s, parse, json=body))
+        """Return the ids of TEXT by the server's tokenizer."""
+        return self._answer("tokens", tokens_there(self._s))
 
     def tool_calls(self) -> None:
         """Check that the server parses tool calls."""

@@ -6,13 +6,14 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from titan_grpo.commands.doctor_servers import difference, tokens_here, tokens_there
 from titan_grpo.commands.processes import print_progress, require_file
 from titan_grpo.config import LAUNCH
 from titan_grpo.config.rollout import PYTHONS, read_key, server_url
@@ -107,6 +108,7 @@ def _server(url: str | None, config: Any, model: str, key: str) -> Iterator[Serv
         engine = config.rollout.engine
         engine = detect(driver, 10.0) if engine == "auto" else engine
         text = driver.run(dialect(engine).label())
+        _check_tokenizer(driver, url, model)
     label = Label.parse(text)
     if label is None and engine == "sglang":
         raise PeerError(
@@ -115,6 +117,19 @@ def _server(url: str | None, config: Any, model: str, key: str) -> Iterator[Serv
         )
     version = 0 if label is None else label.version
     yield ServerState(url, version, True, text if label else "", engine)
+
+
+def _check_tokenizer(driver: SyncDriver, url: str, model: str) -> None:
+    """Raise ConfigError if the server's tokenizer is not the job's: prompts are sent as ids."""
+    here = tokens_here(model)
+    with suppress(PeerError):  # a server need not have this route
+        there = driver.run(tokens_there(10.0))
+        if here is not None and (what := difference(here, there)):
+            raise ConfigError(
+                f"--server must have the tokenizer of model.hf_assets_path ({model!r}), {url} has"
+                f" another: {what}; it would answer other prompts than the job's: name a server of"
+                " that model, or its directory in model.hf_assets_path"
+            )
 
 
 @contextmanager
