@@ -1,6 +1,7 @@
 """``titan-grpo``: the table of commands, which get the command line and the environment from
 here."""
 
+import errno
 import importlib
 import os
 import select
@@ -56,7 +57,9 @@ def guarded(run: Callable[[list[str], dict[str, str]], int], argv: list[str], na
     except OSError as error:
         if error.filename is None:
             raise  # not a file that the user named
-        print(f"{name}: {error.filename} cannot be used: {error.strerror}", file=sys.stderr)
+        # Of a copy to a full disk, the first name is that of the file that was read.
+        full = error.errno == errno.ENOSPC and error.filename2
+        print(f"{name}: {full or error.filename} cannot be used: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -1,5 +1,6 @@
 """The command line itself: help without heavy imports, and a reader that goes away."""
 
+import errno
 import json
 import os
 import pty
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.interpreter import python
-from titan_grpo.cli import COMMANDS
+from titan_grpo.cli import COMMANDS, guarded
 
 WAIT_S = 120.0
 
@@ -62,6 +63,18 @@ def test_ctrl_c_ends_a_command_without_a_word(tmp_path: Path) -> None:
         # The text ends: a signal that came just before the command began to wait is seen then.
         said, _ = planning.communicate(timeout=WAIT_S)
     assert (planning.returncode, said) == (130, "")
+
+
+def test_a_copy_to_a_full_disk_names_the_file_that_was_not_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def copy(argv: list[str], env: dict[str, str]) -> int:
+        # as shutil.copy does, whose first name is that of the file that it reads
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a/config.json", None, "b")
+
+    assert guarded(copy, [], "titan-grpo export") == 2
+    said = "titan-grpo export: b cannot be used: No space left on device\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(

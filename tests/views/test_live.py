@@ -340,6 +340,19 @@ def test_a_terminal_shows_the_screen_until_the_run_ends(tmp_path: Path) -> None:
     assert "titan-grpo report" in text
 
 
+def test_a_terminal_is_told_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    outer, inner = pty.openpty()
+    run = tmp_path / "run"
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "400"}
+    with watching(run, stdout=inner, env=environment) as watcher:
+        os.close(inner)
+        with open(outer, closefd=False) as terminal:
+            assert terminal.readline() == f"waiting for {run}, which is not there yet\n"
+        make_run(run, Made(steps=1))
+        all_of(outer)
+        assert watcher.wait(DEADLINE_S) == 0
+
+
 def all_of(descriptor: int) -> str:
     """What a terminal was sent until its last writer closed it."""
     parts, deadline = [], time.monotonic() + DEADLINE_S

@@ -71,12 +71,12 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
 
     console = Console(highlight=False)
     try:
+        if not args.run.exists():
+            print(f"waiting for {args.run}, which is not there yet", flush=True)
         if console.is_terminal:
             _on_screen(follower, console, args.interval)
         else:
-            if not args.run.exists():
-                print(f"waiting for {args.run}, which is not there yet", flush=True)
-            elif not (follower.ended() or _has_steps(args.run)):
+            if args.run.exists() and not (follower.ended() or _has_steps(args.run)):
                 print(f"{args.run} has no step yet: waiting for the first", flush=True)
             _follow(follower, lambda rows: _print_steps(follower, rows), args.interval)
     except KeyboardInterrupt:
