@@ -85,6 +85,16 @@ def test_null_in_a_column_that_a_function_needs_is_a_warning_with_its_first_row(
     )
 
 
+def test_a_prompt_without_a_column_in_braces_is_a_warning(
+    diagnosis: Callable[..., list[str]],
+) -> None:
+    _, _, warned, _ = diagnosis(prompt="question")
+    assert warned == (
+        "warning  dataset       rollout.prompt 'question' names no column: each row has the same"
+        " prompt"
+    )
+
+
 def test_a_text_that_is_not_utf_8_is_found_before_a_run_meets_its_row(
     diagnosis: Callable[..., list[str]], tmp_path: Path
 ) -> None:

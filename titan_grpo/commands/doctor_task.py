@@ -77,6 +77,12 @@ def _functions(spec: RolloutSpec) -> _Found:
         return None
     columns = ", ".join(rows.columns)
     yield ok("dataset", f"{spec.dataset}: {len(rows)} rows with {columns}")
+    if spec.prompt and "{" not in spec.prompt:
+        yield warning(
+            "dataset",
+            f"{spec.section}.prompt {spec.prompt!r} names no column: each row has the same prompt",
+            f"put the columns' names in braces, such as {{{rows.columns[0]}}}",
+        )
     for reward in rewards:
         yield from _nulls(reward, rows)
     return task
