@@ -505,6 +505,16 @@ def test_groups_of_a_server_that_left_are_made_elsewhere_at_once_and_cost_their_
     assert {(c.server, c.version_first) for c in after} == {(leaving.url, 1)}
 
 
+def test_a_resume_names_the_keys_that_give_rows_other_numbers() -> None:
+    made = partial(RolloutSpec, model_dir="", reward=["m:f"], dataset_filter=["level > 3"])
+    state = json.loads(json.dumps(RolloutClient(made(dataset="a.jsonl", seed=1)).state()))
+    assert made(dataset="a.jsonl", seed=1, group_size=4, state=state).changed_rows() == ""
+    assert made(dataset="a.jsonl", seed=1, state={"cursor": {}}).changed_rows() == ""
+    changed = made(dataset="b.jsonl", seed=2, state=state).changed_rows()
+    before = "rollout.seed = 2 (before: 1), rollout.dataset = 'b.jsonl' (before: 'a.jsonl')"
+    assert changed == before
+
+
 def test_the_counts_of_a_server_end_with_it_and_begin_anew_when_it_comes_back(
     start: StartClient, completion_server: MakeServer
 ) -> None:

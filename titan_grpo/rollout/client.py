@@ -337,7 +337,8 @@ class RolloutClient:
         counts = {n: c for n, c in self.counters().items() if not messages.server_of(n)}
         del counts["ready"]
         with self._changed:
-            return {"cursor": self._cursor.before(self._end).state(), "counters": counts}
+            cursor, rows = self._cursor.before(self._end), self._spec.rows()
+            return {"cursor": cursor.state(), "counters": counts, "rows": rows}
 
     def close(self, deadline_s: float = 10.0) -> None:
         """End the worker within the deadline. Idempotent; raises nothing."""

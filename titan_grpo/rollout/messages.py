@@ -90,6 +90,13 @@ class Cursor:
             index += 1
 
 
+ROWS = (
+    *("seed", "task", "task_path", "dataset", "dataset_config", "dataset_split"),
+    *("dataset_filter", "dataset_shuffle"),
+)
+"""Keys that decide which row a prompt's index is."""
+
+
 @dataclass(kw_only=True)
 class RolloutSpec(WorkerKeys):
     """Start parameters of the rollout process. Small, without secrets (keys are named, not held),
@@ -130,6 +137,20 @@ class RolloutSpec(WorkerKeys):
     def room(self, prompt: Sequence[int]) -> int:
         """Return the most tokens of a completion of ``prompt``: less than 1 if no row has both."""
         return min(self.max_completion_tokens, self.row_tokens - len(prompt))
+
+    def rows(self) -> dict[str, Any]:
+        """Return the keys of ROWS, for a later start's ``state``."""
+        return {name: getattr(self, name) for name in ROWS}
+
+    def changed_rows(self) -> str:
+        """Return which keys of ROWS differ from those of ``state``; empty if none does. A state of
+        an older titan_grpo has none."""
+        before, key = self.state.get("rows", {}), f"{self.section}."
+        return ", ".join(
+            f"{key}{name} = {value!r} (before: {before[name]!r})"
+            for name, value in self.rows().items()
+            if before.get(name, value) != value
+        )
 
     def unused_prompts(self) -> Iterator[int]:
         """Return an endless iterator of the prompts without a group, in order. Raises DataError for

@@ -18,7 +18,7 @@ from titan_grpo.config.rollout import ARGUMENTS, PYTHONS, gpus_each, required_ke
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import TitanGrpoError
 from titan_grpo.observe.output import write_whole
-from titan_grpo.observe.terminal import is_consequence, waiting
+from titan_grpo.observe.terminal import is_consequence, print_status, waiting
 from titan_grpo.rollout.child import LocalTransport
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.messages import RolloutSpec, WorkerTransport
@@ -136,6 +136,12 @@ def start_rollouts(
         spec = placed(spec)
         key = required_key(os.environ, "controller_key_env", rollout.controller_key_env)
         transport = RemoteTransport(rollout.controller, key, rollout.controller_deadline_s)
+    if changed := spec.changed_rows():
+        print_status(
+            f"{changed}: used rows are known by their numbers, so after such a change rows may come"
+            " twice or never; go on with the values of before, or train on other data in another"
+            " job.dump_folder"
+        )
     client = RolloutClient(spec, rollout.record_path, transport, report)
     with ExitStack() as failed:
         failed.callback(client.close)
