@@ -101,6 +101,11 @@ FIRING = {
     "skipped_versions": (facts(skipped_versions=7), "note", "7 versions were not published"),
     "dropped_groups": (facts(dropped={"stale": 6, "x": 0}), "note", "not trained on: 6 stale"),
     "reward_trend": (facts(**steps(0.8, 0.3)), "bad", "the reward fell: 0.8 in the first fifth"),
+    "equal_rewards": (
+        facts(last={names.REWARD: 0.0, names.REWARD_STD: 0.0}),
+        "bad",
+        "all rewards were 0 in the last fifth of the steps, and equal rewards teach nothing",
+    ),
     "engine_differs": (
         facts(last={names.ON_POLICY_GAP: 0.3}),
         "bad",

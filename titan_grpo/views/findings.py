@@ -332,6 +332,16 @@ def reward_trend(f: Facts) -> Iterator[Finding]:
         yield Finding("note", f"the reward stayed: {text}")
 
 
+def equal_rewards(f: Facts) -> Iterator[Finding]:
+    """Nothing was to be learnt, most often since the reward function fits no completion."""
+    if f.last.get(names.REWARD_STD) == 0.0 and names.REWARD in f.last:
+        yield Finding(
+            "bad",
+            f"all rewards were {f.last[names.REWARD]:.3g} in the last fifth of the steps, and equal"
+            " rewards teach nothing: compare completions with what the reward function looks for",
+        )
+
+
 def engine_differs(f: Facts) -> Iterator[Finding]:
     """Trainer and engine compute different log-probabilities from the same weights."""
     gap = f.last.get(names.ON_POLICY_GAP, f.first.get(names.ON_POLICY_GAP, 0.0))
@@ -384,6 +394,7 @@ RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     engine_differs,
     much_is_cut,
     reward_trend,
+    equal_rewards,
     slow_step,
     drains,
 )
