@@ -42,6 +42,14 @@ def test_a_recipe_keeps_every_rule_and_sets_no_key_in_vain(name: str) -> None:
     assert (config.rollout.prompts_per_step * config.rollout.group_size) % RANKS[name] == 0
 
 
+@pytest.mark.parametrize("name", RANKS)
+def test_a_step_outlasts_a_server_that_is_started_again(name: str) -> None:
+    """A run ended seconds after its only server was healthy again, on a machine so slow that this
+    took three minutes."""
+    config, _ = recipe(name)
+    assert config.rollout.batch_timeout_s >= config.weight_sync.startup_deadline_s
+
+
 def named(arguments: Iterable[str]) -> set[str]:
     """The keys that options of a job set."""
     words = [word.removeprefix("--") for word in arguments if word.startswith("--") and "." in word]
