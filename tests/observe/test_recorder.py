@@ -16,6 +16,7 @@ from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder, read_history, read_last, read_metrics
 from titan_grpo.observe.report import summarize
 from titan_grpo.observe.schema import Summary
+from titan_grpo.views.live import Follower
 
 SERVER = "http://127.0.0.1:8000"
 
@@ -229,6 +230,21 @@ def test_what_a_step_has_written_can_be_read_while_the_run_goes_on(tmp_path: Pat
     assert b"of the first step" in os.read(reader, 1 << 16)
     recorder.close()
     os.close(reader)
+
+
+def test_what_a_step_waits_for_can_be_read_before_it_ends(tmp_path: Path) -> None:
+    recorder, follower, deadline = Recorder(tmp_path), Follower(tmp_path), time.monotonic() + 20
+    recorder.error("no server answers")
+    while not follower.state.errors:
+        assert time.monotonic() < deadline, "the first step would show it: none comes"
+        follower.read()
+    recorder.committed(SERVER, 0)
+    recorder.step(1, {names.REWARD: 1.0})
+    recorder.holds(SERVER, None)
+    while follower.state.held.get(SERVER, 0) is not None:
+        assert time.monotonic() < deadline, "the next step would show it: none comes"
+        follower.read()
+    recorder.close()
 
 
 def test_a_full_disk_is_one_error_of_the_run_and_the_other_files_are_whole(tmp_path: Path) -> None:

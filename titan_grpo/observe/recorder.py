@@ -12,9 +12,10 @@ import threading
 import time
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +39,10 @@ SUMMARY = "summary.json"
 
 PENDING_LIMIT = 100_000
 """Queue length above which trace events (never metrics) are dropped and counted: a slow disk."""
+
+FLUSH_S = 1.0
+"""Longest time from a line to a file that has it, in seconds: a step may wait for hours for what
+the line says, and a kill loses what is in no file."""
 
 
 def read_metrics(
@@ -481,9 +486,19 @@ class Recorder:
             "history": Output(self._history_path, open_lines, again=True),
             "samples": Output(self.run_dir / SAMPLES, open_lines, again=True),
         }
-        first = True
-        # no deadline: the owner's close() puts None into the queue, and the thread is a daemon.
-        while (item := self._queue.get()) is not None:
+        first, due = True, inf
+        while True:
+            try:
+                # no deadline where all is flushed: the owner's close() puts None into the queue,
+                # and the thread is a daemon.
+                within_s = None if due == inf else max(0.0, due - time.monotonic())
+                item = self._queue.get(timeout=within_s)
+            except queue.Empty:
+                self._flush(outputs.values())
+                due = inf
+                continue
+            if item is None:
+                break
             kind, body = item
             if kind == "span" and self._traces is not None:
                 self._traces.span(*body)
@@ -494,14 +509,19 @@ class Recorder:
                 first = False
             else:
                 outputs[kind.removeprefix("last ")].write(text + "\n", kind.startswith("last "))
+            due = min(due, time.monotonic() + FLUSH_S)
             if kind.endswith("metrics"):
-                # Flush per step, for live readers (a plot, tail -f).
-                for output in outputs.values():
-                    if problem := output.flush():
-                        # At once: the run may go on for days.
-                        terminal.print_status(problem)
-                        self.error(problem)
+                self._flush(outputs.values())
+                due = inf
         outputs["trace"].close("\n]\n")
         for output in list(outputs.values())[1:]:
             output.close()
         self._problems = [output.problem for output in outputs.values() if output.problem]
+
+    def _flush(self, outputs: Iterable[Output]) -> None:
+        """Let live readers see all that was written (a plot, titan-grpo watch)."""
+        for output in outputs:
+            if problem := output.flush():
+                # At once: the run may go on for days.
+                terminal.print_status(problem)
+                self.error(problem)
