@@ -69,14 +69,14 @@ def run(argv: list[str], env: Mapping[str, str]) -> int:
         raise ConfigError("--alert, --config and --stalled need --check, which was not given")
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console, there = Console(highlight=False), args.run.exists()
     try:
-        if not args.run.exists():
+        if not there:
             print(f"waiting for {args.run}, which is not there yet", flush=True)
         if console.is_terminal:
             _on_screen(follower, console, args.interval)
         else:
-            if args.run.exists() and not (follower.ended() or _has_steps(args.run)):
+            if there and not (follower.ended() or _has_steps(args.run)):
                 print(f"{args.run} has no step yet: waiting for the first", flush=True)
             _follow(follower, lambda rows: _print_steps(follower, rows), args.interval)
     except KeyboardInterrupt:
