@@ -31,6 +31,7 @@ from titan_grpo.rollout.sampler import Attempt, GroupDropped, Interrupted, Promp
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner, at_once
 from titan_grpo.rollout.tasks.functions import FunctionTask, ready
+from titan_grpo.rollout.threads import give_loop_threads
 from titan_grpo.samples import LARGEST_REWARD, NO_TOKENS, Group
 
 Z_95 = statistics.NormalDist().inv_cdf(0.975)
@@ -212,6 +213,7 @@ async def evaluate(job: Job, state: ServerState, prepared: Prepared, api_key: st
     if a prompt cannot be finished or the server left the version, EvaluationFailed past the
     deadline or if the server refused all prompts.
     """
+    give_loop_threads()
     table, spec = job.table, job.spec
     runner, count = prepared
     sampler = Sampler(spec, runner)

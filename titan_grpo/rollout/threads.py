@@ -20,6 +20,13 @@ LINES = 1000
 jumps back raises it."""
 
 
+def give_loop_threads() -> None:
+    """Give the running loop MOST_THREADS for asyncio.to_thread, each made when it is needed. With
+    the few of its own, the look-up of a server's name, which asyncio makes in one of them, would
+    wait for what a task has put there: no connection is made meanwhile."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MOST_THREADS))
+
+
 class Overdue(BaseException):
     """Raised in the thread of a plain function that is past its call's deadline."""
 

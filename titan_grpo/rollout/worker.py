@@ -24,6 +24,7 @@ from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.sampler import Sampler
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows, load, load_parser
+from titan_grpo.rollout.threads import give_loop_threads
 from titan_grpo.unix_rpc import Pipe
 
 EXIT_GRACE_S = 5.0
@@ -44,6 +45,7 @@ class Worker:
         code."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._uncaught)
+        give_loop_threads()
         self._pipe.start()
         threading.Thread(target=self._read, name="read", daemon=True).start()
         # no deadline: ends by Stop, an error, or the trainer's end (`_read` turns it into Stop)
