@@ -225,11 +225,16 @@ def test_the_slurm_script_starts_a_torchrun_and_two_servers_on_each_host(
     environment |= {"OUT": str(tmp_path / "out"), "PER_HOST": "2"}
     assert slurm_script(root, tmp_path, programs, environment).returncode == 0
     assert (root / SLURM).read_text().count("#SBATCH hetjob") == 1
+    parts = re.findall("#SBATCH --nodes.*", (root / SLURM).read_text())
+    assert ["--no-kill" in part for part in parts] == [True, True]
     said = sorted(p.read_text() for p in (tmp_path / "out").iterdir())
     servers = [each for each in said if "vllm serve" in each]
     (trainer,) = (each for each in said if "torchrun" in each)
     assert all(serve in each for each in servers)
     assert sorted(re.findall(r"--port (\d+)", "".join(servers))) == ["8000", "8001"]
+    alone = {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"}  # by default it ends all with one
+    assert alone <= set(servers[0].split())
+    assert not alone & set(trainer.split()), "without one of its hosts it cannot go on"
     assert {"--ntasks=4", "--ntasks-per-node=2", "--gpus-per-task=4"} <= set(servers[0].split())
     assert {"--ntasks=2", "--ntasks-per-node=1", "--gpus-per-node=8"} <= set(trainer.split())
     assert "--tensor-parallel-size 4" in servers[0]

@@ -5,10 +5,11 @@
 # its servers do not count here.
 # One group of hosts does too (delete the lines from "hetjob" on, and ask for 4 nodes): the last SERVER_NODES of them serve.
 #SBATCH --job-name=titan_grpo
-# Whole hosts: without --exclusive a host's ranks would share the one core of a task.
-#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --mem=0
+# Whole hosts: without --exclusive a host's ranks would share the one core of a task. Without --no-kill the first host that
+# fails ends the job, a server's too.
+#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --mem=0 --no-kill
 #SBATCH hetjob
-#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --mem=0
+#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --mem=0 --no-kill
 set -euo pipefail
 MODEL="${MODEL:-$PWD/assets/Qwen3-0.6B}"
 PORT=8000                             # of the first server of a host; the others' count up
@@ -49,8 +50,10 @@ python3 -c 'import secrets; print(secrets.token_hex(32))' >"$key"
 export TITAN_GRPO_RUN_KEY_FILE="$key" MODEL PORT SERVER_GPUS RESTART_AFTER
 
 # --ntasks each time: the allocation's number is in the environment, and Slurm would take that, and ignore the one per node.
-VLLM_SERVER_DEV_MODE=1 srun "${serve[@]}" --ntasks=$((SERVER_NODES * PER_HOST)) --ntasks-per-node="$PER_HOST" \
-    --gpus-per-task="$SERVER_GPUS" --export=ALL \
+# The servers do without each other: no host that fails and no server that ends takes the others along, whatever
+# KillOnBadExit and WaitTime in slurm.conf say.
+VLLM_SERVER_DEV_MODE=1 srun "${serve[@]}" --no-kill --kill-on-bad-exit=0 --wait=0 \
+    --ntasks=$((SERVER_NODES * PER_HOST)) --ntasks-per-node="$PER_HOST" --gpus-per-task="$SERVER_GPUS" --export=ALL \
     bash -c 'trap "exit 143" TERM  # when the server has ended, which gets the signal too
     while began=$SECONDS; do
       .venv-vllm/bin/vllm serve "$MODEL" \
