@@ -4,6 +4,7 @@ trainer, which commands and the file change."""
 import json
 import os
 import queue
+import resource
 import socket
 import stat
 import sys
@@ -154,6 +155,25 @@ def test_a_file_is_read_again_only_when_it_changed_and_complains_once(tmp_path: 
         file.changed()
     assert file.changed() is None
     replaced(path, "http://b:1\n")
+    assert file.changed() == ("http://b:1",)
+
+
+def test_a_file_that_could_not_be_read_for_a_while_is_read_though_it_has_not_changed_since(
+    tmp_path: Path,
+) -> None:
+    """As one that gets its mode after the rename, or whose file system had an error."""
+    path = tmp_path / "servers"
+    replaced(path, "http://a:1\n")
+    file = ServersFile(path)
+    file.read()
+    replaced(path, "http://b:1\n")
+    open_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, most))
+    try:
+        with pytest.raises(ConfigError, match="Too many open files"):
+            file.changed()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, most))
     assert file.changed() == ("http://b:1",)
 
 

@@ -124,6 +124,8 @@ class ServersFile:
                 self._seen = _stamp(os.fstat(file.fileno()))
                 return parse_servers(file.read())
         except (OSError, UnicodeDecodeError) as error:
+            if isinstance(error, OSError):
+                self._seen = None  # it may be readable later, without another change
             raise ConfigError(
                 f"rollout.servers_file must be a readable file, got {str(self._path)!r}: {error}"
             ) from error
@@ -131,15 +133,15 @@ class ServersFile:
             raise ConfigError(f"rollout.servers_file {str(self._path)!r}: {error}") from error
 
     def changed(self) -> tuple[str, ...] | None:
-        """Return the URLs if the file or its content changed since the last call, else None. Raises
-        as ``read`` does, once per change."""
+        """Return the URLs if the file or its content changed since it was last read, else None.
+        Raises as ``read`` does, once per change; again at each call while the file is there and
+        cannot be read."""
         try:
             stamp: Stamp | None = _stamp(self._path.stat())
         except OSError:
             stamp = None
         if stamp == self._seen:
             return None
-        self._seen = stamp  # also if ``read`` raises: raise once
         return self.read()
 
 
