@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 import titan_grpo
+from tests.rigs.sockets import free_port
 from titan_grpo.commands import config
 from titan_grpo.config import Rollout
 from titan_grpo.engines.vllm import LOGPROBS_MODE
@@ -159,6 +160,36 @@ def test_the_script_of_one_box_is_one_and_starts_a_job(root: Path, tmp_path: Pat
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "run scripts/quickstart.sh, or set MODEL" in done.stderr
+
+
+@pytest.mark.parametrize("proxy", ["", "http://127.0.0.1:9"])  # nothing listens there
+def test_all_that_one_box_starts_reach_each_other_past_a_proxy_of_the_shell(
+    root: Path, tmp_path: Path, proxy: str
+) -> None:
+    """With a server that is of the standard library, and a trainer that ends once the environment
+    has asked that server, which answers it with a page."""
+    served = "-m http.server --bind 127.0.0.1 --directory www"
+    programs = {
+        ".venv-vllm/bin/python": f'exec {sys.executable} {served} "$6"',
+        ".venv/bin/python": f'exec {sys.executable} "$@"',
+        ".venv/bin/torchrun": "until [ -s out/environment.log ]; do sleep 0.1; done",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "examples").symlink_to(root / "examples")
+    for file in ("www/health", "model/config.json"):
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).touch()
+    script = (root / "examples/outside/one_box.sh").read_text()
+    (tmp_path / "box.sh").write_text(script.replace(":8000", f":{free_port()}"))
+    env = {"PATH": os.environ["PATH"], "MODEL": "model", "OUT": "out", "PYTHONUNBUFFERED": "1"}
+    subprocess.run(
+        ["bash", "box.sh"], env=env | {"http_proxy": proxy}, cwd=tmp_path, check=True, timeout=60
+    )
+    said = (tmp_path / "out/environment.log").read_text()
+    assert re.match(r"waiting for a run at \S+: \S+/weight_info answered 404 and no JSON", said)
 
 
 SLURM = "examples/cluster/slurm.sh"

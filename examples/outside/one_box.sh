@@ -27,6 +27,9 @@ trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 trap 'exit 130' INT TERM
 
 export OMP_NUM_THREADS=1
+# All of them are here: a proxy that the shell names would be asked for 127.0.0.1, and have another machine's.
+export no_proxy="127.0.0.1${no_proxy:+,$no_proxy}"
+export NO_PROXY="$no_proxy"
 VLLM_SERVER_DEV_MODE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 TORCHDYNAMO_DISABLE=1 \
     .venv-vllm/bin/python -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port "${SERVER##*:}" \
     --model "$MODEL" --enforce-eager --no-enable-chunked-prefill --distributed-executor-backend uni \

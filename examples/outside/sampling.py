@@ -36,16 +36,21 @@ def patiently(call, *args):
 
 
 def ask(url, body=None):
-    """(status, JSON) of a POST of ``body``, or of a GET without one."""
+    """(status, JSON) of a POST of ``body``, or of a GET without one. Raises OSError without an
+    answer, and for one that is no JSON: a proxy's page, whose server is away."""
     key = os.environ.get("VLLM_API_KEY", "")
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, headers)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.load(answer)
+            status, content = answer.status, answer.read()
     except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read() or b"{}")
+        status, content = error.code, error.read() or b"{}"
+    try:
+        return status, json.loads(content)
+    except ValueError:
+        raise OSError(f"{url} answered {status} and no JSON") from None
 
 
 def version_of(server):
