@@ -2,6 +2,7 @@
 every listed way."""
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -513,6 +514,13 @@ def test_a_resume_names_the_keys_that_give_rows_other_numbers() -> None:
     changed = made(dataset="b.jsonl", seed=2, state=state).changed_rows()
     before = "rollout.seed = 2 (before: 1), rollout.dataset = 'b.jsonl' (before: 'a.jsonl')"
     assert changed == before
+
+
+def test_a_resume_knows_the_same_rows_by_an_absolute_path_and_from_outside_none() -> None:
+    made = partial(RolloutSpec, model_dir="", reward=["m:f"])
+    state = RolloutClient(made(dataset="a.jsonl", seed=1)).state()
+    assert made(dataset=os.path.abspath("a.jsonl"), seed=1, state=state).changed_rows() == ""
+    assert made(dataset="b.jsonl", seed=2, source="push", state=state).changed_rows() == ""
 
 
 def test_the_counts_of_a_server_end_with_it_and_begin_anew_when_it_comes_back(

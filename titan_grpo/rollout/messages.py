@@ -7,6 +7,7 @@ each message is one JSON text, which can only decode to one of these types."""
 
 import hashlib
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -97,6 +98,10 @@ ROWS = (
 """Keys that decide which row a prompt's index is."""
 
 
+def _absolute(name: str, value: Any) -> Any:
+    return os.path.abspath(value) if value and name in ("task_path", "dataset") else value
+
+
 @dataclass(kw_only=True)
 class RolloutSpec(WorkerKeys):
     """Start parameters of the rollout process. Small, without secrets (keys are named, not held),
@@ -143,13 +148,16 @@ class RolloutSpec(WorkerKeys):
         return {name: getattr(self, name) for name in ROWS}
 
     def changed_rows(self) -> str:
-        """Return which keys of ROWS differ from those of ``state``; empty if none does. A state of
-        an older titan_grpo has none."""
+        """Return which keys of ROWS differ from those of ``state``; empty if none does, or groups
+        come from outside. A state of an older titan_grpo has none. A path may be absolute in one
+        of both: it is for a process on another host."""
+        if self.source != "task":
+            return ""
         before, key = self.state.get("rows", {}), f"{self.section}."
         return ", ".join(
             f"{key}{name} = {value!r} (before: {before[name]!r})"
             for name, value in self.rows().items()
-            if before.get(name, value) != value
+            if _absolute(name, before.get(name, value)) != _absolute(name, value)
         )
 
     def unused_prompts(self) -> Iterator[int]:
