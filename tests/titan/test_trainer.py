@@ -57,6 +57,7 @@ RUNS: dict[str, Run] = {
         f" {RECOMPUTED}per_op_sac_force_recompute_mm_shapes_by_fqns=attention",
     ),
     "routers": ("routers", 2, ""),
+    "apart": ("apart", 2, ""),
     **{
         case: (case, 1, "")
         for case in ("bias", "coded", "skipped", "blocked", "ended", "tied", "scaled", "kept")
@@ -185,6 +186,16 @@ def test_the_last_save_for_hugging_face_has_only_names_that_have_values(
     assert names == written
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
+
+
+@pytest.mark.e2e
+def test_ranks_of_which_some_do_not_see_the_newest_checkpoint_load_none(
+    said: dict[str, list[Any]],
+) -> None:
+    """Before, each loaded its part of the newest one that it saw."""
+    one, other = said["apart"]
+    assert one == other
+    assert "rank 0 finds step-4 and rank 1 step-2" in one
 
 
 @pytest.mark.e2e

@@ -305,6 +305,20 @@ def kept(place: Place) -> list[str]:
     return sorted(path.parent.name for path in folder.glob("*/.metadata"))
 
 
+def apart(place: Place) -> str:
+    """Load where rank 0 alone sees the newest checkpoint: what this rank says."""
+    folder = place.folder / f"rank{place.rank}"
+    for step in (2, 4)[: 2 - place.rank]:
+        (folder / f"checkpoint/step-{step}").mkdir(parents=True)
+        (folder / f"checkpoint/step-{step}/.metadata").touch()
+    with made(place, f"--job.dump_folder={folder}") as trainer:
+        try:
+            trainer.checkpointer.load(-1)
+        except ConfigError as error:
+            return str(error)
+    return "nothing"
+
+
 def refused(place: Place, *arguments: str) -> list[str]:
     """A run that cannot start: type and text of the error that ends this rank."""
     nobody = ("--rollout.servers=http://127.0.0.1:9", "--weight_sync.startup_deadline_s=120")
@@ -328,6 +342,7 @@ CASES: dict[str, Callable[..., Any]] = {
         tied,
         scaled,
         kept,
+        apart,
         refused,
     )
 }

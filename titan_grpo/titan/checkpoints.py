@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -49,6 +50,24 @@ def steps_in(folder: Path) -> dict[str, int]:
     files = (*folder.glob("*/.metadata"), *folder.glob(f"*/{INDEX}"))
     found = {path.parent.name: re.search(rf"{PREFIX}(\d+)", path.parent.name) for path in files}
     return {name: int(match[1]) for name, match in found.items() if match}
+
+
+def agreed(newest: int, group: dist.ProcessGroup) -> int:
+    """Return the step of the newest checkpoint that this rank finds, -1 without any. Collective.
+    Raises ConfigError on every rank if they find different ones: each would load a part of its own,
+    and torch.distributed.checkpoint says nothing."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, newest, group=group)
+    if len({*found}) > 1:
+        other = next(rank for rank, step in enumerate(found) if step != found[0])
+        one, its = ("none" if step < 0 else f"{PREFIX}{step}" for step in (found[0], found[other]))
+        raise ConfigError(
+            "checkpoint.folder must be one folder for all ranks, whose newest checkpoint they load;"
+            f" rank 0 finds {one} and rank {other} {its}, so the weights would be of both: let the"
+            " hosts share job.dump_folder; if they do, start again in a minute (a network file"
+            " system may show new files of another host so late)"
+        )
+    return newest
 
 
 def remove_torn(folder: Path, but: Path) -> None:

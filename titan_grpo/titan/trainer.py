@@ -39,7 +39,13 @@ from titan_grpo.observe.run_lock import held
 from titan_grpo.protocol.admission import too_stale
 from titan_grpo.receive.checkpoint import INDEX
 from titan_grpo.titan import compat
-from titan_grpo.titan.checkpoints import ALPHA, failures_of, known_failures, remove_torn
+from titan_grpo.titan.checkpoints import (
+    ALPHA,
+    agreed,
+    failures_of,
+    known_failures,
+    remove_torn,
+)
 from titan_grpo.titan.data import BatchLoader, Result, Share, TextMixin, batch_options, on_rank0
 from titan_grpo.titan.jobfile import one_line
 from titan_grpo.titan.modules import (
@@ -167,7 +173,8 @@ class GRPOTrainer(Engine):
 
         def loaded(step: int = -1) -> bool:
             with ExitStack() as after:
-                if keys.enable and step == -1 and checkpointer._find_load_step() == -1:
+                looks = keys.enable and step == -1
+                if looks and agreed(checkpointer._find_load_step(), self.loader.group) == -1:
                     # 0.2.2 loads its initial weights only where no folder is: not in an empty one,
                     # as a kill in the first save leaves it. (0.3 does.)
                     after.callback(setattr, checkpointer, "folder", checkpointer.folder)
