@@ -224,6 +224,25 @@ def test_the_summary_of_a_resumed_run_describes_the_whole_run(tmp_path: Path) ->
     assert again == summary
 
 
+def test_evaluations_of_versions_that_a_resumed_run_makes_again_are_no_results_of_it(
+    tmp_path: Path,
+) -> None:
+    """A run that was killed at step 9 and went on at step 6 showed the old version 8 for good."""
+    figure = {"value": 0.25, "low": 0.0, "high": 1.0}
+    common = {"name": "held_out", "server": SERVERS[0], "prompts": 4, "samples": 2, "passed": {}}
+    common |= {"reward": figure, "tokens": figure, "refused": 0, "seconds": 1.0}
+    for first, last, evaluated in ((1, 9, (0, 5, 8)), (6, 7, (7,))):
+        recorder = Recorder(tmp_path)
+        for step in range(first, last + 1):
+            recorder.step(step, {names.REWARD: 0.5})
+        for version in evaluated:
+            recorder.evaluated(common | {"version": version})
+        summary = report.write_report(recorder, "run", "async")
+    assert [each.version for each in summary.evaluations] == [0, 5, 7]
+    again = report.summarize(Recorder(tmp_path), "run", "async")
+    assert again.evaluations == summary.evaluations, "as its files say"
+
+
 def test_a_report_that_cannot_be_written_is_an_error_of_the_run_and_no_second_one(
     tmp_path: Path,
 ) -> None:

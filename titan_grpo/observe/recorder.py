@@ -189,6 +189,10 @@ class Histories:
             self.before = History()
         else:
             self.own.add(kind, *values)
+        if kind == "resume":
+            # Step s makes version s at most: the run has none of these, or makes them again.
+            known = self.before.evaluations
+            self.before.evaluations = [each for each in known if each.version < values[0]]
 
     def whole(self) -> History:
         """Copy the history of all of them."""
