@@ -7,10 +7,11 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from titan_grpo.observe import names
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.observe.schema import Shown, ShownStep, choose
 from titan_grpo.views.page import completions, decoder, pieces
-from titan_grpo.views.run import TOKENS, every_step, read_samples
+from titan_grpo.views.run import TOKENS, every_step, read_run, read_samples
 
 
 def completion(reward: float = 0.0, gap: float = 0.0, tokens: int = 2) -> Shown:
@@ -79,6 +80,19 @@ def test_a_row_has_the_figures_of_its_completion() -> None:
 def test_of_a_long_run_steps_that_lie_evenly_over_it_are_shown() -> None:
     assert every_step([10] * 100, limit=250) == 4
     assert every_step([10], limit=3) == every_step([], limit=3) == 1
+
+
+def test_no_completions_are_shown_of_steps_that_a_resumed_run_has_yet_to_make_again(
+    tmp_path: Path,
+) -> None:
+    for steps in (range(1, 12), range(6, 8)):
+        recorder = Recorder(tmp_path)
+        for number in steps:
+            recorder.step(number, {names.REWARD: 0.5})
+            if number in (1, 10):
+                recorder.sample(msgspec.to_builtins(step(number, completion())))
+        recorder.close()
+    assert [each.step for each in read_run(tmp_path).samples] == [1]
 
 
 def test_of_a_long_run_no_more_completions_are_in_memory_than_are_shown(tmp_path: Path) -> None:

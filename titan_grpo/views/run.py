@@ -173,11 +173,14 @@ def read_run(folder: Path) -> Run:
         )
     # While the run goes on, only its history has this.
     said = summary or read_history(folder / HISTORY).whole()
+    # Later ones are of steps that a resumed run has yet to make again, or never makes.
+    last = rows[-1]["step"] if rows else 0
+    samples = [each for each in read_samples(folder / SAMPLES) if each.step <= last]
     return Run(
         folder.resolve().name,
         rows,
         read_trace(trace) if trace.is_file() else Trace(),
-        read_samples(folder / SAMPLES),
+        samples,
         summary,
         {url: method for url, method in said.quantised.items() if method},
         lives(folder) is False,
