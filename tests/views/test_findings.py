@@ -119,7 +119,7 @@ FIRING = {
     "ended_early": (
         facts(ended_by="RunStopped: no rows"),
         "bad",
-        "the run ended before its last step: RunStopped: no rows",
+        "the run did not come to its end: RunStopped: no rows",
     ),
     "errors": (facts(errors=("a", "b")), "bad", "2 errors did not stop the run; first: a"),
 }

@@ -71,7 +71,7 @@ class Facts:
     """Groups by reason."""
     errors: tuple[str, ...] = ()
     ended_by: str = ""
-    """Reason why the run ended before its last step."""
+    """Reason why the run did not come to its end; a kill may come after the last step too."""
 
 
 def facts_of(run: Run) -> Facts:
@@ -155,7 +155,7 @@ def _times(factor: float) -> str:
 def trouble(f: Facts) -> Iterator[Finding]:
     """What the run itself says of its end and its errors, and what it left out."""
     if f.ended_by:
-        yield Finding("bad", f"the run ended before its last step: {f.ended_by}")
+        yield Finding("bad", f"the run did not come to its end: {f.ended_by}")
     if f.errors:
         errors = counted(len(f.errors), "error")
         yield Finding("bad", f"{errors} did not stop the run; first: {f.errors[0]}")
