@@ -406,6 +406,22 @@ def test_a_line_of_the_file_that_is_a_server_of_the_run_under_another_name_is_sa
     assert following(said) == f"+{B}"
 
 
+def test_a_refused_list_counts_once_a_command_has_removed_what_it_was_refused_for(
+    start: Start, said: "queue.SimpleQueue[str]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = Heard()
+    monkeypatch.setattr(sys, "stderr", heard)
+    path = tmp_path / "servers"
+    path.write_text(f"{A}\n")
+    start("http://localhost:1", file=path)
+    replaced(path, f"{A}\nhttp://127.0.0.1:1\n")
+    assert "are one server" in heard.get(timeout=60)
+    assert command(tmp_path, "remove", "http://localhost:1") == 0
+    assert {following(said), following(said)} == {"-http://localhost:1", "+http://127.0.0.1:1"}
+    rest = [heard.get() for _ in range(heard.qsize())]
+    assert not [line for line in rest if "are one server" in line], "it is said once"
+
+
 def test_the_socket_is_for_its_owner_only_and_may_lie_deep(start: Start, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 100) / ("y" * 100)
     deep.mkdir(parents=True)

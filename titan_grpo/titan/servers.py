@@ -125,12 +125,16 @@ class ServersFile:
                 return parse_servers(file.read())
         except (OSError, UnicodeDecodeError) as error:
             if isinstance(error, OSError):
-                self._seen = None  # it may be readable later, without another change
+                self.forget()  # it may be readable later, without another change
             raise ConfigError(
                 f"rollout.servers_file must be a readable file, got {str(self._path)!r}: {error}"
             ) from error
         except ConfigError as error:
             raise ConfigError(f"rollout.servers_file {str(self._path)!r}: {error}") from error
+
+    def forget(self) -> None:
+        """Have ``changed`` return the URLs again, or raise again, although nothing changes."""
+        self._seen = None
 
     def changed(self) -> tuple[str, ...] | None:
         """Return the URLs if the file or its content changed since it was last read, else None.
@@ -327,7 +331,6 @@ class Membership:
             try:
                 urls = self._file.changed()
                 if urls is not None:
-                    complaint = ""
                     # Before a lane starts: two lanes of a run on one server refuse each other.
                     if both := two_names((*self._servers.urls, *urls)):
                         raise ConfigError(
@@ -335,7 +338,9 @@ class Membership:
                             " server; to rename one, take it out of the file first"
                         )
                     self._servers.listed(urls)
+                    complaint = ""
             except (ConfigError, ServerRefused) as error:
+                self._file.forget()  # a command may remove what it was refused for
                 if str(error) != complaint:
                     complaint = str(error)
                     terminal.print_status(
