@@ -60,7 +60,7 @@ class ServerFigures:
     held_s: float = 0.0
     """Time that evaluations held its version."""
     waited_meanwhile_s: float = 0.0
-    """Part of that time in which the trainer waited for rollouts."""
+    """Part of that time in which the trainer waited for rollouts, not in a process's first step."""
 
 
 def published(trace: Trace) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
@@ -127,8 +127,17 @@ def figures(trace: Trace, url: str) -> ServerFigures:
         lag=lag,
         faults=len(faults),
         held_s=kept.total_s,
-        waited_meanwhile_s=overlap(trace.of(TRAINER, TRAINER_STATES["waiting"]), kept),
+        waited_meanwhile_s=overlap(later(trace, TRAINER_STATES["waiting"]), kept),
     )
+
+
+def later(trace: Trace, name: str) -> Spans:
+    """Return the trainer's spans of a name without the first of each process."""
+    spans = trace.of(TRAINER, name)
+    process = np.searchsorted(trace.ends, spans.start, side="right")
+    kept = np.ones(spans.start.size, dtype=np.bool_)
+    kept[np.unique(process, return_index=True)[1]] = False
+    return Spans(spans.start[kept], spans.stop[kept], spans.number[kept])
 
 
 def timeline(trace: Trace, exact_spans: int = EXACT_SPANS) -> dict[str, Any]:
