@@ -87,6 +87,19 @@ def dense_replica():
     config.parallel_config.reconfigure_for_independent_dp_rank()
     return problem_of(config)
 
+def with_processor():
+    folder = Path(sys.argv[1]).with_name("packages")
+    folder.joinpath("biased-1.dist-info").mkdir(parents=True)
+    folder.joinpath("biased-1.dist-info", "METADATA").write_text("Name: biased\\nVersion: 1\\n")
+    folder.joinpath("biased-1.dist-info", "entry_points.txt").write_text(
+        "[vllm.logits_processors]\\nbiased = module:Processor\\n"
+    )
+    sys.path.append(str(folder))
+    try:
+        return problem()
+    finally:
+        sys.path.remove(str(folder))
+
 def bounded():
     file = Path(sys.argv[1]).with_name("bounded") / "generation_config.json"
     file.parent.mkdir()
@@ -200,6 +213,7 @@ OF_VLLM = {
     "problem(generation_config=bounded())": BOUNDED,
     'problem(override_generation_config={"temperature": 0.5, "top_k": 2})': "",
     'problem(logits_processors=["module:Processor"])': "start the server without --logits-proc",
+    "with_processor()": "uninstall the package of biased = module:Processor",
     "problem(watermark=WatermarkConfig(key=1))": ALIKE,
     'problem(load_format="ipc_cache")': "into the memory of vLLM's weight cache",
     'problem(load_format="ipc_cache", model_loader_extra_config={"mode": "copy"})': "",
@@ -338,6 +352,7 @@ OF_SGLANG = {
     "preferred(top_k=2, no_stop_trim=True)": "",
     "preferred(top_k=2, stop_token_ids=[9])": "the server's preference of stop_token_ids would",
     "late(enable_watermark=True)": ALIKE,
+    "problem(allow_auto_truncate=True)": "start the server without --allow-auto-truncate",
     "original()": "without SGLANG_RETURN_ORIGINAL_LOGPROB",
     "late(dcp_replicate_q_proj=True)": "--no-dcp-replicate-q-proj",
     "derived()": "the layer keeps a copy",

@@ -34,6 +34,11 @@ def manifest(rows: int = 6, layer: str = LAYER) -> Manifest:
     )
 
 
+def limited(*layers: str) -> SimpleNamespace:
+    """Of a server with --lora-target-modules."""
+    return SimpleNamespace(max_lora_rank=8, target_modules=list(layers))
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a server whose middleware takes adapters from it."""
@@ -72,11 +77,22 @@ def test_a_manifest_says_whether_it_is_of_adapters() -> None:
         (manifest(), SimpleNamespace(max_lora_rank=8), "1", ""),
         (manifest(), None, "1", "start it with --enable-lora --max-lora-rank 8"),
         (manifest(), SimpleNamespace(max_lora_rank=1), "1", "start it with --max-lora-rank 8"),
+        (manifest(), limited("q_proj", "o_proj"), "1", ""),
+        (manifest(), limited("o_proj"), "1", "pass over the adapters of q_proj in silence"),
         (manifest(), SimpleNamespace(max_lora_rank=8), "", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
         (manifest(rows=5), SimpleNamespace(max_lora_rank=8), "1", "serve the base model"),
         (manifest(layer="other.q_proj"), SimpleNamespace(max_lora_rank=8), "1", "other.q_proj"),
     ],
-    ids=["fits", "no lora", "low rank", "no routes", "other shape", "other name"],
+    ids=[
+        "fits",
+        "no lora",
+        "low rank",
+        "its layers",
+        "other layers",
+        "no routes",
+        "other shape",
+        "other name",
+    ],
 )
 def test_a_server_that_cannot_take_the_adapters_says_what_to_start(
     sent: Manifest,

@@ -88,6 +88,11 @@ def options_problem(args: Any) -> str:
         )
     if has("speculative_algorithm"):
         return "a speculative draft model would keep its old weights: start the server without one"
+    if has("allow_auto_truncate"):
+        return (
+            "a prompt over the server's context would be cut without a word, and its completion"
+            " trained on as one of the whole prompt: start the server without --allow-auto-truncate"
+        )
     if has("enable_watermark"):
         return (
             "a watermark chooses each token by the ones before it, so all completions of a prompt"

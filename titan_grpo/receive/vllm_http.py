@@ -485,6 +485,14 @@ def adapter_problem(manifest: Manifest, lora_config: Any, base: Mapping[str, Sha
             f"the trainer's adapters have rank {rank}, and the server takes at most"
             f" {lora_config.max_lora_rank}: start it with --max-lora-rank {allowed_rank(rank)}"
         )
+    served = getattr(lora_config, "target_modules", None)
+    layers = {layer_of(spec.name).rpartition(".")[2] for spec in manifest.tensors}
+    left = sorted(layers - {*(served or ())})
+    if served is not None and left:
+        return (
+            f"vLLM would pass over the adapters of {', '.join(left)} in silence, and its tokens"
+            " would be of other weights than the trainer's: start it without --lora-target-modules"
+        )
     if not _has_lora_routes():
         return f"adapters are loaded through vLLM's routes: start the server with {LORA_ROUTES}=1"
     if not adapter_folder().is_dir():

@@ -7,6 +7,7 @@ Start the server with ``--weight-transfer-config '{"backend": "titan_grpo"}'`` a
 """
 
 import contextlib
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ def register() -> None:
     vllm_http.choose_folder()
     log_to_stderr()
 
+
+PROCESSORS = "vllm.logits_processors"
+"""Entry points whose logits processors vLLM loads without an option."""
 
 NO_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Speculative methods that propose tokens without weights of their own."""
@@ -166,10 +170,15 @@ def sampling_problem(vllm_config: Any) -> str:
             f"every completion would end at {most} tokens, as a truncated one: start the server"
             " without max_new_tokens in --override-generation-config and --generation-config"
         )
-    if model.logits_processors:
+    # vLLM also loads those of installed packages, without an option.
+    installed = sorted({f"{e.name} = {e.value}" for e in entry_points(group=PROCESSORS)})
+    if model.logits_processors or installed:
+        remedy = "start the server without --logits-processors"
+        if installed:
+            remedy = f"uninstall the package of {installed[0]} from its environment"
         return (
             "logits processors would decide which tokens are sampled, and the trainer knows nothing"
-            " of them: start the server without --logits-processors"
+            f" of them: {remedy}"
         )
     if getattr(vllm_config, "watermark_config", None) is not None:
         return (
