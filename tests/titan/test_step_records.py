@@ -368,6 +368,7 @@ def test_the_tokenizer_of_shown_completions_is_found_from_another_folder(
     controller._model_dir, controller._codec = "assets/model", SimpleNamespace(decode=str)
     here = Path.cwd()
     controller.show(1, first_batch([completion((5, 6))], False))
+    controller.recorder.step(1, {})
     controller.recorder.close()
     monkeypatch.chdir(tmp_path)
     (place, _) = tokenizers_of(read_run(tmp_path), tmp_path)
