@@ -223,6 +223,14 @@ def held(url: str, version: int | None) -> ServerState:
     return ServerState(url, version, version is not None, f"r:{version}:f")
 
 
+async def taken(source: AtroposSource, said: "asyncio.Queue[FromWorker]") -> int:
+    """Take the next group, as a step does; returns its version."""
+    done = await asyncio.wait_for(said.get(), 20)
+    assert isinstance(done, GroupDone)
+    source.on(Used((done.ticket.index,)))
+    return done.group.version
+
+
 def test_a_lost_server_bounds_versions_until_it_leaves_and_is_named_once() -> None:
     async def scenario(api: Api) -> None:
         said: asyncio.Queue[FromWorker] = asyncio.Queue()
@@ -237,12 +245,9 @@ def test_a_lost_server_bounds_versions_until_it_leaves_and_is_named_once() -> No
         )
         source = AtroposSource(spec, said.put_nowait, lambda error: None)
 
-        async def group() -> GroupDone:
+        async def version() -> int:
             api.batches.append([item()])
-            done = await asyncio.wait_for(said.get(), 20)
-            assert isinstance(done, GroupDone)
-            source.on(Used((done.ticket.index,)))
-            return done
+            return await taken(source, said)
 
         source.on(held("http://lost", 5))
         source.on(held("http://other", 5))
@@ -258,10 +263,10 @@ def test_a_lost_server_bounds_versions_until_it_leaves_and_is_named_once() -> No
         ):
             assert text in event.text
         # It may still answer the environments: only its lane is known to be broken.
-        assert [(await group()).group.version for _ in range(3)] == [5, 5, 5]
+        assert [await version() for _ in range(3)] == [5, 5, 5]
         source.on(ServerLeft("http://lost"))
         # The bound moves with the next empty answer.
-        assert [(await group()).group.version for _ in range(3)][1:] == [7, 7]
+        assert [await version() for _ in range(3)][1:] == [7, 7]
         await source.close()
 
     with closing(Api()) as api:
@@ -295,12 +300,7 @@ def test_a_commit_while_the_api_answers_that_it_has_no_batch_makes_no_group_newe
             spec = RolloutSpec(model_dir="", source="atropos", atropos_url=url, row_tokens=64)
             source = AtroposSource(spec, said.put_nowait, lambda error: None)
             source.on(held("http://s", 3))
-            made = []
-            for _ in range(3):
-                done = await asyncio.wait_for(said.get(), 20)
-                assert isinstance(done, GroupDone)
-                source.on(Used((done.ticket.index,)))
-                made.append(done.group.version)
+            made = [await taken(source, said) for _ in range(3)]
             await source.close()
         assert made == [3, 3, 3]
 
@@ -323,10 +323,7 @@ def test_before_a_server_of_a_resumed_run_holds_a_version_groups_may_be_of_any()
 
         async def version() -> int:
             api.batches.append([item()])
-            done = await asyncio.wait_for(said.get(), 20)
-            assert isinstance(done, GroupDone)
-            source.on(Used((done.ticket.index,)))
-            return done.group.version
+            return await taken(source, said)
 
         # The API is empty each time, and servers still have the weights of before.
         assert [await version() for _ in range(2)] == [0, 0]
