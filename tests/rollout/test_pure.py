@@ -24,7 +24,7 @@ from titan_grpo.errors import DataError, ServerUnreachable, StorageError
 from titan_grpo.rollout import atropos, external
 from titan_grpo.rollout.client import RolloutClient
 from titan_grpo.rollout.messages import Cursor, RolloutSpec, RolloutStopped
-from titan_grpo.rollout.records import GroupRecorder, ReplayClient
+from titan_grpo.rollout.records import SCANNED_BYTES, GroupRecorder, ReplayClient
 from titan_grpo.rollout.remote import RemoteTransport
 from titan_grpo.rollout.sampler import GroupDropped, completion_fault, request_seed, versioned
 from titan_grpo.rollout.task_runner import TaskOptions
@@ -332,19 +332,59 @@ def test_a_replay_keeps_no_recorded_group_in_memory(tmp_path: Path) -> None:
     assert kept < 1 << 20  # of 8 MiB
 
 
-def test_a_resume_on_a_full_disk_leaves_the_recording_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", [0, 1, 2, 30, 89, 90, 99])
+def test_a_resume_of_a_long_recording_reads_a_part_of_it_and_writes_nothing(
+    tmp_path: Path, base: int
+) -> None:
+    path = tmp_path / "r.jsonl"
+    # Steps that made no version repeat it; a line is longer than what is scanned.
+    versions = [*range(30), *[30] * 3, *range(31, 90)]
+    text = "x" * (SCANNED_BYTES // 8)
+    lines = [
+        json.dumps({"version": v, "groups": [], "x": text * (10 if v in (1, 30) else 1)}) + "\n"
+        for v in versions
+    ]
+    path.write_text("".join(lines))
+    before = path.stat()
+    read = _read_bytes()
+    # No groups: all of a line's prompts are used, so the lines of the base itself stay.
+    GroupRecorder(str(path), base).close()
+    assert _read_bytes() - read < before.st_size
+    assert path.stat().st_ino == before.st_ino
+    assert path.read_text() == "".join(
+        line for line, v in zip(lines, versions, strict=True) if v <= base
+    )
+
+
+def _read_bytes() -> int:
+    """Bytes that this process has read so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_a_recorded_line_without_its_end_stays_and_gets_it(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    group = Group(Prompt(0, (1,)), (GOOD,))
+    record(path, [group])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    record(path, base=1)
+    assert path.read_bytes() == whole
+
+
+def test_a_resume_cuts_the_recording_on_a_full_disk_too(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     record(path, *[[Group(Prompt(0, (1,)), (GOOD, GOOD))]] * 3)
-    whole = path.read_bytes()
+    lines = path.read_bytes().splitlines(keepends=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     # Python ignores SIGXFSZ: a write over the limit fails as on a full disk.
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
+        recorder = GroupRecorder(str(path), 2)
         with pytest.raises(StorageError, match=r"rollout\.record_path .* cannot be written"):
-            GroupRecorder(str(path), 2)
+            recorder.write(2, [])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == b"".join(lines[:2])
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -2,6 +2,7 @@
 compare."""
 
 import json
+import math
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -49,19 +50,18 @@ class GroupRecorder:
             raise self._unwritable(error) from error
 
     def _cut(self, base_version: int, used: Container[int]) -> None:
-        """Drop the lines of steps that the run makes again. The new file replaces the old one
-        atomically: a kill or a full disk leaves the old one whole."""
-        draft = self._path.with_name(self._path.name + ".partial")
-        try:
-            with draft.open("wb") as file:
-                file.writelines(
-                    line + b"\n"
-                    for version, _, line in _lines(self._path)
-                    if version < base_version or (version == base_version and _all_used(line, used))
-                )
-            os.replace(draft, self._path)
-        finally:
-            draft.unlink(missing_ok=True)
+        """Drop the lines of steps that the run makes again: the end of the file, so that this needs
+        no room on the disk."""
+        end = _before(self._path, base_version)
+        for version, start, line in _lines(self._path, end):
+            if version > base_version or (version == base_version and not _all_used(line, used)):
+                break
+            end = start + len(line) + 1
+        if end <= self._path.stat().st_size:
+            os.truncate(self._path, end)
+        else:  # the last line is whole, without its end
+            with self._path.open("ab") as file:
+                file.write(b"\n")
 
     def _unwritable(self, error: OSError) -> StorageError:
         return StorageError(f"rollout.record_path {self._path} cannot be written: {error.strerror}")
@@ -194,19 +194,54 @@ def _aged(group: Group, behind: int) -> Group:
     return replace(group, completions=tuple(map(older, group.completions)))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield (version, place of its first byte, line) of every whole line. A torn last line (of a
-    killed run) is left out; any other bad line raises DataError."""
-    start = 0
+SCANNED_BYTES = 1 << 20
+"""Bytes of a record that are read line by line, but for the lines that begin there."""
+
+
+def _before(path: Path, version: int) -> int:
+    """Return the place of a line before which all versions are older than ``version``; the first
+    other one is near. Versions rise from line to line, so this halves the file: that of a long run
+    has hundreds of gigabytes, and the other ranks wait while a resume cuts it."""
+    try:
+        low, high = 0, path.stat().st_size
+        with path.open("rb") as file:
+            while high - low > SCANNED_BYTES:
+                middle = file.seek((low + high) // 2)
+                # no deadline: they read a file up to the end of a line
+                torn, line = file.readline(), file.readline()
+                begin = middle + len(torn)
+                if begin < high and _version_of(line) < version:
+                    low = begin
+                else:
+                    high = middle
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return low
+
+
+def _version_of(line: bytes) -> float:
+    """Return the version of a line; of a bad one, which ``_lines`` refuses, inf."""
+    try:
+        return msgspec.json.decode(line, type=_Version).version
+    except NOT_JSON:
+        return math.inf
+
+
+def _lines(path: Path, start: int = 0) -> Iterator[tuple[int, int, bytes]]:
+    """Yield (version, place of its first byte, line) of every whole line from the place ``start``
+    on. A torn last line (of a killed run) is left out; any other bad line raises DataError."""
     # Bytes: a text may have further characters that str.splitlines takes for ends of lines.
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            file.seek(start)
+            for line in file:
                 try:
                     version = msgspec.json.decode(line, type=_Version).version
                 except NOT_JSON as error:
                     if not file.read(1):
                         return
+                    file.seek(0)
+                    number = next(n for n, _ in enumerate(file, 1) if file.tell() > start)
                     raise DataError(f"{path}:{number} is not a recorded batch: {error}") from error
                 yield version, start, line.rstrip(b"\n")
                 start += len(line)
