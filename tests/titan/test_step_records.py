@@ -394,7 +394,9 @@ def test_prometheus_reads_an_evaluation_also_of_a_step_that_no_question_fell_on(
     controller.recorder.close()
 
 
-@pytest.mark.parametrize(("base_version", "shown"), [(7, {0.75}), (0, set[float]())])
+@pytest.mark.parametrize(
+    ("base_version", "shown"), [(7, {0.75}), (3, set[float]()), (0, set[float]())]
+)
 def test_the_evaluations_of_the_process_before_are_those_of_a_resumed_run(
     base_version: int, shown: set[float], tmp_path: Path
 ) -> None:

@@ -80,10 +80,10 @@ def evaluation_spec(job_config: Any, model_dir: str, version: int = 0) -> Rollou
     return replace(spec, row_tokens=job_config.training.seq_len)
 
 
-def _due(table: Evaluation, before: Sequence[Evaluated], first: int) -> int | None:
-    """Return from which version on the first evaluation is due of a run that begins at ``first``,
-    without at_start. One that the process before did not finish still is."""
-    made = [each.version for each in before if each.name == table.name and each.version <= first]
+def _due(table: Evaluation, before: Sequence[Evaluated]) -> int | None:
+    """Return from which version on the first evaluation is due without at_start. One that the
+    process before did not finish still is."""
+    made = [each.version for each in before if each.name == table.name]
     return evaluation.next_due(table.every, max(made, default=0))
 
 
@@ -116,13 +116,14 @@ class Evaluations:
         self.own = frozenset(url for table in tables for url in table.servers)
         first = spec.base_version
         # Of a new run, the history may be that of an older one in the same folder.
-        before = recorder.history().evaluations if first else []
+        history = recorder.history().evaluations if first else []
+        before = [each for each in history if each.version <= first]  # the rest is abandoned
         # What servers of its own have room for is unknown.
         elsewhere = replace(spec, row_tokens=sys.maxsize)
         self._tables = [
             _Table(
                 Job.of(table, elsewhere if table.servers else spec),
-                first if table.at_start else _due(table, before, first),
+                first if table.at_start else _due(table, before),
             )
             for table in tables
         ]
