@@ -2,6 +2,7 @@
 trained on, and what an agent sees when something fails."""
 
 import asyncio
+import http.client
 import os
 import threading
 from collections.abc import Callable
@@ -449,6 +450,24 @@ def test_agents_elsewhere_take_episodes_and_post_their_rewards(
     threads[0].join(60)
     assert seen == [401, {"index": 0, "seed": 0}, 400, 401, 200]
     assert group.completions[0].reward == 0.25
+
+
+def test_only_who_names_an_episode_has_a_body_read(group_of: GroupOf, codec: TextCodec) -> None:
+    """Before, the body of any client was read and unpacked, and only then its key."""
+    statuses = []
+
+    def agent(base_url: str, api_key: str, row: Any) -> float:
+        address = base_url.removeprefix("http://").partition("/")[0]
+        for key in (api_key, "wrong"):
+            for path in ("/v1/chat/completions", f"/episodes/{key}/reward"):
+                connection = http.client.HTTPConnection(address, timeout=60)
+                headers = {"Authorization": f"Bearer {key}", "Content-Encoding": "gzip"}
+                connection.request("POST", path, b"no gzip", headers)
+                statuses.append(connection.getresponse().status)
+        return talker(1)(base_url, api_key, row)
+
+    group_of(agent, [says(codec, "one")])
+    assert statuses == [400, 400, 401, 401]
 
 
 def test_an_agent_elsewhere_that_posts_nothing_costs_its_group(

@@ -1,9 +1,11 @@
 """A real server socket: it sleeps until a client connects, and ends on request."""
 
+import gzip
 import http.client
 import os
 import socket
 import threading
+import tracemalloc
 
 import pytest
 
@@ -11,7 +13,7 @@ from tests.rigs.census import wakes
 from tests.rigs.present import present
 from titan_grpo.engines.http import Call, SyncDriver
 from titan_grpo.errors import ServerUnreachable
-from titan_grpo.rollout.httpd import HttpServer, Reply
+from titan_grpo.rollout.httpd import MAX_BYTES, HttpServer, Reply
 
 UPSTREAMS_LOOK_S = 0.5
 """How often socketserver's own loop wakes."""
@@ -73,6 +75,33 @@ def test_a_post_without_a_length_has_no_body_unless_it_comes_in_chunks(
         answer = connection.getresponse()
         assert answer.status == status, answer.read()
     finally:
+        connection.close()
+        server.close()
+
+
+def test_a_body_that_is_not_admitted_takes_no_memory_and_its_client_gets_an_answer() -> None:
+    """Before, each client without a key took 256 MiB of a 255 KiB body for as long as it liked."""
+    packed = gzip.compress(bytes(MAX_BYTES))
+    server = HttpServer(
+        "127.0.0.1:0",
+        "",
+        lambda asked: Reply(200, {"got": len(asked.body)}),
+        "x",
+        lambda asked: asked.path == "/known",
+    )
+    connection = http.client.HTTPConnection(server.address, timeout=60)
+    try:
+        tracemalloc.start()
+        for body, headers in ((packed, {"Content-Encoding": "gzip"}), (bytes(MAX_BYTES // 8), {})):
+            before = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+            connection.request("POST", "/unknown", body, headers)
+            assert connection.getresponse().read() == b'{"got": 0}'
+            assert tracemalloc.get_traced_memory()[1] - before < 1 << 20
+        connection.request("POST", "/known", b"abc")
+        assert connection.getresponse().read() == b'{"got": 3}'
+    finally:
+        tracemalloc.stop()
         connection.close()
         server.close()
 

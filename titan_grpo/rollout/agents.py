@@ -262,7 +262,7 @@ class Rewarded(msgspec.Struct):
 class Agents:
     """Server of agents: runs them, or hands episodes out to them, and answers their requests.
 
-    Methods run in the loop, except ``_answer``, which runs in the HTTP server's threads.
+    Methods run in the loop, except ``_admits`` and ``_answer``: in the HTTP server's threads.
     """
 
     def __init__(
@@ -280,7 +280,8 @@ class Agents:
         self._loop = asyncio.get_running_loop()
         self._began = int(time.time())
         self._key = required_key(os.environ, "agent_key_env", spec.agent_key_env)
-        self._server = HttpServer(spec.agent_address, "", self._answer, "rollout.agent_address")
+        what, admits = "rollout.agent_address", self._admits
+        self._server = HttpServer(spec.agent_address, "", self._answer, what, admits)
         host, _, port = self._server.address.rpartition(":")
         here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
         self.url = f"http://{here}:{port}"
@@ -398,7 +399,12 @@ class Agents:
             episode.over.set_result(outcome)
         episode.notice()
 
-    # What follows answers HTTP requests; _answer runs in the server's threads.
+    # What follows answers HTTP requests; _admits and _answer run in the server's threads.
+
+    def _admits(self, request: Request) -> bool:
+        """Return whether a request names an episode. Others have no use for a body."""
+        names = request.key, *unquote(request.path).split("/")
+        return any(name in self._by_key or name in self._rewarded for name in names)
 
     def _answer(self, request: Request) -> Reply:
         try:
@@ -458,13 +464,14 @@ class Agents:
     def _reward(self, id_: str, request: Request) -> Reply:
         if not (request.key and hmac.compare_digest(id_.encode(), request.key.encode())):
             self._want_key(request.key)
+        if id_ not in self._rewarded:
+            self._episode(id_)
         try:
             # JSON has no NaN and no infinity.
             reward = msgspec.json.decode(request.body, type=Rewarded).reward
         except NOT_JSON as error:
-            shown = f"got {request.body[:100]!r}"
-            text = f'the body must be {{"reward": a finite number}}, {shown}: {error}'
-            raise Refused(400, text, "reward") from error
+            text = f'the body must be {{"reward": a finite number}}, got {request.body[:100]!r}'
+            raise Refused(400, f"{text}: {error}", "reward") from error
         # Equal: a repeat, whose client lost the first answer.
         if self._rewarded.get(id_) != reward:
             self._over(self._episode(id_), reward)

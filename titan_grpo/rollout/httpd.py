@@ -13,7 +13,7 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,6 +32,9 @@ READ_S = 30.0
 
 MAX_BYTES = 256 << 20
 """Maximum size of a request's body, in bytes, before and after gunzip."""
+
+DROPPED_BYTES = 64 << 10
+"""Bytes that are read at a time of a body that is dropped."""
 
 RETRY_AFTER_S = 1
 
@@ -74,11 +77,18 @@ class HttpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     block_on_close = False  # a silent client must not delay the end of the run
 
     def __init__(
-        self, address: str, key: str, answer: Callable[[Request], Reply], what: str
+        self,
+        address: str,
+        key: str,
+        answer: Callable[[Request], Reply],
+        what: str,
+        admits: Callable[[Request], bool] = lambda _: True,
     ) -> None:
-        """With a ``key``, every request needs ``Authorization: Bearer KEY``. Raises ConfigError,
-        its text beginning with ``what``, if the address cannot be bound."""
-        self.key, self.answer = key, answer
+        """With a ``key``, every request needs ``Authorization: Bearer KEY``. ``admits``, called
+        before the body is read: whether the request may have one. If not, the body is read and
+        dropped, and ``answer`` gets the request without it. Raises ConfigError, its text beginning
+        with ``what``, if the address cannot be bound."""
+        self.key, self.answer, self.admits = key, answer, admits
         if (place := host_and_port(address)) is None:
             raise ConfigError(f"{what} must be {ADDRESS}, got {address!r:.200}")
         host = place[0]
@@ -147,19 +157,20 @@ class _Handler(BaseHTTPRequestHandler):
     def _reply(self, method: str) -> None:
         if refusal := self._refusal():
             return self._write(refusal, keep=False)
+        scheme, _, key = self.headers.get("Authorization", "").partition(" ")
+        key = key.strip() if scheme.lower() == "bearer" else ""
+        headers = {name.lower(): value for name, value in self.headers.items()}
         try:
             path = urlsplit(self.path).path
-            body = self._body() if method == "POST" else b""
+            request = Request(method, path, b"", key, headers, self._gone)
+            if method == "POST":
+                request = replace(request, body=self._body(self.server.admits(request)))
         except _TooLarge:
             text = f"a body must not be larger than {MAX_BYTES} bytes"
             return self._write(Reply(413, {"error": text}), keep=False)
         except ValueError as error:
             text = f"the request cannot be read: {error}"
             return self._write(Reply(400, {"error": text}), keep=False)
-        scheme, _, key = self.headers.get("Authorization", "").partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else ""
-        headers = {name.lower(): value for name, value in self.headers.items()}
-        request = Request(method, path, body, key, headers, self._gone)
         return self._write(self.server.answer(request), keep=True)
 
     def _gone(self) -> bool:
@@ -182,7 +193,8 @@ class _Handler(BaseHTTPRequestHandler):
             return Reply(403, {"error": "requests of web pages are refused"})
         return None
 
-    def _body(self) -> bytes:
+    def _body(self, kept: bool) -> bytes:
+        """Read the body. Return it, unpacked, if it is ``kept``."""
         if "Transfer-Encoding" in self.headers:
             raise ValueError("a request needs the header Content-Length, and no chunks")
         # Without both headers the body is empty (RFC 9112, 6.3), as from curl -X POST.
@@ -190,6 +202,11 @@ class _Handler(BaseHTTPRequestHandler):
         if length > MAX_BYTES:
             raise _TooLarge
         self.wfile.flush()  # "100 Continue", for which a client may wait (curl: a second)
+        if not kept:
+            # Not left unread: the end of the connection could overtake the answer.
+            while length > 0 and (some := self.rfile.read(min(length, DROPPED_BYTES))):
+                length -= len(some)
+            return b""
         body = self.rfile.read(max(length, 0))
         if self.headers.get("Content-Encoding", "identity").lower() != "gzip":
             return body
