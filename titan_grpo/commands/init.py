@@ -68,7 +68,8 @@ dataset = {data}
 prompts_per_step = 32
 group_size = 8
 max_completion_tokens = {completion}
-# 1 lets the servers generate while a step is trained; 0 is on-policy and slower.
+# 1 lets the servers generate while a step is trained; 0 is on-policy and slower, and needs
+# async_weight_update = false.
 max_staleness = 1
 
 [training]

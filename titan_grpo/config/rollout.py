@@ -90,8 +90,8 @@ class WorkerKeys(TaskKeys):
 
     max_staleness: int = 1
     """Largest allowed trainer version minus the oldest version that a completion depends on; 0:
-    on-policy. Checked when a group starts and again when it is used. (Elsewhere:
-    max_trajectory_age_steps.)"""
+    on-policy, with grpo.async_weight_update = false alone. Checked when a group starts and again
+    when it is used. (Elsewhere: max_trajectory_age_steps.)"""
 
     max_stale_token_share: float = 0.0
     """Use a completion in spite of max_staleness if less than this share of its sampled tokens is
@@ -103,7 +103,8 @@ class WorkerKeys(TaskKeys):
     """true: commit a version while requests run; they continue on it. false: a server first
     finishes its running requests and gets no new ones, while other servers go on. No completion
     then has two versions; one that is broken off begins again where the weights are others, so long
-    ones are rarer in training: give weight_sync.drain_deadline_s their time."""
+    ones are rarer in training: give weight_sync.drain_deadline_s their time. false needs
+    max_staleness of 1 or 0, and source = "task"."""
 
     consume: Literal["started", "ready", "freshest"] = "started"
     """Groups that a step takes. started: those of the next prompts in order; the step waits for the
