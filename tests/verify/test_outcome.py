@@ -1,11 +1,14 @@
 """The verification's report: a failed result says so, and no kind of violation is hidden by many of
 another."""
 
+from pathlib import Path
+
 import pytest
 
+from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import ConfigError
 from titan_grpo.verify.outcome import Run, Violation, outcome, table, throughput
-from titan_grpo.verify.server import Devices, choose_devices
+from titan_grpo.verify.server import Devices, choose_devices, server_spec
 
 EMPTY = Run("a run", (), (), (), (), ())
 SUMMARY = {
@@ -72,3 +75,19 @@ def test_a_lane_is_nccl_only_to_a_gpu_of_its_own() -> None:
     transports = {n: choose_devices("cuda", n, 1).transport for n in (1, 2)}
     assert transports == {1: "auto", 2: "nccl"}
     assert choose_devices("cpu", 8, 2).transport == "auto"
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpu", "named"),
+    [(None, 1, "1"), ("4,5", 1, "5"), ("3", 0, "3"), ("GPU-1f, GPU-2e", 1, "GPU-2e")],
+)
+def test_the_server_gets_a_gpu_of_those_that_the_command_may_use(
+    visible: str | None, gpu: int, named: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It got one by its number among these, as a number of the host: another user's GPU."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    plain = ServerSpec("python", "model", str(tmp_path / "log"))
+    spec = server_spec(plain, tmp_path, Devices("cuda", gpu))
+    assert spec.env["CUDA_VISIBLE_DEVICES"] == named

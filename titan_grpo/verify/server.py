@@ -62,7 +62,9 @@ def server_spec(spec: ServerSpec, out: Path, devices: Devices) -> ServerSpec:
     paths = (str(plugin.resolve()), os.environ.get("PYTHONPATH", ""))
     env = {**spec.env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     if not cpu:
-        env["CUDA_VISIBLE_DEVICES"] = str(devices.server_gpu)
+        number, visible = devices.server_gpu, os.environ.get("CUDA_VISIBLE_DEVICES")
+        # torch counts the GPUs that this process may use.
+        env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number].strip() if visible else str(number)
     args = spec.args if cpu else (*GPU_ARGUMENTS[spec.engine], *spec.args)
     return replace(spec, cpu=cpu, args=args, env=env)
 
