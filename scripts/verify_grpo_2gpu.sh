@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Proves on this machine that a server serves exactly the trainer's weights: two trainer ranks, one real server, three runs.
-# With two or more GPUs it uses CUDA (in environments as of setup.sh --cuda), and NCCL for the weights, otherwise the CPU.
+# With two or more GPUs it uses CUDA (in environments as of setup.sh --cuda), and NCCL for the weights if trainer and server have
+# one version of it, otherwise the CPU.
 # With --device cuda --nproc 1 trainer and server share one GPU, and the weights go as on a CPU. Exit code 1: a violation.
 #
 # With --faults instead: every fault of the matrix, or those named, in real trainers, lanes, receivers and servers.
@@ -11,7 +12,7 @@
 set -euo pipefail
 root="$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)"
 # Before there is an environment that could say more: help makes none.
-case " $* " in *" --help "* | *" -h "*) [ -x "$root/.venv/bin/python" ] || { sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0; } ;; esac
+case " $* " in *" --help "* | *" -h "*) [ -x "$root/.venv/bin/python" ] || { sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0; } ;; esac
 # See scripts/test.sh.
 unset PYTHONDONTWRITEBYTECODE
 torchtitan=0.2 device=auto previous="" arguments=()

@@ -30,6 +30,7 @@ from titan_grpo.commands.processes import (
     require_python,
     stop_on_signals,
 )
+from titan_grpo.commands.verify_runs import with_nccl_of
 from titan_grpo.errors import ConfigError
 from titan_grpo.titan.tiny import write_tiny_model
 from titan_grpo.verify.server import choose_devices
@@ -131,7 +132,8 @@ class Matrix:
         self._o, self._done = options, done
         options.out.mkdir(parents=True, exist_ok=True)
         wanted = "cpu" if options.device == "auto" else options.device
-        self._devices = choose_devices(wanted, torch.cuda.device_count(), ranks=1)
+        devices = choose_devices(wanted, torch.cuda.device_count(), ranks=1)
+        self._devices = with_nccl_of(options.python, devices)
         self._env = self._devices.trainer_environment(env)
         # Other weights than the trainer's on purpose: what a server serves later can only have come
         # from the trainer.

@@ -1,10 +1,13 @@
 """The verification's report: a failed result says so, and no kind of violation is hidden by many of
 another."""
 
+from json import dumps
 from pathlib import Path
 
 import pytest
 
+from titan_grpo.commands.doctor_host import nccl_version
+from titan_grpo.commands.verify_runs import with_nccl_of
 from titan_grpo.engines.launch import ServerSpec
 from titan_grpo.errors import ConfigError
 from titan_grpo.verify.outcome import Run, Violation, outcome, table, throughput
@@ -91,3 +94,18 @@ def test_the_server_gets_a_gpu_of_those_that_the_command_may_use(
     plain = ServerSpec("python", "model", str(tmp_path / "log"))
     spec = server_spec(plain, tmp_path, Devices("cuda", gpu))
     assert spec.env["CUDA_VISIBLE_DEVICES"] == named
+
+
+@pytest.mark.parametrize(
+    ("theirs", "transport"), [(nccl_version(), "nccl"), ("9.9.9", "auto"), (None, "nccl")]
+)
+def test_a_lane_is_nccl_only_between_equal_versions_of_it(
+    theirs: str | None, transport: str, tmp_path: Path
+) -> None:
+    """Else the server refused it, and the proof failed as it is set up by default: vLLM, SGLang and
+    the trainer ask for three versions of torch. ``theirs``: None for what is no interpreter."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho '{'' if theirs is None else dumps({'nccl': theirs})}'\n")
+    python.chmod(0o755)
+    assert with_nccl_of(str(python), Devices("cuda", 1)).transport == transport
+    assert with_nccl_of(str(python), Devices("cpu")) == Devices("cpu")

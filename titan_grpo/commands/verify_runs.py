@@ -6,12 +6,14 @@ import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+from titan_grpo.commands.doctor_host import engine_answer, nccl, nccl_version
 from titan_grpo.commands.processes import print_progress, run_logged, tiny_run
 from titan_grpo.config import LAUNCH
 from titan_grpo.config.rollout import PYTHONS
@@ -62,6 +64,18 @@ def phases(out: Path) -> dict[str, tuple[str, ...]]:
     }
 
 
+def with_nccl_of(python: str, devices: Devices) -> Devices:
+    """Return the devices as they are used with servers of that interpreter: vLLM, SGLang and the
+    trainer may each have another torch, and so another NCCL."""
+    answer = engine_answer(python) if devices.transport == "nccl" else ""
+    if isinstance(answer, str):  # of one that does not run, its server will say so
+        return devices
+    found = nccl(nccl_version(), answer["nccl"], python)
+    if found.status != "ok":
+        print_progress(f"NCCL {found.text}: weights go over TCP")
+    return replace(devices, one_nccl=found.status == "ok")
+
+
 def verify(
     options: argparse.Namespace, env: Mapping[str, str], kind: "type[PhaseRuns] | None" = None
 ) -> int:
@@ -69,6 +83,7 @@ def verify(
     ``kind`` replaces PhaseRuns."""
     began, out = time.monotonic(), options.out
     devices = choose_devices(options.device, torch.cuda.device_count(), options.nproc)
+    devices = with_nccl_of(options.python, devices)
     # Before anything is made or started: it refuses mistakes in the job.
     starts = [f"--weight_sync.transport={devices.transport}"]
     starts += [f"--rollout.launch_engines={options.engine}"]

@@ -26,11 +26,13 @@ class Devices:
 
     kind: str
     server_gpu: int = 0
+    one_nccl: bool = True
+    """Whether trainer and server have one version of NCCL."""
 
     @property
     def transport(self) -> str:
         """The lane's transport. NCCL refuses two ranks on one GPU, and rank 0 has GPU 0."""
-        return "nccl" if self.server_gpu > 0 else "auto"
+        return "nccl" if self.server_gpu > 0 and self.one_nccl else "auto"
 
     def trainer_environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return ``env`` with the settings for torchrun."""
@@ -42,8 +44,8 @@ def choose_devices(wanted: str, gpus: int, ranks: int) -> Devices:
     """Return the devices for ``wanted`` (auto, cpu or cuda) on a host with ``gpus`` GPUs. Pure.
     Raises ConfigError if CUDA cannot be used.
 
-    >>> choose_devices("cuda", 1, 1), choose_devices("cuda", 2, 2)
-    (Devices(kind='cuda', server_gpu=0), Devices(kind='cuda', server_gpu=1))
+    >>> [choose_devices("cuda", n, n).server_gpu for n in (1, 2)]
+    [0, 1]
     """
     if wanted == "cpu" or (wanted == "auto" and gpus < 2):
         return Devices("cpu")
