@@ -331,6 +331,18 @@ def test_a_hello_lets_go_of_what_is_still_being_pinned_and_does_not_wait(
     assert noted.deliver(link, 1, 1, WEIGHTS).ok
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA's runtime")
+def test_memory_that_cannot_be_pinned_is_said_and_loaded_from_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    device = WorkerDevice()
+    device.name = "cuda:0"
+    assert device.pin(torch.zeros(8, dtype=torch.uint8)) is None
+    (said,) = caplog.messages
+    assert said.startswith("8 bytes of staged weights could not be pinned (torch must have loaded")
+    assert "ulimit -l does not limit it" in said
+
+
 def staging_images() -> int:
     """Images of receivers that this process, as the engine, has mapped."""
     return Path("/proc/self/maps").read_text().count("titan_grpo staging")

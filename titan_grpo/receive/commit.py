@@ -87,8 +87,8 @@ class WorkerDevice:
         if refusal is not None:
             log.warning(
                 "%d bytes of staged weights could not be pinned (%s): each load reads pageable"
-                " memory, and the pause is several times as long; raise the limit on locked memory"
-                " (ulimit -l)",
+                " memory, and the pause is several times as long; dmesg may say why the driver"
+                " refuses (ulimit -l does not limit it)",
                 nbytes,
                 refusal,
             )

@@ -257,8 +257,8 @@ class _CudaSide:
             # One line: a rank has a thousand parts, and all are refused for one reason.
             logger.warning(
                 "%d bytes of the weight images could not be pinned (%s): each snapshot will block"
-                " the trainer for the whole copy, at a fraction of the bus's speed; raise the limit"
-                " on locked memory",
+                " the trainer for the whole copy, at a fraction of the bus's speed; dmesg may say"
+                " why the driver refuses (ulimit -l does not limit it)",
                 sum(nbytes for nbytes, _ in refused),
                 refused[0][1],
             )
