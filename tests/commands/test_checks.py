@@ -239,6 +239,15 @@ def test_gpus_of_ranks_and_of_launched_servers_are_told_apart(
     assert words in " ".join(finding.text for finding in findings)
 
 
+def test_launched_servers_without_gpus_of_their_own_are_said_to_share_the_first_ranks() -> None:
+    launching = Rollout(servers=["launch"])
+    first, *others = doctor_host.gpus([FREE, FREE], launching, 16 * GIB, "2,3")
+    assert (first.status, [finding.status for finding in others]) == ("warning", ["ok", "ok"])
+    assert "each launched server takes GPU 2, on which torchrun's first rank trains" in first.text
+    assert "gpu-memory-utilization" in first.remedy
+    assert [finding.status for finding in doctor_host.gpus([], launching, None)] == ["ok"]
+
+
 def test_two_versions_of_nccl_are_a_problem_that_names_both() -> None:
     assert doctor_host.nccl("2.28.9", "2.28.9", "p").status == "ok"
     finding = doctor_host.nccl("2.28.9", "2.27.5", "p")

@@ -316,6 +316,16 @@ def gpus(
                 "name GPUs of this host (CUDA_VISIBLE_DEVICES hides the others)",
             )
         )
+    if rollout.launches and not launched:
+        out.append(
+            warning(
+                "gpus",
+                f"rollout.launch_gpus is empty: each launched server takes GPU {numbers[0]}, on"
+                " which torchrun's first rank trains",
+                "name GPUs for them, or give each a share of that one's memory in launch_args and"
+                " launch_sglang_args (--gpu-memory-utilization, --mem-fraction-static)",
+            )
+        )
     if numbers[0] in launched:
         out.append(
             problem(
