@@ -74,7 +74,8 @@ class Trajectory:
     prompt. ``part``: index among the group's parts; -1 before it has one. ``delivered``: number of
     that part's tokens that the agent has received. ``tail``: text of the last answer.
     ``finish_reason``: "length" if the run's limit cut the last answer, else "stop": an agent's own
-    ``max_tokens`` is part of its way of asking.
+    ``max_tokens`` is part of its way of asking. ``written``: those of ``_written``, once a call
+    asked for them.
     """
 
     prompt: tuple[int, ...]
@@ -85,6 +86,7 @@ class Trajectory:
     delivered: int = 0
     tail: str = ""
     finish_reason: str = ""
+    written: tuple[str, str] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -192,11 +194,7 @@ class Episode:
             count = len(trajectory.messages)
             same = trajectory.tools == request.tools and self.calls[trajectory].answer.done()
             if same and trajectory.messages == tuple(messages[:count]) and trajectory.delivered:
-
-                def render(messages: Sequence[Message], tools: Any = request.tools) -> str:
-                    return codec.render(messages, tools, ask=False)
-
-                added = added_text(trajectory, render, messages[:count], rendered, codec)
+                added = added_text(trajectory, messages[:count], rendered, codec)
                 if added is not None:
                     return trajectory, codec.encode(added)
         return None
@@ -210,6 +208,7 @@ class Episode:
         trajectory = call.trajectory
         trajectory.messages = tuple(map(for_template, (*call.request.messages, answer.message)))
         trajectory.rendered, trajectory.delivered, trajectory.tail = call.rendered, delivered, tail
+        trajectory.written = None
         cut = (
             answer.finish_reason == "length" and answer.completion_tokens != call.request.max_tokens
         )
@@ -493,11 +492,7 @@ class Agents:
 
 
 def added_text(
-    trajectory: Trajectory,
-    render: Callable[[Sequence[Message]], str],
-    known: Sequence[Message],
-    rendered: str,
-    codec: TextCodec,
+    trajectory: Trajectory, known: Sequence[Message], rendered: str, codec: TextCodec
 ) -> str | None:
     """Return the text that a call's prompt, ``rendered``, adds to a trajectory, whose messages are
     ``known``. None if the template now renders the earlier messages differently (without their
@@ -506,14 +501,11 @@ def added_text(
     Example: "user: hi\\nassistant:" was asked, " yo" was sampled, and the prompt is now "user: hi
     \\nassistant: yo\\nuser: so?\\nassistant:" -> "\\nuser: so?\\nassistant:".
     """
-    try:
-        before = render(known)
-        marked = render([*known[:-1], {"role": "assistant", "content": MARK}])
-    except DataError:
-        return None
-    _, mark, end = marked.rpartition(MARK)
-    same = before.startswith(trajectory.rendered) and rendered.startswith(before)
-    if not (same and mark and before.endswith(end)):
+    # Once: with a template that leaves out earlier thoughts no trajectory goes on, and each call of
+    # an episode would render the messages of all calls before it.
+    trajectory.written = trajectory.written or _written(trajectory, known, codec)
+    before, end = trajectory.written
+    if not (before and rendered.startswith(before)):
         return None
 
     def whole(part: str) -> bool:
@@ -524,6 +516,19 @@ def added_text(
     # The model may have sampled the end of its turn, or a part of it, itself.
     parts = (end[:n] for n in range(len(end), -1, -1) if trajectory.tail.endswith(end[:n]))
     return end.removeprefix(next(filter(whole, parts))) + rendered[len(before) :]
+
+
+def _written(trajectory: Trajectory, known: Sequence[Message], codec: TextCodec) -> tuple[str, str]:
+    """Return the text of a trajectory's messages, and its end after the last answer; both empty if
+    it does not begin with the text of the last call's prompt."""
+    marked = *known[:-1], {"role": "assistant", "content": MARK}
+    try:
+        before, text = (codec.render(each, trajectory.tools, ask=False) for each in (known, marked))
+    except DataError:
+        return "", ""
+    _, mark, end = text.rpartition(MARK)
+    same = before.startswith(trajectory.rendered) and mark and before.endswith(end)
+    return (before, end) if same else ("", "")
 
 
 def _specials(codec: TextCodec, text: str) -> int:
