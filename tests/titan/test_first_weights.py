@@ -298,6 +298,20 @@ def test_the_start_says_that_weights_are_random_and_only_then(
     assert jobconfig.check_files(parse("", *enabled)) == []
 
 
+def test_adapters_for_servers_are_not_trained_on_random_weights(
+    parse: Parse, tmp_path: Path, model: Path
+) -> None:
+    """Before, that was a note, and servers added them to the weights of their files."""
+    keys = [f"--job.dump_folder={tmp_path}", f"--model.hf_assets_path={model}", "--lora.rank=2"]
+    for enabled in ([], ["--checkpoint.enable"]):
+        with pytest.raises(ConfigError, match=r"^checkpoint\.initial_load_in_hf must be true"):
+            jobconfig.check_files(parse("", *keys, "--lora.sync=adapter", *enabled))
+        (line,) = jobconfig.check_files(parse("", *keys, *enabled))
+        assert line.startswith("training starts from random weights: ")
+    loaded = ["--checkpoint.enable", "--checkpoint.initial_load_in_hf"]
+    assert jobconfig.check_files(parse("", *keys, "--lora.sync=adapter", *loaded)) == []
+
+
 @pytest.mark.parametrize("key", ["grpo.reference_model", "checkpoint.initial_load_path"])
 def test_a_reference_and_first_weights_of_another_model_or_not_there_are_refused_by_their_key(
     parse: Parse, tmp_path: Path, model: Path, key: str

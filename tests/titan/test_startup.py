@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,11 +122,14 @@ def specs(
     lora: Lora | None = None,
     grpo: GRPO | None = None,
     model_dir: str = "m",
+    checkpoint: Mapping[str, Any] | None = None,
     **rollout: Any,
 ) -> tuple[ServerSpec, ...]:
     config = job(
         grpo=grpo or GRPO(),
         lora=lora or Lora(),
+        model={"hf_assets_path": model_dir},
+        checkpoint=checkpoint or {},
         rollout={"servers": ["launch"], "launch_python": "v"} | rollout,
         job={"dump_folder": "out"},
         training={"seq_len": 64},
@@ -137,6 +141,15 @@ def test_launched_servers_take_adapters_where_these_are_the_versions() -> None:
     (spec,) = specs(lora=Lora(rank=8, sync="adapter"))
     assert spec.lora_rank == 8
     assert [specs(lora=lora)[0].lora_rank for lora in (Lora(), Lora(rank=8))] == [0, 0]
+
+
+def test_launched_servers_of_adapters_have_the_weights_that_the_adapters_are_trained_on() -> None:
+    """Before, they had those of model.hf_assets_path, and sampled from another policy."""
+    first = {"initial_load_in_hf": True, "initial_load_path": "first"}
+    adapter, merged = Lora(rank=8, sync="adapter"), Lora(rank=8)
+    assert specs(lora=adapter, checkpoint=first)[0].model == "first"
+    assert specs(lora=merged, checkpoint=first)[0].model == "m"
+    assert specs(lora=adapter)[0].model == "m"
 
 
 def test_launched_servers_send_routes_where_the_run_replays_them() -> None:

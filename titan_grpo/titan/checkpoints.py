@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from titan_grpo.config import sends_adapters
 from titan_grpo.errors import ConfigError, DataError
 from titan_grpo.patches.versions import inside
 from titan_grpo.receive.checkpoint import INDEX
@@ -226,7 +227,15 @@ def check(config: Any, ranks: int | None) -> list[str]:
         return _later(config, folder)
     if keys.enable:
         _check_start(config, folder, ranks)
-    return [] if keys.initial_load_in_hf or keys.initial_load_path else [RANDOM]
+    if keys.initial_load_in_hf or keys.initial_load_path:
+        return []
+    if sends_adapters(config.lora):
+        raise ConfigError(
+            'checkpoint.initial_load_in_hf must be true with lora.sync = "adapter", got false: the'
+            " servers add the adapters to the weights of their files, and the trainer would train"
+            " them on random ones"
+        )
+    return [RANDOM]
 
 
 def _check_experts(config: Any, ranks: int) -> None:

@@ -21,6 +21,7 @@ from titan_grpo.layout.peft import MergedRows, adapter_config
 from titan_grpo.titan import lora
 from titan_grpo.titan.checkpoints import Stored, check_alpha, check_saver
 from titan_grpo.titan.hf_files import Written, copy_assets, write_adapter, write_weights
+from titan_grpo.titan.jobfile import base_of
 from titan_grpo.titan.weight_sync import layout_of, stored_tensors
 
 
@@ -163,10 +164,7 @@ def export_adapter(config: Any, checkpoint: Path, out: Path, dtype: str) -> Writ
         _check_finite(stored, each.name, value)
         tensors[each.name] = value
     settings = adapter_config(
-        config.lora.rank,
-        config.lora.alpha,
-        config.lora.targets,
-        str(config.model.hf_assets_path),
+        config.lora.rank, config.lora.alpha, config.lora.targets, base_of(config)
     )
     return write_adapter(tensors.items(), out, settings)
 

@@ -24,7 +24,7 @@ from titan_grpo.receive.commit import tensor_views
 from titan_grpo.receive.fetch import Content, Fetch, MemfdReader, Open, TcpReader
 from titan_grpo.sync.images import ImagePool, Published
 from titan_grpo.sync.process import SyncProcess
-from titan_grpo.titan.jobfile import QUANTISED, read_config
+from titan_grpo.titan.jobfile import QUANTISED, base_of, read_config
 
 ASSETS = (
     "config.json",
@@ -212,7 +212,7 @@ def save_version(
             tensors = tensor_views(image, process.manifest)
             if adapters:
                 # The image's B includes the scale: alpha / rank must be 1.
-                settings = adapter_config(lora.rank, lora.rank, lora.targets, model_dir)
+                settings = adapter_config(lora.rank, lora.rank, lora.targets, base_of(job_config))
                 write_adapter(tensors, out, settings)
             else:
                 out.mkdir(parents=True, exist_ok=True)

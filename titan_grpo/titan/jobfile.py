@@ -108,6 +108,14 @@ def read_toml(path: str | Path, key: str) -> dict[str, Any]:
         ) from error
 
 
+def base_of(config: Any) -> str:
+    """Return the folder of the Hugging Face files whose weights a job begins with, which are the
+    base of its adapters."""
+    keys = config.checkpoint
+    other = keys.initial_load_path if keys.initial_load_in_hf else None
+    return str(other or config.model.hf_assets_path)
+
+
 def read_config(place: str | Path) -> dict[str, Any]:
     """Return the content of a model's config.json: ``place`` itself, or a file in it; empty if
     there is none. Raises ConfigError if it is unreadable."""

@@ -28,7 +28,7 @@ from titan_grpo.runkey import Key
 from titan_grpo.subprocesses import SIGNALLED
 from titan_grpo.sync.lanes import load_deadline_s
 from titan_grpo.titan.checkpoints import failures_of
-from titan_grpo.titan.jobfile import read_config
+from titan_grpo.titan.jobfile import base_of, read_config
 
 Rollouts = RolloutClient | ReplayClient
 
@@ -61,6 +61,7 @@ def launched(
     key = run_key or Key.generate()
     limit = read_config(model_dir).get("max_position_embeddings")
     gpus, each = rollout.launch_gpus, gpus_each(rollout)
+    adapters = sends_adapters(job_config.lora)
 
     def devices(number: int) -> dict[str, str]:
         """A server's environment; without GPUs of its own it would use the trainer's first one."""
@@ -70,7 +71,7 @@ def launched(
     return tuple(
         ServerSpec(
             python=getattr(rollout, PYTHONS[engine]),
-            model=model_dir,
+            model=base_of(job_config) if adapters else model_dir,
             log_path=f"{job_config.job.dump_folder}/{engine}{index}.log",
             engine=engine,
             max_model_len=job_config.training.seq_len,
@@ -82,7 +83,7 @@ def launched(
             api_key=keys[0],
             admin_key=keys[1],
             tensor_parallel=max(each, 1),
-            lora_rank=job_config.lora.rank if sends_adapters(job_config.lora) else 0,
+            lora_rank=job_config.lora.rank if adapters else 0,
             routes=job_config.grpo.router_replay,
             tool_calls=engines_read_calls(rollout),
             fp32_head=job_config.grpo.fp32_lm_head,
