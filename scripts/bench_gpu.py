@@ -7,6 +7,7 @@ Snapshotter. Server's half: the real plugin half and receiver process, and an "e
 every tensor to its own on the GPU.
 """
 
+import mmap
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ from titan_grpo.layout.manifest import Manifest
 from titan_grpo.layout.plan import copy_ops
 from titan_grpo.protocol.messages import new_run_id
 from titan_grpo.receive.commit import Engine, EngineSide, WorkerDevice, Workers
+from titan_grpo.receive.replay import Copies
 from titan_grpo.sync.link import LaneLink, LinkOptions
 from titan_grpo.sync.publisher import Snapshotter
 
@@ -102,6 +104,33 @@ def unpinned() -> Iterator[None]:
         CudaRuntime.register = register  # type: ignore[method-assign]
 
 
+@contextmanager
+def longest_mmap() -> Iterator[list[float]]:
+    """A list that has, after the block, how many seconds another thread of this process waited at
+    most for a page: while the driver pins memory, none may change what the process has mapped."""
+    longest, over = [0.0], threading.Event()
+
+    def ask() -> None:
+        while not over.wait(0.001):
+            began = time.perf_counter()
+            mmap.mmap(-1, mmap.PAGESIZE).close()
+            longest[0] = max(longest[0], time.perf_counter() - began)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    try:
+        yield longest
+    finally:
+        over.set()
+        thread.join(LONG_S)
+
+
+def taken() -> int:
+    """Bytes of the device's memory that are in use, but not by torch's tensors."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
 def on_device(work: Callable[[], object]) -> float:
     """Seconds of the device from before ``work`` to after it on the current stream."""
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -123,11 +152,19 @@ class Trainer:
             for fqn, shape in shapes.items()
         }
         image = stack.enter_context(SharedImage.create(self.manifest.total_bytes, "bench"))
-        began = time.perf_counter()
-        self._snapshotter = Snapshotter(ops, [image.tensor()], torch.device("cuda", 0), CHUNK)
-        self.pin_s = time.perf_counter() - began
+        before, began = taken(), time.perf_counter()
+        with longest_mmap() as longest:
+            self._snapshotter = Snapshotter(ops, [image.tensor()], torch.device("cuda", 0), CHUNK)
+            self.pin_s = time.perf_counter() - began
+        (self.mmap_s,), self.pin_bytes = longest, taken() - before
         stack.callback(self._snapshotter.close)
         self.masters = {fqn: torch.empty(s, device="cuda").normal_() for fqn, s in shapes.items()}
+
+    def unpin(self) -> float:
+        """Seconds that it takes. The last call."""
+        began = time.perf_counter()
+        self._snapshotter.close()
+        return time.perf_counter() - began
 
     def publish(self) -> tuple[float, float, float]:
         """(Host's seconds, the copy's, the device's at a fence that comes at once) of a version."""
@@ -181,6 +218,9 @@ def trainer_figures(name: str, versions: int) -> Iterator[Figure]:
         blocked, copied, fenced = (median([run[i] for run in runs]) for i in range(3))
         yield Figure(name, "image", gib, "GiB")
         yield Figure(name, "pinning it, once", trainer.pin_s, "s")
+        what = "meanwhile, the longest wait of another thread for a page"
+        yield Figure(name, what, trainer.mmap_s, "s")
+        yield Figure(name, "device memory for what is pinned", trainer.pin_bytes / GIB, "GiB")
         yield Figure(name, "publish: the main thread's time (blocked)", blocked, "s", most=0.05)
         yield Figure(name, "publish: the copy's time", copied, "s")
         rate = gib / copied
@@ -194,6 +234,7 @@ def trainer_figures(name: str, versions: int) -> Iterator[Figure]:
         slower = trainer.slowed(lambda: b.mul_(1.0), copied, versions)
         what = "device memory's bandwidth beside the copy / alone"
         yield Figure(name, what, slower, "", most=1.2)
+        yield Figure(name, "unpinning the image", trainer.unpin(), "s")
         del trainer
     torch.cuda.empty_cache()
     with unpinned(), ExitStack() as stack:
@@ -209,11 +250,18 @@ def trainer_figures(name: str, versions: int) -> Iterator[Figure]:
 class GpuModel(Engine):
     """An engine without an engine: its own copy of every tensor, on the GPU."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, repeats: bool, device: str) -> None:
+        """``repeats``: a load may be repeated as the copies of the first one."""
+        self._repeats = repeats
         self.tensors = {
-            spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device="cuda")
+            spec.name: torch.nn.Parameter(
+                torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device), False
+            )
             for spec in manifest.tensors
         }
+
+    def filled(self) -> torch.nn.Module | None:
+        return torch.nn.ParameterList(self.tensors.values()) if self._repeats else None
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """See Engine. Each copy is waited for, as the weight loaders of engines do."""
@@ -224,9 +272,17 @@ class GpuModel(Engine):
 class Server:
     """A lane to a receiver beside a GpuModel."""
 
-    def __init__(self, manifest: Manifest, image: SharedImage, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        image: SharedImage,
+        stack: ExitStack,
+        repeats: bool = False,
+        device: str = "cuda",
+    ) -> None:
+        """``repeats``: see GpuModel."""
         self.image = image
-        self.model = GpuModel(manifest)
+        self.model = GpuModel(manifest, repeats, device)
         self._side = EngineSide(self.model, Workers(), "")
         stack.callback(self._side.close)
         options = LinkOptions(
@@ -242,6 +298,11 @@ class Server:
         self._digests = b"".join(digests)
         self._fingerprint = fingerprint(manifest.digest, digests)
         self._number = 0
+
+    def repeats(self) -> bool:
+        """Whether the last load was the copies of an earlier one, or the next one will be."""
+        mapping = self._side._mapping
+        return mapping is not None and isinstance(mapping[1].result(LONG_S).copies, Copies)
 
     def deliver(self, beside: Callable[[], float] | None = None) -> tuple[float, float, float]:
         """(Seconds of the transfer, of the load, what ``beside`` gave during the transfer)."""
@@ -299,6 +360,16 @@ def server_figures(name: str, versions: int) -> Iterator[Figure]:
             view = image.tensor()[spec.offset : spec.offset + spec.nbytes].view(torch.uint8)
             held = server.model.tensors[spec.name].cpu().view(-1).view(torch.uint8)
             assert torch.equal(view, held), "the model does not hold what was sent"
+        with ExitStack() as inner:
+            server = Server(manifest, image, inner, repeats=True)
+            learnt = server.deliver()[1]
+            again = median([server.deliver()[1] for _ in range(versions)])
+            assert server.repeats(), "the load was not repeated as copies"
+            yield Figure(name, "first load, whose copies are learnt and compared", learnt, "s")
+            yield Figure(name, "the same repeated as copies", again, "s")
+            yield Figure(
+                name, "repeated load / a raw pinned copy", again / (gib / raw), "", most=1.3
+            )
         pin = WorkerDevice.pin
         WorkerDevice.pin = lambda *_: None  # type: ignore[method-assign]
         try:

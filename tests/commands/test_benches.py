@@ -1,6 +1,8 @@
 """Options of benches that take minutes: wrong ones end them at once."""
 
+import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 
@@ -13,6 +15,8 @@ from scripts import (
     bench_sync,
     hosts_options,
 )
+from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.infer import infer_layout
 
 
 @pytest.mark.parametrize(
@@ -80,3 +84,23 @@ def test_the_plan_beside_a_run_with_patches_has_patches_of_the_runs_size() -> No
         found = bench_plan.planned(options, patch_share=0.03)["fetch_s"]
         fetch_s[delta] = sorted(found)[len(found) // 2]
     assert 0.02 < fetch_s["on"] / fetch_s["off"] < 0.06
+
+
+def test_what_bench_gpu_takes_for_a_repeated_load_is_one() -> None:
+    """On a CPU, which has the same loads."""
+    manifest = infer_layout(dict, bench_gpu.SHAPES["tiny"]).manifest("bfloat16", 4 << 20)
+    for repeats in (True, False):
+        with ExitStack() as stack:
+            image = stack.enter_context(SharedImage.create(manifest.total_bytes, "bench"))
+            image.buffer[:] = bytes(2) * (manifest.total_bytes // 2)
+            server = bench_gpu.Server(manifest, image, stack, repeats, "cpu")
+            server.deliver()
+            assert server.repeats() == repeats
+            server.deliver()
+            assert server.repeats() == repeats
+
+
+def test_bench_gpu_sees_that_a_thread_waits_for_a_page() -> None:
+    with bench_gpu.longest_mmap() as longest:
+        threading.Event().wait(0.2)
+    assert 0.0 < longest[0] < 0.2

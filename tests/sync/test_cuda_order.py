@@ -1,6 +1,8 @@
 """On a GPU: while AdamW steps on, every image holds the weights of its publish. Each of the three
 waits that this rests on is taken away once, and the images are wrong."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -168,3 +170,38 @@ def test_without_one_of_the_three_waits_an_image_holds_other_weights(
     monkeypatch.setattr(owner, name, instead)
     with trainer(fused=True) as one:
         assert one.wrong_versions()
+
+
+ON_THE_SECOND = """
+import threading
+import torch
+from titan_grpo.layout.image import SharedImage
+from titan_grpo.layout.infer import infer_layout
+from titan_grpo.layout.plan import copy_ops
+from titan_grpo.receive.commit import WorkerDevice
+from titan_grpo.sync.publisher import Snapshotter
+
+torch.cuda.set_device(1)
+layout = infer_layout(dict, {"w": (64, 64)})
+manifest = layout.manifest("bfloat16", 4096)
+ops = {"w": copy_ops(layout, manifest, "w", (0, 0), (64, 64))}
+with SharedImage.create(manifest.total_bytes, "image") as image:
+    snapshotter = Snapshotter(ops, [image.tensor()], torch.device("cuda", 1), 1 << 20)
+    copy = snapshotter.start({"w": torch.ones(64, 64, device="cuda")}, 0)
+    copy.fence()
+    thread = threading.Thread(target=copy.wait, args=(60.0,))
+    thread.start()
+    thread.join(60.0)
+    snapshotter.close()
+    unpin = WorkerDevice().pin(image.tensor())
+    thread = threading.Thread(target=unpin)
+    thread.start()
+    thread.join(60.0)
+assert not torch._C._cuda_hasPrimaryContext(0), "a context on the first GPU"
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_rank_on_another_gpu_takes_no_memory_of_the_first() -> None:
+    """A context takes half a gigabyte. New threads have the first GPU as their device."""
+    subprocess.run([sys.executable, "-c", ON_THE_SECOND], check=True, timeout=120.0)
