@@ -11,7 +11,7 @@
 #SBATCH hetjob
 #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --mem=0 --no-kill
 set -euo pipefail
-MODEL="${MODEL:-$PWD/assets/Qwen3-0.6B}"
+MODEL="${MODEL:-$PWD/assets/hf/Qwen3-0.6B}"
 PORT=8000                             # of the first server of a host; the others' count up
 PER_HOST="${PER_HOST:-1}"             # servers of a host, which share its GPUs
 GPUS="${GPUS:-8}"                     # of a host
