@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from titan_grpo.algorithm.advantages import (
     Scored,
+    by_episode,
     has_spread,
     length_rewards,
     overlong_penalty,
@@ -51,10 +52,11 @@ def test_a_group_without_differences_has_exact_zeros(
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("options", [GROUP, NONE, BATCH])
+@pytest.mark.parametrize("group", [(0.1, 0.2, 0.3), (-0.3, -0.2, -0.1), (1000.1, 1000.2, 1000.3)])
 def test_a_reward_that_is_the_mean_of_its_group_is_neither_better_nor_worse(
-    options: GRPO, baseline: Literal["mean", "leave_one_out"]
+    options: GRPO, baseline: Literal["mean", "leave_one_out"], group: tuple[float, ...]
 ) -> None:
-    found = one((0.1, 0.2, 0.3), replace(options, advantage_baseline=baseline))
+    found = one(group, replace(options, advantage_baseline=baseline))
     assert found[1] == 0.0
     assert found[0] == pytest.approx(-found[2])
 
@@ -120,6 +122,19 @@ def test_a_prompt_of_its_own_before_the_first_sampled_token_is_no_length() -> No
     flags = (False, False, True, False, True)
     own_prompt = Completion(tuple(range(5)), (-1.0,) * 5, "stop", 0, 0, "s", sampled=flags)
     assert Scored.of(own_prompt).length == 3
+    # A recorded one without any is left out, and the step's means still count its group.
+    assert Scored.of(replace(own_prompt, sampled=(False,) * 5)) == (0.0, 0, 5)
+
+
+def test_an_episode_has_the_tokens_of_all_its_sequences_and_the_length_of_the_longest() -> None:
+    def sequence(tokens: int, episode: int) -> Completion:
+        ids, logprobs = (5,) * tokens, (-1.0,) * tokens
+        return Completion(ids, logprobs, "stop", 0, 0, "s", float(episode), episode=episode)
+
+    sequences = [sequence(4, 0), sequence(7, -1), sequence(6, 0), sequence(5, 0), sequence(3, -1)]
+    scored, places = by_episode(sequences)
+    assert scored == [(0.0, 15, 6), (-1.0, 7, 7), (-1.0, 3, 3)]
+    assert places == [0, 1, 0, 0, 2]
 
 
 def test_the_overlong_penalty_begins_in_the_cache_and_is_whole_at_the_limit() -> None:

@@ -157,8 +157,8 @@ def test_a_completion_from_outside_that_does_not_say_what_ended_it_is_truncated_
     outside = [replace(completion(ids), finish_reason=end) for end, ids in ends.items()]
     short = replace(completion((14, 15)), finish_reason=EXTERNAL)
     options = replace(OPTIONS, grpo=GRPO(mask_truncated=True), longest=3)
-    batch = plan([group(*outside, short)], 1, options)
-    assert (batch.dropped, batch.trained) == ({"truncated": 2}, (3, 2))
+    batch = plan([group(*outside, short, completion((16,)))], 1, options)
+    assert (batch.dropped, batch.trained) == ({"truncated": 2}, (3, 2, 1))
 
 
 def test_a_step_of_truncated_completions_alone_is_one_without_a_gradient() -> None:
@@ -425,3 +425,13 @@ def test_with_pipeline_stages_each_rank_has_a_multiple_of_them_and_padding_count
     ]
     assert found.padded_tokens == sum(2 * rows * length for rows, length in shapes)
     assert all(rows * length <= options.token_budget for rows, length in shapes)
+
+
+def test_with_pipeline_stages_the_padding_is_that_of_each_optimizer_step() -> None:
+    # Five rows of 24 tokens in the first, two to a micro-batch: three, and one more for the stages.
+    long = group(*[completion(range(4, 21))] * 5)
+    short = group(completion((7,)), completion((8,)), index=1)
+    options = replace(OPTIONS, stages=2, grpo=GRPO(num_microbatches=2))
+    found = plan([long, short], 1, options)
+    assert found.steps == (4, 2)
+    assert found.padded_tokens == 4 * 2 * 24 + 2 * 1 * 8
