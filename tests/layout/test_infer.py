@@ -68,6 +68,8 @@ def test_a_lost_parameter_is_named_unless_it_is_tied() -> None:
         infer_layout(drop_output, shapes)
     layout = infer_layout(drop_output, shapes, tied={"output.weight"})
     assert layout.by_fqn["output.weight"] == []
+    with pytest.raises(ConfigError, match=r"output\.weight becomes none"):
+        infer_layout(drop_output, shapes, tied={"w"})
 
 
 def test_a_wrapper_prefix_is_never_lost_in_silence() -> None:
@@ -93,6 +95,7 @@ def test_a_wrapper_prefix_is_never_lost_in_silence() -> None:
         (lambda t: torch.cat([t, t[:1]]), "each of the 3 rows of w .* got 4 rows"),
         (lambda t: t + 1, "keep the columns of w in place|each of the 3 rows"),
         (lambda t: t.float(), r"got torch\.float32"),
+        (lambda t: torch.cat([t[:, :2], t.roll(1, 0)[:, 2:]], 1), "keep the columns of w in place"),
         (lambda t: t[:, :2].contiguous(), r"whole rows of w \(3 columns\)|columns of w"),
     ],
 )

@@ -3,6 +3,8 @@
 import itertools
 import time
 from mmap import PAGESIZE
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +89,14 @@ def test_experts_with_padding_between_them_are_a_copy_each() -> None:
     assert len(copy_ops(layout, layout.manifest("bfloat16", 4096), "w", (0, 0, 0), (8, 4, 16))) == 8
 
 
+def test_rows_that_do_not_follow_each_other_are_no_part_of_one_copy() -> None:
+    # The rows of "b" begin where the range of those of "a" ends, in the shard and in the image.
+    parts = {"a": [0, 2], "b": [3, 5], "c": [1, 4]}
+    layout = infer_layout(lambda s: {n: s["w"][rows] for n, rows in parts.items()}, {"w": (6, 64)})
+    ops = copy_ops(layout, layout.manifest("bfloat16", 4096), "w", (0, 0), (6, 64))
+    assert [op.rows for op in ops] == [slice(0, 3, 2), slice(3, 6, 2), slice(1, 5, 3)]
+
+
 def test_an_empty_shard_copies_nothing() -> None:
     layout = infer_layout(lambda s: s, {"w": (4, 8)})
     assert copy_ops(layout, layout.manifest("float32", 4096), "w", (4, 0), (0, 8)) == []
@@ -95,6 +105,13 @@ def test_an_empty_shard_copies_nothing() -> None:
 def test_a_plain_tensor_is_one_whole_chunk() -> None:
     assert chunk_of(torch.empty(3, 4)) == ((0, 0), (3, 4))
     assert chunk_of(torch.empty(())) == ((), ())
+
+
+def test_a_shard_of_two_boxes_is_refused() -> None:
+    boxes: Any = {"__create_chunk_list__": lambda: [object(), object()]}
+    shard: Any = SimpleNamespace(**boxes)
+    with pytest.raises(ConfigError, match="local shard must be one box, got 2"):
+        chunk_of(shard)
 
 
 def execute(op: CopyOp, shard: torch.Tensor, image: bytearray) -> None:
@@ -165,6 +182,8 @@ def test_shards_that_overlap_are_refused() -> None:
         assign_writers([{"w": ((0, 0), (3, 8))}, {"w": ((2, 0), (2, 8))}], {"w": (4, 8)})
     with pytest.raises(ConfigError, match="must not overlap"):
         assign_writers([{"w": ((0, 0), (2, 8))}, {"w": ((0, 4), (2, 8))}], {"w": (4, 8)})
+    with pytest.raises(ConfigError, match="must not overlap"):  # more rows than it has
+        assign_writers([{"w": ((0, 0), (5, 8))}], {"w": (4, 8)})
     with pytest.raises(ConfigError, match="must not overlap"):
         assign_writers([{"w": ((0, 0), (4, 3))}, {"w": ((0, 2), (4, 5))}], {"w": (4, 8)})
     # As many elements as the parameter has: column 2 twice, column 3 not at all.
