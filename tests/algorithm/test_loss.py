@@ -406,3 +406,11 @@ def test_the_extremes_are_of_labelled_tokens_and_the_least_is_negated() -> None:
     metrics = grpo_loss(logprobs, batch, GRPO())[1]
     assert metrics["logprob_max"] == logprobs[labelled].max()
     assert -metrics["minus_logprob_max"] == logprobs[labelled].min()
+
+
+def test_a_ratio_past_its_bound_is_clipped_only_where_the_advantage_pushes_it_further() -> None:
+    batch, old = micro_batch(), torch.full((2, 3), -1.0)  # the first row's advantage is positive
+    for moved, name, tokens in ((0.5, "clipped_high", 2), (-0.5, "clipped_low", 3)):
+        metrics = grpo_loss(old + moved, batch, GRPO(), None, old)[1]
+        clipped = {n: metrics[f"{n}_tokens_sum"].item() for n in ("clipped_high", "clipped_low")}
+        assert clipped == {"clipped_high": 0, "clipped_low": 0} | {name: tokens}
