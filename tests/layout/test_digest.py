@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from titan_grpo.errors import ConfigError
+from titan_grpo.errors import ConfigError, PeerError
 from titan_grpo.layout.image import BLOCK_HASHES, Hashing, fingerprint
 from titan_grpo.layout.manifest import Manifest
 from titan_grpo.runkey import Key
@@ -86,6 +86,13 @@ def test_an_unknown_algorithm_and_a_wrong_size_are_refused() -> None:
         Hashing("md5").block(())
     with pytest.raises(ValueError, match="1024 bytes, got 3"):
         Hashing("xxh3").blocks(memoryview(b"abc"), MANIFEST)
+
+
+def test_digests_are_split_where_there_are_as_many_as_blocks_and_refused_elsewhere() -> None:
+    assert Hashing("xxh3").split(bytes(16) + bytes([1] * 16), 2) == [bytes(16), bytes([1] * 16)]
+    for nbytes in (31, 33, 48):
+        with pytest.raises(PeerError, match=f"2 xxh3 digests must be 32 bytes, got {nbytes}"):
+            Hashing("xxh3").split(bytes(nbytes), 2)
 
 
 BASE = torch.arange(12, dtype=torch.float32).view(3, 4).bfloat16()
