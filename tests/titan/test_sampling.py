@@ -164,7 +164,7 @@ def test_the_weight_of_text_is_a_mean_or_one_per_completion_token() -> None:
 
 def test_staleness_is_of_the_oldest_version_behind_a_group() -> None:
     waited = Completion((5, 6, 7, 8), (-1.0,) * 4, "stop", 3, 5, "s", 1.0, spans=((4, 1), (5, 3)))
-    groups = [Group(Prompt(0, (1,)), (waited,))]
+    groups = [Group(Prompt(0, (1,)), (replace(waited, version_first=4, spans=()), waited))]
     batch = plan(groups, 1, BatchOptions(token_budget=64, max_len=32))
     values = group_values(groups, batch, version=5, kv_kept=True)
     assert (values[names.STALENESS], values[names.STALENESS_MAX]) == (2.0, 2.0)
