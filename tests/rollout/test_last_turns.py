@@ -1,13 +1,14 @@
 """How an episode of several turns ends: by its task, or by the run's limits."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import pytest
 
 from tests.rollout.conftest import MakeServer, answer
 from tests.rollout.sampling import Letters, holding, sample
 from titan_grpo.rollout.messages import RolloutSpec
-from titan_grpo.rollout.sampler import Sampler
+from titan_grpo.rollout.sampler import NotAccepted, Sampler
 from titan_grpo.rollout.task_runner import Codec, TaskRunner, Turn
 from titan_grpo.samples import NO_TOKENS, Prompt
 
@@ -60,3 +61,37 @@ def test_a_task_is_not_asked_after_the_last_of_the_turns_or_a_turn_that_the_budg
     sampler = Sampler(spec, TaskRunner(task, Letters(), spec))
     (completion,) = sample(sampler, [NO_TOKENS], holding(server.url, 3)).completions
     assert (completion.finish_reason, completion.answers, task.asked) == (reason, asked, asked)
+    seeds = {body["seed"] for body in server.bodies}
+    assert len(seeds) == len(server.bodies) == asked + 1, "each turn has random numbers of its own"
+
+
+def test_a_turn_of_the_policy_without_a_token_ends_its_episode(
+    completion_server: MakeServer,
+) -> None:
+    server, task = completion_server(), Dialogue()
+    turns = [[97], []]
+    server.behaviour = lambda _: answer(ids := turns.pop(0), [-1.0] * len(ids), "stop")
+    spec = RolloutSpec(model_dir="", group_size=1, max_completion_tokens=BUDGET)
+    sampler = Sampler(spec, TaskRunner(task, Letters(), spec))
+    (completion,) = sample(sampler, [NO_TOKENS], holding(server.url, 3)).completions
+    assert completion.sampled == (True, False, False)
+    assert (completion.finish_reason, task.asked) == ("stop", 1)
+
+
+@pytest.mark.parametrize(("least", "left_out"), [(3, False), (4, True)])
+def test_the_least_length_of_a_completion_counts_what_the_policy_sampled(
+    completion_server: MakeServer, least: int, left_out: bool
+) -> None:
+    # Three turns of one token, with two tokens of the task between them.
+    server, task = completion_server(), Dialogue()
+    server.behaviour = lambda _: answer([97], [-1.0], "stop")
+    spec = RolloutSpec(
+        model_dir="",
+        group_size=1,
+        max_completion_tokens=BUDGET,
+        max_turns=3,
+        min_completion_tokens=least,
+    )
+    sampler = Sampler(spec, TaskRunner(task, Letters(), spec))
+    with pytest.raises(NotAccepted, match="too_short") if left_out else nullcontext():
+        sample(sampler, [NO_TOKENS], holding(server.url, 3))

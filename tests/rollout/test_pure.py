@@ -156,6 +156,8 @@ def versions(label: str, *spans: VersionSpan, **how: bool) -> tuple[int, int, tu
 def test_versions_of_tokens_are_the_engines_where_it_names_them_and_the_ledgers_elsewhere() -> None:
     assert versions("r:6:f", *SPANS) == (6, 8, ((7, 3), (8, 2)))
     assert versions("r:6:f") == (6, 9, ((6, 5),))
+    # One that is older than what the ledger knew makes the answer so old.
+    assert versions("r:6:f", ("r:5:f", 0, 5)) == (5, 5, ((5, 5),))
 
 
 def test_a_request_that_waited_over_a_commit_is_as_old_as_its_admission() -> None:

@@ -2,6 +2,8 @@
 budget."""
 
 import random
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,14 @@ from titan_grpo.protocol.messages import ServerState
 from titan_grpo.rollout.client import consumption_order
 from titan_grpo.rollout.dispatch import worth_keeping
 from titan_grpo.rollout.messages import GroupDone, Ticket
-from titan_grpo.rollout.sampler import Interrupted, kv_survived, versioned, went_on
+from titan_grpo.rollout.sampler import (
+    Interrupted,
+    OtherWeights,
+    kv_survived,
+    tokens_to_stop,
+    versioned,
+    went_on,
+)
 from titan_grpo.rollout.schedule import Server
 from titan_grpo.samples import NO_TOKENS, Completion, Group, Prompt
 
@@ -78,6 +87,18 @@ def test_a_stop_over_a_break_ends_the_completion_with_its_last_token(
     assert "".join(map(chr, completion.token_ids)) == "no [END"
     assert (completion.finish_reason, len(completion.logprobs)) == ("stop", len("no [END"))
     assert completion.token_spans[-1] == (3 + breaks, 3 - breaks)
+
+
+def test_a_stop_over_a_break_may_have_characters_of_several_tokens() -> None:
+    def found(before: str, more: str) -> int | None:
+        def spell(ids: Sequence[int]) -> str:
+            return bytes(ids).decode(errors="replace")
+
+        return tokens_to_stop(spell, before.encode(), more.encode(), ["\u20ac;"])
+
+    assert found("a\u20ac", ";b") == 1
+    assert found("a", "\u20ac;") is None, "the engine finds one in its own answer"
+    assert found("\u20ac;a", "b") is None, "and has passed over this one"
 
 
 FINISHED = Completion((1, 2), (-1.0, -1.0), "stop", 3, 4, "")
@@ -157,6 +178,28 @@ def test_a_completion_that_ends_while_a_commit_runs_may_be_of_the_version_that_c
     [completion] = sample(sampler, [NO_TOKENS], known).completions
     assert (completion.version_first, completion.version_last) == (3, 4)
     assert completion.token_spans == ((3, 2),)
+
+
+@pytest.mark.parametrize(
+    ("recomputed", "retractions", "fit"), [(True, 0, False), (True, 1, True), (False, 0, True)]
+)
+def test_tokens_on_kv_that_a_commit_should_have_discarded_are_not_trained_on(
+    completion_server: MakeServer, recomputed: bool, retractions: int, fit: bool
+) -> None:
+    server, sampler = completion_server(), sampler_of("calculator", "", 1, 2)
+    sampler._spec = replace(sampler._spec, stream_completions=False, kv_recomputed=recomputed)
+    spans = [{"version": f"r:{3 + at}:f", "start": at, "end": at + 1} for at in range(2)]
+    meta = {
+        "finish_reason": {"type": "length", "length": 2},
+        "output_token_logprobs": [[-1.0, 55, None], [-1.0, 56, None]],
+        "weight_versions": spans,
+        "num_retractions": retractions,
+    }
+    server.behaviour = lambda _: (200, {"output_ids": [55, 56], "meta_info": meta})
+    known = Server(ServerState(server.url, 3, True, "r:3:f", "sglang"))
+    with nullcontext() if fit else pytest.raises(OtherWeights, match="kv_kept"):
+        [completion] = sample(sampler, [NO_TOKENS], known).completions
+        assert completion.token_spans == ((3, 1), (4, 1))
 
 
 def test_an_answer_whose_servers_version_the_ledger_lost_meanwhile_is_interrupted_and_not_kept(
