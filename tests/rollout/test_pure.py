@@ -284,11 +284,13 @@ def test_a_recorded_step_that_dynamic_sampling_left_short_is_replayed_as_it_was(
     recorder = GroupRecorder(str(path), 0)
     recorder.write(0, [group], whole=False)
     recorder.write(1, [group])
+    recorder.write(2, [group] * 3, whole=False)
     recorder.close()
     replay = ReplayClient(str(path))
     assert replay.next_batch(0, 2, 1) == [group]
-    with pytest.raises(DataError, match="prompts_per_step is 2"):
-        replay.next_batch(1, 2, 1)
+    for version in (1, 2):
+        with pytest.raises(DataError, match="prompts_per_step is 2"):
+            ReplayClient(str(path), {"next_batch": version}).next_batch(version, 2, 1)
 
 
 def test_a_recording_keeps_the_spans_of_versions_and_one_without_them_can_be_read(
