@@ -13,7 +13,12 @@ from tests.algorithm.loss_inputs import ALL_ON, filled
 from tests.algorithm.loss_reference import Sequence, sequence_loss
 from titan_grpo.algorithm.distribution import logit_mean_square, token_entropy, token_logprobs
 from titan_grpo.algorithm.loss import LogitTerms, Metrics, accumulate, flags, grpo_loss
-from titan_grpo.algorithm.objective import least_left_out, second_moments
+from titan_grpo.algorithm.objective import (
+    Spans,
+    gmpo_objective,
+    least_left_out,
+    second_moments,
+)
 from titan_grpo.config import GRPO
 from titan_grpo.errors import ConfigError
 
@@ -414,3 +419,11 @@ def test_a_ratio_past_its_bound_is_clipped_only_where_the_advantage_pushes_it_fu
         metrics = grpo_loss(old + moved, batch, GRPO(), None, old)[1]
         clipped = {n: metrics[f"{n}_tokens_sum"].item() for n in ("clipped_high", "clipped_low")}
         assert clipped == {"clipped_high": 0, "clipped_low": 0} | {name: tokens}
+
+
+def test_gmpo_bounds_no_ratio_from_below_where_the_lower_bound_is_1() -> None:
+    ones = torch.ones(1, 2)
+    spans = Spans(ones.bool(), torch.zeros(1, 2, dtype=torch.int64))
+    for low, mean in ((1.0, math.exp(-5)), (0.5, math.sqrt(0.5))):
+        found = gmpo_objective(torch.tensor([[-10.0, 0.0]]), -ones, spans, low, 0.2)
+        assert found.tolist() == [pytest.approx([-mean] * 2)]
