@@ -86,6 +86,27 @@ def test_of_each_step_only_what_the_summary_needs_stays_in_memory(tmp_path: Path
     assert summary.blocked_s.median == 0.75
 
 
+def test_a_steps_values_and_counts_are_two_lines_of_the_history(tmp_path: Path) -> None:
+    """With 64 servers there were a thousand at every step, and a resume reads them all."""
+    recorder = Recorder(tmp_path)
+    for step in (1, 2):
+        for server in range(64):
+            recorder.observe(names.SEND_S, server / 8)
+            recorder.observe(names.VERIFY_S, float("nan"))
+            recorder.count(names.SYNC_COUNT)
+            recorder.count(names.SYNC_BYTES, 1 << 40)
+        recorder.step(step, {names.REWARD: 0.5})
+    recorder.count(names.SYNC_COUNT)
+    recorder.close()
+    lines = (tmp_path / "history.jsonl").read_text().splitlines()
+    assert len(lines) <= 2 + 2 * 2 + 1 + 2, "process, first step; a pause of a second adds two"
+    found = read_history(tmp_path / "history.jsonl").whole()
+    assert list(found.series) == [names.SEND_S]
+    assert list(found.series[names.SEND_S]) == [server / 8 for server in range(64)] * 2
+    assert found.totals == {names.SYNC_COUNT: 129, names.SYNC_BYTES: 1 << 47}
+    assert Recorder(tmp_path).history() == found
+
+
 def test_each_step_is_one_line_of_valid_json_whose_sums_are_finite(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     recorder.step(1, {names.REWARD: 0.5, names.KL: float("nan"), names.LOSS: 1e99})

@@ -2,11 +2,14 @@
 be, and those that are written whole."""
 
 import errno
+import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from math import isfinite
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 TAIL_BYTES = 1 << 20
 """Bytes at the end of an earlier trace in which to find its last event; no event is as long."""
@@ -73,6 +76,33 @@ class Output:
         with self._noting_errors():
             if self._file is not None:
                 self._file.close()
+
+
+class Gathered:
+    """Values and counts on their way to history.jsonl: a line for each would be most of the file.
+    With many servers these are hundreds at every step, and a resume reads them all."""
+
+    def __init__(self) -> None:
+        self._values: defaultdict[str, list[float]] = defaultdict(list)
+        self._counts: defaultdict[str, float] = defaultdict(float)
+
+    def take(self, entry: list[Any]) -> bool:
+        """Keep an entry if it is one of these; return whether it is."""
+        match entry:
+            case "value", name, value:
+                if isfinite(value):  # JSON has no other
+                    self._values[name].append(value)
+            case "count", name, amount:
+                self._counts[name] += amount
+            case _:
+                return False
+        return True
+
+    def text(self) -> str:
+        """Return the lines for all that came since the last call."""
+        both = {"values": self._values, "counts": self._counts}
+        self._values, self._counts = defaultdict(list), defaultdict(float)
+        return "".join(json.dumps(entry) + "\n" for entry in both.items() if entry[1])
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from msgspec import Meta
 from titan_grpo.errors import ConfigError, utf8_text
 from titan_grpo.observe import names, terminal
 from titan_grpo.observe.dashboards import NoTraces, Traces
-from titan_grpo.observe.output import Output, open_lines, open_trace, reading
+from titan_grpo.observe.output import Gathered, Output, open_lines, open_trace, reading
 from titan_grpo.observe.schema import Change, Evaluated, decoded
 
 Event = dict[str, Any]
@@ -111,7 +111,8 @@ def _kept(row: Mapping[str, Any], only: Collection[str]) -> dict[str, Any]:
 
 @dataclass
 class History:
-    """Events of a run other than its step metrics. history.jsonl has one line per ``add``."""
+    """Events of a run other than its step metrics. history.jsonl has one line per ``add``, but of
+    values and counts (``Gathered``)."""
 
     series: dict[str, "array[float]"] = field(
         default_factory=lambda: defaultdict(lambda: array("d"))
@@ -134,6 +135,12 @@ class History:
                 self.series[name].append(float(value))
             case "count", (name, amount):
                 self.totals[name] += amount
+            case "values", (dict(found),):
+                for name, values in found.items():
+                    self.series[name].extend(values)
+            case "counts", (dict(found),):
+                for name, amount in found.items():
+                    self.totals[name] += amount
             case "server", (str(server),):
                 self.commits.setdefault(server, [])
             case "commit", (str(server), int(version)):
@@ -490,7 +497,7 @@ class Recorder:
             "history": Output(self._history_path, open_lines, again=True),
             "samples": Output(self.run_dir / SAMPLES, open_lines, again=True),
         }
-        first, due = True, inf
+        first, due, gathered = True, inf, Gathered()
         while True:
             try:
                 # no deadline where all is flushed: the owner's close() puts None into the queue,
@@ -498,6 +505,7 @@ class Recorder:
                 within_s = None if due == inf else max(0.0, due - time.monotonic())
                 item = self._queue.get(timeout=within_s)
             except queue.Empty:
+                outputs["history"].write(gathered.text())
                 self._flush(outputs.values())
                 due = inf
                 continue
@@ -507,16 +515,19 @@ class Recorder:
             if kind == "span" and self._traces is not None:
                 self._traces.span(*body)
                 continue
-            text = json.dumps(body, default=str)
             if kind == "trace":
+                text = json.dumps(body, default=str)
                 outputs[kind].write(text if first else ",\n" + text)
                 first = False
-            else:
-                outputs[kind.removeprefix("last ")].write(text + "\n", kind.startswith("last "))
+            elif kind != "history" or not gathered.take(body):
+                text = json.dumps(body, default=str) + "\n"
+                outputs[kind.removeprefix("last ")].write(text, kind.startswith("last "))
             due = min(due, time.monotonic() + FLUSH_S)
             if kind.endswith("metrics"):
+                outputs["history"].write(gathered.text())
                 self._flush(outputs.values())
                 due = inf
+        outputs["history"].write(gathered.text())
         outputs["trace"].close("\n]\n")
         for output in list(outputs.values())[1:]:
             output.close()
