@@ -243,6 +243,19 @@ def test_evaluations_of_versions_that_a_resumed_run_makes_again_are_no_results_o
     assert again.evaluations == summary.evaluations, "as its files say"
 
 
+def test_the_report_of_a_run_reads_nothing_of_it_again(tmp_path: Path) -> None:
+    """torchrun kills a run 30 s after a signal: that is no time to read gigabytes."""
+    recorder = Recorder(tmp_path)
+    for step in range(1, 11):
+        recorder.step(step, {names.REWARD: step / 10})
+    recorder.close()
+    recorder.metrics_path.unlink()
+    summary = report.write_report(recorder, "run", "async")
+    assert summary.reward_last == pytest.approx(0.95)
+    assert summary.errors == []
+    assert (tmp_path / "reward.png").is_file()
+
+
 def test_a_report_that_cannot_be_written_is_an_error_of_the_run_and_no_second_one(
     tmp_path: Path,
 ) -> None:

@@ -1,6 +1,6 @@
 """The results of a run: summary.json, a table and a plot; and a step's progress line."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from titan_grpo.errors import NOT_JSON, utf8_text
 from titan_grpo.observe import names
 from titan_grpo.observe.output import write_whole
-from titan_grpo.observe.recorder import SUMMARY, Recorder, read_last, read_metrics
+from titan_grpo.observe.recorder import SUMMARY, Recorder, read_last
 from titan_grpo.observe.schema import MeanMax, MedianP95, Server, Summary
 from titan_grpo.observe.terminal import aligned
 
@@ -44,20 +44,20 @@ _SPREADS = {
 }
 
 
-def finite(values: list[float]) -> npt.NDArray[np.float64]:
+def finite(values: Sequence[float]) -> npt.NDArray[np.float64]:
     """Return the finite values: one NaN does not hide the rest."""
     series = np.array(values, dtype=np.float64)
     return series[np.isfinite(series)]
 
 
-def median_p95(values: list[float]) -> MedianP95:
+def median_p95(values: Sequence[float]) -> MedianP95:
     """Return both figures of the finite values; None without any."""
     if not (series := finite(values)).size:
         return MedianP95(None, None)
     return MedianP95(*map(float, np.quantile(series, (0.5, 0.95))))
 
 
-def mean_max(means: list[float], largest: list[float]) -> MeanMax:
+def mean_max(means: Sequence[float], largest: Sequence[float]) -> MeanMax:
     """Return the mean of the steps' means, and the maximum of their largest values; None without
     any."""
     one, other = finite(means), finite(largest)
@@ -80,7 +80,7 @@ def ends(values: list[float]) -> tuple[float | None, float | None, int]:
 
 def summarize(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> Summary:
     """Return the content of summary.json; ``mode`` is "async" or "sync"."""
-    rows, history, series = recorder.rows(), recorder.history(), recorder.series
+    rows, history, series = recorder.rows(), recorder.history(), recorder.values
     totals, resumes = history.totals, set(history.resumes)
     # The first step of a process has no predecessor on its clock.
     steps = [(a, b) for a, b in pairwise(rows) if b["step"] not in resumes]
@@ -89,7 +89,7 @@ def summarize(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> Su
     # step without one.
     rated = [(_took(b) - _took(a), b[names.GENERATED]) for a, b in steps if b.get(names.GENERATED)]
     rated_s = sum(_took(b) - _took(a) for a, b in steps)
-    first, last, window = ends(series(names.REWARD))
+    first, last, window = ends(recorder.series(names.REWARD))
     prefix = names.dropped("")
     figures: dict[str, Any] = {key: int(totals[name]) for key, name in _COUNTS.items()}
     figures |= {key: median_p95(series(name)) for key, name in _TIMES.items()}
@@ -150,13 +150,16 @@ def write_report(recorder: Recorder, run: str, mode: str, ended_by: str = "") ->
     """Close the recorder, write summary.json and reward.png, and return the summary. Files that
     cannot be written are among its errors."""
     recorder.close()
+    # Once, and of what is in memory: torchrun kills a run 30 s after a signal, however long it was.
+    summary = summarize(recorder, run, mode, ended_by)
     try:
-        text = msgspec.json.format(msgspec.json.encode(summarize(recorder, run, mode, ended_by)))
+        text = msgspec.json.format(msgspec.json.encode(summary))
         write_whole(recorder.run_dir / SUMMARY, text.decode() + "\n")
-        plot_rewards(recorder.metrics_path, recorder.run_dir / "reward.png")
+        plot_rewards(recorder.rows(), recorder.run_dir / "reward.png")
     except OSError as error:
         recorder.error(f"the report in {recorder.run_dir} is not whole: {error.strerror}")
-    return summarize(recorder, run, mode, ended_by)
+        summary.errors = recorder.history().errors
+    return summary
 
 
 def came_to_its_end(run_dir: Path) -> bool:
@@ -168,9 +171,8 @@ def came_to_its_end(run_dir: Path) -> bool:
         return False
 
 
-def plot_rewards(metrics: Path, out: Path) -> None:
-    """Plot reward over steps from metrics.jsonl, if it has any."""
-    rows = read_metrics(metrics, (names.REWARD,)) if metrics.exists() else []
+def plot_rewards(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
+    """Plot reward over steps, if any row has one."""
     points = [(row["step"], row[names.REWARD]) for row in rows if row.get(names.REWARD) is not None]
     if not points:
         return
