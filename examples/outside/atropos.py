@@ -3,7 +3,7 @@
 #   .venv-atropos/bin/python -m uvicorn atroposlib.api:app --port 8400
 #   python examples/outside/atropos.py http://127.0.0.1:8000 http://127.0.0.1:8400
 #
-# beside the run, at a vLLM server of the quickstart's model (docs/first_job.md says how to start one)
+# beside the run, at a vLLM server of the quickstart's model (docs/first_job.md: Servers)
 # that shows no version of an earlier run (one_box.sh starts all of them):
 #
 #   torchrun -m titan_grpo.train --job.config_file train_configs/quickstart_cpu.toml \

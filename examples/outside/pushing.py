@@ -2,7 +2,7 @@
 #
 #   python examples/outside/pushing.py http://127.0.0.1:8000 http://127.0.0.1:8300
 #
-# beside the run, at a vLLM server of the quickstart's model (docs/first_job.md says how to start one)
+# beside the run, at a vLLM server of the quickstart's model (docs/first_job.md: Servers)
 # that shows no version of an earlier run (one_box.sh starts all of them):
 #
 #   torchrun -m titan_grpo.train --job.config_file train_configs/quickstart_cpu.toml \
