@@ -117,18 +117,12 @@ class WorkerKeys(TaskKeys):
     """Largest number of requests in flight on one server. A group starts where there is room for
     all of its completions; each frees its place when it ends (an episode: when it is over). A group
     larger than this starts on a server without requests, and its requests wait for each other.
-    Servers get a version one after the other: for a quarter of a group's mean duration the first
-    ones take only their share of the groups that wait for it, unless the others were late the last
-    time. A server that takes 2.5 times as long for a token as the median one, or more, gets groups
-    only when the others have many, and one group after every 20 durations of a request. Its speed
-    is that of streamed answers of more than 32 tokens (stream_completions)."""
+    docs/protocol.md says how groups are shared among servers."""
 
     request_timeout_s: float = 300.0
     """Deadline of one generation request, in seconds. If its answer is streamed
-    (stream_completions, without grpo.router_replay): longest time without data from it. Another
-    server takes over the groups of one that stands still before that, with their tokens so far: of
-    a server none of whose streamed answers got a token for 10 s and for 5 times the longest such
-    pause of any server of late, or whose version was unknown for 10 s."""
+    (stream_completions, without grpo.router_replay): longest time without data from it. The groups
+    of a server that stands still go on elsewhere before that, after 10 s or more."""
 
     stream_completions: bool = True
     """Receive completions in pieces of 32 tokens: after a broken connection they continue on
