@@ -140,6 +140,7 @@ def test_a_server_that_a_version_would_not_reach_whole_is_unfit_without_our_plug
         ({"dcp_replicate_q_proj": True}, "--no-dcp-replicate-q-proj"),
         ({"enable_eplb": True}, "--enable-eplb"),
         ({"enable_flexkv": True}, "--enable-flexkv"),
+        ({"enable_lmcache": True, "enable_return_routed_experts": True}, "without --enable-hier"),
         ({"enable_watermark": True}, "--enable-watermark"),
         ({"speculative_algorithm": "EAGLE"}, "draft model"),
         (

@@ -349,6 +349,8 @@ OF_SGLANG = {
     'late(device="cuda", enable_torch_compile=True)': "",
     'late(device="cpu", enable_torch_compile=True)': "without --enable-torch-compile",
     "problem(enable_flexkv=True)": "start the server without --enable-flexkv",
+    "late(enable_hierarchical_cache=True, enable_return_routed_experts=False)": "",
+    "late(enable_hierarchical_cache=True, enable_return_routed_experts=True)": "of other tokens",
     "preferred(top_k=2, no_stop_trim=True)": "",
     "preferred(top_k=2, stop_token_ids=[9])": "the server's preference of stop_token_ids would",
     "late(enable_watermark=True)": ALIKE,

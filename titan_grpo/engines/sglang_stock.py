@@ -42,6 +42,9 @@ the group would never be complete, and each attempt would stop generation for it
 several tokenizer workers only the one that gets the call has the new label. Layers that are
 prefetched are computed with old weights."""
 
+STORES = "enable_hierarchical_cache", "enable_lmcache", "enable_unified_cache_external_linker"
+"""Options of a server with which KV leaves the device's memory and comes back elsewhere in it."""
+
 TEXT = "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"
 """What of a request decides about the text alone."""
 
@@ -80,6 +83,14 @@ def options_problem(args: Any) -> str:
         return (
             "FlexKV finds KV by tokens alone, so answers would go on from older prefixes:"
             " start the server without --enable-flexkv"
+        )
+    # SGLang keeps a token's experts by the place of its KV on the device.
+    if has("enable_return_routed_experts") and any(map(has, STORES)):
+        return (
+            "KV that comes back from behind the device's memory has the experts of other tokens,"
+            " and these would be replayed: start the server without --enable-hierarchical-cache,"
+            " --enable-lmcache and --enable-unified-cache-external-linker, or without"
+            " --enable-return-routed-experts"
         )
     if has("weight_cache_mode") not in (None, "off"):
         return (
