@@ -1,6 +1,7 @@
 """In every legal order of a device's streams an image holds the weights of its publish; without one
 of the waits that this rests on, it does not. Without a GPU; test_cuda_order.py is with one."""
 
+import weakref
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from tests.sync.fake_cuda import Device, Event, Lazy, Runtime, Stream, fake_cuda
 from titan_grpo.layout.infer import infer_layout
+from titan_grpo.layout.peft import MergedRows
 from titan_grpo.layout.plan import copy_ops
 from titan_grpo.sync.publisher import Copy, CudaCopy, Snapshotter, _CudaSide
 
@@ -161,6 +163,24 @@ def test_a_copy_in_flight_is_over_before_its_memory_is_unpinned(
             patch.setattr(Runtime, "unregister", lambda *_, t=trainer: held.append(t.held(0)))
             trainer.close()
     assert held == [{1.0}] * SLOTS * len(SEEDS)
+
+
+def test_what_only_a_copy_holds_lives_until_the_copy_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as gathered adapters: torch would give their memory to the next forward."""
+    with fake_cuda(monkeypatch, seed=0) as device:
+        trainer = Trainer(device)
+        merged = MergedRows(torch.zeros(8, 6), torch.ones(8, 2), torch.ones(2, 6), 1.0)
+        alive = weakref.ref(merged)
+        with Lazy(device):
+            copy = trainer._snapshotter.start({**trainer._weights, "cast": merged}, 0)
+        del merged
+        copy.fence()
+        assert alive() is not None
+        copy.wait(60.0)
+        assert trainer.held(0) == {0.0, 2.0}
+        assert alive() is None
 
 
 def test_memory_that_cannot_be_pinned_is_said_once_for_all_of_its_parts(
