@@ -83,6 +83,6 @@ def test_this_machine_can_be_read() -> None:
 def test_too_little_memory_names_bytes_and_remedy() -> None:
     with pytest.raises(
         ConfigError,
-        match=rf"2 images needs {1 << 60} bytes.*available are \d+ .*fewer weight_sync\.slots",
+        match=rf"2 images needs {1 << 60} bytes.*available are \d+ .*; use a machine or container",
     ):
         require_memory(1 << 60, "2 images")

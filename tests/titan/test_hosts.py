@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.rigs.ranks import run_ranks
 from titan_grpo.config import WeightSync
 from titan_grpo.errors import ConfigError
+from titan_grpo.layout import memory
 from titan_grpo.titan.weight_sync import Stages, TrainerSync
 
 SCRIPT = Path(__file__).with_name("host_ranks.py")
@@ -50,14 +51,17 @@ def test_the_ranks_of_a_host_share_the_conversion_and_map_their_own_pages(tmp_pa
     assert "5.weight becomes none" in errors[0]
 
 
+@pytest.mark.parametrize(("slots", "remedy"), [(10**12, "use fewer of them, a"), (2, "use a")])
 def test_images_that_the_memory_does_not_hold_are_refused_with_the_rank_and_the_size(
-    tmp_path: Path,
+    slots: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two slots are the least: fewer were the remedy."""
+    monkeypatch.setattr(memory, "available_memory", lambda: 100)
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    slots, model = 10**12, torch.nn.Linear(4, 4)
+    model, wrong = torch.nn.Linear(4, 4), f"rank 0: weight_sync.slots = {slots} version image.*"
     try:
-        with pytest.raises(ConfigError, match=f"rank 0: weight_sync.slots = {slots} version image"):
+        with pytest.raises(ConfigError, match=f"{wrong}; {remedy} machine or container"):
             TrainerSync(Stages([model], model), dict, WeightSync(slots=slots), torch.device("cpu"))
     finally:
         dist.destroy_process_group()

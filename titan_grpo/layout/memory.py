@@ -63,8 +63,11 @@ def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
     return max(0, min(rooms))
 
 
-def require_memory(nbytes: int, what: str) -> None:
-    """Raise ConfigError if ``nbytes`` for ``what`` are not available now.
+MORE = "a machine or container with more memory"
+
+
+def require_memory(nbytes: int, what: str, use: str = MORE) -> None:
+    """Raise ConfigError if ``nbytes`` for ``what`` are not available now. ``use``: the remedy.
 
     Check before the run: a page without memory is a SIGBUS or the OOM killer in mid-step.
     """
@@ -72,6 +75,6 @@ def require_memory(nbytes: int, what: str) -> None:
     if nbytes > have:
         raise ConfigError(
             f"{what} needs {nbytes} bytes of host memory ({nbytes / 2**30:.2f} GiB), available are"
-            f" {have} ({have / 2**30:.2f} GiB): the run would be killed when it fills them; use"
-            " fewer weight_sync.slots, or a machine or container with more memory"
+            f" {have} ({have / 2**30:.2f} GiB): the process would be killed when it fills them;"
+            f" use {use}"
         )

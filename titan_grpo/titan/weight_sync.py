@@ -19,7 +19,7 @@ from titan_grpo.errors import ConfigError, SyncError
 from titan_grpo.layout.image import KEYED, Hashing, ImageAddress, SharedImage, open_memfd
 from titan_grpo.layout.infer import HFTensor, Layout, ToHF, infer_layout, strip_prefixes
 from titan_grpo.layout.manifest import ALIGNMENT, Manifest, Part, Run, extents_of, parts_of
-from titan_grpo.layout.memory import require_memory
+from titan_grpo.layout.memory import MORE, require_memory
 from titan_grpo.layout.peft import MergedRows
 from titan_grpo.layout.plan import (
     Chunk,
@@ -418,7 +418,9 @@ class TrainerSync:
         manifest, part, slots = self.plan.manifest, self.plan.part, self._config.slots
         nbytes = manifest.parts[part].nbytes
         require_memory(
-            nbytes * slots, f"weight_sync.slots = {slots} version images of {nbytes:,} bytes"
+            nbytes * slots,
+            f"weight_sync.slots = {slots} version images of {nbytes:,} bytes",
+            f"{'fewer of them, ' if slots > 2 else ''}{MORE}, or more trainer hosts",
         )
         logger.info(
             "weight sync: %d slots x %s bytes%s = %.3f GiB of host memory; device memory: one copy"
