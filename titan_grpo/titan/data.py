@@ -1,7 +1,7 @@
 """A step's data: groups, in the data loader that torchtitan iterates, and plain text.
 
 Rank 0 takes groups, plans all ranks' work and scatters it. The scatter carries everything that the
-ranks must agree on: the micro-batches, the slot of the next version, the resume state, and an error
+ranks must agree on: the micro-batches, the slot of the next version, the resume state, or an error
 that stops the run. With ``grpo.single_rank_load`` micro-batches travel as tensors; without, as rows
 from which each rank builds the same tensors. The scatter has its own gloo group: the wait for
 rollouts may be longer than torchtitan's training timeout.
@@ -119,8 +119,6 @@ class Share:
     """Slot for the version that this step makes; None: it is not published."""
     state: str = ""
     """Rollout state after this step, for the checkpoint."""
-    error: str = ""
-    """Why every rank must stop the run now; empty if it goes on."""
     microbatches: list[MicroBatch] | Rows = field(default_factory=list)
     """The tensors, or the rows to build them from."""
 
@@ -141,27 +139,34 @@ def pickled_shares(
 Result = TypeVar("Result")
 
 
-def on_rank0(work: Callable[[], Result] | None, group: dist.ProcessGroup) -> Result:
-    """Return on every rank what ``work`` returns on rank 0; the other ranks pass None, and wait for
-    it. If it raises, rank 0 raises that error and every other rank RunStopped. Collective."""
-    said: list[Any] = [None, ""]
+def from_rank0(values: Callable[[], Sequence[Any]] | None, group: dist.ProcessGroup) -> Any:
+    """Return on each rank its own of the ``values``, by rank, that rank 0 makes; the other ranks
+    pass None, and wait for it. If it raises, rank 0 raises that error and every other rank
+    RunStopped. Collective."""
+    shares: list[Any] | None = None
     failure: Exception | None = None
-    if work is not None:
+    if values is not None:
         try:
-            said[0] = work()
+            shares = [(value, "") for value in values()]
         except Exception as error:  # noqa: BLE001 - raised below, on every rank
             # Sent, a bug too: otherwise the other ranks would wait until rank 0 has closed
             # everything, and end by a lost connection.
-            failure, said[1] = error, _text(error)
-    dist.broadcast_object_list(said, src=0, group=group)
-    if said[1]:
-        raise failure or RunStopped(said[1])
-    found: Result = said[0]
+            failure = error
+            said = f"{type(error).__name__}: {error}"
+            shares = [(None, said)] * dist.get_world_size(group)
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, shares, src=0, group=group)
+    value, why = received[0]
+    if why:
+        raise failure or RunStopped(why)
+    return value
+
+
+def on_rank0(work: Callable[[], Result] | None, group: dist.ProcessGroup) -> Result:
+    """Return on every rank what ``work`` returns on rank 0. Otherwise as ``from_rank0``."""
+    one = None if work is None else (lambda: [work()] * dist.get_world_size(group))
+    found: Result = from_rank0(one, group)
     return found
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 class BatchLoader(BaseDataLoader):
@@ -193,23 +198,12 @@ class BatchLoader(BaseDataLoader):
 
     def fetch(self, prepare: Callable[[], StepWork] | None) -> Share:
         """Return this rank's share of one step. Rank 0 passes ``prepare``; if that raises, it is as
-        in ``on_rank0``.
+        in ``from_rank0``.
 
         Collective over all ranks; the ranks other than 0 wait here for the rollouts.
         """
-        shares: list[bytes] | None = None
-        failure: Exception | None = None
-        if prepare is not None:
-            try:
-                shares = pickled_shares(*prepare(), self._dp_ranks)
-            except Exception as error:  # noqa: BLE001 - raised below, on every rank
-                failure = error
-                shares = [pickle.dumps(Share(error=_text(error)))] * len(self._dp_ranks)
-        received: list[Any] = [None]
-        dist.scatter_object_list(received, shares, src=0, group=self.group)
-        mine: Share = pickle.loads(received[0])
-        if mine.error:
-            raise failure or RunStopped(mine.error)
+        shares = None if prepare is None else (lambda: pickled_shares(*prepare(), self._dp_ranks))
+        mine: Share = pickle.loads(from_rank0(shares, self.group))
         self.state = mine.state
         work = mine.microbatches
         self._queue = build(work) if isinstance(work, Rows) else list(work)
