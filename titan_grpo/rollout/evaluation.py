@@ -7,13 +7,11 @@ training and rollouts lose only the time of its requests on the server."""
 import asyncio
 import math
 import os
-import queue
 import socket
 import statistics
-import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -33,6 +31,7 @@ from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner, at_once
 from titan_grpo.rollout.tasks.functions import FunctionTask, ready
 from titan_grpo.rollout.threads import give_loop_threads
 from titan_grpo.samples import LARGEST_REWARD, NO_TOKENS, Group
+from titan_grpo.subprocesses import exit_with_parent
 
 Z_95 = statistics.NormalDist().inv_cdf(0.975)
 """Two-sided 95 % quantile of the normal distribution."""
@@ -307,31 +306,21 @@ def failure(error: BaseException) -> Failure:
     return Failure(f"{type(error).__name__}: {error}", isinstance(error, PeerError))
 
 
-def main(sock: socket.socket, _: int) -> int:
+def main(sock: socket.socket, parent: int) -> int:
     """Read a Job from the socket, and send back None once it is loaded, or a Failure; then read the
-    ServerState of a server, and send back Evaluated or a Failure."""
+    ServerState of a server, and send back Evaluated or a Failure. End with the trainer."""
+    exit_with_parent(parent)
     connection: Connection[Any, Any] = Connection(sock.detach())
-    read: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(connection, read), daemon=True).start()
     try:
-        # no deadline: if the trainer ends, its connection closes, and _read ends this process
-        job: Job = read.get()
+        # no deadline: ends with the trainer
+        job: Job = connection.recv()
         key = read_key(os.environ, job.spec.api_key_env)
         prepared = prepare(job)
         connection.send(None)
         # no deadline: likewise
-        state: ServerState = read.get()
+        state: ServerState = connection.recv()
         connection.send(asyncio.run(evaluate(job, state, prepared, key)))
     except Exception as error:  # noqa: BLE001 - top of the process: the trainer shows it
-        connection.send(failure(error))
+        with suppress(OSError):  # of a trainer that has ended
+            connection.send(failure(error))
     return 0
-
-
-def _read(connection: "Connection[Any, Any]", read: "queue.SimpleQueue[Any]") -> None:
-    """End this process when the trainer's end of the connection closes."""
-    try:
-        while True:
-            # no deadline: recv raises when the trainer's end closes
-            read.put(connection.recv())
-    except (EOFError, OSError):
-        os._exit(1)

@@ -361,7 +361,6 @@ class Evaluations:
             if not self._closing and table.spare is None:
                 table.spare, spare = spare, None
         if spare is not None:
-            # Kill it first: it may be loading, and ``end`` alone would wait END_S for that.
             spare.kill()
             spare.end()
 
@@ -395,6 +394,7 @@ class Evaluations:
             try:
                 return process.evaluate(state, asked.whole_s)
             except TimeoutError:
+                process.kill()
                 return Failure(f"it was not over after {asked.timeout_s:g} s (timeout_s)", False)
         finally:
             process.end()
@@ -418,6 +418,7 @@ class _Process:
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, nice)
             self._connection.send(job)
         except BaseException:
+            self.kill()
             self.end()
             raise
 
@@ -461,8 +462,8 @@ class _Process:
         self._process.kill()
 
     def end(self) -> None:
-        """Close the connection, which ends the process, and wait for its end. Bounded: a process
-        may survive its kill for a while. Idempotent."""
+        """Wait for the end of a process that has answered or was killed. Bounded: it may survive
+        its kill for a while. Idempotent."""
         self._connection.close()
         try:
             wait_process(self._process, END_S)
