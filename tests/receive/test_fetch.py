@@ -18,7 +18,7 @@ from titan_grpo.protocol.messages import Kind, RangeSource, Staged
 from titan_grpo.receive import fetch as module
 from titan_grpo.receive.fetch import Content, Fetch, Open, RangeReader, TcpReader
 from titan_grpo.sync.link import LaneLink, LinkOptions
-from titan_grpo.sync.transports.channel import ReceiverChannel
+from titan_grpo.sync.transports.channel import ReceiverChannel, connect
 from titan_grpo.sync.transports.range_server import RangeServer
 
 BLOCK, BLOCKS = 4096, 24
@@ -107,7 +107,8 @@ def test_a_lane_waits_for_a_mark_as_long_as_its_bytes_may_take() -> None:
     link = LaneLink("run", 1, manifest, LinkOptions(config, "tcp", "127.0.0.1"))
     hello = link.open()
     at = hello.host, hello.port
-    receiver = ReceiverChannel(at, hello.ticket, None, SOON_S, lambda _: None)
+    sock = connect(at, hello.ticket, None, SOON_S, "trainer")
+    receiver = ReceiverChannel(sock, "", lambda _: None)
     answer = Staged(1, 1, True, "").to_json().encode()
     timer = threading.Timer(0.7, receiver.send, (Kind.STAGED, 1, answer))
     timer.start()

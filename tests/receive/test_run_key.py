@@ -17,7 +17,7 @@ from titan_grpo.layout.image import fingerprint
 from titan_grpo.protocol.messages import Joined, Kind, Order
 from titan_grpo.runkey import KEY_VARIABLE, Key
 from titan_grpo.sync.link import LaneLink, LinkOptions
-from titan_grpo.sync.transports.channel import ReceiverChannel
+from titan_grpo.sync.transports.channel import ReceiverChannel, connect
 
 pytestmark = pytest.mark.e2e
 
@@ -229,7 +229,8 @@ def test_a_server_that_only_claims_to_have_the_key_is_refused() -> None:
         LinkOptions(WeightSync(), "gloo", "127.0.0.1", run_key=RUN_KEY),
     )
     hello = link.open()
-    channel = ReceiverChannel((hello.host, hello.port), hello.ticket, None, 60.0, print)
+    sock = connect((hello.host, hello.port), hello.ticket, None, 60.0, "trainer")
+    channel = ReceiverChannel(sock, "", print)
     joined = Joined(True, "", "titan_grpo", 1, "", -1, "", True, keyed=True)
     channel.send(Kind.JOINED, 0, joined.to_json().encode())
     with pytest.raises(PeerError, match="Joined carries no proof of the run key"):

@@ -21,7 +21,7 @@ from titan_grpo.errors import TransferFailed
 from titan_grpo.layout.image import SharedImage
 from titan_grpo.protocol.messages import Kind, RangeSource
 from titan_grpo.receive.fetch import TcpReader
-from titan_grpo.sync.transports.channel import ReceiverChannel
+from titan_grpo.sync.transports.channel import ReceiverChannel, connect
 from titan_grpo.sync.transports.range_server import RangeServer
 from titan_grpo.sync.transports.sender import Grant
 from titan_grpo.sync.transports.tls import Certificate
@@ -260,7 +260,8 @@ def test_readers_that_wait_for_bytes_go_on_whichever_thread_they_are_on(site: Si
 def test_a_message_passes_while_every_sending_thread_is_busy(site: Site, held: Held) -> None:
     channel = site.server.channel(LOOPBACK, None)
     at, ticket = (channel.host, channel.port), channel.ticket.hex()
-    receiver = ReceiverChannel(at, ticket, None, SOON_S, lambda _: None)
+    sock = connect(at, ticket, None, SOON_S, "trainer")
+    receiver = ReceiverChannel(sock, "", lambda _: None)
     line = site.reading(site.source())
     held.wait(1)
     channel.send(Kind.ORDER, 7, b"an order")

@@ -23,7 +23,7 @@ from titan_grpo.errors import (
     TransferFailed,
 )
 from titan_grpo.layout.manifest import Manifest
-from titan_grpo.protocol.messages import Kind, Staged
+from titan_grpo.protocol.messages import Hello, Kind, Staged
 from titan_grpo.runkey import Key
 from titan_grpo.sync.link import LaneLink, LinkOptions
 from titan_grpo.sync.probe import ask_receiver
@@ -39,7 +39,7 @@ from titan_grpo.sync.transports.broadcast import (
     open_transport,
     put_text,
 )
-from titan_grpo.sync.transports.channel import ReceiverChannel
+from titan_grpo.sync.transports.channel import ReceiverChannel, connect
 from titan_grpo.sync.transports.range_server import RangeServer
 
 LOOPBACK = "127.0.0.1"
@@ -219,13 +219,18 @@ def test_an_abort_ends_the_wait_for_a_receiver_and_every_later_one_at_once(link:
     timer.join()
 
 
+def _receiver(hello: Hello) -> ReceiverChannel:
+    sock = connect((hello.host, hello.port), hello.ticket, None, SOON_S, "trainer")
+    return ReceiverChannel(sock, "", lambda _: None)
+
+
 def test_only_the_first_mark_has_the_time_of_the_patches() -> None:
     manifest = Manifest.build([("a", "bfloat16", (3 * 4096,))], 4096)
     config = WeightSync(bucket_bytes=4096, progress_deadline_s=0.5, lane_deadline_s=LONG_S)
     link = LaneLink("run", 1, manifest, LinkOptions(config, "tcp", LOOPBACK))
     hello = link.open()
-    at, start = (hello.host, hello.port), time.monotonic()
-    receiver = ReceiverChannel(at, hello.ticket, None, SOON_S, lambda _: None)
+    start = time.monotonic()
+    receiver = _receiver(hello)
     receiver.send(Kind.MOVED, 0)
     with pytest.raises(TransferFailed, match="to have byte 8192"):
         link._moving(0, None, int(LONG_S) * config.min_rate)
@@ -250,7 +255,7 @@ def test_a_receiver_may_take_longer_for_the_manifest_than_for_a_bucket() -> None
     config = WeightSync(bucket_bytes=4096, progress_deadline_s=0.2, min_rate=1 << 40)
     link = LaneLink("run", 1, manifest, LinkOptions(config, "tcp", LOOPBACK))
     hello = link.open()
-    receiver = ReceiverChannel((hello.host, hello.port), hello.ticket, None, SOON_S, lambda _: None)
+    receiver = _receiver(hello)
     answer = Staged(0, 0, True, "").to_json().encode()
     timer = threading.Timer(1.0, receiver.send, (Kind.STAGED, 0, answer))
     timer.start()

@@ -51,11 +51,10 @@ KILL_S = 5.0
 """Seconds to wait for a killed receiver to be reaped."""
 
 ANSWERING = 8
-"""Most processes that answer hellos which open no epoch. Each ends when it has answered, or at its
-trainer's deadline."""
+"""Most hellos which open no epoch that are being answered at once. No further one is answered."""
 
 REPLY_S = 10.0
-"""How long an answer to the engine may block, in seconds."""
+"""How long an answer to the engine, or of the engine to a hello, may block, in seconds."""
 
 ZONE = "TITAN_GRPO_ZONE"
 """Environment variable: see receiver.Place.zone."""
@@ -70,7 +69,7 @@ log = logging.getLogger("titan_grpo.receive")
 class ReceiverProcess:
     """Handle of one receiver process and the channel to it."""
 
-    def __init__(self, first: dict[str, Any], broken: Callable[[], object] = int) -> None:
+    def __init__(self, first: dict[str, Any], broken: Callable[[], object]) -> None:
         """Start the process and send its first message, without waiting for an answer. ``broken``
         is called, in a thread, if the process ends by an exception that it does not catch."""
         # The receiver does not need an allocator that the engine preloads.
@@ -150,8 +149,8 @@ class ReceiverProcess:
 
 
 class ReceiverHandle:
-    """Owner of the fence state across receiver processes, and of these: at most one that serves an
-    epoch, and ANSWERING that each answer a hello which opens none."""
+    """Owner of the fence state across receiver processes, and of the one that serves an epoch, if
+    any. A hello which opens none is answered from here, by a thread."""
 
     def __init__(
         self, package: str, run_key: Key | None, device: str, quantization: str = ""
@@ -161,7 +160,6 @@ class ReceiverHandle:
         self._package, self._run_key, self._device = package, run_key, device
         self._quantization = quantization
         self._serving: ReceiverProcess | None = None
-        self._answering: list[ReceiverProcess] = []
         self._deadline = 0.0
         self._commit: Commit | None = None
         self._greeting: Hello | None = None
@@ -207,14 +205,12 @@ class ReceiverHandle:
         def unable(why: object) -> str:
             """Answer from here: the lane would wait for its deadline."""
             problem = f"the server's host cannot run a receiver process: {why}"
-            first = self._first("answer", hello, problem, keys)
-            threading.Thread(target=answer_hello, args=(first,), daemon=True).start()
+            answer_hello(self._first(hello, problem, keys))
             return problem
 
         why = "it ended by an exception, which is in the server's log"
         try:
-            first = self._first("serve", hello, "", keys)
-            self._serving = ReceiverProcess(first, lambda: unable(why))
+            self._serving = ReceiverProcess(self._first(hello, "", keys), lambda: unable(why))
         except OSError as error:  # no memory, no process left, no interpreter
             return unable(error)
         return ""
@@ -256,13 +252,11 @@ class ReceiverHandle:
     ) -> None:
         """Answer the Hello, without serving it: with ``problem``, or with what the engine holds.
         ``final``: a retry cannot succeed. ``aged``: the answer says how old the run in force is."""
-        first = self._first("answer", hello, problem, keys)
+        first = self._first(hello, problem, keys)
         first["joined"]["final"] = final
         if not aged:
             first["joined"]["age_in_force_s"] = 0.0
-        # Keep those that have not answered yet: their lanes would wait for their deadlines.
-        self._end_answering(ANSWERING - 1)
-        self._answering.append(ReceiverProcess(first))
+        answer_hello(first)
 
     def place(self, attach: Attach) -> dict[str, Any]:
         """Return what ``lend`` will return in this epoch, and lend nothing. Raises PeerError if
@@ -311,7 +305,6 @@ class ReceiverHandle:
 
     def close(self) -> None:
         self._kill_serving()
-        self._end_answering(0)
 
     def _served(self) -> ReceiverProcess:
         if self._serving is None:
@@ -326,7 +319,7 @@ class ReceiverHandle:
     def _keys(self, run_id: str, epoch: int) -> EpochKeys | None:
         return EpochKeys.of(self._run_key, run_id, epoch) if self._run_key is not None else None
 
-    def _first(self, op: str, hello: Hello, problem: str, keys: EpochKeys | None) -> dict[str, Any]:
+    def _first(self, hello: Hello, problem: str, keys: EpochKeys | None) -> dict[str, Any]:
         # Do not name the run in force to a lane without the key: it could retry with a higher term
         # at once, forever.
         believed = keys is not None or not (hello.proof or self._run_key)
@@ -349,7 +342,6 @@ class ReceiverHandle:
         )
         hex_keys = keys.to_hex() if keys is not None else None
         return {
-            "op": op,
             "hello": hello.to_dict(),
             "joined": joined.to_dict(),
             "keys": hex_keys,
@@ -360,14 +352,6 @@ class ReceiverHandle:
         if self._serving is not None:
             self._serving.kill()
             self._serving = None
-
-    def _end_answering(self, kept: int) -> None:
-        """Release the answering processes that have ended, and kill all but the newest ``kept``."""
-        running = [process for process in self._answering if not process.ended]
-        before, self._answering = self._answering, running[max(0, len(running) - kept) :]
-        for process in before:
-            if process not in self._answering:
-                process.kill()
 
 
 def _grant(answer: dict[str, Any]) -> dict[str, Any]:
@@ -450,20 +434,25 @@ def receiver_of(first: dict[str, Any]) -> Receiver:
 
 
 def answer_hello(first: dict[str, Any]) -> None:
-    """Answer a hello and serve no epoch (also a thread's main function)."""
-    try:
-        receiver_of(first).answer()
-    except TitanGrpoError as error:
-        log.warning("%s", error)
+    """Have a thread answer a hello, and serve no epoch."""
+
+    def answer() -> None:
+        try:
+            receiver_of(first).answer(REPLY_S)
+        except TitanGrpoError as error:
+            log.warning("%s", error)
+
+    name = "answer to a hello"
+    if sum(thread.name == name for thread in threading.enumerate()) >= ANSWERING:
+        log.warning("a hello gets no answer: %d others wait for their trainers", ANSWERING)
+        return
+    threading.Thread(target=answer, name=name, daemon=True).start()
 
 
 def serve(channel: Channel) -> None:
     """Serve the engine's requests on the main thread until the engine ends."""
     first = channel.receive(REPLY_S)
     if first is None:
-        return
-    if first["op"] == "answer":
-        answer_hello(first)
         return
     receiver = receiver_of(first)
     talk = receiver, channel

@@ -8,6 +8,7 @@ transfers import it.
 
 import math
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -51,7 +52,13 @@ from titan_grpo.receive.fetch import (
 )
 from titan_grpo.receive.patches import apply_patches
 from titan_grpo.runkey import EpochKeys
-from titan_grpo.sync.transports.channel import ReceiverChannel
+from titan_grpo.sync.transports.channel import (
+    Frame,
+    ReceiverChannel,
+    connect,
+    header,
+    send_all,
+)
 from titan_grpo.sync.transports.nixl import NixlReader, nixl_problem
 from titan_grpo.sync.transports.tls import Certificate, WrongCertificate
 
@@ -118,15 +125,18 @@ class Receiver:
         self._bye: Order | None = None
         """The trainer's last order, "bye"."""
 
-    def answer(self) -> None:
+    def answer(self, within_s: float) -> None:
         """Answer the Hello (a probe, a refusal) and serve no epoch."""
-        self._answer(self._join())
+        with self._join(min(within_s, self.timeout_s)) as sock:
+            body = self._answer()
+            send_all(sock, header(Frame(Kind.JOINED, 0, body)) + body, "trainer")
 
     def run(self) -> None:
         """Serve the epoch until the lane's bye, which ``confirm_bye`` answers later. Raises
         TitanGrpoError if the epoch ends in another way."""
         hello = self._hello
-        channel = self._channel = self._join()
+        sock, trainer = self._join(self.timeout_s), f"{hello.host}:{hello.port}"
+        channel = self._channel = ReceiverChannel(sock, trainer, self._give_up)
         if self._joined.ok and (problem := self._problem()):
             self._joined = replace(self._joined, ok=False, error=problem, final=True)
         if self._joined.ok and hello.relay_wait_s:
@@ -134,7 +144,7 @@ class Receiver:
                 self._joined = replace(self._joined, **self._share(channel))
             except ConfigError as error:
                 self._joined = replace(self._joined, ok=False, error=str(error), final=True)
-        self._answer(channel)
+        channel.send(Kind.JOINED, 0, self._answer())
         if not self._joined.ok:
             raise PeerError(
                 f"refused epoch {hello.epoch} of run {hello.run_id}: {self._joined.error}"
@@ -254,19 +264,18 @@ class Receiver:
         text = report.proven(self._key).to_json()
         self._channel.send(Kind.APPLIED, report.number, text.encode())
 
-    def _join(self) -> ReceiverChannel:
+    def _join(self, within_s: float) -> socket.socket:
         hello = self._hello
-        common = (hello.host, hello.port), hello.ticket
-        rest = hello.timeout_s, self._give_up
+        at = (hello.host, hello.port), hello.ticket
         try:
-            return ReceiverChannel(*common, self._key, *rest, hello.pin)
+            return connect(*at, self._key, within_s, "trainer", hello.pin)
         except WrongCertificate as error:
             # Connect without the key to what may be a man in the middle: only the refusal is sent.
             self._joined = replace(self._joined, ok=False, error=str(error), final=True)
-            return ReceiverChannel(*common, None, *rest, error.shown)
+            return connect(*at, None, within_s, "trainer", error.shown)
 
-    def _answer(self, channel: ReceiverChannel) -> None:
-        channel.send(Kind.JOINED, 0, self._joined.proven(self._key).to_json().encode())
+    def _answer(self) -> bytes:
+        return self._joined.proven(self._key).to_json().encode()
 
     def _serve(self, channel: ReceiverChannel, number: int) -> bool:
         """Serve the next order, which must have ``number``; return False after the bye."""

@@ -419,20 +419,11 @@ class _Duplex:
 class ReceiverChannel:
     """The receiver's end: a thread reads; any thread sends."""
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        ticket: str,
-        key: Key | None,
-        timeout_s: float,
-        gave_up: Callable[[str], object],
-        pin: str = "",
-    ) -> None:
-        """Connect within ``timeout_s`` seconds. Raises TransferFailed if the trainer does not
-        answer, or lacks the key or the ``pin``'s certificate. ``gave_up`` is called with the
-        reason, on the reading thread, if the lane cancels a transfer or the connection ends."""
-        self._name = f"{address[0]}:{address[1]}"
-        sock = connect(address, ticket, key, timeout_s, "trainer", pin)
+    def __init__(self, sock: socket.socket, trainer: str, gave_up: Callable[[str], object]) -> None:
+        """Read from the socket that ``connect`` returned. ``trainer``: its address, for messages.
+        ``gave_up`` is called with the reason, on the reading thread, if the lane cancels a transfer
+        or the connection ends."""
+        self._name = trainer
         keep_alive(sock)
         self.local_host = str(sock.getsockname()[0])
         """This host's address towards the trainer."""
