@@ -27,7 +27,7 @@ URL = "http://a"
 
 
 def passed(point: Point, now: float, epoch: int = 2, url: str = URL) -> LaneReported:
-    return LaneReported(LaneEvent(point, url, "run", epoch, 7, "run:7:ab"), now)
+    return LaneReported(LaneEvent(point, url, "run", epoch, 7), now)
 
 
 def drive(*events: Event) -> tuple[GuardState, tuple[Action, ...]]:

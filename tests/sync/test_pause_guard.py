@@ -217,7 +217,7 @@ LINK = LinkOptions(WeightSync(commit_deadline_s=5.0), "gloo", "127.0.0.1")
 
 
 def passing(url: str, point: Point) -> LaneEvent:
-    return LaneEvent(point, url, "0001-ab", 2, 1, "0001-ab:1:cd")
+    return LaneEvent(point, url, "0001-ab", 2, 1)
 
 
 def test_a_killed_pause_guard_is_replaced_with_all_that_is_open(

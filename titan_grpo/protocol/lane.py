@@ -526,15 +526,13 @@ class Point(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LaneEvent:
-    """One lane at one point. ``version`` is -1 at GREET and CONNECTED. ``label``: the label of
-    ``version``, empty there."""
+    """One lane at one point. ``version`` is -1 at GREET and CONNECTED."""
 
     point: Point
     url: str
     run_id: str
     epoch: int
     version: int = -1
-    label: str = ""
 
 
 Observer = Callable[[LaneEvent], None]

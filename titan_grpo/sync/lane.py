@@ -260,9 +260,8 @@ class ServerLane:
 
     def _pass(self, point: Point) -> None:
         version = -1 if self._state.version is None else self._state.version
-        label = str(self._label) if version >= 0 else ""
         epoch = table.wire_epoch(self._state.epoch)
-        self._c.observer(LaneEvent(point, self.url, self._c.run_id, epoch, version, label))
+        self._c.observer(LaneEvent(point, self.url, self._c.run_id, epoch, version))
 
     def _connect(self, epoch: int, term: int) -> table.Event:
         with self._c.recorder.span(names.CONNECT_S, self.url, epoch=epoch):
