@@ -123,15 +123,21 @@ class Traces:
     batch processor's thread, which drops spans while the collector is gone."""
 
     def __init__(
-        self, provider: Any, run: str, clock_s: float, counted: Counted | None = None
+        self,
+        provider: Any,
+        run: str,
+        clock_s: float,
+        counted: Counted | None = None,
+        problem: str = "",
     ) -> None:
-        """``clock_s``: the recorder's clock now. ``counted``: the provider's only exporter."""
+        """``clock_s``: the recorder's clock now. ``counted``: the provider's only exporter.
+        ``problem``: why there is no provider."""
         self._provider, self._run, self._counted = provider, run, counted
         self._made = 0
-        self._tracer = provider.get_tracer("titan_grpo")
+        self._tracer: Any = provider and provider.get_tracer("titan_grpo")
         self._zero_ns = time.time_ns() - int(clock_s * 1e9)
         self._begun = str(self._zero_ns)
-        self._problem = ""
+        self._problem = problem
 
     def span(
         self, name: str, start_s: float, stop_s: float, track: str, args: dict[str, Any]
@@ -173,6 +179,8 @@ class Traces:
 
     def close(self, deadline_s: float) -> str:
         """Export the rest and shut the provider down. Returns why spans are missing, else ""."""
+        if self._provider is None:
+            return self._problem
         # In a thread: shutdown() takes no deadline, and waits 30 s or longer for a collector that
         # is gone.
         end = threading.Thread(target=self._provider.shutdown, name="end of traces", daemon=True)
@@ -196,24 +204,7 @@ class Traces:
         return self._zero_ns + int(at_s * 1e9)
 
 
-class NoTraces:
-    """In place of ``Traces``, where the environment asks for spans that cannot be exported."""
-
-    def __init__(self, why: str) -> None:
-        self._problem = f"spans are not exported: {why}"
-        logger.warning("%s", self._problem)
-
-    def span(
-        self, name: str, start_s: float, stop_s: float, track: str, args: dict[str, Any]
-    ) -> None:
-        """Ignore the span."""
-
-    def close(self, deadline_s: float) -> str:
-        """Return why spans are missing."""
-        return self._problem
-
-
-def traces_of(env: Mapping[str, str], run: str, clock_s: float) -> Traces | NoTraces | None:
+def traces_of(env: Mapping[str, str], run: str, clock_s: float) -> Traces | None:
     """Return the exporter that the environment configures; None without an endpoint."""
     endpoint = next((name for name in ENDPOINTS if env.get(name)), "")
     if not endpoint:
@@ -221,12 +212,15 @@ def traces_of(env: Mapping[str, str], run: str, clock_s: float) -> Traces | NoTr
     try:
         return _traces(env, run, clock_s)
     except ImportError as error:
-        return NoTraces(
+        why = (
             f"{endpoint} is set, and {error.name} is not installed: pip install"
             " 'titan_grpo[dashboards]', or unset it"
         )
     except Exception as error:  # noqa: BLE001 - the boundary to a plugin
-        return NoTraces(f"OpenTelemetry refuses its variables: {type(error).__name__}: {error}")
+        why = f"OpenTelemetry refuses its variables: {type(error).__name__}: {error}"
+    problem = f"spans are not exported: {why}"
+    logger.warning("%s", problem)
+    return Traces(None, run, clock_s, problem=problem)
 
 
 def _traces(env: Mapping[str, str], run: str, clock_s: float) -> Traces:

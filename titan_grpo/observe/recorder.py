@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from titan_grpo.errors import ConfigError, utf8_text
 from titan_grpo.observe import names, terminal
-from titan_grpo.observe.dashboards import NoTraces, Traces
+from titan_grpo.observe.dashboards import Traces
 from titan_grpo.observe.output import Gathered, Output, open_lines, open_trace, reading
 from titan_grpo.observe.schema import Change, Evaluated, decoded
 
@@ -236,7 +236,7 @@ class Recorder:
         self,
         run_dir: Path | str,
         clock: Callable[[], float] = time.perf_counter,
-        traces: Traces | NoTraces | None = None,
+        traces: Traces | None = None,
     ) -> None:
         """``traces`` also gets each span, and is closed with the recorder."""
         self.run_dir, self._clock, self._traces = Path(run_dir), clock, traces
