@@ -5,9 +5,10 @@ import asyncio
 import itertools
 import math
 import threading
+from collections.abc import Callable, Coroutine
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -34,6 +35,8 @@ from titan_grpo.rollout.messages import (
 )
 
 M = -100
+
+T = TypeVar("T")
 
 
 def item(**changes: Any) -> dict[str, Any]:
@@ -223,38 +226,48 @@ def held(url: str, version: int | None) -> ServerState:
     return ServerState(url, version, version is not None, f"r:{version}:f")
 
 
-async def taken(source: AtroposSource, said: "asyncio.Queue[FromWorker]") -> int:
-    """Take the next group, as a step does; returns its version."""
-    done = await asyncio.wait_for(said.get(), 20)
-    assert isinstance(done, GroupDone)
-    source.on(Used((done.ticket.index,)))
-    return done.group.version
+class Sourced:
+    """The source of a run, what it says, and the error that ends it."""
+
+    def __init__(self, url: str, **changes: Any) -> None:
+        self.said: asyncio.Queue[FromWorker] = asyncio.Queue()
+        self.failed: asyncio.Queue[BaseException] = asyncio.Queue()
+        values = {"prompts_per_step": 1, "group_size": 2, "row_tokens": 64, **changes}
+        spec = RolloutSpec(model_dir="", source="atropos", atropos_url=url, **values)
+        self._source = AtroposSource(spec, self.said.put_nowait, self.failed.put_nowait)
+        self.on, self.close = self._source.on, self._source.close
+
+    async def next(self) -> FromWorker:
+        return await asyncio.wait_for(self.said.get(), 20)
+
+    async def version(self) -> int:
+        """Take the next group, as a step does; returns its version."""
+        done = await self.next()
+        assert isinstance(done, GroupDone)
+        self.on(Used((done.ticket.index,)))
+        return done.group.version
+
+
+def with_api(scenario: Callable[[Api], Coroutine[Any, Any, T]], *refusals: int) -> T:
+    with closing(Api()) as api:
+        api.refusals += refusals
+        return asyncio.run(scenario(api))
 
 
 def test_a_lost_server_bounds_versions_until_it_leaves_and_is_named_once() -> None:
     async def scenario(api: Api) -> None:
-        said: asyncio.Queue[FromWorker] = asyncio.Queue()
-        spec = RolloutSpec(
-            model_dir="",
-            source="atropos",
-            atropos_url=api.url,
-            prompts_per_step=1,
-            group_size=2,
-            max_staleness=1,
-            row_tokens=64,
-        )
-        source = AtroposSource(spec, said.put_nowait, lambda error: None)
+        source = Sourced(api.url, max_staleness=1)
 
         async def version() -> int:
             api.batches.append([item()])
-            return await taken(source, said)
+            return await source.version()
 
         source.on(held("http://lost", 5))
         source.on(held("http://other", 5))
         source.on(held("http://lost", None))
         source.on(held("http://other", 7))
         source.on(TrainerVersion(7))
-        event = await asyncio.wait_for(said.get(), 20)
+        event = await source.next()
         assert isinstance(event, Event)
         for text in (
             "made by version 5",
@@ -269,13 +282,11 @@ def test_a_lost_server_bounds_versions_until_it_leaves_and_is_named_once() -> No
         assert [await version() for _ in range(3)][1:] == [7, 7]
         await source.close()
 
-    with closing(Api()) as api:
-        asyncio.run(scenario(api))
+    with_api(scenario)
 
 
 def test_a_commit_while_the_api_answers_that_it_has_no_batch_makes_no_group_newer() -> None:
     async def scenario() -> None:
-        said: asyncio.Queue[FromWorker] = asyncio.Queue()
         loop, known = asyncio.get_running_loop(), threading.Event()
         asked, left = itertools.count(), [0]
 
@@ -296,11 +307,9 @@ def test_a_commit_while_the_api_answers_that_it_has_no_batch_makes_no_group_newe
             return Reply(200, {"batch": [item()] if number % 2 else None})
 
         with closing(HttpServer("127.0.0.1:0", "", answer, "a test")) as server:
-            url = f"http://{server.address}"
-            spec = RolloutSpec(model_dir="", source="atropos", atropos_url=url, row_tokens=64)
-            source = AtroposSource(spec, said.put_nowait, lambda error: None)
+            source = Sourced(f"http://{server.address}")
             source.on(held("http://s", 3))
-            made = [await taken(source, said) for _ in range(3)]
+            made = [await source.version() for _ in range(3)]
             await source.close()
         assert made == [3, 3, 3]
 
@@ -309,21 +318,11 @@ def test_a_commit_while_the_api_answers_that_it_has_no_batch_makes_no_group_newe
 
 def test_before_a_server_of_a_resumed_run_holds_a_version_groups_may_be_of_any() -> None:
     async def scenario(api: Api) -> None:
-        said: asyncio.Queue[FromWorker] = asyncio.Queue()
-        spec = RolloutSpec(
-            model_dir="",
-            source="atropos",
-            atropos_url=api.url,
-            base_version=40,
-            prompts_per_step=1,
-            group_size=2,
-            row_tokens=64,
-        )
-        source = AtroposSource(spec, said.put_nowait, lambda error: None)
+        source = Sourced(api.url, base_version=40)
 
         async def version() -> int:
             api.batches.append([item()])
-            return await taken(source, said)
+            return await source.version()
 
         # The API is empty each time, and servers still have the weights of before.
         assert [await version() for _ in range(2)] == [0, 0]
@@ -332,89 +331,71 @@ def test_before_a_server_of_a_resumed_run_holds_a_version_groups_may_be_of_any()
         assert [await version() for _ in range(3)][1:] == [40, 40]
         await source.close()
 
-    with closing(Api()) as api:
-        asyncio.run(scenario(api))
+    with_api(scenario)
 
 
 def test_a_sequence_longer_than_a_row_is_dropped_with_the_key_that_has_the_length() -> None:
     async def scenario(api: Api) -> None:
-        said: asyncio.Queue[FromWorker] = asyncio.Queue()
-        spec = RolloutSpec(model_dir="", source="atropos", atropos_url=api.url, row_tokens=4)
-        source = AtroposSource(spec, said.put_nowait, lambda error: None)
+        source = Sourced(api.url, row_tokens=4)
         longer = {
             "tokens": [[5, 6, 8, 9, 7], [5, 6, 7, 8]],
             "masks": [[M, M, 8, 9, 7], [M, M, M, 8]],
             "inference_logprobs": [[1.0, 1.0, -0.25, -0.5, -1], [1.0, 1.0, 1.0, -2]],
         }
         api.batches.append([item(**longer), item()])
-        event, done = [await asyncio.wait_for(said.get(), 20) for _ in range(2)]
+        event, done = await source.next(), await source.next()
         assert isinstance(event, Event)
         assert "a sequence has 5 tokens, training.seq_len is 4: " in event.text
         assert event.counters["dropped.too_long"] == 1
         assert isinstance(done, GroupDone)
         await source.close()
 
-    with closing(Api()) as api:
-        asyncio.run(scenario(api))
+    with_api(scenario)
 
 
 def test_a_refusal_of_an_api_that_has_answered_is_an_outage() -> None:
     """Before, one 404 of a proxy whose API restarted ended a run as a mistake in its URL."""
 
     async def scenario(api: Api) -> None:
-        said: asyncio.Queue[FromWorker] = asyncio.Queue()
-        failed: list[BaseException] = []
-        spec = RolloutSpec(model_dir="", source="atropos", atropos_url=api.url, row_tokens=64)
-        source = AtroposSource(spec, said.put_nowait, failed.append)
+        source = Sourced(api.url)
         api.batches.append([item()])
-        done = await asyncio.wait_for(said.get(), 20)
-        assert isinstance(done, GroupDone)
-        source.on(Used((done.ticket.index,)))
+        await source.version()
         api.refusals = [404, 429]
-        event = await asyncio.wait_for(said.get(), 20)
+        event = await source.next()
         assert isinstance(event, Event)
         assert "gave no batch" in event.text
         api.batches.append([item()])
-        while not isinstance(await asyncio.wait_for(said.get(), 20), GroupDone):
-            assert failed == []
+        while not isinstance(await source.next(), GroupDone):
+            assert source.failed.empty()
         await source.close()
-        assert (failed, api.refusals) == ([], [])
+        assert (source.failed.empty(), api.refusals) == (True, [])
 
-    with closing(Api()) as api:
-        asyncio.run(scenario(api))
+    with_api(scenario)
 
 
 def test_a_refusal_of_an_api_that_never_answered_ends_the_run() -> None:
     async def scenario(api: Api) -> BaseException:
-        failed: asyncio.Queue[BaseException] = asyncio.Queue()
-        spec = RolloutSpec(model_dir="", source="atropos", atropos_url=api.url, row_tokens=64)
-        source = AtroposSource(spec, lambda message: None, failed.put_nowait)
-        error = await asyncio.wait_for(failed.get(), 20)
+        source = Sourced(api.url)
+        error = await asyncio.wait_for(source.failed.get(), 20)
         await source.close()
         return error
 
-    with closing(Api()) as api:
-        api.refusals = [404]
-        text = str(asyncio.run(scenario(api)))
+    text = str(with_api(scenario, 404))
     assert "rollout.atropos_url must be that of an Atropos API" in text
 
 
 def test_64_groups_in_a_row_that_cannot_be_trained_on_end_the_run() -> None:
     async def scenario(api: Api) -> BaseException:
-        said: asyncio.Queue[FromWorker] = asyncio.Queue()
-        failed: asyncio.Queue[BaseException] = asyncio.Queue()
-        spec = RolloutSpec(model_dir="", source="atropos", atropos_url=api.url, row_tokens=64)
-        source = AtroposSource(spec, said.put_nowait, failed.put_nowait)
+        source = Sourced(api.url)
         bad = item(inference_logprobs=None)
         api.batches += [[bad], [bad] * 63 + [item()] + [bad] * 63]
-        error = await asyncio.wait_for(failed.get(), 20)
+        error = await asyncio.wait_for(source.failed.get(), 20)
         await source.close()
-        came = [said.get_nowait() for _ in range(said.qsize())]
+        came = [source.said.get_nowait() for _ in range(source.said.qsize())]
         # The group that can be trained on begins the count anew.
         assert [type(message) for message in came].index(GroupDone) == 63
         return error
 
-    with closing(Api()) as api:
-        error = asyncio.run(scenario(api))
+    error = with_api(scenario)
     assert isinstance(error, DataError)
     assert str(error).startswith("64 groups in a row cannot be trained on; the last: inference_log")
