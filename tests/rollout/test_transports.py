@@ -33,9 +33,9 @@ from titan_grpo.rollout.messages import (
     FORMAT,
     Answer,
     AskLoad,
-    Counts,
+    Event,
+    Failed,
     FromWorker,
-    Killed,
     Message,
     Ready,
     RolloutSpec,
@@ -161,7 +161,7 @@ def test_counts_on_their_way_when_a_server_left_do_not_bring_it_back(cluster: Cl
     cluster.closing.append(lambda: session.close(5))
     end = End("s").put(encode(ServerState(url, 0, True, "0"))).put(encode(ServerLeft(url)))
     session.exchange(end.post(0.0, 1 << 20)[1], 0.0)
-    session._on_message(Counts({f"in_flight.{url}": 4, "requests": 9}))
+    session._on_message(Event("", {f"in_flight.{url}": 4, "requests": 9}))
     assert session.counters["requests"] == 9
     assert not any(url in name for name in session.counters)
 
@@ -172,16 +172,16 @@ def test_what_a_killed_process_of_a_service_had_sent_arrives_before_its_end(
     """Before, the session was refused at once, with the groups that were on their way."""
     session = Session("s", cluster.spec)
     cluster.closing.append(lambda: session.close(5))
-    session._on_message(Counts({"requests": 3}))
+    session._on_message(Event("", {"requests": 3}))
     psutil.Process(*children()).kill()
     came, end = list[Message](), End("s")
-    while not (came and isinstance(came[-1], Killed)):
+    while not (came and isinstance(came[-1], Failed)):
         asked = Post("s", 0, (), end.have, wait=WAIT_S)
         end, new = end.take(session.exchange(asked, WAIT_S))
         assert new, f"no frame came within {WAIT_S:g} s"
         came += [decode(text, FromWorker) for text in new]
     text = "the rollout process ended with signal 9 (out of memory, maybe)"
-    assert came == [Counts({"requests": 3}), Killed(text)]
+    assert came == [Event("", {"requests": 3}), Failed("killed", text)]
 
 
 def test_a_worker_that_cannot_serve_says_why(

@@ -384,13 +384,12 @@ class RolloutClient:
                     self._count(counters)
                     self._cursor.use(index)
                     self._left_out += rewards
-                case messages.Counts(counters):
-                    self._count(counters)
                 case messages.Event(text, counters, skipped):
                     self._count(counters)
                     if skipped is not None:
                         self._cursor.use(skipped)
-                    logger.warning("rollout: %s", text)
+                    if text:
+                        logger.warning("rollout: %s", text)
             self._changed.notify_all()
 
     def _count(self, counters: Mapping[str, int]) -> None:

@@ -220,7 +220,7 @@ class Dispatcher:
             started = True
         if started:
             # The trainer would else know of these requests when the first group of them ends.
-            self._send(messages.Counts(self._counts.changed()))
+            self._report("")
 
     def _room(self, now: float) -> Room:
         """Return the servers that can take a group, by capacity and by share (Spread)."""

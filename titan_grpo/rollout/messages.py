@@ -419,14 +419,9 @@ class Answer(Frame, frozen=True):
     kind: str = ""
 
 
-class Counts(Frame, frozen=True):
-    """Groups were started: the counts that this changed."""
-
-    counters: dict[str, int]
-
-
 class Event(Frame, frozen=True):
-    """Text for the log: a drop or a server failure, say. ``skipped``: a prompt given up."""
+    """The counters changed since the last message, with a text for the log if they are of a drop or
+    a server failure, say, and not of groups that were started. ``skipped``: a prompt given up."""
 
     text: str
     counters: dict[str, int]
@@ -434,15 +429,10 @@ class Event(Frame, frozen=True):
 
 
 class Failed(Frame, frozen=True):
-    """The rollout process ends; nothing follows. ``kind``: the cause."""
+    """The rollout process ends; nothing follows. ``kind``: the cause; "killed" is the service's
+    word, and another process may then take its place."""
 
-    kind: Literal["config", "data", "task", "bug"]
-    text: str
-
-
-class Killed(Frame, frozen=True):
-    """The service's rollout process was killed; nothing follows. ``text``: how it ended."""
-
+    kind: Literal["config", "data", "task", "bug", "killed"]
     text: str
 
 
@@ -458,7 +448,7 @@ ToWorker = (
     | EngineCall
     | Stop
 )
-FromWorker = Ready | GroupDone | LeftOut | Answer | Counts | Event | Failed | Killed
+FromWorker = Ready | GroupDone | LeftOut | Answer | Event | Failed
 
 
 class RolloutStopped(TitanGrpoError):
@@ -519,7 +509,7 @@ def encode(message: ToWorker | FromWorker) -> str:
             # msgspec would write NaN as null and convert other types silently. Only the task's
             # payload is not checked elsewhere.
             json.dumps(message.group.prompt.payload, allow_nan=False)
-        if isinstance(message, Event | Failed | Killed):
+        if isinstance(message, Event | Failed):
             message = msgspec.structs.replace(message, text=utf8_text(message.text))
         return msgspec.json.encode(message).decode()
     except (TypeError, ValueError, OverflowError) as error:

@@ -270,6 +270,6 @@ class RemoteTransport:
             for text in new:
                 if text != frames.EMPTY:
                     message = decode(text, FromWorker)
-                    if isinstance(message, messages.Killed):
+                    if isinstance(message, messages.Failed) and message.kind == "killed":
                         message = SessionLost(self._begin, message.text, killed=True)
                     self._on_message(message)

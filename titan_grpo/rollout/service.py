@@ -120,7 +120,7 @@ class Session:
     def _on_message(self, message: Message) -> None:
         if isinstance(message, SessionLost):
             self.lost = message.why
-            message = messages.Killed(message.why)
+            message = messages.Failed("killed", message.why)
         elif isinstance(message, TitanGrpoError):
             config = isinstance(message, ConfigError)
             message = messages.Failed("config" if config else "bug", str(message))
