@@ -106,6 +106,7 @@ def test_calls_are_found_where_their_marks_are_special_tokens(
 WRITTEN = "{{ message.role }}: {{ message.content }}"
 ONE = "{% if message.tool_calls|length > 1 %}{{ raise_exception('one') }}{% endif %}"
 NOT_LAST = "{% if loop.last and message.tool_calls %}{{ raise_exception('last') }}{% endif %}"
+TEXT = "{% for call in message.tool_calls %}{{ ':' + call.function.arguments }}{% endfor %}"
 NO_RESULTS = "{% if message.role == 'tool' %}{{ raise_exception('role') }}{% endif %}"
 
 
@@ -116,16 +117,25 @@ NO_RESULTS = "{% if message.role == 'tool' %}{{ raise_exception('role') }}{% end
         (ONE, 2 * CALL, 0),
         (NOT_LAST, CALL, 1),
         (NO_RESULTS, CALL, 1),
+        (TEXT, CALL, 0),
     ],
-    ids=["one as by Llama 3", "two as by Llama 3", "never last", "no results"],
+    ids=["one as by Llama 3", "two as by Llama 3", "never last", "no results", "as by DeepSeek"],
 )
 def test_a_call_that_the_template_cannot_write_is_none(
-    group_of: GroupOf, codec: TextCodec, tmp_path: Path, written: str, said: str, called: int
+    group_of: GroupOf,
+    codec: TextCodec,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    written: str,
+    said: str,
+    called: int,
 ) -> None:
     template, seen = tmp_path / "strict.jinja", list[Any]()
     template.write_text(f"{{% for message in messages %}}{written}{WRITTEN}\n{{% endfor %}}")
-    agent = caller({"tools": [ADD]}, seen=seen)
+    agent = caller(*[{"tools": [ADD]}] * 2, seen=seen)
     group_of(agent, [says(codec, said)], chat_template=str(template))
+    lines = [line for line in caplog.messages if "template cannot write" in line]
+    assert len(lines) == 1 - called
     message, reason = seen[0].choices[0].message, seen[0].choices[0].finish_reason
     assert len(message.tool_calls or ()) == called
     assert (reason, message.content) == (("tool_calls", None) if called else ("stop", said))

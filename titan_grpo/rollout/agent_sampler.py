@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
@@ -106,6 +106,7 @@ class AgentSampler(Sampler):
         self._agents, self._tool_parser = agents, tool_parser
         # Agents outside run without us: they need no place.
         self._places = Places(sys.maxsize if spec.agent == OUTSIDE else spec.task_concurrency)
+        self._said_unwritable = False
         self._parser_names: dict[tuple[str, str], str] = {}
         """By URL and engine. Fetched once: a server that restarts with another parser as its
         default still parses with the one that a request names."""
@@ -228,7 +229,11 @@ class AgentSampler(Sampler):
             with_calls = message | {"content": content, "tool_calls": calls}
             if not calls:
                 message["content"] = content
-            elif writable(codec, call.request, with_calls):
+            elif why := unwritable(codec, call.request, with_calls):
+                if not self._said_unwritable:
+                    self._said_unwritable = True
+                    logger.warning("%s (said once)", why)
+            else:
                 message, reason = with_calls, "tool_calls" if reason == "stop" else reason
         shown: tuple[tuple[str, float], ...] = ()
         if call.request.logprobs:
@@ -336,20 +341,24 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
     return min((text.partition(stop)[0] for stop in stops), key=len, default=text)
 
 
-def writable(codec: TextCodec, request: ChatRequest, message: Message) -> bool:
-    """Return whether the chat template can write an answer with calls: else the agent's next
-    request would be refused. (Llama 3's template refuses a second call in one answer.)"""
+def unwritable(codec: TextCodec, request: ChatRequest, message: Message) -> str:
+    """Return why the chat template cannot write an answer with calls, or "": the agent's next
+    request would be refused. (Llama 3's template refuses a second call in one answer; DeepSeek's
+    takes the arguments for a text.)"""
     known = [*map(for_template, (*request.messages, message))]
     results = [
         {"role": "tool", "tool_call_id": each["id"], "content": ""}
         for each in message["tool_calls"]
     ]
+    why: list[str] = []
     # Either is enough: some templates want no answer last, some know no results of tools.
     for after, ask in (([], False), (results, True)):
-        with suppress(DataError):
+        try:
             codec.render([*known, *after], request.tools, ask)
-            return True
-    return False
+            return ""
+        except DataError as error:
+            why.append(str(error))
+    return f"calls of tools that the chat template cannot write reach no agent: {why[0]}"
 
 
 def unended(codec: TextCodec, ids: tuple[int, ...], stops: Sequence[str]) -> tuple[int, ...]:
