@@ -9,6 +9,7 @@
 #     --job.dump_folder outputs/pushing --rollout.servers http://127.0.0.1:8000 \
 #     --rollout.group_size 4 --rollout.source push --rollout.push_address 127.0.0.1:8300
 
+import secrets
 import sys
 import time
 
@@ -26,6 +27,8 @@ def group(server):
     completions = [sample(server) for _ in range(GROUP)]
     keys = ("tokens", "logprobs", "reward")
     return {
+        # One that is sent again, since its answer was lost, is taken once.
+        "id": secrets.token_hex(8),
         "policy_version": version,
         "prompt_tokens": PROMPT,
         "completions": [dict(zip(keys, each, strict=True)) for each in completions],

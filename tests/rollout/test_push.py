@@ -394,10 +394,12 @@ def example(root: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 class Pushed:
     """A run that gives these answers to pushed groups, listens no more after the last of them, and
-    an engine whose version is the number of groups so far. ``versions``: those of the groups."""
+    an engine whose version is the number of groups so far. ``versions``: those of the groups;
+    ``ids``: theirs."""
 
     def __init__(self, *statuses: int) -> None:
         self.versions: list[int] = []
+        self.ids: list[str] = []
         self.statuses = list(statuses)
         self.server = httpd.HttpServer("127.0.0.1:0", "", self._run, "a test")
         self.engine = httpd.HttpServer("127.0.0.1:0", "", self._engine, "a test")
@@ -411,7 +413,9 @@ class Pushed:
         self.engine.close()
 
     def _run(self, request: httpd.Request) -> httpd.Reply:
-        self.versions.append(json.loads(request.body)["groups"][0]["policy_version"])
+        (group,) = json.loads(request.body)["groups"]
+        self.versions.append(group["policy_version"])
+        self.ids.append(group["id"])
         status = self.statuses.pop(0)
         if not self.statuses:
             self.server.close()
@@ -431,6 +435,8 @@ def test_the_example_goes_on_after_a_503_and_ends_when_the_run_does_not_listen_a
         example.main(f"http://{run.engine.address}", f"http://{run.server.address}")
     # The first group was sent until it was taken, then another one was made.
     assert run.versions == [0, 0, 0, 3]
+    first, again, taken, other = run.ids
+    assert first == again == taken != other
 
 
 def test_the_example_waits_for_a_run_that_is_started_again(
