@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.rigs.trainer_handle import wait_until
 from tests.rollout.agents import HELLO, asking, caller, saying, says, send, talker
 from tests.rollout.conftest import GroupOf, SamplerOfAgents
+from titan_grpo.rollout import agents
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.samples import NO_TOKENS
 
@@ -110,6 +112,29 @@ def test_an_equal_call_takes_the_answer_of_a_client_that_has_gone(
     group = group_of(agent, [engine])
     assert [completion.num_sampled for completion in group.completions] == [8]
     assert len(asked) == 2
+
+
+def test_a_call_that_is_given_up_again_and_again_holds_no_connection_for_each_time(
+    group_of: GroupOf, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "GONE_S", 0.05)
+    engine, arrived, go = held(says(codec, "one"))
+
+    def served() -> int:
+        return sum("process_request" in thread.name for thread in threading.enumerate())
+
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        before, first = served(), asking(base_url, api_key)
+        assert arrived.wait(WAIT_S)
+        for connection in (first, *(asking(base_url, api_key) for _ in range(8))):
+            connection.close()
+        # The engine's own is one.
+        assert wait_until(lambda: served() <= before + 1, WAIT_S)
+        go.set()
+        return talker(1)(base_url, api_key, row)
+
+    group = group_of(agent, [engine])
+    assert [completion.num_sampled for completion in group.completions] == [4]
 
 
 @pytest.mark.parametrize(("retries", "sequences"), [(1, 1), (0, 2), (None, 2)])

@@ -18,7 +18,7 @@ from titan_grpo.engines.generation import ToolCalls
 from titan_grpo.engines.http import HttpRefused
 from titan_grpo.engines.server import dialect
 from titan_grpo.errors import DataError, PeerError
-from titan_grpo.rollout.agents import Agents, Call, Episode, Trajectory, for_template
+from titan_grpo.rollout.agents import Agents, Call, Episode
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.openai_api import ChatAnswer, ChatRequest, Message, tool_call
@@ -35,6 +35,7 @@ from titan_grpo.rollout.sampler import (
 )
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner, at_once
 from titan_grpo.rollout.tasks.agent import ToolParser, hermes
+from titan_grpo.rollout.trajectories import Trajectory, for_template
 from titan_grpo.samples import (
     NO_TOKENS,
     TURN_OVER,

@@ -24,7 +24,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, wait
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
@@ -51,6 +51,7 @@ from titan_grpo.rollout.openai_api import (
 )
 from titan_grpo.rollout.task_runner import TaskFailed, TaskRunner
 from titan_grpo.rollout.tasks.agent import AgentRows
+from titan_grpo.rollout.trajectories import Trajectory, added_text, for_template
 from titan_grpo.samples import NO_TOKENS, Completion
 from titan_grpo.subprocesses import past_proxies
 
@@ -61,32 +62,8 @@ RETRIES = "x-stainless-retry-count"
 REPEATABLE = 10_000
 """Number of episodes, the last ones, whose reward a client may post again."""
 
-MARK = "TheAnswerStandsHere"
-"""Placeholder answer, to find the text that a template writes after an answer."""
-
-
-@dataclass(eq=False, slots=True)
-class Trajectory:
-    """Contiguous tokens of an episode: a prompt, then the sampled answers and the added context.
-
-    ``messages``: those of its last call and its answer, in the template's form (arguments of tool
-    calls parsed, since clients format that JSON differently). ``rendered``: the text of that call's
-    prompt. ``part``: index among the group's parts; -1 before it has one. ``delivered``: number of
-    that part's tokens that the agent has received. ``tail``: text of the last answer.
-    ``finish_reason``: "length" if the run's limit cut the last answer, else "stop": an agent's own
-    ``max_tokens`` is part of its way of asking. ``written``: those of ``_written``, once a call
-    asked for them.
-    """
-
-    prompt: tuple[int, ...]
-    part: int = -1
-    tools: tuple[Any, ...] = ()
-    messages: tuple[Message, ...] = ()
-    rendered: str = ""
-    delivered: int = 0
-    tail: str = ""
-    finish_reason: str = ""
-    written: tuple[str, str] | None = None
+GONE_S = 10.0
+"""Seconds between two looks whether the client of a waiting call has gone."""
 
 
 @dataclass(eq=False, slots=True)
@@ -239,6 +216,8 @@ class Episode:
         for call in self.calls.values():
             if not call.answer.done():
                 call.answer.set_exception(Refused(401, text, code=NO_KEY))
+                # no deadline: it is done; read it, else asyncio logs it if no client waits
+                call.answer.exception()
         self.notice()
 
     def changed(self) -> "asyncio.Future[None]":
@@ -349,9 +328,9 @@ class Agents:
         self._over(episode, TaskFailed("agent", TimeoutError(text)))
 
     def _made(self, index: int, number: int) -> Episode:
-        key, over = f"ep-{secrets.token_hex(16)}", self._loop.create_future()
-        left_s = self._spec.task_timeout_s
-        episode = Episode(key, number, self._task.row(index), over, left_s)
+        key, row = f"ep-{secrets.token_hex(16)}", self._task.row(index)
+        over, left_s = self._loop.create_future(), self._spec.task_timeout_s
+        episode = Episode(key, number, row, over, left_s)
         if self._task.function is None:
             try:
                 # Before it is offered: an episode whose answer cannot be written would be lost.
@@ -408,8 +387,11 @@ class Agents:
     def _answer(self, request: Request) -> Reply:
         try:
             future = asyncio.run_coroutine_threadsafe(self._decide(request), self._loop)
-            # no deadline: a call is answered or refused at its episode's end at the latest, and the
-            # end of the loop cancels it
+            while not wait([future], GONE_S).done:
+                # Gone: it may repeat its call, and each one would hold a thread and a connection.
+                if request.gone():
+                    future.cancel()
+            # no deadline: it is done
             return future.result()
         except Refused as refused:
             return Reply(refused.status, refused.body)
@@ -441,11 +423,9 @@ class Agents:
         asked = parse(request.body, self._spec.temperature)
         repeat = request.headers.get(RETRIES, "0") != "0"
         call = episode.ask(self.codec, asked, self._spec, request.gone, repeat)
-        # no deadline: the sampler answers, or Episode.end refuses
-        answer = await call.answer
-        if asked.stream:
-            return Reply(200, answer_events(asked, answer))
-        return Reply(200, answer_body(asked, answer))
+        # no deadline: the sampler answers, Episode.end refuses, or _answer finds the client gone
+        answer = await asyncio.shield(call.answer)
+        return Reply(200, (answer_events if asked.stream else answer_body)(asked, answer))
 
     def _hand_out(self, request: Request) -> Reply:
         self._want_key(request.key)
@@ -489,67 +469,3 @@ class Agents:
         if self._key and not hmac.compare_digest(key.encode(), self._key.encode()):
             text = "a request needs the header Authorization: Bearer KEY (rollout.agent_key_env)"
             raise Refused(401, text, code=NO_KEY)
-
-
-def added_text(
-    trajectory: Trajectory, known: Sequence[Message], rendered: str, codec: TextCodec
-) -> str | None:
-    """Return the text that a call's prompt, ``rendered``, adds to a trajectory, whose messages are
-    ``known``. None if the template now renders the earlier messages differently (without their
-    reasoning, say).
-
-    Example: "user: hi\\nassistant:" was asked, " yo" was sampled, and the prompt is now "user: hi
-    \\nassistant: yo\\nuser: so?\\nassistant:" -> "\\nuser: so?\\nassistant:".
-    """
-    # Once: with a template that leaves out earlier thoughts no trajectory goes on, and each call of
-    # an episode would render the messages of all calls before it.
-    trajectory.written = trajectory.written or _written(trajectory, known, codec)
-    before, end = trajectory.written
-    if not (before and rendered.startswith(before)):
-        return None
-
-    def whole(part: str) -> bool:
-        # "<" is no part of the token "<|im_end|>": its rest would be encoded as other tokens.
-        texts = part, end[len(part) :]
-        return sum(_specials(codec, text) for text in texts) == _specials(codec, end)
-
-    # The model may have sampled the end of its turn, or a part of it, itself.
-    parts = (end[:n] for n in range(len(end), -1, -1) if trajectory.tail.endswith(end[:n]))
-    return end.removeprefix(next(filter(whole, parts))) + rendered[len(before) :]
-
-
-def _written(trajectory: Trajectory, known: Sequence[Message], codec: TextCodec) -> tuple[str, str]:
-    """Return the text of a trajectory's messages, and its end after the last answer; both empty if
-    it does not begin with the text of the last call's prompt."""
-    marked = *known[:-1], {"role": "assistant", "content": MARK}
-    try:
-        before, text = (codec.render(each, trajectory.tools, ask=False) for each in (known, marked))
-    except DataError:
-        return "", ""
-    _, mark, end = text.rpartition(MARK)
-    same = before.startswith(trajectory.rendered) and mark and before.endswith(end)
-    return (before, end) if same else ("", "")
-
-
-def _specials(codec: TextCodec, text: str) -> int:
-    """Return the number of special tokens in a text."""
-    return sum(bool(codec.spell((t,))) and not codec.decode((t,)) for t in codec.encode(text))
-
-
-def for_template(message: Message) -> Message:
-    """Return a message with the arguments of its tool calls as objects, as templates expect."""
-    if "tool_calls" not in message:
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call["function"]
-        calls.append(call | {"function": function | {"arguments": _read(function["arguments"])}})
-    return message | {"tool_calls": calls}
-
-
-def _read(arguments: Any) -> Any:
-    try:
-        found = json.loads(arguments)
-    except (TypeError, *NOT_JSON):
-        return arguments
-    return found if isinstance(found, dict) else arguments
