@@ -18,10 +18,9 @@ from openai.types.chat import ChatCompletion
 from tests.rollout.agents import HELLO, caller, client_of, says, send, taken, talker
 from tests.rollout.conftest import GroupOf, answer, piece
 from titan_grpo.errors import ConfigError
-from titan_grpo.rollout.agents import Agents, Episode
+from titan_grpo.rollout.agents import Agents
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
-from titan_grpo.rollout.openai_api import ChatAnswer, ChatRequest
 from titan_grpo.rollout.sampler import GroupDropped, PromptTooLong
 from titan_grpo.rollout.task_runner import TaskFailed
 from titan_grpo.rollout.tasks.agent import AgentRows
@@ -412,37 +411,6 @@ def test_a_character_of_the_end_token_is_no_part_of_it(
 
     group_of(talker(2), [behaviour], chat_template=str(template))
     assert asked[1] == [*asked[0], *codec.encode(f"{said}<eos>\nuser: and 0?<eos>\n")]
-
-
-def test_a_template_that_rewrites_answers_writes_those_of_each_call_once(
-    model: str, tmp_path: Path
-) -> None:
-    class Counting(TextCodec):
-        count = 0
-
-        def render(self, *given: Any, **named: Any) -> str:
-            self.count += 1
-            return super().render(*given, **named)
-
-    template = tmp_path / "thoughts.jinja"
-    said = "{{ m.content if loop.last else m.content.split('!')[-1] }}"
-    template.write_text(f"{{% for m in messages %}}{{{{ m.role }}}}: {said}\n{{% endfor %}}")
-    spec = RolloutSpec(model_dir=model, chat_template=str(template), max_completion_tokens=400)
-    codec = Counting(model, spec)
-
-    async def run() -> None:
-        episode = Episode("key", 0, {}, asyncio.get_running_loop().create_future(), 60.0)
-        messages: list[dict[str, Any]] = [{**HELLO}]
-        for turn in range(8):
-            request = ChatRequest("any", tuple(messages))
-            call = episode.ask(codec, request, spec, lambda: False, False)
-            said = {"role": "assistant", "content": f"hm!{turn}"}
-            episode.answered(call, 4, f"hm!{turn}", ChatAnswer("id", 0, said, "stop", 9, 4))
-            messages += [said, {**HELLO}]
-        assert len(episode.calls) == 8
-
-    asyncio.run(run())
-    assert codec.count == 8 + 2 * 7
 
 
 def test_prompts_with_nothing_in_common_drop_the_group(
