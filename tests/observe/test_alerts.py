@@ -264,7 +264,34 @@ def test_a_check_needs_something_to_look_for_and_a_step_to_look_at(
 
 
 def test_the_thresholds_that_hold_are_those_of_the_last_step() -> None:
-    thresholds = [Threshold.parse(t, "k") for t in ("loss/kl > 1", "reward/mean < 1")]
-    rows = [{names.KL: 2.0, names.REWARD: 0.5}, {names.KL: 0.5}]
-    (held,) = alerts.over(thresholds, rows)
-    assert str(held) == "reward/mean < 1 (0.5)"
+    texts = "loss/kl > 1", "reward/mean < 1 for 2", "reward/mean < 1 for 4"
+    thresholds = [Threshold.parse(text, "k") for text in texts]
+    rows = [{names.REWARD: 0.25}, {names.KL: 2.0, names.REWARD: 0.5}, {names.KL: 0.5}]
+    (held,) = alerts.over(thresholds, reversed(rows))
+    assert str(held) == "reward/mean < 1 for 2 (0.5)"
+
+
+def test_a_check_reads_of_a_long_run_only_the_steps_that_it_needs(tmp_path: Path) -> None:
+    """All of it was gigabytes, at every call of a scheduler."""
+    path, filler = tmp_path / "metrics.jsonl", "1" * 200
+    # A resumed run made the last ten steps again.
+    steps = [*range(1, 50_001), *range(49_991, 50_001)]
+    path.write_text(
+        "".join(
+            f'{{"step": {step}, "{names.KL}": {int(step > 49_996)}, "x": 0.{filler}}}\n'
+            for step in steps
+        )
+    )
+
+    def check(times: int) -> int:
+        return watch.run([str(tmp_path), "--check", f"--alert={names.KL} > 0 for {times}"], {})
+
+    assert check(4) == 3
+    before = _read_bytes()
+    assert check(5) == 0
+    assert _read_bytes() - before < path.stat().st_size / 5
+
+
+def _read_bytes() -> int:
+    """Bytes that this process has read so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])

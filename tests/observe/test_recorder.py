@@ -13,7 +13,7 @@ import pytest
 from tests.views.runs import Clock
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import names
-from titan_grpo.observe.recorder import Recorder, read_history, read_last, read_metrics
+from titan_grpo.observe.recorder import Recorder, newest_rows, read_history, read_metrics
 from titan_grpo.observe.report import summarize
 from titan_grpo.observe.schema import Summary
 from titan_grpo.views.live import Follower
@@ -134,7 +134,7 @@ def test_a_resumed_run_goes_on_after_the_line_that_a_kill_tore(tmp_path: Path) -
     path.write_text(
         '{"step": 1, "reward/mean": 0.1}\n{"step": 2, "reward/mean": 0.2}\n{"step": 3, "rew'
     )
-    assert read_last(path) == {"step": 2, "reward/mean": 0.2}
+    assert next(newest_rows(path)) == {"step": 2, "reward/mean": 0.2}
     recorder = Recorder(tmp_path)
     recorder.step(2, {names.REWARD: 0.25})
     recorder.step(3, {names.REWARD: 0.3})

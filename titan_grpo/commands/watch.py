@@ -4,13 +4,14 @@ import argparse
 import threading
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_grpo.config import Alerts
 from titan_grpo.errors import ConfigError
 from titan_grpo.observe import alerts
-from titan_grpo.observe.recorder import METRICS, read_metrics
+from titan_grpo.observe.recorder import METRICS, newest_rows
 from titan_grpo.observe.run_lock import LOCK
 from titan_grpo.observe.terminal import next_command
 from titan_grpo.titan.jobfile import mismatches, read_toml, refuse
@@ -100,14 +101,14 @@ def _check(args: argparse.Namespace, run: "Follower") -> int:
         raise ConfigError(f"--stalled must be greater than 0, got {args.stalled:g}")
     path = args.run / METRICS
     ended = run.ended()
-    # Only what is compared: all of a long run with many servers is gigabytes.
-    rows = read_metrics(path, [each.metric for each in thresholds]) if path.is_file() else []
-    if not rows:
+    rows = newest_rows(path)
+    if (last := next(rows, None)) is None:
         print(f"{args.run} has no step yet")
         return 1
-    holding = alerts.over(thresholds, rows)
+    step = last["step"]
+    holding = alerts.over(thresholds, chain([last], rows))
     for each in holding:
-        print(f"step {rows[-1]['step']}: {each}")
+        print(f"step {step}: {each}")
     if holding:
         return HOLDS
     # The file grows once per step, and each start writes the lock: a resumed run must not be taken
@@ -115,14 +116,14 @@ def _check(args: argparse.Namespace, run: "Follower") -> int:
     known = [file for file in (path, args.run / LOCK) if file.is_file()]
     silent_s = time.time() - max(file.stat().st_mtime for file in known)
     if args.stalled is not None and not ended and silent_s > args.stalled:
-        print(f"no step after step {rows[-1]['step']} for {silent_s:.0f} s")
+        print(f"no step after step {step} for {silent_s:.0f} s")
         return STALLED
     summary = read_summary(args.run) if ended else None
     if ended and summary is None:
-        print(f"the run ended after step {rows[-1]['step']} without a summary; its log says why")
+        print(f"the run ended after step {step} without a summary; its log says why")
         return 1
     if summary and summary.ended_by:
-        print(f"the run ended after step {rows[-1]['step']}: {summary.ended_by}")
+        print(f"the run ended after step {step}: {summary.ended_by}")
         return 1
     return 0
 

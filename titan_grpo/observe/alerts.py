@@ -184,13 +184,24 @@ def step(
 
 
 def over(
-    thresholds: Sequence[Threshold], rows: Iterable[Mapping[str, Any]]
+    thresholds: Sequence[Threshold], newest: Iterable[Mapping[str, Any]]
 ) -> tuple[Threshold, ...]:
-    """Return the thresholds that hold at the last step of a run."""
-    state = tuple(thresholds)
-    for row in rows:
-        state = tuple(each.after(row) for each in state)
-    return tuple(each for each in state if each.holds)
+    """Return the thresholds that hold at the last step of a run. ``newest``: its rows, the last one
+    first; only as many are taken as this needs."""
+    found = list(thresholds)
+    going = set(range(len(found)))
+    for row in newest:
+        for at in tuple(going):
+            was, now = found[at], found[at].after(row)
+            if now is was:
+                continue
+            # Of the last step that has a value.
+            found[at] = replace(now, value=was.value) if was.held else now
+            if now.holds or not now.held:
+                going.remove(at)
+        if not going:
+            break
+    return tuple(each for each in found if each.holds)
 
 
 def rules(alerts: Alerts) -> Iterator[str]:

@@ -115,6 +115,24 @@ def reading(path: Path) -> Iterator[BinaryIO]:
             raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+BLOCK_BYTES = 1 << 20
+"""Bytes per read from a file's end; a line may be longer."""
+
+
+def lines_from_end(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, the last one first; none without a file."""
+    if not path.is_file():
+        return
+    with reading(path) as file:
+        begin, rest = file.seek(0, os.SEEK_END), b""
+        while begin > 0:
+            end, begin = begin, max(0, begin - BLOCK_BYTES)
+            file.seek(begin)
+            rest, *lines = (file.read(end - begin) + rest).split(b"\n")
+            yield from reversed(lines)
+        yield rest
+
+
 def open_lines(path: Path) -> TextIO:
     """Open a file of JSON lines for appending; end a torn last line first."""
     torn = False

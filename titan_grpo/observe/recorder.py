@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from array import array
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,7 +25,15 @@ from msgspec import Meta
 from titan_grpo.errors import ConfigError, utf8_text
 from titan_grpo.observe import names, terminal
 from titan_grpo.observe.dashboards import Traces
-from titan_grpo.observe.output import Gathered, Output, open_lines, open_trace, reading
+from titan_grpo.observe.output import (
+    Gathered,
+    Output,
+    lines_from_end,
+    open_lines,
+    open_trace,
+    reading,
+)
+from titan_grpo.observe.run_lock import boot_id
 from titan_grpo.observe.schema import Change, Evaluated, decoded
 
 Event = dict[str, Any]
@@ -82,22 +90,14 @@ def row_of(line: bytes) -> dict[str, Any] | None:
     return row
 
 
-def read_last(path: Path) -> dict[str, Any]:
-    """Return all values of the last whole line of metrics.jsonl, or {}."""
-    if path.is_file():
-        with reading(path) as lines:
-            # The last line may be torn, even if it ends with a newline (a resumed run adds one).
-            for line in reversed(deque(lines, maxlen=2)):
-                if (row := row_of(line)) is not None:
-                    return row
-    return {}
-
-
-def _boot_id() -> str:
-    """Return the identity of this host's last start; empty if it has none."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
+def newest_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of ``read_metrics``, the last one first; none without a file. Reads no more of
+    it than is taken: that of weeks with many servers has gigabytes."""
+    first = inf
+    for line in lines_from_end(path):
+        if (row := row_of(line)) is not None and row["step"] < first:
+            first = row["step"]
+            yield row
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
@@ -111,8 +111,7 @@ def _kept(row: Mapping[str, Any], only: Collection[str]) -> dict[str, Any]:
 
 @dataclass
 class History:
-    """Events of a run other than its step metrics. history.jsonl has one line per ``add``, but of
-    values and counts (``Gathered``)."""
+    """Events of a run other than its step metrics. history.jsonl has its entries (``Gathered``)."""
 
     series: dict[str, "array[float]"] = field(
         default_factory=lambda: defaultdict(lambda: array("d"))
@@ -260,14 +259,13 @@ class Recorder:
                 f" ({error.strerror}): name another one"
             ) from error
         self._last: dict[str, Any] = {}
-        self._begun = False
         self._taken: dict[str, int] = {}
         """Number of values of each series that ``since_last`` has returned."""
         self._lock = threading.Lock()
         # Track numbers start at the file's size, above all numbers of earlier processes.
         self._first_track = self.trace_path.stat().st_size if self.trace_path.is_file() else 0
         self._tracks: dict[str, int] = {}
-        self._lost_events = 0
+        self._begun, self._lost_events = False, 0
         # Holds unless the thread comes to its end, which replaces it.
         self._problems = [
             f"files in {self.run_dir} are incomplete: their thread ended early, the log says why"
@@ -279,7 +277,7 @@ class Recorder:
         # When its clock was 0: the next process may run on another host, which has another one.
         # With one boot both have the same, whatever the time of day was set to in between.
         named = {"name": "rank 0", "zero_s": time.time() - clock()}
-        boot = {"boot": _boot_id()} if clock is time.perf_counter else {}
+        boot = {"boot": boot_id()} if clock is time.perf_counter else {}
         self._put_event({"ph": "M", "name": "process_name", "args": named | boot})
         self.add("process")
 
@@ -410,6 +408,11 @@ class Recorder:
         with self._lock:
             return self._history.whole()
 
+    def methods(self) -> dict[str, str]:
+        """Copy what ``quantised`` was last told of each server."""
+        with self._lock:
+            return self._history.before.quantised | self._history.own.quantised
+
     def rows(self) -> list[dict[str, Any]]:
         """Copy the values of each step that summary.json needs (names.SUMMARISED), earlier
         processes included."""
@@ -432,8 +435,7 @@ class Recorder:
             for part in (self._history.before, self._history.own):
                 found += part.series.get(name, array("d"))
         # Not both: a step's line has the mean of the same values.
-        rows = () if found else self.rows()
-        return found or array("d", [row[name] for row in rows if row.get(name) is not None])
+        return found or array("d", [r[name] for r in self.rows() if r.get(name) is not None])
 
     def since_last(self) -> dict[str, float]:
         """Return the mean of each series' values (names.WORK) since the last call, and all totals

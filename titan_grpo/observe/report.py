@@ -12,7 +12,7 @@ import numpy.typing as npt
 from titan_grpo.errors import NOT_JSON, utf8_text
 from titan_grpo.observe import names
 from titan_grpo.observe.output import write_whole
-from titan_grpo.observe.recorder import SUMMARY, Recorder, read_last
+from titan_grpo.observe.recorder import SUMMARY, Recorder, newest_rows
 from titan_grpo.observe.schema import MeanMax, MedianP95, Server, Summary
 from titan_grpo.observe.terminal import aligned
 
@@ -120,7 +120,7 @@ def summarize(recorder: Recorder, run: str, mode: str, ended_by: str = "") -> Su
         lengths={kind: _lengths(totals, kind) for kind in ("made", "trained")},
         errors=history.errors,
         quantised={url: method for url, method in history.quantised.items() if method},
-        last_step=recorder.last_row() or read_last(recorder.metrics_path),
+        last_step=recorder.last_row() or next(newest_rows(recorder.metrics_path), {}),
         ended_by=utf8_text(ended_by),
         **figures,
     )

@@ -136,3 +136,10 @@ def restarts(folder: Path) -> bool:
                 command = file.read()
             return b"torchrun" in command or b"torch.distributed" in command
     return False
+
+
+def boot_id() -> str:
+    """Return the identity of this host's last start; empty if it has none."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
