@@ -3,6 +3,7 @@ fail (torchtitan's own TensorBoard, and a disk that is full: the kernel's /dev/f
 
 import math
 import time
+import tracemalloc
 from collections.abc import Callable
 from contextlib import closing
 from itertools import count
@@ -342,6 +343,25 @@ def test_the_totals_of_an_older_run_in_the_folder_are_those_of_a_resumed_run_alo
             found.append(controller.record(step, NO_TOKENS, {}, [])[names.SYNC_COUNT])
         controller.recorder.close()
     assert found == totals
+
+
+def test_an_alert_of_a_long_run_copies_nothing_of_its_history(tmp_path: Path) -> None:
+    """At every crossing: a gigabyte after weeks with many servers, while every lane waited."""
+    controller = recording(tmp_path)
+    for number in range(100_000):
+        controller.recorder.observe(names.SEND_S, float(number))
+    controller.recorder.quantised("http://a:1", "fp8")
+    controller.recorder.close()
+    controller._watched = (Threshold.parse(f"{names.gap('lag', 0)} > 0.1", "alerts.warn"),)
+    tracemalloc.start()
+    try:
+        controller._alert(7, {names.gap("lag", 0): 0.5})
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 100_000  # of 800,000 bytes
+    (error,) = controller.recorder.history().errors
+    assert "servers quantise their weights (http://a:1 with fp8)" in error
 
 
 def test_a_value_that_is_infinite_crosses_a_threshold_in_the_run_and_of_a_check_from_outside(

@@ -430,8 +430,8 @@ class Controller:
         """Perform the actions of the thresholds that this step crossed."""
         self._watched, crossed = alerts.step(self._watched, values)
         for each in crossed:
-            quantised = self.recorder.history().quantised
-            self.warn(f"alert at step {step}: {alerts.line_of(each, values, quantised)}")
+            line = alerts.line_of(each, values, self.recorder.methods())
+            self.warn(f"alert at step {step}: {line}")
             if each.action == "stop":
                 self.stopped_by = self.stopped_by or f"alerts.stop {each}"
             elif each.action == "run":
