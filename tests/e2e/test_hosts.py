@@ -28,16 +28,20 @@ from titan_grpo.verify.server import Devices, recorded
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
+APART = "198.51.100.{}"
+"""Addresses of another network (RFC 5737) on the hosts' switch."""
+
 PORT = 29_511
 STEPS = 3
 
 
 @pytest.fixture
-def hosts(nothing_outlives_the_tests: None) -> Iterator[Hosts]:
+def hosts(nothing_outlives_the_tests: None, request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    """As many as the test asks for, or two."""
     if os.geteuid() != 0:
         pytest.skip("namespaces of hosts need root")
     try:
-        with Hosts(2) as made:
+        with Hosts(getattr(request, "param", 2)) as made:
             yield made
     except NotAllowed as error:
         pytest.skip(str(error))
@@ -63,10 +67,10 @@ def dynamic(hosts: Hosts, number: int) -> tuple[str, ...]:
 def train(
     runs: Runs, hosts: Hosts, node: Node, out: Path, urls: list[str], arguments: list[str]
 ) -> None:
-    """Two ranks on each of the two hosts, to the end."""
+    """Two ranks on each of the first two hosts, to the end."""
     with ExitStack() as stack:
         nodes = []
-        for number, host in enumerate(hosts.hosts):
+        for number, host in enumerate(hosts.hosts[:2]):
             words = node(hosts, number)
             start = runs.start(out, urls, *arguments, nproc=2, inside=host.inside, node=words)
             nodes.append(stack.enter_context(start))
@@ -132,6 +136,25 @@ def test_servers_hold_every_version_of_a_run_on_two_hosts(
     assert runs.summary(out)["spared_bytes"] > 0
     sent = [host.moved()[0] for host in hosts.hosts]
     print("bytes that left each host:", sent)
+
+
+@pytest.mark.parametrize("hosts", [3], indirect=True)
+def test_a_server_that_the_servers_file_names_reads_from_every_trainer_host_in_its_own_network(
+    runs: Runs, hosts: Hosts, tmp_path: Path
+) -> None:
+    """It does not reach that of MASTER_ADDR, in which all hosts but rank 0's gave their address."""
+    replay = Replay(tmp_path / "replay.jsonl", 4, 4, 16).write(STEPS)
+    for number, host in enumerate(hosts.hosts):
+        host.give(APART.format(number + 1), instead=number == 2)
+    launch = engineless_launcher(runs.model, APART.format(3), hosts.hosts[2].network)
+    with ExitStack() as stack:
+        server, file = launch(tmp_path / "a"), tmp_path / "servers"
+        stack.callback(server.stop)
+        file.write_text(f"{server.url}\n")
+        arguments = [*replay.arguments, f"--training.steps={STEPS}"]
+        arguments += [f"--rollout.servers_file={file}", "--weight_sync.startup_deadline_s=60"]
+        train(runs, hosts, static, tmp_path / "run", [], arguments)
+    assert Record(recorded(tmp_path / "a")).commits()[-1].version == STEPS
 
 
 def test_both_engines_compute_what_two_hosts_train_and_what_one_host_goes_on_with(

@@ -65,6 +65,12 @@ class Host:
             finally:
                 libc.setns(ours.fileno(), CLONE_NEWNET)
 
+    def give(self, address: str, instead: bool = False) -> None:
+        """It has an address in another network of 24 bits too, or ``instead`` of its own."""
+        if instead:
+            _run(f"ip -n {self.name} addr flush dev eth0")
+        _run(f"ip -n {self.name} addr add {address}/24 dev eth0")
+
     def limit(self, bytes_per_s: float) -> None:
         """Its link carries so much each way and no more (token bucket). NotAllowed if the kernel
         cannot."""

@@ -58,6 +58,7 @@ from titan_grpo.titan.modules import (
 from titan_grpo.titan.optimizer_step import Outcome, Stepper, reduce_metrics, use_settings
 from titan_grpo.titan.pipeline import parts_of
 from titan_grpo.titan.rank0 import Controller
+from titan_grpo.titan.servers import known_servers
 from titan_grpo.titan.startup import write_failure
 from titan_grpo.titan.step_records import NO_WANDB, lacks_wandb, log_table, make_dispensable
 from titan_grpo.titan.weight_sync import Here, Stages, TrainerSync
@@ -110,12 +111,13 @@ class GRPOTrainer(Engine):
         model_dir = str(job_config.model.hf_assets_path)
         self.controller: Controller | None = None
 
-        def control() -> None:
+        def control() -> list[str]:
             on_cpu = self.device.type == "cpu"
             options = batch_options(job_config, cost, self.model_args.vocab_size, *self._routed())
             self.controller = Controller(job_config, model_dir, nbytes, on_cpu, options)
+            return known_servers(job_config.rollout, os.environ).urls
 
-        on_rank0(control if dist.get_rank() == 0 else None, self.loader.group)
+        urls = on_rank0(control if dist.get_rank() == 0 else None, self.loader.group)
         self.sync = TrainerSync(
             Stages(self.model_parts, self.whole),
             self.to_hf,
@@ -124,7 +126,7 @@ class GRPOTrainer(Engine):
             sends_adapters(job_config.lora),
             Here(
                 group=self.loader.group,
-                urls=job_config.rollout.servers,
+                urls=urls,
                 run_key=self.controller.run_key if self.controller is not None else None,
             ),
         )
