@@ -285,19 +285,31 @@ class Server:
         self.model = GpuModel(manifest, repeats, device)
         self._side = EngineSide(self.model, Workers(), "")
         stack.callback(self._side.close)
-        options = LinkOptions(
+        self._options = LinkOptions(
             WeightSync(bucket_bytes=CHUNK, lane_deadline_s=LONG_S), "tcp", "127.0.0.1"
         )
-        self._link = LaneLink(new_run_id(time.time()), 1, manifest, options)
-        stack.callback(self._link.close)
-        self._side.hello(self._link.open().to_dict())
-        self._link.wait_joined(60.0)
-        self._link.send_manifest()
-        self._side.hello({"attach": self._link.attach().to_dict()})
+        self._run, self._stack = new_run_id(time.time()), stack
+        self._epoch = self._version = 0
+        self.connect(manifest)
         digests = Hashing("xxh3").blocks(image.buffer, manifest)
         self._digests = b"".join(digests)
         self._fingerprint = fingerprint(manifest.digest, digests)
+
+    def connect(self, manifest: Manifest) -> float:
+        """Open a lane, in place of the one before. Seconds of the engine's thread: it computes
+        nothing while it ends the receiver before, and lets go of its memory."""
+        self._epoch += 1
+        self._link = LaneLink(self._run, self._epoch, manifest, self._options)
+        self._stack.callback(self._link.close)
+        hello = self._link.open().to_dict()
+        began = time.perf_counter()
+        self._side.hello(hello)
+        seconds = time.perf_counter() - began
+        self._link.wait_joined(LONG_S)
+        self._link.send_manifest()
+        self._side.hello({"attach": self._link.attach().to_dict()})
         self._number = 0
+        return seconds
 
     def repeats(self) -> bool:
         """Whether the last load was the copies of an earlier one, or the next one will be."""
@@ -307,8 +319,9 @@ class Server:
     def deliver(self, beside: Callable[[], float] | None = None) -> tuple[float, float, float]:
         """(Seconds of the transfer, of the load, what ``beside`` gave during the transfer)."""
         self._number += 1
+        self._version += 1
         began, number = time.perf_counter(), self._number
-        args = number, number, self.image, self._digests, self._fingerprint
+        args = number, self._version, self.image, self._digests, self._fingerprint
         other = 0.0
         if beside is None:
             staged = self._link.send(*args)
@@ -360,6 +373,8 @@ def server_figures(name: str, versions: int) -> Iterator[Figure]:
             view = image.tensor()[spec.offset : spec.offset + spec.nbytes].view(torch.uint8)
             held = server.model.tensors[spec.name].cpu().view(-1).view(torch.uint8)
             assert torch.equal(view, held), "the model does not hold what was sent"
+            stopped = server.connect(manifest)
+            yield Figure(name, "a new connection: the engine stands still", stopped, "s")
         with ExitStack() as inner:
             server = Server(manifest, image, inner, repeats=True)
             learnt = server.deliver()[1]
