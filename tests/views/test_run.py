@@ -2,6 +2,7 @@
 
 import os
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from titan_grpo.observe import names, report
 from titan_grpo.observe.recorder import Recorder
 from titan_grpo.views.findings import facts_of
 from titan_grpo.views.live import Follower
-from titan_grpo.views.run import TRAINER, Trace, read_run, read_trace
+from titan_grpo.views.run import SPAN, TRAINER, Trace, read_run, read_trace
 from titan_grpo.views.timeline import figures, held, published, timeline
 
 
@@ -312,3 +313,18 @@ def test_a_long_run_is_shown_span_by_span_only_at_its_end(tmp_path: Path) -> Non
     assert 0 < found["exactFrom"] < found["seconds"]
     assert len(found["exact"]) == 50
     assert min(start for _, _, start, _, _ in found["exact"]) == round(found["exactFrom"] * 1e3)
+
+
+def test_a_long_trace_is_in_memory_twice_at_most_while_it_is_read(tmp_path: Path) -> None:
+    """After 200,000 steps with 64 servers each copy is 1.5 GB."""
+    make_run(tmp_path, Made(steps=400, servers=16, finished=False))
+    tracemalloc.start()
+    try:
+        trace = read_trace(tmp_path / "trace.json", block_bytes=1 << 14)
+        kept, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    spans = sum(each.start.size for each in trace.spans.values())
+    assert spans > 20_000
+    assert kept < 30 * spans
+    assert most < 3 * SPAN.itemsize * spans, "two copies, and the order of the bars"

@@ -328,7 +328,7 @@ def read_trace(path: Path, block_bytes: int = BLOCK_BYTES) -> Trace:
             if len(bars) < len(events):
                 others += [event for event in events if event.ph != "X"]
             parts.append(_bars(bars, names))
-    return _assemble(np.concatenate(parts), list(names), others)
+    return _assemble(parts, list(names), others)
 
 
 def _decoded(lines: bytes) -> list[_Event]:
@@ -357,8 +357,9 @@ def _bars(events: list[_Event], names: Mapping[str, int]) -> Bars:
     return out
 
 
-def _assemble(table: Bars, names: list[str], others: list[_Event]) -> Trace:
-    """Sort the events by track and name, with each process's times shifted (_shifts)."""
+def _assemble(parts: list[Bars], names: list[str], others: list[_Event]) -> Trace:
+    """Sort the events by track and name, with each process's times shifted (_shifts). Empties
+    ``parts``, and keeps no second copy of the bars: those of a long run are gigabytes."""
     tracks: dict[int, tuple[int, str]] = {}
     """Number -> (process, label). Numbers are unique over the processes that appended."""
     points: list[_Event] = []
@@ -373,16 +374,17 @@ def _assemble(table: Bars, names: list[str], others: list[_Event]) -> Trace:
         elif event.name == "thread_name":
             tracks[event.tid] = (max(process, 0), event.args.name)
     points = [point for point in points if point.tid in tracks]
-    groups = _groups(table, tracks, len(names))
+    groups = _groups(parts, tracks, len(names))
     shifts, stops = _shifts(tracks, groups, points, zeros)
     found: defaultdict[tuple[str, str], list[Bars]] = defaultdict(list)
-    for bars in groups:
+    while groups:
+        bars = groups.pop(0)
         process, label = tracks[int(bars["track"][0])]
         if process in shifts:
             bars["start"] += shifts[process]
             bars["stop"] += shifts[process]
             found[label, names[bars["name"][0]]].append(bars)
-    spans = {key: _spans(parts) for key, parts in found.items()}
+    spans = {key: _spans(found.pop(key)) for key in list(found)}
     instants = []
     for point in points:
         process, label = tracks[point.tid]
@@ -395,8 +397,10 @@ def _assemble(table: Bars, names: list[str], others: list[_Event]) -> Trace:
     return Trace(spans, tuple(instants), max(ends, default=0.0), tuple(stops[:-1]))
 
 
-def _groups(table: Bars, tracks: Iterable[int], names: int) -> list[Bars]:
-    """Return the bars of each name on each known track, in the file's order."""
+def _groups(parts: list[Bars], tracks: Iterable[int], names: int) -> list[Bars]:
+    """Return the bars of each name on each known track, in the file's order. Empties ``parts``."""
+    table = np.concatenate(parts)
+    parts.clear()
     known = np.array(sorted(tracks), dtype=np.int64)
     if not known.size or not table.size:
         return []
@@ -411,7 +415,7 @@ def _spans(parts: list[Bars]) -> Spans:
     """Join bars, sorted by start."""
     bars = np.concatenate(parts)
     bars = bars[np.argsort(bars["start"], kind="stable")]
-    return Spans(bars["start"], bars["stop"], bars["number"])
+    return Spans(*(np.ascontiguousarray(bars[column]) for column in ("start", "stop", "number")))
 
 
 def _shifts(
