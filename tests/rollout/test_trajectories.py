@@ -4,7 +4,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from tests.rollout.agents import HELLO
+import pytest
+
+from tests.rollout.agents import HELLO, caller, says
+from tests.rollout.conftest import GroupOf
 from titan_grpo.rollout.agents import Episode
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
@@ -40,3 +43,37 @@ def test_a_template_that_rewrites_answers_writes_those_of_each_call_once(
 
     asyncio.run(run())
     assert codec.count == 8 + 2 * 7
+
+
+APART: dict[str, Any] = {"role": "assistant", "content": "so", "reasoning_content": "hm"}
+THOUGHTS = "{% if m.reasoning %}<think>{{ m.reasoning }}</think>{% endif %}{{ m.content }}"
+TRIMMED = "{{ m.content.replace('hm\n', 'hm') }}"
+
+
+@pytest.mark.parametrize(
+    ("written", "sent", "sequences"),
+    [
+        (THOUGHTS, APART, 1),
+        (TRIMMED, {"role": "assistant", "content": "<think>hm\n</think>so"}, 1),
+        ("{{ m.content }}", APART, 2),
+        (THOUGHTS, APART | {"reasoning_content": "oh"}, 2),
+    ],
+    ids=["as by LiteLLM", "as by Pydantic AI", "thoughts left out", "other thoughts"],
+)
+def test_an_answer_in_another_form_goes_on_where_the_template_writes_it_the_same(
+    group_of: GroupOf,
+    codec: TextCodec,
+    tmp_path: Path,
+    written: str,
+    sent: dict[str, Any],
+    sequences: int,
+) -> None:
+    template = tmp_path / "thoughts.jinja"
+    template.write_text(f"{{% for m in messages %}}{{{{ m.role }}}}: {written}\n{{% endfor %}}")
+    asked: list[list[int]] = []
+    agent = caller({}, {"messages": [HELLO, sent, HELLO]})
+    engine = says(codec, "<think>hm</think>so", log=asked)
+    group = group_of(agent, [engine], chat_template=str(template))
+    assert len(group.completions) == sequences
+    if sequences == 1:
+        assert asked[1][: len(asked[0])] == asked[0]

@@ -166,13 +166,17 @@ class Episode:
         rendered: str,
         messages: Sequence[Message],
     ) -> tuple[Trajectory, tuple[int, ...]] | None:
-        """Return the (longest) trajectory that a call continues, and the tokens that it adds."""
-        for trajectory in sorted(self.calls, key=lambda t: -len(t.messages)):
-            count = len(trajectory.messages)
+        """Return the (longest) trajectory that a call continues, and the tokens that it adds: first
+        one whose answer came back as it was, then one whose answer the template writes the same
+        (clients set thoughts apart, in a field of their own or with other blanks)."""
+        of = {t: messages[: len(t.messages)] for t in self.calls if t.delivered}
+        for trajectory in sorted(of, key=lambda t: (list(t.messages) != of[t], -len(t.messages))):
+            known, before = of[trajectory], trajectory.messages[:-1]
             same = trajectory.tools == request.tools and self.calls[trajectory].answer.done()
-            if same and trajectory.messages == tuple(messages[:count]) and trajectory.delivered:
-                added = added_text(trajectory, messages[:count], rendered, codec)
-                if added is not None:
+            if same and tuple(known[:-1]) == before and known[len(before) :]:
+                answered = known[-1] == trajectory.messages[-1]
+                known = known if answered else trajectory.messages
+                if (added := added_text(trajectory, known, rendered, codec)) is not None:
                     return trajectory, codec.encode(added)
         return None
 
