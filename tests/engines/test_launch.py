@@ -244,9 +244,11 @@ def test_a_vllm_that_reads_calls_of_tools_gets_the_options_beside_its_parsers_na
     assert command(of("sglang", tool_calls=True, args=name))[-2:] == [*name]
 
 
-def test_the_log_of_a_server_has_nothing_of_one_that_still_ends(tmp_path: Path) -> None:
+def test_the_log_of_a_server_has_nothing_of_one_that_still_ends_and_that_ones_stays(
+    tmp_path: Path,
+) -> None:
     """A run that torchrun starts again starts its servers while those of the killed one end. These
-    wrote behind a gap of zeros in the new log."""
+    wrote behind a gap of zeros in the new log; later, theirs was removed, which may say why."""
     ending = """
         import signal, sys
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
@@ -260,6 +262,7 @@ def test_the_log_of_a_server_has_nothing_of_one_that_still_ends(tmp_path: Path) 
             assert wait_until(lambda: not second.alive(), 60.0)
         first.stop()
     assert log.read_bytes() == b"new\n"
+    assert log.with_name("server-2.log").read_bytes() == b"up " * 100 + b"\nended\n"
 
 
 SERVING = """

@@ -128,6 +128,11 @@ def environment(base: Mapping[str, str], spec: ServerSpec) -> dict[str, str]:
     return with_run_key(out, spec.run_key)
 
 
+def _unused(log: Path) -> Path:
+    """Return the first of name-2.log, name-3.log, ... that is not there."""
+    return next(p for n in count(2) if not (p := log.with_stem(f"{log.stem}-{n}")).exists())
+
+
 class Server:
     """A launched server, as a context manager; it also ends when this process ends."""
 
@@ -148,7 +153,9 @@ class Server:
         self._keys = Path(f"{log}.keys.yaml")
         keys = sglang.keys(spec) if spec.engine == "sglang" else ""
         # A file of its own: the server of a killed run may write to the one before while it ends.
-        log.unlink(missing_ok=True)
+        # That one stays: it may say why the run is started again.
+        with contextlib.suppress(FileNotFoundError):
+            log.rename(_unused(log))
         with log.open("wb") as output, contextlib.ExitStack() as failed:
             failed.callback(self._forget_start)
             if keys:
@@ -299,8 +306,7 @@ class ServerGroup:
     def _replace(self, n: int, ended: Server) -> None:
         """Start a server again, at its port and with a log of its own. Raises OSError."""
         ended.stop()  # what is left of its group has memory and the port
-        log = Path(self._specs[n].log_path)
-        path = next(p for i in count(2) if not (p := log.with_stem(f"{log.stem}-{i}")).exists())
+        path = _unused(Path(self._specs[n].log_path))
         with self._changing:
             if not self._stopping.is_set():
                 self._servers[n] = Server(replace(ended.spec, log_path=str(path)))
