@@ -158,6 +158,24 @@ def test_the_table_of_a_run_with_many_errors_shows_their_number_and_the_last(
     assert [line.split()[2] for line in lines[-5:]] == ["1995:", "1996:", "1997:", "1998:", "1999:"]
 
 
+def test_the_table_of_a_run_of_weeks_is_no_longer_than_a_screen_or_two(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    figure = {"value": 0.25, "low": 0.0, "high": 1.0}
+    common = {"name": "held_out", "server": SERVERS[0], "prompts": 4, "samples": 2, "passed": {}}
+    common |= {"reward": figure, "tokens": figure, "refused": 0, "seconds": 1.0}
+    for version in range(1000):
+        recorder.evaluated(common | {"version": version})
+        recorder.joined(SERVERS[0], version)
+        recorder.left(SERVERS[0], version)
+    summary = report.write_report(recorder, "run", "async")
+    lines = report.final_table(summary).splitlines()
+    assert len(lines) < 80
+    last = [line for line in lines if line.startswith("evaluation")]
+    assert (last[0].split()[:2], len(last)) == (["evaluations", "1000,"], 21)
+    assert "version 999: reward 0.25" in last[-1]
+    assert len(summary.evaluations) == 1000
+
+
 def test_the_report_writes_a_summary_that_reads_back_and_a_picture(recorder: Recorder) -> None:
     summary = report.write_report(recorder, "run", "async")
     written = (recorder.run_dir / "summary.json").read_bytes()

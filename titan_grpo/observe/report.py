@@ -225,8 +225,14 @@ def table(rows: list[tuple[str, str]], title: str) -> str:
     return "\n".join([title, ruler, *lines])
 
 
-LAST_ERRORS = 5
-"""Errors that a run's table shows: a server that is gone for hours has one for each attempt."""
+LAST_ERRORS, LAST_ROWS = 5, 20
+"""Errors, and rows of another kind, that a run's table shows: one of weeks has thousands."""
+
+
+def _last(what: str, rows: list[tuple[str, str]], limit: int = LAST_ROWS) -> list[tuple[str, str]]:
+    """Return the last rows of a kind, with the number of all if they are more."""
+    text = f"{len(rows)}, all in summary.json; the last {limit}:"
+    return [*([(what, text)] if rows[limit:] else []), *rows[-limit:]]
 
 
 def final_table(s: Summary) -> str:
@@ -238,7 +244,7 @@ def final_table(s: Summary) -> str:
     rows = [
         ("steps", f"{s.steps}  ({number(s.steps_per_s)} per second)"),
         *(("ended by", why) for why in [s.ended_by] if why),
-        *(("resumed", f"at step {step}") for step in s.resumes),
+        *_last("resumes", [("resumed", f"at step {step}") for step in s.resumes]),
         ("reward", f"{reward}  ({window})"),
         ("syncs", f"{s.sync_count} committed, {skipped} version{'s' * (skipped != 1)} skipped"),
         ("digest mismatches", str(s.digest_mismatches)),
@@ -255,7 +261,8 @@ def final_table(s: Summary) -> str:
         count = len(set(v.committed))  # a server that restarted commits one again
         rows.append((server, f"{count} version{'s' * (count != 1)}, last {last}"))
     rows += [(url, f"quantised: {method}") for url, method in s.quantised.items()]
-    rows += [(m.server, f"{m.event} at version {m.version}") for m in s.membership]
+    changes = [(m.server, f"{m.event} at version {m.version}") for m in s.membership]
+    rows += _last("servers joined and left", changes)
     for key in _TIMES:
         times: MedianP95 = getattr(s, key)
         if times.median is not None:
@@ -267,13 +274,13 @@ def final_table(s: Summary) -> str:
         rows.append((key.replace("_", " "), figures))
     rows.append(("dropped groups", dropped or "none"))
     rows += [(f"lengths {kind}", _shares(counts)) for kind, counts in s.lengths.items()]
+    results = []
     for found in s.evaluations:
         passed = "".join(f", pass@{k} {number(e.value)}" for k, e in found.passed.items())
         text = f"version {found.version}: reward {number(found.reward.value)}{passed}"
-        rows.append((f"evaluation {found.name}", text))
-    if s.errors[LAST_ERRORS:]:
-        rows.append(("errors", f"{len(s.errors)}, all in summary.json; the last {LAST_ERRORS}:"))
-    rows += [("error", text) for text in s.errors[-LAST_ERRORS:]]
+        results.append((f"evaluation {found.name}", text))
+    rows += _last("evaluations", results)
+    rows += _last("errors", [("error", text) for text in s.errors], LAST_ERRORS)
     if not s.errors and not s.ended_by:
         rows.append(("errors", "none"))
     return table(rows, f"{s.run} ({s.mode})")
