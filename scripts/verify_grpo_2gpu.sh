@@ -27,8 +27,12 @@ for argument in "$@"; do
     previous="$argument"
 done
 set -- "${arguments[@]+"${arguments[@]}"}"
-# Where the command will use CUDA: a build for CPUs finds no GPU.
+# Where the command will use CUDA: a build for CPUs finds no GPU, and SGLang's for CUDA does not run on a CPU.
 gpus=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true) kind=()
+if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+    visible=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true)
+    if [ "$visible" -lt "$gpus" ]; then gpus=$visible; fi
+fi
 case "$device" in
     auto) if [ "$gpus" -ge 2 ]; then kind=(--cuda); fi ;;
     cuda) if [ "$gpus" -ge 1 ]; then kind=(--cuda); fi ;;

@@ -315,22 +315,33 @@ def test_environments_that_were_made_for_cuda_are_kept_by_calls_that_do_not_say_
 
 
 @pytest.mark.parametrize(
-    ("gpus", "options", "cuda"),
+    ("gpus", "visible", "options", "cuda"),
     [
-        (0, [], False),
-        (0, ["--device", "cuda"], False),  # the command says what is missing
-        (1, [], False),
-        (1, ["--device=cuda", "--nproc", "1"], True),
-        (2, [], True),
-        (2, ["--faults", "all"], True),
-        (2, ["--device", "cpu"], False),
+        (0, None, [], False),
+        (0, None, ["--device", "cuda"], False),  # the command says what is missing
+        (1, None, [], False),
+        (1, None, ["--device=cuda", "--nproc", "1"], True),
+        (2, None, [], True),
+        (2, None, ["--faults", "all"], True),
+        (2, None, ["--device", "cpu"], False),
+        # The command sees no others, and uses the CPU.
+        (2, "1", [], False),
+        (2, "", ["--device", "cuda"], False),
+        (8, "4,5", [], True),
     ],
 )
 def test_the_proof_has_environments_for_the_device_that_it_will_use(
-    gpus: int, options: list[str], cuda: bool, checkout: Path, tmp_path: Path
+    gpus: int,
+    visible: str | None,
+    options: list[str],
+    cuda: bool,
+    checkout: Path,
+    tmp_path: Path,
 ) -> None:
     program(checkout / "scripts" / "setup.sh", 'echo "$*"; exit 9')
     env = with_gpus(gpus, tmp_path)
+    env.pop("CUDA_VISIBLE_DEVICES", None)
+    env |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     said = said_by(["scripts/verify_grpo_2gpu.sh", *options], checkout, 9, env)
     assert said.split() == ["--torchtitan", "0.2", *["--cuda"] * cuda]
 
