@@ -185,6 +185,28 @@ def test_a_repeat_of_the_last_of_equal_calls_gets_its_answer_and_not_an_older_on
     assert [completion.num_sampled for completion in group.completions] == [4] * 2
 
 
+def test_repeats_of_equal_calls_at_once_get_the_answers_that_their_client_lacks(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        def read(connection: http.client.HTTPConnection) -> str:
+            return str(json.loads(connection.getresponse().read())["id"])
+
+        calls = [asking(base_url, api_key) for _ in range(4)]
+        ids = [read(connection) for connection in calls]
+        # As if the client had given these up before their answers came. Others stay open.
+        for connection in calls[:3]:
+            connection.close()
+        repeats = [asking(base_url, api_key, 1) for _ in range(3)]
+        assert {read(connection) for connection in repeats} == set(ids[:3])
+        for connection in (calls[3], *repeats):
+            connection.close()
+        return 1.0
+
+    group = group_of(agent, [says(codec, "one")])
+    assert len(group.completions) == 4
+
+
 @pytest.mark.parametrize("over", [False, True], ids=["group running", "group done"])
 def test_a_repeated_reward_is_answered_as_the_first_one(
     sampler_of_agents: SamplerOfAgents, over: bool

@@ -83,7 +83,12 @@ class Call:
     @property
     def abandoned(self) -> bool:
         """Whether its answer has no waiting client any more, and reached none."""
-        return not self.answer.done() and all(gone() for gone in self.gone)
+        return not self.answer.done() and self.closed
+
+    @property
+    def closed(self) -> bool:
+        """Whether no client's connection is open, as after it gave the call up."""
+        return all(gone() for gone in self.gone)
 
 
 @dataclass(eq=False, slots=True)
@@ -156,7 +161,9 @@ class Episode:
         client says that it repeats one."""
         # Newest first: a client repeats its last call, whose answer it may lack.
         equal = [call for call in reversed(self.calls.values()) if call.request == request]
-        equal.sort(key=lambda call: (not call.abandoned, call.answer.done()))
+        # Of equal calls at once, such as a best of n, the client has the answers of those that it
+        # closed no connection of.
+        equal.sort(key=lambda call: (not call.abandoned, call.answer.done(), not call.closed))
         return equal[0] if equal and (repeat or equal[0].abandoned) else None
 
     def _continued(
