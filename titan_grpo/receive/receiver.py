@@ -178,9 +178,6 @@ class Receiver:
         except ConfigError as error:
             return str(error)
         if hello.transport in RANGES:
-            only = f"weight_sync.transport {hello.transport} is for weight_sync.apply staged"
-            if self.streamed:
-                return f"{only}, got streamed"
             return nixl_problem() if hello.transport == NIXL else ""
         from titan_grpo.sync.transports.broadcast import transport_problem
 
