@@ -47,7 +47,7 @@ def test_a_good_transfer_reaches_the_engine_and_is_read_back(site: Site) -> None
 
 def test_a_version_of_a_hundred_thousand_tensors_reaches_the_engine() -> None:
     names = [
-        f"model.language_model.layers.{i // 1000}.mlp.experts.{i % 1000}.down_proj.weight"
+        f"model.language_model.layers.{i // 1000}.mlp.experts.{i % 1000}.gate_up_proj.weight"
         for i in range(100_000)
     ]
     version = Version(dict(zip(names, torch.full((len(names), 4), 3.0), strict=True)))

@@ -176,7 +176,7 @@ ITEM_BYTES = {
 }
 """Bytes per element of the dtypes that an image can hold; names are torch's without "torch."."""
 
-FORMAT = 3
+FORMAT = 4
 """Version of this JSON layout; a receiver with another one refuses the manifest."""
 
 
@@ -204,8 +204,8 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
     """A manifest as JSON."""
 
     format: int
-    block_bytes: int
-    tensors: list[tuple[str, str, tuple[int, ...], int]]
+    block_bytes: Annotated[int, Meta(ge=1)]
+    tensors: list[tuple[str, str, tuple[int, ...]]]
     parts: list[tuple[Run, ...]]
 
 
@@ -231,11 +231,9 @@ class Manifest:
     ) -> "Manifest":
         """Lay out ``(name, dtype, shape)`` one after the other, each aligned to ALIGNMENT.
 
-        Raises ConfigError for no tensors, a duplicate name, an unknown dtype, a dimension or a
-        block size below 1.
+        Raises ConfigError for no tensors, a duplicate name, an unknown dtype or a dimension
+        below 1.
         """
-        if block_bytes < 1:
-            raise ConfigError(f"weight_sync.block_bytes must be 1 or greater, got {block_bytes}")
         specs: list[TensorSpec] = []
         seen: set[str] = set()
         offset = 0
@@ -288,7 +286,7 @@ class Manifest:
     @cached_property
     def digest(self) -> str:
         """Hash of the canonical JSON, 32 hex characters: equal digests mean the same names, dtypes,
-        shapes, offsets, block size and parts."""
+        shapes (and so offsets), block size and parts."""
         return hashlib.blake2b(self.encoded, digest_size=16).hexdigest()
 
     @cached_property
@@ -306,19 +304,17 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return canonical JSON: the same manifest gives the same text on every machine."""
-        tensors = [[s.name, s.dtype, list(s.shape), s.offset] for s in self.tensors]
         record = {
             "format": FORMAT,
             "block_bytes": self.block_bytes,
-            "tensors": tensors,
+            "tensors": [[s.name, s.dtype, list(s.shape)] for s in self.tensors],
             "parts": [part.runs for part in self.parts],
         }
         return json.dumps(record, sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes | bytearray) -> "Manifest":
-        """Read to_json() back. Raises DataError for anything else, and for offsets that are not
-        those of build()."""
+        """Read to_json() back. Raises DataError for anything else."""
         try:
             record = msgspec.json.decode(text, type=_Record)
             if record.format != FORMAT:
@@ -326,21 +322,13 @@ class Manifest:
                     f"manifest format must be {FORMAT}, got {record.format}: install the same"
                     " titan_grpo on both ends"
                 )
-            entries = [(name, dtype, shape) for name, dtype, shape, _ in record.tensors]
-            manifest = cls.build(entries, record.block_bytes)
+            manifest = cls.build(record.tensors, record.block_bytes)
             written = extents_of(record.parts)
             cut = manifest.with_parts(parts_of(written, manifest.total_bytes, padding=1))
         except (*NOT_JSON, ConfigError) as error:
             raise DataError(
-                f"a manifest must list [name, dtype, shape, offset] rows, and parts: {error};"
-                " refused"
+                f"a manifest must list [name, dtype, shape] rows, and parts: {error}; refused"
             ) from error
-        for spec, (*_, offset) in zip(manifest.tensors, record.tensors, strict=True):
-            if spec.offset != offset:
-                raise DataError(
-                    f"manifest offset of {spec.name} must be {spec.offset}, got {offset}: bytes"
-                    " would land in other rows"
-                )
         if [part.runs for part in cut.parts] != record.parts:
             raise DataError("the parts of a manifest must be runs of extents in order; refused")
         return cut
