@@ -30,7 +30,7 @@ from titan_grpo.protocol.messages import (
 from titan_grpo.runkey import Key
 
 HELLO = Hello(
-    *("0000000003e8-aa", 3, "127.0.0.1", 4000, "ab", "gloo", "d" * 32, "xxh3", 4096, 16384, 30.0),
+    *("0000000003e8-aa", 3, "127.0.0.1", 4000, "ab", "gloo", "d" * 32, "xxh3", 16384, 30.0),
     FORMAT,
 )
 MESSAGES = [
@@ -85,8 +85,7 @@ def test_true_is_not_a_number_and_a_whole_number_is_a_float() -> None:
         ("epoch", 0, ">= 1 - at `$.epoch`"),
         ("port", 70000, "<= 65535 - at `$.port`"),
         ("timeout_s", 0.0, "> 0.0 - at `$.timeout_s`"),
-        ("bucket_bytes", 5000, "multiple of block_bytes"),
-        ("block_bytes", 0, ">= 1 - at `$.block_bytes`"),
+        ("bucket_bytes", 0, ">= 1 - at `$.bucket_bytes`"),
         ("format", FORMAT - 1, f"format must be {FORMAT}, got {FORMAT - 1}"),
     ],
 )
@@ -133,7 +132,7 @@ def test_a_proof_survives_the_journey_and_a_changed_value_does_not(message: Mess
         value = getattr(message, field.name)
         # values that are valid in another message of the same type
         valid: dict[str, Any] = {"op": "stream", "apply": "streamed"}
-        valid |= {"bucket_bytes": 8192, "block_bytes": 8192, "format": FORMAT}
+        valid |= {"bucket_bytes": 8192, "format": FORMAT}
         valid |= {"sources": (RangeSource("elsewhere", 1, "00"),)}
         valid |= {"relays": valid["sources"], "serve": ("00",), "lost": (1,)}
         valid |= {"patches": (Patch(6, 7, 1, RangeSource("elsewhere", 1, "00")),)}

@@ -62,7 +62,7 @@ from titan_grpo.runkey import KEY_FILE_VARIABLE, KEY_VARIABLE, Key
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11; servers run on 3.10 too
 
-FORMAT = 4
+FORMAT = 5
 """Number of the messages' form. Raise it with every change that the other end must know."""
 
 UNUSABLE = "unusable"
@@ -221,7 +221,6 @@ class Hello(Message, frozen=True):
     transport: str
     manifest_digest: str
     digest_algorithm: str
-    block_bytes: Positive
     bucket_bytes: Positive
     timeout_s: Annotated[float, Meta(gt=0)]
     format: int
@@ -264,11 +263,6 @@ class Hello(Message, frozen=True):
                 f"format must be {FORMAT}, got {self.format}: trainer and server need titan_grpo of"
                 " the same version"
             )
-        if self.bucket_bytes % self.block_bytes:
-            raise ValueError(
-                f"bucket_bytes must be a multiple of block_bytes, got {self.bucket_bytes} and"
-                f" {self.block_bytes}"
-            )
 
 
 def reply_address(data: Any) -> Hello | None:
@@ -278,8 +272,7 @@ def reply_address(data: Any) -> Hello | None:
         return None
     known = {key: data.get(key) for key in ("run_id", "epoch", "host", "port", "ticket")}
     rest: dict[str, Any] = {"transport": PROBE, "manifest_digest": ""}
-    rest |= {"digest_algorithm": "xxh3", "block_bytes": 1, "bucket_bytes": 1, "timeout_s": REPLY_S}
-    rest |= {"format": FORMAT}
+    rest |= {"digest_algorithm": "xxh3", "bucket_bytes": 1, "timeout_s": REPLY_S, "format": FORMAT}
     try:
         return Hello.from_dict(known | rest)
     except PeerError:

@@ -185,7 +185,6 @@ class LaneLink:
             transport=o.transport,
             manifest_digest=self._manifest.digest,
             digest_algorithm=o.hashing(self._run_id).algorithm,
-            block_bytes=self._manifest.block_bytes,
             bucket_bytes=config.bucket_bytes,
             timeout_s=self._transfer_s,
             format=FORMAT,

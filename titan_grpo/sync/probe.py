@@ -34,7 +34,6 @@ def ask_receiver(
             ticket=channel.ticket.hex(),
             manifest_digest="",
             digest_algorithm=KEYED,
-            block_bytes=1,
             bucket_bytes=1,
             timeout_s=timeout_s,
             format=FORMAT,
