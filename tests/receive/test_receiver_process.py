@@ -122,6 +122,16 @@ def test_a_receiver_that_cannot_be_started_is_said_at_once_and_the_next_one_serv
 
 
 @over_tcp
+def test_a_receiver_that_is_killed_before_it_joins_is_said_at_once(site: Site) -> None:
+    """As for want of memory. The lane waited for its deadline, and named the network."""
+    link = site.greet(Weights(1.0))
+    os.kill(site.receiver_pid, signal.SIGKILL)
+    with pytest.raises(ServerRefused, match=r"it ended with signal 9 \(out of memory, maybe\)"):
+        link.wait_joined(20.0)
+    assert site.deliver(site.connect(Weights(2.0)), 1, 2, Weights(2.0)).ok
+
+
+@over_tcp
 def test_a_sender_that_is_gone_leaves_the_old_version_and_the_next_one_works(site: Site) -> None:
     site.deliver(site.connect(Weights(1.0)), 1, 1, Weights(1.0))
     link = broadcast(site, BUCKET)

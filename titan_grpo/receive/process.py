@@ -69,17 +69,19 @@ log = logging.getLogger("titan_grpo.receive")
 class ReceiverProcess:
     """Handle of one receiver process and the channel to it."""
 
-    def __init__(self, first: dict[str, Any], broken: Callable[[], object]) -> None:
+    def __init__(self, first: dict[str, Any], broken: Callable[[str], object]) -> None:
         """Start the process and send its first message, without waiting for an answer. ``broken``
-        is called, in a thread, if the process ends by an exception that it does not catch."""
+        is called, in a thread, with how the process ended, if it was by an exception that it does
+        not catch, or by a signal that is not ``kill``'s."""
         # The receiver does not need an allocator that the engine preloads.
         self._process, ours = start_module(
             "titan_grpo.receive.process",
             env=helper_environment(os.environ, "LD_PRELOAD"),
         )
         self.pid = self._process.pid
-        # Reap it when it ends: the next hello may come late, or never. 1 is the interpreter's code.
-        when_ended(self.pid, lambda: self._process.poll() == 1 and broken())
+        self._killed = False
+        # Reap it when it ends: the next hello may come late, or never.
+        when_ended(self.pid, lambda: self._ended(broken))
         self._channel = Channel(ours)
         self._sent = 0
         self._last_line_s: float | None = None
@@ -87,6 +89,13 @@ class ReceiverProcess:
         self._silent_s: float | None = None
         """When the process was first found to be silent; None: it has answered since."""
         self._channel.send(first, ANSWER_S)
+
+    def _ended(self, broken: Callable[[str], object]) -> None:
+        status = self._process.poll()
+        if status == 1:  # the interpreter's code
+            broken("it ended by an exception, which is in the server's log")
+        elif status is not None and status < 0 and not self._killed:
+            broken(f"it ended with {how_ended(status)}")
 
     def ask(self, message: dict[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
         """Send a request and return its answer. Raises PeerError if the process is gone, refuses,
@@ -137,6 +146,7 @@ class ReceiverProcess:
     def kill(self) -> None:
         """Kill the process, and with it the epoch's memory and connections."""
         self._channel.close()
+        self._killed = True
         self._process.kill()
         self._wait()
 
@@ -208,9 +218,8 @@ class ReceiverHandle:
             answer_hello(self._first(hello, problem, keys))
             return problem
 
-        why = "it ended by an exception, which is in the server's log"
         try:
-            self._serving = ReceiverProcess(self._first(hello, "", keys), lambda: unable(why))
+            self._serving = ReceiverProcess(self._first(hello, "", keys), unable)
         except OSError as error:  # no memory, no process left, no interpreter
             return unable(error)
         return ""
