@@ -153,7 +153,7 @@ def _sealer(w: World, versions: int, rules: Rules) -> Iterator[Move]:
         return
     for told in sorted(w.said):
         error = "it failed" if told[1] == FAILED else ""
-        why = rules.problem(Hashed(told[0], 1, SOURCE, "", error), version, 1)
+        why = rules.problem(Hashed(told[0], SOURCE, "", error), version, 1)
         left = w._replace(said=w.said - {told})
         if not why:
             table, _ = b.step(left.table, b.Copied(version, 1))

@@ -75,7 +75,7 @@ def test_a_host_that_announces_what_are_no_digests_costs_that_version_and_no_oth
 ) -> None:
     run = rig("a", hosts=2)
     run.hosts[0].freeze()
-    report = Hashed(1, 1, RangeSource("127.0.0.2", 1, ""), "no digits")
+    report = Hashed(1, RangeSource("127.0.0.2", 1, "", part=1), "no digits")
     put_text(present(run.pool.hashed), hashed_key(1, 1), report.to_json())
     published(run, 1)
     run.until_error("part 1 of rank 1's host has no digests: non-hexadecimal number")

@@ -507,15 +507,14 @@ class Applied(Message, frozen=True):
 
 
 class Hashed(Message, frozen=True):
-    """Report of another trainer host's leader, in rank 0's store: its part (layout.manifest) of
-    ``version`` is complete, hashed and served at ``source``; otherwise ``error`` is the reason.
+    """Report of another trainer host's leader, in rank 0's store: the ``source``'s part of
+    ``version`` is complete, hashed and served there; otherwise ``error`` is the reason.
 
     ``digests``: hexadecimal, of the part's blocks in order. ``patches``: the chain that leads to
     ``version``, oldest first.
     """
 
     version: int
-    part: int
     source: RangeSource
     digests: str
     error: str = ""
@@ -524,6 +523,6 @@ class Hashed(Message, frozen=True):
     def problem(self, version: int, part: int) -> str:
         """Return why this report is not the expected one; empty if it is. With digests of another
         version, no receiver's check could succeed."""
-        if (self.version, self.part) != (version, part):
-            return f"it is part {self.part} of version {self.version}"
+        if (self.version, self.source.part) != (version, part):
+            return f"it is part {self.source.part} of version {self.version}"
         return self.error

@@ -222,18 +222,18 @@ class HostMain(Performer):
             if job.announced:
                 self._serve(job)
                 continue
-            version, part = job.version, self._pool.part
+            version = job.version
             self._notices += [copied_key(version, rank) for rank in self._ranks]
             try:
                 message = self._sealed(job)
             # RuntimeError: from a store that closes.
             except (TitanGrpoError, RuntimeError) as error:
                 self._failed(version, error)
-                message = Hashed(version, part, self._place, "", error=str(error))
+                message = Hashed(version, self._place, "", error=str(error))
             try:
                 with store_errors(f"announcing version {version}"):
                     text = message.proven(self._hashing.key).to_json()
-                    put_text(self._store, hashed_key(version, part), text)
+                    put_text(self._store, hashed_key(version, self._pool.part), text)
                     # Not earlier: a process that replaces this one reads the keys again. Not those
                     # of a version that failed, which may come until a later one's have.
                     while self._notices and not message.error:
@@ -267,7 +267,7 @@ class HostMain(Performer):
         self._serve(job)
         source = change(self._place, ticket=job.ticket, memfd=image.address.to_json())
         patches = self._patches.make(version, slot, is_wanted(self._store, self._config))
-        return Hashed(version, pool.part, source, b"".join(digests).hex(), patches=patches)
+        return Hashed(version, source, b"".join(digests).hex(), patches=patches)
 
     def _serve(self, job: Job) -> None:
         pool = self._pool
