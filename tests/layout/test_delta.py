@@ -122,7 +122,17 @@ def test_a_patch_over_its_limit_is_none() -> None:
     assert encode(base, new, len(patch) - 1) is None
 
 
-@given(data=st.binary(max_size=200), words=st.integers(1, 300))
+def well_formed(codes: bytes) -> bytes:
+    """A chunk of these codes, with as many values as they ask for."""
+    values = sum(code & 3 == 2 for code in codes)
+    head = np.array([len(codes), values], dtype="<u4").tobytes()
+    return head + codes + bytes(len(codes) % 2 + 2 * values)
+
+
+@given(
+    data=st.one_of(st.binary(max_size=200), st.builds(well_formed, st.binary(max_size=40))),
+    words=st.integers(1, 300),
+)
 def test_bytes_that_are_no_patch_are_the_peers_mistake_or_change_the_image_only(
     data: bytes, words: int
 ) -> None:
