@@ -271,7 +271,6 @@ class Counters:
     def forget(self, url: str) -> None:
         """Remove the counts of a server that left; if it comes back they begin at 0."""
         forget(self._counts, url)
-        self._changed &= self._counts.keys()
 
     def made(self, completions: Iterable[Completion]) -> None:
         for completion in completions:
