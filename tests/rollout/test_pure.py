@@ -104,6 +104,17 @@ def test_rollouts_and_sources_from_outside_have_the_same_bounds(
             read()
 
 
+def test_a_cursor_before_an_index_has_used_none_from_there_on() -> None:
+    cursor = Cursor(low=1, above=(2, 3, 5))
+    assert [cursor.before(end).state()["above"] for end in (2, 3, 6)] == [[], [2], [2, 3, 5]]
+    assert Cursor(low=4, above=(6,)).before(2).state() == {"low": 2, "above": []}
+
+
+def test_a_completion_has_the_room_that_its_prompt_leaves_in_a_row() -> None:
+    spec = RolloutSpec(model_dir="", max_completion_tokens=8, row_tokens=10)
+    assert [spec.room((1,) * length) for length in (1, 2, 3, 9, 10)] == [8, 8, 7, 1, 0]
+
+
 def test_an_index_used_twice_is_refused() -> None:
     cursor = Cursor(low=2, above=(4,))
     for index in (1, 4):

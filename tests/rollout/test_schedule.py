@@ -9,17 +9,20 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from titan_grpo.protocol.messages import ServerState
+from titan_grpo.rollout import schedule
 from titan_grpo.rollout.schedule import (
     QUIET,
     QUIET_S,
     SPREAD,
     STUCK_S,
     TRUST,
+    Durations,
     Fleet,
     Room,
     Server,
     Spread,
 )
+from titan_grpo.samples import Completion, Group, Prompt
 
 
 def cheapest(
@@ -174,6 +177,22 @@ def test_a_slow_server_gets_a_group_when_the_others_have_so_many_that_they_take_
     assert order[12:14] == ["s2", "s0"], "one on it are as 6.25 on another"
 
 
+def test_a_server_near_the_border_is_not_slow_and_fast_by_turns() -> None:
+    fleet, servers = fleet_at(1, 1)
+    assert measured(fleet, 0.01, 0.03) == servers[1:]
+    assert measured(fleet, 0.01, 0.02) == []
+    assert servers[1].slowness == pytest.approx(2.47, abs=0.01)
+    changes = [measured(fleet, 0.01, 0.01) for _ in range(20)]
+    assert [change for change in changes if change] == [servers[1:]]
+    assert servers[1].slowness == 1.0
+
+
+def test_a_slow_server_has_a_smaller_share_of_a_new_version() -> None:
+    fleet, servers = fleet_at(7, 6)
+    measured(fleet, 0.01, 0.03)
+    assert share(Spread(), servers, 10.0) == pytest.approx(36), "40 requests, 9 to 1"
+
+
 def test_a_slow_server_does_not_take_what_full_ones_have_sooner() -> None:
     fleet, servers = fleet_at(1, 1, 1)
     measured(fleet, 0.01, 0.01, 0.1)
@@ -319,3 +338,22 @@ def test_groups_leave_a_server_whose_version_has_been_unknown_for_long() -> None
     one.answer_began(220.0)
     goes_on(other, 220.0 + QUIET_S)
     assert stuck(fleet, 220.0 + QUIET_S) == [one], "its time without answers was no pause"
+
+
+def test_a_prompts_last_duration_is_expected_again_and_the_oldest_ones_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(schedule, "REMEMBERED", 2)
+    durations, prompts = Durations(), [Prompt(n, (n,)) for n in range(3)]
+
+    def took(number: int, seconds: float) -> None:
+        completion = Completion((1,) * 100, (-1.0,) * 100, "stop", 1, 1, "s")
+        durations.took(Group(prompts[number], (completion,)), seconds)
+
+    took(0, 2.0)
+    assert durations.expected_s(prompts[1], 50.0) == pytest.approx(1.0), "0.02 s a token"
+    took(1, 4.0)
+    assert durations.expected_s(prompts[2], 50.0) == pytest.approx(1.3), "a new one counts 0.3"
+    took(0, 3.0)
+    took(2, 1.0)
+    assert [durations.expected_s(prompt, 0.0) for prompt in prompts] == [3.0, 0.0, 1.0]
