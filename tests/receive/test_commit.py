@@ -154,6 +154,28 @@ def test_a_version_that_is_loaded_beside_the_weights_makes_an_engine_intact_agai
     assert link.wait_applied(2, 60.0).ok
 
 
+def test_a_load_that_leaves_tensors_out_without_an_error_is_no_commit(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = site.connect(WEIGHTS)
+    monkeypatch.setattr(site.engine, "load", next)
+    report = site.deliver(link, 1, 1, WEIGHTS)
+    assert (report.ok, report.intact, report.fingerprint) == (False, False, "")
+    assert report.error == "the engine loaded 1 of 2 tensors"
+
+
+def test_a_commit_that_is_refused_leaves_half_loaded_weights_as_they_are(site: Site) -> None:
+    link = site.connect(WEIGHTS)
+    site.engine.breaks_at = "b"
+    staged = link.send(1, 1, WEIGHTS.image, WEIGHTS.digests, WEIGHTS.fingerprint)
+    commit = link.commit(staged).to_dict()
+    for data, error in (commit, "planted failure"), (commit | {"fingerprint": "x"}, "staged is"):
+        report = site.side.commit(data)
+        assert report is not None
+        assert error in report.error
+        assert (report.ok, report.intact) == (False, False)
+
+
 def test_workers_that_lose_each_other_report_an_engine_that_is_not_intact(team: TeamSite) -> None:
     link = team.connect(WEIGHTS)
     team.team.barrier.abort()

@@ -499,6 +499,14 @@ def test_large_tensors_are_compared_piece_by_piece(model: Model, version: Checkp
     assert not differ(copies.pairs, three_rows)
 
 
+def test_tensors_at_odd_places_of_their_memory_are_compared_too() -> None:
+    memory, kept = torch.arange(10).bfloat16(), torch.arange(10).bfloat16()
+    for first in (0, 1, 4):
+        ours, theirs = memory[first : first + 4], kept[:4] + first
+        assert not differ([(ours, theirs), (ours, kept[first : first + 4])])
+        assert differ([(ours, theirs + 1)])
+
+
 def test_what_cannot_be_followed_ends_no_load(model: Model, version: Checkpoint) -> None:
     """A sparse tensor has no memory that could be watched."""
 
