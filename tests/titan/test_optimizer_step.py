@@ -197,6 +197,38 @@ def test_tokens_whose_entropies_differ_by_rounding_are_chosen_together() -> None
             assert chosen.tolist() == [True, True, True, False]
 
 
+def test_only_tokens_of_the_policy_before_the_batch_and_on_its_kv_count_as_on_policy() -> None:
+    def counted(groups: Sequence[Group], version: int, epochs: int = 1) -> float:
+        outcome = outcome_of(GRPO(num_epochs=epochs), version, groups)
+        return reduce_metrics(outcome, ONE_RANK)["on_policy_count"]
+
+    assert [counted(GROUPS, 0, epochs) for epochs in (1, 2)] == [12, 12], "of 24 in each pass"
+    waited = {"version_first": 0, "version_last": 1, "spans": ((1, 3),)}
+    groups = [
+        replace(group, completions=tuple(replace(c, **waited) for c in group.completions))
+        for group in GROUPS
+    ]
+    assert counted(groups, 1) == 0
+
+
+def test_the_loss_is_a_mean_over_optimizer_steps_that_were_skipped_too() -> None:
+    skipped = outcome_of(GRPO(num_microbatches=2, grad_norm_limit=1e-9))
+    assert (skipped.taken, skipped.steps) == (0, 2)
+    taken = outcome_of(GRPO(num_microbatches=2), rate=0.0)
+    found = [reduce_metrics(outcome, ONE_RANK)["loss"] for outcome in (skipped, taken)]
+    assert found[0] == pytest.approx(found[1], abs=1e-9)
+    assert abs(found[1]) > 1e-4
+
+
+@pytest.mark.parametrize(("share", "least"), [(0.5, 3.0), (0.7, 2.0), (0.01, 4.0)])
+def test_the_share_of_tokens_of_high_entropy_is_rounded_and_is_one_at_least(
+    share: float, least: float
+) -> None:
+    values = torch.tensor([1.0, 4.0, 2.0, 3.0])
+    assert least_of_share(values, share) == pytest.approx(least, abs=2e-4)
+    assert least_of_share(values[:0], share) == math.inf
+
+
 @pytest.mark.parametrize(
     ("left_out", "masked"),
     [({}, 0), ({"token_staleness_limit": 0}, 1), ({"neg_scaler": 0.0}, 1)],
