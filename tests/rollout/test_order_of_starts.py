@@ -24,6 +24,7 @@ from scripts.bench_tails import (
     spec_of,
 )
 from scripts.timed_rollouts import Pace, Played, TimedServer, Work, in_simulated_time, play
+from tests.rigs.present import present
 from tests.rollout.sampling import Letters
 from titan_grpo.config.task import TaskKeys
 from titan_grpo.rollout.codec import TextCodec
@@ -192,6 +193,45 @@ def test_a_prompt_may_have_its_tokens_in_any_sequence(token_ids: Any) -> None:
     spec, waiting = RolloutSpec(model_dir=""), TaskRunner(cast(Any, task), Letters(), TaskKeys())
     assert Starts(spec, waiting, Durations()).admit(0)
     assert waiting.prompt(0) == waiting.prompt(0) == Prompt(0, (3, 5, 4))
+
+
+def test_a_server_that_is_too_old_for_the_most_urgent_group_makes_the_next_one() -> None:
+    spec = RolloutSpec(model_dir="", prompts_per_step=1, max_staleness=0)
+    task = SimpleNamespace(
+        prompt=lambda index, codec: Prompt(index, (index,)),
+        expected_tokens=lambda prompt: 1.0 + prompt.index,
+    )
+    starts = Starts(spec, TaskRunner(cast(Any, task), Letters(), TaskKeys()), Durations())
+    assert [starts.admit(1) for _ in range(3)] == [True, True, False]
+    urgent = [present(starts.most_urgent(version)).ticket.index for version in (0, 1)]
+    assert urgent == [0, 1], "the second one takes longer, and is of the next step"
+    starts.start(0, 0)
+    assert starts.most_urgent(0) is None
+
+
+def test_a_process_in_place_of_one_that_ended_counts_on_from_the_places_that_were_used() -> None:
+    """The trainer, at version 12, has prompts 2 and 5 of the next four and needs 3 and 4."""
+    spec = RolloutSpec(
+        model_dir="",
+        prompts_per_step=4,
+        max_staleness=1,
+        base_version=10,
+        state={"cursor": {"low": 2, "above": []}},
+        places=8,
+        waiting={2: 1, 5: 1},
+        sessions_lost=1,
+    )
+    task = cast(Any, SimpleNamespace(prompt=lambda index, codec: Prompt(index, (1,))))
+    starts = Starts(spec, TaskRunner(task, Letters(), TaskKeys()), Durations())
+    assert not starts.admit(10), "too old for the trainer's next batch"
+    admitted = []
+    while starts.admit(11):
+        admitted.append(starts.waiting)
+    assert admitted == [1, 2]
+    found = [present(starts.most_urgent(11)).ticket]
+    assert starts.start(found[0].index, 11) == 12
+    found.append(present(starts.most_urgent(11)).ticket)
+    assert [(ticket.index, ticket.attempt) for ticket in found] == [(3, 1), (4, 1)]
 
 
 @pytest.mark.parametrize(
