@@ -1,5 +1,7 @@
 """Image slots behind their lock."""
 
+import pytest
+
 from tests.rigs.present import present
 from titan_grpo.protocol.messages import Label
 from titan_grpo.sync.images import ImageSlots, Published
@@ -160,3 +162,21 @@ def test_a_lane_that_is_idle_while_it_is_kept_is_woken_to_go_on() -> None:
     slots.go_on("lane")
     assert woken == [1]
     assert present(ask(slots, "lane", None)).version == 2
+
+
+@pytest.mark.parametrize("how", ["keep", "stop"])
+def test_an_idle_lane_that_gets_no_newer_version_holds_no_slot(how: str) -> None:
+    slots = ImageSlots(2)
+    publish(slots, 1)
+    ask(slots, "busy", None)
+    getattr(slots, how)("lane")
+    assert slots.pin_newer("lane", 0, lambda: None) is None
+    publish(slots, 2)
+    assert slots.reserved.take() == 1
+
+
+def test_digests_of_versions_that_are_written_over_are_forgotten() -> None:
+    slots = ImageSlots(2)
+    for version in range(1, 6):
+        publish(slots, version)
+    assert slots._published.keys() == {4, 5}

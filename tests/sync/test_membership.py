@@ -12,7 +12,7 @@ from tests.sync.conftest import MakeRig, Rig
 from titan_grpo.engines.server import RolloutNeeds
 from titan_grpo.errors import SyncError
 from titan_grpo.observe import names
-from titan_grpo.protocol.messages import Entry, Standing, new_run_id
+from titan_grpo.protocol.messages import Entry, Label, Standing, new_run_id
 from titan_grpo.runkey import Key
 
 pytestmark = pytest.mark.e2e
@@ -190,7 +190,10 @@ def test_a_run_that_ends_leaves_its_server_to_the_next_one_at_once(rig: MakeRig)
     first = rig("a", commit_deadline_s=10 * WAIT_S)
     first.deliver(1)
     first.end()
-    second(rig, first, take_over=False).everyone(1)
+    other = second(rig, first, take_over=False)
+    other.everyone(1)
+    label = present(Label.parse(other.servers["a"].label))
+    assert (label.run_id, label.version) == (other.pool.run_id, 1), "not the first run's version 1"
 
 
 @pytest.mark.parametrize("owner", ["", "folder"])
