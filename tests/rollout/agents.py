@@ -3,7 +3,7 @@
 import http.client
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tests.rollout.conftest import Behaviour, answer
@@ -64,14 +64,16 @@ def taken(address: str, key: str = "") -> dict[str, Any]:
     return dict(found[1])
 
 
-def asking(base_url: str, api_key: str, retries: int | None = None) -> http.client.HTTPConnection:
+def asking(
+    base_url: str, api_key: str, retries: int | None = None, messages: Sequence[Any] = (HELLO,)
+) -> http.client.HTTPConnection:
     """A connection whose call was sent, with OpenAI's count of retries unless it is None."""
     address, _, path = base_url.removeprefix("http://").partition("/")
     connection = http.client.HTTPConnection(address, timeout=60)
     headers = {"Authorization": f"Bearer {api_key}"}
     if retries is not None:
         headers["x-stainless-retry-count"] = str(retries)
-    body = json.dumps({"model": "any", "messages": [HELLO]})
+    body = json.dumps({"model": "any", "messages": [*messages]})
     connection.request("POST", f"/{path}/chat/completions", body, headers)
     return connection
 

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import compress
 
 import pytest
 
-from tests.rollout.conftest import MakeServer, answer
+from tests.rollout.agents import says, talker
+from tests.rollout.conftest import GroupOf, MakeServer, answer
 from tests.rollout.sampling import Letters, holding, sample
+from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.messages import RolloutSpec
 from titan_grpo.rollout.sampler import NotAccepted, Sampler
 from titan_grpo.rollout.task_runner import Codec, TaskRunner, Turn
@@ -95,3 +98,13 @@ def test_the_least_length_of_a_completion_counts_what_the_policy_sampled(
     sampler = Sampler(spec, TaskRunner(task, Letters(), spec))
     with pytest.raises(NotAccepted, match="too_short") if left_out else nullcontext():
         sample(sampler, [NO_TOKENS], holding(server.url, 3))
+
+
+def test_an_agents_own_limit_cuts_each_of_its_turns_and_is_not_the_runs(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    group = group_of(talker(3, max_tokens=2), [says(codec, "one", "two")])
+    (completion,) = group.completions
+    said = list(compress(completion.token_ids, completion.sampled))
+    assert said == [token for text in ("one", "two", "one") for token in codec.encode(text)[:2]]
+    assert completion.finish_reason == "stop"

@@ -96,6 +96,28 @@ def test_an_answer_whose_client_has_gone_is_not_trained_on(
     assert prompts == [f"<bos>user: {said}\nassistant:one<eos>" for said in ("a", "b", "c")]
 
 
+def test_the_last_answer_of_a_sequence_whose_client_has_gone_is_cut_off_it(
+    group_of: GroupOf, codec: TextCodec
+) -> None:
+    speak = says(codec, "one")
+    engine, arrived, gone = held(speak)
+
+    def agent(base_url: str, api_key: str, row: dict[str, Any]) -> float:
+        caller({})(base_url, api_key, row)
+        said = {"role": "assistant", "content": "one"}
+        connection = asking(base_url, api_key, messages=[HELLO, said, HELLO])
+        assert arrived.wait(WAIT_S)
+        connection.close()
+        gone.set()
+        return caller(*saying(*"abc"))(base_url, api_key, row)
+
+    group = group_of(agent, [lambda body: (engine if len(body["prompt"]) > 40 else speak)(body)])
+    first = group.completions[0]
+    whole = codec.spell((*group.prompt.token_ids, *first.token_ids))
+    assert whole == "<bos>user: hello\nassistant:one<eos>"
+    assert first.num_sampled == len(first.token_spans) + 3 == 4
+
+
 def test_an_equal_call_takes_the_answer_of_a_client_that_has_gone(
     group_of: GroupOf, codec: TextCodec
 ) -> None:
