@@ -170,12 +170,14 @@ def test_the_staleness_of_tokens_is_of_sampled_ones_however_many_passes_a_step_m
         (GRPO(kl_beta=0.1, num_epochs=3, proximal_logprobs="rollout"), 12, 4),
         (GRPO(num_microbatches=4), 4 + 3, 0),
         (GRPO(num_epochs=2), 8 + 4, 0),
+        (GRPO(num_epochs=2, proximal_logprobs="rollout", m2_threshold=0.04), 8 + 8, 0),
         (GRPO(num_microbatches=4, top_entropy_share=0.5), 4 + 4, 0),
         (GRPO(num_microbatches=4, policy_loss="cispo"), 4, 0),
         (GRPO(num_microbatches=4, policy_loss="topr"), 4, 0),
     ],
     ids=[
-        *("one step", "a reference", "minibatches", "epochs", "entropies beside the minibatches"),
+        *("one step", "a reference", "minibatches", "epochs", "M2PO before each optimizer step"),
+        "entropies beside the minibatches",
         *("CISPO has no proximal policy", "TOPR has no proximal policy"),
     ],
 )
@@ -198,17 +200,18 @@ def test_tokens_whose_entropies_differ_by_rounding_are_chosen_together() -> None
 
 
 def test_only_tokens_of_the_policy_before_the_batch_and_on_its_kv_count_as_on_policy() -> None:
-    def counted(groups: Sequence[Group], version: int, epochs: int = 1) -> float:
-        outcome = outcome_of(GRPO(num_epochs=epochs), version, groups)
+    def counted(groups: Sequence[Group], version: int, epochs: int = 1, parts: int = 1) -> float:
+        outcome = outcome_of(GRPO(num_epochs=epochs, num_microbatches=parts), version, groups)
         return reduce_metrics(outcome, ONE_RANK)["on_policy_count"]
 
     assert [counted(GROUPS, 0, epochs) for epochs in (1, 2)] == [12, 12], "of 24 in each pass"
-    waited = {"version_first": 0, "version_last": 1, "spans": ((1, 3),)}
-    groups = [
-        replace(group, completions=tuple(replace(c, **waited) for c in group.completions))
-        for group in GROUPS
-    ]
-    assert counted(groups, 1) == 0
+    assert counted(GROUPS, 0, parts=4) == 6
+
+    def waited(completion: Completion) -> Completion:
+        return replace(completion, version_first=0, version_last=1, spans=((1, 3),))
+
+    late = [replace(group, completions=tuple(map(waited, group.completions))) for group in GROUPS]
+    assert counted(late, 1) == 0
 
 
 def test_the_loss_is_a_mean_over_optimizer_steps_that_were_skipped_too() -> None:
@@ -218,6 +221,13 @@ def test_the_loss_is_a_mean_over_optimizer_steps_that_were_skipped_too() -> None
     found = [reduce_metrics(outcome, ONE_RANK)["loss"] for outcome in (skipped, taken)]
     assert found[0] == pytest.approx(found[1], abs=1e-9)
     assert abs(found[1]) > 1e-4
+
+
+def test_a_share_of_the_tokens_of_high_entropy_is_of_sampled_ones() -> None:
+    # Half of the 24 follow a 1, and all of these have the greatest entropy: the second tokens of
+    # all completions, whose advantages cancel out, and the fourth ones of the better four.
+    values = step_of(GRPO(top_entropy_share=0.5, rollout_is_threshold=0.0))
+    assert values["loss/policy_term"] == pytest.approx(-4 / 24, rel=1e-4)
 
 
 @pytest.mark.parametrize(("share", "least"), [(0.5, 3.0), (0.7, 2.0), (0.01, 4.0)])
