@@ -104,6 +104,35 @@ def test_a_prompt_that_the_server_refuses_is_counted_and_in_no_figure(
     assert found.reward.value == sum(range(ROWS - 1)) / (ROWS - 1)
 
 
+def test_the_interval_is_that_of_the_prompts_means_however_many_completions_they_have(
+    job: Callable[..., Job], completion_server: MakeServer
+) -> None:
+    assert run(job(), completion_server()).reward == estimate([0.0, 1.0, 2.0, 3.0, 4.0])
+
+
+def test_an_evaluation_leaves_out_no_group_and_begins_with_the_first_row() -> None:
+    state = {"cursor": {"low": 4, "above": []}}
+    keys: dict[str, Any] = {"accept": "m:f", "min_completion_tokens": 3, "state": state}
+    spec = RolloutSpec(model_dir="", waiting={4: 1}, **keys)
+    own = Job.of(Evaluation(name="own", samples=SAMPLES), spec).spec
+    assert (own.accept, own.min_completion_tokens, own.state, own.waiting) == ("", 0, {}, {})
+
+
+def test_completions_that_are_unfit_are_made_again(
+    job: Callable[..., Job], completion_server: MakeServer
+) -> None:
+    server = completion_server()
+    server.behaviour = lambda body: answer(
+        [80] * body["max_tokens"], [1.0 if len(server.bodies) == 1 else -1.0] * body["max_tokens"]
+    )
+    assert run(job(samples=1, pass_at=[1], rows=1), server).prompts == 1
+    assert len(server.bodies) == 2
+
+
+def test_an_evaluation_has_each_row_of_its_dataset_once_at_most(job: Callable[..., Job]) -> None:
+    assert [prepare(job(rows=rows))[1] for rows in (0, 3, 2 * ROWS)] == [ROWS, 3, ROWS]
+
+
 def test_a_prompt_that_leaves_no_room_for_a_completion_is_counted_and_not_asked(
     job: Callable[..., Job], completion_server: MakeServer
 ) -> None:
