@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,11 +14,12 @@ from tests.rollout.sampling import holding
 from titan_grpo.engines.http import AsyncDriver
 from titan_grpo.errors import PeerError
 from titan_grpo.rollout.agent_sampler import AgentSampler, Places
-from titan_grpo.rollout.agents import Agents
+from titan_grpo.rollout.agents import Agents, Call, Episode
 from titan_grpo.rollout.codec import TextCodec
 from titan_grpo.rollout.dispatch import Dispatcher
 from titan_grpo.rollout.messages import FromWorker, GroupDone, ServerLeft, Ticket
 from titan_grpo.rollout.sampler import Attempt
+from titan_grpo.rollout.trajectories import Trajectory
 from titan_grpo.samples import NO_TOKENS, Completion, Group
 
 pytest.importorskip("openai")
@@ -313,3 +314,18 @@ def test_a_finished_group_does_not_wait_for_a_place_to_be_accepted(
             return group
 
     assert asyncio.run(run()).completions[0].num_sampled == 4
+
+
+def test_an_episode_is_lost_with_a_token_that_its_agent_has_and_not_with_its_next_answer() -> None:
+    loop = asyncio.new_event_loop()
+    trajectory = Trajectory((1,), part=1, delivered=2)
+    waiting = Call(cast(Any, None), trajectory, (), "", loop.create_future(), [])
+    episode = Episode("ep", 0, {}, loop.create_future(), 60.0, calls={trajectory: waiting})
+    loop.close()
+
+    def part(tokens: int) -> Completion:
+        return Completion((5,) * tokens, (-1.0,) * tokens, "", 3, 3, "s")
+
+    lost = [episode.lost([part(9), part(tokens)]) for tokens in (1, 2, 3)]
+    assert lost == [True, False, False]
+    assert episode.lost([part(9)])

@@ -311,3 +311,16 @@ def test_a_look_at_the_servers_does_not_wait_for_a_lane_that_opens(site: Make) -
             s.may_open.set()
         assert adding.result(WAIT_S)
     assert [lane.name for lane in s.opened] == ["lane a", "lane b"]
+
+
+def test_a_server_that_is_found_with_the_version_that_it_had_has_committed_nothing(
+    site: Make,
+) -> None:
+    s = site("a", max_lag=2)
+    s.commit("a", 1)
+    for version in (1, 2):
+        s.set.reached(version)
+        for entry in (Entry(), Entry(Standing.HOLDS, 1)):
+            s.set.note("a", entry, "vllm")
+    with pytest.raises(SyncError, match="committed anything for 2 versions"):
+        s.set.reached(3)

@@ -292,6 +292,14 @@ def test_a_run_that_goes_on_has_the_settings_of_its_job_from_its_first_step_on()
     assert rates(second, 7) == rates(trainer_of(lr=0.25), 10)[3:]
 
 
+def test_a_checkpoint_has_the_version_beside_the_step_and_a_resume_goes_on_from_both() -> None:
+    """A training step that changed no weight made no version."""
+    first, second = (GRPOTrainer.__new__(GRPOTrainer) for _ in range(2))
+    first.step, first.ntokens_seen, first.version = 5, 900, 3
+    second.load_state_dict(first.state_dict())
+    assert (second.step, second.ntokens_seen, second.version) == (5, 900, 3)
+
+
 class Unwritable:
     """What ends a save in the middle."""
 
