@@ -111,10 +111,11 @@ def test_the_interval_is_that_of_the_prompts_means_however_many_completions_they
 
 
 def test_an_evaluation_leaves_out_no_group_and_begins_with_the_first_row() -> None:
-    state = {"cursor": {"low": 4, "above": []}}
-    keys: dict[str, Any] = {"accept": "m:f", "min_completion_tokens": 3, "state": state}
-    spec = RolloutSpec(model_dir="", waiting={4: 1}, **keys)
-    own = Job.of(Evaluation(name="own", samples=SAMPLES), spec).spec
+    spec = RolloutSpec(
+        model_dir="", accept="m:f", state={"cursor": {"low": 4, "above": []}}, waiting={4: 1}
+    )
+    table = Evaluation(name="own", samples=SAMPLES, accept="m:g", min_completion_tokens=3)
+    own = Job.of(table, spec).spec
     assert (own.accept, own.min_completion_tokens, own.state, own.waiting) == ("", 0, {}, {})
 
 
