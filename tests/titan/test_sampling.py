@@ -196,8 +196,10 @@ def test_the_mean_length_is_that_of_all_episodes_however_few_are_trained_on() ->
     lengths = (2, "stop"), (10, "length"), (10, "length"), (2, "stop")
     alone = Group(Prompt(0, (1,)), tuple(sampled(*each) for each in lengths))
     parts = Group(Prompt(1, (1,)), (sampled(2, "stop", 1), sampled(3, "stop", 1)))
+    turns = replace(sampled(5, "stop"), sampled=(True, False, False, True, True))
+    tools = Group(Prompt(2, (1,)), (turns, sampled(4, "stop")))
     options = BatchOptions(token_budget=64, max_len=32, grpo=GRPO(mask_truncated=True))
-    for made, mean in (alone, 6.0), (parts, 5.0):
+    for made, mean in (alone, 6.0), (parts, 5.0), (tools, 3.5):
         values = group_values([made], plan([made], 1, options), version=5, kv_kept=False)
         assert values[names.COMPLETION_TOKENS] == mean
 
