@@ -4,12 +4,14 @@ import math
 import pickle
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.rigs.jobs import job
+from titan_grpo.algorithm.balance import TokenCost
 from titan_grpo.algorithm.batch import BatchOptions, plan
 from titan_grpo.algorithm.rows import MicroBatch
 from titan_grpo.config import GRPO, Evaluation, JobConfig, Rollout, WeightSync
@@ -24,6 +26,7 @@ compat.prepare()
 from titan_grpo.titan.data import (  # noqa: E402 - patches first
     BatchLoader,
     Share,
+    batch_options,
     left_out_for,
     pickled_shares,
     text_weight,
@@ -58,6 +61,17 @@ class Source:
     def run(self, want: int, rounds: int, kind: BatchOptions = KIND) -> tuple[list[int], int]:
         found = varied_groups(self.take, self.given_back.append, want, rounds, kind)
         return [g.prompt.index for g in found.groups], len(found.left_out)
+
+
+def test_rows_are_cut_as_the_job_says() -> None:
+    sections: dict[str, Any] = {
+        "training": {"local_batch_size": 4, "seq_len": 20},
+        "parallelism": {"tensor_parallel_degree": 3, "pipeline_parallel_degree": 2},
+    }
+    for budget, cut in ((0, 80), (96, 96)):
+        found = batch_options(job(grpo=GRPO(token_budget=budget), **sections), TokenCost(), 9)
+        whole = found.token_budget, found.max_len, found.pad_multiple, found.stages
+        assert whole == (cut, 20, 24, 2)
 
 
 def test_groups_without_spread_are_replaced_and_their_places_given_back_before() -> None:

@@ -300,6 +300,21 @@ def test_a_checkpoint_has_the_version_beside_the_step_and_a_resume_goes_on_from_
     assert (second.step, second.ntokens_seen, second.version) == (5, 900, 3)
 
 
+def test_a_moving_reference_follows_each_version_and_no_step_that_made_none() -> None:
+    trainer: Any = GRPOTrainer.__new__(GRPOTrainer)
+    trainer.policy, trainer.reference = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    for model, value in (trainer.policy, 4.0), (trainer.reference, 0.0):
+        for parameter in model.parameters():
+            parameter.data.fill_(value)
+    trainer.controller, trainer.version, trainer._moving = None, 0, True
+    trainer._grpo = SimpleNamespace(ref_model_ema=0.75)
+    seen = []
+    for taken in (1, 0, 2):
+        trainer._make_version(SimpleNamespace(taken=taken), None)
+        seen.append((trainer.version, trainer.reference.bias.item()))
+    assert seen == [(1, 1.0), (1, 1.0), (2, 1.75)]
+
+
 class Unwritable:
     """What ends a save in the middle."""
 
