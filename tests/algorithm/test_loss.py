@@ -16,6 +16,7 @@ from titan_grpo.algorithm.loss import LogitTerms, Metrics, accumulate, flags, gr
 from titan_grpo.algorithm.objective import (
     Spans,
     gmpo_objective,
+    kl_term,
     least_left_out,
     second_moments,
 )
@@ -313,6 +314,7 @@ def test_the_docstring_example_of_m2po_and_nothing_to_leave_out() -> None:
     moments = torch.tensor([0.9, 0, 0.01, 0.5, 0.02], dtype=torch.float64)
     assert least_left_out(moments, 0.04) == 0.5
     assert least_left_out(moments, 0.5) == math.inf
+    assert least_left_out(torch.tensor([0.25, 0.75]), 0.5) == math.inf, "the mean may be that"
     assert least_left_out(torch.zeros(3), 0.04) == math.inf
     moved = second_moments(
         torch.tensor([-1.0, -1.0, -3.0, -3.0]),
@@ -427,3 +429,18 @@ def test_gmpo_bounds_no_ratio_from_below_where_the_lower_bound_is_1() -> None:
     for low, mean in ((1.0, math.exp(-5)), (0.5, math.sqrt(0.5))):
         found = gmpo_objective(torch.tensor([[-10.0, 0.0]]), -ones, spans, low, 0.2)
         assert found.tolist() == [pytest.approx([-mean] * 2)]
+
+
+def test_a_token_that_was_very_unlikely_for_the_engine_weighs_ten_in_the_kl_term() -> None:
+    now, reference = torch.tensor([0.0]), torch.tensor([1.0])
+    for times, weight in ((15.0, 10.0), (5.0, 5.0)):
+        found = [
+            kl_term(now, reference, torch.tensor([-math.log(times)]), estimator).item()
+            for estimator in ("k2", "k3")
+        ]
+        assert found == pytest.approx([weight / 2, weight * (math.e - 2)])
+
+
+def test_a_threshold_of_1_leaves_every_token_in_the_loss() -> None:
+    metrics = grpo_loss(torch.full((2, 3), -1.0), micro_batch(), GRPO(onpolicy_logp_threshold=1.0))
+    assert metrics[1]["kept_tokens_sum"] == MASK.sum()

@@ -111,7 +111,7 @@ def test_rewards_collapse_after_equal_ones_in_a_row_and_never_without_a_limit(
     limit: int, collapses: list[int]
 ) -> None:
     state, seen = Collapse(limit), []
-    for rewards in ((1, 1), (1, 2), (3, 3), (0, 0), (0, 0), (0, 1)):
+    for rewards in ((1, 1), (1, 2), (3, 3), (0, 0), (), (0, 1)):
         state = state.after(rewards)
         seen.append(state.collapsed)
     assert [at for at, collapsed in enumerate(seen) if collapsed] == collapses
