@@ -243,9 +243,11 @@ def server_url(text: str) -> str:
     except ValueError:  # port above 65535, unmatched brackets, invalid host
         usable = False
     if not usable or not text.isprintable() or any(letter in text for letter in "@?# "):
+        # Logs are read by others than a password is for.
+        shown = re.sub("^(.*//)?.*@", r"\1...@", text)
         raise ConfigError(
             "a server must be a URL such as http://host:8000, without user, query and fragment,"
-            f" got {text!r:.200}"
+            f" got {shown!r:.200}"
         )
     if parts.path.rstrip("/").endswith("/v1"):
         raise ConfigError(
