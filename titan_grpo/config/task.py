@@ -122,11 +122,11 @@ class TaskKeys:
     function: of episodes that servers serve at once. No bound on agents outside."""
 
     task_timeout_s: float = 600.0
-    """Deadline of one such call, in seconds. A plain function is ended at its next line of Python;
-    one that waits in C code runs on, and its result is dropped. A call that blocks the event loop
-    or holds the interpreter is ended with the rollout process, after 120 s or this if that is more,
-    and the process is started again. An agent's clock stands still while no server serves its
-    group."""
+    """Deadline of one such call, in seconds. A plain function is ended at its next line of Python,
+    an agent's at its next request; one that waits in C code runs on, and its result is dropped. A
+    call that blocks the event loop or holds the interpreter is ended with the rollout process,
+    after 120 s or this if that is more, and the process is started again. An agent's clock stands
+    still while no server serves its group."""
 
     task_error_budget: int = 0
     """How many of any 100 groups in a row may be lost to the task's own exceptions and timeouts
