@@ -241,7 +241,7 @@ class Controller:
             row = (dashboards.NO_DROPS if row else {}) | row | self._evaluations.latest()
             return Reply(200, dashboards.page(row), kind=dashboards.CONTENT_TYPE)
 
-        # No body: whoever reaches the address could fill this host's memory.
+        # No body: a client without a key could fill the memory of this host.
         server = HttpServer(address, "", answer, "dashboards.metrics_address", lambda _: False)
         terminal.print_status(f"metrics for Prometheus at http://{server.address}/metrics")
         return server

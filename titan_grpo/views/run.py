@@ -377,8 +377,9 @@ def _assemble(parts: list[Bars], names: list[str], others: list[_Event]) -> Trac
     groups = _groups(parts, tracks, len(names))
     shifts, stops = _shifts(tracks, groups, points, zeros)
     found: defaultdict[tuple[str, str], list[Bars]] = defaultdict(list)
+    groups.reverse()
     while groups:
-        bars = groups.pop(0)
+        bars = groups.pop()
         process, label = tracks[int(bars["track"][0])]
         if process in shifts:
             bars["start"] += shifts[process]
